@@ -1,4 +1,4 @@
-"""``quire-engine``: reads the settings, loads the model, serves it."""
+"""The command ``quire-engine``: reads the settings, loads the model, serves it."""
 
 import logging
 import os
@@ -18,22 +18,22 @@ from quire_proto.tracing import setup_tracing, shutdown_tracing
 from quire_engine.config import EngineConfig
 from quire_engine.errors import quit_with
 from quire_engine.factory import load_executor, make_scheduler, model_grammars
-from quire_engine.server.server import EngineServer, ServerConfig
+from quire_engine.server.server import EngineServer
 
 if TYPE_CHECKING:
     from quire_engine.executor.torch_executor import TorchExecutor
 
 log = logging.getLogger("quire_engine")
 
-SECONDS_FOR_LAST_SPANS = 2.0
-OTHER_VARIABLES = ("cpu_kernels",)  # read where the kernels are, which may not know of settings
+LAST_SPANS_TIMEOUT = 2.0  # seconds
+OTHER_VARIABLES = ("cpu_kernels",)  # QUIRE_ENGINE_CPU_KERNELS is read by ``kernels``, which may not import ``config``
 
 
 def main() -> None:
-    """The command, or one of its subcommands ``simulate`` and ``bench``. Exits with 2 for wrong settings, 1 with one
-    sentence for a model that cannot be served.
+    """Runs the engine, or one of the subcommands ``simulate`` and ``bench``. Exits with 2 for wrong settings, and with
+    1 and one sentence for a model that cannot be served.
 
-    Torch is imported only once the settings are known to be right.
+    Torch is imported only after the settings were checked.
     """
     arguments = sys.argv[1:]
     if arguments[:1] == ["simulate"]:
@@ -72,17 +72,18 @@ def _serve(config: EngineConfig, tracing: bool) -> None:
 
 
 def _make_server(config: EngineConfig, executor: "TorchExecutor", tracing: bool) -> EngineServer:
-    disable_created_metrics()  # type: ignore[no-untyped-call]  # a second sample for each counter, which nobody reads
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # drops the unused _created sample of each counter
     scheduler = make_scheduler(config, executor)
     try:
         return EngineServer(
-            _server_config(config, tracing),
+            config,
             executor,
             scheduler,
             _describe(config, executor, scheduler.config.max_model_len),
             model_grammars(config, executor),
+            tracing=tracing,
         )
-    except TlsError as error:  # the files have changed since the settings were read
+    except TlsError as error:  # the files changed after the settings were read
         quit_with(1, f"{error}.")
 
 
@@ -96,23 +97,23 @@ def _load_executor(config: EngineConfig) -> "TorchExecutor":
 
 
 def _exit_on_lost_rank(sentence: str) -> None:
-    """Ends the process, as a rank is lost: whatever this one computes waits for it, and the loop may not be reached.
-    Spans and log lines are written first, as far as that is quick.
+    """Ends the process because a rank is lost: a step that waits for it cannot return, so the event loop may not end
+    it. Exports spans and log lines first, for at most ``LAST_SPANS_TIMEOUT``.
     """
     log.critical("%s The engine ends.", sentence)
-    late = Timer(SECONDS_FOR_LAST_SPANS, os._exit, (1,))
-    late.daemon = True
-    late.start()
+    watchdog = Timer(LAST_SPANS_TIMEOUT, os._exit, (1,))
+    watchdog.daemon = True
+    watchdog.start()
     shutdown_tracing()
     logging.shutdown()
     os._exit(1)
 
 
-def _describe(config: EngineConfig, executor: "TorchExecutor", length: int) -> pb.DescribeResponse:
+def _describe(config: EngineConfig, executor: "TorchExecutor", max_model_len: int) -> pb.DescribeResponse:
     return pb.DescribeResponse(
         served_model_names=config.names,
         model_revision=executor.config.model_revision,
-        max_model_len=length,
+        max_model_len=max_model_len,
         vocab_size=executor.config.vocab_size,
         eos_token_ids=executor.config.eos_token_ids,
         block_size=executor.kv_cache_config.block_size,
@@ -125,21 +126,6 @@ def _describe(config: EngineConfig, executor: "TorchExecutor", length: int) -> p
         prefix_caching=config.enable_prefix_caching,
         tokenizer_digest=folder_vocabulary_digest(config.model),
         config_digest=folder_config_digest(config.model),
-    )
-
-
-def _server_config(config: EngineConfig, tracing: bool) -> ServerConfig:
-    return ServerConfig(
-        host=config.host,
-        port=config.port,
-        metrics_port=config.metrics_port,
-        tls=config.tls,
-        session_grace=config.session_grace,
-        shutdown_delay=config.shutdown_delay,
-        shutdown_timeout=config.shutdown_timeout,
-        stall_timeout=config.stall_timeout,
-        trace_step_interval=config.trace_step_interval,
-        tracing=tracing,
     )
 
 

@@ -1,4 +1,4 @@
-"""The one error of model folders, and how other errors are told in it. Knows nothing else."""
+"""``ModelError``, and how the engine's commands report errors in one sentence."""
 
 import sys
 from typing import NoReturn
@@ -9,14 +9,13 @@ class ModelError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the message of ``error``, without a full stop: torch's go on with advice to programmers."""
+    """The first line of the message of ``error``, without a full stop: torch's messages continue with advice to
+    programmers.
+    """
     return str(error).partition("\n")[0].rstrip(".")
 
 
-# How the engine's commands end with one sentence.
-
-
 def quit_with(status: int, message: str) -> NoReturn:
-    """Ends the process with one sentence."""
+    """Ends the process with exit status ``status`` and one sentence on standard error."""
     sys.stderr.write(f"quire-engine: {message}\n")
     raise SystemExit(status)

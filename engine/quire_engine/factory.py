@@ -1,4 +1,4 @@
-"""Makes an engine's executor, scheduler and grammar compiler from its settings. Imports torch only when a model is
+"""Builds an engine's executor, scheduler and grammar compiler from its settings. Imports torch only when a model is
 loaded.
 """
 
@@ -24,9 +24,9 @@ OFFLINE_GRAMMAR_BYTES = 1 << 30
 def load_executor(
     config: EngineArgs, on_lost: Callable[[str], None] | None = None, *, owns_process: bool = False
 ) -> "TorchExecutor":
-    """The model on its device, with its KV memory. ``on_lost`` is called, on another thread, with the reason why a
-    model that several processes share cannot be run any more. ``owns_process`` as in ``TorchExecutor.load``; where it
-    is set before torch was imported, oneDNN's caches are limited too. Raises ``ModelError``.
+    """Loads the model onto its device and allocates its KV memory. ``on_lost`` is called, on another thread, with the
+    reason why a model that several processes share cannot run any more. ``owns_process`` as in ``TorchExecutor.load``;
+    if torch was not imported before, oneDNN's caches are limited too. Raises ``ModelError``.
     """
     if owns_process:
         from quire_engine.device.host import limit_onednn_caches
@@ -41,7 +41,7 @@ def make_scheduler(config: EngineArgs, executor: "TorchExecutor") -> Scheduler:
     """A scheduler for this executor, with empty pools."""
     limits = SchedulerConfig.of(
         config,
-        max_model_len=_servable_length(executor.max_model_len, executor.kv_cache_config),
+        max_model_len=_max_servable_length(executor.max_model_len, executor.kv_cache_config),
         eos_token_ids=frozenset(executor.config.eos_token_ids),
         vocab_size=executor.config.vocab_size,
         model_revision=executor.config.model_revision,
@@ -53,22 +53,22 @@ def make_scheduler(config: EngineArgs, executor: "TorchExecutor") -> Scheduler:
 
 
 def model_grammars(config: EngineArgs, executor: "TorchExecutor") -> ModelGrammars:
-    """What grammars of this executor's model are compiled with; it costs nothing before a request asks for one."""
+    """The grammar backend of this executor's model. Costs nothing before the first grammar."""
     return ModelGrammars(config.model, executor.config.vocab_size, executor.config.eos_token_ids)
 
 
 def make_grammar_compiler(config: EngineArgs, executor: "TorchExecutor") -> GrammarCompiler:
-    """What compiles grammars for this executor's model, for somebody who asks for all of his at once."""
+    """The grammar compiler of the offline API, whose callers may submit many grammars at once."""
     return GrammarCompiler(model_grammars(config, executor), max_alive_bytes=OFFLINE_GRAMMAR_BYTES)
 
 
-def _servable_length(wanted: int, capacity: KVCacheConfig) -> int:
-    """The longest request to accept: what the model can do, but no more than the KV pool can hold."""
-    if capacity.usable_tokens < wanted:
+def _max_servable_length(max_model_len: int, capacity: KVCacheConfig) -> int:
+    """The longest request to accept, in tokens: the model's limit, but no more than the KV pool can hold."""
+    if capacity.usable_tokens < max_model_len:
         log.warning(
             "the KV pool holds %d tokens, so requests are limited to that instead of the model's %d; "
             "raise --kv-cache-memory to change it",
             capacity.usable_tokens,
-            wanted,
+            max_model_len,
         )
-    return min(wanted, capacity.usable_tokens)
+    return min(max_model_len, capacity.usable_tokens)

@@ -1,7 +1,7 @@
 """The offline API: the engine in the caller's own thread, without a server. Text in, text out.
 
-It runs the same scheduler, pools and executor as the service, and reads and writes text by the router's rules, so the
-same request with the same seed gives the same text. Torch is imported once a model is loaded.
+It runs the same scheduler, pools and executor as the service, and tokenises and detokenises as the router does, so the
+same request with the same seed gives the same text. Torch is imported when a model is loaded.
 """
 
 from quire_engine.llm.llm import LLM

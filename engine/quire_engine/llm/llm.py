@@ -1,4 +1,9 @@
-"""``LLM``: one model in this process. Loads it, checks what it is asked, and runs it in the caller's thread."""
+"""``LLM``, the offline API: loads one model into this process and runs its engine in the caller's thread.
+
+``LLM.generate`` prepares all requests and gives them to an ``OfflineRun``, which adds them to the scheduler, steps the
+engine until all have finished, and collects their outputs. ``defer_sigint`` delays Ctrl-C to the end of a step, and
+``Progress`` shows a bar.
+"""
 
 import logging
 import signal
@@ -35,162 +40,18 @@ from quire_engine.llm.processor import (
 from quire_engine.llm.types import RequestOutput, SamplingParams
 
 log = logging.getLogger(__name__)
-
-# The progress bar: prompts that are done, and tokens a second.
-
-
-class Progress:
-    """Counts what a call has done so far, and shows it on standard error unless ``shown`` is False."""
-
-    def __init__(self, prompts: int, *, shown: bool) -> None:
-        self._bar = tqdm(
-            total=prompts, desc="Prompts", unit="prompt", miniters=0, dynamic_ncols=True, disable=not shown
-        )
-        self._started = perf_counter()
-        self._prompt_tokens = self._output_tokens = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.close()
-
-    def add(self, *, prompts: int, prompt_tokens: int, output_tokens: int) -> None:
-        """Counts what one step has finished, read and made."""
-        self._prompt_tokens += prompt_tokens
-        self._output_tokens += output_tokens
-        seconds = max(perf_counter() - self._started, 1e-9)
-        rates = f"prompt {self._prompt_tokens / seconds:.0f} tok/s, output {self._output_tokens / seconds:.0f} tok/s"
-        self._bar.set_postfix_str(rates, refresh=False)
-        self._bar.update(prompts)
+_LOOKAHEAD = 4  # waiting requests for each that may run: enough to choose from under any policy
+T = TypeVar("T")
+Params = SamplingParams | Sequence[SamplingParams] | None
 
 
-# One call's requests on their way through the engine: fed, stepped and gathered in the caller's thread.
-
-
-_LOOKAHEAD = 4  # waiting requests for each that may run: enough to choose from, whatever the policy
-
-
-class OfflineRun:
-    """Runs ``submissions`` on ``core``, whose outputs must come to ``on_step``. Only so many of them wait there at a
-    time that what they need does not grow with their number. ``broken`` is set when a step did not come to its
-    end: then nothing can be run on the core any more.
-    """
-
-    def __init__(
-        self, submissions: Sequence[PreparedRequest], core: EngineCore, text: ModelTokenizer, progress: Progress
-    ) -> None:
-        self.broken = False
-        self._core = core
-        self._scheduler = core.scheduler
-        self._text = text
-        self._progress = progress
-        self._pending = deque(self._in_order(submissions))
-        self._live: dict[str, tuple[int, OutputProcessor]] = {}
-        self._to_abort: list[tuple[str, int]] = []
-        self._results: dict[int, RequestOutput] = {}
-        limits = self._scheduler.config
-        self._window = min(limits.max_waiting, _LOOKAHEAD * limits.max_num_seqs)
-
-    def run(self, between_steps: Callable[[], None]) -> list[RequestOutput]:
-        """The outputs, in the order of the submissions. If ``between_steps`` raises, what runs is aborted; in any case
-        the core is idle afterwards.
-        """
-        try:
-            while self._pending or self._live:
-                between_steps()
-                self._feed()
-                self._step()
-        finally:
-            if not self.broken:
-                self._abort_all()
-        return [self._results[index] for index in sorted(self._results)]
-
-    def on_step(self, step: EngineCoreOutputs) -> None:
-        """Receives the news of a step. What a stop string has ended is ended in the engine once the step is over."""
-        finished = prompt_tokens = output_tokens = 0
-        for output in step.outputs:
-            if output.request_id not in self._live:
-                continue  # its end is already told
-            index, collector = self._live[output.request_id]
-            if collector.add_output(output):
-                self._to_abort.append((output.request_id, output.index))
-            output_tokens += len(output.token_ids)
-            if collector.is_finished:
-                self._results[index] = collector.result()
-                del self._live[output.request_id]
-                finished += 1
-                prompt_tokens += len(collector.prepared.request.prompt_token_ids)
-        self._progress.add(prompts=finished, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-
-    def _feed(self) -> None:
-        while self._pending and len(self._scheduler.waiting) < self._window:
-            index, submission = self._pending.popleft()
-            self._scheduler.add_request(submission.request)
-            self._live[submission.request.request_id] = index, OutputProcessor(submission, self._text)
-
-    def _step(self) -> None:
-        self.broken = True
-        self._core.step()
-        self.broken = False
-        for request_id, index in self._to_abort:
-            self._scheduler.abort_request(request_id, (index,))
-        self._to_abort.clear()
-
-    def _abort_all(self) -> None:
-        for request_id in self._live:
-            self._scheduler.abort_request(request_id)
-        self._live.clear()
-        while self._scheduler.has_work:
-            self._step()
-
-    def _in_order(self, submissions: Sequence[PreparedRequest]) -> list[tuple[int, PreparedRequest]]:
-        """By the policy, as far as it can be known before all of them wait."""
-        numbered = list(enumerate(submissions))
-        if self._scheduler.config.scheduling_policy == "priority":
-            numbered.sort(key=lambda each: each[1].request.priority)
-        return numbered
-
-
-# Ctrl-C while an engine steps: heard between two steps, so that none is left half done.
-
-
-@contextmanager
-def defer_sigint() -> Iterator[Callable[[], None]]:
-    """Holds SIGINT back until the yielded function is called, or the context ends without an exception; then whoever
-    handled it before does. A second one is not held back: a step that hangs must not keep its caller. Outside of the
-    main thread, which alone is interrupted, nothing changes.
-    """
-    previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
-        yield lambda: None
-        return
-    held: list[FrameType | None] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        held.append(frame)
-        if len(held) > 1:
-            previous(number, frame)
-
-    def release() -> None:
-        if held:
-            previous(signal.SIGINT, held.pop())
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield release
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    release()
-
-
-# The engine's settings that mean something without a server. Their defaults and ranges are ``EngineConfig``'s.
+Priority = int | Sequence[int] | None
 
 
 class LLMArgs(TypedDict, total=False):
-    """Keyword arguments of ``LLM``, named and meant as the engine's flags; ``quire-engine --help`` explains each."""
+    """Keyword arguments of ``LLM``: the engine's settings that apply without a server. Names, defaults and ranges are
+    those of ``EngineConfig``; ``quire-engine --help`` explains each.
+    """
 
     device: Literal["auto", "cpu", "cuda"]
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
@@ -216,32 +77,10 @@ class LLMArgs(TypedDict, total=False):
     enable_host_caching: bool
 
 
-def engine_config(model: str | Path, settings: LLMArgs) -> EngineConfig:
-    """The settings, checked; what is not given comes from ``QUIRE_ENGINE_…`` in the environment, or the defaults.
-    Raises ``QuireError`` INVALID with the first one at fault.
-    """
-    given = cast("dict[str, object]", settings)
-    for name in given:
-        if name not in LLMArgs.__annotations__:
-            raise invalid(name, f"LLM has no setting named {name}.")
-    try:
-        return EngineConfig.model_validate({"model": Path(model), **given})
-    except ValidationError as error:
-        problem = error.errors()[0]
-        name = str(problem["loc"][0]) if problem["loc"] else "settings"
-        raise invalid(name, f"{name}: {problem['msg']}.") from None
-
-
-T = TypeVar("T")
-
-Params = SamplingParams | Sequence[SamplingParams] | None
-Priority = int | Sequence[int] | None
-
-
 class LLM:
     """The model in the folder ``model``, with the engine's ``settings``.
 
-    ``seed`` makes the seeds of prompts that have none: the same calls in the same order then give the same outputs.
+    ``seed`` seeds the random seeds of prompts without one: the same calls in the same order then give the same outputs.
     Raises ``QuireError`` INVALID for wrong settings, and ``ModelError`` or ``TokenizerLoadError``, with one sentence,
     for a folder that cannot be used. May be called from any thread; calls wait for each other.
     """
@@ -290,7 +129,7 @@ class LLM:
         return self._generate(read_conversations(messages), self._requests.from_messages, params, priority, use_tqdm)
 
     def close(self) -> None:
-        """Gives the model's memory back. Nothing can be run any more."""
+        """Frees the model's memory. Later calls raise ``QuireError`` UNAVAILABLE."""
         with self._lock:
             self._usable = False
             self._grammars.close()
@@ -307,7 +146,7 @@ class LLM:
     def _generate(
         self,
         prompts: Sequence[T],
-        build: Callable[[T, SamplingParams, int], PreparedRequest],
+        prepare: Callable[[T, SamplingParams, int], PreparedRequest],
         params: Params,
         priority: Priority,
         use_tqdm: bool,
@@ -315,28 +154,28 @@ class LLM:
         self._check_usable()
         each_params = broadcast("params", params, SamplingParams(), len(prompts))
         each_priority = broadcast("priority", priority, 0, len(prompts))
-        submissions = []
-        for index, asked in enumerate(zip(prompts, each_params, each_priority, strict=True)):
+        prepared = []
+        for index, arguments in enumerate(zip(prompts, each_params, each_priority, strict=True)):
             try:
-                submissions.append(build(*asked))
+                prepared.append(prepare(*arguments))
             except QuireError as error:
                 raise with_prompt_index(index, len(prompts), error) from None
-        return self._run(submissions, use_tqdm)
+        return self._run(prepared, use_tqdm)
 
     def _continuation(self, prompt: str | list[int], params: SamplingParams, priority: int) -> PreparedRequest:
         if isinstance(prompt, str):
             return self._requests.from_text(prompt, params, priority)
         return self._requests.from_tokens(prompt, params, priority)
 
-    def _run(self, submissions: Sequence[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
-        with self._lock, Progress(len(submissions), shown=use_tqdm) as progress, defer_sigint() as release:
-            self._check_usable()  # again: a call that this one has waited for may have changed it
-            self._current_run = batch = OfflineRun(submissions, self._core, self._text, progress)
+    def _run(self, requests: Sequence[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        with self._lock, Progress(len(requests), shown=use_tqdm) as progress, defer_sigint() as release:
+            self._check_usable()  # again: a call that held the lock may have closed or broken the engine
+            self._current_run = run = OfflineRun(requests, self._core, self._text, progress)
             try:
-                results = batch.run(release)
+                results = run.run(release)
             finally:
                 self._current_run = None
-                self._usable = not batch.broken
+                self._usable = not run.broken
         _log_failures(results)
         return results
 
@@ -349,7 +188,161 @@ class LLM:
             self._current_run.on_step(step)
 
 
+def engine_config(model: str | Path, settings: LLMArgs) -> EngineConfig:
+    """The checked settings. Those not given come from ``QUIRE_ENGINE_…`` in the environment, or are the defaults.
+    Raises ``QuireError`` INVALID that names the first one at fault.
+    """
+    given = cast("dict[str, object]", settings)
+    for name in given:
+        if name not in LLMArgs.__annotations__:
+            raise invalid(name, f"LLM has no setting named {name}.")
+    try:
+        return EngineConfig.model_validate({"model": Path(model), **given})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = str(problem["loc"][0]) if problem["loc"] else "settings"
+        raise invalid(name, f"{name}: {problem['msg']}.") from None
+
+
 def _log_failures(results: Sequence[RequestOutput]) -> None:
     failed = [result.error for result in results if result.error is not None]
     if failed:
         log.warning("%d of %d prompts failed, the first one with: %s", len(failed), len(results), failed[0])
+
+
+class OfflineRun:
+    """Runs ``requests`` on ``core``, which must publish its steps to ``on_step``. A bounded number of requests is in
+    the scheduler at a time, so that memory does not grow with their number. ``broken`` is set when a step did not
+    complete: then the core cannot be used any more.
+    """
+
+    def __init__(
+        self, requests: Sequence[PreparedRequest], core: EngineCore, text: ModelTokenizer, progress: "Progress"
+    ) -> None:
+        self.broken = False
+        self._core = core
+        self._scheduler = core.scheduler
+        self._text = text
+        self._progress = progress
+        self._pending = deque(self._in_order(requests))
+        self._live: dict[str, tuple[int, OutputProcessor]] = {}
+        self._to_abort: list[tuple[str, int]] = []
+        self._results: dict[int, RequestOutput] = {}
+        limits = self._scheduler.config
+        self._window = min(limits.max_waiting, _LOOKAHEAD * limits.max_num_seqs)
+
+    def run(self, between_steps: Callable[[], None]) -> list[RequestOutput]:
+        """Returns the outputs, in the order of the requests. If ``between_steps``, which is called before each step,
+        raises, running requests are aborted. The core is idle afterwards, unless it is broken.
+        """
+        try:
+            while self._pending or self._live:
+                between_steps()
+                self._feed()
+                self._step()
+        finally:
+            if not self.broken:
+                self._abort_all()
+        return [self._results[index] for index in sorted(self._results)]
+
+    def on_step(self, step: EngineCoreOutputs) -> None:
+        """Adds the outputs of a step. Choices that a stop string has ended are aborted after the step."""
+        finished = prompt_tokens = output_tokens = 0
+        for output in step.outputs:
+            if output.request_id not in self._live:
+                continue  # finished by a stop string in an earlier step
+            index, processor = self._live[output.request_id]
+            if processor.add_output(output):
+                self._to_abort.append((output.request_id, output.index))
+            output_tokens += len(output.token_ids)
+            if processor.is_finished:
+                self._results[index] = processor.result()
+                del self._live[output.request_id]
+                finished += 1
+                prompt_tokens += len(processor.prepared.request.prompt_token_ids)
+        self._progress.add(prompts=finished, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+
+    def _feed(self) -> None:
+        while self._pending and len(self._scheduler.waiting) < self._window:
+            index, prepared = self._pending.popleft()
+            self._scheduler.add_request(prepared.request)
+            self._live[prepared.request.request_id] = index, OutputProcessor(prepared, self._text)
+
+    def _step(self) -> None:
+        self.broken = True
+        self._core.step()
+        self.broken = False
+        for request_id, index in self._to_abort:
+            self._scheduler.abort_request(request_id, (index,))
+        self._to_abort.clear()
+
+    def _abort_all(self) -> None:
+        for request_id in self._live:
+            self._scheduler.abort_request(request_id)
+        self._live.clear()
+        while self._scheduler.has_work:
+            self._step()
+
+    def _in_order(self, requests: Sequence[PreparedRequest]) -> list[tuple[int, PreparedRequest]]:
+        """The requests with their indexes, by priority under that policy: not all are in the scheduler at once."""
+        numbered = list(enumerate(requests))
+        if self._scheduler.config.scheduling_policy == "priority":
+            numbered.sort(key=lambda each: each[1].request.priority)
+        return numbered
+
+
+@contextmanager
+def defer_sigint() -> Iterator[Callable[[], None]]:
+    """Defers SIGINT, so that no step is interrupted, until the yielded function is called or the context ends without
+    an exception; then the previous handler is called. A second SIGINT is not deferred, as a step could hang. Does
+    nothing outside of the main thread, which alone is interrupted.
+    """
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield lambda: None
+        return
+    deferred: list[FrameType | None] = []
+
+    def defer(number: int, frame: FrameType | None) -> None:
+        deferred.append(frame)
+        if len(deferred) > 1:
+            previous(number, frame)
+
+    def release() -> None:
+        if deferred:
+            previous(signal.SIGINT, deferred.pop())
+
+    signal.signal(signal.SIGINT, defer)
+    try:
+        yield release
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    release()
+
+
+class Progress:
+    """A progress bar on standard error: prompts that are done, and tokens a second. Hidden unless ``shown``."""
+
+    def __init__(self, prompts: int, *, shown: bool) -> None:
+        self._bar = tqdm(
+            total=prompts, desc="Prompts", unit="prompt", miniters=0, dynamic_ncols=True, disable=not shown
+        )
+        self._started = perf_counter()
+        self._prompt_tokens = self._output_tokens = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+
+    def add(self, *, prompts: int, prompt_tokens: int, output_tokens: int) -> None:
+        """Adds the prompts that one step has finished, their tokens, and the output tokens of the step."""
+        self._prompt_tokens += prompt_tokens
+        self._output_tokens += output_tokens
+        seconds = max(perf_counter() - self._started, 1e-9)
+        rates = f"prompt {self._prompt_tokens / seconds:.0f} tok/s, output {self._output_tokens / seconds:.0f} tok/s"
+        self._bar.set_postfix_str(rates, refresh=False)
+        self._bar.update(prompts)

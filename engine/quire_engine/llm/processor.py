@@ -1,4 +1,6 @@
-"""From a prompt to the request that the engine runs: tokens, seed, grammar, everything checked. Runs nothing."""
+"""Into the engine and out of it: ``InputProcessor`` makes checked requests of prompts, ``OutputProcessor`` makes a
+``RequestOutput`` of the engine's outputs. The functions below bring the arguments of ``LLM`` into one form.
+"""
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +20,17 @@ from quire_engine.core.scheduler import Scheduler
 from quire_engine.llm.types import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, SamplingParams
 from quire_engine.structured_output.compiler import GrammarCompiler
 
+TokenText = Callable[[int], str]
+T = TypeVar("T")
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request that the scheduler will accept, and what the caller gave for it."""
+    """A request that the scheduler will accept, with the prompt (None if it was token ids) and parameters given
+    for it.
+    """
 
     request: Request
     prompt: str | None
@@ -29,7 +38,9 @@ class PreparedRequest:
 
 
 class InputProcessor:
-    """Makes the requests of one engine. ``draw_seed`` gives a seed for each that has none."""
+    """Makes the requests of one engine: tokenised, with seed and grammar, and checked. ``draw_seed`` returns the seed
+    of a request without one.
+    """
 
     def __init__(
         self,
@@ -47,17 +58,17 @@ class InputProcessor:
         self._bad_words: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
 
     def from_text(self, prompt: str, params: SamplingParams, priority: int) -> PreparedRequest:
-        """Continues ``prompt``. Raises ``QuireError``."""
+        """A request that continues ``prompt``. Raises ``QuireError``."""
         return self._build(prompt, self._text.encode(prompt, self._limits.max_model_len), params, priority)
 
     def from_tokens(self, token_ids: Sequence[int], params: SamplingParams, priority: int) -> PreparedRequest:
-        """Continues ``token_ids``. Raises ``QuireError``."""
+        """A request that continues ``token_ids``. Raises ``QuireError``."""
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._limits.vocab_size):
             raise invalid("prompt", f"Token ids must be between 0 and {self._limits.vocab_size - 1}.")
         return self._build(None, token_ids, params, priority)
 
     def from_messages(self, messages: list[dict[str, str]], params: SamplingParams, priority: int) -> PreparedRequest:
-        """Answers a conversation. Raises ``QuireError``."""
+        """A request that answers a conversation. Raises ``QuireError``."""
         prompt = self._text.render_chat_text(messages)
         token_ids = self._text.encode_chat(messages, self._limits.max_model_len)
         return self._build(prompt, token_ids, params, priority)
@@ -65,13 +76,14 @@ class InputProcessor:
     def _build(
         self, prompt: str | None, token_ids: Sequence[int], params: SamplingParams, priority: int
     ) -> PreparedRequest:
-        drawn = self._sampling_params(len(token_ids), params)
+        sampling_params = self._sampling_params(len(token_ids), params)
+        structured = sampling_params.structured
         request = Request(
             request_id=str(next(self._ids)),
             prompt_token_ids=array("i", token_ids),
-            sampling=drawn,
+            sampling=sampling_params,
             priority=priority,
-            grammar=None if drawn.structured is None else self._grammars.submit(drawn.structured).result(),
+            grammar=None if structured is None else self._grammars.submit(structured).result(),
         )
         check_request(request, self._limits, self._memory)
         return PreparedRequest(request, prompt, params)
@@ -87,23 +99,84 @@ class InputProcessor:
         )
 
     def _bad_word_tokens(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Cached: calls with many prompts mostly have the same words for all."""
-        known = self._bad_words.get(words)
-        if known is None:
-            known = encode_bad_words(words, self._text)
-            self._bad_words = {words: known}
-        return known
+        """Caches the last words: calls with many prompts mostly have the same for all."""
+        token_ids = self._bad_words.get(words)
+        if token_ids is None:
+            token_ids = encode_bad_words(words, self._text)
+            self._bad_words = {words: token_ids}
+        return token_ids
 
 
-# Gathers what the engine makes of one request, until it is a ``RequestOutput``.
+class OutputProcessor:
+    """Builds the ``RequestOutput`` of one request while its outputs arrive."""
 
+    def __init__(self, prepared: PreparedRequest, text: ModelTokenizer) -> None:
+        self.prepared = prepared
+        self._text = text
+        request, params = prepared.request, prepared.params
+        self._choices = [
+            CompletionBuilder(
+                text.new_output_stream(
+                    request.prompt_token_ids,
+                    params.stops,
+                    include_stop=params.include_stop_str_in_output,
+                    skip_special_tokens=params.skip_special_tokens,
+                )
+            )
+            for _ in range(request.sampling.num_returned)
+        ]
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._result = RequestOutput(prepared.prompt, [])
 
-TokenText = Callable[[int], str]
+    @property
+    def is_finished(self) -> bool:
+        """Whether every output has ended."""
+        return all(choice.finish_reason is not None for choice in self._choices)
+
+    def add_output(self, output: EngineCoreOutput) -> bool:
+        """Adds an output of a step. Returns whether it completed a stop string, so that the engine has to abort
+        the choice.
+        """
+        self._result.num_cached_tokens = max(self._result.num_cached_tokens, output.cached_tokens)
+        self._prompt_logprobs += output.prompt_logprobs
+        if output.error is not None:
+            self._fail(output)
+            return False
+        choice = self._choices[output.index]
+        was_running = choice.finish_reason is None
+        choice.add_output(output)
+        return was_running and choice.finish_reason is not None and output.finish_reason is None
+
+    def result(self) -> RequestOutput:
+        """The finished request with the outputs that it asked for."""
+        request, result = self.prepared.request, self._result
+        result.prompt_token_ids = list(request.prompt_token_ids)
+        token_text = None if request.sampling.logprobs is None else self._token_text
+        result.outputs = [choice.completion(index, token_text) for index, choice in enumerate(self._best_choices())]
+        if request.sampling.prompt_logprobs is not None:
+            tokens = result.prompt_token_ids[1 : len(self._prompt_logprobs) + 1]
+            result.prompt_logprobs = [None, *_by_position(tokens, self._prompt_logprobs, self._token_text)]
+        return result
+
+    def _token_text(self, token_id: int) -> str:
+        return (self._text.token_bytes(token_id) or b"").decode(errors="replace")
+
+    def _fail(self, output: EngineCoreOutput) -> None:
+        self._result.error = output.error
+        for choice in self._choices:
+            choice.fail()
+
+    def _best_choices(self) -> "list[CompletionBuilder]":
+        params = self.prepared.request.sampling
+        if params.best_of <= params.n:
+            return self._choices
+        means = [mean_logprob(choice.logprobs) for choice in self._choices]
+        return [self._choices[index] for index in best_of(means, params.n)]
 
 
 class CompletionBuilder:
-    """One output as far as it has come. ``finish_reason`` is set once it has ended, by the engine or by a stop
-    string.
+    """Builds one output while its tokens arrive. ``finish_reason`` is set once the engine or a stop string has
+    ended it.
     """
 
     def __init__(self, text: OutputTextStream) -> None:
@@ -115,7 +188,7 @@ class CompletionBuilder:
         self.score: float | None = None
 
     def add_output(self, output: EngineCoreOutput) -> None:
-        """Adds new tokens; those after a stop string are not part of the output."""
+        """Adds new tokens. Those after a stop string are not part of the output."""
         if self.finish_reason is not None:
             return
         self._pieces.append(self._text.push(output.token_ids))
@@ -128,12 +201,12 @@ class CompletionBuilder:
         self.finish_reason = FinishReason.STOP if self._text.stopped else output.finish_reason
 
     def fail(self) -> None:
-        """Ends an output whose request has failed."""
+        """Ends the output with an error, unless it has ended."""
         if self.finish_reason is None:
             self.add_output(EngineCoreOutput("", finish_reason=FinishReason.ERROR))
 
     def completion(self, index: int, token_text: TokenText | None) -> CompletionOutput:
-        """The output, ended, as choice ``index``; with log-probabilities if ``token_text`` is given."""
+        """The finished output as choice ``index``; with log-probabilities if ``token_text`` is given."""
         assert self.finish_reason is not None
         logprobs = self.logprobs
         return CompletionOutput(
@@ -148,71 +221,6 @@ class CompletionBuilder:
         )
 
 
-class OutputProcessor:
-    """One request as far as it has come."""
-
-    def __init__(self, submission: PreparedRequest, text: ModelTokenizer) -> None:
-        self.prepared = submission
-        self._text = text
-        drawn, params, prompt = submission.request.sampling, submission.params, submission.request.prompt_token_ids
-        self._choices = [
-            CompletionBuilder(
-                text.new_output_stream(
-                    prompt,
-                    params.stops,
-                    include_stop=params.include_stop_str_in_output,
-                    skip_special_tokens=params.skip_special_tokens,
-                )
-            )
-            for _ in range(drawn.num_returned)
-        ]
-        self._prompt_logprobs: list[TokenLogprobs] = []
-        self._result = RequestOutput(submission.prompt, [])
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether every output has ended."""
-        return all(choice.finish_reason is not None for choice in self._choices)
-
-    def add_output(self, output: EngineCoreOutput) -> bool:
-        """Adds what a step made. True when a stop string has ended an output that the engine goes on with."""
-        self._result.num_cached_tokens = max(self._result.num_cached_tokens, output.cached_tokens)
-        self._prompt_logprobs += output.prompt_logprobs
-        if output.error is not None:
-            self._fail(output)
-            return False
-        choice = self._choices[output.index]
-        going_on = choice.finish_reason is None
-        choice.add_output(output)
-        return going_on and choice.finish_reason is not None and output.finish_reason is None
-
-    def result(self) -> RequestOutput:
-        """The request, ended: the outputs that it asked for."""
-        request, result = self.prepared.request, self._result
-        result.prompt_token_ids = list(request.prompt_token_ids)
-        wanted = None if request.sampling.logprobs is None else self._token_text
-        result.outputs = [choice.completion(index, wanted) for index, choice in enumerate(self._chosen())]
-        if request.sampling.prompt_logprobs is not None:
-            tokens = result.prompt_token_ids[1 : len(self._prompt_logprobs) + 1]
-            result.prompt_logprobs = [None, *_by_position(tokens, self._prompt_logprobs, self._token_text)]
-        return result
-
-    def _token_text(self, token_id: int) -> str:
-        return (self._text.token_bytes(token_id) or b"").decode(errors="replace")
-
-    def _fail(self, output: EngineCoreOutput) -> None:
-        self._result.error = output.error
-        for choice in self._choices:
-            choice.fail()
-
-    def _chosen(self) -> list[CompletionBuilder]:
-        drawn = self.prepared.request.sampling
-        if drawn.best_of <= drawn.n:
-            return self._choices
-        means = [mean_logprob(choice.logprobs) for choice in self._choices]
-        return [self._choices[index] for index in best_of(means, drawn.n)]
-
-
 def _by_position(
     token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], token_text: TokenText
 ) -> list[PositionLogprobs]:
@@ -221,17 +229,8 @@ def _by_position(
 
 def _at_position(token_id: int, logprobs: TokenLogprobs, token_text: TokenText) -> PositionLogprobs:
     ranks = {top_id: rank for rank, (top_id, _) in enumerate(logprobs.top, 1)}
-    told = {token_id: logprobs.logprob} | dict(logprobs.top)
-    return {each: Logprob(value, ranks.get(each), token_text(each)) for each, value in told.items()}
-
-
-# What callers pass, in one form: prompts, conversations, and one value for each.
-
-
-T = TypeVar("T")
-
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
+    logprob_of = {token_id: logprobs.logprob} | dict(logprobs.top)
+    return {each: Logprob(value, ranks.get(each), token_text(each)) for each, value in logprob_of.items()}
 
 
 def read_prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:

@@ -1,4 +1,4 @@
-"""How a request's text is made, under the names that vLLM's users know."""
+"""The arguments and results of ``LLM``, named as in vLLM: ``SamplingParams`` in, ``RequestOutput`` out."""
 
 import json as json_text
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from quire_proto.structured_output import Structured, StructuredKind, choice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """What an output must look like, by exactly one of: a JSON Schema (as text or as an object), any JSON object, a
+    """A constraint on the output, by exactly one of: a JSON Schema (as text or as an object), any JSON object, a
     regular expression for the whole output, a list of texts to choose from, or a grammar in Lark's notation.
 
     Raises ``QuireError`` INVALID.
@@ -33,7 +33,7 @@ class StructuredOutputsParams:
         self.structured()
 
     def structured(self) -> Structured:
-        """The same for the engine."""
+        """The engine's form of it."""
         if self.json is not None:
             schema = self.json if isinstance(self.json, str) else json_text.dumps(self.json, ensure_ascii=False)
             return Structured(StructuredKind.JSON_SCHEMA, schema)
@@ -48,16 +48,16 @@ class StructuredOutputsParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the outputs of one prompt are drawn, where they end, and what of them becomes text.
+    """How the outputs of one prompt are sampled, where they end, and what becomes text.
 
-    What is called as in ``quire_proto.sampling.SamplingParams`` means the same. Different are: ``seed`` None draws a
-    seed for each prompt; ``max_tokens`` None allows as many as fit; ``top_k`` may also be -1 for all; ``bad_words`` are
-    texts, of which neither form that the tokenizer gives them (at a beginning, after a space) is ever completed.
+    Fields named as in ``quire_proto.sampling.SamplingParams`` mean the same, except: ``seed`` None draws a seed for
+    each prompt; ``max_tokens`` None allows as many as fit; ``top_k`` may also be -1 for all; ``bad_words`` are texts,
+    and both of their tokenised forms (at the beginning, after a space) are banned.
 
     An output also ends with the first of ``stop``; its text has that string only with
     ``include_stop_str_in_output``. Special tokens have no text, unless ``skip_special_tokens`` is off.
 
-    Raises ``QuireError`` INVALID for what is out of range, or excludes each other.
+    Raises ``QuireError`` INVALID for a value out of range, and for parameters that exclude each other.
     """
 
     n: int = 1
@@ -101,7 +101,7 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def resolve(self, *, seed: int, max_output: int, bad_words: tuple[tuple[int, ...], ...]) -> sampling.SamplingParams:
-        """The engine's parameters: with ``seed`` where none is set, and ``room`` tokens where no number is.
+        """The engine's parameters: with ``seed`` if none is set, and ``max_output`` tokens if ``max_tokens`` is None.
         ``bad_words`` are this object's, in tokens. Raises ``QuireError`` INVALID.
         """
         limit = max_output if self.max_tokens is None else self.max_tokens
@@ -133,13 +133,10 @@ class SamplingParams:
         )
 
 
-# What a call returns, in the shape of vLLM's outputs. Plain data.
-
-
 @dataclass(frozen=True, slots=True)
 class Logprob:
     """One token's natural log-probability, of the model's own distribution. ``rank`` is 1 for the most probable token;
-    None for a token that is not among those that were asked for.
+    None for a token that is not among the top ones asked for.
     """
 
     logprob: float
@@ -148,7 +145,7 @@ class Logprob:
 
 
 PositionLogprobs = dict[int, Logprob]
-"""By token id, at one position: the token that is there, then the most probable ones, best first."""
+"""By token id, at one position: the token of the text, then the most probable ones, best first."""
 
 
 @dataclass(slots=True)
@@ -157,7 +154,7 @@ class CompletionOutput:
 
     ``finish_reason`` is ``stop`` (``stop_reason`` is then the stop string, or None for an end-of-sequence or stop
     token, which is not part of the output), ``length``, or ``error``. ``token_ids`` go up to the token that completed
-    the stop string. ``logprobs`` has one entry for each of them where they were asked for, ``cumulative_logprob`` is
+    the stop string. ``logprobs`` has one entry for each of them if asked for, ``cumulative_logprob`` is
     their sum (also known with ``best_of``). ``score`` is a beam's: the sum of its tokens' log-probabilities, divided by
     its length to the power of ``length_penalty``.
     """
@@ -176,10 +173,10 @@ class CompletionOutput:
 class RequestOutput:
     """The outputs of one prompt.
 
-    ``prompt`` is the text, of a conversation what its template made of it; None for a prompt of token ids.
-    ``prompt_logprobs`` has one entry for each of ``prompt_token_ids`` where they were asked for, None for the first.
-    ``num_cached_tokens`` of the prompt were found in the prefix cache. With an ``error``, ``outputs`` are as far as
-    they came, and those that had not ended have the finish reason ``error``.
+    ``prompt`` is the text, for a conversation as its template renders it; None for a prompt of token ids.
+    ``prompt_logprobs`` has one entry for each of ``prompt_token_ids`` if asked for, None for the first.
+    ``num_cached_tokens`` of the prompt were found in the prefix cache. With an ``error``, ``outputs`` are
+    incomplete, and those that had not ended have the finish reason ``error``.
     """
 
     prompt: str | None

@@ -1,4 +1,4 @@
-"""Plain types of the core to protobuf and back. No state."""
+"""Conversion between the core's types and protobuf."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -15,8 +15,7 @@ from quire_engine.core.request import Request, ResumedOutput
 from quire_engine.server.step_time_model import StepTimeModel
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-# Log-probabilities of so many prompt tokens go into one message: a quarter of a MiB at most.
-PROMPT_PIECE = 1024
+PROMPT_LOGPROBS_PER_MESSAGE = 1024  # prompt tokens; a quarter of a MiB at most
 _TIER = {Tier.DEVICE: pb.KV_TIER_DEVICE, Tier.HOST: pb.KV_TIER_HOST}
 
 
@@ -39,11 +38,11 @@ def request_from_proto(message: pb.Submit, key: str) -> Request:
 
 
 def output_to_proto(output: EngineCoreOutput, request_id: str) -> list[pb.SequenceOutput]:
-    """One choice's part of a step, under the id that the router chose. Several messages where many of the prompt's
-    log-probabilities are told; the last one has everything else.
+    """One choice's output of a step, under the id that the router chose. Several messages if there are many prompt
+    log-probabilities; the last one has everything else.
     """
-    told = range(0, len(output.prompt_logprobs), PROMPT_PIECE)
-    *pieces, last = [_prompt_piece(output, request_id, start) for start in told or [0]]
+    starts = range(0, len(output.prompt_logprobs), PROMPT_LOGPROBS_PER_MESSAGE)
+    *earlier, last = [_prompt_logprobs_message(output, request_id, start) for start in starts or [0]]
     last.token_ids.extend(output.token_ids)
     last.position = output.position
     last.finish_reason = finish_to_proto(output.finish_reason)
@@ -53,28 +52,28 @@ def output_to_proto(output: EngineCoreOutput, request_id: str) -> list[pb.Sequen
         last.score = output.score
     if output.error is not None:
         last.error.CopyFrom(error_to_proto(output.error))
-    return [*pieces, last]
+    return [*earlier, last]
 
 
 def refusal_to_proto(request_id: str, error: QuireError) -> list[pb.SequenceOutput]:
-    """The answer to a request that never reached the core."""
+    """The output that refuses a request which was not sent to the core."""
     return output_to_proto(EngineCoreOutput("", finish_reason=FinishReason.ERROR, error=error), request_id)
 
 
 def abort_to_proto(request_id: str, request: Request) -> list[pb.SequenceOutput]:
-    """The ends of all choices of a request that was cancelled before it reached the core."""
-    earlier = {delivered.index: delivered for delivered in request.all_resumed_outputs}
-    ends: list[pb.SequenceOutput] = []
+    """The final outputs of all choices of a request that was cancelled before it was sent to the core."""
+    resumed = {delivered.index: delivered for delivered in request.all_resumed_outputs}
+    outputs: list[pb.SequenceOutput] = []
     for index in range(request.sampling.num_returned):
-        delivered = earlier.get(index, ResumedOutput(index, ()))
+        delivered = resumed.get(index, ResumedOutput(index, ()))
         if not delivered.finished:
             end = EngineCoreOutput("", position=len(delivered.token_ids), index=index, finish_reason=FinishReason.ABORT)
-            ends += output_to_proto(end, request_id)
-    return ends
+            outputs += output_to_proto(end, request_id)
+    return outputs
 
 
-def load_to_proto(load: EngineLoad, pace: StepTimeModel | None) -> pb.Load:
-    """The load, field by field, and the pace once there is one."""
+def load_to_proto(load: EngineLoad, model: StepTimeModel | None) -> pb.Load:
+    """The load, with the step time model as ``pace`` unless it is None."""
     return pb.Load(
         running=load.running,
         waiting=load.waiting,
@@ -84,12 +83,12 @@ def load_to_proto(load: EngineLoad, pace: StepTimeModel | None) -> pb.Load:
         blocks_free=load.blocks_free,
         host_blocks_total=load.host_blocks_total,
         host_blocks_free=load.host_blocks_free,
-        pace=None if pace is None else _pace_to_proto(pace),
+        pace=None if model is None else _pace_to_proto(model),
     )
 
 
 def events_to_proto(events: Iterable[KVCacheEvent]) -> list[pb.KvEvent]:
-    """Changes of the prefix cache, in their order; those of one kind that follow each other are one message."""
+    """Changes of the prefix cache, in their order. Consecutive ones of one kind and tier are one message."""
     return [
         _changes_to_proto(kind, tier, [event.block_hash for event in alike])
         for (kind, tier), alike in groupby(events, key=lambda event: (type(event), event.tier))
@@ -97,9 +96,9 @@ def events_to_proto(events: Iterable[KVCacheEvent]) -> list[pb.KvEvent]:
 
 
 def cached_to_proto(stored: Sequence[BlockStored]) -> list[pb.KvStored]:
-    """Everything that can be hit, tier by tier."""
+    """All cached blocks, one message for each tier that has any."""
     hashes = {tier: [each.block_hash for each in stored if each.tier is tier] for tier in Tier}
-    return [pb.KvStored(block_hashes=held, tier=_TIER[tier]) for tier, held in hashes.items() if held]
+    return [pb.KvStored(block_hashes=cached, tier=_TIER[tier]) for tier, cached in hashes.items() if cached]
 
 
 def _changes_to_proto(kind: type[KVCacheEvent], tier: Tier, hashes: Sequence[bytes]) -> pb.KvEvent:
@@ -108,20 +107,20 @@ def _changes_to_proto(kind: type[KVCacheEvent], tier: Tier, hashes: Sequence[byt
     return pb.KvEvent(removed=pb.KvRemoved(block_hashes=hashes, tier=_TIER[tier]))
 
 
-def _pace_to_proto(pace: StepTimeModel) -> pb.Pace:
+def _pace_to_proto(model: StepTimeModel) -> pb.Pace:
     return pb.Pace(
-        step_seconds=pace.step_seconds,
-        token_seconds=pace.token_seconds,
-        sequence_seconds=pace.sequence_seconds,
-        host_block_seconds=pace.host_block_seconds,
+        step_seconds=model.step_seconds,
+        token_seconds=model.token_seconds,
+        sequence_seconds=model.sequence_seconds,
+        host_block_seconds=model.host_block_seconds,
     )
 
 
-def _prompt_piece(output: EngineCoreOutput, request_id: str, start: int) -> pb.SequenceOutput:
-    piece = output.prompt_logprobs[start : start + PROMPT_PIECE]
+def _prompt_logprobs_message(output: EngineCoreOutput, request_id: str, start: int) -> pb.SequenceOutput:
+    logprobs = output.prompt_logprobs[start : start + PROMPT_LOGPROBS_PER_MESSAGE]
     return pb.SequenceOutput(
         request_id=request_id,
         index=output.index,
-        prompt_logprobs=map(logprobs_to_proto, piece),
-        prompt_position=output.prompt_position + start if piece else 0,
+        prompt_logprobs=map(logprobs_to_proto, logprobs),
+        prompt_position=output.prompt_position + start if logprobs else 0,
     )

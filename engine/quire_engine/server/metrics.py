@@ -1,4 +1,4 @@
-"""The engine's Prometheus metrics, and the small HTTP server for them and for the probes."""
+"""The engine's Prometheus metrics, and the HTTP server of the metrics and the probes."""
 
 import json
 import logging
@@ -20,9 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineMetrics:
-    """Gauges and counters of one engine, under ``quire_*`` and under the ``vllm:*`` names that dashboards already
-    read.
-    """
+    """Gauges and counters of one engine: ``quire_*``, and the ``vllm:*`` names that dashboards already read."""
 
     def __init__(self, model: str, statistics: SchedulerStats, heartbeat_age: Callable[[], float]) -> None:
         self.registry = CollectorRegistry()
@@ -58,23 +56,23 @@ class EngineMetrics:
         self._empty_slots = self._gauge(Metric.ENGINE_EMPTY_SLOTS, "Slots of held KV blocks without a token")
         self._unreachable = self._gauge(Metric.ENGINE_UNREACHABLE_BLOCKS, "KV blocks neither free nor held")
         self._totals = self._counters()
-        self._seen: dict[Counter, int] = {}
+        self._exported: dict[Counter, int] = {}
         self._vllm_waiting = self._gauge("vllm:num_requests_waiting", "Requests waiting")
         self._vllm_running = self._gauge("vllm:num_requests_running", "Requests running")
         self._vllm_usage = self._gauge("vllm:kv_cache_usage_perc", "KV cache in use, 0 to 1")
 
     def on_grammar(self, outcome: CompileOutcome, seconds: float) -> None:
-        """Takes in what became of a grammar that a request asked for. May be called from any thread."""
+        """Counts a grammar that a request asked for, by outcome. May be called from any thread."""
         self._grammars.labels(self._model, outcome).inc()
         if seconds:
             self._grammar_seconds.labels(self._model).observe(seconds)
 
     def on_restart(self, task: str) -> None:
-        """Takes in that a task of the service failed and is started again."""
+        """Counts a task of the service that failed and is restarted."""
         self._restarts.labels(self._model, task).inc()
 
     def on_step(self, step: EngineCoreOutputs) -> None:
-        """Takes in one step."""
+        """Updates the metrics after a step."""
         load, times = step.load, step.trace
         for gauge, value in (
             (self._running, load.running),
@@ -96,26 +94,26 @@ class EngineMetrics:
         ):
             self._phases.labels(self._model, phase).observe(seconds)
         if step.fragmentation is not None:
-            self._set_waste(step.fragmentation)
+            self._set_fragmentation(step.fragmentation)
         self._count()
 
     def _count(self) -> None:
         for counter, now in self._readings():
-            counter.inc(now - self._seen.get(counter, 0))
-            self._seen[counter] = now
+            counter.inc(now - self._exported.get(counter, 0))
+            self._exported[counter] = now
 
     def _readings(self) -> Iterator[tuple[Counter, int]]:
-        """Each counter with what it has to stand at."""
+        """Yields each counter with its current total."""
         for name, counter in self._totals.items():
             yield counter, getattr(self._statistics, name)
         # Copied first: the core's thread may add another reason meanwhile.
         for (mode, reason), count in list(self._statistics.preemptions.items()):
             yield self._preemptions.labels(self._model, mode, reason), count
 
-    def _set_waste(self, waste: KVCacheFragmentation) -> None:
-        self._empty_slots.set(waste.empty_slots)
-        if waste.leaked_blocks is not None:
-            self._unreachable.set(waste.leaked_blocks)
+    def _set_fragmentation(self, fragmentation: KVCacheFragmentation) -> None:
+        self._empty_slots.set(fragmentation.empty_slots)
+        if fragmentation.leaked_blocks is not None:
+            self._unreachable.set(fragmentation.leaked_blocks)
 
     def _set_blocks(self, tier: str, total: int, free: int) -> None:
         self._blocks.labels(self._model, tier).set(total)
@@ -149,29 +147,29 @@ class EngineMetrics:
 
 _OK = HTTPStatus.OK, {"status": "ok"}
 _UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE, {"status": "unavailable"}
-_ELSEWHERE = "There is no such page: an engine has metrics and probes here, and is reached by clients through a router."
-_NOT_FOUND = HTTPStatus.NOT_FOUND, {"error": _ELSEWHERE}
+_NO_PAGE = "There is no such page: an engine has metrics and probes here, and is reached by clients through a router."
+_NOT_FOUND = HTTPStatus.NOT_FOUND, {"error": _NO_PAGE}
 
 
 class ProbeServer:
-    """Serves ``/metrics``, and each of ``probes`` at its path as 200 or 503, on threads of its own. Raises ``OSError``
-    with the address where it cannot be listened on.
+    """Serves ``/metrics``, and each of ``probes`` at its path as 200 or 503, on its own threads. Raises ``OSError``
+    with the address if it cannot be listened on.
     """
 
     def __init__(
         self, host: str, port: int, registry: CollectorRegistry, probes: Mapping[str, Callable[[], bool]]
     ) -> None:
         class Handler(MetricsHandler):
-            timeout = 10  # seconds, so that a silent client cannot hold a thread for ever
+            timeout = 10  # seconds, so that a silent client cannot occupy a thread for ever
 
             def do_GET(self) -> None:  # noqa: N802 - named by the library
                 path = self.path.partition("?")[0]
                 if path in probes:
-                    _answer(self, *(_OK if probes[path]() else _UNAVAILABLE))
+                    _respond(self, *(_OK if probes[path]() else _UNAVAILABLE))
                 elif path == "/metrics":
                     super().do_GET()
                 else:
-                    _answer(self, *_NOT_FOUND)
+                    _respond(self, *_NOT_FOUND)
 
             def log_message(self, format: str, *args: object) -> None:
                 log.debug(format, *args)
@@ -191,8 +189,8 @@ class ProbeServer:
         self._server.server_close()
 
 
-def _answer(handler: MetricsHandler, status: HTTPStatus, said: Mapping[str, str]) -> None:
-    body = json.dumps(said).encode()
+def _respond(handler: MetricsHandler, status: HTTPStatus, content: Mapping[str, str]) -> None:
+    body = json.dumps(content).encode()
     handler.send_response(status)
     handler.send_header("Content-Type", "application/json")
     handler.send_header("Content-Length", str(len(body)))

@@ -1,4 +1,6 @@
-"""The engine's process: starts the core's thread and the servers, and ends all of them together."""
+"""``EngineServer``: runs the core's thread, the gRPC server, and the HTTP server of metrics and probes, from start to
+drained shutdown.
+"""
 
 import asyncio
 import logging
@@ -6,7 +8,6 @@ import secrets
 import signal
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
@@ -17,8 +18,8 @@ from quire.v1 import engine_pb2, engine_pb2_grpc
 from quire_proto.certificates import ReloadingServerCredentials
 from quire_proto.cli import join_host_port
 from quire_proto.supervise import SupervisedTask
-from quire_proto.tls import ServerTls
 
+from quire_engine.config import EngineConfig
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs, Shutdown
 from quire_engine.core.executor import Executor
 from quire_engine.core.scheduler import Scheduler
@@ -43,42 +44,27 @@ _OPTIONS = [
     ("grpc.so_reuseport", 0),
 ]
 KEEPALIVE_SECONDS = 10.0
-"""Seconds after which a router that says nothing is asked whether it is still there, and within which it has to answer:
-the session of one that vanished without a word is let go of after its grace, and what runs for it too.
+"""Seconds without traffic after which a router is pinged, and within which it must answer. The session of a router that
+does not is closed after its grace period, and its requests are aborted.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class ServerConfig:
-    """Where to listen, and for how long to wait for whom. Times in seconds. ``tls`` is for the gRPC port; the metrics
-    port is plain HTTP.
-    """
-
-    host: str
-    port: int
-    metrics_port: int
-    tls: ServerTls | None
-    session_grace: float
-    shutdown_delay: float
-    shutdown_timeout: float
-    stall_timeout: float
-    trace_step_interval: int
-    tracing: bool
-
-
 class EngineServer:
-    """One engine on the network. ``serve`` returns when it was told to stop, and raises when the core failed.
+    """One engine on the network. The metrics port is plain HTTP; the gRPC port uses TLS if ``config.tls`` is set.
+    ``tracing`` says whether spans are exported.
 
-    Raises ``TlsError`` where the files of ``config.tls`` cannot be used.
+    Raises ``TlsError`` if the files of ``config.tls`` cannot be used.
     """
 
     def __init__(
         self,
-        config: ServerConfig,
+        config: EngineConfig,
         executor: Executor,
         scheduler: Scheduler,
         description: engine_pb2.DescribeResponse,
         grammars: GrammarBackend,
+        *,
+        tracing: bool = False,
     ) -> None:
         self._config = config
         self._certificates = None if config.tls is None else ReloadingServerCredentials(config.tls)
@@ -89,16 +75,18 @@ class EngineServer:
         name = description.served_model_names[0]
         self._metrics = EngineMetrics(name, scheduler.stats, lambda: self._core.seconds_since_progress)
         self._grammars = GrammarCompiler(grammars, self._metrics.on_grammar)
-        spans = TraceExporter(enabled=config.tracing, step_interval=config.trace_step_interval)
-        pace = StepTimeEstimator(executor.rates, executor.kv_cache_config.block_bytes)
-        self._sessions = SessionManager(description.generation, config.session_grace, spans, self._grammars, pace)
+        exporter = TraceExporter(enabled=tracing, step_interval=config.trace_step_interval)
+        step_times = StepTimeEstimator(executor.rates, executor.kv_cache_config.block_bytes)
+        self._sessions = SessionManager(
+            description.generation, config.session_grace, exporter, self._grammars, step_times
+        )
         self._sessions.bind(self._core)
         self._failure: BaseException | None = None
         self._tasks: list[SupervisedTask] = []
         self._started = self._ready = False
 
     async def serve(self) -> None:
-        """Serves until SIGTERM or SIGINT, then lets running requests end. Raises what made the core fail."""
+        """Serves until SIGTERM or SIGINT, then drains. Raises the exception that made the core fail."""
         self._loop = asyncio.get_running_loop()
         self._stop_requested, self._stop_now, self._core_ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._install_signal_handlers()
@@ -108,12 +96,12 @@ class EngineServer:
         thread.start()
         self._started = True
         await self._set_ready(True)
-        beating = self._supervise("session heartbeats", self._sessions.send_heartbeats)
+        heartbeats = self._supervise("session heartbeats", self._sessions.send_heartbeats)
         await _first_completed(self._stop_requested.wait(), self._core_ended.wait())
         await self._set_ready(False)
         await self._drain_delay()
         await self._drain()
-        await beating.stop()
+        await heartbeats.stop()
         await server.stop(grace=1.0)
         self._core.send(Shutdown())
         await asyncio.to_thread(thread.join, 5.0)
@@ -138,14 +126,14 @@ class EngineServer:
     def _run_core(self) -> None:
         try:
             self._core.run()
-        except BaseException as failure:  # noqa: BLE001 - it is raised again on the event loop's thread
+        except BaseException as failure:  # noqa: BLE001 - serve() raises it on the event loop's thread
             self._failure = failure
         finally:
-            with suppress(RuntimeError):  # a step that hung is over, and nobody waits for it any more
+            with suppress(RuntimeError):  # a hung step ended after the loop was closed
                 self._loop.call_soon_threadsafe(self._core_ended.set)
 
     def _publish(self, step: EngineCoreOutputs) -> None:
-        """On the core's thread: hands the step's news to the event loop, which keeps their order."""
+        """Runs on the core's thread. Hands the step to the event loop, which keeps their order."""
         self._loop.call_soon_threadsafe(self._on_step, step)
 
     def _on_step(self, step: EngineCoreOutputs) -> None:
@@ -157,11 +145,13 @@ class EngineServer:
             self._loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
-        """A signal came. The second one says that nobody needs to be waited for."""
+        """Requests a stop. A second signal skips the shutdown delay."""
         (self._stop_now if self._stop_requested.is_set() else self._stop_requested).set()
 
     async def _drain_delay(self) -> None:
-        """Serves on while everybody learns that this engine leaves; not where there is no core any more."""
+        """Serves on for ``shutdown_delay`` while routers see that this engine is not ready. Ends early on a second
+        signal, or if the core has ended.
+        """
         if self._config.shutdown_delay:
             log.info("leaving: new requests are taken for %g seconds", self._config.shutdown_delay)
             with suppress(TimeoutError):
@@ -169,8 +159,8 @@ class EngineServer:
                     await _first_completed(self._stop_now.wait(), self._core_ended.wait())
 
     async def _drain(self) -> None:
-        """Takes nothing new and lets running requests end, for a bounded time, and while there is a core that runs
-        them.
+        """Refuses new requests and waits for running ones to end, for at most ``shutdown_timeout`` and while the core
+        runs.
         """
         log.info("stopping: %d requests in progress", self._sessions.in_progress)
         self._sessions.drain()
@@ -185,7 +175,7 @@ class EngineServer:
             await self._health.set(name, status)
 
     def _probes(self) -> dict[str, Callable[[], bool]]:
-        """What is asked from outside, each for a reason of its own."""
+        """The probes by path. ``/live`` fails when the engine has to be restarted."""
         return {
             "/started": lambda: self._started,
             "/ready": lambda: self._ready,
@@ -197,21 +187,21 @@ class EngineServer:
         failing = any(task.failing for task in self._tasks)
         return self._failure is None and not failing and self._core.seconds_since_progress < self._config.stall_timeout
 
-    def _supervise(self, kind: str, work: Callable[[], Coroutine[Any, Any, None]]) -> SupervisedTask:
-        """Begins a task that lives as long as the engine; ``/live`` says no while it keeps failing."""
-        task = SupervisedTask(kind, work, lambda: self._metrics.on_restart(kind))
+    def _supervise(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> SupervisedTask:
+        """Starts a task that runs as long as the engine. ``/live`` fails while the task keeps failing."""
+        task = SupervisedTask(name, work, lambda: self._metrics.on_restart(name))
         self._tasks.append(task)
         return task
 
 
-def _keepalive_options(silence: float) -> list[tuple[str, int]]:
-    milliseconds = round(silence * 1000)
+def _keepalive_options(seconds: float) -> list[tuple[str, int]]:
+    milliseconds = round(seconds * 1000)
     names = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
     return [("grpc.http2.max_pings_without_data", 0), *((name, milliseconds) for name in names)]
 
 
 def _listen(server: grpc.aio.Server, host: str, port: int, certificates: ReloadingServerCredentials | None) -> int:
-    """The port that the server listens on. Raises ``OSError`` when it cannot be had."""
+    """Binds the gRPC port and returns it. Raises ``OSError`` if that fails."""
     address = join_host_port(host, port)
     try:
         if certificates is None:
@@ -221,11 +211,11 @@ def _listen(server: grpc.aio.Server, host: str, port: int, certificates: Reloadi
         raise OSError(f"{address} cannot be listened on: it is in use, or not of this machine") from error
 
 
-async def _first_completed(*endings: Coroutine[Any, Any, object]) -> None:
-    """Returns once one of them came."""
-    waits = [asyncio.create_task(ending) for ending in endings]
+async def _first_completed(*awaited: Coroutine[Any, Any, object]) -> None:
+    """Waits until one of the coroutines returns, and cancels the others."""
+    tasks = [asyncio.create_task(each) for each in awaited]
     try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for wait in waits:
-            wait.cancel()
+        for task in tasks:
+            task.cancel()

@@ -1,4 +1,4 @@
-"""``quire.v1.Engine`` over gRPC: one stream a router, as the contract in ``engine.proto`` says."""
+"""The gRPC service ``quire.v1.Engine``: one stream per router, as ``engine.proto`` describes it."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ from quire.v1 import engine_pb2 as pb
 from quire.v1 import engine_pb2_grpc
 from quire_proto.errors import ErrorCode, QuireError, invalid
 
-from quire_engine.server import session as sessions
+from quire_engine.server.session import Session as RouterSession  # the contract has a method Session
 from quire_engine.server.session_manager import SessionManager
 
 log = logging.getLogger(__name__)
@@ -25,10 +25,10 @@ _Context = ServicerContext[pb.SessionRequest, pb.SessionResponse]
 
 
 class EngineServicer(engine_pb2_grpc.EngineServicer):
-    """Answers routers."""
+    """Serves ``Describe`` and ``Session``."""
 
-    def __init__(self, hub: SessionManager, description: pb.DescribeResponse) -> None:
-        self._sessions = hub
+    def __init__(self, sessions: SessionManager, description: pb.DescribeResponse) -> None:
+        self._sessions = sessions
         self._description = description
 
     async def Describe(  # noqa: N802 - named by the contract
@@ -41,7 +41,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     async def Session(  # noqa: N802 - named by the contract
         self, request_iterator: _Requests, context: _Context
     ) -> AsyncIterator[pb.SessionResponse]:
-        """Runs one router's session for as long as its stream lives."""
+        """Runs one stream of a router's session until it ends."""
         try:
             session, number, snapshot = await self._sessions.open(await _first_open(request_iterator))
         except QuireError as error:
@@ -58,9 +58,9 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             reader.cancel()
             self._sessions.detach(session, number)
 
-    async def _read_commands(self, session: sessions.Session, number: int, requests: _Requests) -> None:
-        """Carries out the router's commands. When it says no more, the stream to it goes on; when one cannot be read
-        or carried out, the stream ends, because what follows could depend on it.
+    async def _read_commands(self, session: RouterSession, number: int, requests: _Requests) -> None:
+        """Handles the router's commands. When the router half-closes, the stream to it continues; when a command cannot
+        be read or handled, the stream ends, because later ones could depend on it.
         """
         try:
             async for message in requests:
@@ -71,12 +71,12 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             return
         except Exception:
             if self._sessions.draining:
-                return  # the server was stopped under it
+                return  # the server was stopped meanwhile
             log.exception("a command of session %s failed", session.session_id)
             session.break_stream(number)
             raise
 
-    def _handle_command(self, session: sessions.Session, message: pb.SessionRequest) -> None:
+    def _handle_command(self, session: RouterSession, message: pb.SessionRequest) -> None:
         match message.WhichOneof("command"):
             case "submit":
                 self._sessions.submit(session, message.submit)
@@ -89,7 +89,9 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
 
 
 async def _first_open(requests: _Requests) -> pb.Open:
-    """The Open that must come first. Raises ``QuireError``."""
+    """The ``Open`` that must come first. Raises ``QuireError`` INVALID if something else comes, DEADLINE if
+    nothing does.
+    """
     try:
         async with asyncio.timeout(OPEN_TIMEOUT):
             first = await anext(aiter(requests))

@@ -1,4 +1,4 @@
-"""One router's session: what it submitted, and the batches that it has not acknowledged."""
+"""One router's session: its live requests, and the batches that it has not acknowledged."""
 
 import asyncio
 from collections import deque
@@ -9,19 +9,19 @@ from quire.v1 import engine_pb2 as pb
 
 MAX_UNACKNOWLEDGED = 8192
 MAX_UNACKNOWLEDGED_BYTES = 16 << 20
-# A batch that would be longer goes as several, so that no step can outgrow what a router receives as one message.
 MAX_BATCH_BYTES = 1 << 20
+"""A longer batch is split, so that no step can exceed what a router receives as one message."""
 
 
 class SessionOverflowError(Exception):
-    """The router does not read, or does not acknowledge: what is kept for it reached its bound."""
+    """The router does not read, or does not acknowledge: the batches kept for it reached their limit."""
 
 
 class Session:
-    """Numbers a session's batches from 1 and keeps each until the router acknowledged it.
+    """Numbers a session's batches from 1 and keeps each until the router acknowledges it.
 
-    ``requests`` maps the live requests' ids, as the router chose them, to the keys that the core knows them by.
-    ``draining`` is told with everything that follows.
+    ``requests`` maps the live requests' ids, as the router chose them, to their keys in the core. ``draining`` is sent
+    with every later batch.
     """
 
     def __init__(self, session_id: str, generation: int, *, draining: bool = False) -> None:
@@ -39,38 +39,38 @@ class Session:
 
     @property
     def has_deferred(self) -> bool:
-        """Whether there is news that waits for the next batch."""
+        """Whether a step was deferred to the next batch."""
         return self._deferred is not None
 
     @property
     def acknowledged(self) -> int:
-        """The last sequence that is no longer kept."""
+        """The sequence of the last acknowledged batch."""
         return self.sequence - len(self._unacknowledged)
 
     @property
     def is_finished(self) -> bool:
-        """Whether the router has heard of the end of everything that it submitted."""
+        """Whether all requests have ended and all batches are acknowledged."""
         return not self.requests and not self._unacknowledged
 
     def can_resume(self, last_sequence: int) -> bool:
-        """Whether everything after ``last_sequence`` is still here."""
+        """Whether all batches after ``last_sequence`` are still kept."""
         return 0 < last_sequence <= self.sequence and last_sequence >= self.acknowledged
 
     def acknowledge(self, sequence: int) -> None:
-        """Forgets the batches up to ``sequence``."""
+        """Drops the batches up to ``sequence``."""
         while self._unacknowledged and self._unacknowledged[0].sequence <= sequence:
             self._unacknowledged_bytes -= self._unacknowledged.popleft().ByteSize()
 
     def defer(self, events: Sequence[pb.KvEvent]) -> None:
-        """Notes a step of which the router need not hear at once: its events come first in the next batch."""
+        """Defers a step that need not be sent at once: its events come first in the next batch."""
         self._deferred = self._deferred or []
         self._deferred += events
 
     def publish(
         self, step: int, outputs: Sequence[pb.SequenceOutput], load: pb.Load, events: Sequence[pb.KvEvent]
     ) -> None:
-        """Adds a step's batches, 0 as the step when none was needed: one, or several where there is much to tell.
-        Raises ``SessionOverflowError`` when too many were kept before.
+        """Adds a step's batch, split if it is too large. ``step`` is 0 for a batch without a step. Raises
+        ``SessionOverflowError`` when too many batches are kept already.
         """
         if len(self._unacknowledged) >= MAX_UNACKNOWLEDGED or self._unacknowledged_bytes >= MAX_UNACKNOWLEDGED_BYTES:
             raise SessionOverflowError
@@ -91,7 +91,7 @@ class Session:
         self._changed.set()
 
     def snapshot(self, load: pb.Load, cached: Sequence[pb.KvStored], *, resumed: bool) -> pb.SessionResponse:
-        """Where the stream that is about to start stands."""
+        """The first message of a stream: the sequence that it starts after, the load and the cached blocks."""
         sequence = self.acknowledged if resumed else self.sequence
         return pb.SessionResponse(
             snapshot=pb.Snapshot(
@@ -105,23 +105,23 @@ class Session:
         )
 
     def attach(self) -> int:
-        """A new stream takes the session over; the number it must pass to ``stream``. An older stream ends."""
+        """Starts a new stream and ends the older one. Returns the number to pass to ``stream``."""
         self._stream += 1
         self._changed.set()
         return self._stream
 
     def is_attached(self, number: int) -> bool:
-        """Whether no newer stream took over."""
+        """Whether stream ``number`` is the newest."""
         return number == self._stream
 
     def break_stream(self, number: int) -> None:
-        """Ends stream ``number``, and only that one."""
+        """Ends stream ``number`` and no newer one."""
         self._broken = number
         self._changed.set()
 
     async def stream(self, number: int) -> AsyncIterator[pb.StepBatch]:
-        """The batches after the acknowledged ones, as they come; ends when a newer stream attaches or this one is
-        broken.
+        """Yields the batches after the acknowledged ones, as they are published. Ends when a newer stream attaches or
+        this one is broken.
         """
         sent = self.acknowledged
         while self._is_open(number):
@@ -129,7 +129,7 @@ class Session:
             sent = self.sequence
             for batch in reversed(unsent):
                 yield batch
-            # A newer stream may have cleared the event for itself meanwhile, so it alone does not tell.
+            # A newer stream may have cleared the event meanwhile, so the event alone does not say that nothing changed.
             while sent == self.sequence and self._is_open(number):
                 self._changed.clear()
                 await self._changed.wait()
@@ -144,7 +144,9 @@ class Session:
 
 
 def _split(whole: pb.StepBatch) -> Iterator[pb.StepBatch]:
-    """The same news in batches with at most ``MAX_BATCH_BYTES`` of outputs, or a single one; the events come last."""
+    """Yields batches with at most ``MAX_BATCH_BYTES`` of outputs, or with a single output; the events are in
+    the last.
+    """
     part = pb.StepBatch(sequence=whole.sequence, step=whole.step, load=whole.load, draining=whole.draining)
     size = 0
     for output in whole.outputs:

@@ -1,4 +1,4 @@
-"""Builds the engine's spans from what the core recorded, off the step loop. Free of cost when nothing is exported.
+"""Exports the engine's spans from the core's records, off the step loop. Costs nothing when tracing is disabled.
 
 A request's spans hang below the router's attempt. A step is a root of its own, because a batch has many parents, and
 is *linked* to the requests in it. Steps are traced one in an interval, and whenever they are slow, swap, preempt or
@@ -33,7 +33,7 @@ class _TracedRequest:
 
 
 class TraceExporter:
-    """Keeps the trace context of the requests that are traced, and exports what happened to them."""
+    """Keeps the trace contexts of traced requests, and exports the spans of requests and steps."""
 
     def __init__(self, *, enabled: bool, step_interval: int, tracer: Tracer | None = None) -> None:
         self._enabled = enabled
@@ -41,11 +41,11 @@ class TraceExporter:
         self._tracer = tracer or trace.get_tracer("quire.engine")
         self._traced: dict[str, _TracedRequest] = {}
         self._average_duration = 0.0
-        self._allowance = MAX_STEPS_PER_SECOND
+        self._tokens = MAX_STEPS_PER_SECOND
         self._refilled = monotonic()
 
     def on_submit(self, request: Request) -> None:
-        """Remembers whom to report to."""
+        """Keeps the trace context of a request, if it has one."""
         if not (self._enabled and request.traceparent):
             return
         context = extract({"traceparent": request.traceparent})
@@ -54,11 +54,11 @@ class TraceExporter:
             self._traced[request.request_id] = _TracedRequest(context, parent, len(request.prompt_token_ids))
 
     def on_abandoned(self, key: str) -> None:
-        """Forgets a request whose end nobody will report."""
+        """Drops a request that no output will end."""
         self._traced.pop(key, None)
 
     def on_step(self, step: EngineCoreOutputs) -> None:
-        """Exports the step, if it is one to export, and the requests that ended with it."""
+        """Exports the step, if it is to be traced, and the choices that ended with it."""
         if not self._enabled:
             return
         if self._should_trace(step.trace):
@@ -72,16 +72,16 @@ class TraceExporter:
     def _should_trace(self, step: StepTrace) -> bool:
         slow = step.duration > SLOW_FACTOR * self._average_duration > 0
         self._average_duration += 0.05 * (step.duration - self._average_duration)
-        wanted = slow or step.failed or step.preempted or step.swapped_blocks or step.step % self._interval == 0
-        return bool(wanted) and self._take_from_budget()
+        should_trace = slow or step.failed or step.preempted or step.swapped_blocks or step.step % self._interval == 0
+        return bool(should_trace) and self._take_token()
 
-    def _take_from_budget(self) -> bool:
+    def _take_token(self) -> bool:
         now = monotonic()
-        self._allowance = min(MAX_STEPS_PER_SECOND, self._allowance + (now - self._refilled) * MAX_STEPS_PER_SECOND)
+        self._tokens = min(MAX_STEPS_PER_SECOND, self._tokens + (now - self._refilled) * MAX_STEPS_PER_SECOND)
         self._refilled = now
-        if self._allowance < 1:
+        if self._tokens < 1:
             return False
-        self._allowance -= 1
+        self._tokens -= 1
         return True
 
     def _export_step(self, step: StepTrace, load: EngineLoad) -> None:
@@ -103,17 +103,19 @@ class TraceExporter:
             links=links,
             start_time=step.started,
         )
-        inside = trace.set_span_in_context(root)
+        context = trace.set_span_in_context(root)
         begin = step.started
         for name, pause, seconds in _phases(step):
             begin += int(pause * _NANOSECONDS)
             end = begin + int(seconds * _NANOSECONDS)
-            self._span(name, inside, begin, end)
+            self._span(name, context, begin, end)
             begin = end
         root.end(begin)
 
     def _export_choice(self, traced: _TracedRequest, output: EngineCoreOutput) -> None:
-        """The choices of a request wait and read the prompt together, so that is told with the first that ends."""
+        """Exports the spans of a choice. The choices of a request share waiting and prefill, exported with the
+        first.
+        """
         times = output.timings
         if times is None:
             return
@@ -133,9 +135,9 @@ class TraceExporter:
                 Attribute.CACHED_TOKENS: output.cached_tokens,
                 Attribute.FIRST_STEP: times.first_step,
             }
-            read = times.first_token or end
-            early = [moment for moment in times.events if moment.time < read]
-            self._span(Span.PREFILL, traced.context, times.admitted, read, attributes, moments=early)
+            prefilled = times.first_token or end
+            early = [event for event in times.events if event.time < prefilled]
+            self._span(Span.PREFILL, traced.context, times.admitted, prefilled, attributes, events=early)
 
     def _export_decode(self, traced: _TracedRequest, output: EngineCoreOutput, times: SequenceTimings) -> None:
         span = self._tracer.start_span(
@@ -150,19 +152,19 @@ class TraceExporter:
             },
         )
         span.add_event(Event.FIRST_TOKEN, timestamp=times.first_token)
-        _add_events(span, [moment for moment in times.events if moment.time >= times.first_token])
+        _add_events(span, [event for event in times.events if event.time >= times.first_token])
         span.end(times.finished)
 
     def _export_swaps(self, traced: _TracedRequest, times: SequenceTimings) -> None:
-        """A ``swap_out`` lasts for as long as the sequence was off the device."""
-        for index, moment in enumerate(times.events):
-            attributes = {Attribute.BLOCKS: moment.blocks}
-            if moment.name == "swap_out":
+        """Exports the swaps. A ``swap_out`` lasts as long as the sequence was off the device."""
+        for index, event in enumerate(times.events):
+            attributes = {Attribute.BLOCKS: event.blocks}
+            if event.name == "swap_out":
                 later = times.events[index + 1 :]
                 end = next((other.time for other in later if other.name == "swap_in"), times.finished)
-                self._span(Span.SWAP_OUT, traced.context, moment.time, end, attributes)
-            elif moment.name == "swap_in":
-                self._span(Span.SWAP_IN, traced.context, moment.time, moment.time, attributes)
+                self._span(Span.SWAP_OUT, traced.context, event.time, end, attributes)
+            elif event.name == "swap_in":
+                self._span(Span.SWAP_IN, traced.context, event.time, event.time, attributes)
 
     def _span(
         self,
@@ -172,26 +174,28 @@ class TraceExporter:
         end: int,
         attributes: dict[str, int] | None = None,
         *,
-        moments: Sequence[SequenceEvent] = (),
+        events: Sequence[SequenceEvent] = (),
     ) -> None:
         span = self._tracer.start_span(name, context=context, start_time=start, attributes=attributes)
-        _add_events(span, moments)
+        _add_events(span, events)
         span.end(end)
 
 
-def _add_events(span: trace.Span, moments: Sequence[SequenceEvent]) -> None:
-    for moment in moments:
-        name = Event.RESUMED if moment.name == "swap_in" else Event.PREEMPTED
-        span.add_event(name, _preemption(moment), timestamp=moment.time)
+def _add_events(span: trace.Span, events: Sequence[SequenceEvent]) -> None:
+    for event in events:
+        name = Event.RESUMED if event.name == "swap_in" else Event.PREEMPTED
+        span.add_event(name, _preemption(event), timestamp=event.time)
 
 
-def _preemption(moment: SequenceEvent) -> dict[str, str | int]:
-    attributes: dict[str, str | int] = {Attribute.PREEMPTION: moment.name, Attribute.BLOCKS: moment.blocks}
-    return attributes | ({Attribute.PREEMPTION_REASON: str(moment.reason)} if moment.reason else {})
+def _preemption(event: SequenceEvent) -> dict[str, str | int]:
+    attributes: dict[str, str | int] = {Attribute.PREEMPTION: event.name, Attribute.BLOCKS: event.blocks}
+    return attributes | ({Attribute.PREEMPTION_REASON: str(event.reason)} if event.reason else {})
 
 
 def _phases(step: StepTrace) -> list[tuple[str, float, float]]:
-    """The parts of a step in their order, each with the seconds between the one before and it, and its own."""
+    """The phases of a step in order, each with the seconds between the one before and it, and its duration in
+    seconds.
+    """
     return [
         (Span.STEP_SCHEDULE, 0.0, step.schedule),
         (Span.STEP_SWAP, 0.0, step.timings.swap),

@@ -1,4 +1,4 @@
-"""How an engine's service ends: it serves on while others learn that it leaves, and waits for nothing in vain."""
+"""How an engine shuts down: it serves on for the delay, drains, and does not wait for a core that has failed."""
 
 import asyncio
 import json
@@ -6,9 +6,11 @@ import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import pytest
 from quire.v1 import engine_pb2, types_pb2
+from quire_engine.config import EngineConfig
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.executor import ExecutorError
@@ -16,7 +18,7 @@ from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.server import server as server_module
-from quire_engine.server.server import EngineServer, ServerConfig
+from quire_engine.server.server import EngineServer
 from quire_router.engines.connection import EngineConnection
 
 from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor
@@ -46,17 +48,16 @@ class Served:
     def __init__(self, *, shutdown_delay: float) -> None:
         self.executor = Executor(CAPACITY)
         self.port, self.metrics_port = free_port(), free_port()
-        config = ServerConfig(
+        config = EngineConfig(
+            model=Path("demo"),
             host="127.0.0.1",
             port=self.port,
             metrics_port=self.metrics_port,
-            tls=None,
             session_grace=5,
             shutdown_delay=shutdown_delay,
             shutdown_timeout=LONG,
             stall_timeout=60,
             trace_step_interval=1000,
-            tracing=False,
         )
         scheduler = Scheduler(SchedulerConfig(max_model_len=4000, vocab_size=VOCAB_SIZE), KVCacheManager(CAPACITY))
         description = engine_pb2.DescribeResponse(served_model_names=["m"], max_model_len=4000, vocab_size=VOCAB_SIZE)

@@ -15,10 +15,7 @@ from quire_engine.core.executor import UNMEASURED
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.outputs import EngineCoreOutput
 from quire_engine.core.scheduler import Scheduler
-from quire_engine.server import messages
-from quire_engine.server import session as sessions
-from quire_engine.server import session_manager as compilations
-from quire_engine.server import session_manager as hubs
+from quire_engine.server import messages, session_manager
 from quire_engine.server.messages import cached_to_proto, output_to_proto, request_from_proto
 from quire_engine.server.session import Session, SessionOverflowError
 from quire_engine.server.session_manager import SessionManager
@@ -34,20 +31,22 @@ CAPACITY = KVCacheConfig(4, 40, 0)
 
 
 class Engine:
-    """A hub on a core that is stepped by hand."""
+    """A manager on a core that is stepped by hand."""
 
     def __init__(self) -> None:
         self.grammars = Watched()
         spans = TraceExporter(enabled=False, step_interval=1)
-        self.hub = SessionManager(
-            7, grace=0.05, spans=spans, grammars=self.grammars.compiler, pace=StepTimeEstimator(UNMEASURED, 1)
+        self.manager = SessionManager(
+            7, grace=0.05, tracing=spans, grammars=self.grammars.compiler, step_times=StepTimeEstimator(UNMEASURED, 1)
         )
         config = SchedulerConfig(max_model_len=100, vocab_size=VOCAB_SIZE)
-        self.core = EngineCore(Scheduler(config, KVCacheManager(CAPACITY)), PagedExecutor(CAPACITY), self.hub.publish)
-        self.hub.bind(self.core)
+        self.core = EngineCore(
+            Scheduler(config, KVCacheManager(CAPACITY)), PagedExecutor(CAPACITY), self.manager.publish
+        )
+        self.manager.bind(self.core)
 
     async def open(self, session_id: str, last_sequence: int = 0) -> tuple[Session, int, pb.Snapshot]:
-        opening = asyncio.create_task(self.hub.open(pb.Open(session_id=session_id, last_sequence=last_sequence)))
+        opening = asyncio.create_task(self.manager.open(pb.Open(session_id=session_id, last_sequence=last_sequence)))
         await asyncio.sleep(0)
         self.take_commands()
         session, number, snapshot = await opening
@@ -60,15 +59,15 @@ class Engine:
     def submit(self, session: Session, request_id: str, **sampling: object) -> None:
         params = types.SamplingParams(**{"max_tokens": 20, **sampling})
         message = pb.Submit(request_id=request_id, prompt_token_ids=[1, 2, 3], sampling=params)
-        self.hub.submit(session, message)
+        self.manager.submit(session, message)
 
     def submit_structured(self, session: Session, request_id: str, regex: str = "a+", **sampling: object) -> None:
         self.submit(session, request_id, structured=types.Structured(regex=regex), **sampling)
 
     async def compile(self) -> None:
-        """Lets the grammars be compiled, and the hub hear of it."""
+        """Lets the grammars be compiled, and the manager hear of it."""
         self.grammars.source.release()
-        await until(lambda: not self.hub._pending_grammars._waiting)
+        await until(lambda: not self.manager._pending_grammars._waiting)
 
     def commands(self) -> list[Command]:
         """What the core has been told and has not carried out."""
@@ -143,13 +142,13 @@ async def heard(operations: list[tuple], interval: float) -> dict[str, list[pb.S
     """
     happened: list[pb.StepBatch] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hubs, "IDLE_UPDATE_INTERVAL", interval)
+        patch.setattr(session_manager, "IDLE_UPDATE_INTERVAL", interval)
         publish = SessionManager.publish
 
-        def note(hub: SessionManager, step: EngineCoreOutputs) -> None:
+        def note(manager: SessionManager, step: EngineCoreOutputs) -> None:
             events = messages.events_to_proto(step.kv_events)
             happened.append(pb.StepBatch(step=step.trace.step, kv_events=events))
-            publish(hub, step)
+            publish(manager, step)
 
         patch.setattr(SessionManager, "publish", note)
         engine = Engine()
@@ -158,14 +157,14 @@ async def heard(operations: list[tuple], interval: float) -> dict[str, list[pb.S
             if kind == "submit":
                 message = pb.Submit(request_id=f"r{rest[1]}", prompt_token_ids=[rest[1], *range(9)])
                 message.sampling.max_tokens = 3
-                engine.hub.submit(sessions_of[rest[0]], message)
+                engine.manager.submit(sessions_of[rest[0]], message)
             elif kind == "cancel":
-                engine.hub.cancel(sessions_of[rest[0]], f"r{rest[1]}")
+                engine.manager.cancel(sessions_of[rest[0]], f"r{rest[1]}")
             elif kind == "step":
                 engine.step(*rest)
             else:
-                engine.hub._update_idle_sessions()
-        engine.hub._update_idle_sessions()
+                engine.manager._update_idle_sessions()
+        engine.manager._update_idle_sessions()
         return {"all": happened, **{name: list(session._unacknowledged) for name, session in sessions_of.items()}}
 
 
@@ -193,7 +192,7 @@ async def test_a_session_without_requests_hears_of_many_steps_at_once_and_one_wi
     await until(lambda: idle.sequence == 2)
     assert idle._unacknowledged[-1].step == busy._unacknowledged[-1].step
     assert idle._unacknowledged[-1].load == busy._unacknowledged[-1].load
-    await asyncio.sleep(hubs.IDLE_UPDATE_INTERVAL)
+    await asyncio.sleep(session_manager.IDLE_UPDATE_INTERVAL)
     assert idle.sequence == 2  # nothing is told without news
     engine.submit(idle, "s", max_tokens=20)
     engine.step(3)
@@ -215,13 +214,13 @@ async def test_tokens_are_handed_over_even_when_tracing_fails(monkeypatch: pytes
 
 
 async def test_a_waiting_session_gets_signs_of_life_and_an_idle_one_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hubs, "HEARTBEAT_INTERVAL", 0.01)
+    monkeypatch.setattr(session_manager, "HEARTBEAT_INTERVAL", 0.01)
     engine = Engine()
     (busy, number, _), (idle, _, _) = await engine.open("busy"), await engine.open("idle")
     engine.submit(busy, "r")
-    beating = asyncio.create_task(engine.hub.send_heartbeats())
+    heartbeats = asyncio.create_task(engine.manager.send_heartbeats())
     batches = await received(busy, number, 3)
-    beating.cancel()
+    heartbeats.cancel()
     assert [(batch.sequence, batch.step, len(batch.outputs)) for batch in batches] == [(1, 0, 0), (2, 0, 0), (3, 0, 0)]
     assert idle.sequence == 0
 
@@ -232,7 +231,7 @@ async def test_a_broken_stream_is_replayed_after_what_was_acknowledged() -> None
     engine.submit(session, "r")
     engine.step(5)
     session.acknowledge(2)
-    engine.hub.detach(session, number)
+    engine.manager.detach(session, number)
     again, number, snapshot = await engine.open("s", last_sequence=3)
     assert again is session
     assert (snapshot.resumed, snapshot.sequence) == (True, 3)
@@ -245,7 +244,7 @@ async def test_a_session_with_unread_ends_is_kept_for_the_grace() -> None:
     engine.submit(session, "r")
     engine.step(25)
     assert not session.requests
-    engine.hub.detach(session, number)
+    engine.manager.detach(session, number)
     _, _, snapshot = await engine.open("s", last_sequence=4)
     assert snapshot.resumed
 
@@ -255,7 +254,7 @@ async def test_a_session_that_stays_away_is_closed_and_its_requests_aborted() ->
     session, number, _ = await engine.open("s")
     engine.submit(session, "r")
     engine.step(2)
-    engine.hub.detach(session, number)
+    engine.manager.detach(session, number)
     await asyncio.sleep(0.2)
     engine.step()
     assert not engine.core.scheduler.has_work
@@ -278,7 +277,7 @@ async def test_an_id_can_be_submitted_again_while_its_last_use_is_still_ending()
 
 @pytest.mark.parametrize("bound", ["MAX_UNACKNOWLEDGED", "MAX_UNACKNOWLEDGED_BYTES"])
 async def test_what_is_kept_for_a_router_is_bounded(monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
-    monkeypatch.setattr(sessions, bound, 3)
+    monkeypatch.setattr(f"quire_engine.server.session.{bound}", 3)
     session = Session("s", 1)
 
     def publish(times: int) -> None:
@@ -325,7 +324,7 @@ async def test_every_session_hears_at_once_that_the_engine_drains_and_later_ones
     assert not snapshot.draining
     engine.submit(busy, "r", max_tokens=2)
     engine.step()
-    engine.hub.drain()
+    engine.manager.drain()
     engine.step()
     for batches in (await received(busy, number, 3), await received(idle, other, 3)):
         assert [(batch.step > 0, batch.draining) for batch in batches] == [(True, False), (False, True), (True, True)]
@@ -337,7 +336,7 @@ async def test_every_session_hears_at_once_that_the_engine_drains_and_later_ones
 def test_what_a_long_step_is_split_into_says_of_each_part_that_the_engine_drains(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sessions, "MAX_BATCH_BYTES", 10)
+    monkeypatch.setattr("quire_engine.server.session.MAX_BATCH_BYTES", 10)
     session = Session("s", 1, draining=True)
     session.publish(1, [pb.SequenceOutput(request_id=f"request-{index}") for index in range(5)], pb.Load(), [])
     assert [batch.draining for batch in session._unacknowledged] == [True] * 5
@@ -351,7 +350,7 @@ async def test_each_choice_is_told_under_its_index_and_the_request_lives_until_t
     session, number, _ = await engine.open("s")
     engine.submit(session, "r", n=3, max_tokens=4)
     engine.step(2)
-    engine.hub.cancel(session, "r", (1,))
+    engine.manager.cancel(session, "r", (1,))
     engine.step(1)
     assert session.requests
     engine.step(2)
@@ -388,8 +387,8 @@ def test_an_output_is_told_whole() -> None:
 async def test_what_is_told_of_a_long_prompt_comes_in_pieces_and_no_message_is_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(messages, "PROMPT_PIECE", 100)
-    monkeypatch.setattr(sessions, "MAX_BATCH_BYTES", 4096)
+    monkeypatch.setattr(messages, "PROMPT_LOGPROBS_PER_MESSAGE", 100)
+    monkeypatch.setattr("quire_engine.server.session.MAX_BATCH_BYTES", 4096)
     told = [TokenLogprobs(-float(position), ((position, -1.0),)) for position in range(1, 1051)]
     output = EngineCoreOutput("k", [9], prompt_logprobs=told, prompt_position=1)
     pieces = output_to_proto(output, "r")
@@ -493,8 +492,8 @@ async def test_a_request_that_is_cancelled_while_its_grammar_is_compiled_ends_li
     message.sampling.structured.regex = "a+"
     message.delivered.add(index=0, token_ids=[5, 6])
     message.delivered.add(index=1, token_ids=[7], finished=True)
-    engine.hub.submit(session, message)
-    engine.hub.cancel(session, "r")
+    engine.manager.submit(session, message)
+    engine.manager.cancel(session, "r")
     ends = outputs_of(await received(session, number, 1))
     assert [(end.index, end.position, end.finish_reason) for end in ends] == [
         (0, 2, types.FINISH_REASON_ABORT),
@@ -517,7 +516,7 @@ async def test_choices_that_are_cancelled_while_the_grammar_is_compiled_are_not_
     engine = Engine()
     session, number, _ = await engine.open("s")
     engine.submit_structured(session, "r", n=3, max_tokens=2)
-    engine.hub.cancel(session, "r", (0, 2))
+    engine.manager.cancel(session, "r", (0, 2))
     await engine.compile()
     add, abort = engine.commands()
     assert isinstance(add, AddRequest)
@@ -547,7 +546,7 @@ async def test_an_id_that_was_cancelled_while_its_grammar_was_compiled_can_be_su
     engine = Engine()
     session, number, _ = await engine.open("s")
     engine.submit_structured(session, "r", "one")
-    engine.hub.cancel(session, "r")
+    engine.manager.cancel(session, "r")
     engine.submit_structured(session, "r", "two")
     await engine.compile()
     (add,) = engine.commands()
@@ -561,11 +560,11 @@ async def test_an_id_that_was_cancelled_while_its_grammar_was_compiled_can_be_su
 
 
 def is_closed(engine: Engine, session: Session) -> None:
-    engine.hub.close(session)
+    engine.manager.close(session)
 
 
 def is_replaced(engine: Engine, session: Session) -> None:
-    engine.hub._register("s", engine.core.scheduler.get_load(), [], asyncio.get_running_loop().create_future())
+    engine.manager._register("s", engine.core.scheduler.get_load(), [], asyncio.get_running_loop().create_future())
 
 
 @pytest.mark.parametrize("lost", [is_closed, is_replaced])
@@ -578,15 +577,15 @@ async def test_nothing_comes_of_a_grammar_whose_session_was_lost_meanwhile(
     lost(engine, session)
     await told_late(engine)
     assert not engine.commands()
-    assert not engine.hub._live
+    assert not engine.manager._live
 
 
 async def test_an_engine_that_drains_waits_for_grammars_too() -> None:
     engine = Engine()
     session, _, _ = await engine.open("s")
     engine.submit_structured(session, "r", max_tokens=1)
-    engine.hub.drain()
-    drained = asyncio.create_task(engine.hub.wait_idle())
+    engine.manager.drain()
+    drained = asyncio.create_task(engine.manager.wait_idle())
     await asyncio.sleep(0)
     assert not drained.done()
     await engine.compile()
@@ -596,7 +595,7 @@ async def test_an_engine_that_drains_waits_for_grammars_too() -> None:
 
 
 async def test_a_request_waits_only_so_long_for_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilations, "GRAMMAR_TIMEOUT_SECONDS", 0.01)
+    monkeypatch.setattr(session_manager, "GRAMMAR_TIMEOUT_SECONDS", 0.01)
     engine = Engine()
     session, number, _ = await engine.open("s")
     engine.submit_structured(session, "r")
@@ -625,7 +624,7 @@ async def test_requests_whose_grammars_an_engine_will_not_compile_any_more_can_g
     for index in range(8):
         engine.submit_structured(session, f"r{index}", f"regex{index}")
     engine.grammars.compiler.close()
-    await until(lambda: not engine.hub._pending_grammars._waiting)
+    await until(lambda: not engine.manager._pending_grammars._waiting)
     refusals = outputs_of(await received(session, number, session.sequence))
     assert {refusal.error.code for refusal in refusals} == {types.ERROR_CODE_UNAVAILABLE}
     assert len(refusals) + len(engine.commands()) == 8
