@@ -163,15 +163,15 @@ def tell():
           prometheus_client.metrics._use_created, flush=True)
 """
 SERVED = """
-from quire_engine import main
+from quire_engine import cli
 
 class Stopped:
-    def __init__(self, *parts):
+    def __init__(self, *arguments, **options):
         tell()
         sys.exit(0)
 
-main.EngineServer = Stopped
-main.main()
+cli.EngineServer = Stopped
+cli.main()
 """
 OFFLINE = """
 import torch
