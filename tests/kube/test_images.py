@@ -287,7 +287,7 @@ def test_kernels_that_were_compiled_ahead_are_found_without_a_compiler(ahead, tm
     assert ctypes.CDLL(str(least)).quire_attention
     monkeypatch.setattr(build, "_features", lambda: levels.X86[-2].needs | {"other"})
     assert build.shared_object().stem.endswith("-avx2")
-    monkeypatch.setattr(build, "_text", lambda: b"other sources")
+    monkeypatch.setattr(build, "_source_text", lambda: b"other sources")
     with pytest.raises(build.BuildError):
         build.shared_object()
     assert not (tmp_path / "cache").exists() or not any((tmp_path / "cache" / "quire").iterdir())

@@ -205,7 +205,9 @@ async def test_engines_follow_the_load_from_zero_and_back_and_no_answer_is_lost(
     await comes(stage.running, 0)
     following.cancel()
     await stage.agree(0)
-    assert [await asyncio.to_thread(engine.wait) for engine in stage.stopped] == [0, 0]
+    codes = [await asyncio.to_thread(engine.wait) for engine in stage.stopped]
+    assert len(codes) >= 2  # more where a slow machine makes the load rise and fall once more
+    assert set(codes) == {0}
 
 
 async def test_what_a_dead_router_had_is_forgotten_and_without_redis_nothing_is_known(stage: Stage) -> None:
