@@ -1,4 +1,10 @@
-"""A router's components from its settings, connected to each other. Opens no port."""
+"""The router's process: builds the components, opens the ports, serves, and closes everything in order.
+
+``run`` is what the command calls. With several workers it runs their ``Supervisor``, and each worker a ``Router``: the
+ports around ``Components``, which are made from the settings and connected to each other. ``BackgroundJobs`` are what a
+router does beside its requests, at intervals: it claims orphaned requests, sweeps the prefix index, flushes token
+metrics and gives memory back.
+"""
 
 import asyncio
 import ctypes
@@ -57,105 +63,198 @@ from quire_router.requests.dispatch import Dispatcher
 from quire_router.requests.runner import RequestRunner
 from quire_router.requests.state import FLUSH_PERIOD, flush_token_metrics
 
+if TYPE_CHECKING:
+    from quire_router.workers.supervisor import Supervisor
+
 log = logging.getLogger(__name__)
 
-# What a router does beside its requests, again and again: looks for orphans, tidies the index, counts tokens, gives
-# memory back.
-
-
+_CHECK_PERIOD = 5.0  # seconds between two checks of a worker's tasks
+_SWITCH_SECONDS = 0.0005  # that the loop waits for the GIL at most while a thread renders; Python's default is 0.005
+_CLOSE_TIMEOUT = 2.0  # seconds in which gRPC calls that have their answers can send them
 ADOPTION_PERIOD = 1.0  # seconds
-SWEEP_PERIOD, SWEEP_PAUSE = 1.0, 0.02  # seconds between looks, and between parts while there is something to sweep
+SWEEP_PERIOD, SWEEP_PAUSE = 1.0, 0.02  # seconds between sweeps, and between parts of one
 SWEEP_BLOCKS = 2_000  # a millisecond or so of work at once
-TRIM_PERIOD, TRIM_GROWTH = 1.0, 64 << 20  # seconds between looks, and the bytes more that are worth it
-TRIM_PATIENCE = 10.0  # seconds at most between one attempt and the next, where the memory seems to be in use
+TRIM_PERIOD, TRIM_GROWTH = 1.0, 64 << 20  # seconds between checks, and the growth in bytes that is worth a trim
+TRIM_MAX_PERIOD = 10.0  # seconds at most between two attempts while the memory seems to be in use
 _PAGE = resource.getpagesize()
 
 
-class BackgroundJobs:
-    """From ``start`` to ``stop``; what fails is tried again the next time."""
-
-    def __init__(self, runner: RequestRunner, index: PrefixIndex) -> None:
-        self._runner = runner
-        self._index = index
-        self._tasks: list[SupervisedTask] = []
-
-    def start(self) -> None:
-        """Begins; never waits."""
-        self._tasks = [
-            supervise("orphans", self._claim_orphans),
-            supervise("prefix index", self._sweep),
-            supervise("tally", _tally),
-            supervise("memory", _trim),
-        ]
-
-    async def stop(self) -> None:
-        """Ends what was begun."""
-        await asyncio.gather(*(task.stop() for task in self._tasks))
-
-    async def _claim_orphans(self) -> None:
-        while True:
-            await asyncio.sleep(ADOPTION_PERIOD)
-            try:
-                adopted = await self._runner.claim_orphans()
-            except QuireError:
-                continue  # request state cannot be read now, which the journal tells itself
-            except Exception:  # one record that cannot be taken up is no reason to start a router again
-                log.exception("looking for orphans failed")
-                continue
-            if adopted:
-                log.info("took up %d background requests that their routers had left", adopted)
-
-    async def _sweep(self) -> None:
-        """Rarely while there is nothing to do, so that an idle router is not woken for it."""
-        left = False
-        while True:
-            await asyncio.sleep(SWEEP_PAUSE if left else SWEEP_PERIOD)
-            left = self._index.sweep(SWEEP_BLOCKS)
-
-
-async def _tally() -> None:
-    while True:
-        await asyncio.sleep(FLUSH_PERIOD)
-        flush_token_metrics()
-
-
-async def _trim() -> None:
-    """Gives free memory back to the system whenever the process has grown. Refused gRPC calls are garbage in cycles, of
-    which Python sees a few objects and not the megabyte of headers behind each, and the C library keeps what its
-    threads have freed in many small parts. So what hostile headers cost would stay, and add up to gigabytes.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is None:  # not glibc, which alone has it
-        return
-    least = after = _resident()
-    patience, idle = TRIM_PERIOD, 0.0
-    while True:
-        await asyncio.sleep(TRIM_PERIOD)
-        idle += TRIM_PERIOD
-        before = _resident()
-        least = min(least, before)
-        if before > after + TRIM_GROWTH or (before > least + TRIM_GROWTH and idle >= patience):
-            gc.collect(1)
-            await asyncio.to_thread(trim, 0)
-            after, idle = _resident(), 0.0
-            helped = before - after > TRIM_GROWTH / 4
-            patience = TRIM_PERIOD if helped else min(2 * patience, TRIM_PATIENCE)
-
-
-def _resident() -> int:
-    """Bytes of memory that the process has; 0 where the system does not say."""
+def run(arguments: Sequence[str]) -> None:
+    """Serves until a signal comes. Raises ``SystemExit`` with one line if it cannot start."""
+    worker = WorkerContext.own()  # first, as it removes its variable, which is not a setting
+    reject_unknown_env(Settings)
+    settings = read_settings(Settings, arguments)
+    prefix = "" if worker is None else f"[worker {worker.number}] "
+    form = f"%(asctime)s {prefix}%(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=settings.log_level.upper(), format=form)
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # below ERROR are clients' mistakes
+    raise_descriptor_limit()
+    setup_tracing("quire-router")
     try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE
-    except OSError:
-        return 0
+        uvloop.run(_serve(settings, arguments, worker))
+    except (TokenizerLoadError, TenantsFileError, ValueError, OSError) as error:
+        raise SystemExit(f"quire-router: {error}") from error
+    finally:
+        shutdown_tracing()
+
+
+async def _serve(settings: Settings, arguments: Sequence[str], worker: WorkerContext | None) -> None:
+    server: Router | Supervisor
+    tokenizers = _load_tokenizers(settings)
+    if worker is None:
+        log_startup_warnings(settings)
+    # A supervisor needs no tokenizers, but every worker would end again and again if one could not be loaded.
+    if settings.workers > 1 and worker is None:
+        server = _supervisor(settings, arguments)
+    else:
+        server = Router(settings, tokenizers, worker)
+    loop = asyncio.get_running_loop()
+    # The loop's own handlers would end with the loop, and a second signal would then break off the shutdown.
+    _on_signals(lambda *_: loop.call_soon_threadsafe(server.stop))
+    if worker is not None:
+        loop.add_reader(worker.parent, _end_with_parent, loop, worker, server)
+    _tune_garbage_collector()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        await server.run()
+    finally:
+        _on_signals(signal.SIG_IGN)
+
+
+def _supervisor(settings: Settings, arguments: Sequence[str]) -> "Supervisor":
+    from quire_router.workers.supervisor import Supervisor  # imports an HTTP client, which takes 12 MiB
+
+    return Supervisor(settings, arguments)
+
+
+def _end_with_parent(loop: asyncio.AbstractEventLoop, worker: WorkerContext, server: "Router | Supervisor") -> None:
+    """Stops a worker whose supervisor is gone. A pipe that was closed stays readable, so its reader is removed."""
+    loop.remove_reader(worker.parent)
+    server.stop()
+
+
+def _tune_garbage_collector() -> None:
+    """Collects seldom, and not what was loaded at the start, which stays: what requests leave behind is rarely a cycle.
+    Without this a seventh of the time of streaming is spent on collections.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
+def _on_signals(handler: Callable[..., object] | signal.Handlers) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+
+
+def _load_tokenizers(settings: Settings) -> dict[str, ModelTokenizer]:
+    allowed = settings.allow_special_tokens_in_content
+    folders = settings.models.items()
+    return {name: ModelTokenizer.load(folder, allow_special_tokens_in_content=allowed) for name, folder in folders}
+
+
+def _log_ports(settings: Settings, ports: Sequence[int], rpc_port: int) -> None:
+    metrics = f", metrics on {ports[1]}" if ports[1:] else ""  # of workers the supervisor has them
+    log.info("REST on %s:%d, gRPC on %d%s", settings.host, ports[0], rpc_port, metrics)
+
+
+class Router:
+    """One router. ``run`` serves until ``stop`` is called; everything is closed on every way out. ``worker`` is given
+    if it is one of several workers.
+    """
+
+    def __init__(
+        self, settings: Settings, tokenizers: Mapping[str, ModelTokenizer], worker: WorkerContext | None = None
+    ) -> None:
+        self._settings = settings
+        self._worker = worker
+        self._components = Components(settings, tokenizers)
+        self._stopping, self._stop_now = asyncio.Event(), asyncio.Event()
+
+    def stop(self) -> None:
+        """Begins to shut down in order; the second call skips the delay in which it still serves."""
+        (self._stop_now if self._stopping.is_set() else self._stopping).set()
+
+    async def run(self) -> None:
+        """Serves. Raises ``OSError`` if a port is not available."""
+        components = self._components
+        async with AsyncExitStack() as stack:
+            servers = await self._open_ports(stack)
+            await components.start(stack)
+            if self._worker is not None:  # the supervisor answers /live for all workers
+                stack.push_async_callback(supervise("worker", self._end_if_failing).stop)
+            await self._stopping.wait()
+            await self._serve_during_delay()
+            log.info("stopping: %d requests in progress", len(components.service.concurrency))
+            components.service.concurrency.close()
+            await components.runner.drain(self._settings.shutdown_timeout)
+            components.queue.close()  # only now: what is queued may still be dispatched while the router drains
+            for server in servers:
+                server.should_exit = True
+
+    async def _end_if_failing(self) -> None:
+        """Shuts a worker down in order once one of its tasks keeps failing, so that its supervisor starts another."""
+        while True:
+            await asyncio.sleep(_CHECK_PERIOD)
+            if failing := failing_tasks():
+                log.error("this worker ends, because a task of it keeps failing: %s", ", ".join(failing))
+                return self.stop()
+
+    async def _serve_during_delay(self) -> None:
+        """Serves on while load balancers learn that this router shuts down."""
+        delay = self._settings.shutdown_delay
+        self._components.service.concurrency.start_draining()
+        if delay:
+            log.info("leaving: new requests are taken for %g seconds", delay)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(delay):
+                    await self._stop_now.wait()
+
+    async def _open_ports(self, stack: AsyncExitStack) -> list[HttpServer]:
+        """Opens all ports before anything is served on one of them."""
+        settings, write_timeout = self._settings, self._settings.slow_client_timeout
+        servers = self._http_servers()
+        rpc = RpcServer(
+            self._components.service,
+            join_host_port(settings.host, self._worker.grpc_port if self._worker else settings.grpc_port),
+            max_message_bytes=settings.max_body_bytes,
+            patience=write_timeout,
+            shared=self._worker is not None,
+            limits=CallLimits(settings.max_concurrent_requests, connections=connections_within(settings)),
+        )
+        if self._worker is None:  # for workers, their supervisor serves autoscalers
+            await start_scaling_servers(settings, self._components.load, stack)
+        serving = await stack.enter_async_context(asyncio.TaskGroup())
+        stack.push_async_callback(rpc.stop, _CLOSE_TIMEOUT)
+        await rpc.start()
+        for server in servers:
+            serving.create_task(server.run_until_stopped())
+        _log_ports(settings, [server.port for server in servers], rpc.port)
+        return servers
+
+    def _http_servers(self) -> list[HttpServer]:
+        """The server of the API and the one for metrics, which for workers their supervisor has."""
+        settings, service = self._settings, self._components.service
+        write_timeout = settings.slow_client_timeout
+        share = settings.max_peer_share
+        limits = ConnectionLimits(connections=connections_within(settings), head=write_timeout, peer_share=share)
+        keepalive = KeepAlive(settings.sse_keepalive_seconds)
+        api = build_api(service, max_body_bytes=settings.max_body_bytes, patience=write_timeout, keepalive=keepalive)
+        if self._worker is not None:
+            return [HttpServer(api, listen(settings.host, self._worker.http_port, shared=True), limits)]
+        admin = build_admin(service, patience=write_timeout)
+        return [
+            HttpServer(app, listen(settings.host, port), limits)
+            for app, port in ((api, settings.http_port), (admin, settings.metrics_port))
+        ]
 
 
 class Components:
-    """Everything of a router that is behind its servers. Raises ``ValueError`` for settings that cannot be."""
+    """Everything of a router but its ports. Raises ``ValueError`` for settings that cannot be used."""
 
-    def __init__(self, settings: Settings, texts: Mapping[str, ModelTokenizer]) -> None:
+    def __init__(self, settings: Settings, tokenizers: Mapping[str, ModelTokenizer]) -> None:
         metrics.init_series(settings.models, ATTEMPT_FAILURES)
-        file = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
+        tenants = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
         self.index = PrefixIndex()
         self.fleet = EnginePool(
             create_discovery(settings.engine, dns_period=settings.engine_dns_period),
@@ -163,29 +262,31 @@ class Components:
             ConnectionSettings(slow_client_timeout=settings.slow_client_timeout, tls=settings.engine_tls),
             assumed=assumed_limits(settings.models),
             vocabularies={
-                name: ModelIdentity.of(folder, texts[name].vocabulary_digest)
+                name: ModelIdentity.of(folder, tokenizers[name].vocabulary_digest)
                 for name, folder in settings.models.items()
             },
         )
         self.fleet.on_kv_event = CacheEvents(self.index, self.fleet.table)
-        self.queue = AdmissionQueue(settings.models, self.fleet, file.tenants, _queue_settings(settings))
+        self.queue = AdmissionQueue(settings.models, self.fleet, tenants.tenants, _queue_settings(settings))
         self.fleet.on_room = self.queue.notify_capacity
         redis = settings.redis
         # One membership: the owner of leases in the journal, and the sender of load to routers and autoscalers.
         router_id = uuid4().hex
         self.journal = _journal(redis, router_id, settings.retention)
-        self.meter = None if redis is None else RedisRateLimiter(redis)
-        self.expectations = SpeculativeBlocks(self.fleet.table, self.index)
-        self.peers = (
-            None if redis is None else LoadSharing(redis, self.fleet.ledger, self.expectations, router_id=router_id)
+        self.shared_limiter = None if redis is None else RedisRateLimiter(redis)
+        self.speculative_blocks = SpeculativeBlocks(self.fleet.table, self.index)
+        self.load_sharing = (
+            None
+            if redis is None
+            else LoadSharing(redis, self.fleet.ledger, self.speculative_blocks, router_id=router_id)
         )
-        limits = RateLimiter(file.tenants, self.meter)
-        self.runner = self._create_runner(settings, texts, limits)
-        self.frontend = ApiService(
-            texts,
+        limits = RateLimiter(tenants.tenants, self.shared_limiter)
+        self.runner = self._create_runner(settings, tokenizers, limits)
+        self.service = ApiService(
+            tokenizers,
             self.fleet,
             self.runner,
-            StaticKeys((key.get_secret_value() for key in settings.api_key), file),
+            StaticKeys((key.get_secret_value() for key in settings.api_key), tenants),
             ConcurrencyLimit(settings.max_concurrent_requests),
             allow_priority=settings.allow_priority,
             refuse_unknown=settings.unknown_parameters == "refuse",
@@ -194,22 +295,22 @@ class Components:
             tenant_limits=limits,
             bodies=BodyBudget(settings.max_inflight_body_bytes),
         )
-        self.queue.on_queued = self.frontend.bodies.release_queued
-        own = LocalLoad(settings.models, self.runner.load)
-        self.load: Load = own if redis is None else RedisLoad(redis, settings.models)
-        self._load_publisher = None if redis is None else LoadPublisher(redis, own.now, router_id=router_id)
+        self.queue.on_queued = self.service.bodies.release_queued
+        local = LocalLoad(settings.models, self.runner.load)
+        self.load: Load = local if redis is None else RedisLoad(redis, settings.models)
+        self._load_publisher = None if redis is None else LoadPublisher(redis, local.now, router_id=router_id)
         self._background_jobs = BackgroundJobs(self.runner, self.index)
 
     async def start(self, stack: AsyncExitStack) -> None:
-        """Begins to connect to engines and to Redis, and never waits for them; ``stack`` closes what is begun."""
-        stack.callback(self.frontend.close)
-        stack.push_async_callback(supervise("keys", self.frontend.keys.prepare).stop)
+        """Begins to connect to engines and to Redis, and never waits for them; ``stack`` closes what was started."""
+        stack.callback(self.service.close)
+        stack.push_async_callback(supervise("keys", self.service.keys.prepare).stop)
         stack.push_async_callback(self.journal.close)
-        if self.meter is not None:
-            stack.push_async_callback(self.meter.close)
-        if self.peers is not None:
-            stack.push_async_callback(self.peers.close)
-            self.peers.start()
+        if self.shared_limiter is not None:
+            stack.push_async_callback(self.shared_limiter.close)
+        if self.load_sharing is not None:
+            stack.push_async_callback(self.load_sharing.close)
+            self.load_sharing.start()
         if self._load_publisher is not None:
             stack.push_async_callback(self._load_publisher.close)
             self.runner.on_load_changed(self._load_publisher.changed)
@@ -221,13 +322,13 @@ class Components:
         self._background_jobs.start()
 
     def _create_runner(
-        self, settings: Settings, texts: Mapping[str, ModelTokenizer], limits: RateLimiter
+        self, settings: Settings, tokenizers: Mapping[str, ModelTokenizer], limits: RateLimiter
     ) -> RequestRunner:
         placement = PlacementSettings(policy=settings.placement_policy, max_affinity_wait=settings.max_affinity_wait)
         placer = Placer(self.fleet.table, self.index, placement, self.fleet.namespace, monotonic)
-        if self.peers is not None:
-            placer.on_speculative_blocks = self.expectations.add
-        routing = Dispatcher(
+        if self.load_sharing is not None:
+            placer.on_speculative_blocks = self.speculative_blocks.add
+        dispatcher = Dispatcher(
             self.fleet,
             placer,
             self.queue,
@@ -238,9 +339,9 @@ class Components:
         return RequestRunner(
             self.fleet,
             placer,
-            routing,
+            dispatcher,
             self.journal,
-            texts,
+            tokenizers,
             limits=limits,
             request_timeout=settings.request_timeout,
             max_background=settings.max_concurrent_requests,
@@ -264,181 +365,80 @@ def _journal(redis: RedisAccess | None, router_id: str, retention: float) -> Red
     return journal
 
 
-# The router's process: builds the rooms, opens the servers, and closes them in order.
+class BackgroundJobs:
+    """What runs at intervals, from ``start`` to ``stop``; a run that fails is tried again the next time."""
 
+    def __init__(self, runner: RequestRunner, index: PrefixIndex) -> None:
+        self._runner = runner
+        self._index = index
+        self._tasks: list[SupervisedTask] = []
 
-if TYPE_CHECKING:
-    from quire_router.workers.supervisor import Supervisor
-
-_CHECK_PERIOD = 5.0  # seconds from one look at its tasks to the next, of a worker
-_SWITCH_SECONDS = 0.0005  # how long the loop waits for its turn at most while a thread renders; Python has 0.005
-_CLOSE_TIMEOUT = 2.0  # seconds for answers that are already decided to leave
-
-
-class Router:
-    """One router. ``run`` serves until ``stop`` is called; every part is closed on every way out. ``worker`` is a
-    worker's among several.
-    """
-
-    def __init__(
-        self, settings: Settings, texts: Mapping[str, ModelTokenizer], worker: WorkerContext | None = None
-    ) -> None:
-        self._settings = settings
-        self._worker = worker
-        self._components = Components(settings, texts)
-        self._stopping, self._stop_now = asyncio.Event(), asyncio.Event()
-
-    def stop(self) -> None:
-        """Begins the orderly end; the second time, without serving on before it."""
-        (self._stop_now if self._stopping.is_set() else self._stopping).set()
-
-    async def run(self) -> None:
-        """Raises ``OSError`` when a port cannot be had."""
-        components = self._components
-        async with AsyncExitStack() as stack:
-            servers = await self._open_ports(stack)
-            await components.start(stack)
-            if self._worker is not None:  # nobody asks a single worker for /live
-                stack.push_async_callback(supervise("worker", self._end_if_failing).stop)
-            await self._stopping.wait()
-            await self._serve_during_delay()
-            log.info("stopping: %d requests in progress", len(components.frontend.concurrency))
-            components.frontend.concurrency.close()
-            await components.runner.drain(self._settings.shutdown_timeout)
-            components.queue.close()  # only now: what waits there may have its turn while the router drains
-            for server in servers:
-                server.should_exit = True
-
-    async def _end_if_failing(self) -> None:
-        """Ends a worker in order once a task of it cannot be mended, so that its supervisor starts another."""
-        while True:
-            await asyncio.sleep(_CHECK_PERIOD)
-            if failing := failing_tasks():
-                log.error("this worker ends, because a task of it keeps failing: %s", ", ".join(failing))
-                return self.stop()
-
-    async def _serve_during_delay(self) -> None:
-        """Serves on while everybody learns that this router leaves."""
-        delay = self._settings.shutdown_delay
-        self._components.frontend.concurrency.start_draining()
-        if delay:
-            log.info("leaving: new requests are taken for %g seconds", delay)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(delay):
-                    await self._stop_now.wait()
-
-    async def _open_ports(self, stack: AsyncExitStack) -> list[HttpServer]:
-        """Opens all ports before anything is served on one of them."""
-        settings, patience = self._settings, self._settings.slow_client_timeout
-        servers = self._http_servers()
-        rpc = RpcServer(
-            self._components.frontend,
-            join_host_port(settings.host, self._worker.grpc_port if self._worker else settings.grpc_port),
-            max_message_bytes=settings.max_body_bytes,
-            patience=patience,
-            shared=self._worker is not None,
-            limits=CallLimits(settings.max_concurrent_requests, connections=connections_within(settings)),
-        )
-        if self._worker is None:  # of workers, their supervisor tells autoscalers
-            await start_scaling_servers(settings, self._components.load, stack)
-        serving = await stack.enter_async_context(asyncio.TaskGroup())
-        stack.push_async_callback(rpc.stop, _CLOSE_TIMEOUT)
-        await rpc.start()
-        for server in servers:
-            serving.create_task(server.run_until_stopped())
-        _log_ports(settings, [server.port for server in servers], rpc.port)
-        return servers
-
-    def _http_servers(self) -> list[HttpServer]:
-        """The API's, and the one for metrics, which workers leave to their supervisor."""
-        settings, frontend, patience = self._settings, self._components.frontend, self._settings.slow_client_timeout
-        share = settings.max_peer_share
-        limits = ConnectionLimits(connections=connections_within(settings), head=patience, peer_share=share)
-        keepalive = KeepAlive(settings.sse_keepalive_seconds)
-        api = build_api(frontend, max_body_bytes=settings.max_body_bytes, patience=patience, keepalive=keepalive)
-        if self._worker is not None:
-            return [HttpServer(api, listen(settings.host, self._worker.http_port, shared=True), limits)]
-        admin = build_admin(frontend, patience=patience)
-        return [
-            HttpServer(app, listen(settings.host, port), limits)
-            for app, port in ((api, settings.http_port), (admin, settings.metrics_port))
+    def start(self) -> None:
+        """Starts the tasks; never waits."""
+        self._tasks = [
+            supervise("orphans", self._claim_orphans),
+            supervise("prefix index", self._sweep_index),
+            supervise("tally", _flush_token_metrics),
+            supervise("memory", _trim_memory),
         ]
 
+    async def stop(self) -> None:
+        """Ends the tasks."""
+        await asyncio.gather(*(task.stop() for task in self._tasks))
 
-def run(arguments: Sequence[str]) -> None:
-    """Serves until a signal comes. Raises ``SystemExit`` with one line where it cannot start."""
-    worker = WorkerContext.own()  # first: no variable that is not a setting may be left
-    reject_unknown_env(Settings)
-    settings = read_settings(Settings, arguments)
-    speaker = "" if worker is None else f"[worker {worker.number}] "
-    form = f"%(asctime)s {speaker}%(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=settings.log_level.upper(), format=form)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # below that is what clients did wrong
-    raise_descriptor_limit()
-    setup_tracing("quire-router")
-    try:
-        uvloop.run(_serve(settings, arguments, worker))
-    except (TokenizerLoadError, TenantsFileError, ValueError, OSError) as error:
-        raise SystemExit(f"quire-router: {error}") from error
-    finally:
-        shutdown_tracing()
+    async def _claim_orphans(self) -> None:
+        while True:
+            await asyncio.sleep(ADOPTION_PERIOD)
+            try:
+                adopted = await self._runner.claim_orphans()
+            except QuireError:
+                continue  # request state cannot be read now, which the journal logs
+            except Exception:  # one record that cannot be claimed is no reason to restart a router
+                log.exception("looking for orphans failed")
+                continue
+            if adopted:
+                log.info("took up %d background requests that their routers had left", adopted)
 
-
-async def _serve(settings: Settings, arguments: Sequence[str], worker: WorkerContext | None) -> None:
-    server: Router | Supervisor
-    texts = _load_texts(settings)
-    if worker is None:
-        log_startup_warnings(settings)
-    # A supervisor needs no texts, but every worker would end again and again with what is wrong with them.
-    if settings.workers > 1 and worker is None:
-        server = _supervisor(settings, arguments)
-    else:
-        server = Router(settings, texts, worker)
-    loop = asyncio.get_running_loop()
-    # The loop's own handlers would go with the loop, and a second signal would then break off the orderly end.
-    _on_signals(lambda *_: loop.call_soon_threadsafe(server.stop))
-    if worker is not None:
-        loop.add_reader(worker.parent, _end_with_parent, loop, worker, server)
-    _tune_garbage_collector()
-    sys.setswitchinterval(_SWITCH_SECONDS)
-    try:
-        await server.run()
-    finally:
-        _on_signals(signal.SIG_IGN)
+    async def _sweep_index(self) -> None:
+        """Seldom while there is nothing to sweep, so that an idle router is not woken for it."""
+        more = False
+        while True:
+            await asyncio.sleep(SWEEP_PAUSE if more else SWEEP_PERIOD)
+            more = self._index.sweep(SWEEP_BLOCKS)
 
 
-def _supervisor(settings: Settings, arguments: Sequence[str]) -> "Supervisor":
-    from quire_router.workers.supervisor import Supervisor  # imports an HTTP client, which takes 12 MiB
-
-    return Supervisor(settings, arguments)
-
-
-def _end_with_parent(loop: asyncio.AbstractEventLoop, worker: WorkerContext, server: "Router | Supervisor") -> None:
-    """The supervisor is gone. A pipe that has ended says so for ever, so it is heard once."""
-    loop.remove_reader(worker.parent)
-    server.stop()
+async def _flush_token_metrics() -> None:
+    while True:
+        await asyncio.sleep(FLUSH_PERIOD)
+        flush_token_metrics()
 
 
-def _tune_garbage_collector() -> None:
-    """What was loaded stays, and need not be looked through again; what requests leave behind is rarely a cycle.
-    Without this a seventh of the time of streaming is spent looking for garbage.
+async def _trim_memory() -> None:
+    """Gives free memory back to the system whenever the process has grown. Refused gRPC calls are garbage in cycles, of
+    which Python sees a few objects and not the megabyte of headers behind each, and the C library keeps what its
+    threads have freed in many small parts. So memory that hostile headers took would stay, and add up to gigabytes.
     """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None:  # only glibc has it
+        return
+    least = after = _resident_memory()
+    period, idle = TRIM_PERIOD, 0.0
+    while True:
+        await asyncio.sleep(TRIM_PERIOD)
+        idle += TRIM_PERIOD
+        before = _resident_memory()
+        least = min(least, before)
+        if before > after + TRIM_GROWTH or (before > least + TRIM_GROWTH and idle >= period):
+            gc.collect(1)
+            await asyncio.to_thread(trim, 0)
+            after, idle = _resident_memory(), 0.0
+            helped = before - after > TRIM_GROWTH / 4
+            period = TRIM_PERIOD if helped else min(2 * period, TRIM_MAX_PERIOD)
 
 
-def _on_signals(handler: Callable[..., object] | signal.Handlers) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, handler)
-
-
-def _load_texts(settings: Settings) -> dict[str, ModelTokenizer]:
-    allowed = settings.allow_special_tokens_in_content
-    folders = settings.models.items()
-    return {name: ModelTokenizer.load(folder, allow_special_tokens_in_content=allowed) for name, folder in folders}
-
-
-def _log_ports(settings: Settings, ports: Sequence[int], rpc_port: int) -> None:
-    metrics = f", metrics on {ports[1]}" if ports[1:] else ""  # of workers the supervisor has them
-    log.info("REST on %s:%d, gRPC on %d%s", settings.host, ports[0], rpc_port, metrics)
+def _resident_memory() -> int:
+    """Resident memory of the process in bytes; 0 if the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE
+    except OSError:
+        return 0

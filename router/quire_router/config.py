@@ -1,4 +1,8 @@
-"""The router's settings: one class, filled from the command line and from ``QUIRE_ROUTER_…`` variables."""
+"""The router's settings: one class, filled from the command line and from ``QUIRE_ROUTER_…`` variables.
+
+Also here: the Kubernetes labels of models, warnings about settings that may not be meant or that the machine does not
+allow (none of them prevents a start), and the limit of file descriptors.
+"""
 
 import logging
 import re
@@ -32,43 +36,23 @@ from quire_router.placement.query import PolicyName
 
 log = logging.getLogger(__name__)
 
-# Models by the label that selectors and triggers know them by. Does no I/O.
-
-
 _NOT_IN_A_LABEL = re.compile(r"[^A-Za-z0-9_.-]")
-_LONGEST = 63
-
-
-def label_of(model: str) -> str:
-    """The model's name as the value of a Kubernetes label, in which a ``/`` cannot be: ``_`` stands for it, and at most
-    63 characters are left, the last of which is a letter or a digit.
-    """
-    return _NOT_IN_A_LABEL.sub("_", model)[:_LONGEST].rstrip("_.-")
-
-
-def labels_of(models: Iterable[str]) -> dict[str, str]:
-    """The label of each model. Raises ``ValueError`` where two would have the same."""
-    labels: dict[str, str] = {}
-    for model in models:
-        label = label_of(model)
-        for other, taken in labels.items():
-            if taken == label:
-                raise ValueError(f"{other!r} and {model!r} would both be {label!r} as the label of a metric")
-        labels[model] = label
-    return labels
-
-
+_MAX_LABEL = 63  # characters
+_MAX_DESCRIPTORS = 2**20  # more are not requested, whatever the hard limit is
+_RESERVED_DESCRIPTORS = 256  # for engines, Redis and files
+_AUTOSCALER_DESCRIPTORS = 768  # for each port of autoscalers: a relayed connection needs three
+_MIN_CONNECTIONS = 16  # of a port
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _SERVER_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 
 
 def _split(value: Any) -> Any:
-    """Comma-separated entries, as an environment variable holds them; a repeated flag adds entries."""
+    """The entries of a comma-separated list; a repeated flag adds entries."""
     entries = [value] if isinstance(value, str) else value
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         return entries
-    return [part.strip() for entry in entries for part in entry.split(",") if part.strip()]
+    return [item.strip() for entry in entries for item in entry.split(",") if item.strip()]
 
 
 def _model(entry: str) -> str:
@@ -89,7 +73,7 @@ def _distinct(entries: list[str]) -> list[str]:
 def _source(entry: str) -> str:
     source = parse_source(entry)
     if isinstance(source, KubernetesService):
-        KubeAccess.of_environment()  # else each of several workers would end with it, again and again
+        KubeAccess.of_environment()  # raises here, else each of several workers would, again and again
     return str(source)
 
 
@@ -120,7 +104,7 @@ def _namespace(entry: str) -> str:
 
 
 def split_model(entry: str) -> tuple[str, Path]:
-    """``NAME=FOLDER``, or ``FOLDER`` whose last part is the name."""
+    """Name and folder of ``NAME=FOLDER``, or of ``FOLDER``, whose last component is the name."""
     name, separator, folder = entry.partition("=")
     if separator:
         return name, Path(folder)
@@ -319,23 +303,23 @@ class Settings(CliSettings):
 
     @property
     def scaling_identity(self) -> CertKeyFiles | None:
-        """What is shown at ``--scaling-port``. Raises ``ValueError`` where half of it is missing."""
+        """Certificate and key of ``--scaling-port``. Raises ``ValueError`` if one of them is missing."""
         return cert_key_files(self.scaling_cert, self.scaling_key, "--scaling")
 
     @property
     def keda_tls(self) -> ServerTls | None:
-        """What ``--keda-port`` does with TLS; None for plain text. Raises ``ValueError`` where half is missing."""
+        """TLS of ``--keda-port``; None for plain text. Raises ``ValueError`` if certificate or key is missing."""
         return server_tls(self.keda_cert, self.keda_key, self.keda_client_ca, "--keda")
 
     @property
     def is_asked_for_load(self) -> bool:
-        """Whether autoscalers ask this router."""
+        """Whether this router serves autoscalers."""
         return self.scaling_port is not None or self.keda_port is not None
 
     @property
     def redis(self) -> RedisAccess | None:
-        """Where request state is kept; None: in memory. Raises ``ValueError`` where it is no URL, or says twice who
-        asks.
+        """Where request state is kept; None: in memory. Raises ``ValueError`` if it is no URL, or names a user or
+        password twice.
         """
         if self.redis_url is None:
             return None
@@ -343,7 +327,7 @@ class Settings(CliSettings):
 
     @property
     def engine_tls(self) -> ClientTls | None:
-        """What links to engines do with TLS; None for plain text. Raises ``ValueError`` where half of it is missing."""
+        """TLS of connections to engines; None for plain text. Raises ``ValueError`` if a part of it is missing."""
         identity = cert_key_files(self.engine_tls_cert, self.engine_tls_key, "--engine-tls")
         if self.engine_tls_ca is not None:
             return ClientTls(self.engine_tls_ca, identity, self.engine_tls_name)
@@ -357,17 +341,27 @@ class Settings(CliSettings):
         return dict(split_model(entry) for entry in self.model)
 
 
-# Warnings of settings that may not be meant so, or that the machine does not allow. Nothing here stops a start.
+def label_of(model: str) -> str:
+    """The model's name as the value of a Kubernetes label: a character that a label cannot have, such as ``/``, becomes
+    ``_``, and the name is cut to 63 characters of which the last is a letter or a digit.
+    """
+    return _NOT_IN_A_LABEL.sub("_", model)[:_MAX_LABEL].rstrip("_.-")
 
 
-_MOST_DESCRIPTORS = 2**20  # more are not asked for, whatever the hard limit is
-_KEPT = 256  # descriptors for engines, Redis and files
-_OF_AN_AUTOSCALER = 768  # for one of its ports: a connection that is relayed needs three
-_FEWEST = 16  # connections of a port
+def labels_of(models: Iterable[str]) -> dict[str, str]:
+    """The label of each model. Raises ``ValueError`` if two models would have the same."""
+    labels: dict[str, str] = {}
+    for model in models:
+        label = label_of(model)
+        for other, taken in labels.items():
+            if taken == label:
+                raise ValueError(f"{other!r} and {model!r} would both be {label!r} as the label of a metric")
+        labels[model] = label
+    return labels
 
 
 def log_startup_warnings(settings: Settings) -> None:
-    """Says what may not be meant, for all workers together. Raises ``TenantsFileError``."""
+    """Logs warnings about the settings, once for all workers. Raises ``TenantsFileError``."""
     file = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
     if not settings.api_key and settings.tenants is None:
         log.warning("no API key is configured: everyone who can reach this port may use the service")
@@ -382,24 +376,24 @@ def log_startup_warnings(settings: Settings) -> None:
 
 
 def raise_descriptor_limit() -> None:
-    """Lets this process, and those that it starts, open as many files and connections as its hard limit allows."""
+    """Raises the soft limit of this process, and of those that it starts, to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(ValueError, OSError):  # the warning says what is left
+        with suppress(ValueError, OSError):  # a warning says what is left
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def connections_within(settings: Settings) -> int:
-    """``--max-connections``, or fewer where all ports together could not have as many with the file descriptors that
-    this process may open: what is above it is refused in words then, or takes the place of an idle connection.
+    """``--max-connections``, or fewer if this process may not open enough file descriptors for that on all ports: more
+    connections get an error response then, or replace an idle one.
     """
     autoscalers = sum(port is not None for port in (settings.scaling_port, settings.keda_port))
-    left = _descriptors() - _KEPT - _OF_AN_AUTOSCALER * autoscalers
+    left = _descriptors() - _RESERVED_DESCRIPTORS - _AUTOSCALER_DESCRIPTORS * autoscalers
     ports = 3 if settings.workers == 1 else 2  # the metrics port of workers is their supervisor's
-    return min(settings.max_connections, max(_FEWEST, left // ports))
+    return min(settings.max_connections, max(_MIN_CONNECTIONS, left // ports))
 
 
 def _descriptors() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+    return _MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft

@@ -1,4 +1,4 @@
-"""The command ``quire-router``: says what signals mean before anything that takes long is imported."""
+"""The command ``quire-router``: installs signal handlers before the imports, which take long."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def main() -> None:
-    """Serves until a signal comes; one that comes before there is anything to close just ends the process. The
+    """Serves until a signal comes; one that comes before there is anything to close ends the process at once. The
     subcommand ``simulate`` simulates a fleet instead.
     """
     if sys.argv[1:2] == ["simulate"]:
@@ -19,7 +19,7 @@ def main() -> None:
         return
     for number in SIGNALS:
         signal.signal(number, _exit)
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it writes a line of its own for each engine that leaves
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else gRPC writes a line for each engine that goes away
     from quire_router.app import run
 
     run(sys.argv[1:])

@@ -1,4 +1,8 @@
-"""KEDA's external scaler: the same numbers over gRPC, and a stream that says at once when there is something to do."""
+"""KEDA's external scaler over gRPC: the load of each model, and a stream that reports at once when a model has work.
+
+In front of the gRPC server is a ``Relay`` with a port of its own, because the gRPC library accepts connections up to a
+limit and cannot choose which of them to drop for a new one.
+"""
 
 import asyncio
 import math
@@ -29,100 +33,25 @@ from quire_router.api.rpc.context import Context, status_code
 from quire_router.api.rpc.grpc_server import CallLimits, bind, connection_options, options
 from quire_router.autoscale.load_totals import METRIC, Load, no_such_model
 
-# A port before a gRPC server, whose library takes connections until there are enough and cannot choose among them.
-
-
-_PART = 64 * 1024  # bytes
-
-
-class Relay:
-    """Passes on what comes on ``listener`` to ``port`` of this machine, and back, as it is. ``shares`` says which
-    connection makes room for a new one; all can be chosen, the one first whose client has sent nothing for the longest
-    time.
-    """
-
-    def __init__(self, listener: socket.socket, port: int, shares: ConnectionShares) -> None:
-        self._listener = listener
-        self._target = port
-        self._shares = shares
-        self._clients: set[_Client] = set()
-        self._server: asyncio.Server | None = None
-        self.port: int = listener.getsockname()[1]
-
-    async def start(self) -> None:
-        """Begins to accept connections."""
-        self._server = await asyncio.start_server(self._serve, sock=self._listener, limit=_PART)
-
-    async def stop(self) -> None:
-        """Closes every connection."""
-        if self._server is not None:
-            self._server.close()
-        self._listener.close()
-        for client in list(self._clients):
-            client.evict()
-
-    async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
-        client = _Client(writer)
-        address = writer.get_extra_info("peername")
-        if not self._shares.add(client, peer_key(address[0] if address else "")):
-            return client.evict()
-        self._clients.add(client)
-        self._shares.mark_idle(client)
-        try:
-            with suppress(OSError):
-                await self._pass_on(client, reader, writer)
-        finally:
-            self._clients.discard(client)
-            self._shares.remove(client)
-            client.evict()
-
-    async def _pass_on(self, client: "_Client", reader: StreamReader, writer: StreamWriter) -> None:
-        answers, requests = await asyncio.open_connection("127.0.0.1", self._target, limit=_PART)
-        try:
-            async with asyncio.TaskGroup() as directions:
-                directions.create_task(self._copy(reader, requests, client))
-                directions.create_task(self._copy(answers, writer))
-        finally:
-            requests.transport.abort()
-
-    async def _copy(self, source: StreamReader, sink: StreamWriter, client: "_Client | None" = None) -> None:
-        """Until ``source`` ends, and ``sink`` with it; what comes from a ``client`` is noted."""
-        with suppress(OSError):
-            while data := await source.read(_PART):
-                if client is not None:
-                    self._shares.mark_idle(client)
-                sink.write(data)
-                await sink.drain()
-        sink.close()
-
-
-class _Client:
-    def __init__(self, writer: StreamWriter) -> None:
-        self._writer = writer
-
-    def evict(self) -> None:
-        """Closes the connection."""
-        self._writer.transport.abort()
-
-
 MODEL, TARGET, ACTIVATION = "model", "target", "activation"
 DEFAULT_TARGET = 16.0
-"""Requests that one replica should have, as in the examples; what an engine runs well at once is its own number."""
-_LARGEST = 1e9
-_PERIOD = 0.25  # seconds from one look of a stream to the next
+"""Requests per replica, as in KEDA's examples; how many an engine runs well at once depends on the engine."""
+_MAX_NUMBER = 1e9  # that a trigger's metadata may have
+_PERIOD = 0.25  # seconds between two checks of the load by a stream
+_CHUNK = 64 * 1024  # bytes that the relay copies at a time
 _MAX_STREAMS = 256
 _CONNECTIONS = 256
-# The library lets go of a connection a little later than the relay does, which counts them.
+# The library closes a connection a little later than the relay, which counts them.
 _LIMITS = CallLimits(requests=_MAX_STREAMS, beside=0, connections=4 * _CONNECTIONS)
 _MAX_MESSAGE = 64 * 1024
 _HANDSHAKE_TIMEOUT = 10.0  # seconds for a client to begin
-_STOP_GRACE = 0.5  # seconds
+_STOP_GRACE = 0.5  # seconds for calls to end
 
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """What the metadata of a KEDA trigger say: the ``model``, the load ``target`` that one replica should have, and the
-    load ``activation`` above which there is something to do.
+    """The metadata of a KEDA trigger: the ``model``, the ``target`` load of one replica, and the ``activation`` load
+    above which the model is active.
     """
 
     model: str
@@ -131,7 +60,7 @@ class Trigger:
 
 
 class Scaler(ExternalScalerServicer):
-    """Tells the ``load`` of the models in ``labels``, which triggers may name by their names or by their labels."""
+    """The gRPC service: the ``load`` of the models in ``labels``, which triggers may name by name or by label."""
 
     def __init__(self, load: Load, labels: Mapping[str, str]) -> None:
         self._load = load
@@ -140,16 +69,16 @@ class Scaler(ExternalScalerServicer):
         self._closing = asyncio.Event()
 
     def end_streams(self) -> None:
-        """Lets streams end by themselves: KEDA comes again 2 s later then, and ever later after streams that broke."""
+        """Ends streams without an error: KEDA then reconnects 2 s later, and ever later after streams that broke."""
         self._closing.set()
 
     async def IsActive(self, request: ScaledObjectRef, context: Context) -> IsActiveResponse:  # noqa: N802
-        """See the contract."""
+        """See ``externalscaler.proto``."""
         async with _abort_on_error(context):
             return IsActiveResponse(result=await self._is_active(self._trigger(request)))
 
     async def StreamIsActive(self, request: ScaledObjectRef, context: Context) -> AsyncIterator[IsActiveResponse]:  # noqa: N802
-        """See the contract."""
+        """See ``externalscaler.proto``."""
         async with _abort_on_error(context):
             trigger = self._trigger(request)
             with self._stream_slot():
@@ -157,14 +86,14 @@ class Scaler(ExternalScalerServicer):
                     yield IsActiveResponse(result=active)
 
     async def GetMetricSpec(self, request: ScaledObjectRef, context: Context) -> GetMetricSpecResponse:  # noqa: N802
-        """See the contract."""
+        """See ``externalscaler.proto``."""
         async with _abort_on_error(context):
             target = self._trigger(request).target
             spec = MetricSpec(metricName=METRIC, targetSize=math.ceil(target), targetSizeFloat=target)
             return GetMetricSpecResponse(metricSpecs=[spec])
 
     async def GetMetrics(self, request: GetMetricsRequest, context: Context) -> GetMetricsResponse:  # noqa: N802
-        """See the contract."""
+        """See ``externalscaler.proto``."""
         async with _abort_on_error(context):
             trigger = self._trigger(request.scaledObjectRef)
             if request.metricName != METRIC:
@@ -177,14 +106,14 @@ class Scaler(ExternalScalerServicer):
         return (await self._load.read())[trigger.model] > trigger.activation
 
     async def _changes(self, trigger: Trigger) -> AsyncIterator[bool]:
-        """Whether there is something to do, once it is known, and whenever that has changed."""
-        told: bool | None = None
+        """Whether the model is active, once that is known, and whenever it has changed."""
+        last: bool | None = None
         while not self._closing.is_set():
-            with suppress(QuireError):  # what is not known is not told: the last word counts, and nobody is scaled away
+            with suppress(QuireError):  # an unknown load is not reported: the last value stays
                 active = await self._is_active(trigger)
-                if active is not told:
+                if active is not last:
                     yield active
-                told = active
+                last = active
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PERIOD):
                     await self._closing.wait()
@@ -216,9 +145,9 @@ class Scaler(ExternalScalerServicer):
 
 
 class KedaServer:
-    """Serves KEDA on ``host`` and ``port`` (0: any free one; ``port`` tells which), in plain text without ``tls``.
-    Raises ``OSError`` when it cannot, and ``TlsError`` where the files of ``tls`` are no good. Of its 256 connections
-    no address keeps others out (see ``ConnectionShares``): they are relayed to the gRPC library on this machine.
+    """Serves KEDA on ``host`` and ``port`` (0: any free one, see ``port``), in plain text without ``tls``. Raises
+    ``OSError`` if the port is not available, and ``TlsError`` if the files of ``tls`` are invalid. No address can take
+    all of its 256 connections (see ``ConnectionShares``): they are relayed to the gRPC library on this machine.
     """
 
     def __init__(
@@ -248,7 +177,7 @@ class KedaServer:
 
 @asynccontextmanager
 async def _abort_on_error(context: Context) -> AsyncIterator[None]:
-    """Ends the call with the error that is raised within."""
+    """Aborts the call with the ``QuireError`` that is raised within."""
     try:
         yield
     except QuireError as error:
@@ -256,12 +185,81 @@ async def _abort_on_error(context: Context) -> AsyncIterator[None]:
 
 
 def _number(metadata: Mapping[str, str], name: str, default: float) -> float:
-    """A number from 0 up, as metadata hold it. Raises ``QuireError``."""
+    """A number of the metadata, at least 0. Raises ``QuireError``."""
     text = metadata.get(name, "")
     try:
         number = float(text) if text else default
     except ValueError:
         number = math.nan
-    if not 0 <= number <= _LARGEST:
-        raise invalid(name, f"{name!r} of the trigger's metadata must be a number from 0 to {_LARGEST:g}.")
+    if not 0 <= number <= _MAX_NUMBER:
+        raise invalid(name, f"{name!r} of the trigger's metadata must be a number from 0 to {_MAX_NUMBER:g}.")
     return number
+
+
+class Relay:
+    """Copies bytes between connections on ``listener`` and ``port`` of this machine. ``shares`` chooses which
+    connection is closed for a new one: any may be, first the one whose client has sent nothing for the longest time.
+    """
+
+    def __init__(self, listener: socket.socket, port: int, shares: ConnectionShares) -> None:
+        self._listener = listener
+        self._target = port
+        self._shares = shares
+        self._clients: set[_Client] = set()
+        self._server: asyncio.Server | None = None
+        self.port: int = listener.getsockname()[1]
+
+    async def start(self) -> None:
+        """Begins to accept connections."""
+        self._server = await asyncio.start_server(self._serve, sock=self._listener, limit=_CHUNK)
+
+    async def stop(self) -> None:
+        """Closes every connection."""
+        if self._server is not None:
+            self._server.close()
+        self._listener.close()
+        for client in list(self._clients):
+            client.evict()
+
+    async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
+        client = _Client(writer)
+        address = writer.get_extra_info("peername")
+        if not self._shares.add(client, peer_key(address[0] if address else "")):
+            return client.evict()
+        self._clients.add(client)
+        self._shares.mark_idle(client)
+        try:
+            with suppress(OSError):
+                await self._relay(client, reader, writer)
+        finally:
+            self._clients.discard(client)
+            self._shares.remove(client)
+            client.evict()
+
+    async def _relay(self, client: "_Client", reader: StreamReader, writer: StreamWriter) -> None:
+        answers, requests = await asyncio.open_connection("127.0.0.1", self._target, limit=_CHUNK)
+        try:
+            async with asyncio.TaskGroup() as directions:
+                directions.create_task(self._copy(reader, requests, client))
+                directions.create_task(self._copy(answers, writer))
+        finally:
+            requests.transport.abort()
+
+    async def _copy(self, source: StreamReader, sink: StreamWriter, client: "_Client | None" = None) -> None:
+        """Copies until ``source`` ends, and closes ``sink``. Data from a ``client`` counts as its activity."""
+        with suppress(OSError):
+            while data := await source.read(_CHUNK):
+                if client is not None:
+                    self._shares.mark_idle(client)
+                sink.write(data)
+                await sink.drain()
+        sink.close()
+
+
+class _Client:
+    def __init__(self, writer: StreamWriter) -> None:
+        self._writer = writer
+
+    def evict(self) -> None:
+        """Closes the connection."""
+        self._writer.transport.abort()

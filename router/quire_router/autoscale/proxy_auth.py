@@ -1,8 +1,8 @@
-"""The cluster's front proxy, which asks in the name of others: whose certificates it shows, and under which names.
+"""Authentication of the cluster's front proxy, which sends requests in the name of others: who signs its client
+certificate, and the names in it.
 
-The cluster tells both in a ConfigMap, and may change them at any time. It is asked again and again and not watched: it
-changes once in years, and what is too late for a change is an error for whoever scales by it. A watch would be a stream
-from each router for that, and discovery's is made of EndpointSlices.
+The cluster publishes both in a ConfigMap, and may change them at any time. It is polled and not watched: it changes
+once in years, and a change that is seen late costs an autoscaler an error. A watch would be a stream from each router.
 """
 
 import asyncio
@@ -18,17 +18,18 @@ from quire_proto.tls import TlsError, read_ca
 
 log = logging.getLogger(__name__)
 
-# Who is at the other end of a TLS connection, as the application is told of it.
-
-
+NAMESPACE, CONFIG_MAP = "kube-system", "extension-apiserver-authentication"
+AUTHORITIES, NAMES = "requestheader-client-ca-file", "requestheader-allowed-names"
+_PERIOD, _FIRST_PERIOD = 60.0, 2.0  # seconds between two polls, and until the first success
+_TIMEOUT = 10.0  # seconds
 PEER: Final = "peer"
-"""Where it is in a scope's ``state``."""
+"""The key of a request's ``TlsPeer`` in the ``state`` of its ASGI scope."""
 
 
 @dataclass(frozen=True, slots=True)
 class TlsPeer:
-    """``certificate`` is what the peer showed, as the ``ssl`` module tells it, and was checked against ``authorities``
-    when the connection was made; empty where it showed none.
+    """The client of a TLS connection. ``certificate`` is its certificate in the form of ``SSLSocket.getpeercert``,
+    verified against ``authorities`` (PEM) when the connection was made; empty if it sent none.
     """
 
     certificate: Mapping[str, Any]
@@ -36,44 +37,38 @@ class TlsPeer:
 
     @property
     def common_names(self) -> frozenset[str]:
-        """The names of its subject."""
-        parts = (part for group in self.certificate.get("subject", ()) for part in group)
-        return frozenset(value for name, value in parts if name == "commonName")
+        """The common names of the certificate's subject."""
+        attributes = (attribute for group in self.certificate.get("subject", ()) for attribute in group)
+        return frozenset(value for name, value in attributes if name == "commonName")
 
 
 _NO_PEER: Final = TlsPeer({}, b"")
 
 
 def peer_of(scope: Mapping[str, Any]) -> TlsPeer:
-    """Who sent a request."""
+    """The client that sent a request."""
     peer = scope.get("state", {}).get(PEER, _NO_PEER)
     return peer if isinstance(peer, TlsPeer) else _NO_PEER
 
 
-NAMESPACE, CONFIG_MAP = "kube-system", "extension-apiserver-authentication"
-AUTHORITIES, NAMES = "requestheader-client-ca-file", "requestheader-allowed-names"
-_PERIOD, _FIRST_PERIOD = 60.0, 2.0  # seconds from one look to the next, and while nothing is known
-_TIMEOUT = 10.0  # seconds
-
-
 class UnknownProxyError(Exception):
-    """It cannot be found out who the front proxy is. The text is one sentence without its full stop."""
+    """The front proxy's identity cannot be read. The text is one sentence without its full stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyIdentity:
-    """Certificates of whom the front proxy shows, in PEM format, and its names; without any, every name is its own."""
+    """The authorities that sign the front proxy's certificate, in PEM format, and its names; empty: any name."""
 
     authorities: bytes
     names: frozenset[str] = frozenset()
 
 
 ProxySource = Callable[[], Awaitable[ProxyIdentity]]
-"""Finds the identity out. Raises ``UnknownProxyError``."""
+"""Reads the identity. Raises ``UnknownProxyError``."""
 
 
 class FrontProxy:
-    """What is known of it: nothing at first, and what was last found out while ``source`` cannot be asked."""
+    """The identity that ``source`` last returned; none at first."""
 
     def __init__(self, source: ProxySource) -> None:
         self._source = source
@@ -82,29 +77,29 @@ class FrontProxy:
 
     @property
     def is_known(self) -> bool:
-        """Whether anybody can be told from the front proxy."""
+        """Whether the identity was read."""
         return self._identity is not None
 
     @property
     def authorities(self) -> bytes:
-        """Who vouches for it; empty while that is not known."""
+        """The authorities that sign its certificate; empty while unknown."""
         return self._identity.authorities if self._identity is not None else b""
 
     def allows(self, peer: TlsPeer) -> bool:
-        """Whether this is the front proxy, by who vouches for it now, not when it connected."""
+        """Whether the peer is the front proxy, by the identity now, not when it connected."""
         identity = self._identity
         if identity is None or not peer.certificate or peer.authorities != identity.authorities:
             return False
         return not identity.names or bool(identity.names & peer.common_names)
 
     async def follow(self) -> None:
-        """Asks again and again. Never returns."""
+        """Polls the source. Never returns."""
         while True:
             await self.refresh()
             await asyncio.sleep(_PERIOD if self.is_known else _FIRST_PERIOD)
 
     async def refresh(self) -> None:
-        """Asks once; what cannot be found out leaves what is known."""
+        """Reads once; a failure leaves the identity as it is."""
         try:
             identity = await self._source()
         except UnknownProxyError as error:
@@ -120,7 +115,7 @@ class FrontProxy:
 
 
 def from_file(file: Path, names: Sequence[str]) -> ProxySource:
-    """The identity that a file and settings name."""
+    """The identity from a file of authorities and names from settings."""
 
     async def read() -> ProxyIdentity:
         try:
@@ -132,7 +127,7 @@ def from_file(file: Path, names: Sequence[str]) -> ProxySource:
 
 
 def from_cluster() -> ProxySource:
-    """The identity that the cluster in which this runs has for all such servers."""
+    """The identity that this cluster publishes for all extension API servers."""
     from quire_router.clients.kube_client import ClusterError, read_config_map
 
     async def read() -> ProxyIdentity:
@@ -143,14 +138,14 @@ def from_cluster() -> ProxySource:
             raise
         except ClusterError as error:
             raise UnknownProxyError(f"{NAMESPACE}/{CONFIG_MAP} cannot be read ({error})") from error
-        except Exception as error:  # whatever the client's libraries raise: connections, answers, files
+        except Exception as error:  # anything that the client's libraries raise: connections, responses, files
             raise UnknownProxyError(f"{NAMESPACE}/{CONFIG_MAP} cannot be read ({type(error).__name__})") from error
 
     return read
 
 
 def parse_proxy_identity(config_map: dict[str, str]) -> ProxyIdentity:
-    """What the ConfigMap says. Raises ``UnknownProxyError``."""
+    """The identity in the ConfigMap. Raises ``UnknownProxyError``."""
     authorities = config_map.get(AUTHORITIES, "").encode()
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=authorities.decode("ascii"))

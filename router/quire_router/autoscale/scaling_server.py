@@ -1,4 +1,9 @@
-"""The ports at which autoscalers ask, opened where the settings say so."""
+"""The servers for autoscalers, on the ports that the settings name, and the TLS server of one of them.
+
+``ReloadingSslContext`` follows certificate files and authorities that change while it runs: a new connection gets the
+current ones. ``TlsServer`` serves an ASGI application with it, and puts the client's certificate into the scope (see
+``proxy_auth.PEER``).
+"""
 
 import asyncio
 import logging
@@ -26,40 +31,83 @@ from quire_router.core.retry import supervise
 
 log = logging.getLogger(__name__)
 
-# The TLS of a server whose certificate and whose clients' authorities change while it runs: a new connection has what
-# counts when it is made.
+_LIMITS = ConnectionLimits(connections=256, head=10.0)
+_PERIOD = 5.0  # seconds between two checks of the certificate files
+_SHUTDOWN_TIMEOUT = 1.0  # seconds for responses to be sent
+_ACCEPT_PAUSE = 0.1  # seconds after a connection could not be accepted
 
 
-_PERIOD = 5.0  # seconds from one look at the files to the next
+async def start_scaling_servers(settings: Settings, load: Load, stack: AsyncExitStack) -> None:
+    """Serves ``load`` on the ports that the settings name; ``stack`` closes them. Raises ``OSError`` if a port is not
+    available, and ``ValueError`` for invalid files.
+    """
+    if settings.scaling_port is not None:
+        _start_external_metrics(settings, load, stack)
+    if settings.keda_port is not None:
+        await _start_keda(settings, load, stack)
+
+
+def _start_external_metrics(settings: Settings, load: Load, stack: AsyncExitStack) -> None:
+    assert settings.scaling_port is not None
+    assert settings.scaling_identity is not None
+    proxy = FrontProxy(
+        from_cluster()
+        if settings.scaling_client_ca is None
+        else from_file(settings.scaling_client_ca, settings.scaling_client_name)
+    )
+    certificates = ReloadingSslContext(settings.scaling_identity, lambda: proxy.authorities)
+    namespace = settings.scaling_namespace or pod_namespace()
+    app = ExternalMetrics(load, labels_of(settings.models), namespace, proxy)
+    server = TlsServer(
+        app,
+        listen(settings.host, settings.scaling_port),
+        certificates,
+        replace(_LIMITS, peer_share=settings.max_peer_share),
+    )
+    server.start()
+    stack.push_async_callback(server.stop)
+    for kind, follow in (("front proxy", proxy.follow), ("certificates", certificates.follow)):
+        stack.push_async_callback(supervise(kind, follow).stop)
+    log.info("autoscaling: external metrics on %s:%d", settings.host, server.port)
+
+
+async def _start_keda(settings: Settings, load: Load, stack: AsyncExitStack) -> None:
+    assert settings.keda_port is not None
+    tls, scaler = settings.keda_tls, Scaler(load, labels_of(settings.models))
+    server = KedaServer(scaler, settings.host, settings.keda_port, tls, peer_share=settings.max_peer_share)
+    await server.start()
+    stack.push_async_callback(server.stop)
+    log.info("autoscaling: KEDA on %s:%d%s", settings.host, server.port, "" if tls is None else " over TLS")
 
 
 class ReloadingSslContext:
-    """What a server shows of itself, from ``files``, and ``authorities``, which tells who may vouch for clients; they
-    need not show anything, but what they show has to be vouched for. Raises ``TlsError`` when the files are no good.
+    """The SSL context of a server with the certificate in ``files``; ``authorities`` returns the PEM certificates that
+    may sign client certificates. Those are optional, but verified if sent. Raises ``TlsError`` if the files are
+    invalid.
     """
 
     def __init__(self, files: CertKeyFiles, authorities: Callable[[], bytes]) -> None:
         self._files = files
         self._authorities = authorities
         self._identity = read_cert_key(files)
-        self._made_from: tuple[Identity, bytes] | None = None
+        self._context_inputs: tuple[Identity, bytes] | None = None
         self._context = self._make_context(self._identity, b"")
 
     def current(self) -> tuple[ssl.SSLContext, bytes]:
         """The context for a new connection, and the authorities in it. Raises ``TlsError``."""
         authorities = self._authorities()
-        if self._made_from != (self._identity, authorities):
+        if self._context_inputs != (self._identity, authorities):
             self._context = self._make_context(self._identity, authorities)
         return self._context, authorities
 
     async def follow(self) -> None:
-        """Looks at the files again and again. Never returns."""
+        """Polls the files. Never returns."""
         while True:
             await asyncio.sleep(_PERIOD)
             await self.refresh()
 
     async def refresh(self) -> None:
-        """Looks once; files that are no good leave what is known."""
+        """Reads the files once; invalid ones leave the context as it is."""
         try:
             identity = await asyncio.to_thread(read_cert_key, self._files)
             if identity != self._identity:
@@ -74,8 +122,8 @@ class ReloadingSslContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
-        context.options |= ssl.OP_NO_TICKET  # a connection that goes on from another would not be checked again
-        context.options |= ssl.OP_NO_RENEGOTIATION  # by which one client can have a key agreed upon without end
+        context.options |= ssl.OP_NO_TICKET  # a resumed session would not be verified again
+        context.options |= ssl.OP_NO_RENEGOTIATION  # with which one client can cause endless key exchanges
         context.num_tickets = 0
         try:
             context.load_cert_chain(self._files.certificate, self._files.key)
@@ -84,20 +132,13 @@ class ReloadingSslContext:
                 context.verify_mode = ssl.CERT_OPTIONAL
         except OSError as error:
             raise TlsError(f"{self._files.certificate} cannot be used just now") from error
-        self._made_from = (identity, authorities)
+        self._context_inputs = (identity, authorities)
         return context
 
 
-# An ASGI application over TLS, whose certificates may change at any time, told who asks (see ``peer``).
-
-
-_SHUTDOWN_TIMEOUT = 1.0  # seconds for answers to leave
-_PAUSE = 0.1  # seconds after a connection could not be taken
-
-
 class TlsServer:
-    """Serves ``app`` on ``listener`` from ``start`` to ``stop``. A connection may take ``handshake`` seconds until it
-    is one of TLS, and as many to end as such, and counts among those that ``limits`` allow from its beginning.
+    """Serves ``app`` on ``listener`` from ``start`` to ``stop``. A TLS handshake may take ``handshake`` seconds, and
+    the TLS shutdown as many. A connection counts towards ``limits`` from its beginning.
     """
 
     def __init__(
@@ -125,7 +166,7 @@ class TlsServer:
         self._accepting = supervise("connections of autoscalers", self._accept)
 
     async def stop(self) -> None:
-        """Lets answers that have begun leave, within a bounded time, and closes every connection."""
+        """Sends responses that have begun, within a bounded time, and closes every connection."""
         if self._accepting is not None:
             await self._accepting.stop()
         for task in self._handshaking:
@@ -145,9 +186,9 @@ class TlsServer:
         while True:
             try:
                 connection, address = await loop.sock_accept(self._listener)
-            except OSError as error:  # it left again, or too many files are open
+            except OSError as error:  # the client is gone, or too many files are open
                 log.debug("a connection cannot be taken: %s", type(error).__name__)
-                await asyncio.sleep(_PAUSE)
+                await asyncio.sleep(_ACCEPT_PAUSE)
                 continue
             peer = peer_key(address[0])
             if not self._has_capacity(peer):
@@ -158,7 +199,7 @@ class TlsServer:
             task.add_done_callback(self._handshaking.pop)
 
     def _has_capacity(self, peer: str) -> bool:
-        """Whether a peer may begin a handshake, of which it may have its share at once."""
+        """Whether a peer may begin a handshake; each may have its share of them at once."""
         own = sum(each == peer for each in self._handshaking.values())
         is_within_share = own < max(1, self._limits.connections * self._limits.peer_share)
         return is_within_share and self._config.shares.evict_if_full(peer, uncounted=len(self._handshaking))
@@ -179,65 +220,19 @@ class TlsServer:
 
 
 class _PeerHttpProtocol(LimitedHttpProtocol):
-    """Tells the application who sent each request, by the ``authorities`` that counted when the connection was made."""
+    """Puts the client's certificate and the ``authorities`` that it was verified against into each request's scope."""
 
     def __init__(self, config: LimitedConfig, state: ServerState, authorities: bytes) -> None:
         super().__init__(config, state, {})
         self._authorities = authorities
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Looks at what the client showed."""
+        """Reads the client's certificate."""
         self.app_state = {PEER: TlsPeer(_certificate(transport), self._authorities)}
         super().connection_made(transport)
 
 
 def _certificate(transport: asyncio.Transport) -> Mapping[str, Any]:
-    """What the peer showed and was checked; empty where it showed nothing."""
+    """The client's verified certificate; empty if it sent none."""
     connection: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
     return (connection.getpeercert() if connection is not None else None) or {}
-
-
-_LIMITS = ConnectionLimits(connections=256, head=10.0)
-
-
-async def start_scaling_servers(settings: Settings, load: Load, ending: AsyncExitStack) -> None:
-    """Tells ``load`` from now on, at the ports that the settings name; ``ending`` closes them. Raises ``OSError`` when
-    a port cannot be had, and ``ValueError`` for files that are no good.
-    """
-    if settings.scaling_port is not None:
-        _open_external_metrics(settings, load, ending)
-    if settings.keda_port is not None:
-        await _open_keda(settings, load, ending)
-
-
-def _open_external_metrics(settings: Settings, load: Load, ending: AsyncExitStack) -> None:
-    assert settings.scaling_port is not None
-    assert settings.scaling_identity is not None
-    proxy = FrontProxy(
-        from_cluster()
-        if settings.scaling_client_ca is None
-        else from_file(settings.scaling_client_ca, settings.scaling_client_name)
-    )
-    certificates = ReloadingSslContext(settings.scaling_identity, lambda: proxy.authorities)
-    namespace = settings.scaling_namespace or pod_namespace()
-    app = ExternalMetrics(load, labels_of(settings.models), namespace, proxy)
-    server = TlsServer(
-        app,
-        listen(settings.host, settings.scaling_port),
-        certificates,
-        replace(_LIMITS, peer_share=settings.max_peer_share),
-    )
-    server.start()
-    ending.push_async_callback(server.stop)
-    for kind, follow in (("front proxy", proxy.follow), ("certificates", certificates.follow)):
-        ending.push_async_callback(supervise(kind, follow).stop)
-    log.info("autoscaling: external metrics on %s:%d", settings.host, server.port)
-
-
-async def _open_keda(settings: Settings, load: Load, ending: AsyncExitStack) -> None:
-    assert settings.keda_port is not None
-    tls, scaler = settings.keda_tls, Scaler(load, labels_of(settings.models))
-    server = KedaServer(scaler, settings.host, settings.keda_port, tls, peer_share=settings.max_peer_share)
-    await server.start()
-    ending.push_async_callback(server.stop)
-    log.info("autoscaling: KEDA on %s:%d%s", settings.host, server.port, "" if tls is None else " over TLS")

@@ -1,4 +1,4 @@
-"""Clients of the Kubernetes API: each component that asks it has one of its own.
+"""Clients of the Kubernetes API: each component that uses it has one of its own.
 
 The library takes half a second to import, and 20 MB: it is imported where a client is made, before anything is served.
 """
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def kube_client(access: KubeAccess) -> AsyncIterator["ApiClient"]:
-    """Reads certificates and token anew, as they are changed from time to time; the token of a pod is also read again
-    every minute. Raises ``ConfigException``, ``OSError`` or ``ValueError`` where they cannot be used.
+    """A client with certificates and token as they are now, since they are replaced from time to time; it also reads
+    the token of a pod again every minute. Raises ``ConfigException``, ``OSError`` or ``ValueError`` if they cannot be
+    used.
     """
     from kubernetes.aio.client import ApiClient, Configuration
     from kubernetes.aio.config import load_kube_config
@@ -43,16 +44,13 @@ def own_namespace(access: KubeAccess) -> str:
     return str(current["context"].get("namespace") or "default")
 
 
-# What a router asks of the cluster in which it runs: one ConfigMap.
-
-
 class ClusterError(Exception):
     """The API refused."""
 
 
 async def read_config_map(namespace: str, name: str) -> dict[str, str]:
-    """The contents of a ConfigMap, as the file that ``KUBECONFIG`` names has access to it, else as the pod has. Raises
-    ``ClusterError``, and whatever the client's libraries do.
+    """The data of a ConfigMap, read with the access of ``KubeAccess.of_environment``. Raises ``ClusterError``, and what
+    the client's libraries raise.
     """
     from kubernetes.aio.client import CoreV1Api
 

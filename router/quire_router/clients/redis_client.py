@@ -1,4 +1,4 @@
-"""Where Redis is, and who a router is there. Opens no connection."""
+"""Where Redis is, with which credentials, and clients of it: each component has its own, with its own timeouts."""
 
 import asyncio
 from collections.abc import Iterable
@@ -17,9 +17,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 @dataclass(frozen=True, slots=True)
 class RedisAccess:
-    """The Redis at ``url`` (``redis://``, ``rediss://`` for TLS, ``unix://``), as the user and with the password that
-    are in it, or with these instead. Raises ``ValueError``, without the password, when that is no URL, or where it has
-    a user or a password already.
+    """The Redis at ``url`` (``redis://``, ``rediss://`` for TLS, ``unix://``), with the user and password that are in
+    it, or with ``username`` and ``password_file``. Raises ``ValueError``, without the password, if it is no URL, or has
+    a user or password as well.
     """
 
     url: str = field(repr=False)
@@ -34,17 +34,17 @@ class RedisAccess:
             raise ValueError("the Redis URL has a password already")
 
     @classmethod
-    def of(cls, place: "RedisAccess | str") -> "RedisAccess":
-        """``place`` itself, or the Redis at that URL."""
-        return cls(place) if isinstance(place, str) else place
+    def of(cls, access: "RedisAccess | str") -> "RedisAccess":
+        """``access`` itself, or the Redis at that URL."""
+        return cls(access) if isinstance(access, str) else access
 
-    def identify(self, terms: dict[str, Any]) -> None:
-        """Changes the ``terms`` of connections to ``url``, which have the user and the password in it."""
+    def add_credentials(self, options: dict[str, Any]) -> None:
+        """Adds the credentials to the ``options`` of connections to ``url``, which have those of the URL."""
         if self.password_file is not None:
-            username = self.username or terms.pop("username", None)
-            terms["credential_provider"] = PasswordFile(self.password_file, username)
+            username = self.username or options.pop("username", None)
+            options["credential_provider"] = PasswordFile(self.password_file, username)
         elif self.username is not None:
-            terms["username"] = self.username
+            options["username"] = self.username
 
     def _of_url(self) -> dict[str, Any]:
         try:
@@ -55,14 +55,14 @@ class RedisAccess:
 
 
 class PasswordFile(CredentialProvider):
-    """The password in a file, read again for each connection, so that one that changed is used from the next on."""
+    """The password in a file, read for each connection, so that the next one uses a changed password."""
 
     def __init__(self, file: Path, username: str | None = None) -> None:
         self._file = file
         self._username = username
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """User, if there is one, and password. Raises what a server raises that cannot be reached."""
+        """User, if there is one, and password. Raises ``redis.ConnectionError`` if the file cannot be used."""
         try:
             password = read_password(self._file)
         except ValueError as error:
@@ -70,13 +70,13 @@ class PasswordFile(CredentialProvider):
         return (self._username, password) if self._username else (password,)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        """The same: reading it takes no longer than finding out whether it would."""
+        """As ``get_credentials``: reading the file takes less than handing it to a thread."""
         return self.get_credentials()
 
 
 def read_password(file: Path) -> str:
-    """What is in ``file``, without the ends of lines after it, as a shell reads it. Raises ``ValueError``, without a
-    word of it.
+    """The text in ``file`` without newlines at its end, as a shell reads it. Raises ``ValueError``, without any of the
+    text.
     """
     try:
         password = file.read_bytes().decode().rstrip("\n")
@@ -89,35 +89,31 @@ def read_password(file: Path) -> str:
     return password
 
 
-# Clients of Redis: each component that talks to it has one of its own, with its own timeouts.
-
-
 def redis_client(
-    place: RedisAccess | str,
+    access: RedisAccess | str,
     *,
     timeout: float,
     repeats: int = 0,
     connections: int | None = None,
     limited_by_caller: bool = False,
 ) -> Redis:
-    """A client of the Redis at ``place`` that waits ``timeout`` seconds for each connection, and for each answer unless
-    the caller puts a time limit around each exchange (``limited_by_caller``). A command whose connection fails is sent
-    again ``repeats`` times, at once: callers know better when to try later. With ``connections`` it opens so many at
-    most, and waits ``timeout`` for one that is free. Raises ``ValueError``,
-    without its password, when that is no URL.
+    """A client that waits ``timeout`` seconds for each connection, and for each reply unless the caller puts a time
+    limit around each exchange (``limited_by_caller``). A command whose connection fails is sent again ``repeats``
+    times, at once: callers know better when to try later. With ``connections`` it opens so many at most, and waits
+    ``timeout`` for one that is free. Raises ``ValueError``, without the password, if ``access`` is no URL.
     """
-    access = RedisAccess.of(place)
-    terms = {
+    where = RedisAccess.of(access)
+    options = {
         "socket_timeout": None if limited_by_caller else timeout,
         "socket_connect_timeout": timeout,
         "retry": Retry(NoBackoff(), repeats),
     }
     if connections is None:
-        pool = ConnectionPool.from_url(access.url, **terms)
+        pool = ConnectionPool.from_url(where.url, **options)
     else:
-        pool = BlockingConnectionPool.from_url(access.url, max_connections=connections, timeout=timeout, **terms)
-    access.identify(pool.connection_kwargs)
-    pool.connection_class = _MENDED[pool.connection_class]
+        pool = BlockingConnectionPool.from_url(where.url, max_connections=connections, timeout=timeout, **options)
+    where.add_credentials(pool.connection_kwargs)
+    pool.connection_class = _FIXED[pool.connection_class]
     return Redis.from_pool(pool)
 
 
@@ -126,16 +122,16 @@ def lua_source(package: str, name: str) -> str:
     return files(package).joinpath(f"{name}.lua").read_text(encoding="utf-8")
 
 
-class _Mended(AbstractConnection):
-    """Ends when its task is cancelled. The library sends within ``asyncio.wait_for``, which in Python 3.11 loses a
-    cancellation that comes in the moment in which the command is on its way: its task would go on for ever, for nobody.
-    (https://github.com/python/cpython/issues/86296, mended in 3.12.)
+class _FixedConnection(AbstractConnection):
+    """Works around two bugs. The library sends within ``asyncio.wait_for``, which in Python 3.11 loses a cancellation
+    that comes while the command is being sent: the cancelled task would run on for ever.
+    (https://github.com/python/cpython/issues/86296, fixed in 3.12.)
 
-    Says of a connection that broke just before that it did: uvloop raises a RuntimeError, which the library lets pass.
+    For a connection that broke just before, uvloop raises a RuntimeError, which the library does not handle.
     """
 
     async def send_packed_command(self, command: bytes | str | Iterable[bytes], check_health: bool = True) -> None:
-        """As the library's."""
+        """As ``Connection.send_packed_command``. Raises ``redis.ConnectionError`` also where uvloop does not."""
         task = asyncio.current_task()
         before = 0 if task is None else task.cancelling()
         try:
@@ -143,20 +139,24 @@ class _Mended(AbstractConnection):
         except RuntimeError as error:
             raise RedisConnectionError(str(error)) from error
         if task is not None and task.cancelling() > before:
-            await self.disconnect(nowait=True)  # the next one here would be given this command's answer
+            await self.disconnect(nowait=True)  # the next command here would get this one's reply
             raise asyncio.CancelledError
 
 
-class _Tcp(_Mended, Connection):
+class _Tcp(_FixedConnection, Connection):
     pass
 
 
-class _Tls(_Mended, SSLConnection):
+class _Tls(_FixedConnection, SSLConnection):
     pass
 
 
-class _Unix(_Mended, UnixDomainSocketConnection):
+class _Unix(_FixedConnection, UnixDomainSocketConnection):
     pass
 
 
-_MENDED: Final[dict[type, type[_Mended]]] = {Connection: _Tcp, SSLConnection: _Tls, UnixDomainSocketConnection: _Unix}
+_FIXED: Final[dict[type, type[_FixedConnection]]] = {
+    Connection: _Tcp,
+    SSLConnection: _Tls,
+    UnixDomainSocketConnection: _Unix,
+}

@@ -1,4 +1,8 @@
-"""Where engines are found. Implementations: ``static``, ``dns``, ``kubernetes``, and ``combined`` of several."""
+"""What discovery is made of: the ``Discovery`` protocol, ``Endpoint``, what ``--engine`` can name, and
+``SourceHealth``.
+
+Implementations: ``combined`` (several sources as one, and fixed addresses), ``dns`` and ``kubernetes``.
+"""
 
 import logging
 import re
@@ -14,18 +18,20 @@ from quire_router.core import metrics
 
 log = logging.getLogger(__name__)
 
-# Where an engine is, as a source of engines says it. Plain data, and how several sayings become one.
+_LOGGED_BREAKS = 5
+"""Failures with a response between each two that are worth a warning, if none of the connections lasted."""
+_MAX_PROBLEM = 200  # characters of a problem that are logged: a source may answer anything
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """An engine at ``address`` (``host:port``).
 
-    One that is ``terminating`` gets nothing new, and what runs there goes on. ``ready`` is a hint: whether a request
-    that is sent now would be run is known by the link, whose engine speaks at every step, sooner and better than by a
-    probe that asks every few seconds and fails where the engine is merely busy. So an engine with an open session is
-    chosen whatever ``ready`` says, and one that becomes ready is connected to at once. Sources that cannot tell say
-    that all are ready. ``zone`` is that of its node, where it is known.
+    One that is ``terminating`` gets nothing new, and what runs there goes on. ``ready`` is a hint: the connection knows
+    sooner and better whether an engine would run a request, as the engine reports every step, than a probe that asks
+    every few seconds and fails while the engine is merely busy. So an engine with an open session is chosen whatever
+    ``ready`` says, and one that becomes ready is connected to at once. Sources that cannot tell say that all are
+    ready. ``zone`` is that of its node, None if unknown.
     """
 
     address: str
@@ -35,8 +41,8 @@ class Endpoint:
 
 
 def format_address(host: str, port: int, *, six: bool) -> str:
-    """``host:port`` of an IP address, written as every source writes it, so that one engine has one address. Raises
-    ``ValueError`` where ``host`` is no address of IPv4, or of IPv6 where ``six``.
+    """``host:port`` of an IP address in canonical form, so that one engine has one address whichever source names it.
+    Raises ``ValueError`` if ``host`` is no address of IPv4, or with ``six`` of IPv6.
     """
     family = socket.AF_INET6 if six else socket.AF_INET
     try:
@@ -49,8 +55,8 @@ def format_address(host: str, port: int, *, six: bool) -> str:
 def merge_endpoints(endpoints: Iterable[Endpoint]) -> tuple[Endpoint, ...]:
     """One endpoint for each address, in the order in which addresses first come.
 
-    An address can be told of more than once: by two sources, while Kubernetes moves it from one slice to another, or
-    because a new pod has it. Then the one that lives counts, and of those that do, one that is ready.
+    An address can occur more than once: in two sources, while Kubernetes moves it from one slice to another, or because
+    a new pod has it. Then an endpoint that is not terminating counts, and of those one that is ready.
     """
     known: dict[str, Endpoint] = {}
     for endpoint in endpoints:
@@ -68,14 +74,11 @@ class Discovery(Protocol):
     """A source of engines."""
 
     def watch(self) -> AsyncGenerator[Sequence[Endpoint]]:
-        """Yields all engines that are known, as soon as that can be said, and again whenever it changes. Never ends
-        because the source cannot be asked: what was said last stands until it can. May be called again after what it
-        returned was closed, and then yields all engines anew.
+        """Yields all engines once they are known, and again whenever they change. Does not end or fail when the source
+        cannot be reached: the last list stays valid until it can. May be called again after what it returned was
+        closed, and then yields all engines anew.
         """
         ...
-
-
-# What ``--engine`` names: one engine, or a place that knows engines. Does no I/O.
 
 
 _ADDRESS = re.compile(r"(\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})")
@@ -127,7 +130,7 @@ EngineSource = Address | DnsName | KubernetesService
 
 
 def parse_source(entry: str) -> EngineSource:
-    """Raises ``ValueError`` where the entry is none of the three."""
+    """What an entry of ``--engine`` names. Raises ``ValueError`` if it is none of the three kinds."""
     try:
         return _parse(entry)
     except ValueError:
@@ -154,47 +157,41 @@ def _port(text: str) -> int:
     return port
 
 
-# Whether a source of engines can be asked, for the metrics and the log.
-
-
-_FEW = 5
-"""Failures between which something was heard that are worth a warning, where none of it lasted."""
-_LONGEST = 200  # characters of a problem: who is asked may answer whatever it likes
-
-
 class SourceHealth:
-    """Of the source that is configured as ``source``. It is told of every answer and of every failure."""
+    """Whether ``source`` (as ``--engine`` names it) can be reached, for metrics and the log. Called for every response
+    and every failure.
+    """
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self._unanswered = self._unsteady = 0
+        self._unanswered = self._unstable = 0
         self._connected = metrics.DISCOVERY_CONNECTED.labels(source)
-        self._heard = metrics.DISCOVERY_HEARD.labels(source)
+        self._last_response = metrics.DISCOVERY_HEARD.labels(source)
         self._connected.set(0)
 
     def on_response(self) -> None:
-        """What is known is true now."""
+        """The source answered: the known engines are up to date."""
         if self._unanswered > 1:
             log.info("%s answers again", self._source)
         self._unanswered = 0
         self._connected.set(1)
-        self._heard.set(time())
+        self._last_response.set(time())
 
     def on_stable(self) -> None:
-        """It answered, and not only for a moment."""
-        self._unsteady = 0
+        """The source has answered for more than a moment."""
+        self._unstable = 0
 
     def on_failure(self, problem: str) -> None:
-        """What is known may have become old. A connection that ends is no news; that none can be made is, and that each
-        one ends at once.
+        """The known engines may be out of date. A connection that ends is not logged as a warning; that none can be
+        made is, and that each one breaks at once.
         """
         self._unanswered += 1
-        self._unsteady += 1
+        self._unstable += 1
         self._connected.set(0)
-        told = " ".join(problem.split())[:_LONGEST]
+        problem = " ".join(problem.split())[:_MAX_PROBLEM]
         if self._unanswered == 2:
-            log.warning("%s cannot be asked, and the engines that are known stay: %s", self._source, told)
-        elif self._unanswered == 1 and self._unsteady == _FEW:
-            log.warning("%s answers and breaks off, again and again: %s", self._source, told)
+            log.warning("%s cannot be asked, and the engines that are known stay: %s", self._source, problem)
+        elif self._unanswered == 1 and self._unstable == _LOGGED_BREAKS:
+            log.warning("%s answers and breaks off, again and again: %s", self._source, problem)
         else:
-            log.debug("%s: %s", self._source, told)
+            log.debug("%s: %s", self._source, problem)

@@ -1,4 +1,4 @@
-"""Engines of several sources, each found in its own way, as one list."""
+"""Several sources of engines as one, fixed addresses among them; ``create_discovery`` makes it from ``--engine``."""
 
 import asyncio
 import logging
@@ -24,31 +24,17 @@ from quire_router.discovery.base import (
 
 log = logging.getLogger(__name__)
 
-# Engines from a list that never changes.
-
-
-class StaticDiscovery:
-    """Finds the engines it was told, ``host:port`` each."""
-
-    def __init__(self, addresses: Sequence[str]) -> None:
-        self._endpoints = tuple(Endpoint(address) for address in dict.fromkeys(addresses))
-
-    async def watch(self) -> AsyncGenerator[Sequence[Endpoint]]:
-        """Yields the list once."""
-        yield self._endpoints
-
-
 STATIC = "static"
 MAX_ENGINES = 10_000
-"""Far more than one router can serve: a name that leads to all pods of a large cluster is not taken for a fleet."""
+"""Far more than one router can serve: guards against a name that resolves to all pods of a large cluster."""
 
 _STATES = ("ready", "not_ready", "terminating")
 
 
 class CombinedDiscovery:
-    """Finds what any of ``sources`` finds, by the name that each has in metrics. Engines that two of them find are one
-    (see ``merge_endpoints``). A source that has said nothing yet adds nothing. Of more than ``MAX_ENGINES`` the first
-    count.
+    """Finds what any of ``sources`` finds, which are given by their names in metrics. An engine that two of them find
+    is one (see ``merge_endpoints``). A source that has not answered yet adds nothing. Of more than ``MAX_ENGINES`` the
+    first are used.
     """
 
     def __init__(self, sources: Mapping[str, Discovery]) -> None:
@@ -58,15 +44,16 @@ class CombinedDiscovery:
         self._too_many = False
 
     async def watch(self) -> AsyncGenerator[Sequence[Endpoint]]:
-        """Yields when one of them did, and rests in proportion to what that took, here and with who is told: engines
-        whose readiness flaps would keep a router of a large fleet busy. What comes meanwhile is yielded once.
+        """Yields when one of them did, and then pauses in proportion to the CPU time that this took, here and in the
+        consumer: engines whose readiness flaps would keep a router of a large fleet busy. Changes that come meanwhile
+        are yielded at once.
         """
         tasks = [
-            # Not vital: what it found stays, and a router that is started again would have to find it anew.
+            # Not vital: what it found stays valid, and a router that is restarted would have to find it anew.
             supervise("engine source", partial(self._follow, name, source), of=name, vital=False)
             for name, source in self._sources.items()
         ]
-        if self._views:  # of a watch before this one
+        if self._views:  # from an earlier watch
             self._changed.set()
         try:
             while True:
@@ -79,7 +66,7 @@ class CombinedDiscovery:
             await asyncio.gather(*(task.stop() for task in tasks))
 
     async def _follow(self, name: str, source: Discovery) -> None:
-        """Its last view stands while it fails, and the others go on."""
+        """Copies what one source yields. Its last view stays valid while it fails, and the others go on."""
         try:
             async with aclosing(source.watch()) as views:
                 async for view in views:
@@ -99,8 +86,21 @@ class CombinedDiscovery:
         return found[:MAX_ENGINES]
 
 
+class StaticDiscovery:
+    """Finds the engines of a fixed list of ``host:port``."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._endpoints = tuple(Endpoint(address) for address in dict.fromkeys(addresses))
+
+    async def watch(self) -> AsyncGenerator[Sequence[Endpoint]]:
+        """Yields the list once."""
+        yield self._endpoints
+
+
 def create_discovery(entries: Iterable[str], *, dns_period: float) -> CombinedDiscovery:
-    """What finds the engines that ``--engine`` names. Raises ``ValueError`` for what cannot be asked from here."""
+    """The discovery of the engines that ``--engine`` names. Raises ``ValueError`` for a source that cannot be used
+    here.
+    """
     parsed = list(dict.fromkeys(parse_source(entry) for entry in entries))
     addresses = [source.address for source in parsed if isinstance(source, Address)]
     sources: dict[str, Discovery] = {STATIC: StaticDiscovery(addresses)} if addresses else {}
@@ -109,7 +109,7 @@ def create_discovery(entries: Iterable[str], *, dns_period: float) -> CombinedDi
 
 
 def _create(source: EngineSource, dns_period: float) -> Discovery:
-    """Libraries are loaded for what is used only: the one for Kubernetes takes half a second and 20 MB."""
+    """Imports only what is used: the library for Kubernetes takes half a second and 20 MB."""
     if isinstance(source, DnsName):
         from quire_router.discovery.dns import DnsDiscovery
 

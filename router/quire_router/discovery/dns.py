@@ -1,4 +1,4 @@
-"""Engines behind a name: all its addresses, asked for again and again."""
+"""Engines behind a DNS name: all its addresses, which are polled."""
 
 import asyncio
 import random
@@ -11,17 +11,17 @@ from dns.resolver import NXDOMAIN, NoAnswer
 
 from quire_router.discovery.base import DnsName, Endpoint, SourceHealth, format_address
 
-_TIMEOUT = 2.0  # seconds for one answer, of whichever server
+_TIMEOUT = 2.0  # seconds for one response, of whichever server
 _MISSES_UNTIL_GONE = 5
-"""Looks in a row without it after which an address has left. The servers behind one address are several, and each keeps
-answers for some seconds: until all have heard of a change their answers alternate, and links would come and go.
+"""Responses in a row without an address after which it is gone. There are several servers behind one address, and each
+caches answers for some seconds: until all know of a change their answers alternate, and connections would come and go.
 """
-_SECONDS_EACH = 0.001  # between two looks, for each address: to read it takes a thirtieth of that
-_DATAGRAM = 1232  # bytes that pass everywhere; longer answers come over TCP
+_PERIOD_PER_ADDRESS = 0.001  # seconds between two queries: reading an address takes a thirtieth of that
+_DATAGRAM = 1232  # bytes that every network passes; longer answers come over TCP
 
 
 def system_resolver() -> Resolver:
-    """Asks the servers of ``/etc/resolv.conf``, with its search list. Raises ``DNSException`` where it names none."""
+    """A resolver with the servers and search list of ``/etc/resolv.conf``. Raises ``DNSException`` if it names none."""
     resolver = Resolver()
     resolver.use_search_by_default = True
     resolver.timeout, resolver.lifetime = _TIMEOUT / 2, _TIMEOUT
@@ -32,10 +32,10 @@ def system_resolver() -> Resolver:
 class DnsDiscovery:
     """Finds an engine at every address of a name, such as a headless Service's, which lists pods that are ready.
 
-    It is asked for about every ``period`` seconds, or less often where there are thousands. IPv6 addresses count where
-    there is no IPv4 address. That the name does not have an address any more is believed when answers say so
-    ``_MISSES_UNTIL_GONE`` times in a row; no answer says nothing. ``resolver`` makes one anew after each failure, in
-    case that the servers have changed.
+    The name is resolved about every ``period`` seconds, or less often if it has thousands of addresses. IPv6 addresses
+    count if there is no IPv4 address. An address is gone when ``_MISSES_UNTIL_GONE`` responses in a row lack it; a
+    query without a response changes nothing. ``resolver`` is called again after each failure, in case that the servers
+    have changed.
     """
 
     def __init__(
@@ -43,26 +43,26 @@ class DnsDiscovery:
     ) -> None:
         self._source = source
         self._period = period
-        self._make_resolver = resolver
+        self._create_resolver = resolver
         self._resolver: Resolver | None = None
-        self._remaining: dict[str, int] = {}  # that an address is still believed for
+        self._remaining: dict[str, int] = {}  # responses without an address until it is gone
         self._health = SourceHealth(str(source))
 
     async def watch(self) -> AsyncGenerator[Sequence[Endpoint]]:
-        """Yields them when the name was resolved, and when that has another outcome than before."""
-        told: Sequence[Endpoint] | None = None
+        """Yields the engines when the name was resolved, and when the addresses have changed."""
+        last: Sequence[Endpoint] | None = None
         while True:
             if await self._refresh():
                 found = tuple(Endpoint(address) for address in sorted(self._remaining))
-                if found != told:
-                    told = found
+                if found != last:
+                    last = found
                     yield found
-            period = max(self._period, _SECONDS_EACH * len(self._remaining))
+            period = max(self._period, _PERIOD_PER_ADDRESS * len(self._remaining))
             await asyncio.sleep(period * random.uniform(0.5, 1.0))  # noqa: S311 - spreads questions
 
     async def _refresh(self) -> bool:
-        """Whether there was an answer."""
-        again = self._resolver is not None  # none is left by a failure
+        """Resolves the name; False if there was no response."""
+        is_stable = self._resolver is not None  # a failure leaves none
         try:
             addresses = await self._resolve()
         except (DNSException, OSError) as error:
@@ -72,12 +72,12 @@ class DnsDiscovery:
         self._remaining = {address: left - 1 for address, left in self._remaining.items() if left > 1}
         self._remaining |= dict.fromkeys(addresses, _MISSES_UNTIL_GONE)
         self._health.on_response()
-        if again:
+        if is_stable:
             self._health.on_stable()
         return True
 
     async def _resolve(self) -> list[str]:
-        self._resolver = self._resolver or self._make_resolver()
+        self._resolver = self._resolver or self._create_resolver()
         for kind in (A, AAAA):
             if found := await _query(self._resolver, self._source.name, kind):
                 return [format_address(each, self._source.port, six=kind is AAAA) for each in found]
@@ -85,7 +85,7 @@ class DnsDiscovery:
 
 
 async def _query(resolver: Resolver, name: str, kind: RdataType) -> list[str]:
-    """None where a server says that there are none."""
+    """The addresses of one kind; empty if a server says that there are none."""
     try:
         answer = await resolver.resolve(name, kind)
     except (NXDOMAIN, NoAnswer):

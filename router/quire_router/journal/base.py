@@ -1,4 +1,9 @@
-"""The ``Journal`` protocol: the fleet's memory of requests. Knows nothing of engines or clients."""
+"""The ``Journal`` protocol: the fleet's memory of requests.
+
+A record has the request and, delta by delta, what its client was sent, so that any router can replay the answer and
+continue it. Who may write it has a lease, whose epoch fences off former owners. Also here: the bounds of what a journal
+keeps, and how the error that a request ended with is stored.
+"""
 
 import json
 from collections.abc import Sequence
@@ -28,7 +33,7 @@ REFUSED_EPOCH = 0
 
 @dataclass(frozen=True, slots=True)
 class RecordedDelta:
-    """One delta of an answer as its client got it, but for the text, which follows from the tokens. Its tokens begin
+    """One delta of an answer as its client got it, without the text, which follows from the tokens. Its tokens begin
     where the last delta of the same choice ended. Fields as in ``Delta``.
     """
 
@@ -41,12 +46,12 @@ class RecordedDelta:
 
 
 AnyDelta = RecordedDelta | Delta
-"""What is written down: of a delta, the fields that a told delta has."""
+"""What is recorded: of a ``Delta``, the fields that a ``RecordedDelta`` has."""
 
 
 @dataclass(slots=True)
 class DeliveredChoice:
-    """What the client was given of one choice, which has ended once there is a reason."""
+    """What the client was sent of one choice, which has ended if there is a ``finish_reason``."""
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -54,11 +59,11 @@ class DeliveredChoice:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What is remembered of a request: all that is needed to tell it again, and to go on with it elsewhere.
+    """All that is needed to replay a request's answer, and to continue it at another router.
 
-    ``deltas`` are what the client was told, in order. Of a request whose choices are told together, candidates of
-    ``best_of`` or beams, nothing is remembered before that: it is run again, and ends in the same ones. It is ``held``
-    while a router has a lease on it. Its ``usage`` is known once it has ended.
+    ``deltas`` are what the client was sent, in order. Of a request whose choices are sent together, candidates of
+    ``best_of`` or beams, nothing is recorded before that: it is run again, with the same result. ``leased`` is True
+    while a router has a lease on the record. ``usage`` is known once it has ended.
     """
 
     generation: GenerationRequest
@@ -72,7 +77,7 @@ class RequestRecord:
 
     @property
     def choices(self) -> list[DeliveredChoice]:
-        """What was told of each choice that the client gets."""
+        """What was sent of each choice that the client gets."""
         choices = [DeliveredChoice() for _ in range(self.generation.params.n)]
         for delta in self.deltas:
             choices[delta.index].token_ids += delta.token_ids
@@ -82,8 +87,8 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class RecordUpdate:
-    """What was told of a request since somebody looked last, and how it is with its record now. Fields as in
-    ``Record``. Where there is ``more``, which the next look gives at once, the record counts as held and not ended.
+    """The deltas of a request since the last poll, and the state of its record now. Fields as in ``RequestRecord``.
+    With ``more``, which the next poll returns at once, the record counts as leased and not ended.
     """
 
     deltas: list[RecordedDelta]
@@ -95,30 +100,30 @@ class RecordUpdate:
 
 
 def partial_update(deltas: list[RecordedDelta]) -> RecordUpdate:
-    """A part of what was told that is not its last."""
+    """Some of the new deltas, but not the last of them."""
     return RecordUpdate(deltas, None, "", NO_USAGE, leased=True, more=True)
 
 
 class Follower(Protocol):
-    """Looks after one record that another reader of it, or another router, is writing."""
+    """Follows one record, which any router may be writing."""
 
     async def poll(self) -> RecordUpdate | None:
-        """What is new, from the beginning when it is the first look, but a bounded part of it at a time; None when
-        there is no such record, or no longer. Raises ``QuireError`` UNAVAILABLE when it cannot be read, INTERNAL when
-        it is damaged.
+        """What is new since the last poll (the first begins at the start of the record), a bounded part at a time;
+        None if there is no such record, or no longer. Raises ``QuireError`` UNAVAILABLE when it cannot be read,
+        INTERNAL when it is damaged.
         """
         ...
 
 
 class LeaseListener(Protocol):
-    """Who is told what becomes of records that this router holds."""
+    """Gets events about records that this router has leases on."""
 
     def on_cancelled(self, request_id: str) -> None:
-        """Somebody asked at another router that the request be ended."""
+        """Another router was asked to cancel the request."""
         ...
 
     def on_lease_lost(self, request_id: str) -> None:
-        """Another router holds the record now, so that nothing which is written here counts any more."""
+        """Another router has the lease now, and refuses what is written with this router's."""
         ...
 
 
@@ -133,15 +138,15 @@ class Journal(Protocol):
         ...
 
     def set_listener(self, listener: LeaseListener) -> None:
-        """Who hears of cancelled and taken records."""
+        """Sets what is called when a record is cancelled or its lease lost."""
         ...
 
     def open(self, generation: GenerationRequest) -> Lease:
-        """Begins a record and claims it, with epoch 1. Never waits."""
+        """Creates a record with a lease of epoch 1. Never waits."""
         ...
 
     async def open_if_absent(self, generation: GenerationRequest) -> Lease | None:
-        """As ``open``, but None when there is a record of this id already, here or at any router. When the journal is
+        """As ``open``, but returns None if there is a record of this id already, from any router. While the journal is
         not available, only this router's own are known.
         """
         ...
@@ -153,80 +158,74 @@ class Journal(Protocol):
         ...
 
     def finish(self, lease: Lease, reason: FinishReason, error: str = "", usage: Usage = NO_USAGE) -> None:
-        """Ends the record; it is kept for the retention time. What was cancelled ends with ``FinishReason.ABORT``,
-        since who asked for that was told so, whatever its choices ended with. Never waits.
+        """Ends the record, which is kept for the retention time. A cancelled one ends with ``FinishReason.ABORT``,
+        whatever its choices ended with, since that was the answer to ``cancel``. Never waits.
         """
         ...
 
     def release(self, lease: Lease) -> None:
-        """Lets go of a record that has not ended, so that anybody may claim it. Never waits."""
+        """Gives up the lease on a record that has not ended, so that any router may claim it. Never waits."""
         ...
 
     async def claim(self, request_id: str) -> tuple[RequestRecord, Lease] | None:
-        """Takes over a record that nobody holds, with the next epoch; None when somebody does, when it has ended or is
-        unknown. Raises as ``Follower.look``.
+        """Takes the lease on a record that has none, with the next epoch; None if it has one, has ended or is unknown.
+        Raises as ``Follower.poll``.
         """
         ...
 
     async def read(self, request_id: str, *, tokens_only: bool = False) -> RequestRecord | None:
-        """The record as it is stored; None when unknown or forgotten. Of a ``brief`` one the deltas are without
-        log-probabilities and scores. Raises as ``Follower.look``.
+        """The record as it is stored; None if unknown or expired. With ``tokens_only`` the deltas are without
+        log-probabilities and scores. Raises as ``Follower.poll``.
         """
         ...
 
     async def statuses(self, request_ids: Sequence[str], *, confirm_missing: bool = True) -> list[RequestRecord | None]:
-        """How it is with each of several requests: its record without prompt and deltas, and with the usage so far.
-        Takes as long for a long answer as for a short one. One that is not there counts as unknown without a second
-        look unless it has to be ``surely`` so. Raises as ``Follower.look``.
+        """The state of each of several requests: its record without prompt and deltas, and with the usage so far.
+        Takes as long for a long answer as for a short one. With ``confirm_missing`` one that is not there counts as
+        unknown only if it cannot be still to be written. Raises as ``Follower.poll``.
         """
         ...
 
     def follow(self, request_id: str) -> Follower:
-        """A look after a record, whoever writes it."""
+        """Follows a record from its beginning, whichever router writes it."""
         ...
 
     async def cancel(self, request_id: str) -> bool:
-        """Asks whoever holds the record to end the request, and ends the record if nobody does; False when there is
-        none that has not ended.
+        """Asks the router that has the lease to end the request, or ends the record if none has; False if there is no
+        record that has not ended.
         """
         ...
 
     async def delete(self, request_id: str) -> bool:
-        """Deletes a record that has ended. What has not is cancelled, and its record goes soon after its end. False
-        when there is none.
+        """Deletes a record that has ended. One that has not is cancelled, and deleted soon after its end. False if
+        there is none.
         """
         ...
 
     async def orphans(self) -> list[str]:
-        """Background requests that have not ended and that nobody holds: at most 16 of them, and with the next call
-        those that follow, so that one that nobody takes up holds up no other. Raises as ``Follower.look``.
+        """Background requests that have not ended and have no lease: at most 16 of them, and with the next call those
+        that follow, so that one that no router claims delays no other. Raises as ``Follower.poll``.
         """
         ...
 
     async def close(self) -> None:
-        """Writes what is pending, within a bounded time, and lets go of connections."""
+        """Writes what is pending, within a bounded time, and closes connections."""
         ...
 
 
-# How large one record may be that a journal keeps, and how many it names at once.
-
-
-MAX_LOG_VALUES = 16_777_216  # values of one request's row: 64 MiB
-MAX_ORPHANS = 16
-
-
-# How the error that a request ended with is written in its record.
+MAX_LOG_VALUES = 16_777_216  # values of one request's token log: 64 MiB
+MAX_ORPHANS = 16  # that one call returns
 
 
 def encode_error(error: QuireError) -> str:
-    """The error's code, its message and, after them, what else a client is told of it."""
+    """The error's code, its message and, after them, the other fields that a client gets."""
     more = {"param": error.param, "retry_after": error.retry_after, "reason": error.reason}
     known = {name: value for name, value in more.items() if value is not None}
     return f"{error.code.name}: {error.message}" + (f"\n{json.dumps(known)}" if known else "")
 
 
 def decode_error(text: str) -> QuireError:
-    """The error again; an inner one where the text is not known to be an error."""
+    """The error; an INTERNAL one if the text is not one that ``encode_error`` wrote."""
     code, separator, rest = text.partition(": ")
     if not separator or code not in ErrorCode.__members__:
         return internal()

@@ -1,4 +1,8 @@
-"""How a record is stored: a hash of few fields, and what was told as packed little-endian int32. Knows no database."""
+"""How a record is stored: a hash of few fields, and its token log as packed little-endian int32.
+
+The request is JSON in one field of the hash. It is read field by field, so that each value has the type that it had;
+its prompt is packed in another field, and a checksum over both (``seal``) tells a damaged record.
+"""
 
 import json
 from array import array
@@ -18,11 +22,257 @@ from quire_proto.structured_output import Structured, StructuredKind
 from quire_router.core.generation import NO_USAGE, GenerationRequest, Usage
 from quire_router.journal.base import RecordUpdate, RequestRecord
 
-# A request as its record has it in JSON, read again field by field: whatever is in it has the type that it had.
+TOKEN_BYTES = 4
+MAX_EPOCH_DIGITS = 15
+MAX_LEASE = 10_000  # ms; see ``common.lua``
+STATUS_FIELDS = ("request", "owner", "epoch", "reason", "error", "usage", "lease_expires", "told")
+_PARAMS = tuple(each.name for each in fields(SamplingParams))
+# What reading something else than a record raises; parameters out of range are refused as if a client had sent them.
+_DECODE_ERRORS = (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError, QuireError)
+MIN_RETENTION = 10  # seconds: routers that follow a record, or were frozen while they held it, see its end
+MIN_RUNNING_TTL = 60  # seconds in which a client may resume the request of a router that died
+
+
+@dataclass(frozen=True, slots=True)
+class JournalSettings:
+    """Times of a journal in Redis, in seconds. Raises ``ValueError`` if the lease is longer than ``MAX_LEASE``.
+
+    A router holds a ``lease`` on each record it writes and renews it four times as often, so that a late heartbeat does
+    not lose it. A record is deleted ``retention`` after it was finished or, if it is no background request, released,
+    or ``running_ttl`` after its last write. A ``pause`` between two flushes lets tokens gather, and the more streams
+    run, the longer: half a millisecond or so for each. A router that dies costs at most that many seconds of tokens,
+    which are generated again. For ``settle`` after Redis was unavailable, routers may still have to write what they
+    buffer.
+    """
+
+    lease: float = 4.0
+    settle: float = 4.0
+    retention: float = 3600.0
+    running_ttl: float = 86_400.0
+    pause: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.lease_ms > MAX_LEASE:
+            raise ValueError(f"a lease of more than {MAX_LEASE} ms is longer than the scripts take for one")
+
+    @property
+    def lease_ms(self) -> int:
+        """Milliseconds."""
+        return int(self.lease * 1000)
+
+    @property
+    def retention_s(self) -> int:
+        """Whole seconds, of requests that have no retention of their own."""
+        return max(1, round(self.retention))
+
+    def retention_of(self, generation: GenerationRequest) -> int:
+        """Seconds for which the record of this request is kept after its end, or after it was released."""
+        if generation.retention is None:
+            return self.retention_s
+        return max(MIN_RETENTION, round(generation.retention))
+
+    def running_ttl_of(self, generation: GenerationRequest) -> int:
+        """Seconds for which its record is kept after its last write. One that is to go soon after its end is not kept
+        for long where its router dies either, unless another one is going to end it.
+        """
+        if generation.retention is None or generation.background:
+            return self.running_ttl_s
+        return min(self.running_ttl_s, max(MIN_RUNNING_TTL, self.retention_of(generation)))
+
+    @property
+    def running_ttl_s(self) -> int:
+        """Whole seconds."""
+        return max(1, round(self.running_ttl))
+
+
+class CorruptRecordError(ValueError):
+    """What is stored is not a record."""
+
+
+def pack_tokens(token_ids: Iterable[int]) -> bytes:
+    """Four bytes for each token, or other value of a ``TokenLog``."""
+    packed = token_ids if isinstance(token_ids, array) else array("i", token_ids)
+    if byteorder == "big":
+        packed = packed[:]
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(packed: bytes) -> "array[int]":
+    """The tokens again. Raises ``CorruptRecordError`` when the last one is cut off."""
+    if len(packed) % TOKEN_BYTES:
+        raise CorruptRecordError("the tokens end within a token")
+    token_ids = array("i", packed)
+    if byteorder == "big":
+        token_ids.byteswap()
+    return token_ids
+
+
+def encode_request(generation: GenerationRequest) -> bytes:
+    """Everything of a request but its prompt, as JSON. Equal requests give equal bytes."""
+    stored = {
+        "request_id": generation.request_id,
+        "model": generation.model,
+        "params": {name: getattr(generation.params, name) for name in _PARAMS},
+        "stop": generation.stop,
+        "include_stop": generation.include_stop,
+        "skip_special_tokens": generation.skip_special_tokens,
+        "echo": generation.echo,
+        "priority": generation.priority,
+        "operation": generation.operation,
+        "tenant": generation.tenant,
+        "cache_salt": generation.cache_salt.hex(),
+        "stream": generation.stream,
+        "created": generation.created,
+        "shape": generation.shape,
+        "parts": generation.parts,
+        "digest": generation.digest,
+        "background": generation.background,
+        "session": generation.session,
+        "deadline": generation.deadline,
+    }
+    return json.dumps(stored, separators=(",", ":"), default=asdict).encode()
+
+
+def encode_request_fields(generation: GenerationRequest) -> tuple[bytes, bytes, int]:
+    """What never changes in a record: the request, its prompt and the checksum of both."""
+    request, prompt = encode_request(generation), pack_tokens(generation.prompt_token_ids)
+    return request, prompt, request_checksum(request, prompt)
+
+
+def request_checksum(request: bytes, prompt: bytes) -> int:
+    """The checksum of what never changes in a record."""
+    return crc32(prompt, crc32(request))
+
+
+def verify_checksum(fields: Mapping[bytes, bytes], length: int, checksum: int) -> None:
+    """Raises ``CorruptRecordError`` unless a log of ``length`` bytes and this checksum is the record's."""
+    if fields.get(b"sum", b"" if length else b"0") != b"%d" % checksum:
+        raise CorruptRecordError("the log is not the one that was written")
+
+
+def decode_record(
+    request_id: str, fields: Mapping[bytes, bytes], length: int, checksum: int, now: int = 0
+) -> RequestRecord:
+    """The record without its deltas, from its hash; its log has ``length`` bytes and this checksum, and ``now`` is the
+    database's time in ms. Raises ``CorruptRecordError``.
+    """
+    try:
+        request, prompt = fields[b"request"], fields[b"prompt"]
+        if fields[b"seal"] != b"%d" % request_checksum(request, prompt):
+            raise CorruptRecordError("the request is not the one that was written")
+        verify_checksum(fields, length, checksum)
+        generation = decode_request(json.loads(request), unpack_tokens(prompt))
+        generation = replace(generation, retention=decode_retention(fields.get(b"retention", b"")))
+        return _to_record(request_id, generation, fields, now)
+    except _DECODE_ERRORS as error:
+        raise CorruptRecordError(f"the record is damaged ({type(error).__name__})") from error
+
+
+def decode_status(request_id: str, fields: Mapping[bytes, bytes], prompt: int, now: int) -> RequestRecord | None:
+    """The record without deltas and prompt (of ``prompt`` bytes), from its ``STATUS_FIELDS``. None if they do not say
+    how many tokens it has, as those of an older version. Raises ``CorruptRecordError``.
+    """
+    try:
+        generation = decode_request(json.loads(fields[b"request"]), array("i"))
+        record = _to_record(request_id, generation, fields, now)
+        if record.usage != NO_USAGE:
+            return record
+        if b"told" not in fields:
+            return None
+        return replace(record, usage=Usage(prompt // TOKEN_BYTES, int(fields[b"told"])))
+    except _DECODE_ERRORS as error:
+        raise CorruptRecordError(f"the record is damaged ({type(error).__name__})") from error
+
+
+def _to_record(
+    request_id: str, generation: GenerationRequest, fields: Mapping[bytes, bytes], now: int
+) -> RequestRecord:
+    """The record without its deltas. Raises what ``_DECODE_ERRORS`` names, and ``CorruptRecordError``."""
+    if generation.request_id != request_id:
+        raise CorruptRecordError("the record is another request's")
+    end = decode_state(fields, now)
+    return RequestRecord(
+        generation=generation,
+        owner=fields[b"owner"].decode(),
+        epoch=decode_epoch(fields[b"epoch"]),
+        deltas=[],
+        finish_reason=end.finish_reason,
+        error=end.error,
+        usage=end.usage,
+        leased=end.leased,
+    )
+
+
+def decode_deadline(generation: GenerationRequest, fields: Mapping[bytes, bytes], now: int) -> float | None:
+    """When the answer must have ended, by this machine's clock. The deadline in the record is by another machine's
+    clock, of which only how long the request may take is used; how much of that is over, the database's clock says
+    (``now`` in ms).
+    """
+    opened = fields.get(b"opened", b"")
+    if generation.deadline is None or not opened.isdigit() or len(opened) > MAX_EPOCH_DIGITS:
+        return generation.deadline
+    over = max(0, now - int(opened)) / 1000
+    return time() + generation.deadline - generation.created - over
+
+
+def decode_epoch(text: bytes) -> int:
+    """The epoch. Raises ``CorruptRecordError`` if the scripts would not accept it."""
+    if not is_epoch(text):
+        raise CorruptRecordError("the epoch is not a number")
+    return int(text)
+
+
+def is_epoch(text: bytes) -> bool:
+    """Whether the scripts accept it as an epoch."""
+    return text.isdigit() and len(text) <= MAX_EPOCH_DIGITS
+
+
+def decode_state(fields: Mapping[bytes, bytes], now: int) -> RecordUpdate:
+    """A record's end and whether it is leased, without deltas. Raises ``CorruptRecordError``."""
+    try:
+        remains = int(fields.get(b"lease_expires", now)) - now
+        return RecordUpdate(
+            deltas=[],
+            finish_reason=FinishReason(fields[b"reason"].decode()) if b"reason" in fields else None,
+            error=fields.get(b"error", b"").decode("utf-8", "surrogatepass"),
+            usage=decode_usage(fields.get(b"usage", b"")),
+            leased=b"reason" not in fields and 0 < remains <= MAX_LEASE,
+        )
+    except (TypeError, ValueError) as error:
+        raise CorruptRecordError(f"the record is damaged ({type(error).__name__})") from error
+
+
+def decode_retention(text: bytes) -> float | None:
+    """The request's own retention in seconds; None if it has none. It is not covered by the checksum: older routers do
+    not know the field, and no answer depends on it.
+    """
+    return float(text) if text.isdigit() and len(text) < 10 else None
+
+
+def encode_usage(usage: Usage) -> str:
+    """Its numbers in the order of its fields."""
+    return " ".join(map(str, astuple(usage)))
+
+
+def decode_usage(text: bytes) -> Usage:
+    """The usage. Raises ``ValueError`` if it is none."""
+    counts = [int(count) for count in text.split()]
+    if not all(0 <= count < 2**31 for count in counts):
+        raise ValueError("nobody uses so many tokens")
+    return Usage(*counts) if counts else NO_USAGE
+
+
+def decode_num_choices(request: bytes) -> int:
+    """How many choices the client of a stored request gets. Raises ``CorruptRecordError``."""
+    try:
+        return decode_params(json.loads(request)["params"]).n
+    except _DECODE_ERRORS as error:
+        raise CorruptRecordError(f"the record is damaged ({type(error).__name__})") from error
 
 
 def decode_request(fields: dict[str, Any], prompt: "array[int]") -> GenerationRequest:
-    """The request. Raises ``ValueError``, ``TypeError``, ``KeyError``, ``AttributeError`` or ``QuireError`` for what is
+    """The request. Raises ``ValueError``, ``TypeError``, ``KeyError``, ``AttributeError`` or ``QuireError`` if it is
     none.
     """
     if min(prompt, default=0) < 0:
@@ -63,7 +313,7 @@ def _decode_param(name: str, value: Any) -> Any:
 
 
 def _as_int_or_tuple(value: Any) -> Any:
-    """A number, or several of them; JSON knows no tuples, and parameters know no lists."""
+    """A number, or several: JSON has no tuples, and parameters have no lists."""
     return tuple(map(_as_float, value)) if isinstance(value, list) else _as_int(value)
 
 
@@ -113,255 +363,3 @@ _FIELD_DECODERS: dict[str, Callable[[Any], Any]] = {
     "session": _as_str,
     "deadline": _as_optional_float,
 }
-
-
-TOKEN_BYTES = 4
-MAX_EPOCH_DIGITS = 15
-MAX_LEASE = 10_000  # ms; see ``common.lua``
-STATUS_FIELDS = ("request", "owner", "epoch", "reason", "error", "usage", "lease_expires", "told")
-_PARAMS = tuple(each.name for each in fields(SamplingParams))
-# What reading something else than a record raises; parameters out of range are refused as if a client had sent them.
-_DECODE_ERRORS = (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError, QuireError)
-
-
-class CorruptRecordError(ValueError):
-    """What is stored is not a record."""
-
-
-def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Four bytes for each token, or other value of ``TokenLog``."""
-    packed = token_ids if isinstance(token_ids, array) else array("i", token_ids)
-    if byteorder == "big":
-        packed = packed[:]
-        packed.byteswap()
-    return packed.tobytes()
-
-
-def unpack_tokens(packed: bytes) -> "array[int]":
-    """The tokens again. Raises ``CorruptRecordError`` when the last one is cut off."""
-    if len(packed) % TOKEN_BYTES:
-        raise CorruptRecordError("the tokens end within a token")
-    token_ids = array("i", packed)
-    if byteorder == "big":
-        token_ids.byteswap()
-    return token_ids
-
-
-def encode_request(generation: GenerationRequest) -> bytes:
-    """Everything of a request but its prompt, as JSON. Equal requests give equal bytes."""
-    stored = {
-        "request_id": generation.request_id,
-        "model": generation.model,
-        "params": {name: getattr(generation.params, name) for name in _PARAMS},
-        "stop": generation.stop,
-        "include_stop": generation.include_stop,
-        "skip_special_tokens": generation.skip_special_tokens,
-        "echo": generation.echo,
-        "priority": generation.priority,
-        "operation": generation.operation,
-        "tenant": generation.tenant,
-        "cache_salt": generation.cache_salt.hex(),
-        "stream": generation.stream,
-        "created": generation.created,
-        "shape": generation.shape,
-        "parts": generation.parts,
-        "digest": generation.digest,
-        "background": generation.background,
-        "session": generation.session,
-        "deadline": generation.deadline,
-    }
-    return json.dumps(stored, separators=(",", ":"), default=asdict).encode()
-
-
-def encode_request_fields(generation: GenerationRequest) -> tuple[bytes, bytes, int]:
-    """What never changes in a record: the request, its prompt and their seal."""
-    request, prompt = encode_request(generation), pack_tokens(generation.prompt_token_ids)
-    return request, prompt, request_checksum(request, prompt)
-
-
-def request_checksum(request: bytes, prompt: bytes) -> int:
-    """The checksum of what never changes in a record."""
-    return crc32(prompt, crc32(request))
-
-
-def verify_checksum(fields: Mapping[bytes, bytes], length: int, checksum: int) -> None:
-    """Raises ``CorruptRecordError`` unless a row of so many bytes and this checksum is the record's."""
-    if fields.get(b"sum", b"" if length else b"0") != b"%d" % checksum:
-        raise CorruptRecordError("the row is not the one that was written")
-
-
-def decode_record(
-    request_id: str, fields: Mapping[bytes, bytes], length: int, checksum: int, now: int = 0
-) -> RequestRecord:
-    """The record without its deltas, from its hash; its row has so many bytes and this checksum, and ``now`` is the
-    database's time in ms. Raises ``CorruptRecordError``.
-    """
-    try:
-        request, prompt = fields[b"request"], fields[b"prompt"]
-        if fields[b"seal"] != b"%d" % request_checksum(request, prompt):
-            raise CorruptRecordError("the request is not the one that was written")
-        verify_checksum(fields, length, checksum)
-        generation = decode_request(json.loads(request), unpack_tokens(prompt))
-        generation = replace(generation, retention=decode_retention(fields.get(b"retention", b"")))
-        return _to_record(request_id, generation, fields, now)
-    except _DECODE_ERRORS as error:
-        raise CorruptRecordError(f"the record is damaged ({type(error).__name__})") from error
-
-
-def decode_status(request_id: str, fields: Mapping[bytes, bytes], prompt: int, now: int) -> RequestRecord | None:
-    """The record without prompt, which has so many bytes, and deltas, from ``STATUS_FIELDS`` of it. None where they do
-    not say how many tokens it has, as those of an older version. Raises ``CorruptRecordError``.
-    """
-    try:
-        generation = decode_request(json.loads(fields[b"request"]), array("i"))
-        record = _to_record(request_id, generation, fields, now)
-        if record.usage != NO_USAGE:
-            return record
-        if b"told" not in fields:
-            return None
-        return replace(record, usage=Usage(prompt // TOKEN_BYTES, int(fields[b"told"])))
-    except _DECODE_ERRORS as error:
-        raise CorruptRecordError(f"the record is damaged ({type(error).__name__})") from error
-
-
-def _to_record(
-    request_id: str, generation: GenerationRequest, fields: Mapping[bytes, bytes], now: int
-) -> RequestRecord:
-    """The record without its deltas. Raises what ``_DECODE_ERRORS`` names, and ``CorruptRecordError``."""
-    if generation.request_id != request_id:
-        raise CorruptRecordError("the record is another request's")
-    end = decode_state(fields, now)
-    return RequestRecord(
-        generation=generation,
-        owner=fields[b"owner"].decode(),
-        epoch=decode_epoch(fields[b"epoch"]),
-        deltas=[],
-        finish_reason=end.finish_reason,
-        error=end.error,
-        usage=end.usage,
-        leased=end.leased,
-    )
-
-
-def decode_deadline(generation: GenerationRequest, fields: Mapping[bytes, bytes], now: int) -> float | None:
-    """When the answer must have ended, by this machine's clock. What it wrote down is by another's, of which only how
-    long the request might take is believed; how much of that is over, the database's clock says (``now`` in ms).
-    """
-    opened = fields.get(b"opened", b"")
-    if generation.deadline is None or not opened.isdigit() or len(opened) > MAX_EPOCH_DIGITS:
-        return generation.deadline
-    over = max(0, now - int(opened)) / 1000
-    return time() + generation.deadline - generation.created - over
-
-
-def decode_epoch(text: bytes) -> int:
-    """The epoch again. Raises ``CorruptRecordError`` for what the scripts do not take for one."""
-    if not is_epoch(text):
-        raise CorruptRecordError("the epoch is not a number")
-    return int(text)
-
-
-def is_epoch(text: bytes) -> bool:
-    """Whether it is the number that the scripts count in."""
-    return text.isdigit() and len(text) <= MAX_EPOCH_DIGITS
-
-
-def decode_state(fields: Mapping[bytes, bytes], now: int) -> RecordUpdate:
-    """How it is with a record, without deltas. Raises ``CorruptRecordError``."""
-    try:
-        remains = int(fields.get(b"lease_expires", now)) - now
-        return RecordUpdate(
-            deltas=[],
-            finish_reason=FinishReason(fields[b"reason"].decode()) if b"reason" in fields else None,
-            error=fields.get(b"error", b"").decode("utf-8", "surrogatepass"),
-            usage=decode_usage(fields.get(b"usage", b"")),
-            leased=b"reason" not in fields and 0 < remains <= MAX_LEASE,
-        )
-    except (TypeError, ValueError) as error:
-        raise CorruptRecordError(f"the record is damaged ({type(error).__name__})") from error
-
-
-def decode_retention(text: bytes) -> float | None:
-    """The request's own retention, where it has one. It is beside what is sealed: routers may come and go that know
-    nothing of it, and nothing of an answer hangs on it.
-    """
-    return float(text) if text.isdigit() and len(text) < 10 else None
-
-
-def encode_usage(usage: Usage) -> str:
-    """Its numbers in the order of its fields."""
-    return " ".join(map(str, astuple(usage)))
-
-
-def decode_usage(text: bytes) -> Usage:
-    """The usage again. Raises ``ValueError``."""
-    counts = [int(count) for count in text.split()]
-    if not all(0 <= count < 2**31 for count in counts):
-        raise ValueError("nobody uses so many tokens")
-    return Usage(*counts) if counts else NO_USAGE
-
-
-def decode_num_choices(request: bytes) -> int:
-    """How many choices the client of a stored request gets. Raises ``CorruptRecordError``."""
-    try:
-        return decode_params(json.loads(request)["params"]).n
-    except _DECODE_ERRORS as error:
-        raise CorruptRecordError(f"the record is damaged ({type(error).__name__})") from error
-
-
-# The times that a journal in Redis keeps to.
-
-
-MIN_RETENTION = 10  # seconds: routers that follow a record, or wake up and still take it for theirs, see its end
-MIN_RUNNING_TTL = 60  # seconds in which a client may come back to what a router that died was at
-
-
-@dataclass(frozen=True, slots=True)
-class JournalSettings:
-    """Times in seconds. Raises ``ValueError`` for a lease that is longer than any may be.
-
-    A router holds a ``lease`` on each record it writes and renews it four times as often, so that a slow beat does not
-    lose it. A record is forgotten ``retention`` after it was finished or, if it is no background request, released, or
-    ``running_ttl`` after its last write. A ``pause`` between two flushes lets tokens gather, and the more streams run,
-    the longer: half a millisecond or so for each. A router that dies costs at most that many seconds of tokens, which
-    are generated again. For ``settle`` after Redis was away, routers may still have to write what they hold.
-    """
-
-    lease: float = 4.0
-    settle: float = 4.0
-    retention: float = 3600.0
-    running_ttl: float = 86_400.0
-    pause: float = 0.02
-
-    def __post_init__(self) -> None:
-        if self.lease_ms > MAX_LEASE:
-            raise ValueError(f"a lease of more than {MAX_LEASE} ms is longer than the scripts take for one")
-
-    @property
-    def lease_ms(self) -> int:
-        """As Redis takes it."""
-        return int(self.lease * 1000)
-
-    @property
-    def retention_s(self) -> int:
-        """As Redis takes it, of requests that say nothing else."""
-        return max(1, round(self.retention))
-
-    def retention_of(self, generation: GenerationRequest) -> int:
-        """Seconds for which the record of this request is kept after its end, or after it was released."""
-        if generation.retention is None:
-            return self.retention_s
-        return max(MIN_RETENTION, round(generation.retention))
-
-    def running_ttl_of(self, generation: GenerationRequest) -> int:
-        """Seconds for which its record is kept after its last write. One that is to go soon after its end is not kept
-        for long where its router dies either, unless another one is going to end it.
-        """
-        if generation.retention is None or generation.background:
-            return self.running_ttl_s
-        return min(self.running_ttl_s, max(MIN_RUNNING_TTL, self.retention_of(generation)))
-
-    @property
-    def running_ttl_s(self) -> int:
-        """As Redis takes it."""
-        return max(1, round(self.running_ttl))

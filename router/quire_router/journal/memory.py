@@ -1,4 +1,4 @@
-"""Request state in this process, for one router without a database. It does not survive the process."""
+"""The journal in memory, for one router without a database. It does not survive the process."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from quire_router.journal.write_buffer import RequestEnd
 
 @dataclass(slots=True)
 class _MemoryRecord:
-    """A record, its tokens packed."""
+    """A record, with its token log packed."""
 
     generation: GenerationRequest
     lease: Lease
@@ -42,7 +42,7 @@ class _MemoryRecord:
 
     @property
     def size(self) -> int:
-        """What it takes, in tokens of 4 bytes."""
+        """Memory, in tokens of 4 bytes."""
         return self.generation.stored_size + len(self.log.values)
 
     async def to_record(self, *, tokens_only: bool) -> RequestRecord:
@@ -65,7 +65,7 @@ class _MemoryRecord:
     def status(self) -> RequestRecord:
         """The record without its deltas."""
         state, generation = self.update([]), self.generation
-        told = Usage(len(generation.prompt_token_ids), self.log.num_tokens)
+        so_far = Usage(len(generation.prompt_token_ids), self.log.num_tokens)
         return RequestRecord(
             generation=generation,
             owner=self.lease.owner,
@@ -73,12 +73,12 @@ class _MemoryRecord:
             deltas=[],
             finish_reason=state.finish_reason,
             error=state.error,
-            usage=told if state.usage == NO_USAGE else state.usage,
+            usage=so_far if state.usage == NO_USAGE else state.usage,
             leased=state.leased,
         )
 
     def update(self, deltas: list[RecordedDelta]) -> RecordUpdate:
-        """How it is with it now, and what is new to a reader."""
+        """The state of the record now, with ``deltas`` that are new to a reader."""
         if self.end is None:
             return RecordUpdate(deltas, None, "", NO_USAGE, self.leased)
         return RecordUpdate(deltas, self.end.reason, self.end.error, self.end.usage, leased=False)
@@ -86,10 +86,10 @@ class _MemoryRecord:
 
 class MemoryJournal:
     """At most ``max_records`` records and ``max_tokens`` tokens of prompts and outputs, at 4 bytes each. Records that
-    were finished or released are forgotten after ``retention`` seconds, or the oldest of them to make room.
+    were finished or released are deleted after ``retention`` seconds, or the oldest of them sooner to make space.
 
-    A record that is held is never forgotten, so outputs that grow may exceed ``max_tokens``. When running requests take
-    all the room, a new one is not kept, and counted. A lease has no end: who holds it lives as long as the record.
+    A leased record is never deleted, so outputs that grow may exceed ``max_tokens``. When running requests take all the
+    space, a new one is not kept, which a metric counts. A lease never expires: its owner lives as long as the record.
     """
 
     def __init__(
@@ -109,14 +109,14 @@ class MemoryJournal:
         self._tokens = 0
         self._clock = clock
         self._records: dict[str, _MemoryRecord] = {}
-        self._unleased: OrderedDict[str, None] = OrderedDict()  # without a holder, in the order of release
-        self._expirations: LazyHeap[str] = LazyHeap()  # the same
-        self._orphan_offset = 0  # orphans, in this round
+        self._unleased: OrderedDict[str, None] = OrderedDict()  # records without a lease, in the order of release
+        self._expirations: LazyHeap[str] = LazyHeap()  # the same, by when they expire
+        self._orphan_offset = 0  # how many the calls of this round have returned
         metrics.JOURNAL_AVAILABLE.set(1)
 
     @property
     def available(self) -> bool:
-        """Always: what is written is kept, as long as the process lives."""
+        """Always True: records are kept as long as the process lives."""
         return True
 
     def set_listener(self, listener: LeaseListener) -> None:
@@ -124,7 +124,7 @@ class MemoryJournal:
         self._listener = listener
 
     def open(self, generation: GenerationRequest) -> Lease:
-        """See ``Journal``. A request id that is remembered already is not opened again."""
+        """See ``Journal``. A request id that has a record is not opened again."""
         self._remove_expired()
         if generation.request_id in self._records:
             metrics.STALE_EPOCHS.inc()
@@ -143,7 +143,7 @@ class MemoryJournal:
         return None if generation.request_id in self._records else self.open(generation)
 
     def append(self, lease: Lease, position: int, delta: AnyDelta) -> None:
-        """See ``Journal``. Tokens that would leave a hole are not kept."""
+        """See ``Journal``. Tokens that would leave a gap are not kept."""
         record = self._writable_record(lease)
         if record is not None:
             self._tokens += record.log.append(position, delta)
@@ -160,7 +160,7 @@ class MemoryJournal:
             )
 
     def release(self, lease: Lease) -> None:
-        """See ``Journal``. What somebody asked to end is ended."""
+        """See ``Journal``. A cancelled request ends."""
         record = self._writable_record(lease)
         if record is not None and record.cancelled:
             self._end(record, RequestEnd(FinishReason.ABORT))
@@ -181,7 +181,7 @@ class MemoryJournal:
         except BaseException:
             self.release(record.lease)
             raise
-        if record.cancelled:  # while it was read
+        if record.cancelled:  # while it was being read
             self.release(record.lease)
             return None
         return claimed
@@ -227,19 +227,19 @@ class MemoryJournal:
     async def orphans(self) -> list[str]:
         """See ``Journal``."""
         self._remove_expired()
-        resting = (self._records[request_id] for request_id in self._unleased)
-        orphans = [record for record in resting if record.generation.background and record.end is None]
+        unleased = (self._records[request_id] for request_id in self._unleased)
+        orphans = [record for record in unleased if record.generation.background and record.end is None]
         if self._orphan_offset >= len(orphans):
             self._orphan_offset = 0
-        named = orphans[self._orphan_offset : self._orphan_offset + MAX_ORPHANS]
-        self._orphan_offset += len(named)
-        return [record.lease.request_id for record in named]
+        found = orphans[self._orphan_offset : self._orphan_offset + MAX_ORPHANS]
+        self._orphan_offset += len(found)
+        return [record.lease.request_id for record in found]
 
     async def flush(self) -> None:
         """Nothing is ever pending."""
 
     async def close(self) -> None:
-        """Nothing to write, nothing to let go of."""
+        """Nothing to write, nothing to close."""
 
     def _find(self, request_id: str) -> _MemoryRecord | None:
         self._remove_expired()
@@ -259,7 +259,7 @@ class MemoryJournal:
         self._begin_retention(record)
 
     def _begin_retention(self, record: _MemoryRecord) -> None:
-        """From now on the record may be forgotten."""
+        """Gives up the lease: from now on the record may be deleted."""
         record.leased = False
         own, request_id = record.generation.retention, record.lease.request_id
         retention = self._retention if own is None else max(MIN_RETENTION, own)
@@ -268,12 +268,12 @@ class MemoryJournal:
         self._evict_to_fit(0, 0)
 
     def _end_retention(self, request_id: str) -> None:
-        """The record is held again, or it is forgotten."""
+        """The record is leased again, or deleted."""
         del self._unleased[request_id]
         self._expirations.discard(request_id)
 
     def _evict_to_fit(self, records: int, tokens: int) -> bool:
-        """Forgets records that nobody holds until so many more have room; False when too much is running."""
+        """Deletes records without a lease until so many more fit; False if too much is running."""
         while self._is_full(records, tokens) and self._unleased:
             self._remove(next(iter(self._unleased)))
         return not self._is_full(records, tokens)
@@ -291,7 +291,7 @@ class MemoryJournal:
 
 
 class MemoryFollower:
-    """A look after one record of a ``MemoryJournal``."""
+    """Follows one record of a ``MemoryJournal``."""
 
     def __init__(self, request_id: str, find: Callable[[str], _MemoryRecord | None]) -> None:
         self._request_id = request_id

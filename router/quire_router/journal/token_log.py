@@ -1,9 +1,19 @@
-"""What was told of a request's choices, as one row of int32 that only grows. Knows no database.
+"""The token log: what a request's client was sent of all choices, as one append-only array of int32.
 
-Tokens stand for themselves and belong to the first choice, until a negative number, a mark, says that another one's
-follow, or that a choice has ended and why. So the row of a single choice is simply its tokens and a mark at the end. A
-delta with more than that, log-probabilities or a beam's score, is a frame: ``FRAME``, the number of values that follow,
-and these. Any beginning of the row is what was told up to some moment: a frame counts once all of it is there.
+Tokens stand for themselves and belong to the first choice, until a negative number, a marker, says that another
+choice's tokens follow, or that a choice has ended and why. So the log of a single choice is its tokens and a marker at
+the end. A delta with more than that, log-probabilities or a beam's score, is a frame: ``FRAME_MARKER``, the number of
+values that follow, and these. Any prefix of the log is what was sent up to some moment: a frame counts once it is
+complete.
+
+A frame holds one delta bit for bit. In order: the choice, the code of its finish reason, whether there is a score, the
+number of tokens, these, the score, and two blocks: the tokens' log-probabilities and the prompt's. A block has its
+length, for each position how many most probable tokens are listed, these tokens, and then all log-probabilities: those
+of the positions, then those of the listed tokens. Log-probabilities and scores are float32 everywhere, and are stored
+as their bits.
+
+Logs of any length are read beside everything else that this process does: in chunks of a millisecond or so, and a delta
+that is larger than a chunk in a thread.
 """
 
 import asyncio
@@ -18,128 +28,16 @@ from quire_proto.sampling import FinishReason, TokenLogprobs
 from quire_router.journal.base import AnyDelta, RecordedDelta, RequestRecord
 from quire_router.journal.codec import CorruptRecordError, decode_record, unpack_tokens
 
-# One delta of an answer with its log-probabilities as int32, bit for bit. Knows no database.
-#
-# In order: the choice, a code of why it ended, whether there is a score, how many tokens there are, these, the score,
-# and two blocks: the tokens' log-probabilities and the prompt's. A block has its length, for each position how many
-# most probable tokens are listed, these tokens, and then all log-probabilities: those of the positions, then those of
-# the listed tokens. Log-probabilities and scores are float32 everywhere, and stand here as their bits.
-
-
-def pack_frame(delta: AnyDelta, code: int) -> "array[int]":
-    """The delta's values. ``code`` stands for its finish reason."""
-    values = array("i", (delta.index, code, delta.score is not None, len(delta.token_ids)))
-    values.extend(delta.token_ids)
-    if delta.score is not None:
-        values.extend(_float_bits((delta.score,)))
-    _pack_block(values, delta.logprobs)
-    _pack_block(values, delta.prompt_logprobs)
-    return values
-
-
-def unpack_frame(values: "array[int]") -> tuple[RecordedDelta, int, bool]:
-    """The delta, but for its finish reason, the code of that, and whether it tells of the prompt. Raises
-    ``ValueError`` for what is no delta.
-    """
-    cursor = _FrameReader(values)
-    index, code, scored, token_ids = _read_header(cursor)
-    score = _floats(cursor.take(1))[0] if scored else None
-    logprobs, prompt_logprobs = _unpack_block(cursor), _unpack_block(cursor)
-    cursor.end()
-    return RecordedDelta(index, token_ids, None, logprobs, prompt_logprobs, score), code, bool(prompt_logprobs)
-
-
-def unpack_frame_tokens(values: "array[int]") -> tuple[RecordedDelta, int, bool]:
-    """As ``unpack_piece``, but for log-probabilities and score."""
-    cursor = _FrameReader(values)
-    index, code, scored, token_ids = _read_header(cursor)
-    cursor.skip(1 if scored else 0)
-    _skip_block(cursor)
-    prompted = _skip_block(cursor)
-    cursor.end()
-    return RecordedDelta(index, token_ids), code, prompted
-
-
-def _read_header(cursor: "_FrameReader") -> tuple[int, int, int, list[int]]:
-    index, code, scored, count = cursor.take(4)
-    token_ids = cursor.take(count).tolist()
-    if min(token_ids, default=0) < 0:
-        raise ValueError("a delta has something else than tokens in it")
-    return index, code, scored, token_ids
-
-
-class _FrameReader:
-    """Takes values in order. Raises ``ValueError`` where there are not so many."""
-
-    def __init__(self, values: "array[int]") -> None:
-        self._values = values
-        self.position = 0
-
-    def take(self, count: int) -> "array[int]":
-        """So many of the values that follow."""
-        start = self.position
-        self.skip(count)
-        return self._values[start : self.position]
-
-    def skip(self, count: int) -> None:
-        """Passes over so many of the values that follow."""
-        if count < 0 or self.position + count > len(self._values):
-            raise ValueError("a delta is shorter than it says")
-        self.position += count
-
-    def end(self) -> None:
-        """There is nothing more."""
-        if self.position != len(self._values):
-            raise ValueError("a delta has something else in it")
-
-
-def _pack_block(values: "array[int]", logprobs: list[TokenLogprobs]) -> None:
-    values.append(len(logprobs))
-    values.extend(len(each.top) for each in logprobs)
-    values.extend(token_id for each in logprobs for token_id, _ in each.top)
-    values.extend(_float_bits(each.logprob for each in logprobs))
-    values.extend(_float_bits(logprob for each in logprobs for _, logprob in each.top))
-
-
-def _unpack_block(cursor: _FrameReader) -> list[TokenLogprobs]:
-    counts = _read_counts(cursor)
-    listed_tokens = sum(counts)
-    token_ids = cursor.take(listed_tokens)
-    own, tops = _floats(cursor.take(len(counts))), _floats(cursor.take(listed_tokens))
-    listed = iter(zip(token_ids, tops, strict=True))
-    return [TokenLogprobs(logprob, tuple(islice(listed, count))) for logprob, count in zip(own, counts, strict=True)]
-
-
-def _skip_block(cursor: _FrameReader) -> bool:
-    """Whether there was anything in it."""
-    counts = _read_counts(cursor)
-    cursor.skip(len(counts) + 2 * sum(counts))
-    return len(counts) > 0
-
-
-def _read_counts(cursor: _FrameReader) -> "array[int]":
-    (positions,) = cursor.take(1)
-    counts = cursor.take(positions)
-    if min(counts, default=0) < 0:
-        raise ValueError("a delta lists fewer than no tokens")
-    return counts
-
-
-def _float_bits(numbers: Iterable[float]) -> "array[int]":
-    return array("i", array("f", numbers).tobytes())
-
-
-def _floats(bits: "array[int]") -> "array[float]":
-    return array("f", bits.tobytes())
-
-
 FRAME_MARKER = -(2**31)
 _REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
-_CODES = 1 + len(_REASONS)  # a mark's: 0 where tokens follow, or the reason's
+_CODES = 1 + len(_REASONS)  # of a marker: 0 if tokens follow, else the finish reason's
+CHUNK_VALUES = 4_096  # values of a log that are read at a time
+MAX_INLINE_VALUES = 16_384  # values of one delta that are read in the loop: 64 KiB
+CHECKSUM_CHUNK_BYTES = 1_048_576  # bytes
 
 
 class TokenLog:
-    """The row of one request, ``values``, and where each of its choices stands."""
+    """The log of one request, ``values``, and the length and end of each of its choices."""
 
     __slots__ = ("_current", "_ended", "_has_prompt_logprobs", "_lengths", "values")
 
@@ -157,16 +55,16 @@ class TokenLog:
 
     @classmethod
     def restore(cls, values: "array[int]", reader: "TokenLogReader") -> Self:
-        """A row that was stored, without what was cut off at its end, and that ``reader`` has read."""
-        deliveries = cls(len(reader.lengths))
-        deliveries.values = values
-        deliveries._lengths, deliveries._ended = list(reader.lengths), list(reader.ended)
-        deliveries._has_prompt_logprobs, deliveries._current = reader.has_prompt_logprobs, reader.current
-        return deliveries
+        """The log of stored ``values``, which ``reader`` has read and which end with a complete delta."""
+        log = cls(len(reader.lengths))
+        log.values = values
+        log._lengths, log._ended = list(reader.lengths), list(reader.ended)
+        log._has_prompt_logprobs, log._current = reader.has_prompt_logprobs, reader.current
+        return log
 
     def append(self, position: int, delta: AnyDelta) -> int:
-        """Adds what is new of a delta whose tokens begin at ``position`` of its choice's output; returns by how much
-        the row grew. What would leave a hole is not added, nor is anything after the choice's end.
+        """Adds what is new of a delta whose tokens begin at ``position`` of its choice's output; returns by how many
+        values the log grew. A delta that would leave a gap is not added, nor is anything after the choice's end.
         """
         length = self._lengths[delta.index]
         if self._ended[delta.index] or position > length:
@@ -215,9 +113,9 @@ class TokenLog:
 
 
 class TokenLogReader:
-    """Reads a row from its beginning, as it grows. ``current`` is the choice that plain tokens belong to, ``lengths``
-    and ``ended`` say where each choice stands, and ``prompted`` whether log-probabilities of the prompt came. A
-    ``brief`` reader leaves log-probabilities and scores out, which take ten times as long as all the rest.
+    """Reads a log from its beginning, as it grows. ``current`` is the choice that plain tokens belong to, ``lengths``
+    and ``ended`` are of each choice, and ``has_prompt_logprobs`` says whether log-probabilities of the prompt came.
+    With ``tokens_only`` log-probabilities and scores are skipped, which take ten times as long as all the rest.
     """
 
     __slots__ = ("_unpack", "current", "ended", "has_prompt_logprobs", "lengths")
@@ -230,9 +128,9 @@ class TokenLogReader:
         self._unpack = unpack_frame_tokens if tokens_only else unpack_frame
 
     def read(self, values: "array[int]", start: int = 0, limit: int | None = None) -> tuple[list[RecordedDelta], int]:
-        """The deltas in what follows in the row from ``start`` on, and how many values they are: the rest is a delta
-        that is not complete and has to come again with the next call. After ``limit`` values no other delta is begun,
-        nor one that is larger than that but the first. Raises ``ValueError`` for what is no such row.
+        """The deltas in the log from ``start`` on, and how many values they are: the rest is a delta that is not
+        complete and has to be passed again with the next call. After ``limit`` values no other delta is begun, nor one
+        that is larger than that but the first. Raises ``ValueError`` if the values are no such log.
         """
         deltas: list[RecordedDelta] = []
         position, stop = start, len(values) if limit is None else min(len(values), start + limit)
@@ -322,12 +220,116 @@ def _marker(index: int, code: int) -> int:
     return -1 - (index * _CODES + code)
 
 
-# What was told, put together again where it was cut. Knows neither rows nor databases.
+def pack_frame(delta: AnyDelta, code: int) -> "array[int]":
+    """The delta's values. ``code`` stands for its finish reason."""
+    values = array("i", (delta.index, code, delta.score is not None, len(delta.token_ids)))
+    values.extend(delta.token_ids)
+    if delta.score is not None:
+        values.extend(_float_bits((delta.score,)))
+    _pack_block(values, delta.logprobs)
+    _pack_block(values, delta.prompt_logprobs)
+    return values
+
+
+def unpack_frame(values: "array[int]") -> tuple[RecordedDelta, int, bool]:
+    """The delta without its finish reason, the code of that, and whether the prompt's log-probabilities are in it.
+    Raises ``ValueError`` if the values are no delta.
+    """
+    reader = _FrameReader(values)
+    index, code, scored, token_ids = _read_header(reader)
+    score = _floats(reader.take(1))[0] if scored else None
+    logprobs, prompt_logprobs = _unpack_block(reader), _unpack_block(reader)
+    reader.end()
+    return RecordedDelta(index, token_ids, None, logprobs, prompt_logprobs, score), code, bool(prompt_logprobs)
+
+
+def unpack_frame_tokens(values: "array[int]") -> tuple[RecordedDelta, int, bool]:
+    """As ``unpack_frame``, without log-probabilities and score."""
+    reader = _FrameReader(values)
+    index, code, scored, token_ids = _read_header(reader)
+    reader.skip(1 if scored else 0)
+    _skip_block(reader)
+    prompted = _skip_block(reader)
+    reader.end()
+    return RecordedDelta(index, token_ids), code, prompted
+
+
+def _read_header(reader: "_FrameReader") -> tuple[int, int, int, list[int]]:
+    index, code, scored, count = reader.take(4)
+    token_ids = reader.take(count).tolist()
+    if min(token_ids, default=0) < 0:
+        raise ValueError("a delta has something else than tokens in it")
+    return index, code, scored, token_ids
+
+
+class _FrameReader:
+    """Takes values in order. Raises ``ValueError`` where there are not so many."""
+
+    def __init__(self, values: "array[int]") -> None:
+        self._values = values
+        self.position = 0
+
+    def take(self, count: int) -> "array[int]":
+        """So many of the values that follow."""
+        start = self.position
+        self.skip(count)
+        return self._values[start : self.position]
+
+    def skip(self, count: int) -> None:
+        """Passes over so many of the values that follow."""
+        if count < 0 or self.position + count > len(self._values):
+            raise ValueError("a delta is shorter than it says")
+        self.position += count
+
+    def end(self) -> None:
+        """There is nothing more."""
+        if self.position != len(self._values):
+            raise ValueError("a delta has something else in it")
+
+
+def _pack_block(values: "array[int]", logprobs: list[TokenLogprobs]) -> None:
+    values.append(len(logprobs))
+    values.extend(len(each.top) for each in logprobs)
+    values.extend(token_id for each in logprobs for token_id, _ in each.top)
+    values.extend(_float_bits(each.logprob for each in logprobs))
+    values.extend(_float_bits(logprob for each in logprobs for _, logprob in each.top))
+
+
+def _unpack_block(reader: _FrameReader) -> list[TokenLogprobs]:
+    counts = _read_counts(reader)
+    listed_tokens = sum(counts)
+    token_ids = reader.take(listed_tokens)
+    own, tops = _floats(reader.take(len(counts))), _floats(reader.take(listed_tokens))
+    listed = iter(zip(token_ids, tops, strict=True))
+    return [TokenLogprobs(logprob, tuple(islice(listed, count))) for logprob, count in zip(own, counts, strict=True)]
+
+
+def _skip_block(reader: _FrameReader) -> bool:
+    """Whether there was anything in it."""
+    counts = _read_counts(reader)
+    reader.skip(len(counts) + 2 * sum(counts))
+    return len(counts) > 0
+
+
+def _read_counts(reader: _FrameReader) -> "array[int]":
+    (positions,) = reader.take(1)
+    counts = reader.take(positions)
+    if min(counts, default=0) < 0:
+        raise ValueError("a delta lists fewer than no tokens")
+    return counts
+
+
+def _float_bits(numbers: Iterable[float]) -> "array[int]":
+    return array("i", array("f", numbers).tobytes())
+
+
+def _floats(bits: "array[int]") -> "array[float]":
+    return array("f", bits.tobytes())
 
 
 class DeltaMerger:
-    """A list of deltas, in which plain ones of one choice are one until something else of that choice comes: choices
-    that run side by side are cut at every token.
+    """Merges the plain deltas of one choice into one until something else of that choice comes: choices that run side
+    by side are cut at every token.
     """
 
     __slots__ = ("_open", "deltas")
@@ -349,47 +351,38 @@ class DeltaMerger:
             self.deltas.append(delta)
 
 
-# How a row of any length is read beside everything else that this process does: in parts of a millisecond or so, and a
-# delta that is larger than that in a thread. Knows no database.
-
-
-CHUNK_VALUES = 4_096  # values of a row
-MAX_INLINE_VALUES = 16_384  # values of one delta that are read in the loop: 64 KiB
-CHECKSUM_CHUNK_BYTES = 1_048_576  # bytes
-
-
 async def read_chunk(reader: TokenLogReader, values: "array[int]", start: int) -> tuple[list[RecordedDelta], int]:
-    """Some of the deltas that begin at ``start``, and how many values they are: 0 when there is no complete one. Raises
-    ``ValueError`` for what is no row.
+    """Some of the deltas that begin at ``start``, and how many values they are: 0 if there is no complete one. Raises
+    ``ValueError`` if the values are no log.
     """
     if reader.entry_size(values, start) > MAX_INLINE_VALUES:
         read, taken = await asyncio.to_thread(reader.read, values, start, CHUNK_VALUES)
     else:
         read, taken = reader.read(values, start, CHUNK_VALUES)
-    told = DeltaMerger()
+    merger = DeltaMerger()
     for delta in read:
-        told.add(delta)
-    return told.deltas, taken
+        merger.add(delta)
+    return merger.deltas, taken
 
 
 async def read_log(reader: TokenLogReader, values: "array[int]") -> tuple[list[RecordedDelta], int]:
-    """All deltas of a row as it is now, and how many values they are. Raises ``ValueError`` for what is no row."""
-    told, position, end = DeltaMerger(), 0, len(values)
+    """All deltas of a log as it is now, and how many values they are. Raises ``ValueError`` if it is no log."""
+    merger, position, end = DeltaMerger(), 0, len(values)
     while position < end:
-        part, taken = await read_chunk(reader, values, position)
+        deltas, taken = await read_chunk(reader, values, position)
         if not taken:
             break
-        for delta in part:
-            told.add(delta)
+        for delta in deltas:
+            merger.add(delta)
         position += taken
         if position < end:
             await asyncio.sleep(0)
-    return told.deltas, position
+    return merger.deltas, position
 
 
-async def log_checksum(row: bytes, before: int = 0) -> int:
-    """The CRC-32 of a row that goes on from what has the checksum ``before``."""
-    rest = memoryview(row)
+async def log_checksum(packed: bytes, before: int = 0) -> int:
+    """The CRC-32 of a packed log that continues bytes with the checksum ``before``."""
+    rest = memoryview(packed)
     while len(rest) > CHECKSUM_CHUNK_BYTES:
         before, rest = crc32(rest[:CHECKSUM_CHUNK_BYTES], before), rest[CHECKSUM_CHUNK_BYTES:]
         await asyncio.sleep(0)
@@ -397,16 +390,16 @@ async def log_checksum(row: bytes, before: int = 0) -> int:
 
 
 async def read_record(
-    request_id: str, fields: Mapping[bytes, bytes], row: bytes, now: int = 0, *, tokens_only: bool = False
+    request_id: str, fields: Mapping[bytes, bytes], packed: bytes, now: int = 0, *, tokens_only: bool = False
 ) -> tuple[RequestRecord, TokenLogReader, int]:
-    """The record from its hash and its row, ``now`` being the database's time in ms; the reader that stands at its end,
-    and how many values of the row are complete deltas. Of a ``brief`` one the deltas are without log-probabilities and
+    """The record from its hash and its packed log, ``now`` being the database's time in ms; the reader at its end, and
+    how many values of the log are complete deltas. With ``tokens_only`` the deltas are without log-probabilities and
     scores. Raises ``CorruptRecordError``.
     """
-    record = decode_record(request_id, fields, len(row), await log_checksum(row), now)
+    record = decode_record(request_id, fields, len(packed), await log_checksum(packed), now)
     reader = TokenLogReader(record.generation.params.n, tokens_only=tokens_only)
     try:
-        record.deltas, taken = await read_log(reader, unpack_tokens(row))
+        record.deltas, taken = await read_log(reader, unpack_tokens(packed))
     except ValueError:
-        raise CorruptRecordError("the row is damaged") from None
+        raise CorruptRecordError("the log is damaged") from None
     return record, reader, taken

@@ -1,4 +1,4 @@
-"""What a journal has been told and its database has not: one request a request, coalesced, and bounded. Does no I/O."""
+"""What is to be written to a journal's database: coalesced per request, and bounded. Does no I/O."""
 
 import asyncio
 from collections import OrderedDict
@@ -27,11 +27,11 @@ class RequestEnd:
 
 @dataclass(slots=True)
 class BufferedRequest:
-    """One request that runs, or that has ended or was let go of and is not written yet.
+    """One request that runs, or that has ended or was released and is not written yet.
 
-    It holds the whole record, not only what is new, so that a database that lost it can be given it again: what was
-    told, at 4 bytes a token, and the request with its prompt as it came. So much of ``deliveries`` is known to be
-    there as ``stored`` says, and ``checksum`` is of. The lease was last renewed at ``renewed``.
+    It holds the whole record, not only what is new, so that it can be written again to a database that lost it: the
+    token log, at 4 bytes a token, and the request with its prompt as it came. The database is known to have the first
+    ``num_stored`` values of ``log``, with ``checksum``. The lease was last renewed at ``renewed`` (the loop's time).
     """
 
     generation: GenerationRequest
@@ -50,17 +50,17 @@ class BufferedRequest:
 
     @property
     def is_writable(self) -> bool:
-        """Whether its lease may write."""
+        """Whether it may still be written to: it was neither finished nor released."""
         return self.end is None and not self.released
 
     @property
     def log_length(self) -> int:
-        """How long the row of deliveries is."""
+        """Values in the token log."""
         return len(self.log.values)
 
     @property
     def num_unwritten(self) -> int:
-        """Tokens that wait to be written, the request's with them until the record is opened."""
+        """Values that are to be written, with those of the request until the record is opened."""
         return self.log_length - self.num_stored + (0 if self.opened else self.generation.stored_size)
 
 
@@ -84,10 +84,10 @@ class BufferedWrite:
 
 
 class WriteBuffer:
-    """The entries, and which of them are dirty.
+    """The buffered requests, and which of them are dirty: have something to write.
 
-    At most ``max_requests`` entries and ``max_tokens`` unwritten tokens are held; what goes beyond is dropped, whole
-    requests at a time, so that a record in the database is always a prefix of what happened.
+    At most ``max_requests`` requests and ``max_tokens`` unwritten tokens are kept; what goes beyond is dropped, whole
+    requests at a time, so that a record in the database is always a prefix of what was sent.
     """
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
@@ -99,25 +99,25 @@ class WriteBuffer:
         self._became_dirty = asyncio.Event()
 
     def __len__(self) -> int:
-        """Requests with something to write."""
+        """How many requests are dirty."""
         return len(self._dirty)
 
     def get(self, request_id: str) -> BufferedRequest | None:
-        """The request's request, while it has one."""
+        """The request of this id; None if it is not buffered."""
         return self._requests.get(request_id)
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no room for another request."""
+        """Whether no other request can be added."""
         return len(self._requests) >= self._max_requests
 
     def has_capacity(self, request: BufferedRequest) -> bool:
-        """Whether the request is small enough to be kept, also beside what is here."""
+        """Whether the request is small enough to be kept, by itself and beside what is here."""
         fits = not self.is_full and self._num_unwritten + request.num_unwritten <= self._max_tokens
         return fits and request.generation.is_storable
 
     def add(self, request: BufferedRequest) -> bool:
-        """False when there is no room for it, or there is one of its request."""
+        """Adds a request; False if there is no capacity for it, or one of its id is here already."""
         if not self.has_capacity(request) or request.lease.request_id in self._requests:
             return False
         self._requests[request.lease.request_id] = request
@@ -126,7 +126,7 @@ class WriteBuffer:
         return True
 
     def append(self, request: BufferedRequest, position: int, delta: AnyDelta) -> bool:
-        """Adds what is new of a delta; False, and the request is gone, when there is no room for it."""
+        """Adds what is new of a delta; removes the request and returns False if there is no capacity for it."""
         added = request.log.append(position, delta)
         self._num_unwritten += added
         if self._num_unwritten > self._max_tokens or request.log_length > MAX_LOG_VALUES:
@@ -137,43 +137,43 @@ class WriteBuffer:
         return True
 
     def mark_dirty(self, request: BufferedRequest) -> None:
-        """The request has something to write."""
+        """Marks the request as having something to write, or a lease to renew."""
         if request.lease.request_id not in self._dirty:
             self._dirty[request.lease.request_id] = None
             self._became_dirty.set()
 
     def mark_unrenewed_dirty(self, than: float) -> None:
-        """Every request whose lease was not renewed since then has it to renew."""
+        """Marks every request whose lease was last renewed before ``than``."""
         for request in self._requests.values():
             if request.renewed < than:
                 self.mark_dirty(request)
 
     def contains(self, request: BufferedRequest) -> bool:
-        """Whether the request is still the one of its request."""
+        """Whether this request is still buffered, and not another one of its id."""
         return self._requests.get(request.lease.request_id) is request
 
     def remove(self, request: BufferedRequest) -> None:
-        """Forgets the request."""
+        """Removes the request; does nothing if it was removed."""
         if self.contains(request):
             self._num_unwritten -= request.num_unwritten
             del self._requests[request.lease.request_id]
             self._dirty.pop(request.lease.request_id, None)
 
     async def wait_dirty(self) -> None:
-        """Returns when an request is dirty."""
+        """Waits until a request is dirty."""
         while not self._dirty:
             self._became_dirty.clear()
             await self._became_dirty.wait()
 
     def next_writes(self, count: int) -> list[BufferedWrite]:
-        """What to write of the ``count`` entries that have waited longest."""
+        """What to write of the ``count`` requests that have been dirty longest."""
         return [_next_write(self._requests[request_id]) for request_id in islice(self._dirty, count)]
 
     def mark_stored(self, write: BufferedWrite, now: float) -> None:
-        """The database has it."""
+        """The database has what was written, at the loop's time ``now``."""
         request = write.request
         if not self.contains(request):
-            return  # it was dropped in the meantime
+            return  # it was removed in the meantime
         self._num_unwritten -= request.num_unwritten
         request.opened, request.renewed = True, now
         request.num_stored, request.checksum = write.stop, write.checksum
@@ -186,7 +186,7 @@ class WriteBuffer:
             self._dirty.move_to_end(request.lease.request_id)
 
     def mark_lost(self, request: BufferedRequest) -> None:
-        """The database does not have what it had: everything is to be written again."""
+        """The database lost the record: everything is to be written again."""
         if self.contains(request):
             self._num_unwritten -= request.num_unwritten
             request.opened, request.num_stored, request.checksum = False, 0, 0
@@ -201,5 +201,7 @@ def _next_write(request: BufferedRequest) -> BufferedWrite:
     packed = pack_tokens(request.log.values[request.num_stored : stop])
     checksum = crc32(packed, request.checksum)
     releases = whole and request.released and end is None
-    told = request.log.num_tokens if whole else None
-    return BufferedWrite(request, not request.opened, request.num_stored, stop, packed, checksum, told, end, releases)
+    num_tokens = request.log.num_tokens if whole else None
+    return BufferedWrite(
+        request, not request.opened, request.num_stored, stop, packed, checksum, num_tokens, end, releases
+    )

@@ -1,4 +1,8 @@
-"""The process that starts the workers, starts them again when they die, and serves what concerns all of them."""
+"""The process that starts the workers, restarts them when they die, and serves the metrics port for all of them.
+
+``Supervisor`` is the process; ``Admin`` is what its metrics port serves: the metrics of all workers together, and the
+health of one.
+"""
 
 import asyncio
 import logging
@@ -27,72 +31,20 @@ from quire_router.core.metrics import WorkerContext
 
 log = logging.getLogger(__name__)
 
-# What the metrics port serves where several workers share the others: their metrics together, and one's health.
-
-
-_WORKER_SECONDS = ClientTimeout(total=2.0)  # for a worker's answer
-_OF_A_WORKER = ("/started", "/ready", "/health")
+_FIRST_DELAY, _LAST_DELAY = 0.5, 10.0  # seconds before a worker that died is restarted
+_STABLE = 30.0  # seconds of life after which the next worker starts after the first delay again
+_KILL_GRACE = 5.0  # seconds that a worker may take longer than its shutdown should
+_WORKER_TIMEOUT = ClientTimeout(total=2.0)
+_WORKER_PATHS = ("/started", "/ready", "/health")
 _TEXT: tuple[Header, ...] = ((b"content-type", CONTENT_TYPE_LATEST.encode()),)
 Page = tuple[int, bytes, tuple[Header, ...]]
-
-
-class Admin:
-    """An ASGI application. ``folder`` is where the workers write their metrics, and ``host`` and ``port`` are where
-    they serve; ``alive`` tells whether there is any. A client may leave its answer unread for ``patience`` seconds.
-    """
-
-    def __init__(self, folder: str, host: str, port: int, alive: Callable[[], bool], patience: float) -> None:
-        self._folder = folder
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - where to ask, not to listen
-        self._url = f"http://{join_host_port(host, port)}"
-        self._alive = alive
-        self._patience = patience
-        self._pages: dict[str, Callable[[], Awaitable[Page]]] = {
-            **{path: partial(self._of_a_worker, path) for path in _OF_A_WORKER},
-            "/live": self._live,
-            "/metrics": self._metrics,
-        }
-
-    async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
-        """Answers one request."""
-        reply = HttpResponse(send, self._patience, new_request_id())
-        try:
-            page = self._pages.get(scope["path"]) if scope["method"] == "GET" else None
-            await reply.send(*((404, b"{}", JSON_HEADERS) if page is None else await page()))
-        except ClientDisconnectedError:
-            return
-        finally:
-            reply.close()
-
-    async def _live(self) -> Page:
-        return (
-            (200, b'{"status":"ok"}', JSON_HEADERS) if self._alive() else (503, b'{"status":"no worker"}', JSON_HEADERS)
-        )
-
-    async def _of_a_worker(self, path: str) -> Page:
-        """What the worker that takes the connection says there."""
-        try:
-            async with ClientSession(self._url, timeout=_WORKER_SECONDS) as session, session.get(path) as answer:
-                return answer.status, await answer.read(), JSON_HEADERS
-        except (ClientError, OSError, TimeoutError):
-            return 503, b'{"status":"unavailable"}', JSON_HEADERS
-
-    async def _metrics(self) -> Page:
-        registry = CollectorRegistry()
-        MultiProcessCollector(registry, path=self._folder)  # type: ignore[no-untyped-call]
-        return 200, generate_latest(registry), _TEXT
-
-
-_FIRST_DELAY, _LAST_DELAY = 0.5, 10.0  # seconds before a worker that died is started again
-_STEADY = 30.0  # seconds of life after which a death is not held against the next worker
-_SLACK = 5.0  # seconds that a worker may take longer than its own shutdown
 
 
 class Supervisor:
     """Runs ``settings.workers`` processes of this program, with the same ``arguments``, on one port for each API.
 
-    The kernel spreads connections over them (SO_REUSEPORT), and they know of each other what routers on several
-    machines do. Workers end with their supervisor, however it ends.
+    The kernel spreads connections over them (SO_REUSEPORT), and they share state through Redis like routers on several
+    machines. Workers end with their supervisor, however it ends.
     """
 
     def __init__(self, settings: Settings, arguments: Sequence[str]) -> None:
@@ -102,13 +54,13 @@ class Supervisor:
         self._workers: dict[int, asyncio.subprocess.Process] = {}
 
     def stop(self) -> None:
-        """Begins the orderly end; the second time the workers are told once more, as they would be without this."""
+        """Begins to shut down in order; the second call sends the workers another SIGTERM, as without a supervisor."""
         if self._stopping.is_set():
             _signal(self._workers.values(), signal.SIGTERM)
         self._stopping.set()
 
     async def run(self) -> None:
-        """Raises ``OSError`` when a port cannot be had."""
+        """Runs the workers. Raises ``OSError`` if a port is not available."""
         settings = self._settings
         async with AsyncExitStack() as stack:
             folder = stack.enter_context(TemporaryDirectory(prefix="quire-router-metrics-"))
@@ -116,8 +68,8 @@ class Supervisor:
                 stack.enter_context(reserve(settings.host, p)) for p in (settings.http_port, settings.grpc_port)
             )
             ports = (http.getsockname()[1], grpc.getsockname()[1])
-            patience = settings.slow_client_timeout
-            admin = Admin(folder, settings.host, ports[0], lambda: bool(self._workers), patience)
+            write_timeout = settings.slow_client_timeout
+            admin = Admin(folder, settings.host, ports[0], lambda: bool(self._workers), write_timeout)
             admin_server = HttpServer(admin, listen(settings.host, settings.metrics_port))
             await self._start_scaling_servers(stack)
             log.info(
@@ -127,31 +79,31 @@ class Supervisor:
                 *ports,
                 admin_server.port,
             )
-            watched, kept = os.pipe()  # reads as ended in the workers once this process is gone
-            stack.callback(os.close, watched)
-            stack.callback(os.close, kept)
+            read_end, write_end = os.pipe()  # is at its end in the workers once this process is gone
+            stack.callback(os.close, read_end)
+            stack.callback(os.close, write_end)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(admin_server.run_until_stopped())
                 for number in range(1, settings.workers + 1):
-                    tasks.create_task(self._keep_running(WorkerContext(*ports, watched, number), folder))
+                    tasks.create_task(self._keep_running(WorkerContext(*ports, read_end, number), folder))
                 await self._stopping.wait()
-                await self._end()
+                await self._stop_workers()
                 admin_server.should_exit = True
 
     async def _start_scaling_servers(self, stack: AsyncExitStack) -> None:
-        """What the workers have together is in Redis."""
+        """Serves the load of all workers, which is in Redis."""
         if self._settings.is_asked_for_load and self._settings.redis is not None:
             load = RedisLoad(self._settings.redis, self._settings.models)
             stack.push_async_callback(load.close)
             await start_scaling_servers(self._settings, load, stack)
 
-    async def _keep_running(self, place: WorkerContext, folder: str) -> None:
-        number = place.number
+    async def _keep_running(self, context: WorkerContext, folder: str) -> None:
+        number = context.number
         delay, loop = _FIRST_DELAY, asyncio.get_running_loop()
         while not self._stopping.is_set():
             began = loop.time()
             try:
-                worker = await self._start(place, folder)
+                worker = await self._start(context, folder)
             except OSError as error:  # no memory, processes or descriptors: likely when a worker was killed for memory
                 log.error("worker %d cannot be started, which is tried again: %s", number, error)
             else:
@@ -160,45 +112,45 @@ class Supervisor:
                 if self._stopping.is_set():
                     return
                 log.error("worker %d ended with %d and is started again", number, status)
-            delay = _FIRST_DELAY if loop.time() - began > _STEADY else min(2 * delay, _LAST_DELAY)
+            delay = _FIRST_DELAY if loop.time() - began > _STABLE else min(2 * delay, _LAST_DELAY)
             await _sleep_unless(self._stopping, delay)
 
     async def _wait_for_exit(self, number: int, worker: asyncio.subprocess.Process) -> int:
         """The exit status of a worker that was just started."""
         self._workers[number] = worker
-        if self._stopping.is_set():  # while it was being started, so that no signal has reached it
+        if self._stopping.is_set():  # while it was being started, so it got no signal
             _signal([worker], signal.SIGTERM)
         try:
             return await worker.wait()
         finally:
             del self._workers[number]
 
-    async def _start(self, place: WorkerContext, folder: str) -> asyncio.subprocess.Process:
-        environment = {**os.environ, **place.environment(), "PROMETHEUS_MULTIPROC_DIR": folder}
+    async def _start(self, context: WorkerContext, folder: str) -> asyncio.subprocess.Process:
+        environment = {**os.environ, **context.environment(), "PROMETHEUS_MULTIPROC_DIR": folder}
         command = (sys.executable, "-m", "quire_router.main", *self._arguments)
         return await asyncio.create_subprocess_exec(
-            *command, env=environment, pass_fds=(place.parent,), start_new_session=True
+            *command, env=environment, pass_fds=(context.parent,), start_new_session=True
         )
 
-    async def _end(self) -> None:
-        """SIGTERM to all, and SIGKILL to whoever takes much too long."""
+    async def _stop_workers(self) -> None:
+        """Sends SIGTERM to all, and SIGKILL to workers that take much too long."""
         _signal(self._workers.values(), signal.SIGTERM)
         try:
-            async with asyncio.timeout(self._settings.shutdown_delay + self._settings.shutdown_timeout + _SLACK):
+            async with asyncio.timeout(self._settings.shutdown_delay + self._settings.shutdown_timeout + _KILL_GRACE):
                 await asyncio.gather(*(worker.wait() for worker in list(self._workers.values())))
         except TimeoutError:
             _signal(self._workers.values(), signal.SIGKILL)
 
 
 def reserve(host: str, port: int) -> socket.socket:
-    """A socket that holds a port for the workers and never listens on it. Raises ``OSError`` when it is in use."""
-    listen(host, port).close()  # without sharing: another program's port is an error
+    """A socket that reserves a port for the workers and never listens on it. Raises ``OSError`` if it is in use."""
+    listen(host, port).close()  # without SO_REUSEPORT: a port of another program is an error
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    held = socket.socket(family, socket.SOCK_STREAM)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    held.bind((host, port))
-    return held
+    reserved = socket.socket(family, socket.SOCK_STREAM)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind((host, port))
+    return reserved
 
 
 def _signal(workers: Iterable[asyncio.subprocess.Process], number: signal.Signals) -> None:
@@ -213,3 +165,51 @@ async def _sleep_unless(event: asyncio.Event, seconds: float) -> None:
             await event.wait()
     except TimeoutError:
         return
+
+
+class Admin:
+    """An ASGI application. ``folder`` is where the workers write their metrics, and ``host`` and ``port`` are where
+    they serve; ``alive`` returns whether there is a worker. A client has to read its response within
+    ``write_timeout`` seconds.
+    """
+
+    def __init__(self, folder: str, host: str, port: int, alive: Callable[[], bool], write_timeout: float) -> None:
+        self._folder = folder
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - to connect to, not to listen on
+        self._url = f"http://{join_host_port(host, port)}"
+        self._alive = alive
+        self._write_timeout = write_timeout
+        self._pages: dict[str, Callable[[], Awaitable[Page]]] = {
+            **{path: partial(self._from_worker, path) for path in _WORKER_PATHS},
+            "/live": self._live,
+            "/metrics": self._metrics,
+        }
+
+    async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
+        """Handles one request."""
+        response = HttpResponse(send, self._write_timeout, new_request_id())
+        try:
+            page = self._pages.get(scope["path"]) if scope["method"] == "GET" else None
+            await response.send(*((404, b"{}", JSON_HEADERS) if page is None else await page()))
+        except ClientDisconnectedError:
+            return
+        finally:
+            response.close()
+
+    async def _live(self) -> Page:
+        return (
+            (200, b'{"status":"ok"}', JSON_HEADERS) if self._alive() else (503, b'{"status":"no worker"}', JSON_HEADERS)
+        )
+
+    async def _from_worker(self, path: str) -> Page:
+        """The response of the worker that gets the connection."""
+        try:
+            async with ClientSession(self._url, timeout=_WORKER_TIMEOUT) as session, session.get(path) as response:
+                return response.status, await response.read(), JSON_HEADERS
+        except (ClientError, OSError, TimeoutError):
+            return 503, b'{"status":"unavailable"}', JSON_HEADERS
+
+    async def _metrics(self) -> Page:
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry, path=self._folder)  # type: ignore[no-untyped-call]
+        return 200, generate_latest(registry), _TEXT

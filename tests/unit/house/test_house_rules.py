@@ -187,7 +187,7 @@ SHORT_TASKS = {
     "router/quire_router/api/rest/http.py": {"cancel_on_disconnect"},  # a request's
     "router/quire_router/api/rest/sse.py": {"SseStream._check_idle"},
     "router/quire_router/api/multi_prompt.py": {"_merged"},
-    "router/quire_router/autoscale/keda.py": {"Relay._pass_on"},  # a connection's
+    "router/quire_router/autoscale/keda.py": {"Relay._relay"},  # a connection's
     "router/quire_router/autoscale/scaling_server.py": {"TlsServer._accept"},  # a handshake, within its time
     "router/quire_router/requests/registry.py": {"BackgroundRequests.run"},
     "router/quire_router/engines/pool.py": {"EnginePool._remove_if_idle"},  # closes a link

@@ -1,6 +1,6 @@
--- Writes deliveries (tokens and marks) at a place in their row, which ends with them, and renews the lease; without any
--- it only renews. ARGV: owner, epoch, lease (ms), time to live (s), offset in bytes, packed deliveries, the checksum of
--- the row with them, and how many tokens it has (empty: not known).
+-- Writes values (tokens and markers) at an offset of the token log, which ends with them, and renews the lease; without
+-- any it only renews. ARGV: owner, epoch, lease (ms), time to live (s), offset in bytes, packed values, the checksum of
+-- the log with them, and how many tokens it has (empty: not known).
 local record = stored()
 local refused = refusal(record, ARGV[1], tonumber(ARGV[2]))
 if refused then
@@ -12,12 +12,12 @@ local offset, length = tonumber(ARGV[5]), redis.call('STRLEN', TOKENS)
 if length < offset then
   return LOST
 elseif length > offset + #ARGV[6] then
-  -- A former owner was cut off within a piece. What is left of it must not follow this one's.
+  -- A former owner was cut off within a delta. What is left of it must not follow this one's.
   local before = offset > 0 and redis.call('GETRANGE', TOKENS, 0, offset - 1) or ''
   redis.call('SET', TOKENS, before .. ARGV[6])
 elseif #ARGV[6] > 0 then
   redis.call('SETRANGE', TOKENS, offset, ARGV[6])
 end
-local lease, told = tonumber(ARGV[3]), ARGV[8] ~= '' and { 'told', ARGV[8] } or {}
-hold(ARGV[1], ARGV[2], lease, ARGV[4], 'sum', ARGV[7], unpack(told))
+local lease, num_tokens = tonumber(ARGV[3]), ARGV[8] ~= '' and { 'told', ARGV[8] } or {}
+hold(ARGV[1], ARGV[2], lease, ARGV[4], 'sum', ARGV[7], unpack(num_tokens))
 return record.cancelled and CANCELLED or DONE

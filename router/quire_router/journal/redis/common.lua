@@ -1,5 +1,5 @@
 -- What every script begins with. A record is a hash: request, prompt and their checksum 'seal'; owner, epoch and
--- lease_expires (ms); 'sum', the checksum of the row of tokens, and told, how many there are; claim, the name of the
+-- lease_expires (ms); 'sum', the checksum of the token log, and told, how many tokens it has; claim, the name of the
 -- last one; cancelled; opened (ms), when it began by this clock; retention (s), where the request has its own; and of
 -- one that has ended reason, error and usage. KEYS: record, tokens. ARGV: owner, epoch, and what each script says.
 -- Each writes first with a command that Redis refuses when it is out of memory, so that it changes all or nothing: a
@@ -33,7 +33,7 @@ local function stored() -- nil when there is no record
     epoch = tonumber(values[1]),
     owner = values[2],
     ended = values[3],
-    held = remains > 0,
+    leased = remains > 0,
     overdue = remains > MAX_LEASE,
     cancelled = values[5],
     retention = values[6] and #values[6] < 10 and string.find(values[6], '^%d+$') and values[6],
@@ -42,7 +42,7 @@ end
 
 local function refusal(record, owner, epoch) -- nil when the lease may write
   if not record or record.epoch < epoch then
-    return LOST -- an older state came back: its row need not be this writer's
+    return LOST -- an older state came back: its log need not be this writer's
   elseif record.epoch > epoch or record.owner ~= owner then
     return STALE
   end
@@ -65,7 +65,7 @@ local function finish(record, reason, message, usage, retention) -- the record's
   keep(record.retention or retention)
 end
 
-local function abort(record, retention) -- with a new epoch, so that whoever held it learns that it has ended
+local function abort(record, retention) -- with a new epoch, so that the former owner learns that it has ended
   redis.call('HSET', RECORD, 'owner', '', 'epoch', string.format('%.0f', record.epoch + 1))
   finish(record, 'abort', '', '', retention)
 end

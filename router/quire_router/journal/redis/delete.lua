@@ -9,7 +9,7 @@ elseif record.ended then
 end
 redis.call('HSET', RECORD, 'retention', ARGV[1])
 record.retention = ARGV[1]
-if record.held then
+if record.leased then
   redis.call('HSET', RECORD, 'cancelled', 1)
 else
   abort(record, ARGV[1])

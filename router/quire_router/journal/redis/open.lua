@@ -1,4 +1,4 @@
--- Begins a record, or renews it when the same request was opened before.
+-- Creates a record, or renews its lease when the same request was opened before.
 -- ARGV: owner, epoch, lease (ms), time to live (s), request, prompt, their seal, its own retention (s; empty: none).
 local record, epoch = stored(), tonumber(ARGV[2])
 if record then

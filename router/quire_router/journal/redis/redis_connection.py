@@ -1,4 +1,9 @@
-"""The Lua scripts that change a record in one step each. They are known to Redis by the hash of their source."""
+"""What the journal sends to Redis and hears from it: Lua scripts, keys, pipelined commands, its health and its errors.
+
+Each script changes a record atomically; Redis knows it by the SHA-1 of its source. Many commands go in one write over a
+``PipelinedConnection``. ``RedisHealth`` keeps track of whether Redis was available all the time, and still has the data
+that it had.
+"""
 
 import asyncio
 import logging
@@ -19,6 +24,9 @@ from quire_router.clients.redis_client import lua_source
 
 log = logging.getLogger(__name__)
 
+MAX_REDIS_WAIT = 0.5  # seconds that a request waits for Redis where it can go on, or begin, without
+_CORRUPTION_MESSAGES = ("WRONGTYPE", "DAMAGED", "string exceeds maximum allowed size", "attempt to")
+
 
 class ScriptReply(IntEnum):
     """What a script that writes returns; ``common.lua`` says when."""
@@ -31,7 +39,7 @@ class ScriptReply(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LuaScript:
-    """One script; ``sha`` is the name that EVALSHA takes."""
+    """One script; ``sha`` is what EVALSHA takes."""
 
     source: str
     sha: str
@@ -50,29 +58,22 @@ CLAIM = _load_script("common", "claim")
 CANCEL = _load_script("common", "cancel")
 DELETE = _load_script("common", "delete")
 INDEX = _load_script("index")
-ALL = (OPEN, APPEND, FINISH, RELEASE, CLAIM, CANCEL, DELETE, INDEX)
-
-
-# What a journal's keys in Redis are called.
-
+ALL_SCRIPTS = (OPEN, APPEND, FINISH, RELEASE, CLAIM, CANCEL, DELETE, INDEX)
 
 BACKGROUND = "quire:background"
 """The index of background requests that have not ended, by when their leases expire (ms, by Redis' clock)."""
 
 PROBE = "quire:probe"
-"""Is never there: nothing is written to it, to see whether anything can be."""
+"""A key that never exists: writing nothing to it shows whether Redis takes writes."""
 
 
 def keys(request_id: str) -> tuple[str, str]:
-    """A request's record and its tokens; the braces put both into one slot of a cluster."""
+    """The keys of a request's record and of its token log; the braces put both into one slot of a cluster."""
     return f"quire:{{{request_id}}}:record", f"quire:{{{request_id}}}:tokens"
 
 
-# Many commands to Redis in one write, and their answers. Knows nothing of records.
-
-
 def encode_command(*command: str | int | bytes) -> bytes:
-    """A command as ``Wire`` sends it."""
+    """A command as ``PipelinedConnection`` sends it."""
     packed: bytes = pack_command(command)  # type: ignore[arg-type]  # the library's type says that it takes one word
     return packed
 
@@ -90,7 +91,7 @@ class PipelinedConnection:
         self._timeout = timeout
 
     async def execute(self, commands: Iterable[bytes]) -> list[Any]:
-        """The answer to each command in order, errors that Redis answers among them. Raises what the client raises."""
+        """The replies to the commands in order, Redis' error replies among them. Raises what the client raises."""
         pool: Any = self._client.connection_pool
         async with asyncio.timeout(self._timeout):
             connection = await pool.get_connection()
@@ -111,16 +112,10 @@ async def _execute(connection: Any, commands: list[bytes]) -> list[Any]:
     return answers
 
 
-# Whether Redis was there all the time, and still is the one that it was. Knows nothing of records.
-
-
-MAX_REDIS_WAIT = 0.5  # seconds that a request waits for Redis where it can go on, or begin, without
-
-
 class RedisHealth:
-    """What this router has seen of Redis, and what Redis says of its own start, which a router that came later did not
-    see. While it was away, or when it lost its data, routers went on without: for ``settle`` seconds from then on they
-    may still have to write what they hold, so that what is not there need not be unknown.
+    """Whether Redis was unavailable or lost its data lately: from what this router has seen, and from Redis' uptime, as
+    a router that started later has not seen it. While it was unavailable, routers went on without it: for ``settle``
+    seconds from then on they may still have to write what they buffer, so a record that is missing may yet appear.
     """
 
     def __init__(self, client: Redis, settle: float) -> None:
@@ -128,59 +123,59 @@ class RedisHealth:
         self._settle = settle
         self._run_id = ""
         self._settled_at = 0.0
-        # Of reads and of writes: when the last was answered, and when those were asked that are not, in their order.
+        # Of reads (False) and of writes: when the last reply came, and when those were sent that have none, in order.
         self._last_reply = {False: 0.0, True: 0.0}
         self._outstanding: dict[bool, dict[object, float]] = {False: {}, True: {}}
 
     @property
     def is_settling(self) -> bool:
-        """Whether a record that is not there may yet be written."""
+        """Whether a record that is missing may yet be written."""
         return monotonic() < self._settled_at
 
     @contextmanager
     def track_exchange(self, *, writes: bool = False) -> Iterator[None]:
-        """Around an exchange with it: one that takes longer than requests wait, while no other is answered, means that
-        it was away. Answers to reads say nothing of those to what ``writes``. Where many ask at once, one may just have
-        waited here for its turn: each of them would keep all others from going on.
+        """Around an exchange with Redis. One that takes longer than ``MAX_REDIS_WAIT`` while no other gets a reply
+        means that Redis was unavailable. Replies to reads say nothing of replies to ``writes``. With many exchanges at
+        once, one may only have waited here for its turn, and must not make Redis count as unavailable for all others.
         """
-        asked = object()
-        self._outstanding[writes][asked] = monotonic()
+        exchange = object()
+        self._outstanding[writes][exchange] = monotonic()
         try:
             yield
         finally:
             self._check_latency(writes)
-            del self._outstanding[writes][asked]
+            del self._outstanding[writes][exchange]
         self._last_reply[writes] = monotonic()
 
     def _check_latency(self, writes: bool) -> None:
-        """Whether it was silent since it was asked what it was asked first, of all that is not answered."""
+        """Marks Redis unavailable if it has sent no reply since the oldest outstanding exchange, for too long."""
         first = next(iter(self._outstanding[writes].values()))
         if monotonic() - max(first, self._last_reply[writes]) > MAX_REDIS_WAIT:
             self.mark_unavailable()
 
     def mark_unavailable(self) -> None:
-        """It cannot be written to, or could not until now."""
+        """Redis cannot be written to, or could not until now."""
         self._settled_at = monotonic() + self._settle
 
     async def check(self) -> ResponseError | None:
-        """Finds out whether it was restarted, and whether it takes what is written: a router that has nothing to write
-        would not know. Returns why it does not. Raises what the client raises.
+        """Finds out whether Redis was restarted, and whether it takes writes, which a router with nothing to write
+        would not notice. Returns the error if it does not. Raises what the client raises.
         """
         pipeline = self._client.pipeline(transaction=False)
         pipeline.info("server")
         pipeline.setrange(PROBE, 0, "")
-        told, taken = await pipeline.execute(raise_on_error=False)
-        if not isinstance(told, ResponseError):  # else this user may not ask
-            self._check_run_id(told)
-        if isinstance(taken, ResponseError) and not isinstance(taken, NoPermissionError):
+        info, written = await pipeline.execute(raise_on_error=False)
+        if not isinstance(info, ResponseError):  # else this user may not run INFO
+            self._check_run_id(info)
+        if isinstance(written, ResponseError) and not isinstance(written, NoPermissionError):
             self.mark_unavailable()
-            return taken
+            return written
         return None
 
     def _check_run_id(self, info: dict[str, Any]) -> None:
         run_id = str(info.get("run_id", ""))
         if run_id and run_id == self._run_id:
-            return  # its age says nothing new, and goes by a clock that may go back: below zero, if to before its start
+            return  # its uptime says nothing new, and follows a clock that may go back, even to before the start
         if self._run_id:
             self.mark_unavailable()
         self._run_id = run_id
@@ -189,27 +184,21 @@ class RedisHealth:
 
 
 def to_milliseconds(time: tuple[int, int]) -> int:
-    """What TIME answered, in ms."""
+    """The reply to TIME, in ms."""
     return time[0] * 1000 + time[1] // 1000
 
 
-# What can be wrong with Redis, or with one record in it, and what is said of it.
-
-
-_CORRUPTION_MESSAGES = ("WRONGTYPE", "DAMAGED", "string exceeds maximum allowed size", "attempt to")
-
-
 def is_corruption(error: Exception) -> bool:
-    """Whether an error is of one record's keys, which it will be again, rather than of Redis, which may pass."""
+    """Whether an error is of one record's keys, and will come again, rather than of Redis, which may pass."""
     return isinstance(error, ResponseError) and any(sign in str(error) for sign in _CORRUPTION_MESSAGES)
 
 
 def unavailable_error() -> QuireError:
-    """Redis does not answer."""
+    """The error if Redis does not reply."""
     return QuireError(ErrorCode.UNAVAILABLE, "Request state cannot be read now.", retry_after=1.0)
 
 
 def corrupt_record_error(request_id: str) -> QuireError:
-    """What is stored is no record."""
+    """The error if what is stored is no record; logs it."""
     log.error("the record of request %s is damaged", request_id)
     return internal()

@@ -1,4 +1,8 @@
-"""Request state in Redis, so that neither a dead engine nor a dead router loses a request."""
+"""The journal in Redis, so that neither a dead engine nor a dead router loses a request.
+
+``RedisJournal`` puts what is written into a ``WriteBuffer``, which a ``RedisWriter`` flushes, and reads through a
+``RedisStore``.
+"""
 
 import asyncio
 import logging
@@ -48,17 +52,17 @@ from quire_router.journal.token_log import TokenLog, log_checksum, read_record
 from quire_router.journal.write_buffer import BufferedRequest, RequestEnd, WriteBuffer
 
 log = logging.getLogger(__name__)
-READ_CONNECTIONS = 32  # connections
-CLOSE_TIMEOUT = 2.0  # seconds that a router which is ending waits for Redis: it may be ending too
+READ_CONNECTIONS = 32
+CLOSE_TIMEOUT = 2.0  # seconds that a router which stops waits for Redis, which may be stopping too
 
 
 class RedisJournal:
-    """Records in the Redis at ``place`` (a URL: ``redis://``, ``rediss://`` for TLS, with user and password in it).
+    """Records in the Redis of ``access`` (or its URL: ``redis://``, ``rediss://`` for TLS, with user and password).
 
-    Writes are noted and return; one task writes them, and tries again while Redis is away. At most ``max_requests``
-    requests, and ``max_tokens`` tokens that are not written yet, are held here; beyond that records are dropped and
-    counted. A token takes 4 bytes, that of a prompt when it came in an ``array``, as from the validator. Raises
-    ``ValueError``, without its password, when the URL is not one.
+    Writes are buffered and return; one task writes them, and retries while Redis is unavailable. At most
+    ``max_requests`` requests, and ``max_tokens`` tokens that are not written yet, are buffered; beyond that records are
+    dropped and counted. A token takes 4 bytes, that of a prompt when it came in an ``array``, as from the validator.
+    Raises ``ValueError``, without its password, when the URL is not one.
     """
 
     def __init__(
@@ -73,10 +77,10 @@ class RedisJournal:
     ) -> None:
         self._owner = owner or uuid4().hex
         self._timeout = timeout
-        # The writer tries again by itself, with all that came since.
+        # The writer retries by itself, with all that came since.
         self._client = redis_client(access, timeout=timeout)
         self._writing = redis_client(access, timeout=timeout, limited_by_caller=True)
-        # Readers may come by the hundred, and must not hold up what is written.
+        # There may be hundreds of readers, which must not delay writes.
         self._reading = redis_client(access, timeout=timeout, connections=READ_CONNECTIONS)
         settings = settings or JournalSettings()
         self._listener: LeaseListener | None = None
@@ -101,12 +105,12 @@ class RedisJournal:
             self._task = supervise("journal writer", self._writer.run)
 
     def set_listener(self, listener: LeaseListener) -> None:
-        """See ``Journal``. They are called by the task that writes, and by ``cancel``."""
+        """See ``Journal``. It is called by the task that writes, and by ``cancel``."""
         self._listener = listener
         self._writer.set_listener(listener)
 
     def open(self, generation: GenerationRequest) -> Lease:
-        """See ``Journal``. A request id that still runs here is not opened again."""
+        """See ``Journal``. A request id that is still buffered here is not opened again."""
         self.start()
         lease = Lease(generation.request_id, self._owner, 1)
         if self._buffer.get(generation.request_id) is not None:
@@ -130,11 +134,13 @@ class RedisJournal:
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
-            opening.add_done_callback(self._release_unused)  # nobody would hold what Redis may have by now
+            opening.add_done_callback(
+                self._release_unused
+            )  # Redis may have the record by now, with a lease that is not used
             raise
 
     def append(self, lease: Lease, position: int, delta: AnyDelta) -> None:
-        """See ``Journal``. Tokens that would leave a hole are not kept."""
+        """See ``Journal``. Tokens that would leave a gap are not kept."""
         request = self._writable_request(lease)
         if request is not None and not self._buffer.append(request, position, delta):
             metrics.JOURNAL_DROPPED.inc()
@@ -149,7 +155,7 @@ class RedisJournal:
             self._buffer.mark_dirty(request)
 
     def release(self, lease: Lease) -> None:
-        """See ``Journal``. What somebody asked to end is ended."""
+        """See ``Journal``. A cancelled request ends."""
         request = self._writable_request(lease)
         if request is not None:
             request.released = True
@@ -157,8 +163,8 @@ class RedisJournal:
             self._buffer.mark_dirty(request)
 
     async def claim(self, request_id: str) -> tuple[RequestRecord, Lease] | None:
-        """See ``Journal``. A record that is damaged is ended with an error. Nothing is claimed just after Redis was
-        away: a router that lives may still have to write what it holds.
+        """See ``Journal``. A damaged record ends with an error. Nothing is claimed just after Redis was unavailable: a
+        router that lives may still have to write what it buffers.
         """
         self.start()
         if not await self._is_not_leased_here(request_id) or await self._may_reappear(request_id):
@@ -166,12 +172,12 @@ class RedisJournal:
         if self._buffer.is_full:
             raise unavailable_error()
         name = uuid4().hex
-        taken = await self._store.call(request_id, lambda: self._store.claim(request_id, self._owner, name))
-        return None if taken is None else await self._resume_claimed(request_id, *taken)
+        claimed = await self._store.call(request_id, lambda: self._store.claim(request_id, self._owner, name))
+        return None if claimed is None else await self._resume_claimed(request_id, *claimed)
 
     async def read(self, request_id: str, *, tokens_only: bool = False) -> RequestRecord | None:
-        """See ``Journal``: what Redis has, which may be a moment behind what was written. Just after Redis was
-        away UNAVAILABLE instead of None.
+        """See ``Journal``: what Redis has, which may be a moment behind what was written. Raises UNAVAILABLE
+        instead of returning None just after Redis was unavailable.
         """
         with self._health.track_exchange():
             stored = await self._store.call(request_id, lambda: self._store.read(request_id))
@@ -205,7 +211,7 @@ class RedisJournal:
         return self._with_local_end(record or await self.read(request_id, tokens_only=True))
 
     def _with_local_end(self, record: RequestRecord | None) -> RequestRecord | None:
-        """The record with the end that this router is about to write: what has ended can no longer be cancelled."""
+        """The record with the end that this router is about to write: what has ended cannot be cancelled any more."""
         request = None if record is None else self._buffer.get(record.generation.request_id)
         if record is None or request is None or request.end is None or record.finish_reason is not None:
             return record
@@ -217,7 +223,7 @@ class RedisJournal:
         return _CheckedFollower(partial(self._poll, request_id, RedisFollower(partial(self._read_update, request_id))))
 
     async def cancel(self, request_id: str) -> bool:
-        """See ``Journal``. Another router hears of it with the next write to the record, or when it renews its
+        """See ``Journal``. Another router gets to know it with its next write to the record, or when it renews its
         lease.
         """
         request = self._buffer.get(request_id)
@@ -235,14 +241,14 @@ class RedisJournal:
     async def delete(self, request_id: str) -> bool:
         """See ``Journal``."""
         request = self._buffer.get(request_id)
-        if request is not None:  # it may not be there yet, or have to be written again
+        if request is not None:  # the record may not be written yet, or have to be written again
             request.generation = replace(request.generation, retention=0)
             await self.cancel(request_id)
         deleted = await self._store.call(request_id, lambda: self._store.delete(request_id))
         return deleted or request is not None
 
     async def orphans(self) -> list[str]:
-        """See ``Journal``. None just after Redis was away."""
+        """See ``Journal``. Returns none just after Redis was unavailable."""
         if await self._may_reappear("of the background"):
             return []
         return await self._store.call("of the background", self._orphans.find)
@@ -270,9 +276,9 @@ class RedisJournal:
                 return None
         except (RedisError, OSError, TimeoutError) as error:
             if not is_corruption(error):
-                self._writer.record_failure(error)  # before this answer begins, which says so
+                self._writer.record_failure(error)  # before the response begins, whose headers say so
         if self._buffer.get(generation.request_id) is not None:
-            return None  # the same came once more while this one waited
+            return None  # the same request came once more while this one waited
         if not self._buffer.add(request):
             metrics.JOURNAL_DROPPED.inc()
         return lease
@@ -283,10 +289,10 @@ class RedisJournal:
             self.release(lease)
 
     async def _poll(self, request_id: str, follower: RedisFollower) -> RecordUpdate | None:
-        tail = await self._store.call(request_id, follower.poll)
-        if tail is None and await self._may_reappear(request_id):
+        update = await self._store.call(request_id, follower.poll)
+        if update is None and await self._may_reappear(request_id):
             return RecordUpdate([], None, "", NO_USAGE, leased=True)
-        return tail
+        return update
 
     async def _read_update(self, request_id: str, names: tuple[str, ...], offset: int) -> RawRecordUpdate:
         with self._health.track_exchange():
@@ -307,15 +313,17 @@ class RedisJournal:
         await task.stop()
 
     async def _resume_claimed(
-        self, request_id: str, fields: dict[bytes, bytes], row: bytes, now: int
+        self, request_id: str, fields: dict[bytes, bytes], packed: bytes, now: int
     ) -> tuple[RequestRecord, Lease] | None:
-        """Goes on from a record as it was claimed. It is held from before all of it is read, which may take long."""
+        """Buffers a record that was claimed, to be continued. Its lease is renewed while it is being read, which may
+        take long.
+        """
         lease = Lease(request_id, self._owner, decode_epoch(fields[b"epoch"]))
         try:
-            request = await self._restore(lease, fields, row)
+            request = await self._restore(lease, fields, packed)
             if not self._buffer.add(request):
                 raise unavailable_error()  # the lease expires by itself
-            record, *_ = await read_record(request_id, fields, row)
+            record, *_ = await read_record(request_id, fields, packed)
         except CorruptRecordError:
             await self._fail_corrupt(lease)
             raise internal() from None
@@ -328,11 +336,11 @@ class RedisJournal:
         generation = replace(record.generation, deadline=decode_deadline(record.generation, fields, now))
         return replace(record, generation=generation, leased=True), lease
 
-    async def _restore(self, lease: Lease, fields: dict[bytes, bytes], row: bytes) -> BufferedRequest:
-        record, reader, taken = await read_record(lease.request_id, fields, row, tokens_only=True)
+    async def _restore(self, lease: Lease, fields: dict[bytes, bytes], packed: bytes) -> BufferedRequest:
+        record, reader, taken = await read_record(lease.request_id, fields, packed, tokens_only=True)
         request = BufferedRequest(record.generation, lease, opened=True)
-        request.log = TokenLog.restore(unpack_tokens(row[: taken * TOKEN_BYTES]), reader)
-        request.num_stored, request.checksum = taken, await log_checksum(row[: taken * TOKEN_BYTES])
+        request.log = TokenLog.restore(unpack_tokens(packed[: taken * TOKEN_BYTES]), reader)
+        request.num_stored, request.checksum = taken, await log_checksum(packed[: taken * TOKEN_BYTES])
         return request
 
     async def _fail_corrupt(self, lease: Lease) -> None:
@@ -342,7 +350,7 @@ class RedisJournal:
         await self._store.call(lease.request_id, lambda: self._store.fail_corrupt(lease))
 
     async def _is_not_leased_here(self, request_id: str) -> bool:
-        """Whether this router does not hold the record; waits until it is written that it was released."""
+        """Whether this router has no lease on the record; waits until a release is written."""
         request = self._buffer.get(request_id)
         if request is None:
             return True
@@ -366,11 +374,11 @@ class RedisJournal:
 
 
 class _CheckedFollower:
-    """A look after a record."""
+    """A ``RedisFollower`` with the journal's errors and its care for records that may reappear."""
 
-    def __init__(self, look: Callable[[], Awaitable[RecordUpdate | None]]) -> None:
-        self._look = look
+    def __init__(self, poll: Callable[[], Awaitable[RecordUpdate | None]]) -> None:
+        self._poll = poll
 
     async def poll(self) -> RecordUpdate | None:
         """See ``Follower``."""
-        return await self._look()
+        return await self._poll()

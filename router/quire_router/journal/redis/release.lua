@@ -1,4 +1,4 @@
--- Lets go of a record that has not ended, or ends it when somebody asked for that.
+-- Gives up the lease on a record that has not ended, or ends it if it was cancelled.
 -- ARGV: owner, epoch, time to live (s), retention (s).
 local record = stored()
 local refused = refusal(record, ARGV[1], tonumber(ARGV[2]))

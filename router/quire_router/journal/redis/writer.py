@@ -1,4 +1,7 @@
-"""The one task that writes to Redis. Takes from ``Pending``; nothing waits for it, and it outlives every failure."""
+"""The one task that writes to Redis: what a ``WriteBuffer`` has, in pipelined flushes.
+
+Nothing waits for it, and it survives every failure. ``CommandBuilder`` says which commands a write is.
+"""
 
 import asyncio
 import logging
@@ -15,9 +18,15 @@ from quire_router.core.generation import GenerationRequest
 from quire_router.core.retry import Backoff
 from quire_router.journal.base import LeaseListener
 from quire_router.journal.codec import TOKEN_BYTES, JournalSettings, encode_request_fields, encode_usage
-from quire_router.journal.redis import redis_connection as scripts
 from quire_router.journal.redis.redis_connection import (
+    ALL_SCRIPTS,
+    APPEND,
     BACKGROUND,
+    FINISH,
+    INDEX,
+    OPEN,
+    RELEASE,
+    LuaScript,
     PipelinedConnection,
     RedisHealth,
     ScriptReply,
@@ -29,126 +38,32 @@ from quire_router.journal.write_buffer import BufferedRequest, BufferedWrite, Re
 
 log = logging.getLogger(__name__)
 
-# What a flush writes of a request, as commands for Redis. Does no I/O.
-
-
-class CommandBuilder:
-    """Makes the commands of writes, with the times of ``settings``. With ``by_source`` they bring their scripts along,
-    which Redis may have forgotten.
-    """
-
-    def __init__(self, settings: JournalSettings) -> None:
-        self.send_source = False
-        self._settings = settings
-
-    def build(self, write: BufferedWrite) -> list[bytes]:
-        """The commands. A background request that goes on is noted in the index by the first, before it is opened, and
-        one that has ended is to be taken out with ``unlist`` once it is known that it was written.
-        """
-        made = [self._index(write)] if enters_index(write) else []
-        if write.opens:
-            made.append(self._open(write.request))
-        made.append(self._append(write))
-        if write.end is not None:
-            made.append(self._finish(write, write.end))
-        if write.releases:
-            made.append(self._release(write.request))
-        return made
-
-    def _open(self, request: BufferedRequest) -> bytes:
-        return self._evaluate(scripts.OPEN, request, *open_arguments(request.generation, self._settings))
-
-    def _append(self, write: BufferedWrite) -> bytes:
-        grown = (
-            write.start * TOKEN_BYTES,
-            write.packed,
-            write.checksum,
-            "" if write.num_tokens is None else write.num_tokens,
-        )
-        terms = self._settings.lease_ms, self._settings.running_ttl_of(write.request.generation)
-        return self._evaluate(scripts.APPEND, write.request, *terms, *grown)
-
-    def _finish(self, write: BufferedWrite, end: RequestEnd) -> bytes:
-        text = end.error.encode("utf-8", "surrogatepass")
-        kept = self._settings.retention_of(write.request.generation)
-        terms = kept, end.reason.value, text, encode_usage(end.usage), write.stop * TOKEN_BYTES
-        return self._evaluate(scripts.FINISH, write.request, *terms)
-
-    def _release(self, request: BufferedRequest) -> bytes:
-        retention = self._settings.retention_of(request.generation)
-        kept = self._settings.running_ttl_s if request.generation.background else retention
-        return self._evaluate(scripts.RELEASE, request, kept, retention)
-
-    def _index(self, write: BufferedWrite) -> bytes:
-        """Notes a background request in the index. It is in a slot of its own, so it can be behind or wrong:
-        ``orphans`` looks at each record.
-        """
-        until = 0 if write.releases else self._settings.lease_ms
-        terms = write.request.lease.request_id, until, self._settings.running_ttl_s
-        return encode_command(*self._script_reference(scripts.INDEX), 1, BACKGROUND, *terms)
-
-    def _evaluate(self, script: scripts.LuaScript, request: BufferedRequest, *arguments: str | int | bytes) -> bytes:
-        lease = request.lease
-        return encode_command(
-            *self._script_reference(script), 2, *keys(lease.request_id), lease.owner, lease.epoch, *arguments
-        )
-
-    def _script_reference(self, script: scripts.LuaScript) -> tuple[str, str]:
-        return ("EVAL", script.source) if self.send_source else ("EVALSHA", script.sha)
-
-
-def open_arguments(generation: GenerationRequest, settings: JournalSettings) -> tuple[str | int | bytes, ...]:
-    """What ``open.lua`` takes after owner and epoch."""
-    retention = "" if generation.retention is None else settings.retention_of(generation)
-    return settings.lease_ms, settings.running_ttl_of(generation), *encode_request_fields(generation), retention
-
-
-def enters_index(write: BufferedWrite) -> bool:
-    """Whether the request is in the index when this is written: also what begins and ends with it, as its end may be
-    refused.
-    """
-    return write.request.generation.background and (write.end is None or write.opens)
-
-
-def leaves_index(write: BufferedWrite) -> bool:
-    """Whether the request leaves the index once this is written."""
-    return write.request.generation.background and write.end is not None
-
-
-def index_removal(writes: Iterable[BufferedWrite]) -> bytes:
-    """Removes requests from the index, once their ends are known to be written: Redis executes a ZREM also while it
-    refuses writes for lack of memory, and ``orphans`` does not find a request that is neither ended nor in the index.
-    What stays in the index, because this fails, ``orphans`` removes.
-    """
-    return encode_command("ZREM", BACKGROUND, *(write.request.lease.request_id for write in writes))
-
-
 MAX_WRITES_PER_FLUSH = 128  # a flush of so many holds the loop for a millisecond or so
-PAUSE_PER_WRITE = 0.0004  # seconds; a write takes about the thirtieth part of that here
+PAUSE_PER_WRITE = 0.0004  # seconds; a write takes about a thirtieth of that here
 FIRST_DELAY, LAST_DELAY = 0.05, 1.0  # seconds from a failure to the next try
 HEARTBEATS_PER_LEASE = 4
 
 
 class RedisWriter:
-    """Flushes what is dirty in one exchange after the other.
+    """Flushes dirty requests in one exchange after the other.
 
-    A write may be repeated after a failure, because nobody knows whether Redis saw it: every script can be run twice.
-    A Redis that answers may still refuse to write, so once it did, only a write that succeeded ends the outage.
+    A write is repeated after a failure, as it is not known whether Redis saw it: every script is idempotent. A Redis
+    that replies may still refuse writes, so once it did, only a write that succeeded ends the outage.
     """
 
     def __init__(
         self,
         client: Redis,
-        wire: PipelinedConnection,
-        server: RedisHealth,
-        pending: WriteBuffer,
+        connection: PipelinedConnection,
+        health: RedisHealth,
+        buffer: WriteBuffer,
         settings: JournalSettings,
     ) -> None:
         self.available = False
         self._client = client
-        self._connection = wire
-        self._health = server
-        self._buffer = pending
+        self._connection = connection
+        self._health = health
+        self._buffer = buffer
         self._settings = settings
         self._commands = CommandBuilder(settings)
         self._listener: LeaseListener | None = None
@@ -161,7 +76,7 @@ class RedisWriter:
         metrics.JOURNAL_AVAILABLE.set(0)
 
     def set_listener(self, listener: LeaseListener) -> None:
-        """Who hears of cancelled and taken records."""
+        """See ``Journal``."""
         self._listener = listener
 
     async def run(self) -> None:
@@ -170,10 +85,10 @@ class RedisWriter:
             try:
                 await self._run_once()
             except NoScriptError:
-                # Redis was restarted, or told to forget its scripts, maybe again before they could be loaded and used.
+                # Redis was restarted, or its scripts were flushed, maybe again before they could be loaded and used.
                 self._commands.send_source = True
                 await asyncio.sleep(self._settings.pause)
-            except ResponseError as error:  # read only, out of memory, not allowed: it is there and knows the scripts
+            except ResponseError as error:  # read only, out of memory, not allowed: Redis is there and has the scripts
                 await self._on_failure(error)
             except (RedisError, OSError, TimeoutError) as error:
                 self._scripts_loaded = False
@@ -189,7 +104,7 @@ class RedisWriter:
             await self._flushed.wait()
 
     async def wait_written(self, request: BufferedRequest) -> None:
-        """Waits until an request that was finished or released is written, or given up."""
+        """Waits until a request that was finished or released is written, or dropped."""
         while self._buffer.contains(request):
             self._flushed.clear()
             await self._flushed.wait()
@@ -209,19 +124,17 @@ class RedisWriter:
         await asyncio.sleep(max(self._settings.pause, PAUSE_PER_WRITE * len(writes)))
 
     async def _load_scripts(self) -> None:
-        for script in scripts.ALL:
+        for script in ALL_SCRIPTS:
             await self._client.script_load(script.source)
         self._scripts_loaded = True
 
     async def _heartbeat(self) -> None:
-        """Renews every lease, and finds out that Redis is gone, or refuses writes, also when there is nothing to
-        write.
-        """
+        """Renews every lease, and notices that Redis is gone or refuses writes even if there is nothing to write."""
         with self._health.track_exchange(writes=True):
             refusal = await self._health.check()
         if refusal is not None:
             raise refusal
-        if not self._refusing or not self._buffer:  # what it refused may be more than what was tried here
+        if not self._refusing or not self._buffer:  # it may refuse larger writes than the one that was tried here
             self._on_success()
         now, interval = asyncio.get_running_loop().time(), self._settings.lease / HEARTBEATS_PER_LEASE
         self._buffer.mark_unrenewed_dirty(now - interval / 2)
@@ -235,9 +148,9 @@ class RedisWriter:
         metrics.JOURNAL_AVAILABLE.set(1)
 
     def record_failure(self, error: Exception) -> None:
-        """Redis did not take a write, of whatever task: it counts as away until it takes one."""
+        """Redis did not take a write, of this or another task: it counts as unavailable until it takes one."""
         if not self._outage_logged:
-            # The type says enough; a message might repeat a part of what was written.
+            # Only the type: a message might repeat a part of what was written.
             log.warning("the journal cannot be written to Redis (%s); requests go on", type(error).__name__)
         self.available, self._outage_logged = False, True
         self._refusing = self._refusing or isinstance(error, ResponseError)
@@ -249,23 +162,23 @@ class RedisWriter:
         self.record_failure(error)
         await asyncio.sleep(self._backoff.next())
 
-    # One flush
-
     async def _write(self, writes: list[BufferedWrite]) -> None:
         if not writes:
             return
         commands = [self._commands.build(write) for write in writes]
         with self._health.track_exchange(writes=True):
-            answers = iter(await self._connection.execute(chain.from_iterable(commands)))
+            replies = iter(await self._connection.execute(chain.from_iterable(commands)))
         now = asyncio.get_running_loop().time()
-        problems, lasts = [], []
-        for write, made in zip(writes, commands, strict=True):
-            *_, last = own = list(islice(answers, len(made)))
-            problems.append(self._apply_replies(write, own, now))
-            lasts.append(last)
-        self._commands.send_source = False  # whatever was wanted is known by its hash again
+        problems, last_replies = [], []
+        for write, own_commands in zip(writes, commands, strict=True):
+            *_, last = own_replies = list(islice(replies, len(own_commands)))
+            problems.append(self._apply_replies(write, own_replies, now))
+            last_replies.append(last)
+        self._commands.send_source = False  # Redis knows the scripts by their hashes again
         ended = [
-            write for write, last in zip(writes, lasts, strict=True) if leaves_index(write) and last == ScriptReply.DONE
+            write
+            for write, last in zip(writes, last_replies, strict=True)
+            if leaves_index(write) and last == ScriptReply.DONE
         ]
         if ended:
             await self._connection.execute([index_removal(ended)])
@@ -273,31 +186,31 @@ class RedisWriter:
             raise problem
         self._on_success()
 
-    def _apply_replies(self, write: BufferedWrite, answers: list[Any], now: float) -> Exception | None:
-        """Takes note of what became of a write; returns what makes it worth trying again later."""
-        if answers == [ScriptReply.DONE]:  # as nearly all are
+    def _apply_replies(self, write: BufferedWrite, replies: list[Any], now: float) -> Exception | None:
+        """Applies the replies to one write; returns the error if it is to be tried again later."""
+        if replies == [ScriptReply.DONE]:  # the usual case
             self._buffer.mark_stored(write, now)
             return None
-        errors = [answer for answer in answers if isinstance(answer, Exception)]
+        errors = [reply for reply in replies if isinstance(reply, Exception)]
         problem = next((error for error in errors if not is_corruption(error)), None)
         if problem is None:
-            self._apply_written(write, answers[1:] if enters_index(write) else answers, now)
+            self._apply_written(write, replies[1:] if enters_index(write) else replies, now)
         return problem
 
-    def _apply_written(self, write: BufferedWrite, answers: list[Any], now: float) -> None:
-        if any(isinstance(answer, Exception) for answer in answers):
+    def _apply_written(self, write: BufferedWrite, replies: list[Any], now: float) -> None:
+        if any(isinstance(reply, Exception) for reply in replies):
             self._drop_corrupt(write.request)
-        elif ScriptReply.STALE in answers:
+        elif ScriptReply.STALE in replies:
             self._on_lease_lost(write.request)
-        elif ScriptReply.LOST in answers:
+        elif ScriptReply.LOST in replies:
             self._buffer.mark_lost(write.request)
         else:
             self._buffer.mark_stored(write, now)
-            if ScriptReply.CANCELLED in answers:
+            if ScriptReply.CANCELLED in replies:
                 self._on_cancelled(write.request)
 
     def _drop_corrupt(self, request: BufferedRequest) -> None:
-        """The keys are damaged or something else's: it would fail for ever."""
+        """Drops a request whose keys are damaged or not a record's: its writes would always fail."""
         if self._buffer.contains(request):
             log.error("the record of request %s is damaged and is not written any more", request.lease.request_id)
             metrics.JOURNAL_DROPPED.inc()
@@ -305,13 +218,104 @@ class RedisWriter:
 
     def _on_lease_lost(self, request: BufferedRequest) -> None:
         metrics.STALE_EPOCHS.inc()
-        told = request.is_writable and self._buffer.contains(request)
+        notify = request.is_writable and self._buffer.contains(request)
         self._buffer.remove(request)
-        if told and self._listener is not None:
+        if notify and self._listener is not None:
             self._listener.on_lease_lost(request.lease.request_id)
 
     def _on_cancelled(self, request: BufferedRequest) -> None:
-        told = request.is_writable and self._buffer.contains(request) and not request.cancelled
+        notify = request.is_writable and self._buffer.contains(request) and not request.cancelled
         request.cancelled = True
-        if told and self._listener is not None:
+        if notify and self._listener is not None:
             self._listener.on_cancelled(request.lease.request_id)
+
+
+class CommandBuilder:
+    """Builds the commands of writes, with the times of ``settings``. Does no I/O. With ``send_source`` they contain the
+    sources of their scripts, in case that Redis has forgotten them.
+    """
+
+    def __init__(self, settings: JournalSettings) -> None:
+        self.send_source = False
+        self._settings = settings
+
+    def build(self, write: BufferedWrite) -> list[bytes]:
+        """The commands. Of a background request that goes on, the first adds it to the index, before it is opened; one
+        that has ended is to be removed with ``index_removal`` once its end is known to be written.
+        """
+        commands = [self._index(write)] if enters_index(write) else []
+        if write.opens:
+            commands.append(self._open(write.request))
+        commands.append(self._append(write))
+        if write.end is not None:
+            commands.append(self._finish(write, write.end))
+        if write.releases:
+            commands.append(self._release(write.request))
+        return commands
+
+    def _open(self, request: BufferedRequest) -> bytes:
+        return self._evaluate(OPEN, request, *open_arguments(request.generation, self._settings))
+
+    def _append(self, write: BufferedWrite) -> bytes:
+        log_arguments = (
+            write.start * TOKEN_BYTES,
+            write.packed,
+            write.checksum,
+            "" if write.num_tokens is None else write.num_tokens,
+        )
+        times = self._settings.lease_ms, self._settings.running_ttl_of(write.request.generation)
+        return self._evaluate(APPEND, write.request, *times, *log_arguments)
+
+    def _finish(self, write: BufferedWrite, end: RequestEnd) -> bytes:
+        text = end.error.encode("utf-8", "surrogatepass")
+        kept = self._settings.retention_of(write.request.generation)
+        times = kept, end.reason.value, text, encode_usage(end.usage), write.stop * TOKEN_BYTES
+        return self._evaluate(FINISH, write.request, *times)
+
+    def _release(self, request: BufferedRequest) -> bytes:
+        retention = self._settings.retention_of(request.generation)
+        kept = self._settings.running_ttl_s if request.generation.background else retention
+        return self._evaluate(RELEASE, request, kept, retention)
+
+    def _index(self, write: BufferedWrite) -> bytes:
+        """Adds a background request to the index, or renews it there. The index is in a slot of its own, so it can be
+        out of date: ``OrphanFinder`` examines each record.
+        """
+        until = 0 if write.releases else self._settings.lease_ms
+        times = write.request.lease.request_id, until, self._settings.running_ttl_s
+        return encode_command(*self._script_reference(INDEX), 1, BACKGROUND, *times)
+
+    def _evaluate(self, script: LuaScript, request: BufferedRequest, *arguments: str | int | bytes) -> bytes:
+        lease = request.lease
+        return encode_command(
+            *self._script_reference(script), 2, *keys(lease.request_id), lease.owner, lease.epoch, *arguments
+        )
+
+    def _script_reference(self, script: LuaScript) -> tuple[str, str]:
+        return ("EVAL", script.source) if self.send_source else ("EVALSHA", script.sha)
+
+
+def open_arguments(generation: GenerationRequest, settings: JournalSettings) -> tuple[str | int | bytes, ...]:
+    """The arguments of ``open.lua`` after owner and epoch."""
+    retention = "" if generation.retention is None else settings.retention_of(generation)
+    return settings.lease_ms, settings.running_ttl_of(generation), *encode_request_fields(generation), retention
+
+
+def enters_index(write: BufferedWrite) -> bool:
+    """Whether writing this puts the request into the index: also one that begins and ends with this write, as its end
+    may be refused.
+    """
+    return write.request.generation.background and (write.end is None or write.opens)
+
+
+def leaves_index(write: BufferedWrite) -> bool:
+    """Whether the request leaves the index once this is written."""
+    return write.request.generation.background and write.end is not None
+
+
+def index_removal(writes: Iterable[BufferedWrite]) -> bytes:
+    """Removes requests from the index, once their ends are known to be written: Redis executes a ZREM also while it
+    refuses writes for lack of memory, and ``OrphanFinder`` does not find a request that has not ended and is not in the
+    index. What stays in the index because this fails, it removes.
+    """
+    return encode_command("ZREM", BACKGROUND, *(write.request.lease.request_id for write in writes))

@@ -73,7 +73,7 @@ def test_models_with_one_label_are_no_matter_where_nobody_asks() -> None:
 
 def test_a_namespace_is_needed_outside_of_a_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "namespace"
-    monkeypatch.setattr("quire_router.clients.kube_access._FILE", file)
+    monkeypatch.setattr("quire_router.clients.kube_access._NAMESPACE_FILE", file)
     with pytest.raises(ValueError, match="--scaling-port needs --scaling-namespace"):
         pod_namespace()
     file.write_text("serving\n")

@@ -27,7 +27,7 @@ from quire_router.clients.redis_client import redis_client
 
 from tests.support.redis_server import RedisServer, redis_server
 
-SETTINGS = LoadSettings(interval=0.01, beat=0.05, lease=0.6, age=0.01, settle=0.15, timeout=0.5)
+SETTINGS = LoadSettings(interval=0.01, heartbeat=0.05, lease=0.6, age=0.01, settle=0.15, timeout=0.5)
 MODELS = ("a", "b")
 
 
@@ -102,7 +102,7 @@ async def test_the_load_is_the_sum_of_all_routers_and_idle_models_are_0(redis: R
 
 
 async def test_a_change_is_told_before_the_next_beat(redis: RedisServer) -> None:
-    settings = replace(SETTINGS, beat=60, lease=120)
+    settings = replace(SETTINGS, heartbeat=60, lease=120)
     async with reader(redis.url, settings) as load, routers(redis.url, {}, settings=settings) as (router,):
         await comes(load, {"a": 0, "b": 0})
         router.set("a", 4)
@@ -118,7 +118,7 @@ async def test_the_part_of_a_router_that_died_vanishes_with_its_lease(redis: Red
 
 
 async def test_a_lease_that_is_over_is_over_before_anybody_tidies_up(redis: RedisServer) -> None:
-    rare = replace(SETTINGS, beat=60, lease=120)
+    rare = replace(SETTINGS, heartbeat=60, lease=120)
     async with reader(redis.url) as load, routers(redis.url, {"a": 3}, settings=rare):
         await comes(load, {"a": 3, "b": 0})
         async with routers(redis.url, {"a": 2}) as (brief,):
@@ -200,7 +200,7 @@ async def set_clock_back(redis: RedisServer, hours: int) -> None:
 
 @pytest.mark.parametrize("lost", [KEYS, KEYS[:1]])
 async def test_what_redis_lost_is_told_again_and_never_a_part_of_it(lost: tuple[str, ...], redis: RedisServer) -> None:
-    settled, calm = replace(SETTINGS, settle=0.6), replace(SETTINGS, beat=0.3)
+    settled, calm = replace(SETTINGS, settle=0.6), replace(SETTINGS, heartbeat=0.3)
     async with (
         reader(redis.url, settled) as load,
         routers(redis.url, {"a": 2}),

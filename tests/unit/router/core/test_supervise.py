@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 from prometheus_client import REGISTRY
 from quire_proto.supervise import RestartSettings, SupervisedTask
-from quire_router import app as upkeep
+from quire_router import app
 from quire_router.api.rpc.grpc_server import RpcServer
 from quire_router.autoscale.load_totals import LoadPublisher, LoadSettings
 from quire_router.core.retry import failing_tasks, supervise
@@ -291,7 +291,7 @@ async def test_autoscalers_go_on_hearing_of_the_load_after_a_failure() -> None:
 
 
 async def test_upkeep_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep, "SWEEP_PERIOD", 0.001)
+    monkeypatch.setattr(app, "SWEEP_PERIOD", 0.001)
     index, swept = PrefixIndex(), []
 
     class Life:
@@ -299,7 +299,7 @@ async def test_upkeep_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch) -
             return 0
 
     monkeypatch.setattr(index, "sweep", failing_once(swept.append))
-    keeping = upkeep.BackgroundJobs(Life(), index)  # type: ignore[arg-type]
+    keeping = app.BackgroundJobs(Life(), index)  # type: ignore[arg-type]
     keeping.start()
     await until(lambda: len(swept) > 1)
     await keeping.stop()

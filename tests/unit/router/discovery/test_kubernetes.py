@@ -23,7 +23,7 @@ from tests.support.certificates import Authority
 from tests.support.kube_api import Conflict, Json, KubeApiServer, endpoint, kube_api, slice_of
 from tests.support.waiting import until
 
-QUICK = WatchSettings(watch=30, patience=5, backoff=0.001, max_backoff=0.01)
+QUICK = WatchSettings(watch=30, timeout=5, backoff=0.001, max_backoff=0.01)
 SERVICE = KubernetesService(None, "engines")
 
 
@@ -140,7 +140,7 @@ async def test_after_a_disconnect_it_goes_on_from_the_last_word_without_a_list(t
 
 
 async def test_a_watch_that_lasted_is_opened_again_as_soon_as_the_first_time(tmp_path: Path) -> None:
-    how = WatchSettings(watch=30, patience=5, backoff=0.03, max_backoff=600, steady=0)
+    how = WatchSettings(watch=30, timeout=5, backoff=0.03, max_backoff=600, steady=0)
     async with kube_api() as server:
         async with watched(server, tmp_path, how=how):
             for _ in range(10):

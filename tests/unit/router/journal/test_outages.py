@@ -13,7 +13,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 from quire_router.journal.base import DeliveredChoice, RecordedDelta
 from quire_router.journal.codec import JournalSettings
-from quire_router.journal.redis import redis_connection as seen_server
+from quire_router.journal.redis import redis_connection
 from quire_router.journal.redis.redis_connection import keys
 from quire_router.journal.redis.redis_journal import RedisJournal
 from redis.asyncio import Redis
@@ -112,9 +112,9 @@ async def test_an_exchange_that_waits_while_others_are_answered_is_no_outage(
     others: bool, writes: bool, away: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(seen_server, "monotonic", lambda: now[0])
+    monkeypatch.setattr(redis_connection, "monotonic", lambda: now[0])
     async with Redis() as client:
-        server = seen_server.RedisHealth(client, settle=60)
+        server = redis_connection.RedisHealth(client, settle=60)
         with server.track_exchange(writes=True):
             for _ in range(10):
                 if others:

@@ -19,8 +19,19 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from quire_router.journal.redis import redis_connection as scripts
-from quire_router.journal.redis.redis_connection import BACKGROUND, LuaScript, ScriptReply, keys
+from quire_router.journal.redis.redis_connection import (
+    APPEND,
+    BACKGROUND,
+    CANCEL,
+    CLAIM,
+    FINISH,
+    INDEX,
+    OPEN,
+    RELEASE,
+    LuaScript,
+    ScriptReply,
+    keys,
+)
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from tests.support.redis_server import RedisServer, redis_server
@@ -111,7 +122,7 @@ class Scripts(RuleBasedStateMachine):
             row = before.row if epoch == before.epoch else b""
             self.model = replace(before.held_by(owner, epoch), row=row)
         seal = crc32(request)
-        assert self.run_script(scripts.OPEN, owner, epoch, LEASE, RUNNING, request, b"p", seal, "") == expected
+        assert self.run_script(OPEN, owner, epoch, LEASE, RUNNING, request, b"p", seal, "") == expected
 
     @rule(owner=anybody, age=ages, back=st.integers(-1, 4), packed=rows)
     def append(self, owner: str, age: int, back: int, packed: bytes) -> None:
@@ -127,7 +138,7 @@ class Scripts(RuleBasedStateMachine):
                 answer = CANCELLED if self.model.cancelled else DONE
                 self.model = replace(self.model.held_by(owner, epoch), row=row)
         terms = owner, epoch, LEASE, RUNNING, offset, packed, crc32(row), ""
-        assert self.run_script(scripts.APPEND, *terms) == (DONE if answer is None else answer)
+        assert self.run_script(APPEND, *terms) == (DONE if answer is None else answer)
 
     @rule(
         owner=anybody,
@@ -145,7 +156,7 @@ class Scripts(RuleBasedStateMachine):
             else:
                 self.model = self.model.ended("abort" if self.model.cancelled else reason)
         terms = owner, epoch, RETENTION, reason, "why", "1 2 3", -1 if beyond is None else length + beyond
-        assert self.run_script(scripts.FINISH, *terms) == (DONE if answer is None else answer)
+        assert self.run_script(FINISH, *terms) == (DONE if answer is None else answer)
 
     @rule(owner=anybody, age=ages)
     def release(self, owner: str, age: int) -> None:
@@ -156,9 +167,7 @@ class Scripts(RuleBasedStateMachine):
             self.model = (
                 self.model.aborted() if cancelled else replace(self.model, held=False, overdue=False, kept=RELEASED)
             )
-        assert self.run_script(scripts.RELEASE, owner, epoch, RELEASED, RETENTION) == (
-            DONE if answer is None else answer
-        )
+        assert self.run_script(RELEASE, owner, epoch, RELEASED, RETENTION) == (DONE if answer is None else answer)
 
     @rule(owner=owners, name=st.sampled_from(["first", "second", "third"]))
     def claim(self, owner: str, name: str) -> None:
@@ -172,7 +181,7 @@ class Scripts(RuleBasedStateMachine):
                 self.model = before.aborted()
             elif not before.held:
                 self.model, found = replace(before.held_by(owner, before.epoch + 1), claim=name), True
-        answer = self.run_script(scripts.CLAIM, owner, name, LEASE, RUNNING, RETENTION)
+        answer = self.run_script(CLAIM, owner, name, LEASE, RUNNING, RETENTION)
         if not found or self.model is None:
             assert answer is None
             return
@@ -186,7 +195,7 @@ class Scripts(RuleBasedStateMachine):
         going = before is not None and before.reason is None
         if before is not None and going:
             self.model = replace(before, cancelled=True) if before.held else before.aborted()
-        assert self.run_script(scripts.CANCEL, RETENTION) == int(going)
+        assert self.run_script(CANCEL, RETENTION) == int(going)
 
     @rule(overdue=st.booleans())
     def expire(self, overdue: bool) -> None:
@@ -268,7 +277,7 @@ def test_no_script_goes_on_with_an_epoch_that_is_none(server: RedisServer, epoch
         client.flushall()
         client.hset(RECORD, mapping={"owner": "me", "epoch": epoch, "request": "A"})
         before = client.hgetall(RECORD)
-        for script in (scripts.OPEN, scripts.APPEND, scripts.FINISH, scripts.RELEASE, scripts.CLAIM, scripts.CANCEL):
+        for script in (OPEN, APPEND, FINISH, RELEASE, CLAIM, CANCEL):
             with pytest.raises(ResponseError, match="DAMAGED"):
                 client.eval(script.source, 2, RECORD, TOKENS, "me", 1, 0, 0, 0, b"", 0)
         assert client.hgetall(RECORD) == before
@@ -278,12 +287,12 @@ def arguments(script: LuaScript) -> tuple[str | int | bytes, ...]:
     """What the holder of a record, whose row is ``told``, asks a script."""
     holder = "me", 2
     return {
-        scripts.OPEN: (*holder, LEASE, RUNNING, b"A", b"p", 0, ""),
-        scripts.APPEND: (*holder, LEASE, RUNNING, 2, b"x", 0, ""),
-        scripts.FINISH: (*holder, RETENTION, "stop", "", "1 2 3", -1),
-        scripts.RELEASE: (*holder, RELEASED, RETENTION),
-        scripts.CLAIM: ("you", "claim", LEASE, RUNNING, RETENTION),
-        scripts.CANCEL: (RETENTION,),
+        OPEN: (*holder, LEASE, RUNNING, b"A", b"p", 0, ""),
+        APPEND: (*holder, LEASE, RUNNING, 2, b"x", 0, ""),
+        FINISH: (*holder, RETENTION, "stop", "", "1 2 3", -1),
+        RELEASE: (*holder, RELEASED, RETENTION),
+        CLAIM: ("you", "claim", LEASE, RUNNING, RETENTION),
+        CANCEL: (RETENTION,),
     }[script]
 
 
@@ -293,13 +302,13 @@ def test_what_redis_refuses_for_want_of_memory_has_changed_nothing(
     server: RedisServer, state: str, *, cancelled: bool
 ) -> None:
     with redis.Redis.from_url(server.url) as client:
-        for script in (scripts.OPEN, scripts.APPEND, scripts.FINISH, scripts.RELEASE, scripts.CLAIM, scripts.CANCEL):
+        for script in (OPEN, APPEND, FINISH, RELEASE, CLAIM, CANCEL):
             client.flushall()
             if state != "a stray row":
-                client.eval(scripts.OPEN.source, 2, RECORD, TOKENS, "me", 2, LEASE, RUNNING, b"A", b"p", 0, "")
+                client.eval(OPEN.source, 2, RECORD, TOKENS, "me", 2, LEASE, RUNNING, b"A", b"p", 0, "")
             client.set(TOKENS, b"told", ex=RUNNING)
             if state == "released":
-                client.eval(scripts.RELEASE.source, 2, RECORD, TOKENS, "me", 2, RELEASED, RETENTION)
+                client.eval(RELEASE.source, 2, RECORD, TOKENS, "me", 2, RELEASED, RETENTION)
             if state == "an older owner's":
                 client.hset(RECORD, "epoch", 1)
             if cancelled and state != "a stray row":
@@ -315,14 +324,14 @@ def test_what_redis_refuses_for_want_of_memory_has_changed_nothing(
                 client.config_set("maxmemory", 0)
             after = client.hgetall(RECORD), client.get(TOKENS)
             assert not refused or after == before
-            grows = script is scripts.OPEN or (script is scripts.APPEND and state == "held")
+            grows = script is OPEN or (script is APPEND and state == "held")
             assert refused or not grows
 
 
 def test_the_index_of_background_requests_says_until_when_each_is_held_and_expires(server: RedisServer) -> None:
     with redis.Redis.from_url(server.url) as client:
         client.flushall()
-        assert client.eval(scripts.INDEX.source, 1, BACKGROUND, "r", LEASE, RUNNING) == 1
+        assert client.eval(INDEX.source, 1, BACKGROUND, "r", LEASE, RUNNING) == 1
         seconds, _ = client.time()
         assert LEASE - 5_000 < client.zscore(BACKGROUND, "r") - seconds * 1000 <= LEASE + 1000
         assert RUNNING - 50 < client.ttl(BACKGROUND) <= RUNNING

@@ -1,6 +1,6 @@
--- The parts of all routers whose lease is not over. Redis is the clock.
--- KEYS: leases, parts, born (see tell.lua). ARGV: how many parts at most.
--- Returns how long somebody has been there (ms; -1: nobody is), how many routers there are, and their parts.
+-- Reads the loads of all routers whose lease has not expired. Redis is the clock.
+-- KEYS: leases, parts, born (see publish_load.lua). ARGV: how many loads at most.
+-- Returns for how long there has been a router (ms; -1: there is none), how many there are, and their loads.
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local routers = redis.call('ZRANGEBYSCORE', KEYS[1], string.format('(%.0f', now), '+inf', 'LIMIT', 0, ARGV[1] + 1)
