@@ -268,7 +268,7 @@ class Components:
         )
         self.fleet.on_kv_event = CacheEvents(self.index, self.fleet.table)
         self.queue = AdmissionQueue(settings.models, self.fleet, tenants.tenants, _queue_settings(settings))
-        self.fleet.on_room = self.queue.notify_capacity
+        self.fleet.on_capacity = self.queue.notify_capacity
         redis = settings.redis
         # One membership: the owner of leases in the journal, and the sender of load to routers and autoscalers.
         router_id = uuid4().hex

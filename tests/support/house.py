@@ -111,7 +111,7 @@ async def house(
     fleet = EnginePool(StaticDiscovery([engine.address for engine in engines]), ["m"], settings)
     await fleet.start()
     queue = AdmissionQueue(["m"], fleet, settings=QueueSettings(hold_timeout=hold_timeout))
-    fleet.on_room = queue.notify_capacity
+    fleet.on_capacity = queue.notify_capacity
     placer = FirstIdle(fleet.table)
     routing = Dispatcher(fleet, placer, queue, policy="first_idle", hold_timeout=hold_timeout)
     journal = journal or MemoryJournal()

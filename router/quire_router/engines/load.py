@@ -17,15 +17,13 @@ from quire.v1 import engine_pb2
 from quire_router.engines.load_messages import Counts, LoadMessage, RouterLoad
 from quire_router.placement.engine_table import EngineTable, StepTimes
 
-# Tokens that were dispatched to an engine too recently for its reports to tell of them. Does no I/O.
-
-
 SETTLE_SECONDS = 0.1
 """More than a Submit takes on its way to an engine, or a share to another router."""
 
 
 class UnreportedTokens:
-    """An upper bound, in two buckets of which the older one is dropped.
+    """Tokens that were dispatched to an engine too recently for its reports to contain them: an upper bound, in two
+    buckets of which the older one is dropped.
 
     A report may have been made while a Submit was on its way, or while the step ran that began before it came. So what
     was dispatched counts as told only when, after the first report that followed, another one came ``SETTLE_SECONDS``
@@ -41,15 +39,15 @@ class UnreportedTokens:
 
     @property
     def tokens(self) -> int:
-        """So many may be missing in the last report."""
+        """How many may be missing in the last report."""
         return self._new + self._old
 
     def add(self, tokens: int) -> None:
-        """They were dispatched, here or by another router, since the last report."""
+        """Adds tokens that were dispatched, by this or another router, since the last report."""
         self._new += tokens
 
     def on_report(self, now: float) -> None:
-        """A report came, at ``now`` in seconds of a monotonic clock."""
+        """Takes note of a report at ``now``, in seconds of a monotonic clock."""
         if now - self._turned >= SETTLE_SECONDS:
             self._old, self._new, self._turned = self._new, 0, now
 
@@ -57,14 +55,15 @@ class UnreportedTokens:
 ZERO_COUNTS: Counts = (0, 0, 0)
 _ASSUMED_STEP_TOKENS = 2048
 ASSUMED_BLOCK_SIZE = 16
-_SLOWEST = 3600.0  # seconds; a pace beyond is no pace
-_CLEAR_PART = 0.05  # of the seconds with which an engine still has room
+_SLOWEST = 3600.0  # seconds; step times above are ignored
+_MOSTLY_IDLE_PART = 0.05  # of the seconds with which an engine still has capacity
 
 
 class EngineLoad:
-    """Of the engine in ``row`` of ``table``. ``on_own`` is called when what this router has there has changed,
-    ``on_room`` when the engine came to have room: fewer requests than it runs at once, and less than ``room_seconds``
-    of prompts to compute; and when it came to be clear: with next to none. Once ``closed``, it hears no report.
+    """The load of the engine in ``row`` of ``table``. ``on_local_change`` is called when what this router has there has
+    changed. ``on_capacity`` is called when the engine got capacity: it has fewer requests than it runs at once, and
+    less than ``capacity_seconds`` of prompts to compute; and when it became mostly idle, with hardly any. Once
+    ``closed``, it ignores reports.
     """
 
     def __init__(
@@ -72,9 +71,9 @@ class EngineLoad:
         table: EngineTable,
         row: int,
         *,
-        room_seconds: float,
-        on_own: Callable[[], None] = lambda: None,
-        on_room: Callable[[], None] = lambda: None,
+        capacity_seconds: float,
+        on_local_change: Callable[[], None] = lambda: None,
+        on_capacity: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.row = row
@@ -84,9 +83,9 @@ class EngineLoad:
         self.is_mostly_idle = False
         self.closed = False
         self._table = table
-        self._room_seconds = room_seconds
-        self._on_own = on_own
-        self._on_room = on_room
+        self._capacity_seconds = capacity_seconds
+        self._on_local_change = on_local_change
+        self._on_capacity = on_capacity
         self._clock = clock
         self._unreported = UnreportedTokens()
         self._reported = 0
@@ -95,7 +94,7 @@ class EngineLoad:
         self.describe(engine_pb2.DescribeResponse())
 
     def describe(self, description: engine_pb2.DescribeResponse) -> None:
-        """Takes how large the engine is."""
+        """Takes over how large the engine is."""
         self._max_sequences = description.max_num_seqs or inf
         self._table.max_sequences[self.row] = description.max_num_seqs
         self._table.set_sizes(
@@ -107,8 +106,8 @@ class EngineLoad:
         self._write_row()
 
     def report(self, load: engine_pb2.Load) -> None:
-        """Takes what the engine said after a step; comes for every step of every engine. An empty one forgets."""
-        if self.closed:  # a link that is being closed may have a last word, and the row may be another engine's
+        """Takes over what the engine reported after a step; called for every step. An empty report forgets the last."""
+        if self.closed:  # a connection that is being closed may still report, and the row may be another engine's
             return
         table, row = self._table, self.row
         table.waiting[row] = load.waiting
@@ -128,10 +127,10 @@ class EngineLoad:
         was_idle = self._is_idle
         self.local = self._apply(self.local, before, after)
         self._update(was_idle, before, after)
-        self._on_own()
+        self._on_local_change()
 
     def change_remote(self, before: Counts, after: Counts) -> None:
-        """As ``change_own``, of what the other routers have there together."""
+        """As ``change_local``, of what the other routers have there together."""
         was_idle = self._is_idle
         self.remote = self._apply(self.remote, before, after)
         self._update(was_idle, before, after)
@@ -169,17 +168,19 @@ class EngineLoad:
         table.requests[row] = requests
         table.decoding[row] = decoding
         table.pending_tokens[row] = pending
-        had_room, was_clear = self.has_capacity, self.is_mostly_idle
+        had_capacity, was_mostly_idle = self.has_capacity, self.is_mostly_idle
         # A request whose prompt is computed takes the place of a sequence too, soon.
         busy = max(requests, decoding) >= self._max_sequences
         seconds = pending * self._token_seconds
-        self.has_capacity = not busy and seconds < self._room_seconds
-        self.is_mostly_idle = not busy and seconds < _CLEAR_PART * self._room_seconds
-        if (self.has_capacity and not had_room) or (self.is_mostly_idle and not was_clear):
-            self._on_room()
+        self.has_capacity = not busy and seconds < self._capacity_seconds
+        self.is_mostly_idle = not busy and seconds < _MOSTLY_IDLE_PART * self._capacity_seconds
+        if (self.has_capacity and not had_capacity) or (self.is_mostly_idle and not was_mostly_idle):
+            self._on_capacity()
 
-    def _set_pace(self, told: engine_pb2.Pace) -> None:
-        pace = StepTimes(told.step_seconds, told.token_seconds, told.sequence_seconds, told.host_block_seconds)
+    def _set_pace(self, reported: engine_pb2.Pace) -> None:
+        pace = StepTimes(
+            reported.step_seconds, reported.token_seconds, reported.sequence_seconds, reported.host_block_seconds
+        )
         for seconds in (pace.step_seconds, pace.token_seconds, pace.sequence_seconds, pace.host_block_seconds):
             if not 0.0 <= seconds <= _SLOWEST:  # not a number, too
                 return
@@ -256,7 +257,7 @@ class UnseenLoadEstimate:
 
 
 MAX_PEERS = 256
-ROOM_SECONDS = 0.25
+CAPACITY_SECONDS = 0.25
 """A step or two: an engine must not run dry, and what waits in it waits in the order in which it came, whoever sent
 it. In the fleet simulator it costs nothing against 2 s, and others' waits during a flood a third.
 """
@@ -297,23 +298,23 @@ class LedgerEntry:
 
 
 class LoadLedger:
-    """The load of one router's engines. ``on_change`` is called when this router's own load has changed, ``on_room``
-    when an engine came to have capacity (see ``EngineLoad``). ``clock`` is monotonic, in seconds. The publisher of this
-    router's load reports to ``unseen`` when it published a message and when it received its own.
+    """The load of one router's engines. ``on_change`` is called when this router's own load has changed,
+    ``on_capacity`` when an engine got capacity (see ``EngineLoad``). ``clock`` is monotonic, in seconds. The publisher
+    of this router's load reports to ``unseen`` when it published a message and when it received its own.
     """
 
     def __init__(
         self,
         table: EngineTable,
         *,
-        room_seconds: float = ROOM_SECONDS,
-        on_room: Callable[[], None] = lambda: None,
+        capacity_seconds: float = CAPACITY_SECONDS,
+        on_capacity: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.on_change: Callable[[], None] = lambda: None
         self._table = table
-        self._room_seconds = room_seconds
-        self._on_room = on_room
+        self._capacity_seconds = capacity_seconds
+        self._on_capacity = on_capacity
         self._clock = clock
         self._engines: dict[str, EngineLoad] = {}
         self._peers: dict[str, _RemoteRouter] = {}
@@ -330,9 +331,9 @@ class LoadLedger:
         account = self._engines[engine_id] = EngineLoad(
             self._table,
             self._table.add(engine_id),
-            room_seconds=self._room_seconds,
-            on_own=self._on_local_change,
-            on_room=self._on_room,
+            capacity_seconds=self._capacity_seconds,
+            on_local_change=self._on_local_change,
+            on_capacity=self._on_capacity,
             clock=self._clock,
         )
         for share in self._remote_loads():

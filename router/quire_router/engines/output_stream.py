@@ -1,4 +1,7 @@
-"""One request's outputs on their way from an engine to their reader."""
+"""``OutputStream``: the queue of one request's outputs between the session with an engine, which pushes them, and the
+task that runs the request, which iterates over them. And what is in it: ``Output``, or the exception that ends an
+attempt.
+"""
 
 import asyncio
 import logging
@@ -15,46 +18,44 @@ from quire_router.core.generation import Delta
 
 log = logging.getLogger(__name__)
 
-# A piece of an output on its way from an engine to its reader, and what comes instead where there is none.
 
-
-class EngineLost(Exception):  # noqa: N818 - it is news about an engine, not an error of the request
+class EngineLost(Exception):  # noqa: N818 - an event of an engine, not an error of the request
     """The engine cannot go on with a request; it can be submitted again elsewhere, with the tokens delivered so far."""
 
     kind = "engine_lost"
 
 
 class EngineDraining(EngineLost):
-    """The engine was told to stop before the request came, and did not take it."""
+    """The engine was draining before the request came, and did not accept it."""
 
     kind = "engine_leaving"
 
 
 class DrainExceeded(EngineLost):
-    """The engine was told to stop, and was gone before the request had ended."""
+    """The engine was draining, and ended before the request had."""
 
     kind = "drain_exceeded"
 
 
 class EngineFull(Exception):  # noqa: N818 - as above
-    """The engine takes no more requests now; it has done nothing for this one, and another engine may take it."""
+    """The engine accepts no more requests now; it has done nothing for this one, and another engine may accept it."""
 
     kind = "engine_full"
 
 
 ATTEMPT_FAILURES = (EngineLost.kind, EngineDraining.kind, DrainExceeded.kind, EngineFull.kind)
-"""Everything that an attempt can come to nothing by."""
+"""The kinds of failure of an attempt, as metrics label them."""
 
 
 @dataclass(slots=True)
 class Output:
-    """What came of one choice since its last piece: tokens from ``position`` of its output on, its end, or both.
+    """What an engine sent of one choice: tokens from ``position`` of its output on, its end, or both.
 
     ``error`` is set with ``FinishReason.ERROR``, which ends the request, whatever ``index`` says. ``cached_tokens`` of
-    the prompt were in the engine's prefix cache. ``logprobs`` has one entry for each token where they were asked for.
-    ``prompt_logprobs`` are those of the prompt's tokens from ``prompt_position`` on, as the engine tells them piece by
-    piece; a reader gets all of them with its first piece. ``score`` is a beam's, with its end. ``deltas`` are what was
-    made of it before it was queued, where that ended its choice: what comes behind is not wanted.
+    the prompt were in the engine's prefix cache. ``logprobs`` has one entry for each token if they were asked for.
+    ``prompt_logprobs`` are those of the prompt's tokens from ``prompt_position`` on, as the engine sends them in
+    parts; a reader gets all of them with its first output. ``score`` is a beam's, with its end. ``deltas`` were made of
+    it before it was queued, if a stop string in them ended its choice: what follows is dropped.
     """
 
     token_ids: list[int]
@@ -75,17 +76,16 @@ class Output:
         self.position += count
 
     def extend(self, following: "Output") -> None:
-        """Takes in the choice's next piece."""
+        """Takes in the choice's next output."""
         self.token_ids += following.token_ids
         self.logprobs += following.logprobs
         self.finish_reason, self.score = following.finish_reason, following.score
 
 
-# The log-probabilities of one prompt's tokens, which an engine tells piece by piece.
-
-
 class PromptLogprobsBuffer:
-    """Gathers those of ``expected`` tokens, from the prompt's second on: nothing can be said of the first."""
+    """Collects the log-probabilities of ``expected`` tokens of one prompt, which an engine sends in parts, from the
+    second token on: the first has none.
+    """
 
     __slots__ = ("_gathered", "_next", "missing")
 
@@ -114,16 +114,13 @@ class PromptLogprobsBuffer:
         return taken
 
 
-# What a Submit asks of an engine, as far as the answer is held against it. Plain data.
-
-
 _ANY = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedOutput:
-    """The choices that are to be run, and at which position of its output each goes on; each has at most
-    ``max_tokens``, each below ``vocabulary``. ``logprobs`` tells whether tokens come with log-probabilities, and
+    """What the engine's outputs are validated against: the choices that run and the position of each; each has at most
+    ``max_tokens``, each below ``vocabulary``. ``logprobs`` is whether tokens come with log-probabilities, and
     ``prompt_logprobs`` for how many of the prompt's tokens they come: all but the first, or none.
     """
 
@@ -168,12 +165,12 @@ def _positions(message: engine_pb2.Submit) -> dict[int, int]:
 
 
 def _num_choices(sampling: types_pb2.SamplingParams) -> int:
-    """The choices that are told: of a search only the best, of draws every one."""
+    """Returns how many choices the engine sends: of a beam search only the best, of draws every one."""
     return max(1, sampling.n) if sampling.beam_width else sampling.best_of or max(1, sampling.n)
 
 
 OnCancel = Callable[[str, int | None], None]
-"""Hears that a request is to be ended on the engine, or only one choice of it."""
+"""Is called with a request id, and a choice's index or None for all, that the engine is to cancel."""
 
 
 class _ChoiceQueue:
@@ -193,12 +190,13 @@ class _ChoiceQueue:
 class OutputStream:
     """The queue of one request, and the async iterator that empties it.
 
-    Pieces of a choice coalesce while nobody reads, so a slow reader costs ``max_tokens`` tokens a choice at most, and
-    never holds up the other requests of its engine. The iterator ends after the piece that ends the last choice, or the
-    one with an error, and raises ``EngineFull``, or ``EngineLost`` after the tokens that were saved. ``on_cancel`` is
-    called when the request ends before the engine ended it, maybe twice, and for each choice that is cancelled alone.
-    ``on_first`` is called once, with the first tokens of all or the first end: the prompt has been computed.
-    ``sink`` is offered each piece that comes while the reader waits, and tells whether it took it.
+    Outputs of a choice are merged while they are not read, so a slow reader costs ``max_tokens`` tokens a choice at
+    most, and never holds up the other requests of its engine. The iterator ends after the output that ends the last
+    choice, or the one with an error, and raises ``EngineFull``, or ``EngineLost`` after the tokens that came before.
+    ``on_cancel`` is called when the request ends before the engine ended it, maybe twice, and for each choice that is
+    cancelled alone. ``on_first`` is called once, with the first tokens of all or the first end: the prompt has been
+    computed. ``sink`` is called with each output that comes while the reader waits, and returns whether it has
+    processed it.
     """
 
     __slots__ = (
@@ -224,53 +222,53 @@ class OutputStream:
     )
 
     def __init__(
-        self, request_id: str, asked: ExpectedOutput, *, on_cancel: OnCancel, slow_client_timeout: float
+        self, request_id: str, expected: ExpectedOutput, *, on_cancel: OnCancel, slow_client_timeout: float
     ) -> None:
         self.request_id = request_id
-        self.expected = asked
+        self.expected = expected
         self.confirmed = False
-        self.running = len(asked.positions)
+        self.running = len(expected.positions)
         self.on_first: Callable[[], None] | None = None
         self.sink: Callable[[Output], bool] | None = None
         self._on_cancel = on_cancel
         self._slow_client_timeout = slow_client_timeout
         self._loop = asyncio.get_running_loop()
-        self._choices = {index: _ChoiceQueue(position) for index, position in asked.positions.items()}
+        self._choices = {index: _ChoiceQueue(position) for index, position in expected.positions.items()}
         self._open_choices = len(self._choices)
         self._ready: deque[_ChoiceQueue] = deque()
         self._unread_since = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._cached_tokens = 0
-        self._prompt = PromptLogprobsBuffer(asked.prompt_logprobs)
+        self._prompt = PromptLogprobsBuffer(expected.prompt_logprobs)
         self._end: Output | EngineLost | EngineFull | None = None
         self._delivered = False
         self._waiter: asyncio.Future[None] | None = None
 
-    # The link's side
+    # Called by the session
 
-    def push(self, piece: Output) -> None:
-        """Takes what the engine sent. Tokens that came before are dropped; missing ones lose the request."""
+    def push(self, output: Output) -> None:
+        """Takes an output of the engine. Tokens that came before are dropped; missing ones lose the request."""
         if self._ended:
             return
         if not self.confirmed:
-            self.confirmed, self._cached_tokens = True, piece.cached_tokens
-        if piece.error is not None:
-            self._finish(piece)
+            self.confirmed, self._cached_tokens = True, output.cached_tokens
+        if output.error is not None:
+            self._finish(output)
             return
         if self._prompt.missing:
-            self._add_prompt_logprobs(piece)
-        choice = self._choices.get(piece.index)
-        if choice is None or choice.closed or not self._validate(choice, piece):
+            self._add_prompt_logprobs(output)
+        choice = self._choices.get(output.index)
+        if choice is None or choice.closed or not self._validate(choice, output):
             return
-        if piece.token_ids or piece.finish_reason is not None:
-            choice.position += len(piece.token_ids)
+        if output.token_ids or output.finish_reason is not None:
+            choice.position += len(output.token_ids)
             if self.on_first is not None:
                 self._notify_first()
-            if self.sink is None or not self._try_sink(self.sink, piece):
-                self._queue(choice, piece)
+            if self.sink is None or not self._try_sink(self.sink, output):
+                self._queue(choice, output)
 
     def on_engine_end(self, index: int, reason: FinishReason) -> None:
-        """Takes note that the engine is done with a choice, or with an error all; ``running`` are left."""
+        """Records that the engine has ended a choice, or with ERROR all of them; ``running`` are left."""
         choice = self._choices.get(index)
         if reason is FinishReason.ERROR:
             self.running = 0
@@ -289,25 +287,25 @@ class OutputStream:
         return [index for index, choice in self._choices.items() if choice.closed and choice.running]
 
     def lose(self, reason: str, loss: type[EngineLost] = EngineLost) -> None:
-        """The engine is gone, so there is nothing to cancel."""
+        """Ends the request with ``EngineLost``. The engine is lost, so there is nothing to cancel."""
         if not self._ended:
             self._finish(loss(reason))
 
     def refuse(self, reason: str) -> None:
-        """The engine did not take the request."""
+        """Ends the request with ``EngineFull``: the engine did not accept it."""
         if not self._ended:
             self._finish(EngineFull(reason))
 
     def fail_over(self, reason: str, loss: type[EngineLost] = EngineLost) -> None:
-        """As ``lose``, where the engine may still be at work on it."""
+        """As ``lose``, if the engine may still run the request: it is cancelled there."""
         if not self._ended:
             self._finish(loss(reason))
             self._on_cancel(self.request_id, None)
 
-    # The reader's side
+    # Called by the request
 
     def cancel(self, index: int) -> None:
-        """Ends one choice: its reader needs no more of it, nor what was not read. The others go on."""
+        """Ends one choice, and drops what was not read of it. The others continue."""
         if self._ended or not self.is_open(index):
             return
         choice = self._choices[index]
@@ -334,11 +332,11 @@ class OutputStream:
             self._on_cancel(self.request_id, None)
 
     def close(self) -> None:
-        """The reader leaves. Cancels the request on the engine, unless it has ended there."""
+        """Ends the stream for its reader. Cancels the request on the engine, unless it has ended there."""
         self.abort()
         self._ready.clear()
         self._delivered = True
-        self.sink = None  # whoever reads holds this stream, and a cycle would wait for the collector
+        self.sink = None  # the request refers to this stream: the cycle would wait for the collector
         if self.running:
             self._on_cancel(self.request_id, None)
 
@@ -357,59 +355,59 @@ class OutputStream:
             return self._end
         raise self._end
 
-    # Inside
-
     @property
     def _ended(self) -> bool:
         return self._end is not None or not self._open_choices
 
-    def _validate(self, choice: _ChoiceQueue, piece: Output) -> bool:
-        """Leaves of the piece what is new. Ends the request where the piece does not follow what came before."""
-        if piece.position != choice.position:
-            self._align(choice, piece)
-        if self.expected.logprobs and len(piece.logprobs) != len(piece.token_ids):
+    def _validate(self, choice: _ChoiceQueue, output: Output) -> bool:
+        """Drops what is not new of the output. Ends the request if the output does not follow what came before. Returns
+        False if nothing is to be delivered.
+        """
+        if output.position != choice.position:
+            self._align(choice, output)
+        if self.expected.logprobs and len(output.logprobs) != len(output.token_ids):
             self.fail(internal())
-        if choice.position + len(piece.token_ids) > self.expected.max_tokens:
+        if choice.position + len(output.token_ids) > self.expected.max_tokens:
             self.fail(internal())
-        if piece.token_ids and not (min(piece.token_ids) >= 0 and max(piece.token_ids) < self.expected.vocabulary):
+        if output.token_ids and not (min(output.token_ids) >= 0 and max(output.token_ids) < self.expected.vocabulary):
             self.fail(internal())  # a text would just lack it
         return self._end is None
 
-    def _align(self, choice: _ChoiceQueue, piece: Output) -> None:
-        if piece.position < choice.position:
-            piece.drop(choice.position - piece.position)
-        elif piece.token_ids:
-            self.fail_over(f"tokens before position {piece.position} are missing")
+    def _align(self, choice: _ChoiceQueue, output: Output) -> None:
+        if output.position < choice.position:
+            output.drop(choice.position - output.position)
+        elif output.token_ids:
+            self.fail_over(f"tokens before position {output.position} are missing")
 
-    def _add_prompt_logprobs(self, piece: Output) -> None:
-        """Takes what the piece says of the prompt, whichever choice it is of; all must be said before any token."""
-        follows = not piece.prompt_logprobs or self._prompt.add(piece.prompt_position, piece.prompt_logprobs)
-        begins = bool(piece.token_ids) or piece.finish_reason is not None
+    def _add_prompt_logprobs(self, output: Output) -> None:
+        """Collects the prompt's log-probabilities, with whichever choice they come; all must come before any token."""
+        follows = not output.prompt_logprobs or self._prompt.add(output.prompt_position, output.prompt_logprobs)
+        begins = bool(output.token_ids) or output.finish_reason is not None
         if not follows or (begins and self._prompt.missing):
             self.fail_over("log-probabilities of the prompt are missing")
 
-    def _try_sink(self, sink: Callable[[Output], bool], piece: Output) -> bool:
-        """Whether the piece was taken. While the reader waits nothing is unread, so the order stays what it is."""
+    def _try_sink(self, sink: Callable[[Output], bool], output: Output) -> bool:
+        """Returns whether the sink has processed it. While the reader waits nothing is unread, so the order is kept."""
         if self._waiter is None or self._waiter.done():
             return False
         try:
-            return sink(piece)
+            return sink(output)
         except Exception:
             log.exception("request %s failed", self.request_id)
             self.fail(internal())
             return True
 
-    def _queue(self, choice: _ChoiceQueue, piece: Output) -> None:
+    def _queue(self, choice: _ChoiceQueue, output: Output) -> None:
         if choice.unread is not None:
-            choice.unread.extend(piece)
+            choice.unread.extend(output)
         else:
-            piece.cached_tokens = self._cached_tokens
-            choice.unread = piece
+            output.cached_tokens = self._cached_tokens
+            choice.unread = output
             self._ready.append(choice)
             if len(self._ready) == 1:
                 self._unread_since = self._loop.time()
                 self._timer = self._timer or self._loop.call_later(self._slow_client_timeout, self._check_reader)
-        if piece.finish_reason is not None:
+        if output.finish_reason is not None:
             self._close_choice(choice)
         self._wake()
 
@@ -426,12 +424,12 @@ class OutputStream:
 
     def _pop(self) -> Output:
         choice = self._ready.popleft()
-        piece, choice.unread = choice.unread, None
-        assert piece is not None  # what makes a choice ready
+        output, choice.unread = choice.unread, None
+        assert output is not None  # what makes a choice ready
         if self._ready:
             self._unread_since = self._loop.time()
-        piece.prompt_logprobs = self._prompt.take()
-        return piece
+        output.prompt_logprobs = self._prompt.take()
+        return output
 
     def _finish(self, end: Output | EngineLost | EngineFull) -> None:
         self._end = end
@@ -443,7 +441,7 @@ class OutputStream:
             self._timer.cancel()
 
     def _check_reader(self) -> None:
-        # One timer a period, not one a token: it is set again for what remains when the reader has been here.
+        # One timer a period, not one a token: it is set again for what remains if the reader has read meanwhile.
         self._timer = None
         if not self._ready:
             return

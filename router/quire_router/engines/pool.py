@@ -1,4 +1,6 @@
-"""All engines: finds them, keeps a link to each, and says who can run what. Which one does is placement's choice."""
+"""``EnginePool``: discovers the engines, keeps a connection to each, and knows which can run which model. Placement
+chooses among them.
+"""
 
 import asyncio
 import logging
@@ -19,15 +21,13 @@ from quire_router.core import metrics
 from quire_router.core.retry import CpuThrottle, supervise
 from quire_router.discovery.base import Discovery, Endpoint
 from quire_router.engines.connection import EngineConnection, ReconnectLimiter
-from quire_router.engines.load import ASSUMED_BLOCK_SIZE, ROOM_SECONDS, EngineLoad, LedgerEntry, LoadLedger
+from quire_router.engines.load import ASSUMED_BLOCK_SIZE, CAPACITY_SECONDS, EngineLoad, LedgerEntry, LoadLedger
 from quire_router.engines.output_stream import EngineLost, OutputStream, max_sequences
 from quire_router.engines.settings import ConnectionSettings, ServedModelLimits
 from quire_router.placement.engine_table import EngineTable, Rows
 from quire_router.placement.prefix_index import BlockNamespace
 
 log = logging.getLogger(__name__)
-
-# Which of an engine's names this router believes, and why an engine gets no requests. Does no I/O but log.
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class ModelIdentity:
         return cls(folder, digest, folder_config_digest(folder), size if type(size) is int and size > 0 else 0)
 
     def difference(self, description: engine_pb2.DescribeResponse) -> str:
-        """What an engine has another of; empty where it has the same, as far as both tell."""
+        """Returns what an engine has another of; empty if it has the same, as far as both are known."""
         if description.tokenizer_digest and description.tokenizer_digest != self.digest:
             return "another tokenizer"
         if self.size and description.vocab_size and description.vocab_size != self.size:
@@ -71,15 +71,15 @@ class ModelMatcher:
 
     def matching_names(self, address: str, description: engine_pb2.DescribeResponse) -> frozenset[str]:
         """The names under which the engine at ``address`` gets requests. Logs when that is none that are configured."""
-        told = description.served_model_names
-        if not any(model in told for model in self._models):
+        names = description.served_model_names
+        if not any(model in names for model in self._models):
             log.warning(
                 "engine %s serves %s, which this router does not (it serves %s): it gets no requests",
                 address,
-                _quoted(told),
+                _quoted(names),
                 _quoted(self._models),
             )
-        return frozenset(name for name in told if self._matches(address, name, description))
+        return frozenset(name for name in names if self._matches(address, name, description))
 
     def _matches(self, address: str, name: str, description: engine_pb2.DescribeResponse) -> bool:
         own = self._vocabularies.get(name)
@@ -101,19 +101,16 @@ def _quoted(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names) or "nothing"
 
 
-# One engine as the router sees it: its link, and its account of what is in flight there.
-
-
 class Engine:
-    """Known from when it is found until it has left and its last request ended. ``served`` says which of its names
-    are believed.
+    """One engine, with its connection and its load: from its discovery until it left the fleet and its last request
+    ended. ``served`` decides under which of its names it gets requests.
     """
 
-    def __init__(self, link: EngineConnection, account: EngineLoad, served: ModelMatcher | None = None) -> None:
-        self.connection = link
-        self.load = account
+    def __init__(self, connection: EngineConnection, load: EngineLoad, served: ModelMatcher | None = None) -> None:
+        self.connection = connection
+        self.load = load
         self._model_matcher = served
-        self.endpoint = Endpoint(link.address)
+        self.endpoint = Endpoint(connection.address)
         self.retired = False
         self._description: engine_pb2.DescribeResponse | None = None
         self._models: frozenset[str] = frozenset()
@@ -126,7 +123,7 @@ class Engine:
 
     @property
     def row(self) -> int:
-        """Where it stands in the table."""
+        """Its row of the table."""
         return self.load.row
 
     @property
@@ -136,18 +133,18 @@ class Engine:
 
     @property
     def models(self) -> frozenset[str]:
-        """The names under which it serves its model; engines that are away keep their word."""
+        """The names under which it serves its model, also while it is not connected."""
         self._refresh()
         return self._models
 
     @property
     def namespace(self) -> BlockNamespace | None:
-        """Which names its blocks have; None until it has said what it is."""
+        """The namespace of its block hashes; None until it has described itself."""
         self._refresh()
         return self._namespace
 
     def update(self, endpoint: Endpoint) -> None:
-        """What discovery says of it now. One that was not ready and is has just begun to listen."""
+        """Takes over what discovery reports. One that has become ready is connected at once."""
         if endpoint.ready and not self.endpoint.ready:
             self.connection.retry_now()
         self.endpoint = endpoint
@@ -162,15 +159,17 @@ class Engine:
         if description is None or description is self._description:
             return
         self._description = description
-        told = frozenset(description.served_model_names)
-        self._models = told if self._model_matcher is None else self._model_matcher.matching_names(self.id, description)
+        names = frozenset(description.served_model_names)
+        self._models = (
+            names if self._model_matcher is None else self._model_matcher.matching_names(self.id, description)
+        )
         self._namespace = BlockNamespace(description.model_revision, description.block_size or ASSUMED_BLOCK_SIZE)
         self.load.describe(description)
 
 
 class Dispatch:
-    """One attempt of a request at one engine. Entering submits it and counts it with ``begin``; leaving, by whatever
-    way, gives the count back, cancels what has not ended and calls ``on_release``.
+    """One attempt of a request at one engine. Entering submits it and counts it with ``begin``; leaving, on every
+    path, ends the count, cancels what has not ended and calls ``on_release``.
 
     Entering raises what ``EngineConnection.submit`` raises, and then nothing is counted.
     """
@@ -205,48 +204,45 @@ class Dispatch:
         self._on_release(self._engine)
 
 
-# Whether engines have room for one more request: for anybody's, and for one that leaves room to others.
-
-
 _KEPT_PART = 4
-"""One engine in so many is kept clear. In the fleet simulator, one in two hardly helps those any more whom it is kept
-for, and makes whom it is kept from wait several times as long.
+"""One engine in so many is kept mostly idle, for tenants who use less than their share. In the fleet simulator, one in
+two hardly helps them more, and makes the others wait several times as long.
 """
 
 
-def has_room(accounts: Sequence[EngineLoad]) -> bool:
-    """Whether some engine could begin with a request soon."""
-    return any(account.has_capacity for account in accounts)
+def any_has_capacity(loads: Sequence[EngineLoad]) -> bool:
+    """Whether an engine could start a request soon."""
+    return any(load.has_capacity for load in loads)
 
 
-def has_spare_room(accounts: Sequence[EngineLoad]) -> bool:
-    """Whether an engine would have next to no prompts before a request, and a quarter of them none even after it."""
-    return sum(account.is_mostly_idle for account in accounts) > len(accounts) // _KEPT_PART
+def has_spare_capacity(loads: Sequence[EngineLoad]) -> bool:
+    """Whether an engine is mostly idle, and a quarter of all engines would be so with one more request."""
+    return sum(load.is_mostly_idle for load in loads) > len(loads) // _KEPT_PART
 
 
 class EngineKvListener(Protocol):
-    """Hears of every change of every engine's prefix cache."""
+    """Is called with every change of every engine's prefix cache."""
 
     def __call__(self, engine_id: str, change: engine_pb2.Snapshot | engine_pb2.KvEvent, /) -> None:
-        """A snapshot replaces all that was said before; an empty one says that nothing is known any more."""
+        """A snapshot replaces all that was known; an empty one means that nothing is known any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """The engines that can run a model now, their accounts and their rows."""
+    """The engines that can run a model now, with their loads and their rows of the table."""
 
     engines: tuple[Engine, ...]
-    accounts: tuple[EngineLoad, ...]
+    loads: tuple[EngineLoad, ...]
     rows: Rows
 
 
 class EnginePool:
     """The engines of one router. ``models`` are the names that requests can ask for.
 
-    An engine has room while it runs fewer requests than it can at once and its prompts take less than ``room_seconds``
-    to compute; ``on_room`` is called when that may have come to be so of one. ``table`` has a row for each engine that
-    is known, with the load of all routers that ``ledger`` knows of. ``assumed`` are limits of models of which no engine
-    has told any. Engines whose tokens are not those of ``vocabularies`` do not serve the model.
+    An engine has capacity while it runs fewer requests than it can at once and its prompts take less than
+    ``capacity_seconds`` to compute; ``on_capacity`` is called when one may have got some. ``table`` has a row for each
+    known engine, with the load of all routers that ``ledger`` knows of. ``assumed`` are the limits of models until an
+    engine reports some. Engines whose tokens are not those of ``vocabularies`` do not serve the model.
     """
 
     def __init__(
@@ -256,15 +252,15 @@ class EnginePool:
         settings: ConnectionSettings | None = None,
         *,
         on_kv_event: EngineKvListener | None = None,
-        on_room: Callable[[], None] = lambda: None,
-        room_seconds: float = ROOM_SECONDS,
+        on_capacity: Callable[[], None] = lambda: None,
+        capacity_seconds: float = CAPACITY_SECONDS,
         table: EngineTable | None = None,
         assumed: Mapping[str, ServedModelLimits] | None = None,
         vocabularies: Mapping[str, ModelIdentity] | None = None,
     ) -> None:
         self.table = EngineTable() if table is None else table
-        self.on_room = on_room
-        self.ledger = LoadLedger(self.table, room_seconds=room_seconds, on_room=self._notify_capacity)
+        self.on_capacity = on_capacity
+        self.ledger = LoadLedger(self.table, capacity_seconds=capacity_seconds, on_capacity=self._notify_capacity)
         self._discovery = discovery
         self._settings = settings or ConnectionSettings()
         self._models = tuple(models)
@@ -282,12 +278,12 @@ class EnginePool:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Begins to find and to connect engines; never waits for one."""
+        """Starts to discover and to connect engines; never waits for one."""
         self._discovery_task = supervise("engine discovery", self._watch_discovery)
-        self._on_change()  # that there is none yet is to be told too
+        self._on_change()  # the metrics are to show that there is none yet
 
     async def close(self) -> None:
-        """Closes every link; what is in flight there is given back with ``EngineLost``."""
+        """Closes every connection; what is in flight there ends with ``EngineLost``."""
         if self._discovery_task is not None:
             await self._discovery_task.stop()
         engines = list(self._engines.values())
@@ -313,34 +309,34 @@ class EnginePool:
         return len(self._candidates(model).engines)
 
     def namespace(self, row: int) -> BlockNamespace:
-        """The names that blocks have on one of the engines of ``rows``."""
+        """Returns the namespace of the block hashes of one of the engines of ``rows``."""
         namespace = self._by_row[row].namespace
         assert namespace is not None, "it has not said what it is"
         return namespace
 
     def zone(self, engine_id: str) -> str | None:
-        """Where the engine's node is, as discovery tells it; None where that is not known, or the engine is not."""
+        """Returns the zone of the engine's node, as discovery reports it; None if it or the engine is unknown."""
         engine = self._engines.get(engine_id)
         return None if engine is None else engine.endpoint.zone
 
     def has_capacity(self, model: str) -> bool:
-        """Whether some engine could begin with a request for the model soon."""
-        return has_room(self._candidates(model).accounts)
+        """Whether an engine could start a request for the model soon."""
+        return any_has_capacity(self._candidates(model).loads)
 
     def has_spare_capacity(self, model: str) -> bool:
-        """Whether so many engines have next to no prompts to compute that one more request is in nobody's way."""
-        return has_spare_room(self._candidates(model).accounts)
+        """Whether so many engines are mostly idle that one more request delays no other."""
+        return has_spare_capacity(self._candidates(model).loads)
 
     def limits(self, model: str) -> ServedModelLimits | None:
-        """The model's limits as engines told them, also after they went away. While none has told they are those that
-        are ``assumed``, or None.
+        """Returns the model's limits as engines reported them, also after these are gone; until then those ``assumed``,
+        or None.
         """
         if model in self._stale_limits:
             self._update_limits(model)
         return self._limits.get(model)
 
     async def wait_ready(self, timeout: float, model: str | None = None) -> bool:  # noqa: ASYNC109 - the answer is a bool
-        """Waits until an engine can run ``model`` (every configured model, without one); whether it came to that."""
+        """Waits until an engine can run ``model``, or each configured model if it is None. Returns False on timeout."""
         try:
             async with asyncio.timeout(timeout):
                 while not self._all_ready(model):
@@ -352,8 +348,8 @@ class EnginePool:
     # What runs
 
     def dispatch(self, engine_id: str, message: engine_pb2.Submit, *, pending_tokens: int) -> Dispatch:
-        """An attempt at one of the engines in ``rows``, where ``pending_tokens`` of the prompt are not cached. Raises
-        ``EngineLost`` when the engine is not known any more.
+        """Returns the dispatch of a request to one of the engines in ``rows``; ``pending_tokens`` of its prompt are not
+        cached there. Raises ``EngineLost`` if the engine is not known any more.
         """
         engine = self._engines.get(engine_id)
         if engine is None:
@@ -367,20 +363,20 @@ class EnginePool:
         self._notify_capacity()
 
     def _notify_capacity(self) -> None:
-        self.on_room()
+        self.on_capacity()
 
     # Engines come and go
 
     def _candidates(self, model: str) -> _Candidates:
-        able = self._candidates_by_model.get(model)
-        if able is None:
+        candidates = self._candidates_by_model.get(model)
+        if candidates is None:
             engines = tuple(engine for engine in self._engines.values() if engine.can_run(model))
             rows = np.array([engine.row for engine in engines], dtype=np.intp)
             rows.flags.writeable = False
-            able = _Candidates(engines, tuple(engine.load for engine in engines), rows)
-            if model in self._models:  # whatever else is asked for is not kept: anybody can make up names
-                self._candidates_by_model[model] = able
-        return able
+            candidates = _Candidates(engines, tuple(engine.load for engine in engines), rows)
+            if model in self._models:  # others are not cached: a client can ask for any name
+                self._candidates_by_model[model] = candidates
+        return candidates
 
     def _all_ready(self, model: str | None) -> bool:
         return all(self.ready(name) for name in ((model,) if model is not None else self._models))
@@ -408,32 +404,30 @@ class EnginePool:
             engine.update(endpoint)
 
     def _connect(self, address: str) -> None:
-        account = self.ledger.add(address)
-        link = EngineConnection(
+        load = self.ledger.add(address)
+        connection = EngineConnection(
             address,
             self._settings,
             on_change=self._on_change,
-            on_kv_event=None if self.on_kv_event is None else partial(self._on_kv_event, address, account),
-            on_load=account.report,
-            on_lost=partial(self._clear_reported, address, account),
+            on_kv_event=None if self.on_kv_event is None else partial(self._on_kv_event, address, load),
+            on_load=load.report,
+            on_lost=partial(self._clear_reported, address, load),
             reconnect_limiter=self._reconnect_limiter,
         )
-        self._engines[address] = self._by_row[account.row] = Engine(link, account, self._model_matcher)
-        link.start()
+        self._engines[address] = self._by_row[load.row] = Engine(connection, load, self._model_matcher)
+        connection.start()
 
-    def _on_kv_event(
-        self, engine_id: str, account: EngineLoad, change: engine_pb2.Snapshot | engine_pb2.KvEvent
-    ) -> None:
-        if self.on_kv_event is not None and not account.closed:
+    def _on_kv_event(self, engine_id: str, load: EngineLoad, change: engine_pb2.Snapshot | engine_pb2.KvEvent) -> None:
+        if self.on_kv_event is not None and not load.closed:
             self.on_kv_event(engine_id, change)
 
-    def _clear_reported(self, engine_id: str, account: EngineLoad) -> None:
-        """Nothing that the engine said is true any more."""
-        account.report(engine_pb2.Load())
-        self._on_kv_event(engine_id, account, engine_pb2.Snapshot())
+    def _clear_reported(self, engine_id: str, load: EngineLoad) -> None:
+        """Forgets the load and the cache contents that the engine reported."""
+        load.report(engine_pb2.Load())
+        self._on_kv_event(engine_id, load, engine_pb2.Snapshot())
 
     def _remove_if_idle(self, engine: Engine) -> None:
-        """Lets go of an engine that left, once its last request has ended."""
+        """Removes an engine that left the fleet, once its last request has ended."""
         if not engine.retired or engine.in_flight or self._engines.get(engine.id) is not engine:
             return
         self._clear_reported(engine.id, engine.load)
@@ -445,8 +439,8 @@ class EnginePool:
         task.add_done_callback(self._closing.discard)
 
     def _on_change(self) -> None:
-        """Who can run what is looked at again by the next who asks; that it changed is told at a pace, because links
-        of a large fleet can have much to tell.
+        """Drops what was cached of who can run what. Waiting requests and metrics are notified through a throttle,
+        because the connections of a large fleet change often.
         """
         self._candidates_by_model.clear()
         self._stale_limits.update(self._models)
@@ -456,7 +450,7 @@ class EnginePool:
         for model in self._models:
             self._update_limits(model)
             metrics.ENGINES_READY.labels(model).set(self.ready(model))
-        # Whoever waits looks again; a fresh event makes the next wait wait.
+        # All that wait check again; the next ones wait for a new event.
         self._changed.set()
         self._changed = asyncio.Event()
         self._notify_capacity()
@@ -478,7 +472,7 @@ class EnginePool:
 
 @contextmanager
 def _log_and_continue(engine_id: str) -> Iterator[None]:
-    """What goes wrong with one engine is no reason not to find the others."""
+    """Logs an error of one engine, so that the others are still discovered."""
     try:
         yield
     except Exception:

@@ -13,7 +13,7 @@ from quire_engine.simulation.config import SimulatedEngineConfig
 from quire_engine.simulation.simulator import NANOSECONDS
 
 from quire_router.admission.queue import QueueSettings
-from quire_router.engines.load import ROOM_SECONDS
+from quire_router.engines.load import CAPACITY_SECONDS
 from quire_router.engines.load_sharing import LoadSharingSettings
 from quire_router.placement.query import PlacementSettings, PolicyName
 from quire_router.simulation.simulated_fleet import FleetShape
@@ -76,7 +76,7 @@ class FleetSettings(SimulatedEngineConfig):
     event_delay: Seconds = Field(default=0.01, description="Seconds until a router knows what an engine caches.")
     admission: bool = Field(default=True, description="Let requests wait at the router while no engine has room.")
     room_seconds: float = Field(
-        default=ROOM_SECONDS, gt=0, description="Seconds of prompts to compute with which an engine still has room."
+        default=CAPACITY_SECONDS, gt=0, description="Seconds of prompts to compute with which an engine still has room."
     )
     max_tokens: Count = Field(default=1024, description="Tokens that every request allows its output to have.")
 

@@ -19,7 +19,7 @@ from quire_router.core.generation import GenerationRequest
 from quire_router.core.retry import PublishRate
 from quire_router.engines.load import LedgerEntry, LoadLedger
 from quire_router.engines.load_messages import LoadMessage, SpeculativeBlocks
-from quire_router.engines.pool import has_room, has_spare_room
+from quire_router.engines.pool import any_has_capacity, has_spare_capacity
 from quire_router.placement.engine_table import EngineTable
 from quire_router.placement.placer import Placer
 from quire_router.placement.prefix_index import BlockNamespace, PrefixIndex, Tier
@@ -98,7 +98,7 @@ class SimulatedRouter:
         self._now = 0
         table = EngineTable()
         namespace = BlockNamespace(engine.description.model_revision, engine.description.block_size)
-        self._ledger = LoadLedger(table, room_seconds=room_seconds, clock=self._seconds)
+        self._ledger = LoadLedger(table, capacity_seconds=room_seconds, clock=self._seconds)
         self._accounts = [self._ledger.add(str(index)) for index in range(len(engines))]
         for account in self._accounts:
             account.describe(engine.description)
@@ -117,12 +117,12 @@ class SimulatedRouter:
     @property
     def has_capacity(self) -> bool:
         """As ``EnginePool.has_capacity``."""
-        return has_room(self._accounts)
+        return any_has_capacity(self._accounts)
 
     @property
     def has_spare_capacity(self) -> bool:
         """As ``EnginePool.has_spare_capacity``."""
-        return has_spare_room(self._accounts)
+        return has_spare_capacity(self._accounts)
 
     @property
     def in_flight(self) -> int:

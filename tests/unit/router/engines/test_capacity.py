@@ -7,15 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import engine_pb2
 from quire_router.engines.load import EngineLoad, LoadLedger
-from quire_router.engines.pool import has_room, has_spare_room
+from quire_router.engines.pool import any_has_capacity, has_spare_capacity
 from quire_router.placement.engine_table import EngineTable
 
-ROOM = 100  # tokens, of which each takes a second
+CAPACITY = 100  # tokens, of which each takes a second
 SEQUENCES = 4
 
 
-def engines(pending: Sequence[int], on_room: Callable[[], None] = lambda: None) -> tuple[LoadLedger, list[EngineLoad]]:
-    ledger = LoadLedger(EngineTable(), room_seconds=ROOM, on_room=on_room)
+def engines(
+    pending: Sequence[int], on_capacity: Callable[[], None] = lambda: None
+) -> tuple[LoadLedger, list[EngineLoad]]:
+    ledger = LoadLedger(EngineTable(), capacity_seconds=CAPACITY, on_capacity=on_capacity)
     accounts = [ledger.add(f"e{number}:1") for number in range(len(pending))]
     for number, (account, tokens) in enumerate(zip(accounts, pending, strict=True)):
         account.describe(engine_pb2.DescribeResponse(max_num_seqs=SEQUENCES))
@@ -28,16 +30,16 @@ def engines(pending: Sequence[int], on_room: Callable[[], None] = lambda: None) 
 @given(st.lists(st.sampled_from([0, 1, 4, 5, 99, 100, 500]), max_size=12))
 def test_room_is_where_there_is_little_to_compute_and_to_spare_where_a_quarter_stays_clear(pending: list[int]) -> None:
     _, accounts = engines(pending)
-    assert has_room(accounts) == any(tokens < ROOM for tokens in pending)
-    assert has_spare_room(accounts) == (sum(tokens < ROOM / 20 for tokens in pending) - 1 >= len(pending) // 4)
+    assert any_has_capacity(accounts) == any(tokens < CAPACITY for tokens in pending)
+    assert has_spare_capacity(accounts) == (sum(tokens < CAPACITY / 20 for tokens in pending) - 1 >= len(pending) // 4)
 
 
 def test_an_engine_that_runs_as_much_as_it_can_has_no_room_to_spare() -> None:
     ledger, accounts = engines([0])
     for _ in range(SEQUENCES):
-        assert has_spare_room(accounts)
+        assert has_spare_capacity(accounts)
         ledger.begin("e0:1", pending_tokens=1).on_first_output()
-    assert not has_spare_room(accounts)
+    assert not has_spare_capacity(accounts)
 
 
 @pytest.mark.parametrize("tokens", [50, 150])
@@ -45,7 +47,7 @@ def test_whoever_waits_is_told_when_an_engine_is_clear_though_it_had_room_before
     told: list[None] = []
     ledger, accounts = engines([0], lambda: told.append(None))
     request = ledger.begin("e0:1", pending_tokens=tokens)
-    assert (accounts[0].has_capacity, accounts[0].is_mostly_idle) == (tokens < ROOM, False)
+    assert (accounts[0].has_capacity, accounts[0].is_mostly_idle) == (tokens < CAPACITY, False)
     told.clear()
     request.on_first_output()
     assert (told, accounts[0].is_mostly_idle) == ([None], True)

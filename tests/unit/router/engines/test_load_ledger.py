@@ -151,11 +151,13 @@ TestRecount.settings = settings(max_examples=60, stateful_step_count=30, deadlin
 class OneEngine:
     """A ledger of one engine, and a clock that the test turns."""
 
-    def __init__(self, room_seconds: float = 2.0) -> None:
+    def __init__(self, capacity_seconds: float = 2.0) -> None:
         self.now = 0.0
         self.table = EngineTable()
         self.rooms = 0
-        self.ledger = LoadLedger(self.table, room_seconds=room_seconds, on_room=self.count, clock=lambda: self.now)
+        self.ledger = LoadLedger(
+            self.table, capacity_seconds=capacity_seconds, on_capacity=self.count, clock=lambda: self.now
+        )
         self.account = self.ledger.add("e:1")
 
     def count(self) -> None:
@@ -288,7 +290,7 @@ def test_shares_that_come_back_late_out_of_order_or_never_are_timed_by_the_first
 @pytest.mark.parametrize(("pending_tokens", "has_room"), [(6, True), (7, False)])
 def test_each_step_takes_its_own_time_of_the_seconds_that_are_room(pending_tokens: int, has_room: bool) -> None:
     """With steps of 10 tokens and 0.5 s of their own a token takes 0.3 s."""
-    place = OneEngine(room_seconds=2.0)
+    place = OneEngine(capacity_seconds=2.0)
     place.account.describe(engine_pb2.DescribeResponse(max_num_batched_tokens=10))
     place.account.report(engine_pb2.Load(pace=engine_pb2.Pace(step_seconds=0.5, token_seconds=0.25)))
     place.ledger.begin("e:1", pending_tokens=pending_tokens)

@@ -168,7 +168,7 @@ async def test_room_is_where_requests_end_and_prompts_are_computed() -> None:
         assert not fleet.has_capacity("m")
         await all_ready(fleet, 1)
         told: list[bool] = []
-        fleet.on_room = lambda: told.append(fleet.has_capacity("m"))
+        fleet.on_capacity = lambda: told.append(fleet.has_capacity("m"))
         engine.send(load=load(pace=engine_pb2.Pace(token_seconds=1)))
         await until(lambda: fleet.table.token_seconds[fleet.rows("m")[0]] == 1)
         with fleet.dispatch(engine.address, submit("a"), pending_tokens=2):
