@@ -1,4 +1,6 @@
-"""Why a request is not admitted: the words that clients, metrics and documents share."""
+"""Why a request is not admitted, in the words that clients, metrics and documents share; and the error of a router that
+shuts down.
+"""
 
 from enum import StrEnum
 
@@ -24,13 +26,10 @@ class RefusalReason(StrEnum):
     MODEL = "model"
 
 
-# What everybody is told whom a router that is shutting down refuses or does not finish.
-
-
 RETRY_STOPPING = 5.0  # seconds: another replica, or the next start
 
 
 def shutting_down_error() -> QuireError:
-    """Whoever asks now has to ask another router."""
+    """Returns the error of requests that a router refuses or does not finish because it shuts down."""
     message = "This router is shutting down."
     return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_STOPPING, reason=RefusalReason.STOPPING)

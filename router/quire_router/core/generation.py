@@ -111,12 +111,12 @@ class GenerationRequest:
 
 
 def _logprobs_per_token(most_probable: int | None) -> int:
-    """A token's own log-probability and those of the most probable tokens."""
+    """Returns how many a token has: its own and those of the most probable tokens."""
     return 0 if most_probable is None else 1 + most_probable
 
 
 def prompt_request_id(request_id: str, number: int) -> str:
-    """The id of another prompt's generation, after the first; no request's own has ``CHUNK_TOKENS`` in it."""
+    """Returns the id of a prompt after the first; no request's own id has ``PROMPT_SEPARATOR`` in it."""
     return f"{request_id}{PROMPT_SEPARATOR}{number}"
 
 
@@ -130,20 +130,20 @@ class Usage:
 
 
 NO_USAGE = Usage(0, 0)
-"""Where nothing is known yet."""
+"""The usage of a request of which nothing is known yet."""
 
 
 @dataclass(slots=True)  # made for every token: a frozen one takes five times as long to make, but none is ever changed
 class Delta:
-    """The next piece of one choice of an answer. Choices are numbered from 0 and their pieces come in any order.
+    """What an answer adds to one choice. Choices are numbered from 0, and their deltas come in any order.
 
-    ``finish_reason`` is set in the last piece of a choice, and ``usage`` in the last piece of the answer, and only
+    ``finish_reason`` is set in the last delta of a choice, and ``usage`` in the last delta of the answer, and only
     there. ``token_ids`` may run ahead of ``text``: the text of an unfinished character, or of what may become a stop
     string, comes later. ``logprobs`` has one entry for each of ``token_ids`` where they were asked for.
-    ``prompt_logprobs`` are those of the prompt's tokens from the second on, all of them, in the answer's first piece.
-    ``score`` is a beam's, with its finish reason. What is ``told`` the client has had before: it only brings whoever
-    writes the answer to where the client stands. ``route`` says where the request runs and why, in the first piece of
-    an attempt, where the operator asked for that.
+    ``prompt_logprobs`` are those of the prompt's tokens from the second on, all of them, in the answer's first delta.
+    ``score`` is a beam's, with its finish reason. A ``replayed`` delta the client has received before: it only brings
+    the encoder of the answer to the client's cursor. ``route`` is where the request runs and why, in the first delta of
+    an attempt, if the operator asked for that.
     """
 
     text: str
@@ -160,8 +160,8 @@ class Delta:
 
 @dataclass(slots=True)
 class PromptGroup:
-    """One for all prompts of a request that run here. Its answer has ``begun`` once the client was told anything of it,
-    so that the client may come back for each of them. Once one ``failed`` for good nobody comes back for the others.
+    """What the prompts of one request share. The answer has ``begun`` once the client was sent any of it, so that it
+    may resume each of them; once one ``failed`` for good, none of the others is resumed.
     """
 
     begun: bool = False
@@ -169,11 +169,12 @@ class PromptGroup:
 
 
 class StreamCursor:
-    """For each choice how many of its tokens were told, and whether its end was; and whether the usage was.
+    """How far a client has received an answer: of each choice how many tokens, and whether its end; and whether the
+    usage.
 
     Written as ``17`` or ``17e`` for a choice, ``-`` for one that has not begun, with dots between choices, and ``u`` at
-    the end once the usage was told. Positions are tokens because they mean the same at every router: the pieces that
-    an answer comes in do not.
+    the end once the usage was sent. Positions are tokens because they mean the same at every router; the deltas of an
+    answer do not.
     """
 
     __slots__ = ("_delivered", "_ended", "_words", "usage")
@@ -186,52 +187,50 @@ class StreamCursor:
 
     @classmethod
     def parse(cls, text: str, choices: int) -> Self:
-        """The mark that was written as ``text``; an empty one is the beginning. Raises ``ValueError`` for what is no
-        mark of an answer of so many choices.
+        """Reads the cursor that was written as ``text``; an empty one is the beginning. Raises ``ValueError`` for what
+        is no cursor of an answer with so many choices.
         """
-        mark = cls(choices)
+        cursor = cls(choices)
         if not text:
-            return mark
+            return cursor
         words = text.removesuffix("u").split(".")
         if not _CURSOR.fullmatch(text) or len(words) != choices:
             raise ValueError("this is no place in the answer")
-        mark.usage = text.endswith("u")
+        cursor.usage = text.endswith("u")
         for index, word in enumerate(words):
             if word != "-":
-                mark._delivered[index] = int(word.removesuffix("e"))
-                mark._ended[index] = word.endswith("e")
-                mark._write(index)
-        return mark
+                cursor._delivered[index] = int(word.removesuffix("e"))
+                cursor._ended[index] = word.endswith("e")
+                cursor._write(index)
+        return cursor
 
     def __str__(self) -> str:
         return ".".join(self._words) + ("u" if self.usage else "")
 
     def position(self, index: int) -> int:
-        """How many tokens of a choice were told."""
+        """Returns how many tokens of a choice the client has."""
         return self._delivered[index] or 0
 
     def begun(self, index: int) -> bool:
-        """Whether anything of a choice was told, if only that it begins."""
+        """Whether the client has anything of a choice, if only its beginning."""
         return self._delivered[index] is not None
 
     def ended(self, index: int) -> bool:
-        """Whether the end of a choice was told."""
+        """Whether the client has the end of a choice."""
         return self._ended[index]
 
     def slice(self, first: int, choices: int) -> Self:
-        """Where the reader stands in so many choices from ``first`` on, as a mark of its own; of the usage it says
-        nothing.
-        """
+        """Returns the cursor of so many choices from ``first`` on, without the usage."""
         return self.parse(".".join(self._words[first : first + choices]), choices)
 
     def open(self, index: int) -> None:
-        """The choice's beginning was told."""
+        """Records that the beginning of a choice was sent."""
         if self._delivered[index] is None:
             self._delivered[index] = 0
             self._write(index)
 
     def advance(self, delta: Delta) -> None:
-        """A piece was told, but not the usage in it."""
+        """Records that a delta was sent, but not the usage in it."""
         index = delta.index
         self._delivered[index] = (self._delivered[index] or 0) + len(delta.token_ids)
         if delta.finish_reason is not None:
@@ -256,11 +255,12 @@ class DeltaSink(Protocol):
 
 
 class DirectPath:
-    """Between one answer's maker and its ``writer``, who may take part once it has written something.
+    """Leads deltas from where an engine's output arrives to the client's connection, without the generator; ``sink`` is
+    set once the response has begun.
 
-    A task switch and a chain of generators cost more than all that is done with a token. So a piece that comes while
-    the reader waits for it, and that ends nothing, is given to the writer where it comes up. Every other piece, every
-    end and every error goes the long way, through the generator, and so does everything while the writer is not open.
+    A task switch and a chain of generators cost more than all that is done with a token. So a delta that comes while
+    the reader waits for it, and that ends nothing, is written to the sink at once. Every other delta, every end and
+    every error is yielded by the generator, and so is everything while the sink is not open.
     """
 
     __slots__ = ("sink",)
@@ -270,10 +270,10 @@ class DirectPath:
 
 
 class DeltaStream(AsyncGenerator[Delta, None]):
-    """``answer`` as it is, and the ``shortcut`` that its reader may use."""
+    """The generator ``answer``, with the ``direct_path`` that its reader may open."""
 
-    def __init__(self, answer: AsyncGenerator[Delta, None], shortcut: DirectPath) -> None:
-        self.direct_path = shortcut
+    def __init__(self, answer: AsyncGenerator[Delta, None], direct_path: DirectPath) -> None:
+        self.direct_path = direct_path
         self._answer = answer
 
     def __anext__(self) -> Coroutine[Any, Any, Delta]:
@@ -294,18 +294,18 @@ class DeltaStream(AsyncGenerator[Delta, None]):
 
 
 class OwnedDeltaStream(DeltaStream):
-    """``answer``, which lets go of what it holds on every way out. Closing it before its first piece was asked for
-    calls ``let_go`` instead, because a generator that was never started runs none of its ends.
+    """A delta stream that owns resources before it is first read, which ``answer`` releases on every way out. If it is
+    closed before that, ``release`` is called instead, because a generator that was never started runs no ``finally``.
     """
 
     def __init__(
         self,
         answer: AsyncGenerator[Delta, None],
-        let_go: Callable[[], Awaitable[None]],
-        shortcut: DirectPath | None = None,
+        release: Callable[[], Awaitable[None]],
+        direct_path: DirectPath | None = None,
     ) -> None:
-        super().__init__(answer, shortcut or DirectPath())
-        self._release: Callable[[], Awaitable[None]] | None = let_go
+        super().__init__(answer, direct_path or DirectPath())
+        self._release: Callable[[], Awaitable[None]] | None = release
 
     def asend(self, value: None) -> Coroutine[Any, Any, Delta]:
         """See ``AsyncGenerator``."""
@@ -323,16 +323,16 @@ class OwnedDeltaStream(DeltaStream):
         await super().aclose()
 
     async def _release_once(self) -> None:
-        let_go, self._release = self._release, None
-        if let_go is not None:
-            await let_go()
+        release, self._release = self._release, None
+        if release is not None:
+            await release()
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseConsumer:
-    """``caller`` is the trace context that the request came with, ``shortcut`` the short way of its pieces, and
-    ``siblings`` the other prompts of the same answer. Who comes back for an earlier answer stands at ``mark``, and
-    waits until ``deadline``, in seconds since 1970.
+    """The consumer of a response: ``trace_context`` is the caller's, ``direct_path`` that of its deltas, and
+    ``prompt_group`` is shared with the other prompts of its request. One that resumes an earlier answer has a
+    ``cursor``, and waits until ``deadline``, in seconds since 1970.
     """
 
     trace_context: Context = field(default_factory=Context)
@@ -343,7 +343,7 @@ class ResponseConsumer:
 
     @property
     def seconds_left(self) -> float | None:
-        """How long the reader waits from now on; None without end."""
+        """Seconds until its deadline; None if it has none."""
         return None if self.deadline is None else max(0.0, self.deadline - time())
 
 

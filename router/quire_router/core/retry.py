@@ -1,4 +1,6 @@
-"""Exponential back-off with jitter. Does no I/O."""
+"""When something is done again: after a failure (``Backoff``, ``supervise``), after a change (``CpuThrottle``), or at a
+bounded rate (``PublishRate``).
+"""
 
 import asyncio
 import random
@@ -33,22 +35,21 @@ class Backoff:
         self._delay = self._first
 
 
-# What is done whenever something changes, and takes long in a large fleet.
-
-
 _PAUSE_RATIO = 20
 _MAX_PAUSE = 0.25  # seconds
 
 
 def pause_after(seconds: float) -> float:
-    """How long to rest after what took so many ``seconds`` of CPU, so that it takes a twentieth of the time, however
-    often there is a reason for it; a quarter of a second at most, as what changed has to be seen within one.
+    """Returns how long to pause after work that took so many ``seconds`` of CPU, so that it takes a twentieth of the
+    time, however often it is requested; a quarter of a second at most, as a change has to be seen within one.
     """
     return min(_PAUSE_RATIO * seconds, _MAX_PAUSE)
 
 
 class CpuThrottle:
-    """Calls ``function`` when it is asked to: at once where it has rested, else once for all who ask meanwhile."""
+    """Calls ``function`` on request: at once if its pause is over, else once after it for all requests until then. For
+    what is to be done whenever something changes, and takes long in a large fleet.
+    """
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
@@ -56,7 +57,7 @@ class CpuThrottle:
         self._timer: asyncio.TimerHandle | None = None
 
     def request(self) -> None:
-        """There is a reason for it."""
+        """Requests a call."""
         if self._timer is not None:
             return
         if monotonic() >= self._ready_at:
@@ -65,7 +66,7 @@ class CpuThrottle:
             self._timer = asyncio.get_running_loop().call_later(self._ready_at - monotonic(), self.run_now)
 
     def run_now(self) -> None:
-        """Does it now, and for all who asked."""
+        """Calls the function now, for all requests so far."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -74,26 +75,21 @@ class CpuThrottle:
         self._ready_at = monotonic() + pause_after(thread_time() - began)
 
 
-# How often a router tells the others its share: at once after a quiet spell, and seldom enough on average. Has no
-# clock.
-
-
 BURST = 10
-"""Shares that may be told at once if none was told for as many intervals."""
+"""Messages that may be published at once if none was published for as many intervals."""
 
 ENGINES_PER_INTERVAL = 100
-"""Telling of so many engines is worth another interval: that is what takes time, here and at those who hear it."""
-
+"""A message with so many engines costs another interval: they are what takes time, here and at its receivers."""
 
 PEERS_PER_INTERVAL = 4
-"""With more peers than these the interval grows with their number: each of them hears all others, so that what one
-hears would grow with it, and what all hear with its square.
+"""With more peers than these the interval grows with their number: each receives the messages of all others, so that
+what one receives would grow with it, and what all receive with its square.
 """
 
 
 class PublishRate:
-    """On average a share is told every ``interval``, or less often where it is long or goes to many: the generic cell
-    rate algorithm (ITU-T I.371). Times are numbers of any one unit.
+    """When a router publishes its load: at once after a quiet time, and on average every ``interval``, or less often if
+    the message is long or has many receivers. The generic cell rate algorithm (ITU-T I.371). Times are in any one unit.
     """
 
     def __init__(self, interval: float) -> None:
@@ -101,16 +97,13 @@ class PublishRate:
         self._theoretical_arrival = 0.0
 
     def next_at(self, now: float) -> float:
-        """From when on the next may be told; what is not after ``now`` means at once."""
+        """Returns the earliest time of the next message; ``now`` if that is at once."""
         return max(now, self._theoretical_arrival - (BURST - 1) * self._interval)
 
     def on_published(self, now: float, engines: int, peers: int = 0) -> None:
-        """A share of so many ``engines`` was published now, for so many ``peers``."""
+        """Records that a message of so many ``engines`` was published, for so many ``peers``."""
         intervals = (1 + engines / ENGINES_PER_INTERVAL) * max(1.0, peers / PEERS_PER_INTERVAL)
         self._theoretical_arrival = max(self._theoretical_arrival, now) + self._interval * intervals
-
-
-# The router's tasks that live as long as it does. ``supervise`` is the only way to begin one.
 
 
 _vital: WeakSet[SupervisedTask] = WeakSet()
@@ -124,7 +117,8 @@ def supervise(
     vital: bool = True,
     settings: RestartSettings | None = None,
 ) -> SupervisedTask:
-    """Begins a task that runs ``work``, again whenever it fails, until it is stopped (see ``SupervisedTask``).
+    """Starts a task that runs ``work``, again whenever it fails, until it is stopped (see ``SupervisedTask``). All
+    tasks that live as long as the router are started here.
 
     ``kind`` is its label in ``quire_router_task_restarts_total``, one of a few words of the code; ``of`` tells tasks of
     one kind apart in the log. While a ``vital`` one keeps failing, ``failing_tasks`` names it and ``/live`` says no:
@@ -138,5 +132,5 @@ def supervise(
 
 
 def failing_tasks() -> list[str]:
-    """The vital tasks of this process that starting again did not mend."""
+    """Returns the names of the vital tasks of this process that keep failing."""
     return sorted(task.name for task in _vital if task.failing)
