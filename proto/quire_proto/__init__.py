@@ -1,9 +1,10 @@
-"""The rules that Quire's services must compute alike, beside the generated stubs in ``quire.v1``.
+"""What Quire's services share, beside the generated stubs in ``quire.v1``.
 
-One module a rule: ``errors`` (what a client can be told), ``sampling`` (how a token is drawn), ``hashing`` (names of
-KV blocks), ``telemetry`` (names of spans, attributes and metrics), ``tracing`` (how spans leave the process),
-``convert`` (protobuf to and from these types). ``errors``, ``sampling`` and ``hashing`` import nothing but the
-standard library.
+``errors`` (the errors that clients see), ``sampling`` (sampling parameters and their ranges), ``structured_output``
+(grammars of outputs), ``hashing`` (hashes of KV blocks), ``convert`` (protobuf to and from these types), ``telemetry``
+(names of spans, attributes and metrics), ``tracing`` (export of spans), ``text`` (tokenizers, chat templates and
+parsers of outputs), ``cli`` (settings and flags), ``tls`` and ``certificates``, ``supervise`` (tasks that are
+restarted). ``errors``, ``sampling`` and ``hashing`` need nothing but the standard library.
 """
 
 __version__ = "0.1.0"

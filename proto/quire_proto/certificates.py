@@ -1,5 +1,5 @@
-"""TLS on a gRPC server's port. The files are looked at again for every connection, so that certificates can be replaced
-while streams go on: those that are open keep what they were opened with.
+"""TLS credentials of a gRPC server. The files are read again for every connection, so that certificates can be replaced
+without a restart. Open connections keep the certificates that they were opened with.
 """
 
 import logging
@@ -13,58 +13,59 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Checked:
+class _Contents:
     identity: Identity
     client_ca: bytes | None
 
 
 class ReloadingServerCredentials:
-    """What a server shows of itself, and whom it believes. Raises ``TlsError`` where the files cannot be used.
+    """The server's certificate and key, and the authority of its clients. Raises ``TlsError`` if the files cannot be
+    used.
 
-    Where they cannot be used later, the server stays with the last ones that could, and says so once.
+    If replaced files cannot be used, the server keeps the last ones that could, and logs the problem once.
     """
 
     def __init__(self, files: ServerTls) -> None:
         self._files = files
-        self._seen, self._used = files.contents, _read(files)
+        self._read_contents, self._active = files.contents, _read(files)
         self._problem = ""
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For a port, also one of ``grpc.aio``."""
+        """The credentials for a port, also one of ``grpc.aio``."""
         return grpc.dynamic_ssl_server_credentials(
-            _configuration(self._used),
+            _configuration(self._active),
             self._refresh,  # type: ignore[arg-type]  # the library documents None, and its stubs do not know it
             self._files.client_ca is not None,
         )
 
     def _refresh(self) -> grpc.ServerCertificateConfiguration | None:
-        """What is new, for a connection that is about to begin; None for nothing. Called on threads of the library,
-        which would end the connection if this raised.
+        """The configuration of a new connection; None if it has not changed. Called on gRPC's threads, which would end
+        the connection if this raised.
         """
         try:
-            seen = self._files.contents
-            if seen == self._seen:  # also where they were refused: whoever knocks may not cost the checks each time
+            contents = self._files.contents
+            if contents == self._read_contents:  # also if rejected: checking them for every connection is too expensive
                 return None
-            self._seen = seen
-            self._used = _read(self._files)
+            self._read_contents = contents
+            self._active = _read(self._files)
         except TlsError as error:
-            self._tell(str(error))
+            self._log_problem(str(error))
             return None
         self._problem = ""
         log.info("new certificates are used from %s", self._files.identity.certificate)
-        return _configuration(self._used)
+        return _configuration(self._active)
 
-    def _tell(self, problem: str) -> None:
+    def _log_problem(self, problem: str) -> None:
         if problem != self._problem:
             self._problem = problem
             log.warning("%s: the certificates from before stay in use", problem)
 
 
-def _read(files: ServerTls) -> _Checked:
+def _read(files: ServerTls) -> _Contents:
     client_ca = None if files.client_ca is None else read_ca(files.client_ca)
-    return _Checked(read_cert_key(files.identity), client_ca)
+    return _Contents(read_cert_key(files.identity), client_ca)
 
 
-def _configuration(checked: _Checked) -> grpc.ServerCertificateConfiguration:
-    identity = checked.identity
-    return grpc.ssl_server_certificate_configuration([(identity.key, identity.chain)], checked.client_ca)
+def _configuration(contents: _Contents) -> grpc.ServerCertificateConfiguration:
+    identity = contents.identity
+    return grpc.ssl_server_certificate_configuration([(identity.key, identity.chain)], contents.client_ca)

@@ -1,4 +1,8 @@
-"""What the services' command lines share: flags as people read them, and variables that are nobody's."""
+"""The services' command lines: settings from flags and environment variables, with one-line errors and readable help.
+
+``CliSettings`` is the base of each command's settings, ``read_settings`` reads them, and ``reject_unknown_env`` rejects
+misspelt variables. ``FlagParser`` words the help and the errors of flags.
+"""
 
 import os
 import re
@@ -22,24 +26,100 @@ from pydantic_settings import (
 
 from quire_proto import __version__
 
+Settings = TypeVar("Settings", bound="CliSettings")
+EXIT_USAGE = 2
+"""The exit status for wrong settings, as command line tools have it."""
+
+
 # What Kubernetes gives a container for each Service of its namespace, as NAME_SERVICE_HOST or NAME_PORT_8000_TCP_ADDR.
 _SERVICE_LINK = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://.*")
 _KINDS = {"int": "N", "float": "NUMBER", "str": "TEXT", "Path": "PATH"}
 _Value = TypeVar("_Value", bound=str | None)
-_UNKNOWN = "unrecognized arguments: "  # as argparse begins what it says of them
+_UNKNOWN = "unrecognized arguments: "  # the beginning of argparse's message
 _DEFAULT = re.compile(r" \(default: (.*)\)$")
-# What a default is called that has no word of its own on a command line; what is nothing is not told.
+
+
+# Defaults that are shown in other words; empty ones are not shown.
 _WORDS = {"null": "", "[]": "", "True": "on", "False": "off"}
 
 
-class FlagParser(ArgumentParser):
-    """The root of a command line of pydantic-settings: says what a value is rather than which type holds it, and knows
-    ``--version``. Its ``add_argument`` is to be the source's ``add_argument_method``.
+class CliSettings(BaseSettings):
+    """The base of a command's settings. ``cli_prog_name`` is the command's full name, and its docstring the beginning
+    of the help. ``metavars`` and ``foreign_flags`` are described in ``FlagParser``.
+    """
 
-    ``metavars`` are what stands for a flag's value in its help, by the flag's name; other values are called by their
-    type. A default is told as one would write it, and one that is nothing is not told. A flag that does not exist ends
-    the process with one line, which says of one of other servers' (``foreign``) what there is instead.
+    model_config = SettingsConfigDict(
+        cli_kebab_case=True, cli_implicit_flags=True, cli_hide_none_type=True, protected_namespaces=()
+    )
+    metavars: ClassVar[Mapping[str, str]] = {}
+    foreign_flags: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags take precedence over variables; variables of Kubernetes' Services are ignored."""
+        del settings_cls, dotenv_settings, file_secret_settings
+        if isinstance(env_settings, EnvSettingsSource):
+            env_settings.env_vars = drop_kubernetes_service_vars(env_settings.env_vars)
+        return init_settings, env_settings
+
+
+def read_settings(kind: type[Settings], arguments: Sequence[str]) -> Settings:
+    """Reads the settings from ``arguments`` and the environment. If some are wrong, ends the process with a
+    line for each.
+    """
+    try:
+        source: CliSettingsSource[FlagParser] = CliSettingsSource(
+            kind,
+            add_argument_method=FlagParser.add_argument,
+            root_parser=FlagParser(_command(kind), kind.__doc__ or "", kind.metavars, kind.foreign_flags),
+        )
+        return CliApp.run(kind, cli_args=list(arguments), cli_settings_source=source)
+    except ValidationError as error:
+        _stop(kind, (_explain(problem["loc"], problem["msg"]) for problem in error.errors(include_url=False)))
+    except SettingsError as error:
+        _stop(kind, [str(error)])
+
+
+def reject_unknown_env(kind: type[CliSettings], others: Iterable[str] = ()) -> None:
+    """Ends the process if a variable begins with the settings' prefix but is neither a setting nor one of ``others``: a
+    misspelt setting would silently have no effect, such as one that restricts access.
+    """
+    known = (*kind.model_fields, *others)
+    if unknown := describe_unknown_env(kind.model_config.get("env_prefix", ""), known, os.environ):
+        _stop(kind, unknown)
+
+
+def _explain(location: tuple[int | str, ...], message: str) -> str:
+    text = message.removeprefix("Value error, ").replace(" after validation", "")
+    text = "needed, and not given" if text == "Field required" else text
+    return f"--{str(location[0]).replace('_', '-')}: {text}" if location else text
+
+
+def _stop(kind: type[CliSettings], problems: Iterable[str]) -> NoReturn:
+    program = _command(kind).partition(" ")[0]
+    sys.stderr.writelines(f"{program}: {problem}\n" for problem in problems)
+    raise SystemExit(EXIT_USAGE)
+
+
+def _command(kind: type[CliSettings]) -> str:
+    return kind.model_config.get("cli_prog_name") or kind.__name__
+
+
+class FlagParser(ArgumentParser):
+    """The root parser of a pydantic-settings command line, with readable help and ``--version``. Its ``add_argument``
+    is the source's ``add_argument_method``.
+
+    ``metavars`` are the placeholders of flags' values in the help, by flag; others are named by their type. Defaults
+    are shown as a user would write them, and empty ones are not shown. An unknown flag ends the process with one line;
+    ``foreign`` are flags of other servers, each with what to use instead.
     """
 
     def __init__(
@@ -59,37 +139,44 @@ class FlagParser(ArgumentParser):
         )
 
     def add_argument(self, *names: str, **options: Any) -> Action:
-        """As ``ArgumentParser`` does."""
+        """As ``ArgumentParser.add_argument``."""
         if "metavar" in options:
             options["metavar"] = self._metavars.get(names[0]) or _kind(options["metavar"])
         self._flags += names
-        options["help"] = _DEFAULT.sub(_tell_default, options.get("help") or "")
+        options["help"] = _DEFAULT.sub(_format_default, options.get("help") or "")
         return super().add_argument(*names, **options)
 
     def error(self, message: str) -> NoReturn:
-        """Ends with a line, without the usage, in which tens of flags would hide it."""
+        """Ends the process with one line, without the usage, whose many flags would hide it."""
         if message.startswith(_UNKNOWN):
-            flag = re.split(r"[ =]", message.removeprefix(_UNKNOWN))[0]  # its value is nobody's to read in a log
-            message = f"{flag} is no flag{self._instead(flag)}"
+            flag = re.split(r"[ =]", message.removeprefix(_UNKNOWN))[0]  # without its value, which may be secret
+            message = f"{flag} is no flag{self._suggest_flag(flag)}"
         self.exit(2, f"{self.prog}: {message}. {self.prog} --help tells them all.\n")
 
-    def _instead(self, flag: str) -> str:
+    def _suggest_flag(self, flag: str) -> str:
         if flag in self._foreign:
             return f"; {self._foreign[flag]}"
         close = get_close_matches(flag, self._flags, 1, cutoff=0.7)
         return f"; {close[0]} is one" if close else ""
 
 
-def _tell_default(told: re.Match[str]) -> str:
-    value = _WORDS.get(told[1], told[1])
+def _format_default(match: re.Match[str]) -> str:
+    value = _WORDS.get(match[1], match[1])
     if value.startswith("["):
         value = ", ".join(entry.strip("' ") for entry in value[1:-1].split(","))
     return f" (default: {value})" if value else ""
 
 
+def _kind(metavar: Any) -> Any:
+    """The placeholder for a type's name in pydantic-settings; that of ``list[str]`` is one of its entries."""
+    if not isinstance(metavar, str):
+        return metavar
+    return _KINDS.get(metavar.removeprefix("list[").removesuffix("]"), metavar)
+
+
 def drop_kubernetes_service_vars(environment: Mapping[str, _Value]) -> dict[str, _Value]:
-    """The variables without what Kubernetes says of its Services: a Service ``quire-engine`` gives every container a
-    ``QUIRE_ENGINE_PORT`` such as ``tcp://10.0.0.1:9000``, which is not meant as the port of an engine.
+    """The variables without those that Kubernetes sets for Services: a Service ``quire-engine`` gives every container a
+    ``QUIRE_ENGINE_PORT`` such as ``tcp://10.0.0.1:9000``, which is not the port setting of an engine.
     """
     return {
         name: value
@@ -100,106 +187,21 @@ def drop_kubernetes_service_vars(environment: Mapping[str, _Value]) -> dict[str,
 
 
 def describe_unknown_env(prefix: str, fields: Iterable[str], environment: Mapping[str, str]) -> list[str]:
-    """One sentence for each variable that begins with ``prefix`` and is the setting of no field."""
+    """One sentence for each variable that begins with ``prefix`` and is not the setting of a field."""
     known = {field.upper() for field in fields}
     wanted = {name: name.upper().removeprefix(prefix) for name in drop_kubernetes_service_vars(environment)}
     return [
-        f"{name} is no setting{_meant(prefix, field, known)}."
+        f"{name} is no setting{_suggest(prefix, field, known)}."
         for name, field in wanted.items()
         if name.upper() == prefix + field and field not in known
     ]
 
 
-def _meant(prefix: str, field: str, known: Iterable[str]) -> str:
+def _suggest(prefix: str, field: str, known: Iterable[str]) -> str:
     close = get_close_matches(field, known, 1, cutoff=0.7)
     return f"; {prefix}{close[0]} is one" if close else ""
-
-
-def _kind(metavar: Any) -> Any:
-    """The library's name of a type as a word; ``list[str]`` is one of its entries."""
-    if not isinstance(metavar, str):
-        return metavar
-    return _KINDS.get(metavar.removeprefix("list[").removesuffix("]"), metavar)
-
-
-# How the services' commands come by their settings: from flags and from variables.
-
-
-Settings = TypeVar("Settings", bound="CliSettings")
-EXIT_USAGE = 2
-"""The status of a process that ends because of its settings, as of command line tools."""
-
-
-class CliSettings(BaseSettings):
-    """The settings of a command, which ``cli_prog_name`` names in full. Its docstring is what the help begins with, and
-    ``metavars`` are what stands there for flags' values (see ``FlagParser``). ``foreign_flags`` are flags of other
-    servers that people try here, each with what there is instead.
-    """
-
-    model_config = SettingsConfigDict(
-        cli_kebab_case=True, cli_implicit_flags=True, cli_hide_none_type=True, protected_namespaces=()
-    )
-    metavars: ClassVar[Mapping[str, str]] = {}
-    foreign_flags: ClassVar[Mapping[str, str]] = {}
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags count more than variables, of which those of Kubernetes' Services are left out."""
-        del settings_cls, dotenv_settings, file_secret_settings
-        if isinstance(env_settings, EnvSettingsSource):
-            env_settings.env_vars = drop_kubernetes_service_vars(env_settings.env_vars)
-        return init_settings, env_settings
-
-
-def read_settings(kind: type[Settings], arguments: Sequence[str]) -> Settings:
-    """The settings from ``arguments`` and from the environment. Where they are wrong, the process ends with a line for
-    each that is.
-    """
-    try:
-        source: CliSettingsSource[FlagParser] = CliSettingsSource(
-            kind,
-            add_argument_method=FlagParser.add_argument,
-            root_parser=FlagParser(_command(kind), kind.__doc__ or "", kind.metavars, kind.foreign_flags),
-        )
-        return CliApp.run(kind, cli_args=list(arguments), cli_settings_source=source)
-    except ValidationError as error:
-        _stop(kind, (_explain(problem["loc"], problem["msg"]) for problem in error.errors(include_url=False)))
-    except SettingsError as error:
-        _stop(kind, [str(error)])
-
-
-def reject_unknown_env(kind: type[CliSettings], others: Iterable[str] = ()) -> None:
-    """Ends the process where a variable begins like a setting and is none, nor one of ``others``: it would leave
-    something as it is that somebody meant to change, such as who may use the service.
-    """
-    known = (*kind.model_fields, *others)
-    if unknown := describe_unknown_env(kind.model_config.get("env_prefix", ""), known, os.environ):
-        _stop(kind, unknown)
 
 
 def join_host_port(host: str, port: int) -> str:
     """``host:port``, or ``[host]:port`` for an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _explain(location: tuple[int | str, ...], message: str) -> str:
-    text = message.removeprefix("Value error, ").replace(" after validation", "")
-    text = "needed, and not given" if text == "Field required" else text
-    return f"--{str(location[0]).replace('_', '-')}: {text}" if location else text
-
-
-def _stop(kind: type[CliSettings], problems: Iterable[str]) -> NoReturn:
-    program = _command(kind).partition(" ")[0]
-    sys.stderr.writelines(f"{program}: {problem}\n" for problem in problems)
-    raise SystemExit(EXIT_USAGE)
-
-
-def _command(kind: type[CliSettings]) -> str:
-    return kind.model_config.get("cli_prog_name") or kind.__name__

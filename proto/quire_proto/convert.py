@@ -1,4 +1,4 @@
-"""Protobuf messages to and from the plain types of this package."""
+"""Conversion of this package's types to and from protobuf messages."""
 
 from quire.v1 import types_pb2 as pb
 
@@ -8,7 +8,7 @@ from quire_proto.structured_output import Structured, StructuredKind, choice
 
 
 def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
-    """Every field set that has a default, as ``Submit`` asks for."""
+    """The message with every field set that has a default, as ``Submit`` requires."""
     return pb.SamplingParams(
         stop_token_ids=params.stop_token_ids,
         logit_bias=dict(params.logit_bias),
@@ -22,7 +22,7 @@ def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
 
 
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
-    """Absent fields take the defaults of ``SamplingParams``. Raises ``QuireError`` where a value is out of range."""
+    """Absent fields get the defaults of ``SamplingParams``. Raises ``QuireError`` INVALID for a value out of range."""
     given = {field.name: value for field, value in message.ListFields() if field.name in _PLAIN}
     return SamplingParams(
         stop_token_ids=tuple(message.stop_token_ids),
@@ -50,7 +50,7 @@ def structured_to_proto(structured: Structured) -> pb.Structured:
 
 
 def structured_from_proto(message: pb.Structured) -> Structured:
-    """Raises ``QuireError`` as ``Structured`` does, and where no kind is set."""
+    """Raises ``QuireError`` as ``Structured`` does, and if no kind is set."""
     match message.WhichOneof("kind"):
         case "json_object" if message.json_object:
             return Structured(StructuredKind.JSON_OBJECT)
@@ -72,12 +72,12 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
 
 
 def logprobs_from_proto(message: pb.TokenLogprobs) -> TokenLogprobs:
-    """One position's log-probabilities; what lacks its other half is dropped."""
+    """One position's log-probabilities. Top ids without a log-probability, and the reverse, are dropped."""
     return TokenLogprobs(message.logprob, tuple(zip(message.top_token_ids, message.top_logprobs, strict=False)))
 
 
 def error_to_proto(error: QuireError) -> pb.Error:
-    """The error as it travels beside ``FINISH_REASON_ERROR``."""
+    """The error as a message, which is sent with ``FINISH_REASON_ERROR``."""
     return pb.Error(
         code=pb.ErrorCode.ValueType(error.code),
         message=error.message,
@@ -87,7 +87,7 @@ def error_to_proto(error: QuireError) -> pb.Error:
 
 
 def error_from_proto(message: pb.Error) -> QuireError:
-    """The error as it is raised on the receiving side; a code that this version does not know becomes INTERNAL."""
+    """The error of a message. A code that this version does not know becomes INTERNAL."""
     try:
         code = ErrorCode(message.code)
     except ValueError:
@@ -97,7 +97,7 @@ def error_from_proto(message: pb.Error) -> QuireError:
 
 
 def finish_to_proto(reason: FinishReason | None) -> pb.FinishReason.ValueType:
-    """UNSPECIFIED for an output that goes on."""
+    """UNSPECIFIED for an output that has not ended."""
     return pb.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_TO_PROTO[reason]
 
 

@@ -1,4 +1,4 @@
-"""The errors a client can see: one code each, with its HTTP and gRPC status."""
+"""The errors that clients see: one code each, with its HTTP and gRPC status."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -20,7 +20,7 @@ class ErrorCode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How a code looks from outside: HTTP status, name of the gRPC status, OpenAI's ``type``."""
+    """What clients get for a code: the HTTP status, the name of the gRPC status, and OpenAI's ``type``."""
 
     http: int
     grpc: str
@@ -41,11 +41,11 @@ STATUS = {
 
 
 class QuireError(Exception):
-    """An error that a client is told.
+    """An error that is sent to the client.
 
     ``message`` is one sentence without internals, ``param`` the REST name of the parameter at fault,
-    ``retry_after`` seconds after which the same request may succeed, and ``reason`` a word for programs where the code
-    alone does not say what to do, such as which limit was met.
+    ``retry_after`` the seconds after which the same request may succeed, and ``reason`` a word for programs, such as
+    which limit was exceeded, if the code alone does not say what to do.
     """
 
     def __init__(
@@ -66,22 +66,21 @@ class QuireError(Exception):
 
     @property
     def status(self) -> Status:
-        """How this error looks from outside."""
+        """The HTTP and gRPC status of this error."""
         return STATUS[self.code]
 
 
 def invalid(param: str, message: str) -> QuireError:
-    """The refusal of one parameter's value."""
+    """An INVALID error for the value of ``param``."""
     return QuireError(ErrorCode.INVALID, message, param=param)
 
 
 def internal() -> QuireError:
-    """A failure of ours, told without its inner reason; the log has that, under the request's id."""
+    """An INTERNAL error without its reason, which is in the log under the request's id."""
     return QuireError(ErrorCode.INTERNAL, "The request failed because of an error inside the service.")
 
 
-# The error of a model folder whose text side cannot be used.
-
-
 class TokenizerLoadError(ValueError):
-    """One sentence that names the file and the problem. It stops the router at start; clients never see it."""
+    """A model folder's tokenizer or chat template cannot be used. The text is one sentence that names the file and the
+    problem. Raised when a model is loaded; clients never see it.
+    """

@@ -1,5 +1,5 @@
-"""How tokens are drawn and why an output ends; ranges are checked here once, for REST, gRPC, engine and offline
-API.
+"""Sampling parameters, finish reasons and log-probabilities, as REST, gRPC, engine and offline API share them. Ranges
+are checked here once for all of them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,23 +23,15 @@ MAX_TOP_K = 2**31 - 1
 MAX_LOGPROBS = 20
 MAX_CHOICES = 64
 MIN_BEAM_WIDTH, MAX_BEAM_WIDTH = 2, 32
+
+
 MAX_LENGTH_PENALTY = 10.0
-
 EarlyStopping = bool | Literal["never"]
-
-
-class FinishReason(StrEnum):
-    """Why an output ended, in the words of the OpenAI API."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-    ERROR = "error"
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one request are drawn, and where its output ends.
+    """How the tokens of one request are sampled, and where its output ends.
 
     Which tokens: ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 keep every token. ``seed`` keys
     the stateless draw together with the position and the token id (see ``quire_engine.sampling``), so equal seeds make
@@ -99,17 +91,17 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """Outputs that are made, of which ``n`` are given; of a beam search, the beams."""
+        """Outputs that are sampled, of which the client gets ``n``; of a beam search, the beams."""
         return self.beam_width or self.best_of or self.n
 
     @property
     def num_returned(self) -> int:
-        """Outputs whose end an engine tells: all that are drawn, and of a beam search the ``n`` best."""
+        """Outputs that an engine returns: all that are sampled, and of a beam search the ``n`` best."""
         return self.n if self.beam_width else self.num_sequences
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether output tokens come with their log-probability: the client asks, or the best are to be chosen."""
+        """Whether output tokens need their log-probability: for the client, or to choose the best outputs."""
         return self.logprobs is not None or self.best_of > self.n
 
     def _check_draws(self) -> None:
@@ -179,25 +171,6 @@ class SamplingParams:
             _refuse_together(self.structured.param, ends)
 
 
-def check_length(prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:
-    """Raises ``QuireError`` unless prompt and output fit the model together; the text names the limit."""
-    if prompt_tokens < 1:
-        raise invalid("prompt", "The prompt is empty.")
-    if prompt_tokens + max_tokens > max_model_len:
-        raise QuireError(
-            ErrorCode.INVALID,
-            f"The prompt has {prompt_tokens} {'token' if prompt_tokens == 1 else 'tokens'} "
-            f"and max_tokens is {max_tokens}, "
-            f"but this model's limit is {max_model_len} tokens for both together.",
-            param="prompt" if prompt_tokens >= max_model_len else "max_tokens",
-        )
-
-
-def choice_seed(seed: int, index: int) -> int:
-    """The seed of output ``index`` of a request: outputs of one request must differ, and the first is as if alone."""
-    return (seed + index * 0x9E3779B97F4A7C15) & MAX_SEED
-
-
 def _check(param: str, value: float, least: float, most: float) -> None:
     if not least <= value <= most:
         raise _out_of_range(param, value, f"between {least:g} and {_plain(most)}")
@@ -217,21 +190,40 @@ def _out_of_range(param: str, value: float, allowed: str) -> QuireError:
     return invalid(param, f"{param} is {value} but must be {allowed}.")
 
 
-# Which of the outputs that were drawn are given: the one rule behind ``best_of``.
+def check_length(prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:
+    """Raises ``QuireError`` INVALID that names the limit, unless prompt and output fit the model together."""
+    if prompt_tokens < 1:
+        raise invalid("prompt", "The prompt is empty.")
+    if prompt_tokens + max_tokens > max_model_len:
+        raise QuireError(
+            ErrorCode.INVALID,
+            f"The prompt has {prompt_tokens} {'token' if prompt_tokens == 1 else 'tokens'} "
+            f"and max_tokens is {max_tokens}, "
+            f"but this model's limit is {max_model_len} tokens for both together.",
+            param="prompt" if prompt_tokens >= max_model_len else "max_tokens",
+        )
 
 
-def best_of(mean_logprobs: Sequence[float], n: int) -> list[int]:
-    """Indexes of the ``n`` outputs with the highest mean log-probability, best first; of equal ones, the earlier."""
-    return sorted(range(len(mean_logprobs)), key=lambda index: (-mean_logprobs[index], index))[:n]
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of output ``index`` of a request: outputs of one request differ, and the first has the request's
+    seed.
+    """
+    return (seed + index * 0x9E3779B97F4A7C15) & MAX_SEED
 
 
-# Log-probabilities of tokens, as they pass between the rooms. Plain data.
+class FinishReason(StrEnum):
+    """Why an output ended, in the words of the OpenAI API."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """At one position: the natural logarithm of the probability of the token that is there, and the most probable
-    tokens with theirs, best first. Probabilities are the model's own, of a float32 softmax over the whole vocabulary.
+    """At one position: the natural logarithm of the token's probability, and the most probable tokens with theirs, best
+    first. Probabilities are the model's own, of a float32 softmax over the whole vocabulary.
     """
 
     logprob: float
@@ -239,6 +231,13 @@ class TokenLogprobs:
 
 
 def mean_logprob(logprobs: Iterable[TokenLogprobs]) -> float:
-    """How probable an output is per token, which is what ``best_of`` goes by; -inf for an empty one."""
+    """An output's mean log-probability per token, which ``best_of`` compares; -inf for an empty one."""
     values = [each.logprob for each in logprobs]
     return sum(values) / len(values) if values else float("-inf")
+
+
+def best_of(mean_logprobs: Sequence[float], n: int) -> list[int]:
+    """The indexes of the ``n`` outputs with the highest mean log-probability, best first; of equal ones, the
+    earlier.
+    """
+    return sorted(range(len(mean_logprobs)), key=lambda index: (-mean_logprobs[index], index))[:n]

@@ -1,4 +1,4 @@
-"""What an output must look like: the five kinds of grammar that a request can ask for."""
+"""Structured output: the five kinds of grammar that a request can constrain its output to."""
 
 import json
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ MAX_OPTIONS = 1024
 
 
 class StructuredKind(StrEnum):
-    """How ``Structured.text`` is read."""
+    """The kind of grammar, which says what ``Structured.text`` is."""
 
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
@@ -22,12 +22,12 @@ class StructuredKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Structured:
-    """A grammar to hold an output to.
+    """A grammar that constrains an output.
 
     ``text`` is empty for JSON_OBJECT (any JSON object), a JSON Schema, a regular expression that the whole output
     matches, a JSON array of strings of which the output is one, or a context-free grammar in Lark's notation. Equal
-    values mean equal grammars, so it is the key of what was compiled. Raises ``QuireError`` INVALID for a text that is
-    too long, empty where it may not be, or no such array.
+    values mean equal grammars, so it is the key of compiled grammars. Raises ``QuireError`` INVALID if the text is too
+    long, empty for a kind that needs one, or not such an array.
     """
 
     kind: StructuredKind
@@ -46,13 +46,13 @@ class Structured:
 
     @property
     def param(self) -> str:
-        """What REST calls the parameter that asked for it."""
+        """The REST name of the parameter that sets it."""
         json_kinds = (StructuredKind.JSON_OBJECT, StructuredKind.JSON_SCHEMA)
         return "response_format" if self.kind in json_kinds else str(self.kind)
 
     @property
     def options(self) -> list[str]:
-        """What a CHOICE chooses from."""
+        """The strings of a CHOICE."""
         options: list[str] = json.loads(self.text)
         return options
 
@@ -68,5 +68,5 @@ class Structured:
 
 
 def choice(options: list[str]) -> Structured:
-    """One of these strings."""
+    """The grammar of a CHOICE between ``options``."""
     return Structured(StructuredKind.CHOICE, json.dumps(options, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""Tasks that live as long as their process: what fails in one is logged and counted, and it is started again."""
+"""``SupervisedTask``: an asyncio task that lives as long as its process, and is restarted when it fails."""
 
 import asyncio
 import logging
@@ -9,14 +9,14 @@ from time import monotonic
 from typing import Any
 
 log = logging.getLogger(__name__)
-_INSIST = 1.0  # seconds after which a task that is to stop is cancelled once more
+_CANCEL_INTERVAL = 1.0  # seconds after which a task that is being stopped is cancelled again
 
 
 @dataclass(frozen=True, slots=True)
 class RestartSettings:
-    """Times in seconds. A task that failed is started again after ``backoff``, which doubles up to ``max_backoff``. One
-    that ran for ``steady`` begins anew with ``backoff``. One that failed ``most`` times without that is ``failing``,
-    and is still tried.
+    """Times in seconds. A task that failed is restarted after ``backoff``, which doubles up to ``max_backoff``. After a
+    run of at least ``steady``, it is ``backoff`` again. A task that failed ``most`` times without such a run is
+    ``failing``, and is still restarted.
     """
 
     backoff: float = 0.1
@@ -26,11 +26,11 @@ class RestartSettings:
 
 
 class SupervisedTask:
-    """Runs ``work`` until ``stop``. ``work`` may return, and has then done what it is for; whatever it raises is logged
-    with its traceback under ``name``, ``on_restart`` is called, and it is called again after a pause. A
-    ``CancelledError`` although this task was not cancelled is such a failure too: libraries let their own escape.
+    """Runs ``work`` until it returns or ``stop`` is called. An exception is logged with its traceback under ``name``,
+    ``on_restart`` is called, and ``work`` is called again after a pause. A ``CancelledError`` although this task was
+    not cancelled is such a failure too, as some libraries let theirs escape.
 
-    Must be made on a running event loop.
+    Must be created on a running event loop.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class SupervisedTask:
         self._on_restart = on_restart
         self._settings = settings or RestartSettings()
         self._failures = 0
-        self._began = monotonic()
+        self._started = monotonic()
         self._stopping = False
         self._task = asyncio.get_running_loop().create_task(self._run(), name=name)
 
     @property
     def failing(self) -> bool:
-        """Whether it failed ``most`` times in a row, or ended without ``stop`` before its work was done."""
+        """Whether it failed ``most`` times in a row, or ended without ``stop`` and without ``work`` returning."""
         if self._stopping:
             return False
         if self._task.done():
@@ -60,33 +60,33 @@ class SupervisedTask:
 
     @property
     def done(self) -> bool:
-        """Whether it was stopped, or has done what it is for."""
+        """Whether it was stopped, or ``work`` has returned."""
         return self._task.done()
 
     def cancel(self) -> None:
-        """Begins to stop it, for callers that cannot await ``stop``."""
+        """Starts stopping it, for callers that cannot await ``stop``."""
         self._stopping = True
         self._task.cancel()
 
     async def stop(self) -> None:
-        """Ends it, whatever it does just now, and raises nothing of what it raised. A library can lose a cancellation
-        that comes together with an answer, so it is repeated.
+        """Stops it and waits for its end. Does not raise what it raised. Cancels repeatedly, as a library can lose a
+        cancellation that arrives together with a result.
         """
         self._stopping = True
         while not self._task.done():
             self._task.cancel()
-            await asyncio.wait([self._task], timeout=_INSIST)
+            await asyncio.wait([self._task], timeout=_CANCEL_INTERVAL)
         if not self._task.cancelled() and (error := self._task.exception()) is not None:
             log.error("%s ended with %r", self.name, error)
 
     @property
     def _is_steady(self) -> bool:
-        return monotonic() - self._began >= self._settings.steady
+        return monotonic() - self._started >= self._settings.steady
 
     async def _run(self) -> None:
         delay = self._settings.backoff
         while not self._stopping:
-            self._began = monotonic()
+            self._started = monotonic()
             try:
                 return await self._work()
             except asyncio.CancelledError:
@@ -101,8 +101,8 @@ class SupervisedTask:
             if self._failures == self._settings.most:
                 log.error("%s failed %d times in a row", self.name, self._failures)
             self._on_restart()
-            self._began = monotonic()  # a pause is no steady run
-            await asyncio.sleep(delay * random.uniform(0.5, 1.0))  # noqa: S311 - spreads tries, hides nothing
+            self._started = monotonic()  # the pause does not count as a steady run
+            await asyncio.sleep(delay * random.uniform(0.5, 1.0))  # noqa: S311 - spreads restarts, needs no secrecy
             delay = min(2 * delay, self._settings.max_backoff)
 
 

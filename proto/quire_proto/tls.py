@@ -1,5 +1,5 @@
-"""The PEM files of TLS: named by settings, read and checked before they are used, and read again whenever they may have
-changed. What is made of them is each service's.
+"""The PEM files of TLS: their settings, and reading and checking them. Each service makes its own credentials
+of them.
 """
 
 import re
@@ -24,7 +24,7 @@ class TlsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CertKeyFiles:
-    """What a service shows of itself: its certificate, followed by those between it and its authority, and its key."""
+    """A service's certificate, followed by the intermediate ones, and its key."""
 
     certificate: Path
     key: Path
@@ -32,7 +32,7 @@ class CertKeyFiles:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The contents of such files, which belong together."""
+    """The contents of ``CertKeyFiles``, which belong together."""
 
     chain: bytes
     key: bytes
@@ -40,21 +40,21 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """A server's side. With ``client_ca`` only clients that show a certificate of it are talked to."""
+    """TLS of a server. With ``client_ca``, clients must have a certificate of that authority (mTLS)."""
 
     identity: CertKeyFiles
     client_ca: Path | None = None
 
     @property
     def contents(self) -> Contents:
-        """What is in the files now, unchecked: equal where nothing has changed. Raises ``TlsError``."""
+        """The current contents of the files, unchecked: equal if nothing has changed. Raises ``TlsError``."""
         return _contents(self.identity, self.client_ca)
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """A router's side: who may vouch for engines, what it shows of itself, and the name that engines' certificates are
-    checked for; None: the host of their address.
+    """TLS of a client: the authority of engines, the client's own certificate for mTLS, and the name that engines'
+    certificates are checked for; None for the host of their address.
     """
 
     ca: Path
@@ -63,13 +63,13 @@ class ClientTls:
 
     @property
     def contents(self) -> Contents:
-        """As those of ``ServerTls``."""
+        """As ``ServerTls.contents``."""
         return _contents(self.identity, self.ca)
 
 
 def cert_key_files(certificate: Path | None, key: Path | None, flags: str) -> CertKeyFiles | None:
-    """The two settings together, which are called ``flags`` and ``-cert`` or ``-key``; None where neither is given.
-    Raises ``ValueError``.
+    """The settings ``{flags}-cert`` and ``{flags}-key``; None if neither is given. Raises ``ValueError`` if
+    only one is.
     """
     if certificate is None and key is None:
         return None
@@ -80,8 +80,8 @@ def cert_key_files(certificate: Path | None, key: Path | None, flags: str) -> Ce
 
 
 def server_tls(certificate: Path | None, key: Path | None, client_ca: Path | None, flags: str) -> ServerTls | None:
-    """The three settings together, which are called ``flags`` and ``-cert``, ``-key`` or ``-client-ca``; None for plain
-    text. Raises ``ValueError``.
+    """The settings ``{flags}-cert``, ``{flags}-key`` and ``{flags}-client-ca``; None for plain text. Raises
+    ``ValueError`` if one that another needs is missing.
     """
     identity = cert_key_files(certificate, key, flags)
     if identity is not None:
@@ -92,7 +92,7 @@ def server_tls(certificate: Path | None, key: Path | None, client_ca: Path | Non
 
 
 def check_cert_key(files: CertKeyFiles | None, flags: str) -> None:
-    """Raises ``ValueError`` where the files do not go together."""
+    """Raises ``ValueError`` if certificate and key cannot be used, or do not belong together."""
     try:
         if files is not None:
             read_cert_key(files)
@@ -101,7 +101,7 @@ def check_cert_key(files: CertKeyFiles | None, flags: str) -> None:
 
 
 def read_ca(file: Path) -> bytes:
-    """The certificates of those who may vouch for others. Raises ``TlsError``."""
+    """Reads and checks the certificates of authorities. Raises ``TlsError``."""
     contents = read_certificates(file)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=contents.decode("ascii", "ignore"))
@@ -111,16 +111,16 @@ def read_ca(file: Path) -> bytes:
 
 
 def read_certificates(file: Path) -> bytes:
-    """A file in which there is a certificate. Raises ``TlsError``."""
-    contents = _file(file)
+    """Reads a PEM file. Raises ``TlsError`` if it has no certificate."""
+    contents = _read_file(file)
     if not _CERTIFICATE.search(contents):
         raise TlsError(f"{file} has no certificate in PEM format")
     return contents
 
 
 def read_key(file: Path) -> bytes:
-    """A file in which there is a private key that needs no password. Raises ``TlsError``."""
-    contents = _file(file)
+    """Reads a PEM file. Raises ``TlsError`` if it has no private key, or an encrypted one."""
+    contents = _read_file(file)
     if _ENCRYPTED.search(contents):
         raise TlsError(f"{file} is encrypted, and nobody is there to be asked for the password")
     if not _KEY.search(contents):
@@ -129,37 +129,37 @@ def read_key(file: Path) -> bytes:
 
 
 def read_cert_key(files: CertKeyFiles) -> Identity:
-    """A certificate and its key, of one moment also where the files are being replaced. Raises ``TlsError``."""
+    """Reads and checks a certificate and its key. Raises ``TlsError``, also while the files are being replaced."""
     identity = Identity(read_certificates(files.certificate), read_key(files.key))
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(files.certificate, files.key, password=str)
-    except OSError as error:  # of which an error of TLS is one
-        raise TlsError(_misfit(files, error)) from error
-    if identity != Identity(_file(files.certificate), _file(files.key)):
+    except OSError as error:  # ssl.SSLError is one
+        raise TlsError(_explain_mismatch(files, error)) from error
+    if identity != Identity(_read_file(files.certificate), _read_file(files.key)):
         raise TlsError(f"{files.certificate} and {files.key} are just being replaced")
     return identity
 
 
-def _misfit(files: CertKeyFiles, error: OSError) -> str:
+def _explain_mismatch(files: CertKeyFiles, error: OSError) -> str:
     if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
         return f"{files.key} is not the key of {files.certificate}"
     return f"{files.certificate} or {files.key} is damaged"
 
 
-def _contents(identity: CertKeyFiles | None, authorities: Path | None) -> Contents:
+def _contents(identity: CertKeyFiles | None, ca: Path | None) -> Contents:
     own = (None, None) if identity is None else (identity.certificate, identity.key)
-    return tuple(b"" if file is None else _file(file) for file in (*own, authorities))
+    return tuple(b"" if file is None else _read_file(file) for file in (*own, ca))
 
 
-def _file(file: Path) -> bytes:
+def _read_file(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
         raise TlsError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
-def _usable(read: Callable[[Path], bytes]) -> AfterValidator:
-    """Keeps a setting that ``read`` can read, and refuses others."""
+def _readable(read: Callable[[Path], bytes]) -> AfterValidator:
+    """A validator of settings that rejects files which ``read`` cannot read."""
 
     def check(file: Path) -> Path:
         read(file)
@@ -168,6 +168,6 @@ def _usable(read: Callable[[Path], bytes]) -> AfterValidator:
     return AfterValidator(check)
 
 
-CaFile = Annotated[Path, _usable(read_ca)]
-CertificateFile = Annotated[Path, _usable(read_certificates)]
-KeyFile = Annotated[Path, _usable(read_key)]
+CaFile = Annotated[Path, _readable(read_ca)]
+CertificateFile = Annotated[Path, _readable(read_certificates)]
+KeyFile = Annotated[Path, _readable(read_key)]

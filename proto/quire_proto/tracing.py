@@ -1,6 +1,4 @@
-"""How spans leave a process: OTLP over gRPC when ``OTEL_EXPORTER_OTLP_ENDPOINT`` is set, otherwise nothing is
-recorded at all.
-"""
+"""Export of spans: OTLP over gRPC if ``OTEL_EXPORTER_OTLP_ENDPOINT`` is set; otherwise nothing is recorded."""
 
 import os
 from collections.abc import Mapping
@@ -10,14 +8,14 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-SHUTDOWN_TIMEOUT = 2.0
+SHUTDOWN_TIMEOUT = 2.0  # seconds
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def setup_tracing(service: str, *, max_links: int = 128) -> bool:
-    """Starts exporting this process's spans as ``service``; False, and no cost afterwards, when no endpoint is
-    configured.
+    """Starts exporting this process's spans as ``service``. Returns False if no endpoint is configured; then spans cost
+    nothing.
 
     ``max_links`` must cover the sequences of a step: OpenTelemetry's default would drop links of larger batches. The
     usual ``OTEL_*`` variables apply (service name, resource attributes, sampler, headers).
@@ -40,23 +38,23 @@ def setup_tracing(service: str, *, max_links: int = 128) -> bool:
 
 
 def shutdown_tracing() -> None:
-    """Sends what is still held back, for at most ``SHUTDOWN_TIMEOUT`` seconds: a collector that is gone must not keep a
-    pod from ending. Call it before the process ends.
+    """Exports the remaining spans before the process ends, for at most ``SHUTDOWN_TIMEOUT`` seconds: an unreachable
+    collector must not keep a pod from ending.
     """
     shutdown = getattr(trace.get_tracer_provider(), "shutdown", None)
     if shutdown is not None:
-        sending = Thread(target=shutdown, name="last spans", daemon=True)
-        sending.start()
-        sending.join(SHUTDOWN_TIMEOUT)
+        exporting = Thread(target=shutdown, name="last spans", daemon=True)
+        exporting.start()
+        exporting.join(SHUTDOWN_TIMEOUT)
 
 
 def extract(headers: Mapping[str, str]) -> Context:
-    """The caller's trace context from W3C headers with lower-case names; empty when there is none."""
+    """The caller's trace context from W3C headers with lower-case names; empty if there is none."""
     return _PROPAGATOR.extract(headers)
 
 
 def traceparent(span: trace.Span) -> str:
-    """The W3C trace context of ``span`` for the other side, empty when the span is not recorded."""
+    """The W3C ``traceparent`` header of ``span``; empty if the span is not recorded."""
     if not span.is_recording():
         return ""
     carrier: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""``quire-engine simulate``: reads the settings and the trace, runs the policies, prints what they made of it."""
+"""The command ``quire-engine simulate``: reads the settings and the trace, simulates each policy, prints the report."""
 
 import json
 import sys
@@ -17,7 +17,9 @@ from quire_engine.simulation.trace import Arrival, TraceError, read_trace
 
 
 def simulate(arguments: Sequence[str]) -> None:
-    """The subcommand. Exits with 2 for wrong settings, 1 with one sentence for a file that it cannot read or write."""
+    """Runs the subcommand. Exits with 2 for wrong settings, 1 with one sentence for a file that it cannot read
+    or write.
+    """
     config = read_settings(SimulationConfig, arguments)
     try:
         arrivals = read_trace(config.trace, start=config.start, limit=config.limit, rate=config.rate, seed=config.seed)
@@ -45,7 +47,7 @@ def _simulate_policy(config: SimulationConfig, policy: Policy, arrivals: Sequenc
 
 
 def _as_json(config: SimulationConfig, reports: Mapping[str, SimulationReport]) -> str:
-    """What ran, and what came of it."""
+    """The settings and the report of each policy, as JSON."""
     settings = config.model_dump(mode="json", exclude={"as_json", "plot", "compare", "scheduling_policy"})
     settings |= {"latency": asdict(config.latency), "capacity": asdict(config.kv_cache_config)}
     policies = {policy: asdict(report) for policy, report in reports.items()}

@@ -1,4 +1,6 @@
-"""The simulator's settings. Limits have the engine's names and the engine's environment variables."""
+"""The simulator's settings: limits with the engine's names and environment variables, and presets of the latency and
+memory of a device with a model, whose sources are in ``docs/simulator.md``.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -29,16 +31,15 @@ from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.simulation.simulated_executor import VOCAB_SIZE, LatencyModel
 
-# Latency models with a name, and the memory that goes with them; ``docs/simulator.md`` says where they are from.
-
-
+GIB = 1 << 30
+POLICIES: tuple[Policy, ...] = get_args(Policy)
 PresetName = Literal["cpu", "a100-8b", "h100-8b"]
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A device with a model on it. ``token_bytes``: keys and values of one token in all layers. ``kv_bytes``: what the
-    device has left for them. ``max_model_len``: tokens of one sequence.
+    """A device with a model on it. ``token_bytes``: keys and values of one token in all layers. ``kv_bytes``: the
+    device's memory for them. ``max_model_len``: tokens of one sequence.
     """
 
     latency: LatencyModel
@@ -93,12 +94,8 @@ PRESETS: Mapping[PresetName, Preset] = {
 }
 
 
-GIB = 1 << 30
-POLICIES: tuple[Policy, ...] = get_args(Policy)
-
-
 class SimulatedEngineConfig(CliSettings):
-    """What a simulated engine is: its limits, its memory, and how long its steps take."""
+    """The settings of a simulated engine: its limits, its memory, and the latency of its steps."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX)
     metavars: ClassVar[Mapping[str, str]] = {
@@ -138,7 +135,7 @@ class SimulatedEngineConfig(CliSettings):
     jitter: float | None = Field(default=None, ge=0, lt=1, description="Part by which a step may be longer or shorter.")
 
     @model_validator(mode="after")
-    def _makes_sense(self) -> "SimulatedEngineConfig":
+    def _check(self) -> "SimulatedEngineConfig":
         if self.kv_cache_config.usable_tokens < 1:
             raise ValueError(f"The KV pool must hold a block, which has {self.kv_cache_config.block_bytes} bytes.")
         _ = self.latency
@@ -146,19 +143,19 @@ class SimulatedEngineConfig(CliSettings):
 
     @property
     def latency(self) -> LatencyModel:
-        """The preset's, with what was set one by one."""
+        """The preset's latency model with the fields that are set."""
         given = {field.name: getattr(self, field.name) for field in fields(LatencyModel)}
         return replace(self._preset.latency, **{name: value for name, value in given.items() if value is not None})
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:
-        """The pools; the null block comes on top of what was asked for."""
+        """The pools. The device has the null block in addition to the blocks asked for."""
         block_bytes = self._preset.token_bytes * self.block_size
         blocks = self.num_gpu_blocks_override or (self.kv_cache_memory or self._preset.kv_bytes) // block_bytes
         return KVCacheConfig(self.block_size, 1 + blocks, int(self.swap_space * GIB) // block_bytes, block_bytes)
 
     def scheduler_config(self, policy: Policy) -> SchedulerConfig:
-        """What the scheduler keeps, under this policy."""
+        """The scheduler's limits under ``policy``."""
         return SchedulerConfig.of(
             self,
             scheduling_policy=policy,
@@ -201,6 +198,6 @@ class SimulationConfig(SimulatedEngineConfig):
 
     @property
     def policies(self) -> list[Policy]:
-        """What to run, in this order, each once."""
+        """The policies to simulate, in this order, each once."""
         wanted = [policy for name in self.compare for policy in POLICIES if policy == name]
         return list(dict.fromkeys(wanted)) or [self.scheduling_policy]

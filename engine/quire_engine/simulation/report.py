@@ -1,4 +1,6 @@
-"""What a simulation measured, as figures: pure arithmetic over a recording."""
+"""The figures of a simulation (``make_report``), as a table with a column for each policy (``make_table``), and as
+plots of the queue, the TTFT and the KV memory (``draw_plots``).
+"""
 
 from bisect import bisect, insort
 from collections import Counter
@@ -13,12 +15,18 @@ import numpy.typing as npt
 from quire_engine.core.outputs import SchedulerStats
 from quire_engine.simulation.simulator import SimulationRecorder, StepSamples
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
 Floats = npt.NDArray[np.float64]
+Cells = Callable[["SimulationReport"], str]
+POINTS = 2000  # of a line in a plot
 
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Mean, percentiles and maximum of what was measured often; all 0 if it never was."""
+    """Mean, percentiles and maximum of a quantity; all 0 if it was never measured."""
 
     mean: float = 0.0
     p50: float = 0.0
@@ -28,7 +36,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Percentiles":
-        """Of these values; a percentile between two of them is interpolated."""
+        """Computes them from ``values``. Percentiles are interpolated."""
         array = np.fromiter(values, dtype=np.float64)
         if not array.size:
             return cls()
@@ -46,8 +54,8 @@ class TimeAverage:
 
 @dataclass(frozen=True, slots=True)
 class SimulatorSpeed:
-    """How fast the simulator was, in real time: the only figures in which two equal runs differ. ``plan_commit`` is
-    what the scheduler took of each step, in seconds.
+    """The simulator's speed in real time: the only figures in which two equal runs differ. ``plan_commit`` is the
+    scheduler's time in each step, in seconds.
     """
 
     wall_seconds: float
@@ -59,10 +67,10 @@ class SimulatorSpeed:
 class SimulationReport:
     """One policy on one trace. Times are virtual seconds, rates per virtual second, parts between 0 and 1.
 
-    ``errors`` counts typed ends and refusals by code. ``waiting`` is the time from arrival to first admission,
-    ``end_to_end`` to the end. ``queue`` counts all that wait, swapped out included. ``overtakes`` are the later
-    arrivals that were admitted before a request. The hit rates are parts of all prompt tokens, by the tier that they
-    came from. ``waste`` is the part of the slots in held blocks that holds no token, over time.
+    ``errors`` counts failed and refused requests by code. ``waiting`` is the time from arrival to first admission,
+    ``end_to_end`` to the end. ``queue`` counts waiting requests, swapped out ones included. ``overtakes`` are the later
+    arrivals that were admitted before a request. The hit rates are parts of all prompt tokens, by the tier of the hit.
+    ``waste`` is the part of the slots of used blocks that has no token, over time.
     """
 
     requests: int
@@ -95,45 +103,47 @@ class SimulationReport:
 
 
 def make_report(recorder: SimulationRecorder) -> SimulationReport:
-    """All figures of a finished run."""
-    lives, samples = list(recorder.requests.values()), recorder.samples
-    counted, device = recorder.scheduler.stats, recorder.scheduler.kv_cache_manager.device_pool
+    """Computes the figures of a finished run."""
+    records, samples = list(recorder.requests.values()), recorder.samples
+    stats, device = recorder.scheduler.stats, recorder.scheduler.kv_cache_manager.device_pool
     seconds = samples.time[-1] if samples.time else 0.0
-    output_tokens = sum(life.num_tokens for life in lives)
-    ended = [life.ended - life.arrived for life in lives if life.ended is not None]
+    output_tokens = sum(record.num_tokens for record in records)
+    ended = [record.ended - record.arrived for record in records if record.ended is not None]
     return SimulationReport(
-        requests=len(lives),
-        completed=sum(life.ended is not None and life.error is None for life in lives),
-        errors=Counter(life.error for life in lives if life.error is not None),
+        requests=len(records),
+        completed=sum(record.ended is not None and record.error is None for record in records),
+        errors=Counter(record.error for record in records if record.error is not None),
         steps=len(samples.time),
         seconds=seconds,
         output_tokens=output_tokens,
         output_tokens_per_second=_ratio(output_tokens, seconds),
-        computed_tokens_per_second=_ratio(counted.computed_tokens, seconds),
+        computed_tokens_per_second=_ratio(stats.computed_tokens, seconds),
         requests_per_second=_ratio(len(ended), seconds),
-        ttft=Percentiles.of(life.first_token - life.arrived for life in lives if life.first_token is not None),
+        ttft=Percentiles.of(each.first_token - each.arrived for each in records if each.first_token is not None),
         itl=Percentiles.of(recorder.token_gaps),
-        waiting=Percentiles.of(life.admitted - life.arrived for life in lives if life.admitted is not None),
+        waiting=Percentiles.of(each.admitted - each.arrived for each in records if each.admitted is not None),
         end_to_end=Percentiles.of(ended),
         overtakes=Percentiles.of(overtakes(recorder.admissions)),
         queue=_time_average(samples.waiting, samples),
         running=_time_average(samples.running, samples),
         kv_usage=_time_average(np.array(samples.used_blocks) / device.num_blocks, samples),
-        hit_rate_device=_ratio(counted.prefix_hit_tokens - counted.prefix_host_tokens, counted.prefix_query_tokens),
-        hit_rate_host=_ratio(counted.prefix_host_tokens, counted.prefix_query_tokens),
-        preemptions_by_swap=counted.preemptions_by_swap,
-        preemptions_by_recompute=counted.preemptions_by_recompute,
-        preemption_reasons=_preemptions_by_reason(counted),
-        blocks_swapped_out=counted.blocks_swapped_out,
-        blocks_swapped_in=counted.blocks_swapped_in,
-        waste=_ratio(_over_time(samples.empty_slots, samples), _over_time(samples.held_slots, samples)),
-        unreachable_blocks=recorder.unreachable_blocks,
+        hit_rate_device=_ratio(stats.prefix_hit_tokens - stats.prefix_host_tokens, stats.prefix_query_tokens),
+        hit_rate_host=_ratio(stats.prefix_host_tokens, stats.prefix_query_tokens),
+        preemptions_by_swap=stats.preemptions_by_swap,
+        preemptions_by_recompute=stats.preemptions_by_recompute,
+        preemption_reasons=_preemptions_by_reason(stats),
+        blocks_swapped_out=stats.blocks_swapped_out,
+        blocks_swapped_in=stats.blocks_swapped_in,
+        waste=_ratio(_over_time(samples.empty_slots, samples), _over_time(samples.used_slots, samples)),
+        unreachable_blocks=recorder.leaked_blocks,
         pace=_simulator_speed(recorder),
     )
 
 
 def overtakes(admissions: Sequence[int]) -> list[int]:
-    """For each of these ranks of arrival, which are in the order of admission: how many greater ones come before it."""
+    """For each rank of arrival in ``admissions``, which are in the order of admission: how many greater ones
+    precede it.
+    """
     counts: list[int] = []
     seen: list[int] = []
     for rank in admissions:
@@ -142,10 +152,10 @@ def overtakes(admissions: Sequence[int]) -> list[int]:
     return counts
 
 
-def _preemptions_by_reason(counted: SchedulerStats) -> Mapping[str, int]:
-    """Victims by why they gave way as they did."""
+def _preemptions_by_reason(stats: SchedulerStats) -> Mapping[str, int]:
+    """Preemptions by reason, over all modes."""
     reasons: Counter[str] = Counter()
-    for (_, reason), count in counted.preemptions.items():
+    for (_, reason), count in stats.preemptions.items():
         reasons[reason.value] += count
     return reasons
 
@@ -161,7 +171,7 @@ def _time_average(values: Sequence[float] | Floats, samples: StepSamples) -> Tim
 
 
 def _over_time(values: Sequence[float] | Floats, samples: StepSamples) -> float:
-    """The integral: each value holds for the length of its step."""
+    """The integral over time, in which each value lasts for its step."""
     return float(np.dot(np.asarray(values, dtype=np.float64), np.asarray(samples.duration)))
 
 
@@ -169,14 +179,8 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-# Reports as a table for people: one row a figure, one column a policy.
-
-
-Cells = Callable[[SimulationReport], str]
-
-
 def make_table(reports: Mapping[str, SimulationReport]) -> str:
-    """The reports side by side, under their names."""
+    """The reports as a table: one row for each figure, one column for each name."""
     rows = [["", *reports]]
     for name, cell in _ROWS:
         rows.append([name, *(cell(report) for report in reports.values())])
@@ -189,13 +193,13 @@ def _format_row(row: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join((first, *others)).rstrip()
 
 
-def _format_percentiles(spread: Percentiles, unit: float = 1.0, digits: int = 2) -> str:
-    values = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
+def _format_percentiles(percentiles: Percentiles, unit: float = 1.0, digits: int = 2) -> str:
+    values = (percentiles.mean, percentiles.p50, percentiles.p90, percentiles.p99, percentiles.max)
     return " / ".join(f"{value * unit:.{digits}f}" for value in values)
 
 
-def _format_time_average(level: TimeAverage, digits: int = 1) -> str:
-    return f"{level.mean:.{digits}f}, at most {level.max:.{digits}f}"
+def _format_time_average(average: TimeAverage, digits: int = 1) -> str:
+    return f"{average.mean:.{digits}f}, at most {average.max:.{digits}f}"
 
 
 def _format_percent(part: float) -> str:
@@ -234,17 +238,8 @@ _ROWS: Sequence[tuple[str, Cells]] = (
 )
 
 
-# A simulation as pictures: the queue over time, how TTFT is distributed, and the KV memory over time.
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-POINTS = 2000
-
-
 def draw_plots(path: Path, recorders: Mapping[str, SimulationRecorder]) -> None:
-    """Writes one picture with a line for each policy, in the format that the file's name says. Raises ``ImportError``
+    """Writes one picture with a line for each policy, in the format of the file's suffix. Raises ``ImportError``
     without matplotlib, which is in the extra ``plot``, and ``OSError`` or ``ValueError`` for a file that cannot be
     written.
     """
@@ -267,8 +262,8 @@ def _draw_queue(axes: "Axes", name: str, recorder: SimulationRecorder) -> None:
 
 
 def _draw_ttft(axes: "Axes", name: str, recorder: SimulationRecorder) -> None:
-    lives = recorder.requests.values()
-    values = np.sort([life.first_token - life.arrived for life in lives if life.first_token is not None])
+    records = recorder.requests.values()
+    values = np.sort([record.first_token - record.arrived for record in records if record.first_token is not None])
     axes.plot(values, np.arange(1, len(values) + 1) / max(1, len(values)), label=name, linewidth=1)
 
 
@@ -286,6 +281,6 @@ def _label(axes: "Axes", horizontal: str, vertical: str) -> None:
 
 
 def _downsample(values: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Evenly chosen values, no more than a picture can show."""
+    """Evenly spaced values, about ``POINTS`` at most."""
     array = np.asarray(values, dtype=np.float64)
     return array[:: max(1, len(array) // POINTS)]

@@ -1,5 +1,6 @@
-"""``SimulatedExecutor``: carries out plans without a model. Steps take as long as a formula says, and every number that
-it answers with is a pure function of a seed and a place, so that a run can be repeated. Needs no torch.
+"""``SimulatedExecutor``: executes steps without a model. ``LatencyModel``, a formula, says how long a step takes, and
+tokens and log-probabilities are a pure function of a seed and a position, so that a run can be repeated. Needs no
+torch.
 """
 
 import time
@@ -21,7 +22,8 @@ from quire_engine.core.step import (
     StepTimings,
 )
 
-# How long a step takes: a formula in place of a device.
+VOCAB_SIZE = 32_000
+Ranking = list[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +31,10 @@ class LatencyModel:
     """The roofline of a step: each part takes as long as the slower of computing and reading memory.
 
     ``tokens_per_second``: tokens that the linear layers compute when many share a step. ``weights_seconds``: reading
-    all weights once, which no step that computes is shorter than. ``context_seconds``: reading the keys and values of
+    all weights once, the least time of a step that computes. ``context_seconds``: reading the keys and values of
     one token of context. ``pair_seconds``: computing the attention of one token to one token of its context.
-    ``draw_seconds``: the logits and the draw of one token. ``overhead_seconds``: what every step costs besides.
-    ``bytes_per_second``: copying blocks between the pools, one way. ``jitter``: by how much of itself a step may be
+    ``draw_seconds``: the logits and the draw of one token. ``overhead_seconds``: all other costs of a step.
+    ``bytes_per_second``: copying blocks between the pools, one way. ``jitter``: the part by which a step may be
     longer or shorter.
     """
 
@@ -56,7 +58,7 @@ class LatencyModel:
 
     @property
     def rates(self) -> Rates:
-        """What an engine would measure when it starts."""
+        """The rates that an engine would measure at start."""
         return Rates(self.tokens_per_second, self.bytes_per_second)
 
     def timings(self, plan: SchedulerOutput, block_size: int, block_bytes: int) -> StepTimings:
@@ -75,47 +77,18 @@ class LatencyModel:
 
     def _attention(self, chunk: ScheduledChunk) -> float:
         length, end = len(chunk.token_ids), chunk.end
-        pairs = length * (chunk.start + end + 1) / 2  # the first sees start + 1 tokens, the last all
+        pairs = length * (chunk.start + end + 1) / 2  # the first token attends to start + 1 tokens, the last to all
         return max(end * self.context_seconds, pairs * self.pair_seconds)
 
 
-# Numbers that look random and are a pure function of where they are used: no state, the same on every machine.
-
-
-MASK = (1 << 64) - 1
-GOLDEN = 0x9E3779B97F4A7C15
-MIX_A, MIX_B = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-
-
-def splitmix(seed: int, *places: int) -> int:
-    """A number below 2^64 for these places under this seed: the places are folded into one key, which then passes
-    through the finaliser of SplitMix64 (Steele, Lea and Flood).
-    """
-    key = seed + GOLDEN
-    for place in places:
-        key = (key * MIX_A + place + GOLDEN) & MASK
-    key = ((key ^ (key >> 30)) * MIX_A) & MASK
-    key = ((key ^ (key >> 27)) * MIX_B) & MASK
-    return key ^ (key >> 31)
-
-
-def uniform(seed: int, *places: int) -> float:
-    """As ``splitmix``, evenly between 0 and 1, 1 excluded."""
-    return (splitmix(seed, *places) >> 11) / (1 << 53)
-
-
-VOCAB_SIZE = 32_000
-Ranking = list[tuple[int, float]]
-
-
 class SimulatedExecutor:
-    """Answers each draw as a model might, and passes the time that a device would take with ``sleep``, which is given
-    seconds: a virtual clock's, or ``time.sleep``.
+    """Samples tokens as a model might, and spends the time that a device would take with ``sleep(seconds)``: a virtual
+    clock's, or ``time.sleep``.
 
-    Next tokens depend on the last token and its position only, and unless greedy on the draw's seed: equal prompts with
-    equal parameters have equal outputs, as with a model. There are no logits, so nothing that shapes them (penalties,
-    biases, bad words, grammars) has an effect; ``min_tokens`` is kept. With ``depth`` 2 it overlaps steps: the overhead
-    of one passes while another is computed.
+    The next token depends only on the last token, its position and, unless greedy, the seed: equal prompts with equal
+    parameters have equal outputs, as with a model. There are no logits, so what changes logits (penalties, biases, bad
+    words, grammars) has no effect; ``min_tokens`` has. With ``depth`` 2 it overlaps steps: the overhead of one passes
+    while another is computed.
     """
 
     def __init__(
@@ -137,7 +110,7 @@ class SimulatedExecutor:
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:
-        """As it was given."""
+        """See ``Executor.kv_cache_config``."""
         return self._capacity
 
     @property
@@ -147,16 +120,16 @@ class SimulatedExecutor:
 
     def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
         """See ``Executor.execute_model``. Never fails."""
-        result = self.answer(plan)
-        self.take_time(plan, result)
+        result = self.compute(plan)
+        self.spend_time(plan, result)
         return result
 
     def execute_model_async(self, plan: SchedulerOutput) -> "SimulatedStep":
         """See ``AsyncExecutor.execute_model_async``. Never fails."""
         return SimulatedStep(self, plan)
 
-    def answer(self, plan: SchedulerOutput) -> ModelOutput:
-        """What the step makes, in no time."""
+    def compute(self, plan: SchedulerOutput) -> ModelOutput:
+        """The output of the step, without its timings."""
         result = ModelOutput()
         for chunk in plan.chunks:
             for draw in chunk.draws:
@@ -165,8 +138,8 @@ class SimulatedExecutor:
                 result.prompt_logprobs[chunk.sequence_id] = self._score(chunk)
         return result
 
-    def take_time(self, plan: SchedulerOutput, result: ModelOutput) -> None:
-        """Lets the time of the step pass, and writes it into ``result``."""
+    def spend_time(self, plan: SchedulerOutput, result: ModelOutput) -> None:
+        """Sleeps for the time of the step, and writes its timings into ``result``."""
         timings = self._latency.timings(plan, self._capacity.block_size, self._capacity.block_bytes)
         factor = 1 + self._latency.jitter * (2 * uniform(self._seed, plan.step) - 1)
         timings.swap *= factor
@@ -178,44 +151,44 @@ class SimulatedExecutor:
         self._sleep(device + overhead if self.depth == 1 else max(device, overhead))
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Does nothing, as nothing is allocated."""
 
     def _draw(self, chunk: ScheduledChunk, draw: SampleRequest, result: ModelOutput) -> None:
         greedy = draw.params.greedy or draw.num_candidates > 0
         place = splitmix(self._seed, chunk.end, _last_token(chunk, draw), 0 if greedy else draw.seed + 1)
-        barred = _barred(draw)
+        banned = _banned(draw)
         if draw.num_candidates:
-            ranking = self._ranking(place, draw.num_candidates, barred)
+            ranking = self._ranking(place, draw.num_candidates, banned)
             token_ids, logprobs = zip(*ranking, strict=True)
             result.candidates[draw.sequence_id] = BeamCandidates(list(token_ids), list(logprobs))
             return
-        if not (barred or draw.params.wants_logprobs):
+        if not (banned or draw.params.wants_logprobs):
             result.token_ids[draw.sequence_id] = place % self._vocab_size
             return
-        ranking = self._ranking(place, max(1, draw.params.logprobs or 0), barred)
+        ranking = self._ranking(place, max(1, draw.params.logprobs or 0), banned)
         result.token_ids[draw.sequence_id] = ranking[0][0]
         if draw.params.wants_logprobs:
             top = tuple(ranking[: draw.params.logprobs or 0])
             result.logprobs[draw.sequence_id] = TokenLogprobs(ranking[0][1], top)
 
-    def _ranking(self, place: int, count: int, barred: frozenset[int]) -> Ranking:
-        """The ``count`` most probable tokens at a place, fewer if the vocabulary has no more, best first."""
+    def _ranking(self, place: int, count: int, banned: frozenset[int]) -> Ranking:
+        """The ``count`` most probable tokens at a place, or all of a smaller vocabulary, best first."""
         ranking: Ranking = []
         for offset in range(self._vocab_size):
             token_id = (place + offset) % self._vocab_size
-            if token_id not in barred:
+            if token_id not in banned:
                 ranking.append((token_id, _logprob(place, len(ranking))))
             if len(ranking) == count:
                 break
         return ranking
 
     def _score(self, chunk: ScheduledChunk) -> list[TokenLogprobs]:
-        """Log-probabilities of the chunk's targets, each after the token before it."""
+        """Log-probabilities of the chunk's targets, each given the token before it."""
         positions = range(chunk.start + 1, chunk.start + 1 + len(chunk.prompt_logprob_targets))
-        followed: Sequence[int] = chunk.token_ids[: len(chunk.prompt_logprob_targets)]
+        previous: Sequence[int] = chunk.token_ids[: len(chunk.prompt_logprob_targets)]
         return [
             self._score_one(splitmix(self._seed, position, token_id, 0), target, chunk.num_prompt_logprobs)
-            for position, token_id, target in zip(positions, followed, chunk.prompt_logprob_targets, strict=True)
+            for position, token_id, target in zip(positions, previous, chunk.prompt_logprob_targets, strict=True)
         ]
 
     def _score_one(self, place: int, target: int, num_top: int) -> TokenLogprobs:
@@ -225,7 +198,7 @@ class SimulatedExecutor:
 
 
 class SimulatedStep:
-    """A plan under way. It is answered when its tokens are drawn, and its time passes when the result is taken."""
+    """A step in flight. Its output is computed in ``sample_tokens``, and its time passes in ``get_output``."""
 
     def __init__(self, executor: SimulatedExecutor, plan: SchedulerOutput) -> None:
         self._executor = executor
@@ -234,26 +207,50 @@ class SimulatedStep:
 
     def sample_tokens(self) -> None:
         """See ``AsyncModelOutput.sample_tokens``."""
-        self._result = self._executor.answer(self._plan)
+        self._result = self._executor.compute(self._plan)
 
     def get_output(self) -> ModelOutput:
         """See ``AsyncModelOutput.get_output``."""
-        self._executor.take_time(self._plan, self._result)
+        self._executor.spend_time(self._plan, self._result)
         return self._result
 
 
 def _last_token(chunk: ScheduledChunk, draw: SampleRequest) -> int:
-    """The token before the one to be drawn; any, if the sequence ended before it was drawn."""
+    """The token before the one to be sampled. May be any token if the sequence ended before it was sampled."""
     last = chunk.token_ids[-1]
     return draw.token_ids[-1] if last == PLACEHOLDER_TOKEN_ID else last
 
 
-def _barred(draw: SampleRequest) -> frozenset[int]:
-    """Tokens that may not be drawn yet."""
+def _banned(draw: SampleRequest) -> frozenset[int]:
+    """The stop tokens, as long as the output has fewer than ``min_tokens``."""
     is_early = len(draw.token_ids) - draw.num_prompt_tokens < draw.params.min_tokens
     return draw.stop_token_ids if is_early else frozenset()
 
 
 def _logprob(place: int, rank: int) -> float:
-    """Of the token at ``rank``: strictly falling, and all together less probable than 1."""
+    """The log-probability of the token at ``rank``: strictly decreasing, and the probabilities sum to less than 1."""
     return -1.0 - uniform(place) - 2.0 * log1p(rank)
+
+
+MASK = (1 << 64) - 1
+
+
+GOLDEN = 0x9E3779B97F4A7C15
+MIX_A, MIX_B = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def splitmix(seed: int, *places: int) -> int:
+    """A pseudo-random number below 2^64 that depends on the arguments only, on every machine: the places are folded
+    into one key, which then passes through the finaliser of SplitMix64 (Steele, Lea and Flood).
+    """
+    key = seed + GOLDEN
+    for place in places:
+        key = (key * MIX_A + place + GOLDEN) & MASK
+    key = ((key ^ (key >> 30)) * MIX_A) & MASK
+    key = ((key ^ (key >> 27)) * MIX_B) & MASK
+    return key ^ (key >> 31)
+
+
+def uniform(seed: int, *places: int) -> float:
+    """As ``splitmix``, uniform in [0, 1)."""
+    return (splitmix(seed, *places) >> 11) / (1 << 53)

@@ -1,6 +1,6 @@
-"""Traces of requests: two public formats, read as arrivals.
+"""Reads traces of requests in two public formats, Azure's and Mooncake's.
 
-Traces hold lengths instead of texts, so prompts are made up: from the row's number, or from the trace's own names of
+Traces have lengths instead of texts, so prompts are generated: from the row's number, or from the trace's hash ids of
 prefix blocks, so that prompts share exactly the prefixes that the traced ones shared.
 """
 
@@ -17,20 +17,20 @@ from typing import Any, TextIO
 
 from quire_engine.simulation.simulated_executor import uniform
 
-MOONCAKE_BLOCK = 512
-MOONCAKE_BUCKET = 3.0
+MOONCAKE_BLOCK = 512  # tokens of a hash id
+MOONCAKE_BUCKET = 3.0  # seconds to which timestamps are rounded
 MAX_TOKENS = 1 << 24
 
 
 class TraceError(Exception):
-    """The file cannot be read as a trace; the text is one sentence, with the line."""
+    """The file cannot be read as a trace. The text is one sentence that names the row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request: seconds since the first, its lengths in tokens, and who shares its prefix.
+    """One request: its time in seconds since the first, and its lengths in tokens.
 
-    Tokens ``[i * block, (i + 1) * block)`` of two prompts are equal where their ``prefix_ids[i]`` are.
+    Tokens ``[i * block, (i + 1) * block)`` of two prompts are equal if their ``prefix_ids[i]`` are.
     """
 
     time: float
@@ -40,8 +40,8 @@ class Arrival:
     block: int
 
     def prompt(self, vocab_size: int) -> Sequence[int]:
-        """The prompt's token ids: a block spells the digits of its id over and over, so that blocks with different ids
-        differ from their first two tokens on.
+        """The prompt's token ids. A block repeats the digits of its id, so that blocks with different ids differ in
+        their first two tokens.
         """
         tokens = array("i")
         for prefix_id in self.prefix_ids:
@@ -58,7 +58,7 @@ def read_trace(
     as fast as they were. Raises ``TraceError``.
 
     A ``.jsonl`` file is read as Mooncake's, anything else as Azure's. ``seed`` spreads the arrivals of a Mooncake trace
-    inside of its buckets of three seconds; a row keeps its place, whichever other rows are read.
+    inside of its buckets of three seconds; a row's time does not depend on the other rows that are read.
     """
     stop = None if limit is None else start + limit
     try:
@@ -75,7 +75,7 @@ def read_trace(
 
 
 def _azure(file: TextIO) -> Iterator[Arrival]:
-    """Rows of ``TIMESTAMP,ContextTokens,GeneratedTokens``; nothing is known of prefixes, so none is shared."""
+    """Rows of ``TIMESTAMP,ContextTokens,GeneratedTokens``. Prefixes are unknown, so none is shared."""
     for row, fields in enumerate(csv.DictReader(file)):
         try:
             time = datetime.fromisoformat(fields["TIMESTAMP"]).timestamp()
@@ -98,7 +98,7 @@ def _mooncake(file: TextIO, seed: int) -> Iterator[Arrival]:
 
 
 def _arrival(time: float, num_prompt: int, num_output: int, prefix_ids: tuple[int, ...], block: int) -> Arrival:
-    """With at least one token each way, as an engine computes nothing for less."""
+    """Checks the values. Prompt and output have at least one token each, as an engine needs that."""
     if not (isfinite(time) and max(num_prompt, num_output) <= MAX_TOKENS):
         raise ValueError(f"a time must be finite and a length at most {MAX_TOKENS}")
     if len(prefix_ids) * block < num_prompt:

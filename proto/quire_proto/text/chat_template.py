@@ -26,19 +26,19 @@ _RENDER_ERRORS = (
     TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError, MemoryError,
 )  # fmt: skip
 
-# What one rendering may take, of processor time and of characters: far more than published templates do.
-_SECONDS, _SECONDS_A_MESSAGE, _SECONDS_A_CHARACTER = 0.5, 0.002, 1e-6
-_SLOW = 0.02  # seconds from which short conversations hold up the streams of others
+# Limits of one rendering, of processor time and of characters: far more than published templates need.
+_SECONDS, _SECONDS_PER_MESSAGE, _SECONDS_PER_CHARACTER = 0.5, 0.002, 1e-6
+_SLOW = 0.02  # seconds; a longer rendering of a short conversation delays other streams
 _CHARACTERS, _TIMES = 2**20, 16
-_MOST = 2**26  # characters of a conversation that count
+_MAX_SIZE = 2**26  # characters at which counting a conversation's size stops
 
 
 class ChatTemplate:
     """A compiled template with the special tokens that it may name (``bos_token`` and so on).
 
-    ``variables`` are the names that it asks for. ``tool_format`` is how calls are written in it, None where it knows no
-    tools or another format. ``has_reasoning`` says that its model thinks between marks before it answers, and
-    ``is_slow`` that even short conversations took long.
+    ``variables`` are the names of the variables that it uses. ``tool_format`` is the format of its tool calls, None if
+    it has no tools or an unknown format. ``has_reasoning`` says that its model writes reasoning between markers before
+    it answers, and ``is_slow`` that even short conversations took long.
 
     Raises ``TokenizerLoadError`` when ``source`` is not a template; ``origin`` names the file in that message.
     """
@@ -69,9 +69,9 @@ class ChatTemplate:
         the OpenAI API with arguments as objects. ``options`` are further variables. Raises ``QuireError`` INVALID with
         the template's own words where it refuses them, and where it takes too much time or memory for them.
         """
-        begun = thread_time()
-        size, number = size_of(tools, _MOST) + sum(map(_size, messages)), len(messages) + len(tools)
-        seconds = _SECONDS + _SECONDS_A_MESSAGE * number + _SECONDS_A_CHARACTER * size
+        start = thread_time()
+        size, number = size_of(tools, _MAX_SIZE) + sum(map(_size, messages)), len(messages) + len(tools)
+        seconds = _SECONDS + _SECONDS_PER_MESSAGE * number + _SECONDS_PER_CHARACTER * size
         try:
             with bounded(seconds, _CHARACTERS + _TIMES * size):
                 return self._template.render(
@@ -89,13 +89,13 @@ class ChatTemplate:
         except _RENDER_ERRORS as error:
             raise _unrenderable() from error
         finally:
-            expected = _SLOW + _SECONDS_A_MESSAGE * number + _SECONDS_A_CHARACTER * size
-            self.is_slow = self.is_slow or thread_time() - begun > expected
+            expected = _SLOW + _SECONDS_PER_MESSAGE * number + _SECONDS_PER_CHARACTER * size
+            self.is_slow = self.is_slow or thread_time() - start > expected
 
 
 def _size(message: Mapping[str, Any]) -> int:
-    """Characters of a message, about."""
-    return sum(len(each) if isinstance(each, str) else size_of(each, _MOST) for each in message.values())
+    """The approximate number of characters of a message."""
+    return sum(len(each) if isinstance(each, str) else size_of(each, _MAX_SIZE) for each in message.values())
 
 
 def _unrenderable() -> QuireError:
@@ -103,7 +103,7 @@ def _unrenderable() -> QuireError:
 
 
 class _RefusalError(TemplateError):
-    """What a template says through ``raise_exception``."""
+    """Raised by a template through ``raise_exception``."""
 
 
 class _GenerationBlock(Extension):
@@ -131,7 +131,7 @@ class _PlainNamespace(Namespace):
         super().__setitem__(name, value)
 
     def __repr__(self) -> str:
-        return "<Namespace>"  # what it holds could be lists in lists in lists
+        return "<Namespace>"  # its contents could be deeply nested
 
 
 def _refuse_private(name: str) -> None:

@@ -226,9 +226,9 @@ class Interrupted(SimulatedExecutor):
         super().__init__(capacity, LATENCY, seed=seed, vocab_size=VOCAB_SIZE, depth=depth, sleep=lambda _: None)
         self._soak = soak
 
-    def answer(self, plan: SchedulerOutput) -> ModelOutput:
+    def compute(self, plan: SchedulerOutput) -> ModelOutput:
         self._soak.abort_some(0.03)
-        result = super().answer(plan)
+        result = super().compute(plan)
         self._soak.abort_some(0.03)
         self._soak.check_busy()
         return result

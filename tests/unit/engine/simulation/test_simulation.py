@@ -116,7 +116,7 @@ def test_levels_and_waste_are_weighted_with_time() -> None:
     limits = LIMITS.model_copy(update={"max_num_seqs": 1})
     recorder = run([arrival(0, 17, 2, 0), arrival(0, 32, 2, 1)], limits)
     assert list(recorder.samples.empty_slots) == [15, 0, 0, 0]
-    assert list(recorder.samples.held_slots) == [32, 0, 32, 0]
+    assert list(recorder.samples.used_slots) == [32, 0, 32, 0]
     recorder.samples.duration[0] = 3.0
     recorder.samples.time[-1] = 6.0
     report = make_report(recorder)

@@ -94,7 +94,7 @@ async def test_work_that_is_done_is_not_done_again() -> None:
 async def test_stopping_ends_work_that_loses_its_cancellation_and_work_that_waits_to_begin_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("quire_proto.supervise._INSIST", 0.01)
+    monkeypatch.setattr("quire_proto.supervise._CANCEL_INTERVAL", 0.01)
 
     async def deaf() -> None:
         for _ in range(2):
