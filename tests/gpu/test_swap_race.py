@@ -27,8 +27,8 @@ class Pool:
 
     def __init__(self, device: torch.device, left_out: Wait | None) -> None:
         pools = CacheSizes(BLOCKS * BLOCK_BYTES, BLOCKS * BLOCK_BYTES)
-        order = SwapStreamWithout(device, left_out)
-        self.cache = KVCache(LAYOUT, 16, pools, torch.bfloat16, device, swap_stream=order)
+        self.swap_stream = SwapStreamWithout(device, left_out)
+        self.cache = KVCache(LAYOUT, 16, pools, torch.bfloat16, device, swap_stream=self.swap_stream)
         self._factor = torch.randn(4096, 4096, device=device)
         torch.cuda.synchronize()
 
@@ -40,12 +40,12 @@ class Pool:
     def fill(self, number: float) -> None:
         """Writes all device blocks, as the forward pass does."""
         self.cache.blocks.fill_(number)
-        self.cache.record_compute()
+        self.swap_stream.record_compute()
 
     def read(self) -> torch.Tensor:
         """A number of each device block but the null page, as it is now on the compute stream."""
         read = self.cache.blocks[1:, -1, -1, -1, -1, -1].clone()
-        self.cache.record_compute()
+        self.swap_stream.record_compute()
         return read
 
     def on_host(self) -> torch.Tensor:

@@ -4,6 +4,7 @@ log-probabilities, whatever is drawn and however the steps are cut.
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,9 +133,8 @@ def test_copies_wait_for_a_forward_pass_that_failed_too(
     executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(
-        executor._runner._kv_cache._swap_stream, "record_compute", lambda: said.append("computed"), raising=False
-    )
+    swap_stream = SimpleNamespace(record_compute=lambda: said.append("computed"))
+    monkeypatch.setattr(executor._runner._kv_cache, "swap_stream", swap_stream)
 
     def fail(*_: object) -> None:
         said.append("half of it")

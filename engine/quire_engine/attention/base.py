@@ -8,8 +8,6 @@ form with a larger page stride. The index arrays are FlashInfer's too, so that e
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 
@@ -40,11 +38,6 @@ class AttentionBatch:
     last_page_len: torch.Tensor
     context_lens: torch.Tensor
     positions: torch.Tensor
-
-
-def int32(values: npt.NDArray[np.integer]) -> torch.Tensor:
-    """A tensor of an ``AttentionBatch``."""
-    return torch.from_numpy(values.astype(np.int32))
 
 
 class AttentionBackend(Protocol):

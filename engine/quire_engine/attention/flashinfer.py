@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from quire_engine.attention.base import AttentionBackend, AttentionBatch, AttentionShape, int32
+from quire_engine.attention.base import AttentionBackend, AttentionBatch, AttentionShape
 from quire_engine.device.accelerator import stage_arrays
 
 # The plan of one step as FlashInfer takes it: int32 arrays on the host and on the device. Knows no kernel.
@@ -57,17 +58,21 @@ def split_tokens(batch: AttentionBatch, block_size: int) -> AttentionBatch:
     places = np.repeat(first_pages - page_indptr[:-1], page_counts) + np.arange(page_indptr[-1])
     return AttentionBatch(
         query_indptr=torch.arange(len(context_lens) + 1, dtype=torch.int32),
-        page_indptr=int32(page_indptr),
-        page_ids=int32(batch.page_ids.numpy()[places]),
-        last_page_len=int32(context_lens - (page_counts - 1) * block_size),
-        context_lens=int32(context_lens),
+        page_indptr=_int32(page_indptr),
+        page_ids=_int32(batch.page_ids.numpy()[places]),
+        last_page_len=_int32(context_lens - (page_counts - 1) * block_size),
+        context_lens=_int32(context_lens),
         positions=batch.positions,
     )
 
 
 def _chunk_ids(query_indptr: torch.Tensor) -> torch.Tensor:
     lengths = np.diff(query_indptr.numpy())
-    return int32(np.repeat(np.arange(len(lengths)), lengths))
+    return _int32(np.repeat(np.arange(len(lengths)), lengths))
+
+
+def _int32(values: npt.NDArray[np.integer]) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int32))
 
 
 LAYOUT = "HND"

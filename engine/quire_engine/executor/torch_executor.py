@@ -4,11 +4,12 @@ It knows plans and tensors. Which sequence gets which blocks, and why, is the sc
 """
 
 import logging
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 
 import torch
 from quire_proto.errors import internal
@@ -16,7 +17,7 @@ from quire_proto.errors import internal
 from quire_engine.config import EngineArgs, SchedulerArgs
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.executor import UNMEASURED, ExecutorError
-from quire_engine.core.step import ModelOutput, ScheduledChunk, SchedulerOutput, StepTimings
+from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.device.accelerator import configure_threads, inference_on, resolve_device, upload, usable_threads
 from quire_engine.device.host import tune_malloc
 from quire_engine.executor.multiproc import RankGroup, compute_rank_cache_sizes, start_ranks, with_all_ranks_bytes
@@ -24,7 +25,7 @@ from quire_engine.executor.rank_worker import RankSettings, check_tensor_paralle
 from quire_engine.models.loader import read_model_config
 from quire_engine.sampling.sampler import Sampler, SamplerInput, SamplerOutput, compute_prompt_logprobs
 from quire_engine.worker.input_batch import InputBatch, prepare_inputs
-from quire_engine.worker.kv_cache import StepEvent, record_event
+from quire_engine.worker.kv_cache import StepEvent
 from quire_engine.worker.memory import (
     CacheBudget,
     CacheSizes,
@@ -36,143 +37,6 @@ from quire_engine.worker.memory import (
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner, Runner
 
 log = logging.getLogger(__name__)
-
-# A step that is under way on the device: it has its tokens drawn, hands them to the step after it, and says what came
-# of it. Knows batches and draws, neither plans nor blocks.
-
-
-class ForwardPass:
-    """The forward pass of one batch, launched when this is made, and the draws from it."""
-
-    def __init__(
-        self, batch: InputBatch, runner: Runner, sampler: Sampler, vocab_size: int, pending: torch.Tensor | None
-    ) -> None:
-        self._batch, self._runner, self._sampler, self._vocab_size = batch, runner, sampler, vocab_size
-        early, self._late = _split_by_readiness(batch)
-        self._prepared: list[tuple[list[int], SamplerInput]] = []
-        self._prepare_draws(early)
-        self._hidden = runner.forward(batch.model_input, pending)
-        self._logits = runner.logits(self._hidden, batch.model_input.sampled_rows) if batch.draws else None
-
-    def compute_prompt_logprobs(self, result: ModelOutput) -> None:
-        """Writes the log-probabilities of prompts, for which it waits."""
-        if self._batch.prompt_logprob_chunks:
-            logits_of = partial(self._runner.logits, self._hidden)
-            compute_prompt_logprobs(
-                self._batch.prompt_logprob_chunks,
-                self._batch.model_input.prompt_logprob_rows,
-                self._vocab_size,
-                logits_of,
-                result,
-            )
-
-    def draw(self) -> tuple[list[int], list[SamplerOutput]]:
-        """Has the tokens drawn: the ids of their sequences, and their draws in the same order. Called once."""
-        self._prepare_draws(self._late)
-        if self._logits is None:
-            return [], []
-        rows_of, draws = self._batch.draw_rows, self._batch.draws
-        ids = [draws[place].sequence_id for places, _ in self._prepared for place in places]
-        return ids, [
-            self._sampler.sample(pending, self._logits, [rows_of[place] for place in places])
-            for places, pending in self._prepared
-        ]
-
-    def _prepare_draws(self, places: list[int]) -> None:
-        if places:
-            self._prepared.append((places, self._sampler.prepare([self._batch.draws[place] for place in places])))
-
-
-class AsyncStep:
-    """An ``AsyncModelOutput``. ``forward`` is None where there was nothing to compute; ``result`` holds what is known.
-
-    What ``sample_tokens`` raises is raised by ``get_output``, so that a step ends in one place.
-    """
-
-    def __init__(self, device: torch.device, forward: ForwardPass | None, result: ModelOutput) -> None:
-        self._device = device
-        self._forward = forward
-        self._result = result
-        self._rows: dict[int, int] = {}
-        self._sampled: list[SamplerOutput] = []
-        self._mark: StepEvent | None = None
-        self._error: Exception | None = None
-
-    def sample_tokens(self) -> None:
-        """See ``AsyncModelOutput.sample_tokens``. Waits only for the log-probabilities of prompts. Raises
-        ``ExecutorError``.
-        """
-        forward, self._forward = self._forward, None  # its memory is free for the next step
-        with device_errors(), inference_on(self._device), timed(self._result.timings, "sample"):
-            try:
-                if forward is not None:
-                    self._draw(forward)
-            except Exception as error:  # noqa: BLE001 - ``get_output`` raises it, when the device is done with the rest
-                self._error = error
-            self._mark = record_event(self._device)
-
-    def get_output(self) -> ModelOutput:
-        """See ``AsyncModelOutput.get_output``. Waits for this step, and not for one that was launched after it."""
-        assert self._mark is not None, "draw comes before result"
-        with device_errors():
-            with timed(self._result.timings, "forward"):
-                self._mark.wait()
-            if self._error is not None:
-                raise self._error
-            with timed(self._result.timings, "sample"):
-                for drawn in self._sampled:
-                    drawn.fetch_into(self._result)
-        return self._result
-
-    def sampled_token_ids(self, sequence_ids: Sequence[int]) -> torch.Tensor:
-        """The tokens [P] int64 that were drawn for these sequences, on the device, without waiting for them. Where
-        there is none, as the draw failed, it is any token: what is made of it will not be used.
-        """
-        if not self._sampled:
-            return torch.zeros(len(sequence_ids), dtype=torch.int64, device=self._device)
-        drawn = [one.token_ids for one in self._sampled]
-        token_ids = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
-        rows = [self._rows.get(sequence_id, 0) for sequence_id in sequence_ids]
-        if rows == list(range(len(token_ids))):
-            return token_ids
-        return token_ids.index_select(0, upload(torch.tensor(rows), self._device))
-
-    def _draw(self, forward: ForwardPass) -> None:
-        forward.compute_prompt_logprobs(self._result)
-        ids, self._sampled = forward.draw()
-        self._rows = {sequence_id: row for row, sequence_id in enumerate(ids)}
-
-
-def _split_by_readiness(batch: InputBatch) -> tuple[list[int], list[int]]:
-    """The places of the draws that are begun with the forward pass, and of those that are begun when they are made.
-
-    What has a grammar is begun as soon as its tokens are known, so that its mask is filled meanwhile. The others would
-    gain nothing, and are made together; all are begun at once where no token is pending.
-    """
-    places = list(range(len(batch.draws)))
-    if not any(batch.awaits_token):
-        return places, []
-    early = [batch.draws[place].grammar is not None and not batch.awaits_token[place] for place in places]
-    return [place for place in places if early[place]], [place for place in places if not early[place]]
-
-
-@contextmanager
-def device_errors() -> Iterator[None]:
-    """A device that failed stays so, whatever is asked of it: the engine must end."""
-    try:
-        yield
-    except torch.AcceleratorError as error:
-        raise ExecutorError(f"The device failed: {error}") from error
-
-
-@contextmanager
-def timed(timings: StepTimings, part: str) -> Iterator[None]:
-    """Adds the seconds of the block to one field of ``timings``."""
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        setattr(timings, part, getattr(timings, part) + time.perf_counter() - start)
 
 
 class TorchExecutor:
@@ -197,6 +61,7 @@ class TorchExecutor:
         self._device = model.device
         with inference_on(model.device):
             self._runner = make_runner(model, sizes)
+        self._block_size = self._runner.kv_cache_config.block_size
         self._sampler = Sampler(model.config.vocab_size)
         self._previous_step: AsyncStep | None = None
         self._close_ranks: Callable[[], object] = lambda: None
@@ -278,21 +143,29 @@ class TorchExecutor:
         launched.sample_tokens()
         return launched.get_output()
 
-    def execute_model_async(self, plan: SchedulerOutput) -> AsyncStep:
+    def execute_model_async(self, plan: SchedulerOutput) -> "AsyncStep":
         """See ``AsyncExecutor.execute_model_async``. On the CPU the forward pass is over when this returns.
 
         ``timings`` are the host's: on CUDA ``swap`` and ``sample`` are launches, and ``forward`` is the launch and the
         wait for the step, whatever it is that takes long there.
         """
-        result = ModelOutput()
-        self._sampler.remove_finished(plan.finished_seq_ids)
+        step = AsyncStep(self._runner, self._sampler, self._device)
+        if plan.finished_seq_ids:
+            self._sampler.remove_finished(plan.finished_seq_ids)
         with device_errors(), inference_on(self._device):
-            self._copy(plan, result.timings)
-            chunks = _chunks_with_tokens(plan.chunks, result)
-            with timed(result.timings, "forward"):
-                forward = self._forward(prepare_inputs(chunks, self.kv_cache_config.block_size)) if chunks else None
-        self._previous_step = AsyncStep(self._device, forward, result)
-        return self._previous_step
+            start = perf_counter()
+            if plan.blocks_to_swap_out or plan.blocks_to_copy or plan.blocks_to_swap_in:
+                self._runner.copy(plan.blocks_to_swap_out, plan.blocks_to_copy, plan.blocks_to_swap_in)
+            copied = perf_counter()
+            chunks = [chunk for chunk in plan.chunks if chunk.token_ids]
+            if chunks:
+                step.launch(prepare_inputs(chunks, self._block_size), self._previous_step)
+            if len(chunks) < len(plan.chunks):  # a chunk without tokens has nothing to draw from
+                drawn = [draw for chunk in plan.chunks if not chunk.token_ids for draw in chunk.draws]
+                step.output.errors.update((draw.sequence_id, internal()) for draw in drawn)
+            step.output.timings.swap, step.output.timings.forward = copied - start, perf_counter() - copied
+        self._previous_step = step
+        return step
 
     def close(self) -> None:
         """Gives the KV memory back, and ends the other ranks. Nothing can be run any more."""
@@ -300,22 +173,131 @@ class TorchExecutor:
         self._sampler.close()
         self._close_ranks()
 
-    def _copy(self, plan: SchedulerOutput, timings: StepTimings) -> None:
-        with timed(timings, "swap"):
-            self._runner.copy(plan.blocks_to_swap_out, plan.blocks_to_copy, plan.blocks_to_swap_in)
 
-    def _forward(self, batch: InputBatch) -> ForwardPass:
-        pending = (
-            self._previous_step.sampled_token_ids(batch.pending_sequence_ids)
-            if self._previous_step and batch.pending_sequence_ids
-            else None
-        )
-        return ForwardPass(batch, self._runner, self._sampler, self.config.vocab_size, pending)
+@contextmanager
+def device_errors() -> Iterator[None]:
+    """Raises ``ExecutorError`` for a device that failed: whatever it is asked for next fails too, so the engine must
+    end.
+    """
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        raise ExecutorError(f"The device failed: {error}") from error
 
 
-def _chunks_with_tokens(chunks: Sequence[ScheduledChunk], result: ModelOutput) -> list[ScheduledChunk]:
-    """The chunks that there is something to compute for; one without tokens has nothing to draw from either."""
-    for chunk in chunks:
-        if not chunk.token_ids:
-            result.errors.update((draw.sequence_id, internal()) for draw in chunk.draws)
-    return [chunk for chunk in chunks if chunk.token_ids]
+@dataclass(slots=True)
+class ForwardPass:
+    """A forward pass that was launched, and what is sampled from it: ``hidden`` [T, hidden], and ``logits`` [S,
+    vocabulary], None without draws. ``prepared`` are draws that were prepared for the sampler, by their indices in the
+    batch, and ``unprepared`` those that will be when they are sampled.
+    """
+
+    batch: InputBatch
+    prepared: list[tuple[list[int], SamplerInput]]
+    unprepared: list[int]
+    hidden: torch.Tensor
+    logits: torch.Tensor | None
+
+
+class AsyncStep:
+    """A step on the device. An ``AsyncModelOutput``; ``output`` holds what is known of it.
+
+    What ``sample_tokens`` raises is raised by ``get_output``, so that a step ends in one place.
+    """
+
+    def __init__(self, runner: Runner, sampler: Sampler, device: torch.device) -> None:
+        self.output = ModelOutput()
+        self._runner = runner
+        self._sampler = sampler
+        self._device = device
+        self._forward: ForwardPass | None = None
+        self._sampled: list[SamplerOutput] = []
+        self._sampled_seq_ids: list[int] = []
+        self._event: StepEvent | None = None
+        self._error: Exception | None = None
+
+    def launch(self, batch: InputBatch, previous: "AsyncStep | None") -> None:
+        """Launches the forward pass of ``batch``, whose pending tokens are sampled by ``previous``.
+
+        A draw with a grammar is prepared as soon as its tokens are known, so that its bitmask is filled while the model
+        computes. The others would gain nothing, and are prepared together; all are at once where no token is pending.
+        """
+        early, late, pending = list(range(len(batch.draws))), list[int](), None
+        if batch.pending_sequence_ids:
+            assert previous is not None, "a token is pending, and no step samples it"
+            pending = previous.sampled_token_ids(batch.pending_sequence_ids)
+            early, late = _split_by_readiness(batch)
+        prepared = [(early, self._sampler.prepare([batch.draws[index] for index in early]))] if early else []
+        hidden = self._runner.forward(batch.model_input, pending)
+        logits = self._runner.logits(hidden, batch.model_input.sampled_rows) if batch.draws else None
+        self._forward = ForwardPass(batch, prepared, late, hidden, logits)
+
+    def sample_tokens(self) -> None:
+        """See ``AsyncModelOutput.sample_tokens``. Waits only for the log-probabilities of prompts. Raises
+        ``ExecutorError``.
+        """
+        forward, self._forward = self._forward, None  # its memory is free for the next step
+        start = perf_counter()
+        with device_errors(), inference_on(self._device):
+            try:
+                if forward is not None:
+                    self._sample(forward)
+            except Exception as error:  # noqa: BLE001 - ``get_output`` raises it, when the device is done with the rest
+                self._error = error
+            if self._device.type != "cpu":
+                self._event = StepEvent(self._device)
+        self.output.timings.sample += perf_counter() - start
+
+    def get_output(self) -> ModelOutput:
+        """See ``AsyncModelOutput.get_output``. Waits for this step, and not for one that was launched after it."""
+        assert self._forward is None, "sample_tokens comes before get_output"
+        timings, start = self.output.timings, perf_counter()
+        with device_errors():
+            if self._event is not None:
+                self._event.wait()
+            if self._error is not None:
+                raise self._error
+            done = perf_counter()
+            for sampled in self._sampled:
+                sampled.fetch_into(self.output)
+        timings.forward += done - start
+        timings.sample += perf_counter() - done
+        return self.output
+
+    def sampled_token_ids(self, sequence_ids: Sequence[int]) -> torch.Tensor:
+        """The tokens [P] int64 that were sampled for these sequences, on the device, without waiting for them. Where
+        there is none, as the sampling failed, it is any token: what is made of it will not be used.
+        """
+        if not self._sampled:
+            return torch.zeros(len(sequence_ids), dtype=torch.int64, device=self._device)
+        parts = [sampled.token_ids for sampled in self._sampled]
+        token_ids = parts[0] if len(parts) == 1 else torch.cat(parts)
+        row_of = {sequence_id: row for row, sequence_id in enumerate(self._sampled_seq_ids)}
+        rows = [row_of.get(sequence_id, 0) for sequence_id in sequence_ids]
+        if rows == list(range(len(token_ids))):
+            return token_ids
+        return token_ids.index_select(0, upload(torch.tensor(rows), self._device))
+
+    def _sample(self, forward: ForwardPass) -> None:
+        batch, draws, prepared, logits = forward.batch, forward.batch.draws, forward.prepared, forward.logits
+        if batch.prompt_logprob_chunks:
+            logits_of, rows = partial(self._runner.logits, forward.hidden), batch.model_input.prompt_logprob_rows
+            compute_prompt_logprobs(batch.prompt_logprob_chunks, rows, self._sampler.vocab_size, logits_of, self.output)
+        if forward.unprepared:
+            draws_of = [draws[index] for index in forward.unprepared]
+            prepared = [*prepared, (forward.unprepared, self._sampler.prepare(draws_of))]
+        if logits is not None:
+            self._sampled_seq_ids = [draws[index].sequence_id for indices, _ in prepared for index in indices]
+            self._sampled = [
+                self._sampler.sample(inputs, logits, [batch.draw_rows[index] for index in indices])
+                for indices, inputs in prepared
+            ]
+
+
+def _split_by_readiness(batch: InputBatch) -> tuple[list[int], list[int]]:
+    """The indices of the draws that have a grammar and no pending token, and of all others."""
+    early: list[int] = []
+    late: list[int] = []
+    for index, (draw, is_pending) in enumerate(zip(batch.draws, batch.awaits_token, strict=True)):
+        (late if draw.grammar is None or is_pending else early).append(index)
+    return early, late

@@ -12,7 +12,7 @@ what is drawn, as -inf stays -inf; they are last so that the others see finite n
 Each one touches only the rows that ask for it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -229,22 +229,19 @@ def apply_bans(scores: torch.Tensor, banned: Sequence[tuple[int, TokenBans]]) ->
         scores.view(-1).index_fill_(0, indices, -torch.inf)
 
 
-# What is cached for a sequence between its draws: made from its ``SampleRequest``, at any time again.
-
-
-MAX_CACHED_SEQUENCES = 1 << 16
-
-
 class SequenceSamplingState:
-    """One sequence's parameters in the form that the logits processors read; None for each that it does not use."""
+    """One sequence's parameters in the form that the logits processors read; None for each that it does not use. A
+    cache: it can be made again from the ``SampleRequest`` at any time. ``has_processors``: whether a logits processor
+    changes the logits of every draw. ``bans`` change those of some draws: where ``bans.token_ids()`` is not empty.
+    """
 
     __slots__ = (
-        "_always_needs_processors",
         "bans",
         "bias",
         "draw",
         "grammar_state",
         "greedy",
+        "has_processors",
         "is_beam",
         "penalties",
         "sequence_id",
@@ -261,39 +258,7 @@ class SequenceSamplingState:
         self.penalties = Penalties.from_request(draw)
         self.bans = TokenBans.from_request(draw)
         self.grammar_state = None if draw.grammar is None else GrammarState(draw)
-        self._always_needs_processors = bool(self.bias or self.penalties or self.grammar_state)
-
-    @property
-    def needs_processors(self) -> bool:
-        """Whether a logits processor changes the logits of the next draw."""
-        return self._always_needs_processors or (self.bans is not None and bool(self.bans.token_ids()))
-
-
-class SamplingStateCache:
-    """The states of the sequences that were drawn for last, at most ``limit``. Used by one thread."""
-
-    def __init__(self, vocab_size: int, limit: int = MAX_CACHED_SEQUENCES) -> None:
-        self._vocab_size = vocab_size
-        self._limit = limit
-        self._by_id: dict[int, SequenceSamplingState] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-    def get(self, draw: SampleRequest) -> SequenceSamplingState:
-        """The state of the draw's sequence."""
-        state = self._by_id.get(draw.sequence_id)
-        # Only the very same draw goes on with what was counted: ids are one scheduler's, and another may use them too.
-        if state is None or state.draw is not draw:
-            state = self._by_id[draw.sequence_id] = SequenceSamplingState(draw, self._vocab_size)
-            if len(self._by_id) > self._limit:
-                del self._by_id[next(iter(self._by_id))]
-        return state
-
-    def remove(self, sequence_ids: Iterable[int]) -> None:
-        """Drops the states of sequences; unknown ids are ignored."""
-        for sequence_id in sequence_ids:
-            self._by_id.pop(sequence_id, None)
+        self.has_processors = bool(self.bias or self.penalties or self.grammar_state)
 
 
 def apply_logits_processors(

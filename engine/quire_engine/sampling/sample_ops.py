@@ -22,8 +22,7 @@ import torch
 from quire_proto.sampling import TokenLogprobs
 
 from quire_engine.device.accelerator import upload_arrays
-from quire_engine.kernels import ops as scan
-from quire_engine.kernels.ops import argmax_rows
+from quire_engine.kernels.bindings import DTYPES, library
 from quire_engine.sampling.metadata import BoolArray, DeviceSamplingMetadata, SamplingMetadata, TokenArray, gumbel_noise
 
 # Top-k, top-p and min-p: the lowest score that a row keeps.
@@ -103,14 +102,31 @@ def lowest_argmax(scores: torch.Tensor, *, allow_sync: bool = True) -> torch.Ten
     """
     if not allow_sync or scores.device.type != "cpu" or not scores.numel():
         return scores.max(-1).indices
-    ids = argmax_rows(scores)
-    if ids is not None:
+    ids = torch.empty(len(scores), dtype=torch.int64)
+    if scan_rows(scores, places=ids):
         return ids
     if scores.dtype == torch.float32:
         return torch.from_numpy(scores.numpy().argmax(-1))
     if scores.dtype == torch.bfloat16:
         return torch.from_numpy(_bfloat16_argmax(scores))
     return scores.max(-1).indices
+
+
+def scan_rows(rows: torch.Tensor, *, places: torch.Tensor | None = None, finite: torch.Tensor | None = None) -> bool:
+    """Writes the lowest place of the highest number of each of ``rows`` [R, V] into ``places`` [R] int64, some place
+    where a row has a NaN; and which of them hold only finite numbers into ``finite`` [R] bool. Returns False, and
+    writes nothing, where there is no kernel for them.
+    """
+    kernels = library() if rows.is_cpu and rows.dtype in DTYPES and rows.numel() and rows.stride(1) == 1 else None
+    if kernels is None:
+        return False
+    kernels.quire_scan_rows(
+        *(rows.data_ptr(), rows.stride(0), *rows.shape, rows.dtype is torch.bfloat16),
+        None if places is None else places.data_ptr(),
+        None if finite is None else finite.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return True
 
 
 def _bfloat16_argmax(scores: torch.Tensor) -> TokenArray:
@@ -159,9 +175,9 @@ def finite_rows(logits: torch.Tensor, *, allow_sync: bool = True) -> torch.Tenso
     """
     if not allow_sync:
         return torch.stack(torch.aminmax(logits, dim=-1)).isfinite().all(0)
-    known = scan.finite_rows(logits)
-    if known is not None:
-        return known
+    finite = torch.empty(len(logits), dtype=torch.bool)
+    if scan_rows(logits, finite=finite):
+        return finite
     finite = logits.sum(-1).isfinite()
     return finite if bool(finite.all()) else logits.isfinite().all(-1)
 

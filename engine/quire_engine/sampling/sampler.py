@@ -9,7 +9,7 @@ whatever can go wrong becomes a flag that is read with the tokens. On the CPU th
 are read in between where that saves work.
 """
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -27,7 +27,7 @@ from quire_engine.sampling.grammar_bitmask import (
     PendingBitmask,
     grammar_param,
 )
-from quire_engine.sampling.logits_processors import SamplingStateCache, SequenceSamplingState, apply_logits_processors
+from quire_engine.sampling.logits_processors import SequenceSamplingState, apply_logits_processors
 from quire_engine.sampling.metadata import SamplingMetadata, TokenArray
 from quire_engine.sampling.sample_ops import (
     compute_logprobs,
@@ -53,22 +53,14 @@ class DrawGroup:
     indices: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
 
-    def __len__(self) -> int:
-        return len(self.states)
-
-    def add(self, state: SequenceSamplingState, index: int, row: int) -> None:
-        """Adds one draw."""
-        self.states.append(state)
-        self.indices.append(index)
-        self.rows.append(row)
-
     def without(self, sequence_ids: Container[int]) -> "DrawGroup":
         """The draws of all other sequences."""
-        group = DrawGroup()
-        for state, index, row in zip(self.states, self.indices, self.rows, strict=True):
-            if state.sequence_id not in sequence_ids:
-                group.add(state, index, row)
-        return group
+        kept = [place for place, state in enumerate(self.states) if state.sequence_id not in sequence_ids]
+        return DrawGroup(
+            [self.states[place] for place in kept],
+            [self.indices[place] for place in kept],
+            [self.rows[place] for place in kept],
+        )
 
     def select(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits of each draw, [D, V]; ``logits`` itself, not copied, if they are all of its rows in order."""
@@ -96,29 +88,31 @@ class DrawGroups:
     beams: DrawGroup = field(default_factory=DrawGroup)
     with_logprobs: DrawGroup = field(default_factory=DrawGroup)
 
-    def add(self, state: SequenceSamplingState, index: int, row: int) -> None:
-        """Adds one draw."""
-        self._group_of(state).add(state, index, row)
-        if state.wants_logprobs and not state.is_beam:
-            self.with_logprobs.add(state, index, row)
+    @classmethod
+    def from_states(cls, states: Sequence[SequenceSamplingState], rows: Sequence[int]) -> "DrawGroups":
+        """Sorts the draws of ``states``, each from its row of ``rows``."""
+        groups = cls()
+        for index, (state, row) in enumerate(zip(states, rows, strict=True)):
+            if state.is_beam:
+                group = groups.beams
+            elif state.has_processors or (state.bans is not None and state.bans.token_ids()):
+                group = groups.processed
+            else:
+                group = groups.greedy if state.greedy else groups.random
+            for each in (group, groups.with_logprobs) if state.wants_logprobs and not state.is_beam else (group,):
+                each.states.append(state)
+                each.indices.append(index)
+                each.rows.append(row)
+        return groups
 
-    def without(self, failed: Collection[int]) -> "DrawGroups":
+    def without(self, failed: Container[int]) -> "DrawGroups":
         """The groups without the sequences ``failed``, whose grammars have failed."""
-        if not failed:
-            return self
         return replace(self, processed=self.processed.without(failed), beams=self.beams.without(failed))
-
-    def _group_of(self, state: SequenceSamplingState) -> DrawGroup:
-        if state.is_beam:
-            return self.beams
-        if state.needs_processors:
-            return self.processed
-        return self.greedy if state.greedy else self.random
 
 
 def select_rows(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """``rows`` of ``values`` [R, ...]; ``values`` itself, not copied, if they are all of its rows in order."""
-    if len(rows) == len(values) and all(row == index for index, row in enumerate(rows)):
+    if list(rows) == list(range(len(values))):
         return values
     return values.index_select(0, upload_arrays((index_array(rows),), values.device)[0])
 
@@ -135,14 +129,13 @@ def index_array(indices: Sequence[int]) -> TokenArray:
 class HostCopies:
     """What is copied to the host; None for what no draw asks for.
 
-    ``finite`` [R] bool: which rows of the logits are finite. ``allowed`` [D] bool: for which draws of the group
-    ``processed`` any token is allowed. ``candidates``: log-probabilities and token ids of the group ``beams``, both [D,
-    C], and for which of them any token is allowed, [D] bool. ``logprobs``: of the group ``with_logprobs``, as
-    ``compute_logprobs`` returns them.
+    ``sampled``: the token ids [D] int64, and which rows of the logits are finite, [R] bool. ``allowed`` [D] bool: for
+    which draws of the group ``processed`` any token is allowed. ``candidates``: log-probabilities and token ids of the
+    group ``beams``, both [D, C], and for which of them any token is allowed, [D] bool. ``logprobs``: of the group
+    ``with_logprobs``, as ``compute_logprobs`` returns them.
     """
 
-    token_ids: HostCopy
-    finite: HostCopy
+    sampled: HostCopy
     allowed: HostCopy | None
     candidates: HostCopy | None
     logprobs: HostCopy | None
@@ -166,21 +159,24 @@ class SamplerOutput:
         log-probabilities where they are asked for, candidates, or an error. A draw that has an error there already is
         left out.
         """
-        self._fetch_errors(result)
-        (token_ids,) = self._copies.token_ids.wait()
+        copies = self._copies
+        token_ids, finite = copies.sampled.wait()
+        row_is_finite = finite.tolist()
+        may_forbid = copies.allowed is not None or copies.candidates is not None
+        if may_forbid or self._grammar_errors or not all(row_is_finite):
+            self._fetch_errors(row_is_finite, result)
         for state, token_id in zip(self._states, token_ids.tolist(), strict=True):
             if not state.is_beam and state.sequence_id not in result.errors:
                 result.token_ids[state.sequence_id] = token_id
-        if self._copies.logprobs is not None:
-            self._fetch_logprobs(self._copies.logprobs, result)
-        if self._copies.candidates is not None:
-            self._fetch_candidates(self._copies.candidates, result)
+        if copies.logprobs is not None:
+            self._fetch_logprobs(copies.logprobs, result)
+        if copies.candidates is not None:
+            self._fetch_candidates(copies.candidates, result)
 
-    def _fetch_errors(self, result: ModelOutput) -> None:
+    def _fetch_errors(self, row_is_finite: Sequence[bool], result: ModelOutput) -> None:
         """Writes what went wrong, for each draw the first error."""
-        finite = self._copies.finite.wait()[0].tolist()
         for state, row in zip(self._states, self._rows, strict=True):
-            if not finite[row]:
+            if not row_is_finite[row]:
                 result.errors.setdefault(state.sequence_id, non_finite_error())
             elif state.sequence_id in self._grammar_errors:
                 result.errors.setdefault(state.sequence_id, self._grammar_errors[state.sequence_id])
@@ -231,6 +227,9 @@ class SamplerInput:
     bitmask: PendingBitmask | None
 
 
+MAX_CACHED_SEQUENCES = 1 << 16
+
+
 class Sampler:
     """Makes the draws of one step after the other, and caches what their sequences need for the next. Used by one
     thread. ``allow_sync``: whether a draw may wait for the device where that saves it work; by default only on the CPU.
@@ -238,19 +237,30 @@ class Sampler:
     """
 
     def __init__(self, vocab_size: int, *, allow_sync: bool | None = None) -> None:
-        self._states = SamplingStateCache(vocab_size)
+        self.vocab_size = vocab_size
+        self._states: dict[int, SequenceSamplingState] = {}
         self._filler = BitmaskFiller(vocab_size)
         self._allow_sync = allow_sync
 
     def remove_finished(self, sequence_ids: Iterable[int]) -> None:
-        """Drops what is cached for sequences that have finished."""
-        self._states.remove(sequence_ids)
+        """Drops what is cached for sequences that have finished; unknown ids are ignored."""
+        for sequence_id in sequence_ids:
+            self._states.pop(sequence_id, None)
 
     def prepare(self, draws: Sequence[SampleRequest]) -> SamplerInput:
         """Looks up the state of each draw's sequence, and starts to fill the bitmask of those that have a grammar. The
         token lists of these must hold every token before the one to be drawn.
         """
-        states = [self._states.get(draw) for draw in draws]
+        states = []
+        for draw in draws:
+            state = self._states.get(draw.sequence_id)
+            # Only the very same draw goes on with what was counted: ids are one scheduler's, and another may use them
+            # too.
+            if state is None or state.draw is not draw:
+                state = self._states[draw.sequence_id] = SequenceSamplingState(draw, self.vocab_size)
+                if len(self._states) > MAX_CACHED_SEQUENCES:
+                    del self._states[next(iter(self._states))]
+            states.append(state)
         grammars = [state.grammar_state for state in states if state.grammar_state is not None]
         return SamplerInput(states, self._filler.start(grammars) if grammars else None)
 
@@ -262,23 +272,31 @@ class Sampler:
         """
         allow_sync = logits.device.type == "cpu" if self._allow_sync is None else self._allow_sync
         token_ids = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
-        sampling, groups = _SamplingPass(logits, token_ids, allow_sync), _group_draws(prepared.states, rows)
-        sampling.sample_unprocessed(groups)  # while the bitmask is being filled
-        bitmask = NO_GRAMMARS if prepared.bitmask is None else prepared.bitmask.wait()
-        groups = groups.without(bitmask.errors)
-        copies = sampling.sample_rest(groups, bitmask, rows)
+        draws = _SamplingPass(logits, token_ids, allow_sync)
+        groups, bitmask = DrawGroups.from_states(prepared.states, rows), NO_GRAMMARS
+        if groups.greedy.states:
+            draws.write_tokens(groups.greedy, lowest_argmax(groups.greedy.select(logits), allow_sync=allow_sync))
+        if groups.random.states:
+            draws.write_tokens(groups.random, draws.sample(groups.random, groups.random.select_copy(logits)))
+        if prepared.bitmask is not None:  # it was being filled meanwhile
+            bitmask = prepared.bitmask.wait()
+            if bitmask.errors:
+                groups = groups.without(bitmask.errors)
+        finite = finite_rows(logits, allow_sync=allow_sync)
+        allowed = draws.sample_processed(groups.processed, bitmask) if groups.processed.states else None
+        candidates = draws.beam_candidates(groups.beams, bitmask) if groups.beams.states else None
+        token_ids.mul_(select_rows(finite, rows))
+        copies = HostCopies(
+            sampled=HostCopy([token_ids, finite]),
+            allowed=None if allowed is None else HostCopy([allowed]),
+            candidates=None if candidates is None else HostCopy(candidates),
+            logprobs=HostCopy(draws.logprobs(groups.with_logprobs)) if groups.with_logprobs.states else None,
+        )
         return SamplerOutput(token_ids, prepared.states, rows, groups, bitmask.errors, copies)
 
     def close(self) -> None:
         """Ends the thread that fills bitmasks."""
         self._filler.close()
-
-
-def _group_draws(states: Sequence[SequenceSamplingState], rows: Sequence[int]) -> DrawGroups:
-    groups = DrawGroups()
-    for index, (state, row) in enumerate(zip(states, rows, strict=True)):
-        groups.add(state, index, row)
-    return groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,47 +307,27 @@ class _SamplingPass:
     token_ids: torch.Tensor
     allow_sync: bool
 
-    def sample_unprocessed(self, groups: DrawGroups) -> None:
-        """Makes the draws from the model's own logits."""
-        if groups.greedy:
-            scores = groups.greedy.select(self.logits)
-            self._write_tokens(groups.greedy, lowest_argmax(scores, allow_sync=self.allow_sync))
-        if groups.random:
-            self._write_tokens(groups.random, self._sample(groups.random, groups.random.select_copy(self.logits)))
-
-    def sample_rest(self, groups: DrawGroups, bitmask: GrammarBitmask, rows: Sequence[int]) -> HostCopies:
-        """Makes the other draws, and starts to copy to the host what it will read. Only what there is, is copied."""
-        finite = finite_rows(self.logits, allow_sync=self.allow_sync)
-        allowed = self._sample_processed(groups.processed, bitmask) if groups.processed else None
-        candidates = self._beam_candidates(groups.beams, bitmask) if groups.beams else None
-        self.token_ids.mul_(select_rows(finite, rows))
-        return HostCopies(
-            token_ids=HostCopy([self.token_ids]),
-            finite=HostCopy([finite]),
-            allowed=None if allowed is None else HostCopy([allowed]),
-            candidates=None if candidates is None else HostCopy(candidates),
-            logprobs=HostCopy(self._logprobs(groups.with_logprobs)) if groups.with_logprobs else None,
-        )
-
-    def _write_tokens(self, group: DrawGroup, token_ids: torch.Tensor) -> None:
-        if len(group) == len(self.token_ids):
+    def write_tokens(self, group: DrawGroup, token_ids: torch.Tensor) -> None:
+        """Takes the tokens [D] of a group's draws."""
+        if len(group.indices) == len(self.token_ids):
             self.token_ids.copy_(token_ids)
         else:
             (indices,) = upload_arrays((index_array(group.indices),), self.token_ids.device)
             self.token_ids.index_copy_(0, indices, token_ids)
 
-    def _sample(self, group: DrawGroup, scores: torch.Tensor) -> torch.Tensor:
+    def sample(self, group: DrawGroup, scores: torch.Tensor) -> torch.Tensor:
+        """Draws one token from each row of ``scores``, with the parameters of the group's draws."""
         return sample(scores, group.sampling_metadata(), allow_sync=self.allow_sync)
 
-    def _sample_processed(self, group: DrawGroup, bitmask: GrammarBitmask) -> torch.Tensor:
+    def sample_processed(self, group: DrawGroup, bitmask: GrammarBitmask) -> torch.Tensor:
         """Makes the draws that have logits processors. Returns for which of them any token is allowed, [D] bool."""
         scores = group.select_copy(self.logits)
         apply_logits_processors(scores, group.states, bitmask)
         allowed = scores.amax(-1) > -torch.inf
-        self._write_tokens(group, self._sample(group, scores).mul_(allowed))
+        self.write_tokens(group, self.sample(group, scores).mul_(allowed))
         return allowed
 
-    def _beam_candidates(self, group: DrawGroup, bitmask: GrammarBitmask) -> list[torch.Tensor]:
+    def beam_candidates(self, group: DrawGroup, bitmask: GrammarBitmask) -> list[torch.Tensor]:
         """The best candidates of each draw: log-probabilities and token ids, both [D, C], and for which draws any token
         is allowed, [D] bool. Normalised first and processed then, as in transformers' beam search.
         """
@@ -339,7 +337,8 @@ class _SamplingPass:
         allowed = scores.amax(-1) > -torch.inf
         return [*stable_topk(scores, count, allow_sync=self.allow_sync), allowed]
 
-    def _logprobs(self, group: DrawGroup) -> list[torch.Tensor]:
+    def logprobs(self, group: DrawGroup) -> list[torch.Tensor]:
+        """The log-probabilities of a group's drawn tokens, as ``compute_logprobs`` returns them."""
         token_ids = select_rows(self.token_ids, group.indices)
         num_top = max(num_top_logprobs(group))
         return compute_logprobs(group.select(self.logits), token_ids, num_top, allow_sync=self.allow_sync)

@@ -1,15 +1,17 @@
 """The tensors of one step, made from its chunks. Knows plans and numpy, no model."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 import torch
 
-from quire_engine.attention.base import AttentionBatch, int32
+from quire_engine.attention.base import AttentionBatch
 from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, SampleRequest, ScheduledChunk
 from quire_engine.device.accelerator import upload
+
+_NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,8 @@ class ModelInput:
 
     def check_vocabulary(self, size: int) -> None:
         """Raises ``IndexError`` for a token that is none of the first ``size``: a GPU could not go on after it."""
-        lowest, highest = (int(bound) for bound in self.token_ids.aminmax())
+        bounds = self.token_ids.aminmax()
+        lowest, highest = int(bounds.min), int(bounds.max)
         if (
             lowest < PLACEHOLDER_TOKEN_ID
             or highest >= size
@@ -63,39 +66,47 @@ class InputBatch:
 
 def prepare_inputs(chunks: Sequence[ScheduledChunk], block_size: int) -> InputBatch:
     """The batch of ``chunks``, each of at least one token."""
-    lengths = np.fromiter((len(chunk.token_ids) for chunk in chunks), np.int64, len(chunks))
-    starts = np.fromiter((chunk.start for chunk in chunks), np.int64, len(chunks))
-    queries, ends = _indptr(lengths), starts + lengths
-    total = int(queries[-1])
-    positions = np.arange(total) + np.repeat(starts - queries[:-1], lengths)
-    page_counts = -(-ends // block_size)
-    pages = _indptr(page_counts)
-    page_lists = (chunk.block_ids[:count] for chunk, count in zip(chunks, page_counts.tolist(), strict=True))
-    sampling = np.fromiter((bool(chunk.draws) for chunk in chunks), np.bool_, len(chunks))
+    lengths = np.array([len(chunk.token_ids) for chunk in chunks], np.int64)
+    starts = np.array([chunk.start for chunk in chunks], np.int64)
+    query_indptr, context_lens = _indptr(lengths), starts + lengths
+    num_tokens = int(query_indptr[-1])
+    token_ids = np.fromiter(chain.from_iterable([chunk.token_ids for chunk in chunks]), np.int64, num_tokens)
+    positions = np.arange(num_tokens) + np.repeat(starts - query_indptr[:-1], lengths)
+    page_counts = -(-context_lens // block_size)
+    page_indptr, last_page_len = _indptr(page_counts), context_lens - (page_counts - 1) * block_size
+    page_lists = [chunk.block_ids[:count] for chunk, count in zip(chunks, page_counts.tolist(), strict=True)]
+    page_ids = np.fromiter(chain.from_iterable(page_lists), np.int32, int(page_indptr[-1]))
+    of_attention = query_indptr, page_indptr, page_ids, last_page_len, context_lens, positions
     sampled = [chunk for chunk in chunks if chunk.draws]
-    token_ids = torch.from_numpy(_flatten((chunk.token_ids for chunk in chunks), np.int64, total))
-    forward = ModelInput(
-        token_ids=token_ids,
-        attention=AttentionBatch(
-            query_indptr=int32(queries),
-            page_indptr=int32(pages),
-            page_ids=torch.from_numpy(_flatten(page_lists, np.int32, int(pages[-1]))),
-            last_page_len=int32(ends - (page_counts - 1) * block_size),
-            context_lens=int32(ends),
-            positions=int32(positions),
-        ),
-        sampled_rows=torch.from_numpy((queries[1:] - 1)[sampling]),
-        prompt_logprob_rows=_prompt_logprob_rows(chunks, queries[:-1]),
-        pending_rows=(token_ids == PLACEHOLDER_TOKEN_ID).nonzero().squeeze(1),
+    pending = [chunk for chunk in chunks if chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID]
+    prompt_logprob_chunks = [chunk for chunk in chunks if chunk.prompt_logprob_targets]
+    model_input = ModelInput(
+        token_ids=torch.from_numpy(token_ids),
+        attention=AttentionBatch(*[torch.from_numpy(array.astype(np.int32, copy=False)) for array in of_attention]),
+        sampled_rows=torch.from_numpy((query_indptr[1:] - 1)[[bool(chunk.draws) for chunk in chunks]]),
+        prompt_logprob_rows=_prompt_logprob_rows(chunks, query_indptr) if prompt_logprob_chunks else _NO_ROWS,
+        pending_rows=torch.from_numpy(np.flatnonzero(token_ids == PLACEHOLDER_TOKEN_ID)) if pending else _NO_ROWS,
     )
     return InputBatch(
-        forward,
+        model_input,
         draws=[draw for chunk in sampled for draw in chunk.draws],
         draw_rows=[row for row, chunk in enumerate(sampled) for _ in chunk.draws],
         awaits_token=[chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID for chunk in sampled for _ in chunk.draws],
-        prompt_logprob_chunks=[chunk for chunk in chunks if chunk.prompt_logprob_targets],
-        pending_sequence_ids=[chunk.sequence_id for chunk in chunks if chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID],
+        prompt_logprob_chunks=prompt_logprob_chunks,
+        pending_sequence_ids=[chunk.sequence_id for chunk in pending],
     )
+
+
+def _indptr(sizes: np.ndarray) -> np.ndarray:
+    """[0, and the running sum of ``sizes``]."""
+    return np.concatenate(([0], np.cumsum(sizes)))
+
+
+def _prompt_logprob_rows(chunks: Sequence[ScheduledChunk], query_indptr: np.ndarray) -> torch.Tensor:
+    """The places of the tokens that targets follow: of each chunk, as many as it has, from its first token on."""
+    counts = np.array([len(chunk.prompt_logprob_targets) for chunk in chunks], np.int64)
+    bounds = _indptr(counts)
+    return torch.from_numpy(np.arange(bounds[-1]) + np.repeat(query_indptr[:-1] - bounds[:-1], counts))
 
 
 def pad_decode(batch: AttentionBatch, size: int) -> AttentionBatch:
@@ -129,19 +140,3 @@ def scatter_pending(token_ids: torch.Tensor, rows: torch.Tensor, pending: torch.
         token_ids.copy_(pending)
     else:
         token_ids.index_copy_(0, upload(rows, token_ids.device), pending)
-
-
-def _prompt_logprob_rows(chunks: Sequence[ScheduledChunk], firsts: np.ndarray) -> torch.Tensor:
-    """The places of the tokens that targets follow: of each chunk, as many as it has, from its first token on."""
-    counts = np.fromiter((len(chunk.prompt_logprob_targets) for chunk in chunks), np.int64, len(chunks))
-    bounds = _indptr(counts)
-    return torch.from_numpy(np.arange(bounds[-1]) + np.repeat(firsts - bounds[:-1], counts))
-
-
-def _indptr(sizes: np.ndarray) -> np.ndarray:
-    """[0, and the running sum of ``sizes``]."""
-    return np.concatenate(([0], np.cumsum(sizes)))
-
-
-def _flatten(lists: Iterable[list[int]], dtype: type, total: int) -> np.ndarray:
-    return np.fromiter(chain.from_iterable(lists), dtype, total)

@@ -8,8 +8,7 @@ import math
 import mmap
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Protocol
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 
@@ -19,53 +18,15 @@ from quire_engine.core.executor import CopyError
 from quire_engine.errors import ModelError
 from quire_engine.worker.memory import CacheSizes
 
-# The order of work on a device: marks in it, and the stream that blocks are copied on. Knows streams, neither tensors
-# nor blocks.
-#
-# On the CPU everything has happened when its call returns, so there is nothing to order there.
-
-
-class StepEvent(Protocol):
-    """A place in the order of a device's work."""
-
-    def wait(self) -> None:
-        """Returns once everything is done that was launched before the mark was made."""
-        ...
-
-
-class SwapStream(Protocol):
-    """Where block copies stand among the work that computes with blocks. Used by one thread.
-
-    Copies run after all work that was launched before the last ``record_compute``, and before all work that is launched
-    after ``swap_region``. Among each other they keep their order.
-    """
-
-    def record_compute(self) -> None:
-        """Says that everything launched until now may have read or written blocks. Say it also after a failure."""
-        ...
-
-    def swap_region(self) -> AbstractContextManager[None]:
-        """The copies that are launched inside are ordered as above."""
-        ...
-
-
-class SyncSwapStream:
-    """A ``SwapStream`` for a device that does one thing after the other."""
-
-    def record_compute(self) -> None:
-        """Nothing to note."""
-
-    def swap_region(self) -> AbstractContextManager[None]:
-        """In the order of the calls."""
-        return nullcontext()
-
 
 class CudaSwapStream:
-    """A ``SwapStream`` on CUDA: copies have a stream of their own, beside the current one that computes.
+    """Orders block copies among the work that computes with blocks: they have a stream of their own, beside the current
+    one that computes. Used by one thread. The CPU needs none: everything has happened when its call returns.
 
-    They run beside what computes without blocks, which is the drawing of tokens, and beside the upload of the next
-    batch. Copies in both directions wait for the last forward pass, as it reads what is copied out and may still write
-    what is copied over.
+    Copies run after all work that was launched before the last ``record_compute``, and before all work that is launched
+    after ``swap_region``. Among each other they keep their order. So copies in both directions wait for the last
+    forward pass, as it reads what is copied out and may still write what is copied over; and they run beside what
+    computes without blocks, which is the sampling of tokens, and beside the upload of the next batch.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,12 +35,14 @@ class CudaSwapStream:
         self._compute_done = torch.cuda.Event()
 
     def record_compute(self) -> None:
-        """See ``SwapStream.record_compute``."""
+        """Records that everything launched until now may have read or written blocks. To be called after a failure
+        too.
+        """
         self._compute_done.record(torch.cuda.current_stream(self._device))
 
     @contextmanager
     def swap_region(self) -> Iterator[None]:
-        """See ``SwapStream.swap_region``."""
+        """The copies that are launched inside are ordered as above."""
         compute = torch.cuda.current_stream(self._device)
         self._wait_for_compute()
         try:
@@ -95,33 +58,16 @@ class CudaSwapStream:
         compute.wait_stream(self._stream)
 
 
-class _Passed:
-    """A ``StepEvent`` where everything is done at once."""
-
-    def wait(self) -> None:
-        """It is done."""
-
-
-class _CudaStepEvent:
-    """A ``StepEvent`` in the current stream."""
+class StepEvent:
+    """Everything that was launched on the current stream of a GPU before this was made."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
-        """See ``StepEvent.wait``."""
+        """Returns once all of it is done."""
         self._event.synchronize()
-
-
-def make_swap_stream(device: torch.device) -> SwapStream:
-    """How blocks are copied on ``device``."""
-    return SyncSwapStream() if device.type == "cpu" else CudaSwapStream(device)
-
-
-def record_event(device: torch.device) -> StepEvent:
-    """A mark after everything that was launched until now."""
-    return _Passed() if device.type == "cpu" else _CudaStepEvent(device)
 
 
 MIN_BLOCKS = 2
@@ -130,7 +76,7 @@ MIN_BLOCKS = 2
 class KVCache:
     """Device and host pool of one model, of the sizes that were decided in bytes.
 
-    ``swap_stream`` orders block copies among the work of the device. On CUDA the host pool is pinned.
+    ``swap_stream`` orders block copies among the work of a GPU; None on the CPU. On CUDA the host pool is pinned.
     """
 
     def __init__(
@@ -141,7 +87,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        swap_stream: SwapStream | None = None,
+        swap_stream: CudaSwapStream | None = None,
     ) -> None:
         shape = _block_shape(layout, block_size)
         block_bytes = math.prod(shape) * dtype.itemsize
@@ -155,27 +101,22 @@ class KVCache:
         self.blocks = _lazy_zeros((blocks, *shape), dtype, device)
         self._host_blocks = _lazy_zeros((host_blocks, *shape), dtype, torch.device("cpu"))
         self._unpin_host = _pin(self._host_blocks, device) if device.type == "cuda" and host_blocks else None
-        self._swap_stream = swap_stream or make_swap_stream(device)
-        self.record_compute()
+        self.swap_stream = CudaSwapStream(device) if swap_stream is None and device.type != "cpu" else swap_stream
+        if self.swap_stream is not None:
+            self.swap_stream.record_compute()
 
     def copy(self, out: Sequence[BlockCopy], within: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
         """Copies blocks to the host, within the device, and from the host, in this order. Raises ``CopyError``; the
         contents of all blocks are undefined then.
         """
-        if not (out or within or into):
-            return
         moves = (
             (self.blocks, self._host_blocks, out),
             (self.blocks, self.blocks, within),
             (self._host_blocks, self.blocks, into),
         )
-        with self._swap_stream.swap_region():
+        with nullcontext() if self.swap_stream is None else self.swap_stream.swap_region():
             for sources, targets, copies in moves:
                 _copy_blocks(sources, targets, copies)
-
-    def record_compute(self) -> None:
-        """Records that everything launched until now may use blocks: later copies wait for it."""
-        self._swap_stream.record_compute()
 
     def close(self) -> None:
         """Frees the memory; nothing can be computed after that."""

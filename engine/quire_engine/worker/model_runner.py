@@ -172,10 +172,18 @@ class ModelRunner:
         try:
             if self._cuda_graphs is not None and self._cuda_graphs.can_run(batch):
                 return self._cuda_graphs.forward(batch, pending)
-            return self._forward(batch, pending)
+            self._attention.prepare(batch.attention)
+            kv = self._kv_cache.blocks
+            token_ids, positions = upload(batch.token_ids, kv.device), upload(batch.attention.positions, kv.device)
+            if pending is not None:
+                scatter_pending(token_ids, batch.pending_rows, pending)
+            if self._cpu_graphs is not None and batch.is_decode and self._cpu_graphs.can_run(len(token_ids)):
+                return self._cpu_graphs.forward(token_ids, positions)
+            return self._model.forward(token_ids, positions, kv, self._attention)
         finally:
             # After a failure too: what was launched before it still reads and writes blocks.
-            self._kv_cache.record_compute()
+            if self._kv_cache.swap_stream is not None:
+                self._kv_cache.swap_stream.record_compute()
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """See ``Runner.logits``."""
@@ -200,13 +208,3 @@ class ModelRunner:
         """See ``Runner.close``."""
         self._cuda_graphs = self._cpu_graphs = None
         self._kv_cache.close()
-
-    def _forward(self, batch: ModelInput, pending: torch.Tensor | None) -> torch.Tensor:
-        self._attention.prepare(batch.attention)
-        kv = self._kv_cache.blocks
-        token_ids, positions = upload(batch.token_ids, kv.device), upload(batch.attention.positions, kv.device)
-        if pending is not None:
-            scatter_pending(token_ids, batch.pending_rows, pending)
-        if self._cpu_graphs is not None and batch.is_decode and self._cpu_graphs.can_run(len(token_ids)):
-            return self._cpu_graphs.forward(token_ids, positions)
-        return self._model.forward(token_ids, positions, kv, self._attention)

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.core.step import ModelOutput, SampleRequest
-from quire_engine.sampling.logits_processors import SamplingStateCache
+from quire_engine.sampling import sampler as sampler_module
+from quire_engine.sampling.logits_processors import SequenceSamplingState
 from quire_engine.sampling.sampler import Sampler
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import MAX_SEED, SamplingParams
@@ -165,23 +166,26 @@ def test_a_second_sequence_with_the_same_id_gets_nothing_of_the_first() -> None:
     assert run_step(sampler, [make_draw(0, [0])], logits).token_ids == {0: 0}
 
 
-def test_no_more_sequences_are_kept_than_the_limit() -> None:
-    states = SamplingStateCache(VOCAB, limit=3)
-    kept = [states.get(make_draw(id, [1])) for id in range(5)]
-    assert len(states) == 3
-    assert states.get(kept[4].draw) is kept[4]
-    assert states.get(kept[0].draw) is not kept[0]
-    states.remove([4, 17])
-    assert len(states) == 2
+def test_no_more_sequences_are_kept_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler_module, "MAX_CACHED_SEQUENCES", 3)
+    sampler = Sampler(VOCAB)
+    kept = sampler.prepare([make_draw(id, [1]) for id in range(5)]).states
+    assert list(sampler._states.values()) == kept[2:]
+    assert sampler.prepare([kept[4].draw]).states == [kept[4]]
+    assert sampler.prepare([kept[0].draw]).states != [kept[0]]
+    sampler.remove_finished([4, 17])
+    assert len(sampler._states) == 2
+    sampler.close()
 
 
 def test_min_tokens_and_bad_words_cost_nothing_while_they_forbid_nothing() -> None:
     wanted = {"min_tokens": 2, "stop_token_ids": frozenset((7,)), "bad_words": ((4, 5),)}
-    state = SamplingStateCache(VOCAB).get(make_draw(0, [1], [2], **wanted))
-    costs = [state.needs_processors]
+    state = SequenceSamplingState(make_draw(0, [1], [2], **wanted), VOCAB)
+    assert not state.has_processors
+    costs = [bool(state.bans.token_ids())]
     for token_id in (3, 4, 6):
         state.draw.token_ids.append(token_id)
-        costs.append(state.needs_processors)
+        costs.append(bool(state.bans.token_ids()))
     assert costs == [True, False, True, False]
 
 

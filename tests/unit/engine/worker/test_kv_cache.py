@@ -12,7 +12,7 @@ from quire_engine.core.block_pool import BlockCopy
 from quire_engine.core.executor import CopyError
 from quire_engine.errors import ModelError
 from quire_engine.worker import kv_cache
-from quire_engine.worker.kv_cache import KVCache, SyncSwapStream
+from quire_engine.worker.kv_cache import KVCache
 from quire_engine.worker.memory import CacheSizes
 from torch.overrides import TorchFunctionMode
 
@@ -151,8 +151,9 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Cudart], KVCache]:
         monkeypatch.setattr(torch.cuda, "check_error", check)
         monkeypatch.setattr(torch.cuda, "synchronize", cudart.synchronize)
         monkeypatch.setattr(kv_cache, "_lazy_zeros", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype))
+        monkeypatch.setattr(kv_cache, "CudaSwapStream", lambda _: None)
         pools = CacheSizes(DEVICE * BLOCK_BYTES, HOST * BLOCK_BYTES)
-        return KVCache(LAYOUT, 4, pools, torch.float32, GPU, swap_stream=SyncSwapStream())
+        return KVCache(LAYOUT, 4, pools, torch.float32, GPU)
 
     return make
 

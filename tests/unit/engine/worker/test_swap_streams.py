@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from quire_engine.checkpoint.config import AttentionLayout
 from quire_engine.core.block_pool import BlockCopy
 from quire_engine.core.executor import CopyError
-from quire_engine.worker.kv_cache import CudaSwapStream, KVCache, SyncSwapStream, make_swap_stream, record_event
+from quire_engine.worker.kv_cache import CudaSwapStream, KVCache, StepEvent
 from quire_engine.worker.memory import CacheSizes
 
 from tests.support.fake_streams import FakeDevice
@@ -82,7 +82,7 @@ def outcome_on(seed: int, plan: list[Step], left_out: Wait | None = None) -> Out
         for number, step in enumerate(plan):
             cache.copy(step.out, step.within, step.into)
             fake.launch(lambda number=number, step=step: forward(number, step))
-            cache.record_compute()
+            order.record_compute()
             fake.launch(lambda: None)  # the draws, which copies need not wait for
         fake.run()
         return (*((pool[:, 0, 0, 0, 0, 0].tolist()) for pool in (cache.blocks, cache._host_blocks)), read)
@@ -132,7 +132,7 @@ def test_a_mark_waits_for_what_was_launched_before_it_and_for_nothing_else() -> 
     with pytest.MonkeyPatch.context() as patch:
         fake.install(patch)
         fake.launch(lambda: done.append(1))
-        place = record_event(torch.device("cuda"))
+        place = StepEvent(torch.device("cuda"))
         fake.launch(lambda: done.append(2))
         place.wait()
         assert done == [1]
@@ -141,8 +141,7 @@ def test_a_mark_waits_for_what_was_launched_before_it_and_for_nothing_else() -> 
 
 
 def test_on_the_cpu_nothing_is_ordered() -> None:
-    assert isinstance(make_swap_stream(CPU), SyncSwapStream)
-    record_event(CPU).wait()
+    assert KVCache(LAYOUT, 1, CacheSizes(DEVICE * BLOCK_BYTES, 0), torch.float32, CPU).swap_stream is None
 
 
 @pytest.mark.parametrize("seed", range(20))
