@@ -1,4 +1,4 @@
-"""Paths are short: how many files a streamed token and a request pass, as docs/architecture.md has them."""
+"""Paths are short: how many files a decode step, a streamed token and a request pass, as in docs/architecture.md."""
 
 import asyncio
 import json
@@ -6,6 +6,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import pytest
+import torch
+from quire_engine import LLM, SamplingParams
+from quire_engine.core.engine_core import EngineCore
+from quire_engine.kernels.bindings import library
+from quire_engine.kernels.packed_linear import is_fast
 from quire_proto.cli import read_settings
 from quire_proto.text.chat_template import ChatTemplate
 from quire_proto.text.tokenizer import ModelTokenizer
@@ -15,13 +21,15 @@ from quire_router.config import Settings
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level
 from tests.support.ports import free_port
 from tests.support.scripted_engine import STOP, ScriptedEngine, output
-from tests.support.traced_calls import Trace, common, table, table_in, traced_calls
+from tests.support.traced_calls import ROOT, Trace, common, table, table_in, traced_calls
 
 ROUTER = ("router/quire_router", "proto/quire_proto")
 TOKEN_TEXT = json.dumps(byte_level().decode([80])).encode() + b"}"
 KEY = "a-key-of-enough-characters"
 PAGE = "architecture.md"
+STEP_FILES = 19
 REQUEST_FILES = 46  # it was 58; what is left has a part of the request each, or is a part of the text or the placement
+HAS_KERNELS = library() is not None and is_fast(torch.bfloat16)
 
 
 @dataclass
@@ -108,6 +116,23 @@ async def trace_token() -> Trace:
     return common(traces)
 
 
+def trace_steps(monkeypatch: pytest.MonkeyPatch) -> Trace:
+    """What three decode steps of two greedy sequences have in common, without what the outputs are published to."""
+    traces: list[Trace] = []
+    step = EngineCore.step
+
+    def traced_step(core: EngineCore) -> None:
+        with traced_calls("engine/quire_engine") as trace:
+            step(core)
+        traces.append({file: names for file, names in trace.items() if not file.startswith("quire_engine/llm/")})
+
+    monkeypatch.setattr(EngineCore, "step", traced_step)
+    llm = LLM(str(ROOT / "demo/model"))
+    llm.generate(["once upon a time", "hello there"], SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True))
+    llm.close()
+    return common(traces[4:7])
+
+
 def check_path(trace: Trace, heading: str, files: int) -> None:
     """The trace is what the table under ``heading`` says, in whatever order, and has at most so many ``files``."""
     rows = table(trace)
@@ -127,3 +152,8 @@ async def test_a_streamed_token_passes_few_files():
 
 async def test_a_request_passes_few_files_before_its_first_token():
     check_path(await trace_request(), "## One request, file by file", REQUEST_FILES)
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="the kernels cannot be compiled here, or are slower than torch")
+def test_a_decode_step_passes_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_path(trace_steps(monkeypatch), "## One decode step, file by file", STEP_FILES)
