@@ -78,51 +78,51 @@ any_logprobs = st.builds(TokenLogprobs, floats, st.lists(st.tuples(token_ids, fl
 
 
 @st.composite
-def tolds(draw: st.DrawFn, plain: bool = False) -> RecordedDelta:
-    """A piece of one of four choices, as an answer may have it."""
-    told, reason = draw(st.lists(token_ids, max_size=4)), draw(st.none() | st.sampled_from(FinishReason))
-    piece = RecordedDelta(draw(st.integers(0, 3)), told, reason)
+def any_delta(draw: st.DrawFn, plain: bool = False) -> RecordedDelta:
+    """A delta of one of four choices, as an answer may have it."""
+    tokens, reason = draw(st.lists(token_ids, max_size=4)), draw(st.none() | st.sampled_from(FinishReason))
+    delta = RecordedDelta(draw(st.integers(0, 3)), tokens, reason)
     if plain or draw(st.booleans()):
-        return piece
+        return delta
     return replace(
-        piece,
-        logprobs=draw(st.lists(any_logprobs, min_size=len(told), max_size=len(told))),
+        delta,
+        logprobs=draw(st.lists(any_logprobs, min_size=len(tokens), max_size=len(tokens))),
         prompt_logprobs=draw(st.lists(any_logprobs, max_size=3)),
         score=None if reason is None else draw(st.none() | floats),
     )
 
 
-pieces = st.lists(tolds(), max_size=8)
+deltas = st.lists(any_delta(), max_size=8)
 
 
-def possible(pieces: list[RecordedDelta], choices: int) -> list[RecordedDelta]:
-    """The pieces without those that an answer of so many choices cannot have."""
+def possible(deltas: list[RecordedDelta], choices: int) -> list[RecordedDelta]:
+    """The deltas without those that an answer of so many choices cannot have."""
     kept: list[RecordedDelta] = []
     ended, prompted = set[int](), False
-    for piece in pieces:
-        if piece.index < choices and piece.index not in ended:
-            kept.append(replace(piece, prompt_logprobs=[]) if prompted else piece)
-            prompted = prompted or bool(piece.prompt_logprobs)
-            ended |= {piece.index} if piece.finish_reason is not None else set()
+    for delta in deltas:
+        if delta.index < choices and delta.index not in ended:
+            kept.append(replace(delta, prompt_logprobs=[]) if prompted else delta)
+            prompted = prompted or bool(delta.prompt_logprobs)
+            ended |= {delta.index} if delta.finish_reason is not None else set()
     return kept
 
 
-def deliver(pieces: list[RecordedDelta], choices: int) -> TokenLog:
-    """The row of these pieces, each of which is repeated in vain."""
-    deliveries, made = TokenLog(choices), [0] * choices
-    for piece in pieces:
-        before = len(deliveries.values)
-        assert deliveries.append(made[piece.index], piece) == len(deliveries.values) - before
-        assert deliveries.append(made[piece.index], piece) == 0
-        made[piece.index] += len(piece.token_ids)
-    return deliveries
+def deliver(deltas: list[RecordedDelta], choices: int) -> TokenLog:
+    """The log of these deltas, each of which is appended twice, the second time in vain."""
+    log, lengths = TokenLog(choices), [0] * choices
+    for delta in deltas:
+        before = len(log.values)
+        assert log.append(lengths[delta.index], delta) == len(log.values) - before
+        assert log.append(lengths[delta.index], delta) == 0
+        lengths[delta.index] += len(delta.token_ids)
+    return log
 
 
 usages = st.builds(Usage, *[st.integers(0, 2**20)] * 3)
 
 
-def stored(generation: GenerationRequest, row: bytes = b"", **others: bytes) -> dict[bytes, bytes]:
+def stored(generation: GenerationRequest, log: bytes = b"", **others: bytes) -> dict[bytes, bytes]:
     """The fields of a record as Redis has them."""
     request, prompt, seal = encode_request_fields(generation)
-    fields = {b"request": request, b"prompt": prompt, b"seal": b"%d" % seal, b"sum": b"%d" % crc32(row)}
+    fields = {b"request": request, b"prompt": prompt, b"seal": b"%d" % seal, b"sum": b"%d" % crc32(log)}
     return fields | {b"owner": b"me", b"epoch": b"1"} | {name.encode(): value for name, value in others.items()}

@@ -7,7 +7,7 @@ from quire_router.core.generation import GenerationRequest
 from quire_router.journal.base import DeliveredChoice, Journal, Lease, RecordedDelta, RequestRecord
 
 
-def tell(
+def append_tokens(
     journal: Journal,
     lease: Lease,
     position: int,
@@ -15,13 +15,13 @@ def tell(
     index: int = 0,
     reason: FinishReason | None = None,
 ) -> None:
-    """Appends a piece without log-probabilities."""
+    """Appends a delta without log-probabilities."""
     journal.append(lease, position, RecordedDelta(index, token_ids, reason))
 
 
 @dataclass
 class Seen:
-    """A record, with what was told by choice."""
+    """A record, with the deltas by choice."""
 
     generation: GenerationRequest
     owner: str
@@ -39,34 +39,36 @@ def seen(record: RequestRecord | None) -> Seen | None:
     return Seen(generation, record.owner, record.epoch, choices, record.finish_reason, record.error)
 
 
-def is_plain(piece: RecordedDelta) -> bool:
+def is_plain(delta: RecordedDelta) -> bool:
     """Whether it has tokens and an end at most."""
-    return not piece.logprobs and not piece.prompt_logprobs and piece.score is None
+    return not delta.logprobs and not delta.prompt_logprobs and delta.score is None
 
 
-def canonical(pieces: list[RecordedDelta]) -> list[RecordedDelta]:
-    """The same pieces, cut in the one way that says only their order: where plain pieces of one choice are cut is not
+def canonical(deltas: list[RecordedDelta]) -> list[RecordedDelta]:
+    """The same deltas, cut in the one way that says only their order: where plain deltas of one choice are cut is not
     kept.
     """
     cut: list[RecordedDelta] = []
-    for piece in pieces:
-        if not is_plain(piece):
-            cut.append(piece)
+    for delta in deltas:
+        if not is_plain(delta):
+            cut.append(delta)
             continue
         last = cut[-1] if cut else None
-        if piece.token_ids and last and last.index == piece.index and is_plain(last) and last.finish_reason is None:
-            cut[-1] = replace(last, token_ids=last.token_ids + piece.token_ids)
-        elif piece.token_ids:
-            cut.append(RecordedDelta(piece.index, piece.token_ids))
-        if piece.finish_reason is not None:
-            cut.append(RecordedDelta(piece.index, [], piece.finish_reason))
+        if delta.token_ids and last and last.index == delta.index and is_plain(last) and last.finish_reason is None:
+            cut[-1] = replace(last, token_ids=last.token_ids + delta.token_ids)
+        elif delta.token_ids:
+            cut.append(RecordedDelta(delta.index, delta.token_ids))
+        if delta.finish_reason is not None:
+            cut.append(RecordedDelta(delta.index, [], delta.finish_reason))
     return cut
 
 
-def by_choice(pieces: list[RecordedDelta]) -> dict[int, list[RecordedDelta]]:
-    """The pieces of each choice, as ``canonical`` cuts them: which choice was told before which is not kept."""
-    told = {index: canonical([each for each in pieces if each.index == index]) for index in {p.index for p in pieces}}
-    return {index: cut for index, cut in told.items() if cut}
+def by_choice(deltas: list[RecordedDelta]) -> dict[int, list[RecordedDelta]]:
+    """The deltas of each choice, as ``canonical`` cuts them: the order of choices is not kept."""
+    by_index = {
+        index: canonical([each for each in deltas if each.index == index]) for index in {p.index for p in deltas}
+    }
+    return {index: cut for index, cut in by_index.items() if cut}
 
 
 @dataclass

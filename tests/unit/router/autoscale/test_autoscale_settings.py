@@ -15,22 +15,22 @@ def settings(*flags: str, model: str = "m=folder") -> Settings:
     return read_settings(Settings, ("--model", model, *flags))
 
 
-def test_nobody_is_told_unless_the_settings_say_so() -> None:
+def test_autoscalers_are_not_served_unless_the_settings_say_so() -> None:
     assert not settings().is_asked_for_load
     assert settings("--keda-port", "0").is_asked_for_load
 
 
 def test_all_of_it_is_read(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
-    told = settings(*cluster.flags(8003))
-    assert told.is_asked_for_load
-    assert told.scaling_port == 8003
-    assert told.scaling_identity == cluster.router
-    assert told.scaling_namespace == NAMESPACE
-    assert (told.scaling_client_ca, told.scaling_client_name) == (cluster.proxies_ca, [PROXY_NAME])
+    parsed = settings(*cluster.flags(8003))
+    assert parsed.is_asked_for_load
+    assert parsed.scaling_port == 8003
+    assert parsed.scaling_identity == cluster.router
+    assert parsed.scaling_namespace == NAMESPACE
+    assert (parsed.scaling_client_ca, parsed.scaling_client_name) == (cluster.proxies_ca, [PROXY_NAME])
 
 
-def test_keda_is_told_over_tls_where_the_settings_name_a_certificate(tmp_path: Path) -> None:
+def test_keda_is_served_over_tls_if_the_settings_name_a_certificate(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     shown = ("--keda-cert", str(cluster.router.certificate), "--keda-key", str(cluster.router.key))
     assert settings("--keda-port", "0").keda_tls is None

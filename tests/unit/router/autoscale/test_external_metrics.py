@@ -58,7 +58,7 @@ class Stage:
     proxy: FrontProxy
     certificates: ReloadingSslContext
     server: TlsServer
-    terms: ProxyIdentity | None = None
+    identity: ProxyIdentity | None = None
     contexts: dict[str, ssl.SSLContext] = field(default_factory=dict)
 
     @property
@@ -91,7 +91,7 @@ async def serving(
 # What the API defines
 
 
-async def test_a_value_is_told_byte_for_byte(tmp_path: Path) -> None:
+async def test_a_value_is_served_byte_for_byte(tmp_path: Path) -> None:
     async with serving(tmp_path) as stage:
         stage.load.load["llama"] = 37
         before = datetime.now(UTC).replace(microsecond=0)
@@ -105,11 +105,11 @@ async def test_a_value_is_told_byte_for_byte(tmp_path: Path) -> None:
         )
         assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
         assert answer.headers["cache-control"] == "no-cache, private"
-        told = datetime.strptime(time, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
-        assert before <= told <= before + timedelta(minutes=1)
+        timestamp = datetime.strptime(time, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
+        assert before <= timestamp <= before + timedelta(minutes=1)
 
 
-async def test_discovery_is_told_byte_for_byte(tmp_path: Path) -> None:
+async def test_discovery_is_served_byte_for_byte(tmp_path: Path) -> None:
     group = (
         b'"name":"external.metrics.k8s.io","versions":[{"groupVersion":"external.metrics.k8s.io/v1beta1",'
         b'"version":"v1beta1"}],"preferredVersion":{"groupVersion":"external.metrics.k8s.io/v1beta1",'
@@ -146,15 +146,15 @@ async def test_discovery_is_told_byte_for_byte(tmp_path: Path) -> None:
         (f"{RESOURCE}?{'a=1&' * 40}", 400, "BadRequest"),
     ],
 )
-async def test_what_cannot_be_told_is_a_status(path: str, status: int, reason: str, tmp_path: Path) -> None:
+async def test_an_error_is_a_status(path: str, status: int, reason: str, tmp_path: Path) -> None:
     async with serving(tmp_path) as stage:
         answer = await stage.get(path)
         assert answer.status_code == status, answer.text
         assert answer.headers["content-type"] == "application/json"
-        told = answer.json()
-        assert told.pop("message").endswith(".")
+        document = answer.json()
+        assert document.pop("message").endswith(".")
         kind = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
-        assert told == {**kind, "reason": reason, "code": status}
+        assert document == {**kind, "reason": reason, "code": status}
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
@@ -189,8 +189,8 @@ async def test_a_selector_selects_models_by_their_labels(tmp_path: Path) -> None
 
 @given(st.integers(0, 10**13))
 def test_a_quantity_is_the_number_in_its_shortest_form(number: int) -> None:
-    told = quantity(number)
-    match = re.fullmatch(r"(0|[1-9][0-9]*)([kMG]?)", told)
+    text = quantity(number)
+    match = re.fullmatch(r"(0|[1-9][0-9]*)([kMG]?)", text)
     assert match is not None
     assert int(match[1]) * {"": 1, "k": 1000, "M": 10**6, "G": 10**9}[match[2]] == number
     assert match[2] == "G" or number == 0 or int(match[1]) % 1000
@@ -326,12 +326,14 @@ def config_map(**changes: str) -> dict[str, str]:
 
 
 def test_the_config_map_names_the_proxy() -> None:
-    told = config_map()
-    terms = parse_proxy_identity(told)
-    assert terms == ProxyIdentity(told["requestheader-client-ca-file"].encode(), frozenset({PROXY_NAME, "aggregator"}))
-    assert parse_proxy_identity({**told, "requestheader-allowed-names": "[]"}).names == frozenset()
-    del told["requestheader-allowed-names"]
-    assert parse_proxy_identity(told).names == frozenset()
+    data = config_map()
+    identity = parse_proxy_identity(data)
+    assert identity == ProxyIdentity(
+        data["requestheader-client-ca-file"].encode(), frozenset({PROXY_NAME, "aggregator"})
+    )
+    assert parse_proxy_identity({**data, "requestheader-allowed-names": "[]"}).names == frozenset()
+    del data["requestheader-allowed-names"]
+    assert parse_proxy_identity(data).names == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -372,12 +374,12 @@ async def test_what_was_known_stands_while_the_cluster_cannot_be_asked() -> None
 
 
 async def test_the_cluster_is_asked_for_its_config_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told, asked = config_map(), []
+    data, asked = config_map(), []
 
     async def api(scope: Scope, receive: Receive, send: Send) -> None:
         asked.append((scope["method"], scope["path"]))
-        config = {"kind": "ConfigMap", "apiVersion": "v1", "metadata": {"name": "x"}, "data": told}
-        answer = Response(json.dumps(config if told else {}), 200 if told else 403, media_type="application/json")
+        config = {"kind": "ConfigMap", "apiVersion": "v1", "metadata": {"name": "x"}, "data": data}
+        answer = Response(json.dumps(config if data else {}), 200 if data else 403, media_type="application/json")
         await answer(scope, receive, send)
 
     server = HttpServer(api, listen("127.0.0.1", 0))
@@ -386,10 +388,10 @@ async def test_the_cluster_is_asked_for_its_config_map(tmp_path: Path, monkeypat
     file.write_text(json.dumps(kubeconfig({"server": f"http://127.0.0.1:{server.port}"}, {})))
     monkeypatch.setenv("KUBECONFIG", str(file))
     source = from_cluster()
-    assert await source() == parse_proxy_identity(told)
+    assert await source() == parse_proxy_identity(data)
     path = "/api/v1/namespaces/kube-system/configmaps/extension-apiserver-authentication"
     assert asked == [("GET", path)]
-    told.clear()
+    data.clear()
     with pytest.raises(UnknownProxyError, match="kube-system/extension-apiserver-authentication cannot be read"):
         await source()
     server.should_exit = True

@@ -63,7 +63,7 @@ def test_the_contract_is_kedas() -> None:
     )
 
 
-async def test_the_metric_and_its_target_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_metric_and_its_target_are_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(monkeypatch) as stage:
         (spec,) = (await stage.stub.GetMetricSpec(trigger(target="2.5"))).metricSpecs
         assert (spec.metricName, spec.targetSize, spec.targetSizeFloat) == ("quire_load", 3, 2.5)
@@ -93,7 +93,7 @@ async def test_there_is_something_to_do_above_the_activation(
         assert (await stage.stub.IsActive(trigger(activation=activation))).result is active
 
 
-async def test_a_stream_tells_the_state_once_and_then_its_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_sends_the_state_once_and_then_its_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(monkeypatch) as stage:
         call = stage.stub.StreamIsActive(trigger())
         async with asyncio.timeout(10):
@@ -103,10 +103,10 @@ async def test_a_stream_tells_the_state_once_and_then_its_changes(monkeypatch: p
                 assert (await call.read()).result is active
         pending = asyncio.create_task(call.read())
         stage.load.load["llama"] = 2
-        await looked(stage.load)
+        await was_read(stage.load)
         assert not pending.done(), "another number is no change"
         stage.load.known = False
-        await looked(stage.load)
+        await was_read(stage.load)
         assert not pending.done(), "an outage is no change"
         stage.load.known = True
         stage.load.load["llama"] = 0
@@ -115,7 +115,7 @@ async def test_a_stream_tells_the_state_once_and_then_its_changes(monkeypatch: p
         call.cancel()
 
 
-async def looked(load: KnownLoad) -> None:
+async def was_read(load: KnownLoad) -> None:
     """Waits until the stream has looked some more times."""
     reads = load.reads
     async with asyncio.timeout(10):
@@ -128,7 +128,7 @@ async def test_a_stream_that_begins_in_an_outage_waits(monkeypatch: pytest.Monke
         stage.load.known = False
         call = stage.stub.StreamIsActive(trigger())
         pending = asyncio.create_task(call.read())
-        await looked(stage.load)
+        await was_read(stage.load)
         assert not pending.done()
         stage.load.known = True
         async with asyncio.timeout(10):

@@ -53,8 +53,8 @@ def channel(port: int, ca: Path, shown: CertKeyFiles | None = None) -> grpc.aio.
     return grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options)
 
 
-async def told(channel: grpc.aio.Channel) -> int | None:
-    """The load; None where nobody is told it."""
+async def load_or_none(channel: grpc.aio.Channel) -> int | None:
+    """The load; None if the call fails."""
     async with channel:
         try:
             answer = await ExternalScalerStub(channel).GetMetrics(QUESTION, timeout=10)
@@ -65,22 +65,22 @@ async def told(channel: grpc.aio.Channel) -> int | None:
     return int(answer.metricValues[0].metricValueFloat)
 
 
-async def test_keda_with_a_certificate_is_told_and_others_are_not(authority: Authority, server: ServerTls) -> None:
+async def test_keda_with_a_certificate_is_answered_and_others_are_not(authority: Authority, server: ServerTls) -> None:
     (strange := server.identity.certificate.parent / "strange").mkdir()
     stranger = Authority(strange, "stranger")
     async with serving(server) as port:
-        assert await told(channel(port, authority.ca, authority.issue(KEDA))) == 7
-        assert await told(channel(port, authority.ca)) is None
-        assert await told(channel(port, authority.ca, stranger.issue(KEDA))) is None
-        assert await told(channel(port, authority.ca, authority.issue(KEDA, expired=True))) is None
-        assert await told(channel(port, stranger.ca, authority.issue(KEDA))) is None, "KEDA does not believe it"
-        assert await told(grpc.aio.insecure_channel(f"127.0.0.1:{port}")) is None
+        assert await load_or_none(channel(port, authority.ca, authority.issue(KEDA))) == 7
+        assert await load_or_none(channel(port, authority.ca)) is None
+        assert await load_or_none(channel(port, authority.ca, stranger.issue(KEDA))) is None
+        assert await load_or_none(channel(port, authority.ca, authority.issue(KEDA, expired=True))) is None
+        assert await load_or_none(channel(port, stranger.ca, authority.issue(KEDA))) is None, "KEDA does not believe it"
+        assert await load_or_none(grpc.aio.insecure_channel(f"127.0.0.1:{port}")) is None
 
 
-async def test_without_an_authority_for_clients_any_client_is_told(authority: Authority, server: ServerTls) -> None:
+async def test_without_an_authority_for_clients_any_client_is_answered(authority: Authority, server: ServerTls) -> None:
     async with serving(ServerTls(server.identity)) as port:
-        assert await told(channel(port, authority.ca)) == 7
-        assert await told(grpc.aio.insecure_channel(f"127.0.0.1:{port}")) is None
+        assert await load_or_none(channel(port, authority.ca)) == 7
+        assert await load_or_none(grpc.aio.insecure_channel(f"127.0.0.1:{port}")) is None
 
 
 async def test_certificates_are_replaced_while_streams_go_on(authority: Authority, server: ServerTls) -> None:
@@ -93,10 +93,10 @@ async def test_certificates_are_replaced_while_streams_go_on(authority: Authorit
             assert (await stream.read()).result is True
         fresh = new.issue(NAME)
         server.identity.key.write_bytes(fresh.key.read_bytes())
-        assert await told(channel(port, authority.ca, authority.issue(KEDA))) == 7, "half of a pair is not used"
+        assert await load_or_none(channel(port, authority.ca, authority.issue(KEDA))) == 7, "half of a pair is not used"
         server.identity.certificate.write_bytes(fresh.certificate.read_bytes())
         new.write_ca(authority.ca)
-        assert await told(channel(port, new.ca, new.issue(KEDA))) == 7
+        assert await load_or_none(channel(port, new.ca, new.issue(KEDA))) == 7
         load.load["llama"] = 0
         async with asyncio.timeout(10):
             assert (await stream.read()).result is False

@@ -38,34 +38,34 @@ def redis() -> Iterator[RedisServer]:
 
 
 class Router:
-    """One that tells its part, which a test sets."""
+    """One that publishes a load, which a test sets."""
 
-    def __init__(self, url: str, settings: LoadSettings = SETTINGS, **part: int) -> None:
-        self.part = Counter(part)
-        self.teller = LoadPublisher(url, lambda: self.part, settings)
-        self.teller.start()
+    def __init__(self, url: str, settings: LoadSettings = SETTINGS, **snapshot: int) -> None:
+        self.snapshot = Counter(snapshot)
+        self.publisher = LoadPublisher(url, lambda: self.snapshot, settings)
+        self.publisher.start()
 
     def set(self, model: str, count: int) -> None:
-        self.part[model] = count
-        self.teller.changed()
+        self.snapshot[model] = count
+        self.publisher.changed()
 
     async def die(self) -> None:
         """As by SIGKILL: takes nothing back."""
-        task = self.teller._task
+        task = self.publisher._task
         assert task is not None
         await task.stop()
 
 
 @asynccontextmanager
 async def routers(
-    url: str, *parts: Mapping[str, int], settings: LoadSettings = SETTINGS
+    url: str, *snapshots: Mapping[str, int], settings: LoadSettings = SETTINGS
 ) -> AsyncIterator[list[Router]]:
-    started = [Router(url, settings, **part) for part in parts]
+    started = [Router(url, settings, **snapshot) for snapshot in snapshots]
     try:
         yield started
     finally:
         for router in started:
-            await router.teller.close()
+            await router.publisher.close()
 
 
 @asynccontextmanager
@@ -101,7 +101,7 @@ async def test_the_load_is_the_sum_of_all_routers_and_idle_models_are_0(redis: R
         await comes(load, {"a": 3, "b": 7})
 
 
-async def test_a_change_is_told_before_the_next_beat(redis: RedisServer) -> None:
+async def test_a_change_is_published_before_the_next_heartbeat(redis: RedisServer) -> None:
     settings = replace(SETTINGS, heartbeat=60, lease=120)
     async with reader(redis.url, settings) as load, routers(redis.url, {}, settings=settings) as (router,):
         await comes(load, {"a": 0, "b": 0})
@@ -134,7 +134,7 @@ async def test_a_router_that_ends_takes_its_part_with_it(redis: RedisServer) -> 
         routers(redis.url, {"a": 2}, {"a": 3}, settings=settings) as (first, _),
     ):
         await comes(load, {"a": 5, "b": 0})
-        await first.teller.close()
+        await first.publisher.close()
         await comes(load, {"a": 3, "b": 0})
 
 
@@ -167,7 +167,7 @@ async def test_without_redis_the_load_is_not_known_and_is_again_afterwards(
         assert seen <= {None}, "a part of the sum is not the sum"
 
 
-async def test_a_redis_that_begins_empty_is_not_believed_before_all_can_have_told(redis: RedisServer) -> None:
+async def test_a_redis_that_begins_empty_is_not_believed_before_all_can_have_published(redis: RedisServer) -> None:
     settings = replace(SETTINGS, settle=120)
     async with reader(redis.url, settings) as load, routers(redis.url, {"a": 2}) as (_,):
         async with asyncio.timeout(10):
@@ -187,7 +187,7 @@ async def test_a_clock_that_goes_back_keeps_nobody_alive_and_the_load_is_soon_kn
 
 
 async def set_clock_back(redis: RedisServer, hours: int) -> None:
-    """As Redis sees it: all that it was told is so much later."""
+    """As Redis sees it: all that was published is so much later."""
     later = hours * 3_600_000
     client = redis_client(redis.url, timeout=5)
     for router, until in await client.zrange(KEYS[0], 0, -1, withscores=True):
@@ -199,7 +199,9 @@ async def set_clock_back(redis: RedisServer, hours: int) -> None:
 
 
 @pytest.mark.parametrize("lost", [KEYS, KEYS[:1]])
-async def test_what_redis_lost_is_told_again_and_never_a_part_of_it(lost: tuple[str, ...], redis: RedisServer) -> None:
+async def test_what_redis_lost_is_published_again_and_never_a_part_of_it(
+    lost: tuple[str, ...], redis: RedisServer
+) -> None:
     settled, calm = replace(SETTINGS, settle=0.6), replace(SETTINGS, heartbeat=0.3)
     async with (
         reader(redis.url, settled) as load,
@@ -296,8 +298,8 @@ async def test_a_router_without_redis_is_the_whole_truth() -> None:
 
 
 @given(st.dictionaries(st.text(max_size=20), st.integers(0, 2**31)))
-def test_a_part_is_read_as_it_was_written(part: dict[str, int]) -> None:
-    assert decode(encode(part)) == {model: count for model, count in part.items() if count}
+def test_a_snapshot_is_read_as_it_was_written(snapshot: dict[str, int]) -> None:
+    assert decode(encode(snapshot)) == {model: count for model, count in snapshot.items() if count}
 
 
 JSON = st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(), st.lists, max_leaves=5)
@@ -308,10 +310,10 @@ JSON = st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st
 )
 def test_whatever_the_bytes_are_a_part_is_counts_or_damaged(payload: bytes | None) -> None:
     try:
-        part = decode(payload)
+        snapshot = decode(payload)
     except InvalidSnapshotError:
         return
-    assert all(type(count) is int and count >= 0 for count in part.values())
+    assert all(type(count) is int and count >= 0 for count in snapshot.values())
 
 
 def test_a_part_is_bounded() -> None:

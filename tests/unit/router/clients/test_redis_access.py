@@ -78,15 +78,15 @@ async def rooms(access: RedisAccess) -> AsyncIterator[tuple[RedisJournal, RedisR
     journal = RedisJournal(access, owner="me", settings=JournalSettings(settle=0))
     meter = RedisRateLimiter(access, timeout=1.0)
     load = RedisLoad(access, ["m"])
-    teller = LoadPublisher(access, lambda: {"m": 7})
+    publisher = LoadPublisher(access, lambda: {"m": 7})
     peers = LoadSharing(access, LoadLedger(EngineTable()), SpeculativeBlocks(EngineTable(), PrefixIndex()))
     journal.start()
-    teller.start()
+    publisher.start()
     peers.start()
     try:
         yield journal, meter, load, peers
     finally:
-        for part in (journal, meter, peers, teller, load):
+        for part in (journal, meter, peers, publisher, load):
             await part.close()
 
 
@@ -98,12 +98,12 @@ async def work(
     async with asyncio.timeout(20):
         journal.open(small_request(f"r{number}"))
         await flushed(journal)
-        while await meter.reserve(charge) is None or await told(load) != 7:  # noqa: ASYNC110 - they are to be asked
+        while await meter.reserve(charge) is None or await load_or_none(load) != 7:  # noqa: ASYNC110 - they are to be asked
             await asyncio.sleep(0.05)
     await until(lambda: journal.available and peers.available)
 
 
-async def told(load: RedisLoad) -> int | None:
+async def load_or_none(load: RedisLoad) -> int | None:
     try:
         return (await load.read())["m"]
     except QuireError:
@@ -188,9 +188,9 @@ def test_what_cannot_be_is_refused_without_a_word_of_a_password(
     files["EMPTY"].write_text("\n")
     with pytest.raises(SystemExit):
         read_settings(Settings, ["--model", "/m", *(str(files.get(flag, flag)) for flag in flags)])
-    told = capsys.readouterr().err
-    assert problem in told
-    assert "horse" not in told
+    load_or_none = capsys.readouterr().err
+    assert problem in load_or_none
+    assert "horse" not in load_or_none
 
 
 def test_a_password_that_is_no_text_is_refused(tmp_path: Path) -> None:

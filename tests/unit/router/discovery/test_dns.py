@@ -129,7 +129,7 @@ async def test_servers_that_do_not_agree_yet_make_no_engine_come_and_go() -> Non
             await until(lambda: seen.addresses == ["10.0.0.2:9000"])
 
 
-async def test_a_server_that_answers_every_other_time_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_server_that_answers_every_other_time_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async with dns_server() as server:
         server.records[NAME] = {"A": ["10.0.0.1"]}
         async with asking(server) as seen:
@@ -160,7 +160,7 @@ async def test_an_answer_that_is_too_long_for_a_datagram_comes_whole() -> None:
             assert {over for _, _, over in server.asked} == {"udp", "tcp"}
 
 
-async def test_the_systems_resolver_looks_in_its_search_list() -> None:
+async def test_the_systems_resolver_uses_its_search_list() -> None:
     async with dns_server() as server:
         server.records["engines.prod.svc.test."] = {"A": ["10.0.0.1"]}
 

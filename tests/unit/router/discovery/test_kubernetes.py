@@ -212,7 +212,7 @@ async def test_a_watch_that_the_server_ends_is_opened_again(tmp_path: Path) -> N
         assert {request.get("timeoutSeconds") for request in server.requests[1:]} <= {"1", "2"}
 
 
-async def test_a_lost_server_leaves_the_last_view_standing_and_is_told_of(
+async def test_a_lost_server_leaves_the_last_view_valid_and_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from quire_router.clients.kube_access import KubeAccess
-from quire_router.discovery import kubernetes as client
+from quire_router.discovery import kubernetes
 from quire_router.discovery.base import SourceHealth
 from quire_router.discovery.kubernetes import EndpointSlices, KubernetesDiscovery, WatchSettings
 
@@ -146,7 +146,9 @@ def test_what_is_no_slice_is_not_taken_in_part(item: Any) -> None:
         assert [each.address for each in slices.endpoints()] == KNOWN
 
 
-async def test_whatever_a_watch_tells_what_is_known_stands(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_event_of_a_watch_changes_what_is_known_wrongly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with Stage(tmp_path) as (server, seen):
         for what, server.watched in EVENTS.items():
             server.disconnect()
@@ -159,11 +161,11 @@ async def test_whatever_a_watch_tells_what_is_known_stands(tmp_path: Path, caplo
         await until(lambda: seen.addresses == ["10.0.0.2:9000"])
 
 
-async def test_whatever_a_list_tells_what_is_known_stands(
+async def test_no_list_changes_what_is_known_wrongly(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "_MAX_PAGES", 5)
-    monkeypatch.setattr(client, "_MAX_LIST", 4096)
+    monkeypatch.setattr(kubernetes, "_MAX_PAGES", 5)
+    monkeypatch.setattr(kubernetes, "_MAX_LIST", 4096)
     async with Stage(tmp_path) as (server, seen):
         server.fail_watches(410, "Expired")
         for what, server.listed in LISTS.items():
@@ -187,7 +189,7 @@ async def asked_again(server: HostileServer) -> None:
 async def test_an_event_without_an_end_is_given_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "_MAX_EVENT", 4096)
+    monkeypatch.setattr(kubernetes, "_MAX_EVENT", 4096)
     async with Stage(tmp_path) as (server, seen):
         server.watched = b"x" * 5000
         server.disconnect()
@@ -220,7 +222,7 @@ async def test_a_server_that_breaks_off_after_each_event_is_not_asked_all_the_ti
         assert len(server.requests) < 15
 
 
-async def test_who_may_list_and_not_watch_is_told_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_watch_that_is_forbidden_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with Stage(tmp_path) as (server, seen):
 
         async def forbidden(request: web.Request) -> web.StreamResponse:
@@ -233,16 +235,16 @@ async def test_who_may_list_and_not_watch_is_told_so(tmp_path: Path, caplog: pyt
         await until(lambda: seen.addresses == ["10.0.0.2:9000"])
 
 
-def test_what_is_told_is_one_short_line(caplog: pytest.LogCaptureFixture) -> None:
-    standing = SourceHealth("source")
+def test_what_is_logged_is_one_short_line(caplog: pytest.LogCaptureFixture) -> None:
+    health = SourceHealth("source")
     for _ in range(2):
-        standing.on_failure(5000 * "long\n")
+        health.on_failure(5000 * "long\n")
     (told,) = [record.getMessage() for record in caplog.records]
     assert "long long" in told
     assert len(told) < 300
 
 
-async def test_watches_that_all_end_at_once_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_watches_that_all_end_at_once_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with Stage(tmp_path) as (server, _):
         server.watched = b""
         server.disconnect()

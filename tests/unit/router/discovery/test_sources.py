@@ -129,7 +129,7 @@ async def test_of_a_name_that_leads_to_a_whole_cluster_only_so_many_are_engines(
     assert "3 engines are named" in caplog.text
 
 
-async def test_views_that_change_all_the_time_are_told_at_the_pace_of_who_hears_them() -> None:
+async def test_views_that_change_all_the_time_are_yielded_at_the_consumers_pace() -> None:
     announced, heard = Announced(), 0
 
     async def flap() -> None:

@@ -13,7 +13,7 @@ from quire_router.journal.codec import JournalSettings, encode_request
 from quire_router.journal.redis.redis_connection import keys
 from quire_router.journal.redis.redis_journal import RedisJournal
 
-from tests.support.journals import tell
+from tests.support.journals import append_tokens
 from tests.support.redis_journals import counted, flushed, journal_at, redis_at, small_request, taken
 from tests.support.redis_server import RedisServer, redis_server
 
@@ -27,7 +27,7 @@ def server() -> Iterator[RedisServer]:
 async def test_closing_writes_what_is_pending(server: RedisServer) -> None:
     async with journal_at(server) as journal:
         lease = journal.open(small_request())
-        tell(journal, lease, 0, [1])
+        append_tokens(journal, lease, 0, [1])
         journal.finish(lease, FinishReason.STOP)
     async with journal_at(server) as other:
         record = await other.read("r")
@@ -43,11 +43,11 @@ async def test_what_waits_is_bounded_in_requests_and_in_tokens() -> None:
             second = journal.open(small_request("second"))
             third = journal.open(small_request("third"))
             assert counted("quire_journal_dropped_writes_total") == before + 1
-            tell(journal, third, 0, [1])
-            tell(journal, first, 0, [1] * 90)
-            tell(journal, second, 0, [1] * 90)
+            append_tokens(journal, third, 0, [1])
+            append_tokens(journal, first, 0, [1] * 90)
+            append_tokens(journal, second, 0, [1] * 90)
             assert counted("quire_journal_dropped_writes_total") == before + 2
-            tell(journal, first, 90, [2])
+            append_tokens(journal, first, 90, [2])
             server.start()
             await flushed(journal)
             record = await journal.read("first")
@@ -55,7 +55,7 @@ async def test_what_waits_is_bounded_in_requests_and_in_tokens() -> None:
             assert record.choices[0].token_ids == [1] * 90 + [2]
             assert await journal.read("second") is None
             assert await journal.read("third") is None
-            tell(journal, journal.open(small_request("fourth")), 0, [1] * 97)  # there is room again
+            append_tokens(journal, journal.open(small_request("fourth")), 0, [1] * 97)  # there is room again
             await flushed(journal)
             assert await journal.read("fourth") is not None
 
@@ -82,7 +82,7 @@ async def end_in_every_way(mine: RedisJournal, yours: RedisJournal, name: str) -
     names = [f"{name}-{way}" for way in range(5)]
     leases = [mine.open(replace(small_request(each, [1] * 200), background=True)) for each in names]
     for lease in leases:
-        tell(mine, lease, 0, [1] * 200)
+        append_tokens(mine, lease, 0, [1] * 200)
     mine.release(leases[0])
     await flushed(mine)
     taken_over = await taken(yours, names[0])
@@ -100,10 +100,10 @@ async def end_in_every_way(mine: RedisJournal, yours: RedisJournal, name: str) -
     await yours.orphans()
 
 
-async def test_long_outputs_are_written_in_pieces(server: RedisServer) -> None:
+async def test_long_outputs_are_written_in_parts(server: RedisServer) -> None:
     async with journal_at(server) as journal:
         lease = journal.open(small_request())
-        tell(journal, lease, 0, list(range(200_000)))
+        append_tokens(journal, lease, 0, list(range(200_000)))
         journal.finish(lease, FinishReason.LENGTH)
         await flushed(journal)
         record = await journal.read("r")
@@ -116,7 +116,7 @@ async def test_a_record_is_kept_long_while_it_runs_and_for_the_retention_time_af
     settings = JournalSettings(retention=60, running_ttl=5000)
     async with journal_at(server, settings=settings) as journal, redis_at(server) as redis:
         lease = journal.open(small_request())
-        tell(journal, lease, 0, [1])
+        append_tokens(journal, lease, 0, [1])
         await flushed(journal)
         for key in keys("r"):
             assert 4990 <= await redis.ttl(key) <= 5000
@@ -128,7 +128,7 @@ async def test_a_record_is_kept_long_while_it_runs_and_for_the_retention_time_af
 
 async def test_every_key_of_a_request_is_in_one_slot_and_expires(server: RedisServer) -> None:
     async with journal_at(server) as journal, redis_at(server) as redis:
-        tell(journal, journal.open(small_request("abc")), 0, [1])
+        append_tokens(journal, journal.open(small_request("abc")), 0, [1])
         await flushed(journal)
         names = [name if isinstance(name, str) else name.decode() for name in await redis.keys("*")]
         assert names

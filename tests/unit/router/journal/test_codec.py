@@ -21,14 +21,14 @@ from quire_router.journal.codec import (
 )
 from quire_router.journal.token_log import FRAME_MARKER, read_record
 
-from tests.support.any_records import deliver, generations, pieces, possible, stored, usages
+from tests.support.any_records import deliver, deltas, generations, possible, stored, usages
 from tests.support.journals import by_choice
 
 
 def decode_record(
-    request_id: str, fields: dict[bytes, bytes], row: bytes, now: int = 0, *, brief: bool = False
+    request_id: str, fields: dict[bytes, bytes], log: bytes, now: int = 0, *, brief: bool = False
 ) -> RequestRecord:
-    return asyncio.run(read_record(request_id, fields, row, now, tokens_only=brief))[0]
+    return asyncio.run(read_record(request_id, fields, log, now, tokens_only=brief))[0]
 
 
 def request(request_id: str = "r", prompt: list[int] | None = None, n: int = 1) -> GenerationRequest:
@@ -37,22 +37,22 @@ def request(request_id: str = "r", prompt: list[int] | None = None, n: int = 1) 
     )
 
 
-@given(generations, pieces, st.none() | st.sampled_from(FinishReason), st.text(st.characters()), usages)
+@given(generations, deltas, st.none() | st.sampled_from(FinishReason), st.text(st.characters()), usages)
 @settings(max_examples=50, deadline=None)
 def test_a_record_comes_back_exactly(
-    generation: GenerationRequest, pieces: list[RecordedDelta], reason: FinishReason | None, error: str, usage: Usage
+    generation: GenerationRequest, deltas: list[RecordedDelta], reason: FinishReason | None, error: str, usage: Usage
 ) -> None:
-    told = possible(pieces, generation.params.n)
-    row = pack_tokens(deliver(told, generation.params.n).values)
-    fields = stored(generation, row, epoch=b"4", lease_expires=b"1000", usage=encode_usage(usage).encode())
+    sent = possible(deltas, generation.params.n)
+    log = pack_tokens(deliver(sent, generation.params.n).values)
+    fields = stored(generation, log, epoch=b"4", lease_expires=b"1000", usage=encode_usage(usage).encode())
     fields[b"error"] = error.encode("utf-8", "surrogatepass")
     if reason is not None:
         fields[b"reason"] = reason.value.encode()
     for now, held in (999, reason is None), (1000, False), (-MAX_LEASE, False):
-        record = decode_record(generation.request_id, fields, row, now)
-        assert by_choice(record.deltas) == by_choice(told)
+        record = decode_record(generation.request_id, fields, log, now)
+        assert by_choice(record.deltas) == by_choice(sent)
         assert replace(record, deltas=[]) == RequestRecord(generation, "me", 4, [], reason, error, usage, held)
-        brief = decode_record(generation.request_id, fields, row, now, brief=True)
+        brief = decode_record(generation.request_id, fields, log, now, brief=True)
         assert brief.choices == record.choices
 
 
@@ -62,8 +62,8 @@ def test_a_record_of_a_former_version_can_be_read() -> None:
         del former[name]
     for name in ("n", "best_of", "logprobs", "structured", "min_p"):
         del former["params"][name]
-    row, former_request = pack_tokens([5, 6, -2]), json.dumps(former).encode()
-    fields = stored(request(), row) | {b"request": former_request}
+    log, former_request = pack_tokens([5, 6, -2]), json.dumps(former).encode()
+    fields = stored(request(), log) | {b"request": former_request}
     fields[b"seal"] = b"%d" % request_checksum(former_request, fields[b"prompt"])
     expected = RequestRecord(
         replace(request(), created=former["created"]),
@@ -71,7 +71,7 @@ def test_a_record_of_a_former_version_can_be_read() -> None:
         1,
         [RecordedDelta(0, [5, 6]), RecordedDelta(0, [], FinishReason.STOP)],
     )
-    assert decode_record("r", fields, row) == expected
+    assert decode_record("r", fields, log) == expected
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_record_under_another_name_is_recognised() -> None:
         decode_record("q", stored(request()), b"")
 
 
-DAMAGED_ROWS = {
+DAMAGED_LOGS = {
     "half a token": b"123",
     "a choice that is not there": pack_tokens([-100]),
     "a token after the end": pack_tokens([1, -2, 3]),
@@ -151,7 +151,7 @@ DAMAGED_ROWS = {
 }
 
 
-@pytest.mark.parametrize("row", DAMAGED_ROWS.values(), ids=DAMAGED_ROWS)
-def test_damaged_deliveries_are_recognised(row: bytes) -> None:
+@pytest.mark.parametrize("log", DAMAGED_LOGS.values(), ids=DAMAGED_LOGS)
+def test_damaged_deliveries_are_recognised(log: bytes) -> None:
     with pytest.raises(CorruptRecordError):
-        decode_record("r", stored(request(), row), row)
+        decode_record("r", stored(request(), log), log)

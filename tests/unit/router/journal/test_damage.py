@@ -1,4 +1,4 @@
-"""What others did to the records in Redis costs only these records, and is never taken for what was told."""
+"""What others did to the records in Redis costs only these records, and is never taken for what was sent."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from quire_router.journal.codec import pack_tokens
 from quire_router.journal.redis.redis_connection import keys
 from redis.asyncio import Redis
 
-from tests.support.journals import Seen, seen, tell
+from tests.support.journals import Seen, append_tokens, seen
 from tests.support.redis_journals import counted, flushed, journal_at, redis_at, small_request
 from tests.support.redis_server import RedisServer, redis_server
 
@@ -24,8 +24,8 @@ def server() -> Iterator[RedisServer]:
 async def test_a_key_of_something_else_costs_only_its_own_request(server: RedisServer) -> None:
     async with journal_at(server) as journal, redis_at(server) as redis:
         await redis.set(keys("bad")[0], "not a hash")
-        tell(journal, journal.open(small_request("bad")), 0, [1])
-        tell(journal, journal.open(small_request("good")), 0, [1])
+        append_tokens(journal, journal.open(small_request("bad")), 0, [1])
+        append_tokens(journal, journal.open(small_request("good")), 0, [1])
         await flushed(journal)
         assert await journal.read("good") is not None
         assert await redis.get(keys("bad")[0]) == b"not a hash"
@@ -60,7 +60,7 @@ async def test_a_damaged_record_is_given_up_and_the_others_go_on(kind: str, serv
         before = counted("quire_journal_dropped_writes_total")
         for token_id in range(3):
             for lease in leases:
-                tell(journal, lease, token_id, [token_id])
+                append_tokens(journal, lease, token_id, [token_id])
             await flushed(journal)
             assert journal.available
         assert counted("quire_journal_dropped_writes_total") == before + 1
@@ -102,7 +102,7 @@ async def test_a_record_that_is_claimed_and_cannot_be_read_ends_with_an_error(se
 async def test_a_finished_record_that_lost_tokens_is_damaged(server: RedisServer) -> None:
     async with journal_at(server) as journal, redis_at(server) as redis:
         lease = journal.open(small_request())
-        tell(journal, lease, 0, [1, 2])
+        append_tokens(journal, lease, 0, [1, 2])
         journal.finish(lease, FinishReason.STOP)
         await flushed(journal)
         await redis.set(keys("r")[1], pack_tokens([1]))

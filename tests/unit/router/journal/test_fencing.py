@@ -22,7 +22,7 @@ from quire_router.journal.codec import JournalSettings, unpack_tokens
 from quire_router.journal.redis.redis_connection import keys
 from quire_router.journal.redis.redis_journal import RedisJournal
 
-from tests.support.journals import Heard, tell
+from tests.support.journals import Heard, append_tokens
 from tests.support.redis_server import RedisServer, redis_server
 
 ROUTERS = 3
@@ -68,7 +68,7 @@ class Router:
 
 @dataclass
 class Holding:
-    """What one lease stands for: what had been told before, and what its holder added."""
+    """What one lease stands for: what had been sent before, and what its owner added."""
 
     router: Router
     lease: Lease
@@ -77,18 +77,18 @@ class Holding:
     live: bool = True
 
     @property
-    def told(self) -> list[int]:
+    def tokens(self) -> list[int]:
         return self.base + self.added
 
 
 @dataclass
 class Onlooker:
-    """A follower, and the tokens it was told."""
+    """A follower, and the tokens it got."""
 
     router: Router
     name: str
     follower: Follower
-    told: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Stored:
 
     epoch: int
     owner: str
-    row: list[int]
+    log: list[int]
     fields: dict[bytes, bytes]
 
     @property
@@ -156,7 +156,7 @@ class Fencing(RuleBasedStateMachine):
             self.flush(router)
         if expires:
             self.expire(name)
-        before, was_held = self.stored(name), self.is_held(name)
+        before, was_held = self.stored(name), self.is_leased(name)
         claimed = chosen.run(chosen.journal.claim(name))
         if claimed is None:
             mine = any(each.router is chosen for each in self.holdings[name])
@@ -169,7 +169,7 @@ class Fencing(RuleBasedStateMachine):
             assert not before.ended
             assert not was_held
             assert (lease.epoch, lease.owner) == (before.epoch + 1, chosen.owner)
-            assert record.choices[0].token_ids == before.row
+            assert record.choices[0].token_ids == before.log
 
     @rule(router=routers, name=names, really=st.integers(0, 2))
     def cancel(self, router: int, name: str, really: int) -> None:
@@ -194,7 +194,7 @@ class Fencing(RuleBasedStateMachine):
 
     @rule(name=names)
     def expire(self, name: str) -> None:
-        if self.is_held(name):
+        if self.is_leased(name):
             self.database.hset(keys(name)[0], "lease_expires", 1)
 
     @precondition(lambda self: any(self.holdings.values()))
@@ -215,8 +215,8 @@ class Fencing(RuleBasedStateMachine):
 
     @precondition(lambda self: bool(self.onlookers))
     @rule(data=st.data())
-    def look(self, data: st.DataObject) -> None:
-        self.look_with(data.draw(st.sampled_from(self.onlookers)))
+    def poll(self, data: st.DataObject) -> None:
+        self.poll_with(data.draw(st.sampled_from(self.onlookers)))
 
     # What always holds
 
@@ -229,10 +229,10 @@ class Fencing(RuleBasedStateMachine):
                 continue
             writers = [each for each in self.holdings[name] if wrote(each, stored)]
             assert writers, f"nobody holds {stored}"
-            assert any(each.told[: len(stored.row)] == stored.row for each in writers)
+            assert any(each.tokens[: len(stored.log)] == stored.log for each in writers)
             if former is not None:
                 assert stored.epoch >= former.epoch
-                assert self.lost or stored.row[: len(former.row)] == former.row
+                assert self.lost or stored.log[: len(former.log)] == former.log
                 assert stored.epoch > former.epoch or stored.owner == former.owner
                 assert not former.ended or stored == former
             self.former[name] = stored
@@ -240,8 +240,8 @@ class Fencing(RuleBasedStateMachine):
     def teardown(self) -> None:
         try:
             self.settle()
-            for onlooker in self.onlookers:
-                self.look_with(onlooker)
+            for reader in self.onlookers:
+                self.poll_with(reader)
         finally:
             for router in self.routers + self.dead:
                 router.run(router.journal.close())
@@ -259,7 +259,7 @@ class Fencing(RuleBasedStateMachine):
             stored = self.stored(name)
             for holding in filter(self.is_alive, self.holdings[name]):
                 if stored is not None and wrote(holding, stored) and stored.owner:
-                    assert stored.ended or stored.row == holding.told
+                    assert stored.ended or stored.log == holding.tokens
                 else:
                     assert name in holding.router.heard.taken
         self.a_record_is_what_its_holder_wrote()
@@ -277,7 +277,7 @@ class Fencing(RuleBasedStateMachine):
     def add(self, holding: Holding, length: int) -> None:
         """Tells so many tokens, which no other lease ever tells."""
         token_ids = [next(self.tokens) for _ in range(length)]
-        tell(holding.router.journal, holding.lease, len(holding.told), token_ids)
+        append_tokens(holding.router.journal, holding.lease, len(holding.tokens), token_ids)
         holding.added += token_ids
 
     def stored(self, name: str) -> Stored | None:
@@ -285,27 +285,27 @@ class Fencing(RuleBasedStateMachine):
         fields: dict[bytes, bytes] = self.database.hgetall(record)
         if not fields:
             return None
-        row = unpack_tokens(self.database.get(tokens) or b"").tolist()
+        log = unpack_tokens(self.database.get(tokens) or b"").tolist()
         fields.pop(b"lease_expires", None)
-        return Stored(int(fields[b"epoch"]), fields[b"owner"].decode(), [v for v in row if v >= 0], fields)
+        return Stored(int(fields[b"epoch"]), fields[b"owner"].decode(), [v for v in log if v >= 0], fields)
 
-    def is_held(self, name: str) -> bool:
+    def is_leased(self, name: str) -> bool:
         seconds, _ = self.database.time()
         return int(self.database.hget(keys(name)[0], "lease_expires") or 0) > seconds * 1000
 
-    def look_with(self, onlooker: Onlooker) -> None:
-        onlooker.router.run(onlooker.router.journal.flush())  # so that nothing is written between the two looks
+    def poll_with(self, reader: Onlooker) -> None:
+        reader.router.run(reader.router.journal.flush())  # so that nothing is written between the two looks
         try:
-            tail = onlooker.router.run(onlooker.follower.poll())
+            tail = reader.router.run(reader.follower.poll())
         except QuireError:
             assert self.lost
             return
-        stored = self.stored(onlooker.name)
+        stored = self.stored(reader.name)
         assert (tail is None) == (stored is None)
         if tail is None or stored is None:
             return
-        onlooker.told += [token_id for delta in tail.deltas for token_id in delta.token_ids]
-        assert onlooker.told == stored.row or (self.lost and not tail.deltas and len(stored.row) < len(onlooker.told))
+        reader.tokens += [token_id for delta in tail.deltas for token_id in delta.token_ids]
+        assert reader.tokens == stored.log or (self.lost and not tail.deltas and len(stored.log) < len(reader.tokens))
 
 
 def wrote(holding: Holding, stored: Stored) -> bool:

@@ -16,8 +16,8 @@ from quire_router.journal.codec import JournalSettings
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis.redis_journal import RedisJournal
 
-from tests.support.any_records import generations, pieces, possible
-from tests.support.journals import Seen, by_choice, seen, tell
+from tests.support.any_records import deltas, generations, possible
+from tests.support.journals import Seen, append_tokens, by_choice, seen
 from tests.support.redis_server import RedisServer, redis_server
 
 KINDS = ["memory", "redis"]
@@ -57,10 +57,10 @@ async def test_a_record_is_what_was_written(kind: str, redis: RedisServer, fresh
     async with journal_of(kind, redis) as journal:
         generation = request(fresh)
         lease = journal.open(generation)
-        tell(journal, lease, 0, [10, 11])
+        append_tokens(journal, lease, 0, [10, 11])
         await journal.flush()
         assert seen(await journal.read(fresh)) == Seen(generation, "me", 1, [DeliveredChoice([10, 11])])
-        tell(journal, lease, 2, [12])
+        append_tokens(journal, lease, 2, [12])
         journal.finish(lease, FinishReason.ERROR, "The engines were lost.")
         await journal.flush()
         assert seen(await journal.read(fresh)) == Seen(
@@ -75,10 +75,10 @@ async def test_each_choice_has_its_own_tokens_and_its_own_end(kind: str, redis: 
         lease = journal.open(generation)
         assert len((await flushed(journal, fresh)).choices) == 3
         for position in range(2):
-            tell(journal, lease, position, [10 + position], 0)
-            tell(journal, lease, position, [30 + position], 2)
-        tell(journal, lease, 2, [32], 2, FinishReason.LENGTH)
-        tell(journal, lease, 0, [], 1, FinishReason.STOP)
+            append_tokens(journal, lease, position, [10 + position], 0)
+            append_tokens(journal, lease, position, [30 + position], 2)
+        append_tokens(journal, lease, 2, [32], 2, FinishReason.LENGTH)
+        append_tokens(journal, lease, 0, [], 1, FinishReason.STOP)
         assert seen(await flushed(journal, fresh)) == Seen(
             generation,
             "me",
@@ -96,9 +96,9 @@ async def test_nothing_is_added_to_a_choice_that_has_ended(kind: str, redis: Red
     async with journal_of(kind, redis) as journal:
         lease = journal.open(request(fresh, n=2))
         for _ in range(2):
-            tell(journal, lease, 0, [5], 1, FinishReason.STOP)
-        tell(journal, lease, 1, [6], 1, FinishReason.LENGTH)
-        tell(journal, lease, 1, [9], 0, FinishReason.STOP)  # with a hole before it
+            append_tokens(journal, lease, 0, [5], 1, FinishReason.STOP)
+        append_tokens(journal, lease, 1, [6], 1, FinishReason.LENGTH)
+        append_tokens(journal, lease, 1, [9], 0, FinishReason.STOP)  # with a hole before it
         assert (await flushed(journal, fresh)).choices == [DeliveredChoice(), DeliveredChoice([5], FinishReason.STOP)]
 
 
@@ -113,7 +113,7 @@ async def flushed(journal: MemoryJournal | RedisJournal, request_id: str) -> Req
 @pytest.mark.parametrize("kind", KINDS)
 async def test_what_was_never_opened_is_unknown(kind: str, redis: RedisServer, fresh: str) -> None:
     async with journal_of(kind, redis) as journal:
-        tell(journal, Lease(fresh, "me", 1), 0, [1])
+        append_tokens(journal, Lease(fresh, "me", 1), 0, [1])
         journal.finish(Lease(fresh, "me", 1), FinishReason.STOP)
         await journal.flush()
         assert await journal.read(fresh) is None
@@ -124,8 +124,8 @@ async def test_repeating_a_write_changes_nothing(kind: str, redis: RedisServer, 
     async with journal_of(kind, redis) as journal:
         lease = journal.open(request(fresh))
         for _ in range(2):
-            tell(journal, lease, 0, [1, 2])
-            tell(journal, lease, 1, [2, 3])
+            append_tokens(journal, lease, 0, [1, 2])
+            append_tokens(journal, lease, 1, [2, 3])
             await journal.flush()
         record = await journal.read(fresh)
         assert record is not None
@@ -138,8 +138,8 @@ async def test_only_the_lease_may_write(kind: str, lease: Lease, redis: RedisSer
     async with journal_of(kind, redis) as journal:
         generation = request(fresh)
         mine = journal.open(generation)
-        tell(journal, mine, 0, [1])
-        tell(journal, replace(lease, request_id=fresh), 1, [9])
+        append_tokens(journal, mine, 0, [1])
+        append_tokens(journal, replace(lease, request_id=fresh), 1, [9])
         journal.finish(replace(lease, request_id=fresh), FinishReason.STOP)
         await journal.flush()
         assert seen(await journal.read(fresh)) == Seen(generation, "me", 1, [DeliveredChoice([1])])
@@ -153,12 +153,12 @@ async def test_another_request_of_the_same_id_changes_nothing(
     async with journal_of(kind, redis) as journal:
         generation = request(fresh)
         lease = journal.open(generation)
-        tell(journal, lease, 0, [1])
+        append_tokens(journal, lease, 0, [1])
         if finished:
             journal.finish(lease, FinishReason.STOP)
         await journal.flush()
         other = journal.open(request(fresh, [7]))
-        tell(journal, other, 0, [8, 9])
+        append_tokens(journal, other, 0, [8, 9])
         journal.finish(other, FinishReason.LENGTH)
         await journal.flush()
         record = await journal.read(fresh)
@@ -172,9 +172,9 @@ async def test_nothing_is_added_after_the_end(kind: str, redis: RedisServer, fre
     async with journal_of(kind, redis) as journal:
         lease = journal.open(request(fresh))
         journal.finish(lease, FinishReason.ABORT)
-        tell(journal, lease, 0, [1])
+        append_tokens(journal, lease, 0, [1])
         await journal.flush()
-        tell(journal, lease, 0, [1])
+        append_tokens(journal, lease, 0, [1])
         journal.finish(lease, FinishReason.STOP)
         await journal.flush()
         record = await journal.read(fresh)
@@ -182,22 +182,22 @@ async def test_nothing_is_added_after_the_end(kind: str, redis: RedisServer, fre
         assert (record.choices[0].token_ids, record.finish_reason) == ([], FinishReason.ABORT)
 
 
-@given(generations, pieces)
+@given(generations, deltas)
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_a_record_comes_back_exactly_from_redis(
-    redis: RedisServer, generation: GenerationRequest, pieces: list[RecordedDelta]
+    redis: RedisServer, generation: GenerationRequest, deltas: list[RecordedDelta]
 ) -> None:
     async def run() -> None:
         unique = replace(generation, request_id=uuid4().hex)
-        told = possible(pieces, unique.params.n)
+        sent = possible(deltas, unique.params.n)
         async with journal_of("redis", redis) as journal:
             lease = journal.open(unique)
             made = [0] * 4
-            for piece in told:
-                journal.append(lease, made[piece.index], piece)
-                made[piece.index] += len(piece.token_ids)
+            for delta in sent:
+                journal.append(lease, made[delta.index], delta)
+                made[delta.index] += len(delta.token_ids)
             record = await flushed(journal, unique.request_id)
-            assert by_choice(record.deltas) == by_choice(told)
+            assert by_choice(record.deltas) == by_choice(sent)
             assert replace(record, deltas=[]) == RequestRecord(unique, "me", 1, [], leased=True)
 
     asyncio.run(run())

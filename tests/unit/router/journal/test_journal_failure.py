@@ -1,4 +1,4 @@
-"""The error that a request ended with is the same one whenever it is told again."""
+"""The error that a request ended with is the same one whenever it is decoded."""
 
 import pytest
 from hypothesis import given
@@ -9,7 +9,7 @@ from quire_router.journal.base import decode_error, encode_error
 words = st.text(st.characters(codec="utf-8", exclude_categories=("Cc",)), max_size=40)
 
 
-def told(error: QuireError) -> tuple[object, ...]:
+def fields(error: QuireError) -> tuple[object, ...]:
     return error.code, error.message, error.param, error.retry_after, error.reason
 
 
@@ -18,11 +18,11 @@ def test_an_error_comes_back_whole(
     code: ErrorCode, message: str, param: str | None, retry_after: float | None, reason: str | None
 ) -> None:
     error = QuireError(code, message, param=param, retry_after=retry_after, reason=reason)
-    assert told(decode_error(encode_error(error))) == told(error)
+    assert fields(decode_error(encode_error(error))) == fields(error)
 
 
 def test_an_error_of_a_former_version_can_be_read() -> None:
-    assert told(decode_error("NOT_FOUND: There is no such model.")) == (
+    assert fields(decode_error("NOT_FOUND: There is no such model.")) == (
         ErrorCode.NOT_FOUND,
         "There is no such model.",
         None,

@@ -16,7 +16,7 @@ from quire_router.journal.codec import JournalSettings
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis.redis_journal import RedisJournal
 
-from tests.support.journals import Seen, seen, tell
+from tests.support.journals import Seen, append_tokens, seen
 from tests.support.redis_server import RedisServer, redis_server
 
 NAMES = ["a", "b", "c"]
@@ -72,7 +72,7 @@ class Run:
         lease = self.journal.open(generation)
         if name in self.model:
             # The id is taken: what is written with this lease must change nothing.
-            tell(self.journal, lease, 0, [7] * 50)
+            append_tokens(self.journal, lease, 0, [7] * 50)
         else:
             self.leases[name], self.model[name] = (
                 lease,
@@ -83,20 +83,20 @@ class Run:
         lease, choice = self.leases[name], record.choices[index]
         growing = running and choice.finish_reason is None
         if operation == "append" and isinstance(value, list):
-            tell(self.journal, lease, len(choice.token_ids), value, index)
+            append_tokens(self.journal, lease, len(choice.token_ids), value, index)
             choice.token_ids += value if growing else []
         elif operation == "repeat" and isinstance(value, int):
             start = max(0, len(choice.token_ids) - value)
-            tell(self.journal, lease, start, choice.token_ids[start:], index)
+            append_tokens(self.journal, lease, start, choice.token_ids[start:], index)
         elif operation == "end" and isinstance(value, FinishReason):
-            tell(self.journal, lease, len(choice.token_ids), [], index, value)
+            append_tokens(self.journal, lease, len(choice.token_ids), [], index, value)
             choice.finish_reason = value if growing else choice.finish_reason
         elif operation == "finish" and isinstance(value, FinishReason):
             self.journal.finish(lease, value, "why")
             if running:
                 record.finish_reason, record.error = value, "why"
         elif operation == "stale":
-            tell(self.journal, replace(lease, epoch=0), len(choice.token_ids), [9, 9], index)
+            append_tokens(self.journal, replace(lease, epoch=0), len(choice.token_ids), [9, 9], index)
             self.journal.finish(replace(lease, owner="other"), FinishReason.ERROR)
 
     async def compare(self) -> None:

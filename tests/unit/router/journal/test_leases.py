@@ -14,7 +14,7 @@ from quire_router.journal.codec import JournalSettings
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis.redis_journal import RedisJournal
 
-from tests.support.journals import Heard, by_choice, tell
+from tests.support.journals import Heard, append_tokens, by_choice
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.waiting import until
 
@@ -59,12 +59,12 @@ async def read(journal: AnyJournal, generation: GenerationRequest) -> RequestRec
     return record
 
 
-async def test_what_is_held_cannot_be_claimed_and_what_was_released_goes_on_where_it_stands(
+async def test_a_leased_record_cannot_be_claimed_and_a_released_one_continues(
     journal: AnyJournal,
 ) -> None:
     generation = request()
     former = journal.open(generation)
-    tell(journal, former, 0, [5, 6], 1)
+    append_tokens(journal, former, 0, [5, 6], 1)
     assert (await read(journal, generation)).leased
     assert await journal.claim(generation.request_id) is None
     journal.release(former)
@@ -74,22 +74,22 @@ async def test_what_is_held_cannot_be_claimed_and_what_was_released_goes_on_wher
     record, lease = claimed
     assert record == RequestRecord(generation, "me", 2, [RecordedDelta(1, [5, 6])], leased=True)
     assert lease.epoch == 2
-    tell(journal, former, 2, [9], 1)
+    append_tokens(journal, former, 2, [9], 1)
     journal.finish(former, ABORT)
     journal.release(former)
-    tell(journal, lease, 2, [7], 1, STOP)
-    tell(journal, lease, 0, [8], 0)
-    pieces = [RecordedDelta(1, [5, 6, 7]), RecordedDelta(1, [], STOP), RecordedDelta(0, [8])]
-    assert await read(journal, generation) == RequestRecord(generation, "me", 2, pieces, leased=True)
+    append_tokens(journal, lease, 2, [7], 1, STOP)
+    append_tokens(journal, lease, 0, [8], 0)
+    deltas = [RecordedDelta(1, [5, 6, 7]), RecordedDelta(1, [], STOP), RecordedDelta(0, [8])]
+    assert await read(journal, generation) == RequestRecord(generation, "me", 2, deltas, leased=True)
     assert await journal.claim(generation.request_id) is None
 
 
 async def test_what_was_released_a_moment_ago_can_be_claimed(journal: AnyJournal) -> None:
     generation = request()
     lease = journal.open(generation)
-    tell(journal, lease, 0, [5])
+    append_tokens(journal, lease, 0, [5])
     journal.release(lease)
-    tell(journal, lease, 1, [6])
+    append_tokens(journal, lease, 1, [6])
     claimed = await journal.claim(generation.request_id)
     assert claimed is not None
     assert claimed[0].choices[0].token_ids == [5]
@@ -122,28 +122,28 @@ async def test_a_request_is_opened_once(journal: AnyJournal) -> None:
     assert lease is not None
     again = replace(generation, created=1.0)
     assert await journal.open_if_absent(again) is None
-    tell(journal, lease, 0, [5])
+    append_tokens(journal, lease, 0, [5])
     journal.release(lease)
     assert (await read(journal, generation)).choices[0].token_ids == [5]
     assert await journal.open_if_absent(again) is None
     assert (await read(journal, generation)).generation == generation
 
 
-async def test_a_status_is_what_the_whole_record_says_without_its_pieces(journal: AnyJournal) -> None:
+async def test_a_status_is_the_whole_record_without_its_deltas(journal: AnyJournal) -> None:
     names = [uuid4().hex for _ in range(3)]
     for number, name in enumerate(names):
         lease = journal.open(replace(request(), request_id=name))
-        tell(journal, lease, 0, [5, 6], 1)
-        tell(journal, lease, 0, [7] * number, 0, STOP)
+        append_tokens(journal, lease, 0, [5, 6], 1)
+        append_tokens(journal, lease, 0, [7] * number, 0, STOP)
         await journal.flush()
         if number == 1:
             journal.release(lease)
         if number == 2:
             journal.finish(lease, FinishReason.ERROR, "Why.", Usage(2, 9, 1))
     await journal.flush()
-    told = await journal.statuses([*names, "unknown"])
-    assert told.pop() is None
-    for number, (name, status) in enumerate(zip(names, told, strict=True)):
+    statuses = await journal.statuses([*names, "unknown"])
+    assert statuses.pop() is None
+    for number, (name, status) in enumerate(zip(names, statuses, strict=True)):
         record = await journal.read(name)
         assert record is not None
         assert status is not None
@@ -162,7 +162,7 @@ async def test_who_holds_a_record_hears_once_that_it_is_to_end(journal: AnyJourn
     assert await journal.cancel(generation.request_id)
     assert await journal.cancel(generation.request_id)
     await until(lambda: bool(heard.cancelled))
-    tell(journal, lease, 0, [5])
+    append_tokens(journal, lease, 0, [5])
     assert (await read(journal, generation)).finish_reason is None
     journal.finish(lease, ABORT)
     assert (await read(journal, generation)).choices[0].token_ids == [5]
@@ -173,11 +173,11 @@ async def test_who_holds_a_record_hears_once_that_it_is_to_end(journal: AnyJourn
 async def test_a_cancel_that_was_acknowledged_is_not_overtaken_by_an_end(
     journal: AnyJournal, heard: Heard, *, heard_of_it: bool
 ) -> None:
-    """Choices that have told their ends keep them."""
+    """Choices that have ended stay ended."""
     generation = request()
     lease = journal.open(generation)
-    tell(journal, lease, 0, [5], 0, STOP)
-    tell(journal, lease, 0, [6], 1, STOP)
+    append_tokens(journal, lease, 0, [5], 0, STOP)
+    append_tokens(journal, lease, 0, [6], 1, STOP)
     await journal.flush()
     if heard_of_it:
         assert await journal.cancel(generation.request_id)
@@ -200,7 +200,7 @@ async def cancelled_elsewhere(journal: AnyJournal, request_id: str) -> None:
 async def test_a_record_that_nobody_holds_ends_when_it_is_cancelled(journal: AnyJournal, heard: Heard) -> None:
     generation = request(background=True)
     lease = journal.open(generation)
-    tell(journal, lease, 0, [5])
+    append_tokens(journal, lease, 0, [5])
     journal.release(lease)
     await journal.flush()
     assert await journal.cancel(generation.request_id)
@@ -225,7 +225,7 @@ async def test_what_is_let_go_of_after_it_was_cancelled_has_ended(journal: AnyJo
 # Looking on
 
 
-async def test_a_follower_is_told_each_piece_once_and_the_end(journal: AnyJournal) -> None:
+async def test_a_follower_gets_each_delta_once_and_the_end(journal: AnyJournal) -> None:
     generation = request()
     follower = journal.follow(generation.request_id)
     assert await follower.poll() is None
@@ -235,13 +235,13 @@ async def test_a_follower_is_told_each_piece_once_and_the_end(journal: AnyJourna
     assert seen is not None
     assert (seen.deltas, seen.leased, seen.finish_reason) == ([], True, None)
     logprobs = [TokenLogprobs(-0.5, ((7, -0.5), (8, -1.5)))]
-    told = [RecordedDelta(0, [5, 6]), RecordedDelta(1, [7], STOP, logprobs, logprobs, -0.25), RecordedDelta(0, [8])]
-    for position, piece in zip((0, 0, 2), told, strict=True):
-        journal.append(lease, position, piece)
+    sent = [RecordedDelta(0, [5, 6]), RecordedDelta(1, [7], STOP, logprobs, logprobs, -0.25), RecordedDelta(0, [8])]
+    for position, delta in zip((0, 0, 2), sent, strict=True):
+        journal.append(lease, position, delta)
         await journal.flush()
         seen = await follower.poll()
         assert seen is not None
-        assert seen.deltas == [piece]
+        assert seen.deltas == [delta]
     journal.release(lease)
     await journal.flush()
     seen = await follower.poll()
@@ -249,7 +249,7 @@ async def test_a_follower_is_told_each_piece_once_and_the_end(journal: AnyJourna
     assert (seen.deltas, seen.leased) == ([], False)
     claimed = await journal.claim(generation.request_id)
     assert claimed is not None
-    tell(journal, claimed[1], 3, [9])
+    append_tokens(journal, claimed[1], 3, [9])
     journal.finish(claimed[1], FinishReason.ERROR, "Why.", Usage(3, 1, 16))
     await journal.flush()
     seen = await follower.poll()
@@ -262,7 +262,7 @@ async def test_a_follower_is_told_each_piece_once_and_the_end(journal: AnyJourna
     )
     late = await journal.follow(generation.request_id).poll()
     assert late is not None
-    assert by_choice(late.deltas) == by_choice([*told, RecordedDelta(0, [9])])
+    assert by_choice(late.deltas) == by_choice([*sent, RecordedDelta(0, [9])])
 
 
 # Orphans
@@ -309,7 +309,7 @@ async def test_some_orphans_are_named_at_once_and_then_the_others(journal: AnyJo
 @pytest.mark.parametrize("large", [{"shape": "x" * (MAX_SHAPE_CHARACTERS + 1)}, {"parts": ("x",) * (MAX_PARTS + 1)}])
 async def test_a_request_of_no_reasonable_size_is_not_kept(journal: AnyJournal, large: dict[str, object]) -> None:
     generation = request(**large)
-    tell(journal, journal.open(generation), 0, [1])
+    append_tokens(journal, journal.open(generation), 0, [1])
     await journal.flush()
     assert await journal.read(generation.request_id) is None
 

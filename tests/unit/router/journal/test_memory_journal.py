@@ -14,7 +14,7 @@ from quire_proto.structured_output import Structured, StructuredKind
 from quire_router.core.generation import GenerationRequest
 from quire_router.journal.memory import MemoryJournal
 
-from tests.support.journals import tell
+from tests.support.journals import append_tokens
 
 
 def request(request_id: str = "r", prompt: list[int] | None = None, **params: Any) -> GenerationRequest:
@@ -53,7 +53,7 @@ def test_memory_is_bounded_in_tokens_and_only_the_oldest_finished_records_make_r
             finished = newest(finished, most - sum(running.values()) - prompt)
             if sum(running.values()) + prompt <= most:
                 running[name] = prompt + output
-            tell(journal, lease, 0, [1] * output)
+            append_tokens(journal, lease, 0, [1] * output)
             finished = newest(finished, most - sum(running.values()))
             if finishes and name in running:
                 journal.finish(lease, FinishReason.STOP)
@@ -76,7 +76,7 @@ async def test_a_running_record_is_kept_whole_however_long_it_grows() -> None:
     journal = MemoryJournal(max_tokens=10)
     lease = journal.open(request("long"))
     for position in range(0, 100, 10):
-        tell(journal, lease, position, list(range(position, position + 10)))
+        append_tokens(journal, lease, position, list(range(position, position + 10)))
     journal.open(request("new"))
     record = await journal.read("long")
     assert record is not None
@@ -90,7 +90,7 @@ async def test_memory_is_bounded_and_finished_records_make_room_first() -> None:
     journal.finish(journal.open(request("done")), FinishReason.STOP)
     journal.open(request("new"))
     assert await journal.read("done") is None
-    tell(journal, journal.open(request("too many")), 0, [1])
+    append_tokens(journal, journal.open(request("too many")), 0, [1])
     assert await journal.read("too many") is None
     assert await journal.read("running") is not None
     assert await journal.read("new") is not None

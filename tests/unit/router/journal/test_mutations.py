@@ -114,21 +114,21 @@ class Scene:
         self.id = f"r-{next(NUMBERS)}"
         self.redis, self.mine, self.yours = routers.redis, routers.mine, routers.yours
         self.old_follower = self.yours.follow(self.id)
-        self.told: list[RecordedDelta] = []
+        self.sent: list[RecordedDelta] = []
 
     async def write(self, state: str) -> tuple[dict[str, bytes | None], dict[str, bytes | None]]:
         """Writes the record; returns an older state of it, and another record."""
         self.other_lease = self.mine.open(self.generation(self.id + "-other", 9))
         self.lease = self.mine.open(self.generation(self.id, 3))
-        for piece, position in zip(TOLD[:2], POSITIONS[:2], strict=True):
-            self.mine.append(self.lease, position, piece)
+        for delta, position in zip(TOLD[:2], POSITIONS[:2], strict=True):
+            self.mine.append(self.lease, position, delta)
         self.mine.append(self.other_lease, 0, RecordedDelta(0, [50, 51, 52]))
         await flushed(self.mine)
         older = await self.whole(self.id)
         tail = await self.old_follower.poll()
-        self.told = [] if tail is None else list(tail.deltas)
-        for piece, position in zip(TOLD[2:], POSITIONS[2:], strict=True):
-            self.mine.append(self.lease, position, piece)
+        self.sent = [] if tail is None else list(tail.deltas)
+        for delta, position in zip(TOLD[2:], POSITIONS[2:], strict=True):
+            self.mine.append(self.lease, position, delta)
         if state == "ended":
             self.mine.finish(self.lease, FinishReason.STOP, "why", Usage(3, 6, 0))
         elif state == "released":
@@ -147,27 +147,27 @@ class Scene:
         return {name: await Keys(self.redis, request_id).get(name) for name in (*FIELDS, *ENDED_FIELDS, ROW)}
 
     async def read_in_every_way(self) -> None:
-        record = await told(self.yours.read(self.id))
+        record = await outcome(self.yours.read(self.id))
         assert isinstance(record, QuireError) or (record is not None and self.is_right(record))
         for follower in (self.yours.follow(self.id), self.old_follower):
-            tail = await told(follower.poll())
-            before = self.told if follower is self.old_follower else []
+            tail = await outcome(follower.poll())
+            before = self.sent if follower is self.old_follower else []
             assert isinstance(tail, QuireError) or tail is not None
             if not isinstance(tail, QuireError) and tail.deltas:
                 assert by_choice(before + tail.deltas) == by_choice(TOLD)
-        claimed = await told(self.yours.claim(self.id))
+        claimed = await outcome(self.yours.claim(self.id))
         assert claimed is None or isinstance(claimed, QuireError) or self.is_right(claimed[0])
-        assert isinstance(await told(self.yours.orphans()), list)
+        assert isinstance(await outcome(self.yours.orphans()), list)
 
     async def go_on(self) -> None:
         """The first writer goes on, and may put it right; then somebody asks that it end."""
         self.mine.append(self.lease, 5, RecordedDelta(0, [11]))
         await flushed(self.mine)
-        record = await told(self.yours.read(self.id))
+        record = await outcome(self.yours.read(self.id))
         assert record is not None
         if not isinstance(record, QuireError):
             assert by_choice(record.deltas) in (by_choice(TOLD), by_choice([*TOLD, RecordedDelta(0, [11])]))
-        await told(self.yours.cancel(self.id))
+        await outcome(self.yours.cancel(self.id))
         other = await self.yours.read(self.id + "-other")
         assert other is not None
         assert other.deltas == [RecordedDelta(0, [50, 51, 52])]
@@ -181,7 +181,7 @@ class Scene:
         return same and by_choice(record.deltas) == by_choice(TOLD)
 
 
-async def told(call: Awaitable[T]) -> T | QuireError:
+async def outcome(call: Awaitable[T]) -> T | QuireError:
     """The answer, or that the record is damaged. Nothing else may come of it."""
     (answer,) = await asyncio.gather(call, return_exceptions=True)
     if isinstance(answer, BaseException):
@@ -192,7 +192,7 @@ async def told(call: Awaitable[T]) -> T | QuireError:
 
 @given(st.sampled_from(STATES), mutations)
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-def test_what_is_told_of_a_mutated_record_is_what_was_written(
+def test_a_mutated_record_reads_as_it_was_written_or_as_damaged(
     routers: Routers, state: str, mutation: tuple[str, str | bytes, int]
 ) -> None:
     async def run() -> None:

@@ -71,7 +71,7 @@ async def test_a_background_request_is_found_whose_router_died_before_it_wrote_a
 
 
 @pytest.mark.parametrize("epoch", ["x", "inf", "1e308", "0x10", "-1", "9" * 16])
-async def test_a_record_that_nobody_can_ever_claim_is_not_looked_at_for_ever(server: RedisServer, epoch: str) -> None:
+async def test_a_record_that_can_never_be_claimed_leaves_the_index(server: RedisServer, epoch: str) -> None:
     async with journal_at(server) as journal, redis_at(server) as redis:
         for name in ("bad", "good"):
             journal.release(journal.open(replace(small_request(name), background=True)))

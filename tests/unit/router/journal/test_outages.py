@@ -18,7 +18,7 @@ from quire_router.journal.redis.redis_connection import keys
 from quire_router.journal.redis.redis_journal import RedisJournal
 from redis.asyncio import Redis
 
-from tests.support.journals import Heard, Seen, seen, tell
+from tests.support.journals import Heard, Seen, append_tokens, seen
 from tests.support.redis_journals import flushed, journal_at, redis_at, small_request
 from tests.support.redis_server import RedisServer, redis_server, settable_clock
 from tests.support.waiting import until
@@ -34,13 +34,13 @@ async def test_without_redis_everything_goes_on_and_is_written_when_it_comes() -
     with redis_server(started=False) as server:
         async with journal_at(server) as journal:
             lease = journal.open(small_request())
-            tell(journal, lease, 0, [1, 2, 3])
+            append_tokens(journal, lease, 0, [1, 2, 3])
             await asyncio.sleep(0.1)
             assert not journal.available
             with pytest.raises(QuireError) as caught:
                 await journal.read("r")
             assert caught.value.code is ErrorCode.UNAVAILABLE
-            tell(journal, lease, 3, [4])
+            append_tokens(journal, lease, 3, [4])
             server.start()
             await flushed(journal)
             assert journal.available
@@ -62,7 +62,7 @@ async def test_a_redis_that_answers_but_does_not_write_is_one_outage(
         await flushed(journal)
         await redis.config_set(REFUSALS[kind], 1)
         before = await script_loads(redis)
-        tell(journal, lease, 0, [1])
+        append_tokens(journal, lease, 0, [1])
         await until(lambda: not journal.available)
         for _ in range(100):
             await asyncio.sleep(0.01)
@@ -98,7 +98,7 @@ async def test_a_record_that_redis_does_not_take_is_not_unknown_to_a_router_that
     ):
         await settled(other)
         assert await redis.execute_command(*break_it)
-        tell(holder, holder.open(small_request()), 0, [1])
+        append_tokens(holder, holder.open(small_request()), 0, [1])
         with pytest.raises(QuireError) as caught:
             await other.read("r")
         assert caught.value.code is ErrorCode.UNAVAILABLE
@@ -176,10 +176,10 @@ async def test_what_a_redis_without_memory_lost_it_gets_again(server: RedisServe
     async with journal_at(server) as journal:
         generation = small_request()
         lease = journal.open(generation)
-        tell(journal, lease, 0, [1, 2])
+        append_tokens(journal, lease, 0, [1, 2])
         await flushed(journal)
         server.restart()
-        tell(journal, lease, 2, [3])
+        append_tokens(journal, lease, 2, [3])
         await flushed(journal)
         assert seen(await journal.read("r")) == Seen(generation, "me", 1, [DeliveredChoice([1, 2, 3])])
 
@@ -187,10 +187,10 @@ async def test_what_a_redis_without_memory_lost_it_gets_again(server: RedisServe
 async def test_tokens_that_were_lost_alone_are_written_again(server: RedisServer) -> None:
     async with journal_at(server) as journal, redis_at(server) as redis:
         lease = journal.open(small_request())
-        tell(journal, lease, 0, [1, 2])
+        append_tokens(journal, lease, 0, [1, 2])
         await flushed(journal)
         await redis.delete(keys("r")[1])
-        tell(journal, lease, 2, [3])
+        append_tokens(journal, lease, 2, [3])
         journal.finish(lease, FinishReason.STOP)
         await flushed(journal)
         record = await journal.read("r")
@@ -205,7 +205,7 @@ async def test_scripts_that_redis_forgot_are_taught_again_without_a_pause(
         lease = journal.open(small_request())
         await flushed(journal)
         await redis.script_flush()
-        tell(journal, lease, 0, [1])
+        append_tokens(journal, lease, 0, [1])
         await flushed(journal)
         assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
         record = await journal.read("r")
@@ -220,7 +220,7 @@ async def test_redis_that_hangs_holds_up_nobody(server: RedisServer) -> None:
     server.signal(signal.SIGSTOP)
     try:
         for position in range(100):
-            tell(journal, lease, position, [position])
+            append_tokens(journal, lease, position, [position])
         await until(lambda: not journal.available)
         async with asyncio.timeout(10):
             await journal.close()
@@ -234,7 +234,7 @@ async def test_without_redis_a_request_is_opened_once_at_each_router() -> None:
             lease = await journal.open_if_absent(small_request())
             assert lease is not None
             assert await journal.open_if_absent(replace(small_request(), created=1.0)) is None
-            tell(journal, lease, 0, [1])
+            append_tokens(journal, lease, 0, [1])
             for call in (
                 journal.claim("other"),
                 journal.cancel("other"),
@@ -257,7 +257,7 @@ async def test_of_two_that_opened_a_request_without_redis_one_hears_that_it_is_n
                 journal.set_listener(heard[owner])
                 lease = await journal.open_if_absent(replace(small_request(), created=created))
                 assert lease is not None
-                tell(journal, lease, 0, [1])
+                append_tokens(journal, lease, 0, [1])
             server.start()
             await flushed(mine)
             await flushed(yours)
@@ -283,7 +283,7 @@ async def test_a_redis_that_hangs_holds_up_a_new_request_for_a_moment_only(serve
 async def test_a_follower_has_no_news_until_what_was_lost_is_written_again(server: RedisServer) -> None:
     async with journal_at(server, settings=JournalSettings()) as journal, redis_at(server) as redis:
         lease = journal.open(small_request())
-        tell(journal, lease, 0, [1, 2, 3])
+        append_tokens(journal, lease, 0, [1, 2, 3])
         await flushed(journal)
         follower = journal.follow("r")
         await follower.poll()
@@ -295,7 +295,7 @@ async def test_a_follower_has_no_news_until_what_was_lost_is_written_again(serve
         tail = await follower.poll()
         assert tail is not None
         assert (tail.deltas, tail.leased) == ([], True)
-        tell(journal, lease, 3, [4])
+        append_tokens(journal, lease, 3, [4])
         await flushed(journal)
         tail = await follower.poll()
         assert tail is not None
@@ -319,7 +319,7 @@ async def test_what_redis_may_have_lost_is_not_unknown_before_routers_could_writ
         tail = await follower.poll()
         assert tail is not None
         assert (tail.deltas, tail.finish_reason, tail.leased) == ([], None, True)
-        tell(journal, lease, 0, [1])
+        append_tokens(journal, lease, 0, [1])
         await flushed(journal)
         assert await yours.read("r") is not None
         await settled(yours)
@@ -367,7 +367,7 @@ async def test_nothing_is_claimed_before_routers_could_write_again_what_they_hol
             await until(lambda: yours.available)
             assert await yours.claim("r") is None
             assert await yours.orphans() == []
-            tell(mine, lease, 0, [1])
+            append_tokens(mine, lease, 0, [1])
             await flushed(mine)
             mine.release(lease)
             await flushed(mine)
@@ -412,15 +412,15 @@ async def test_a_clock_of_redis_that_goes_back_to_before_its_start_is_no_outage(
 
 
 @pytest.mark.parametrize("other", [[7], [7, 8, 9, 10]], ids=["shorter and ended", "longer"])
-async def test_a_follower_is_never_told_of_another_request(server: RedisServer, other: list[int]) -> None:
+async def test_a_follower_never_gets_another_request(server: RedisServer, other: list[int]) -> None:
     async with journal_at(server) as mine, journal_at(server, owner="you") as yours:
-        tell(mine, mine.open(small_request()), 0, [1, 2, 3])
+        append_tokens(mine, mine.open(small_request()), 0, [1, 2, 3])
         await flushed(mine)
         follower = yours.follow("r")
         await follower.poll()
         server.restart()
         lease = yours.open(replace(small_request(), created=1.0))
-        tell(yours, lease, 0, other)
+        append_tokens(yours, lease, 0, other)
         yours.finish(lease, FinishReason.STOP)
         await flushed(yours)
         with pytest.raises(QuireError) as caught:

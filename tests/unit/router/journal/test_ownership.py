@@ -13,7 +13,7 @@ from quire_router.journal.base import DeliveredChoice, Lease, RecordedDelta
 from quire_router.journal.codec import JournalSettings, pack_tokens
 from quire_router.journal.redis.redis_connection import keys
 
-from tests.support.journals import Heard, Seen, seen, tell
+from tests.support.journals import Heard, Seen, append_tokens, seen
 from tests.support.redis_journals import (
     counted,
     expire,
@@ -42,12 +42,12 @@ async def test_a_router_that_lost_its_lease_changes_nothing_and_is_counted(
 ) -> None:
     async with journal_at(server) as journal, redis_at(server) as redis:
         lease = journal.open(small_request())
-        tell(journal, lease, 0, [1])
+        append_tokens(journal, lease, 0, [1])
         await flushed(journal)
         await redis.hset(keys("r")[0], mapping={"owner": "other", "epoch": 2})
         before = counted("quire_stale_epoch_rejections_total")
         for token_ids in tokens:
-            tell(journal, lease, 1, token_ids)
+            append_tokens(journal, lease, 1, token_ids)
         journal.finish(lease, FinishReason.STOP)
         await flushed(journal)
         record = await journal.read("r")
@@ -65,10 +65,10 @@ async def test_two_routers_cannot_write_one_record(server: RedisServer) -> None:
     async with journal_at(server) as mine, journal_at(server, owner="you") as yours:
         generation = small_request()
         lease = mine.open(generation)
-        tell(mine, lease, 0, [1])
+        append_tokens(mine, lease, 0, [1])
         await flushed(mine)
         stolen = yours.open(generation)
-        tell(yours, stolen, 0, [8, 9])
+        append_tokens(yours, stolen, 0, [8, 9])
         await flushed(yours)
         assert seen(await yours.read("r")) == Seen(generation, "me", 1, [DeliveredChoice([1])])
 
@@ -92,12 +92,12 @@ async def test_a_lease_is_renewed_while_nothing_is_written_and_let_go_at_the_end
         assert await expires() == 0
 
 
-async def test_a_router_learns_by_its_next_beat_that_another_one_took_its_record(server: RedisServer) -> None:
+async def test_a_router_learns_with_its_next_heartbeat_that_another_one_claimed_its_record(server: RedisServer) -> None:
     quick = JournalSettings(lease=0.4)
     async with journal_at(server, settings=quick) as mine, journal_at(server, owner="you") as yours:
         heard = Heard()
         mine.set_listener(heard)
-        tell(mine, mine.open(small_request()), 0, [1])
+        append_tokens(mine, mine.open(small_request()), 0, [1])
         await flushed(mine)
         await expire(server, "r")
         claimed = await taken(yours, "r")
@@ -106,7 +106,9 @@ async def test_a_router_learns_by_its_next_beat_that_another_one_took_its_record
         assert heard == Heard([], ["r"])
 
 
-async def test_a_router_hears_at_its_next_beat_that_its_request_was_cancelled_at_another(server: RedisServer) -> None:
+async def test_a_router_learns_with_its_next_heartbeat_that_its_request_was_cancelled_at_another(
+    server: RedisServer,
+) -> None:
     quick = JournalSettings(lease=0.4)
     async with journal_at(server, settings=quick) as mine, journal_at(server, owner="you") as yours:
         heard = Heard()
@@ -115,7 +117,7 @@ async def test_a_router_hears_at_its_next_beat_that_its_request_was_cancelled_at
         await flushed(mine)
         assert await yours.cancel("r")
         await until(lambda: bool(heard.cancelled))
-        tell(mine, lease, 0, [1])
+        append_tokens(mine, lease, 0, [1])
         await flushed(mine)
         assert heard == Heard(["r"], [])
         mine.release(lease)
@@ -150,7 +152,7 @@ async def test_what_a_router_that_died_left_is_ended_when_it_is_cancelled_and_th
         assert await yours.cancel("r")
         await expire(server, "r")
         assert await yours.claim("r") is None
-        tell(mine, lease, 0, [1])
+        append_tokens(mine, lease, 0, [1])
         await flushed(mine)
         assert heard == Heard([], ["r"])
         record = await yours.read("r")
@@ -190,26 +192,24 @@ async def test_what_has_ended_is_not_opened_again(server: RedisServer) -> None:
 
 
 @pytest.mark.parametrize("before", [[], [4]], ids=["at the beginning", "later"])
-async def test_a_piece_that_was_cut_off_is_not_there_for_whoever_goes_on(
-    before: list[int], server: RedisServer
-) -> None:
-    piece = RecordedDelta(0, [5, 6], None, [TokenLogprobs(-0.5, ((7, -0.5),))] * 2)
-    told = [RecordedDelta(0, before)] if before else []
+async def test_a_delta_that_was_cut_off_is_dropped_by_the_next_owner(before: list[int], server: RedisServer) -> None:
+    delta = RecordedDelta(0, [5, 6], None, [TokenLogprobs(-0.5, ((7, -0.5),))] * 2)
+    sent = [RecordedDelta(0, before)] if before else []
     async with journal_at(server) as mine, journal_at(server, owner="you") as yours, redis_at(server) as redis:
         lease = mine.open(small_request())
-        tell(mine, lease, 0, before)
-        mine.append(lease, len(before), piece)
+        append_tokens(mine, lease, 0, before)
+        mine.append(lease, len(before), delta)
         await flushed(mine)
         stored = await redis.get(keys("r")[1])
         await store_row(redis, "r", stored[:-8])
         follower = yours.follow("r")
         first = await follower.poll()
         assert first is not None
-        assert first.deltas == told
+        assert first.deltas == sent
         await expire(server, "r")
         record, new = await taken(yours, "r")
-        assert record.deltas == told
-        tell(yours, new, len(before), [5])
+        assert record.deltas == sent
+        append_tokens(yours, new, len(before), [5])
         await flushed(yours)
         assert await redis.get(keys("r")[1]) == pack_tokens([*before, 5])
         second = await follower.poll()
@@ -237,21 +237,21 @@ async def test_an_older_state_of_redis_does_not_undo_a_claim(server: RedisServer
         heard = Heard()
         mine.set_listener(heard)
         lease = mine.open(small_request())
-        tell(mine, lease, 0, [1])
+        append_tokens(mine, lease, 0, [1])
         await flushed(mine)
         older = [await redis.dump(key) for key in keys("r")]
         await expire(server, "r")
         _, new = await taken(yours, "r")
-        tell(yours, new, 1, [2])
+        append_tokens(yours, new, 1, [2])
         await flushed(yours)
         for key, value in zip(keys("r"), older, strict=True):
             await redis.restore(key, 0, value, replace=True)
-        tell(mine, lease, 1, [8, 9])
+        append_tokens(mine, lease, 1, [8, 9])
         await flushed(mine)
-        tell(yours, new, 2, [3])
+        append_tokens(yours, new, 2, [3])
         await flushed(yours)
         assert seen(await yours.read("r")) == Seen(small_request(), "you", 2, [DeliveredChoice([1, 2, 3])])
-        tell(mine, lease, 3, [9])
+        append_tokens(mine, lease, 3, [9])
         await flushed(mine)
         assert heard == Heard([], ["r"])
         assert seen(await yours.read("r")) == Seen(small_request(), "you", 2, [DeliveredChoice([1, 2, 3])])

@@ -20,9 +20,9 @@ from quire_router.journal.token_log import CHUNK_VALUES, MAX_INLINE_VALUES, Delt
 from quire_router.requests.registry import BackgroundRequests, RequestRegistry
 from quire_router.requests.resume import RequestResumer
 
-from tests.support.any_records import deliver, pieces, possible
+from tests.support.any_records import deliver, deltas, possible
 from tests.support.api_stage import ANSWER, MODEL, TEXT, ScriptedRunner, ask, open_stage
-from tests.support.journals import by_choice, tell
+from tests.support.journals import append_tokens, by_choice
 from tests.support.redis_journals import flushed, journal_at, redis_at, small_request
 from tests.support.redis_server import RedisServer, redis_server
 
@@ -74,47 +74,47 @@ def long(request_id: str) -> GenerationRequest:
 async def write(journal: Journal, request_id: str, *, ended: bool) -> list[RecordedDelta]:
     """A record of many tokens with their log-probabilities, ended or released."""
     lease, top = journal.open(long(request_id)), tuple((40 + rank, -0.5 - rank) for rank in range(TOP))
-    told = [
+    sent = [
         RecordedDelta(index, [65 + (position + index) % 26], None, [TokenLogprobs(-0.25, top)])
         for position in range(TOKENS)
         for index in range(CHOICES)
     ]
-    for number, piece in enumerate(told):
-        journal.append(lease, number // CHOICES, piece)
+    for number, delta in enumerate(sent):
+        journal.append(lease, number // CHOICES, delta)
     if ended:
         ends = [RecordedDelta(index, [], FinishReason.LENGTH) for index in range(CHOICES)]
         for end in ends:
             journal.append(lease, TOKENS, end)
         journal.finish(lease, FinishReason.LENGTH, "", Usage(3, CHOICES * TOKENS))
-        told += ends
+        sent += ends
     else:
         journal.release(lease)
     await flushed(journal)
-    return told
+    return sent
 
 
 @pytest.mark.parametrize("kind", ["memory", "redis"])
 async def test_a_long_record_is_read_in_turns(kind: str, server: RedisServer) -> None:
     async with journal_of(kind, server) as journal:
-        told = await write(journal, kind, ended=False)
+        sent = await write(journal, kind, ended=False)
         for brief in (True, False):
             record, count = await turns(journal.read(kind, tokens_only=brief))
             assert count >= PARTS
             assert record is not None
             assert sum(len(choice.token_ids) for choice in record.choices) == CHOICES * TOKENS
-            assert brief or by_choice(record.deltas) == by_choice(told)
+            assert brief or by_choice(record.deltas) == by_choice(sent)
         follower, seen, looks = journal.follow(kind), list[RecordedDelta](), 1
         while (tail := await follower.poll()) is not None and tail.more:
-            assert sum(len(piece.token_ids) for piece in tail.deltas) <= CHUNK_VALUES
+            assert sum(len(delta.token_ids) for delta in tail.deltas) <= CHUNK_VALUES
             seen += tail.deltas
             looks += 1
         assert looks >= PARTS
         assert tail is not None
-        assert by_choice(seen + tail.deltas) == by_choice(told)
+        assert by_choice(seen + tail.deltas) == by_choice(sent)
         claimed, count = await turns(journal.claim(kind))
         assert count >= PARTS
         assert claimed is not None
-        assert by_choice(claimed[0].deltas) == by_choice(told)
+        assert by_choice(claimed[0].deltas) == by_choice(sent)
 
 
 def holds(journal: Journal, request_id: str) -> bool:
@@ -158,20 +158,20 @@ async def test_asking_how_it_is_with_requests_reads_no_answer_and_is_one_exchang
         async with journal_at(server) as journal, redis_at(server) as redis:
             names = [f"r-{number}" for number in range(30)]
             for name in names:
-                tell(journal, journal.open(small_request(name)), 0, [1] * 1000)
+                append_tokens(journal, journal.open(small_request(name)), 0, [1] * 1000)
             await flushed(journal)
             await redis.config_resetstat()
-            told = await journal.statuses(names)
-            assert [each.usage.completion_tokens for each in told if each is not None] == [1000] * 30
+            sent = await journal.statuses(names)
+            assert [each.usage.completion_tokens for each in sent if each is not None] == [1000] * 30
             calls = {name.removeprefix("cmdstat_") for name in await redis.info("commandstats")}
             assert {"hmget", "hstrlen"} <= calls
             assert not {"hgetall", "get", "getrange"} & calls
 
 
-async def test_a_record_of_an_older_version_is_counted_by_its_row() -> None:
+async def test_a_record_of_an_older_version_is_counted_by_its_log() -> None:
     with redis_server() as server:
         async with journal_at(server) as journal, redis_at(server) as redis:
-            tell(journal, journal.open(small_request()), 0, [1] * 10)
+            append_tokens(journal, journal.open(small_request()), 0, [1] * 10)
             await flushed(journal)
             await redis.hdel(keys("r")[0], "told")
             (status,) = await journal.statuses(["r"])
@@ -180,7 +180,7 @@ async def test_a_record_of_an_older_version_is_counted_by_its_row() -> None:
 
 
 @pytest.mark.parametrize("path", ["", "/events"])
-async def test_a_long_answer_is_told_again_in_turns(path: str) -> None:
+async def test_a_long_answer_is_replayed_in_turns(path: str) -> None:
     journal = MemoryJournal()
     await write(journal, "long", ended=True)
     async with open_stage(runner=Archive(journal)) as stage:
@@ -190,7 +190,7 @@ async def test_a_long_answer_is_told_again_in_turns(path: str) -> None:
     assert count >= CHOICES * TOKENS // TOKENS_A_TURN
 
 
-async def test_the_usage_of_what_was_cancelled_while_nobody_ran_it_is_what_was_told() -> None:
+async def test_the_usage_of_a_request_that_was_cancelled_without_an_owner_is_what_was_sent() -> None:
     journal = MemoryJournal()
     await write(journal, "left", ended=False)
     assert await journal.cancel("left")
@@ -207,28 +207,28 @@ async def test_the_usage_of_what_was_cancelled_while_nobody_ran_it_is_what_was_t
     assert len([usage for usage in usages if usage]) == 2
 
 
-async def test_a_piece_that_is_larger_than_a_part_is_read_by_itself() -> None:
+async def test_a_delta_that_is_larger_than_a_chunk_is_read_by_itself() -> None:
     large = RecordedDelta(0, [5], None, [], [TokenLogprobs(-1.0, ((7, -0.5),))] * MAX_INLINE_VALUES)
-    told = [RecordedDelta(0, [1, 2]), large, RecordedDelta(0, [6], FinishReason.STOP)]
-    row, reader, seen, position = deliver(told, 1).values, TokenLogReader(1), list[list[RecordedDelta]](), 0
-    while position < len(row):
-        part, taken = await read_chunk(reader, row, position)
+    sent = [RecordedDelta(0, [1, 2]), large, RecordedDelta(0, [6], FinishReason.STOP)]
+    log, reader, seen, position = deliver(sent, 1).values, TokenLogReader(1), list[list[RecordedDelta]](), 0
+    while position < len(log):
+        part, taken = await read_chunk(reader, log, position)
         seen.append(part)
         position += taken
-    assert seen[:2] == [told[:1], [large]]
-    assert by_choice([piece for part in seen for piece in part]) == by_choice(told)
+    assert seen[:2] == [sent[:1], [large]]
+    assert by_choice([delta for part in seen for delta in part]) == by_choice(sent)
 
 
-@given(pieces, st.integers(1, 9))
+@given(deltas, st.integers(1, 9))
 @settings(max_examples=50, deadline=None)
-def test_parts_of_any_size_are_the_row(pieces: list[RecordedDelta], limit: int) -> None:
-    told = possible(pieces, 4)
-    row, reader, seen, position = deliver(told, 4).values, TokenLogReader(4), DeltaMerger(), 0
-    while position < len(row):
-        assert reader.has_complete_entry(row, position)
-        part, taken = reader.read(row, position, limit)
+def test_chunks_of_any_size_add_up_to_the_log(deltas: list[RecordedDelta], limit: int) -> None:
+    sent = possible(deltas, 4)
+    log, reader, seen, position = deliver(sent, 4).values, TokenLogReader(4), DeltaMerger(), 0
+    while position < len(log):
+        assert reader.has_complete_entry(log, position)
+        part, taken = reader.read(log, position, limit)
         assert taken
-        for piece in part:
-            seen.add(replace(piece, token_ids=list(piece.token_ids)))
+        for delta in part:
+            seen.add(replace(delta, token_ids=list(delta.token_ids)))
         position += taken
-    assert by_choice(seen.deltas) == by_choice(told)
+    assert by_choice(seen.deltas) == by_choice(sent)

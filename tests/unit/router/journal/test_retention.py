@@ -12,7 +12,7 @@ from quire_router.journal.redis.redis_connection import keys
 from quire_router.journal.redis.redis_journal import RedisJournal
 from redis.asyncio import Redis
 
-from tests.support.journals import Heard, tell
+from tests.support.journals import Heard, append_tokens
 from tests.support.redis_journals import flushed, journal_at, redis_at, small_request, taken
 from tests.support.redis_server import RedisServer, redis_server
 
@@ -74,7 +74,7 @@ async def test_a_record_is_kept_for_as_long_as_its_request_says_whoever_ends_it(
 ) -> None:
     async with journal_at(server, settings=SETTINGS) as journal, journal_at(server, "you", settings=SETTINGS) as other:
         lease = journal.open(replace(small_request(), retention=retention))
-        tell(journal, lease, 0, [1, 2])
+        append_tokens(journal, lease, 0, [1, 2])
         await flushed(journal)
         await end(journal, other, lease)
         assert expected - 300 < await most_kept(redis) <= expected
@@ -82,7 +82,7 @@ async def test_a_record_is_kept_for_as_long_as_its_request_says_whoever_ends_it(
 
 async def test_what_is_not_to_be_kept_does_not_outlive_its_router_for_long(server: RedisServer, redis: Redis) -> None:
     async with journal_at(server, settings=SETTINGS) as journal:
-        tell(journal, journal.open(replace(small_request(), retention=0)), 0, [1])
+        append_tokens(journal, journal.open(replace(small_request(), retention=0)), 0, [1])
         await flushed(journal)
         assert await most_kept(redis) <= MIN_RUNNING_TTL
 
@@ -96,7 +96,7 @@ async def test_a_request_keeps_its_retention_where_another_router_writes_it_agai
         await flushed(journal)
         _, lease = await taken(other, "r")
         await redis.flushall()
-        tell(other, lease, 0, [1])
+        append_tokens(other, lease, 0, [1])
         await flushed(other)
         assert await redis.exists(keys("r")[0])
         other.finish(lease, FinishReason.STOP)
@@ -154,7 +154,7 @@ async def test_what_runs_is_cancelled_and_kept_only_until_its_end_was_seen(journ
     heard = Heard()
     journal.set_listener(heard)
     lease = journal.open(small_request())
-    tell(journal, lease, 0, [1, 2])
+    append_tokens(journal, lease, 0, [1, 2])
     await journal.flush()
     assert await journal.delete("r")
     assert heard.cancelled == ["r"]

@@ -43,7 +43,7 @@ HOLDER = ""  # stands for whoever has the record
 owners = st.sampled_from(["me", "you"])
 anybody = st.sampled_from([HOLDER, HOLDER, HOLDER, "me", "you"])
 ages = st.sampled_from([0, 0, 0, 0, -1, 1])
-rows = st.binary(max_size=8)
+logs = st.binary(max_size=8)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Model:
     request: bytes
     owner: str
     epoch: int
-    row: bytes = b""
+    log: bytes = b""
     held: bool = True
     overdue: bool = False
     kept: int = RUNNING
@@ -72,7 +72,7 @@ class Model:
     def aborted(self) -> "Model":
         return replace(self.ended("abort"), owner="", epoch=self.epoch + 1)
 
-    def held_by(self, owner: str, epoch: int) -> "Model":
+    def leased_by(self, owner: str, epoch: int) -> "Model":
         return replace(self, owner=owner, epoch=epoch, held=True, overdue=False, kept=RUNNING)
 
 
@@ -119,25 +119,25 @@ class Scripts(RuleBasedStateMachine):
         elif before.reason is not None:
             expected = DONE if before.refusal(owner, epoch) is None else STALE
         else:
-            row = before.row if epoch == before.epoch else b""
-            self.model = replace(before.held_by(owner, epoch), row=row)
+            log = before.log if epoch == before.epoch else b""
+            self.model = replace(before.leased_by(owner, epoch), log=log)
         seal = crc32(request)
         assert self.run_script(OPEN, owner, epoch, LEASE, RUNNING, request, b"p", seal, "") == expected
 
-    @rule(owner=anybody, age=ages, back=st.integers(-1, 4), packed=rows)
+    @rule(owner=anybody, age=ages, back=st.integers(-1, 4), packed=logs)
     def append(self, owner: str, age: int, back: int, packed: bytes) -> None:
         owner, epoch = self.lease(owner, age)
-        offset = max(0, len(self.model.row) - back if self.model else -back)
+        offset = max(0, len(self.model.log) - back if self.model else -back)
         answer = self.refused(owner, epoch)
-        row = packed
+        log = packed
         if answer is None and self.model is not None and self.model.reason is None:
-            if offset > len(self.model.row):
+            if offset > len(self.model.log):
                 answer = LOST
             else:
-                row = self.model.row[:offset] + packed
+                log = self.model.log[:offset] + packed
                 answer = CANCELLED if self.model.cancelled else DONE
-                self.model = replace(self.model.held_by(owner, epoch), row=row)
-        terms = owner, epoch, LEASE, RUNNING, offset, packed, crc32(row), ""
+                self.model = replace(self.model.leased_by(owner, epoch), log=log)
+        terms = owner, epoch, LEASE, RUNNING, offset, packed, crc32(log), ""
         assert self.run_script(APPEND, *terms) == (DONE if answer is None else answer)
 
     @rule(
@@ -148,7 +148,7 @@ class Scripts(RuleBasedStateMachine):
     )
     def finish(self, owner: str, age: int, reason: str, beyond: int | None) -> None:
         owner, epoch = self.lease(owner, age)
-        length = len(self.model.row) if self.model else 0
+        length = len(self.model.log) if self.model else 0
         answer = self.refused(owner, epoch)
         if answer is None and self.model is not None and self.model.reason is None:
             if beyond:
@@ -180,13 +180,13 @@ class Scripts(RuleBasedStateMachine):
             elif not before.held and before.cancelled:
                 self.model = before.aborted()
             elif not before.held:
-                self.model, found = replace(before.held_by(owner, before.epoch + 1), claim=name), True
+                self.model, found = replace(before.leased_by(owner, before.epoch + 1), claim=name), True
         answer = self.run_script(CLAIM, owner, name, LEASE, RUNNING, RETENTION)
         if not found or self.model is None:
             assert answer is None
             return
         fields = dict(zip(answer[0][::2], answer[0][1::2], strict=True))
-        assert (fields[b"request"], answer[1]) == (self.model.request, self.model.row)
+        assert (fields[b"request"], answer[1]) == (self.model.request, self.model.log)
         assert (fields[b"owner"].decode(), int(fields[b"epoch"])) == (self.model.owner, self.model.epoch)
 
     @rule()
@@ -212,10 +212,10 @@ class Scripts(RuleBasedStateMachine):
             self.model = None
         elif self.model is not None:
             self.redis.hset(RECORD, "sum", 0)
-            self.model = replace(self.model, row=b"")
+            self.model = replace(self.model, log=b"")
 
     @rule()
-    def leave_a_stray_row(self) -> None:
+    def leave_a_stray_log(self) -> None:
         if self.model is None:
             self.redis.set(TOKENS, b"stray", ex=RUNNING)
 
@@ -225,7 +225,7 @@ class Scripts(RuleBasedStateMachine):
         if self.model is None:
             assert not fields
             return
-        model, row = self.model, self.redis.get(TOKENS) or b""
+        model, log = self.model, self.redis.get(TOKENS) or b""
         seconds, _ = self.redis.time()
         remains = int(fields.get("lease_expires", 0)) - seconds * 1000
         claim = fields.get("claim")
@@ -233,7 +233,7 @@ class Scripts(RuleBasedStateMachine):
             request=fields["request"],
             owner=fields["owner"].decode(),
             epoch=int(fields["epoch"]),
-            row=row,
+            log=log,
             held=remains > 0,
             overdue=remains > LEASE + 1000,
             kept=model.kept if self.is_kept(model) else -1,
@@ -241,7 +241,7 @@ class Scripts(RuleBasedStateMachine):
             claim=None if claim is None else claim.decode(),
             reason=fields["reason"].decode() if "reason" in fields else None,
         )
-        assert int(fields.get("sum", 0)) == crc32(row)
+        assert int(fields.get("sum", 0)) == crc32(log)
 
     def is_kept(self, model: Model) -> bool:
         """Whether both keys are kept for as long as they ought to be, from a moment ago on."""
@@ -284,7 +284,7 @@ def test_no_script_goes_on_with_an_epoch_that_is_none(server: RedisServer, epoch
 
 
 def arguments(script: LuaScript) -> tuple[str | int | bytes, ...]:
-    """What the holder of a record, whose row is ``told``, asks a script."""
+    """What the owner of a record, whose log is ``told``, asks a script."""
     holder = "me", 2
     return {
         OPEN: (*holder, LEASE, RUNNING, b"A", b"p", 0, ""),
@@ -297,21 +297,21 @@ def arguments(script: LuaScript) -> tuple[str | int | bytes, ...]:
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-@pytest.mark.parametrize("state", ["held", "released", "a stray row", "an older owner's"])
+@pytest.mark.parametrize("state", ["held", "released", "a stray log", "an older owner's"])
 def test_what_redis_refuses_for_want_of_memory_has_changed_nothing(
     server: RedisServer, state: str, *, cancelled: bool
 ) -> None:
     with redis.Redis.from_url(server.url) as client:
         for script in (OPEN, APPEND, FINISH, RELEASE, CLAIM, CANCEL):
             client.flushall()
-            if state != "a stray row":
+            if state != "a stray log":
                 client.eval(OPEN.source, 2, RECORD, TOKENS, "me", 2, LEASE, RUNNING, b"A", b"p", 0, "")
             client.set(TOKENS, b"told", ex=RUNNING)
             if state == "released":
                 client.eval(RELEASE.source, 2, RECORD, TOKENS, "me", 2, RELEASED, RETENTION)
             if state == "an older owner's":
                 client.hset(RECORD, "epoch", 1)
-            if cancelled and state != "a stray row":
+            if cancelled and state != "a stray log":
                 client.hset(RECORD, "cancelled", 1)
             before = client.hgetall(RECORD), client.get(TOKENS)
             client.config_set("maxmemory", 1)
@@ -328,7 +328,7 @@ def test_what_redis_refuses_for_want_of_memory_has_changed_nothing(
             assert refused or not grows
 
 
-def test_the_index_of_background_requests_says_until_when_each_is_held_and_expires(server: RedisServer) -> None:
+def test_the_index_of_background_requests_says_when_each_lease_expires_and_expires(server: RedisServer) -> None:
     with redis.Redis.from_url(server.url) as client:
         client.flushall()
         assert client.eval(INDEX.source, 1, BACKGROUND, "r", LEASE, RUNNING) == 1

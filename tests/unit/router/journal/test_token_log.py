@@ -1,4 +1,4 @@
-"""The row of what was told: any beginning of it is what was told up to some moment."""
+"""The token log: any prefix of it is what was sent up to some moment."""
 
 from array import array
 from contextlib import suppress
@@ -13,74 +13,74 @@ from quire_router.journal.codec import (
 )
 from quire_router.journal.token_log import FRAME_MARKER, TokenLog, TokenLogReader
 
-from tests.support.any_records import any_tokens, deliver, pieces, possible
+from tests.support.any_records import any_tokens, deliver, deltas, possible
 from tests.support.journals import canonical, is_plain
 
 
-@given(pieces, st.data())
+@given(deltas, st.data())
 @settings(max_examples=50, deadline=None)
-def test_any_beginning_of_the_row_is_what_was_told_up_to_some_moment(
-    pieces: list[RecordedDelta], data: st.DataObject
+def test_any_prefix_of_the_log_is_what_was_sent_up_to_some_moment(
+    deltas: list[RecordedDelta], data: st.DataObject
 ) -> None:
-    told = possible(pieces, 4)
-    row = deliver(told, 4).values
-    whole = canonical(told)
-    for end in range(len(row) + 1):
-        read = canonical(TokenLogReader(4).read(row[:end])[0])
+    sent = possible(deltas, 4)
+    log = deliver(sent, 4).values
+    whole = canonical(sent)
+    for end in range(len(log) + 1):
+        read = canonical(TokenLogReader(4).read(log[:end])[0])
         last = read.pop() if read else None
         assert read == whole[: len(read)]
         assert last is None or is_beginning(last, whole[len(read)])
-    assert canonical(read_in_parts(row, data)) == whole
+    assert canonical(read_in_parts(log, data)) == whole
 
 
-def is_beginning(piece: RecordedDelta, of: RecordedDelta) -> bool:
+def is_beginning(delta: RecordedDelta, of: RecordedDelta) -> bool:
     """Whether a piece is another one, or the first of its tokens without anything more."""
-    return piece == of or (is_plain(of) and piece == RecordedDelta(of.index, of.token_ids[: len(piece.token_ids)]))
+    return delta == of or (is_plain(of) and delta == RecordedDelta(of.index, of.token_ids[: len(delta.token_ids)]))
 
 
-def read_in_parts(row: "array[int]", data: st.DataObject) -> list[RecordedDelta]:
+def read_in_parts(log: "array[int]", data: st.DataObject) -> list[RecordedDelta]:
     """What a reader gets who looks now and then while the row grows."""
-    reader, told, position = TokenLogReader(4), list[RecordedDelta](), 0
-    for end in [*sorted(data.draw(st.lists(st.integers(0, len(row)), max_size=4))), len(row)]:
-        new, taken = reader.read(row[position : max(position, end)])
-        told, position = told + new, position + taken
-    assert position == len(row)
-    return told
+    reader, sent, position = TokenLogReader(4), list[RecordedDelta](), 0
+    for end in [*sorted(data.draw(st.lists(st.integers(0, len(log)), max_size=4))), len(log)]:
+        new, taken = reader.read(log[position : max(position, end)])
+        sent, position = sent + new, position + taken
+    assert position == len(log)
+    return sent
 
 
-@given(pieces, st.integers(0, 200))
+@given(deltas, st.integers(0, 200))
 @settings(max_examples=50, deadline=None)
-def test_a_row_that_was_cut_off_goes_on_from_its_last_whole_piece(pieces: list[RecordedDelta], cut: int) -> None:
-    told = possible(pieces, 4)
-    row = deliver(told, 4).values
+def test_a_log_that_was_cut_off_continues_from_its_last_complete_delta(deltas: list[RecordedDelta], cut: int) -> None:
+    sent = possible(deltas, 4)
+    log = deliver(sent, 4).values
     reader = TokenLogReader(4, tokens_only=True)
-    before, taken = reader.read(row[: min(cut, len(row))])
-    restored = TokenLog.restore(row[:taken], reader)
-    assert restored.values == row[: len(restored.values)]
+    before, taken = reader.read(log[: min(cut, len(log))])
+    restored = TokenLog.restore(log[:taken], reader)
+    assert restored.values == log[: len(restored.values)]
     made = [0] * 4
-    for piece in told:  # what was told before changes nothing, and the rest is as if nothing had happened
-        restored.append(made[piece.index], piece)
-        made[piece.index] += len(piece.token_ids)
-    assert canonical(TokenLogReader(4).read(restored.values)[0]) == canonical(told)
-    whole, _ = TokenLogReader(4).read(row[: min(cut, len(row))])
-    assert before == [RecordedDelta(piece.index, piece.token_ids, piece.finish_reason) for piece in whole]
+    for delta in sent:  # what was sent before changes nothing, and the rest is as if nothing had happened
+        restored.append(made[delta.index], delta)
+        made[delta.index] += len(delta.token_ids)
+    assert canonical(TokenLogReader(4).read(restored.values)[0]) == canonical(sent)
+    whole, _ = TokenLogReader(4).read(log[: min(cut, len(log))])
+    assert before == [RecordedDelta(delta.index, delta.token_ids, delta.finish_reason) for delta in whole]
 
 
 @given(st.lists(any_tokens, max_size=5), st.none() | st.sampled_from(FinishReason))
 def test_a_single_choice_costs_only_its_tokens_and_its_end(parts: list[list[int]], reason: FinishReason | None) -> None:
-    row = deliver([*(RecordedDelta(0, part) for part in parts), RecordedDelta(0, [], reason)], 1).values.tolist()
+    log = deliver([*(RecordedDelta(0, part) for part in parts), RecordedDelta(0, [], reason)], 1).values.tolist()
     tokens = [token_id for part in parts for token_id in part]
-    assert row[: len(tokens)] == tokens
-    assert [value < 0 for value in row[len(tokens) :]] == [True] * (reason is not None)
+    assert log[: len(tokens)] == tokens
+    assert [value < 0 for value in log[len(tokens) :]] == [True] * (reason is not None)
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-12, 12), max_size=40), st.booleans())
-def test_any_values_are_pieces_or_refused(values: list[int], framed: bool) -> None:
-    row = array("i", [FRAME_MARKER, len(values), *values] if framed else values)
+def test_any_values_are_deltas_or_refused(values: list[int], framed: bool) -> None:
+    log = array("i", [FRAME_MARKER, len(values), *values] if framed else values)
     with suppress(ValueError):
-        pieces, taken = TokenLogReader(2).read(row)
-        assert taken <= len(row)
-        assert all(piece.index in (0, 1) and min(piece.token_ids, default=0) >= 0 for piece in pieces)
+        deltas, taken = TokenLogReader(2).read(log)
+        assert taken <= len(log)
+        assert all(delta.index in (0, 1) and min(delta.token_ids, default=0) >= 0 for delta in deltas)
 
 
 @given(any_tokens)
