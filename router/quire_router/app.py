@@ -218,7 +218,7 @@ class Router:
             self._components.service,
             join_host_port(settings.host, self._worker.grpc_port if self._worker else settings.grpc_port),
             max_message_bytes=settings.max_body_bytes,
-            patience=write_timeout,
+            client_timeout=write_timeout,
             shared=self._worker is not None,
             limits=CallLimits(settings.max_concurrent_requests, connections=connections_within(settings)),
         )
@@ -239,10 +239,12 @@ class Router:
         share = settings.max_peer_share
         limits = ConnectionLimits(connections=connections_within(settings), head=write_timeout, peer_share=share)
         keepalive = KeepAlive(settings.sse_keepalive_seconds)
-        api = build_api(service, max_body_bytes=settings.max_body_bytes, patience=write_timeout, keepalive=keepalive)
+        api = build_api(
+            service, max_body_bytes=settings.max_body_bytes, client_timeout=write_timeout, keepalive=keepalive
+        )
         if self._worker is not None:
             return [HttpServer(api, listen(settings.host, self._worker.http_port, shared=True), limits)]
-        admin = build_admin(service, patience=write_timeout)
+        admin = build_admin(service, client_timeout=write_timeout)
         return [
             HttpServer(app, listen(settings.host, port), limits)
             for app, port in ((api, settings.http_port), (admin, settings.metrics_port))

@@ -302,9 +302,9 @@ def script_of(text: str) -> Script:
 
 @dataclass
 class Stage:
-    """A running frontend and how to reach it."""
+    """A running service and how to reach it."""
 
-    frontend: ApiService
+    service: ApiService
     fleet: ScriptedFleet
     runner: ScriptedRunner
     app: RestApp
@@ -338,28 +338,30 @@ async def open_stage(
     **settings: Any,
 ) -> AsyncIterator[Stage]:
     """Serves until the block ends. Streams with ids have a comment after ``heartbeat`` seconds of silence, others after
-    ``keepalive``. ``runner`` may take the place of the scripted one, and ``settings`` are the frontend's.
+    ``keepalive``. ``runner`` may take the place of the scripted one, and ``settings`` are the service's.
     """
     texts = {MODEL: ModelTokenizer(byte_level(), ChatTemplate(template, {}, "the test"))}
     fleet, scripted = ScriptedFleet(), ScriptedRunner(script)
-    frontend = ApiService(
+    service = ApiService(
         texts, fleet, runner or scripted, StaticKeys(keys, file), ConcurrencyLimit(concurrent), **settings
     )
     silence = KeepAlive(keepalive, heartbeat)
-    app = build_api(frontend, max_body_bytes=max_body_bytes, patience=patience, keepalive=silence)
+    app = build_api(service, max_body_bytes=max_body_bytes, client_timeout=patience, keepalive=silence)
     server = HttpServer(app, listen("127.0.0.1", 0), limits)
-    admin = HttpServer(build_admin(frontend, patience=patience), listen("127.0.0.1", 0))
-    rpc = RpcServer(frontend, "127.0.0.1:0", max_message_bytes=max_body_bytes, patience=patience, limits=call_limits)
+    admin = HttpServer(build_admin(service, client_timeout=patience), listen("127.0.0.1", 0))
+    rpc = RpcServer(
+        service, "127.0.0.1:0", max_message_bytes=max_body_bytes, client_timeout=patience, limits=call_limits
+    )
     await rpc.start()
     async with asyncio.TaskGroup() as serving:
         for each in (server, admin):
             serving.create_task(each.run_until_stopped())
         try:
-            yield Stage(frontend, fleet, scripted, app, server.port, admin.port, rpc.port)
+            yield Stage(service, fleet, scripted, app, server.port, admin.port, rpc.port)
         finally:
             server.should_exit = admin.should_exit = True
             await rpc.stop(0)
-            frontend.close()
+            service.close()
 
 
 @dataclass

@@ -19,15 +19,10 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any, Generic, TypeVar
 
-from quire_proto.errors import ErrorCode, QuireError
-
 from quire_router.admission.tenants import Tenant, Tenants
-from quire_router.core.errors import RefusalReason
+from quire_router.core.errors import RefusalReason, queue_full, tenant_queue_full
 
 Name = TypeVar("Name", bound=Hashable)
-
-RETRY_FULL = 1.0
-"""Seconds after which a client should retry when the queue is full."""
 
 CREDIT = 32_768
 """Tokens, at weight 1, that a tenant which left its share to others may have before them when it comes back."""
@@ -112,7 +107,7 @@ class FairQueue:
                 self.remove(request.request_id)
                 for each in reversed(dropped):
                     self._insert(each)
-                raise queue_full_error(reason)
+                raise queue_full(reason)
             dropped.append(self._drop_newest(largest))
         return dropped
 
@@ -172,9 +167,9 @@ class FairQueue:
         tenant = self._tenants.get(request.tenant)
         backlog = self._backlogs.get(request.tenant)
         if tenant.max_queued is not None and backlog is not None and len(backlog.requests) >= tenant.max_queued:
-            raise max_queued_error(tenant.max_queued)
+            raise tenant_queue_full(tenant.max_queued)
         if request.bytes > self._bounds.max_bytes:
-            raise queue_full_error(RefusalReason.QUEUE_BYTES)
+            raise queue_full(RefusalReason.QUEUE_BYTES)
 
     def _insert(self, request: QueuedRequest) -> None:
         backlog = self._backlogs.get(request.tenant)
@@ -289,15 +284,3 @@ class _Backlog:
     requests: dict[str, QueuedRequest] = field(default_factory=dict)
     order: LazyHeap[str] = field(default_factory=LazyHeap)
     bytes: int = 0
-
-
-def queue_full_error(reason: RefusalReason) -> QuireError:
-    """Returns the error of a request for which the queue is too full."""
-    message = "Too many requests wait for this model."
-    return QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_FULL, reason=reason)
-
-
-def max_queued_error(most: int) -> QuireError:
-    """Returns the error of a request whose tenant may not have more of them request."""
-    message = f"{most} requests of yours wait for this model, which is the most you may have."
-    return QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_FULL, reason=RefusalReason.MAX_QUEUED)

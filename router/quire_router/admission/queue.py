@@ -7,16 +7,20 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Protocol
 
-from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.errors import QuireError
 
-from quire_router.admission.fair_queue import FairQueue, QueueBounds, QueuedRequest, queue_full_error
+from quire_router.admission.fair_queue import FairQueue, QueueBounds, QueuedRequest
 from quire_router.admission.limits import counting_refusals
 from quire_router.admission.tenants import Tenants
 from quire_router.core import metrics
-from quire_router.core.errors import RefusalReason, shutting_down_error
-
-RETRY_READY = 2.0  # seconds after which a client should retry when no engine is ready
-RETRY_CAPACITY = 5.0  # and when none has capacity
+from quire_router.core.errors import (
+    RefusalReason,
+    deadline_in_queue,
+    no_capacity,
+    none_ready_in_queue,
+    queue_full,
+    shutting_down,
+)
 
 
 class Capacity(Protocol):
@@ -89,7 +93,7 @@ class AdmissionQueue:
         """
         with counting_refusals():
             if self._closed:
-                raise shutting_down_error()
+                raise shutting_down()
             self.on_queued(request.request_id)  # in the same step of the loop it is counted in the queue
             await self._queues[request.model].acquire(request)
 
@@ -171,7 +175,7 @@ class _ModelQueue:
 
     def close(self) -> None:
         for waiter in list(self._waiters.values()):
-            self._refuse(waiter, shutting_down_error())
+            self._refuse(waiter, shutting_down())
 
     @contextmanager
     def _enqueued(self, request: QueuedRequest) -> Iterator[_Waiter]:
@@ -180,7 +184,7 @@ class _ModelQueue:
         waiter = _Waiter(request, self._clock(), asyncio.get_running_loop().create_future())
         self._waiters[request.request_id] = waiter
         for each in refused:
-            _fail(self._waiters[each.request_id], queue_full_error(RefusalReason.QUEUE_FULL))
+            _fail(self._waiters[each.request_id], queue_full(RefusalReason.QUEUE_FULL))
         self._check_timeout(waiter)
         metrics.PARKED.labels(self._model).inc()
         try:
@@ -230,11 +234,9 @@ class _ModelQueue:
         unready = self._unready_since
         hold_until = (now if unready is None else max(waiter.since, unready)) + settings.hold_timeout
         if deadline is not None and deadline <= now:
-            return _deadline_error(), now
+            return deadline_in_queue(), now
         if min(last, hold_until) <= now:
-            return (
-                _no_capacity_error(settings.max_seconds) if unready is None else _none_ready_error(self._model)
-            ), now
+            return (no_capacity(settings.max_seconds) if unready is None else none_ready_in_queue(self._model)), now
         return None, min(last, hold_until, last if deadline is None else deadline)
 
     def _refuse(self, waiter: _Waiter, error: QuireError) -> None:
@@ -245,19 +247,3 @@ class _ModelQueue:
 def _fail(waiter: _Waiter, error: QuireError) -> None:
     if not waiter.admitted.done():
         waiter.admitted.set_exception(error)
-
-
-def _none_ready_error(model: str) -> QuireError:
-    message = f"No engine is ready to run the model {model!r}."
-    return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_READY, reason=RefusalReason.NONE_READY)
-
-
-def _no_capacity_error(seconds: float) -> QuireError:
-    message = f"No engine had room for the request within {seconds:g} seconds."
-    return QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_CAPACITY, reason=RefusalReason.QUEUE_SECONDS)
-
-
-def _deadline_error() -> QuireError:
-    return QuireError(
-        ErrorCode.DEADLINE, "The request's time was over before its turn came.", reason=RefusalReason.DEADLINE
-    )

@@ -7,10 +7,10 @@ The caller passes the time. Times are whole microseconds of any clock, so that e
 from collections import Counter
 from dataclasses import dataclass, field
 
-from quire_proto.errors import ErrorCode, QuireError, invalid
+from quire_proto.errors import QuireError, invalid
 
 from quire_router.admission.tenants import Tenant
-from quire_router.core.errors import RefusalReason
+from quire_router.core.errors import RefusalReason, polls_used_up, rate_limit_used_up, too_many_concurrent
 
 MICROSECONDS = 1_000_000
 
@@ -18,7 +18,6 @@ WINDOW = 60 * MICROSECONDS
 """A full bucket is a minute's worth, so that in any ``w`` seconds at most ``limit * (1 + w / 60)`` are taken."""
 
 POLLS_A_REQUEST = 10  # reads of earlier requests a minute, for each request a minute
-RETRY_CONCURRENT = 1.0  # seconds; it is not known when a request ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,7 @@ class TenantUsage:
             return self._rate_limit_error(reason, wait / MICROSECONDS)
         most = self.tenant.max_concurrent
         if most is not None and running >= most:
-            return _max_concurrent_error(most)
+            return too_many_concurrent(most)
         return None
 
     def request_refusal(self, now: int) -> QuireError | None:
@@ -156,9 +155,7 @@ class TenantUsage:
             return None
         wait = self._polls.wait(1, now)
         if wait:
-            message = f"This key may read earlier requests {self._polls.limit} times a minute."
-            retry = wait / MICROSECONDS
-            return QuireError(ErrorCode.OVERLOADED, message, retry_after=retry, reason=RefusalReason.POLLS_PER_MINUTE)
+            return polls_used_up(self._polls.limit, wait / MICROSECONDS)
         self._polls.consume(1, now)
         return None
 
@@ -202,8 +199,7 @@ class TenantUsage:
     def _rate_limit_error(self, reason: RefusalReason, wait: float) -> QuireError:
         requests = reason is RefusalReason.REQUESTS_PER_MINUTE
         limit = self.tenant.requests_per_minute if requests else self.tenant.tokens_per_minute
-        message = f"This key may use {limit} {'requests' if requests else 'tokens'} a minute, and they are used up."
-        return QuireError(ErrorCode.OVERLOADED, message, retry_after=wait, reason=reason)
+        return rate_limit_used_up(reason, limit, wait)
 
 
 def rate_limit_headers(status: RateLimitStatus) -> dict[str, str]:
@@ -215,11 +211,6 @@ def rate_limit_headers(status: RateLimitStatus) -> dict[str, str]:
             headers[f"ratelimit-remaining-{name}"] = str(window.remaining)
             headers[f"ratelimit-reset-{name}"] = f"{window.reset:.3f}s"
     return headers
-
-
-def _max_concurrent_error(most: int) -> QuireError:
-    message = f"{most} requests of yours are in progress, which is the most you may have."
-    return QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_CONCURRENT, reason=RefusalReason.MAX_CONCURRENT)
 
 
 def _bucket(limit: int | None) -> GcraBucket | None:

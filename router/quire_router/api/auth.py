@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from hashlib import blake2b, scrypt
 from secrets import token_bytes
 
-from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.errors import QuireError
 
 from quire_router.admission.tenants import Tenant, Tenants
 from quire_router.admission.tenants_file import TenantsFile
-from quire_router.core.errors import RefusalReason
+from quire_router.core.errors import model_forbidden, unauthenticated
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,7 @@ class Identity:
     def check_model(self, model: str) -> None:
         """Raises ``QuireError`` FORBIDDEN for a model that this caller's key does not open."""
         if not self.policy.may_use(model):
-            message = f"This API key may not use the model {model[:128]!r}."
-            raise QuireError(ErrorCode.FORBIDDEN, message, param="model", reason=RefusalReason.MODEL)
+            raise model_forbidden(model)
 
 
 ANONYMOUS = Identity()
@@ -35,7 +34,7 @@ _TENANT_BYTES, _SALT_BYTES = 6, 16
 
 
 class _KeyEntry:
-    """What one key opens. The caller's id and salt take a twentieth of a second to derive (``_derived``), on whichever
+    """What one key opens. The caller's id and salt take a twentieth of a second to derive (``_derive``), on whichever
     thread asks first; for two that ask at once they are the same.
     """
 
@@ -51,7 +50,7 @@ class _KeyEntry:
     def caller(self) -> Identity:
         """Who has the key."""
         if self._caller is None:
-            tenant, salt = _derived(self._first.encode())
+            tenant, salt = _derive(self._first.encode())
             policy = self._tenants.get(tenant) if self._policy is None else self._policy
             self._caller = Identity(tenant if self._policy is None else policy.id, salt, policy)
         return self._caller
@@ -70,22 +69,22 @@ class StaticKeys:
         file = file or TenantsFile()
         self._anyone = Identity(policy=file.tenants.get(""))
         self._secret = token_bytes(32)
-        self._opened: dict[bytes, _KeyEntry] = {}
+        self._entries: dict[bytes, _KeyEntry] = {}
         for name, own in file.keys.items():
-            opened = _KeyEntry(own[0], file.tenants.get(name), file.tenants)  # all keys of one tenant open the same
-            self._opened.update((self._digest(key), opened) for key in own)
+            entry = _KeyEntry(own[0], file.tenants.get(name), file.tenants)  # all keys of one tenant open the same
+            self._entries.update((self._digest(key), entry) for key in own)
         for key in keys:
-            self._opened.setdefault(self._digest(key), _KeyEntry(key, None, file.tenants))
+            self._entries.setdefault(self._digest(key), _KeyEntry(key, None, file.tenants))
 
     @property
     def required(self) -> bool:
         """Whether there is any key, so that each caller must have one."""
-        return bool(self._opened)
+        return bool(self._entries)
 
     async def prepare(self) -> None:
         """Derives what every key opens, on another thread, one after the other."""
-        for opened in set(self._opened.values()):
-            await asyncio.to_thread(opened.caller)
+        for entry in set(self._entries.values()):
+            await asyncio.to_thread(entry.caller)
 
     def authenticate(self, *authorizations: str) -> Identity:
         """Who sent these ``authorization`` values, of which there must be one. Raises ``QuireError`` UNAUTHENTICATED.
@@ -93,28 +92,28 @@ class StaticKeys:
         Looks for a hash of the key that only this process can compute: timing says something about that hash at most,
         and takes the same however many keys there are.
         """
-        if not self._opened:
+        if not self._entries:
             return self._anyone
         authorization = authorizations[0] if len(authorizations) == 1 else ""
         scheme, _, key = authorization.partition(" ")
-        opened = self._opened.get(self._digest(key.strip()))
-        if scheme.lower() != "bearer" or opened is None:
-            raise _refusal(authorizations)
-        return opened.caller()
+        entry = self._entries.get(self._digest(key.strip()))
+        if scheme.lower() != "bearer" or entry is None:
+            raise _credentials_error(authorizations)
+        return entry.caller()
 
     def _digest(self, key: str) -> bytes:
         return blake2b(key.encode(), key=self._secret, digest_size=32).digest()
 
 
-def _refusal(authorizations: Sequence[str]) -> QuireError:
+def _credentials_error(authorizations: Sequence[str]) -> QuireError:
     if not any(value.lower().startswith("bearer ") for value in authorizations):
-        return QuireError(ErrorCode.UNAUTHENTICATED, "An API key is needed: send the header Authorization: Bearer KEY.")
+        return unauthenticated("An API key is needed: send the header Authorization: Bearer KEY.")
     if len(authorizations) > 1:
-        return QuireError(ErrorCode.UNAUTHENTICATED, "There is more than one Authorization header.")
-    return QuireError(ErrorCode.UNAUTHENTICATED, "This API key is not valid.")
+        return unauthenticated("There is more than one Authorization header.")
+    return unauthenticated("This API key is not valid.")
 
 
-def _derived(key: bytes) -> tuple[str, bytes]:
+def _derive(key: bytes) -> tuple[str, bytes]:
     """A tenant's id and salt. Both are written to databases, so that guessing keys against them must be slow: sixteen
     characters may be a phrase. Every router derives the same ones, hence the fixed salt.
     """

@@ -54,66 +54,66 @@ class OutputParser:
     def __init__(
         self,
         call_prefix: str,
-        thinking: ReasoningParser | None,
-        tools: ToolParser | None,
+        reasoning_parser: ReasoningParser | None,
+        tool_parser: ToolParser | None,
         *,
-        hides_thoughts: bool = False,
+        hide_reasoning: bool = False,
     ) -> None:
         self._call_prefix = call_prefix
-        self._thinking = thinking
-        self._tools = tools
-        self._hides_thoughts = hides_thoughts
+        self._reasoning_parser = reasoning_parser
+        self._tool_parser = tool_parser
+        self._hide_reasoning = hide_reasoning
         self._calls = 0
 
     def parse(self, delta: Delta) -> ParsedDelta:
         """What the next piece says. To be called with every piece in order, also with those that are told already."""
         if delta.finish_reason is None:
             return self._to_delta(self._push(delta.text))
-        pieces = [*self._push(delta.text), *self._finish()]
-        said = self._to_delta(pieces, delta.finish_reason)
+        parts = [*self._push(delta.text), *self._finish()]
+        parsed = self._to_delta(parts, delta.finish_reason)
         if self._calls and delta.finish_reason is FinishReason.STOP:
-            return ParsedDelta(said.content, said.reasoning, said.calls, TOOL_CALLS)
-        return said
+            return ParsedDelta(parsed.content, parsed.reasoning, parsed.calls, TOOL_CALLS)
+        return parsed
 
     def _push(self, text: str) -> list[OutputPart]:
-        pieces: list[OutputPart] = [Content(text)] if text else []
-        if self._thinking is not None:
-            pieces = self._thinking.push(text)
-        return self._call(pieces)
+        parts: list[OutputPart] = [Content(text)] if text else []
+        if self._reasoning_parser is not None:
+            parts = self._reasoning_parser.push(text)
+        return self._split_calls(parts)
 
     def _finish(self) -> list[OutputPart]:
-        pieces = self._call(self._thinking.finish()) if self._thinking is not None else []
-        return pieces if self._tools is None else [*pieces, *self._tools.finish()]
+        parts = self._split_calls(self._reasoning_parser.finish()) if self._reasoning_parser is not None else []
+        return parts if self._tool_parser is None else [*parts, *self._tool_parser.finish()]
 
-    def _call(self, pieces: list[OutputPart]) -> list[OutputPart]:
+    def _split_calls(self, parts: list[OutputPart]) -> list[OutputPart]:
         """The same, with the calls found in the content."""
-        if self._tools is None:
-            return pieces
+        if self._tool_parser is None:
+            return parts
         result: list[OutputPart] = []
-        for piece in pieces:
-            result += self._tools.push(piece.text) if isinstance(piece, Content) else [piece]
+        for part in parts:
+            result += self._tool_parser.push(part.text) if isinstance(part, Content) else [part]
         return result
 
-    def _to_delta(self, pieces: Iterable[OutputPart], reason: FinishReason | None = None) -> ParsedDelta:
+    def _to_delta(self, parts: Iterable[OutputPart], reason: FinishReason | None = None) -> ParsedDelta:
         content, reasoning, calls = "", "", list[ToolCallDelta]()
-        for piece in pieces:
-            if isinstance(piece, Content):
-                content += piece.text
-            elif isinstance(piece, ToolCallStart):
-                calls.append(ToolCallDelta(self._calls, self._call_id(), piece.name, ""))
+        for part in parts:
+            if isinstance(part, Content):
+                content += part.text
+            elif isinstance(part, ToolCallStart):
+                calls.append(ToolCallDelta(self._calls, self._call_id(), part.name, ""))
                 self._calls += 1
-            elif isinstance(piece, ToolCallArguments):
-                calls.append(self._with_arguments(calls, piece.text))
-            elif isinstance(piece, Reasoning) and not self._hides_thoughts:
-                reasoning += piece.text
+            elif isinstance(part, ToolCallArguments):
+                calls.append(self._with_arguments(calls, part.text))
+            elif isinstance(part, Reasoning) and not self._hide_reasoning:
+                reasoning += part.text
         return ParsedDelta(content, reasoning, tuple(calls), reason)
 
     def _with_arguments(self, calls: list[ToolCallDelta], arguments: str) -> ToolCallDelta:
         """The next part of the last call, in one with its beginning where that is among ``calls``."""
         if not calls:
             return ToolCallDelta(self._calls - 1, "", "", arguments)
-        begun = calls.pop()
-        return ToolCallDelta(begun.index, begun.id, begun.name, begun.arguments + arguments)
+        started = calls.pop()
+        return ToolCallDelta(started.index, started.id, started.name, started.arguments + arguments)
 
     def _call_id(self) -> str:
         """The same at every router."""
@@ -121,19 +121,18 @@ class OutputParser:
         return "call_" + blake2b(name, digest_size=_ID_BYTES, person=b"quire call").hexdigest()
 
 
-def create_parsers(admitted: PreparedRequest) -> list[OutputParser]:
-    """A parser for each choice of a request that ``is_parsed``."""
-    first, shape, text = admitted.first, admitted.response_options, admitted.text
-    tool_format = text.tool_format if shape.tools else None
-    exact = admitted.first.params.structured is not None  # with tools the grammar is always of calls
-    thinks = admitted.has_reasoning
-    opened = thinks and text.starts_in_reasoning(first.prompt_token_ids)
+def create_parsers(prepared: PreparedRequest) -> list[OutputParser]:
+    """Returns a parser for each choice of a request that ``is_parsed``."""
+    first, options, text = prepared.first, prepared.response_options, prepared.text
+    tool_format = text.tool_format if options.tools else None
+    exact = prepared.first.params.structured is not None  # with tools the grammar is always of calls
+    opened = prepared.has_reasoning and text.starts_in_reasoning(first.prompt_token_ids)
     return [
         OutputParser(
             f"{first.request_id}/{index}",
-            ReasoningParser(opened=opened) if thinks else None,
-            new_tool_parser(tool_format, shape.tools, exact=exact) if tool_format is not None else None,
-            hides_thoughts=shape.thoughts is ReasoningPlacement.HIDDEN,
+            ReasoningParser(opened=opened) if prepared.has_reasoning else None,
+            new_tool_parser(tool_format, options.tools, exact=exact) if tool_format is not None else None,
+            hide_reasoning=options.thoughts is ReasoningPlacement.HIDDEN,
         )
-        for index in range(admitted.num_choices)
+        for index in range(prepared.num_choices)
     ]

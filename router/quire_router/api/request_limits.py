@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from ipaddress import IPv6Address
 from typing import Any, Protocol
 
-from quire_proto.errors import ErrorCode, QuireError, invalid
+from quire_proto.errors import invalid
 
 from quire_router.admission.fair_queue import LazyHeap
 from quire_router.admission.limits import counting_refusals
-from quire_router.core.errors import RefusalReason, shutting_down_error
+from quire_router.core.errors import bodies_full, router_busy, shutting_down
 from quire_router.core.generation import GenerationRequest
 
-BUSY_RETRY_AFTER = 1.0  # seconds
 MAX_BODY_BYTES_HELD = 128 * 2**20  # bytes
 INITIAL_RESERVATION = 4096  # of a body of which nothing has come
 
@@ -56,10 +55,9 @@ class ConcurrencyLimit:
 
     def _check_accepting(self) -> None:
         if not self._accepting:
-            raise shutting_down_error()
+            raise shutting_down()
         if self._in_progress >= self._limit:
-            message = f"{self._limit} requests are in progress, which is the most that this router takes."
-            raise QuireError(ErrorCode.OVERLOADED, message, retry_after=BUSY_RETRY_AFTER)
+            raise router_busy(f"{self._limit} requests are in progress")
 
 
 class TenantBudget:
@@ -149,11 +147,8 @@ class BodyBudget:
     def acquire(self, tenant: str, size: int, *, held: int) -> None:
         """As ``TenantBudget.try_acquire``. Raises ``QuireError`` OVERLOADED."""
         if not self._bytes.try_acquire(tenant, size, held=held):
-            message = "The bodies that are being read here take as much memory as this router gives them."
             with counting_refusals():
-                raise QuireError(
-                    ErrorCode.OVERLOADED, message, retry_after=BUSY_RETRY_AFTER, reason=RefusalReason.BODY_BYTES
-                )
+                raise bodies_full()
 
     def release(self, tenant: str, size: int) -> None:
         """What ``take`` took."""

@@ -83,44 +83,44 @@ def options_from_metadata(values: Callable[[str], Sequence[str]], remaining: flo
 
 
 def apply_options(
-    request: GenerationBody, admitted: PreparedRequest, terms: RequestOptions, caller: Identity, timeout: float | None
+    request: GenerationBody, prepared: PreparedRequest, options: RequestOptions, caller: Identity, timeout: float | None
 ) -> PreparedRequest:
     """The request with all that it says beside its body and all that has to be kept to write its answer again. No
     request may take more than ``timeout`` seconds. Raises ``QuireError``.
     """
-    several = len(admitted.generations) > 1
+    several = len(prepared.generations) > 1
     if request.background and several:
         raise invalid("background", "background takes one prompt, not a list of them.")
     if request.background and request.store is False:
         raise invalid(
             "store", "The answer of a background request is kept until it is asked for: store cannot be false."
         )
-    seconds = min((each for each in (terms.timeout, timeout) if each is not None), default=math.inf)
-    session = terms.session or request.prompt_cache_key or ""
+    seconds = min((each for each in (options.timeout, timeout) if each is not None), default=math.inf)
+    session = options.session or request.prompt_cache_key or ""
     first = replace(
-        admitted.first,
-        shape=admitted.response_options.to_json(),
-        parts=tuple(each.request_id for each in admitted.generations) if several else (),
+        prepared.first,
+        shape=prepared.response_options.to_json(),
+        parts=tuple(each.request_id for each in prepared.generations) if several else (),
         background=bool(request.background),
         session=_opaque_id("session", caller, session) if session else "",
-        deadline=admitted.first.created + seconds if math.isfinite(seconds) else None,
+        deadline=prepared.first.created + seconds if math.isfinite(seconds) else None,
         retention=0 if request.store is False else caller.policy.retention,
     )
-    if terms.key:
-        first = replace(first, digest=_digest(first, admitted, request))
-    generations = (first, *(_with_shared_fields(first, each) for each in admitted.generations[1:]))
-    if terms.key and request.seed is None:
+    if options.key:
+        first = replace(first, digest=_digest(first, prepared, request))
+    generations = (first, *(_with_shared_fields(first, each) for each in prepared.generations[1:]))
+    if options.key and request.seed is None:
         # Without Redis two routers may both run it, and what a client has of one answer must go on as the other does.
         generations = tuple(map(_seed_from_id, generations))
-    return replace(admitted, generations=generations)
+    return replace(prepared, generations=generations)
 
 
-def _digest(first: GenerationRequest, admitted: PreparedRequest, request: GenerationBody) -> str:
+def _digest(first: GenerationRequest, prepared: PreparedRequest, request: GenerationBody) -> str:
     """Tells requests apart by all that makes their answers differ, and not by how those are sent. What the client left
     out does not count: defaults may follow from the engines, which change.
     """
     digest = blake2b(digest_size=16, person=b"quire digest")
-    shape = admitted.response_options.model_copy(update={"include_usage": False, "continuous_usage": False}).to_json()
+    shape = prepared.response_options.model_copy(update={"include_usage": False, "continuous_usage": False}).to_json()
     params = sampling_to_proto(first.params)
     if request.seed is None:
         params.ClearField("seed")
@@ -128,7 +128,7 @@ def _digest(first: GenerationRequest, admitted: PreparedRequest, request: Genera
         params.ClearField("max_tokens")
     flags = (first.include_stop, first.skip_special_tokens, first.echo, first.background, request.seed is not None)
     words = (first.model, first.operation, first.stop, first.priority, flags, shape)
-    prompts = "[" + ", ".join(_list_repr(generation.prompt_token_ids) for generation in admitted.generations) + "]"
+    prompts = "[" + ", ".join(_list_repr(generation.prompt_token_ids) for generation in prepared.generations) + "]"
     for part in (repr(words).encode(), params.SerializeToString(deterministic=True), prompts.encode()):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()

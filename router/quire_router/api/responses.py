@@ -1,5 +1,5 @@
-"""``Response``: an answer that is about to be written, and the three ways to come by one: a request is run, is run only
-if it did not come before, or is resumed.
+"""``Response``: the deltas that are about to be written, and the three ways to open one: a request is run, is run only
+if its idempotency key is new, or is resumed. Where a request asks for it, each choice begins with the prompt's text.
 """
 
 import asyncio
@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Container, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from quire_proto.errors import ErrorCode, QuireError, internal
+from quire_proto.errors import internal
 from quire_proto.text.detokenizer import REPLACEMENT, OutputTextStream
 from quire_proto.text.tokenizer import ModelTokenizer
 
@@ -15,31 +15,133 @@ from quire_router.api.auth import Identity
 from quire_router.api.multi_prompt import MultiPromptRunner
 from quire_router.api.prepared_request import PreparedRequest, Runner
 from quire_router.api.stored_requests import RequestStore, StoredRequest, parse_cursor
-from quire_router.api.validation import naming_schema_at_fault
+from quire_router.api.validation import name_schema_at_fault
+from quire_router.core.errors import key_conflict, key_unavailable
 from quire_router.core.generation import Delta, GenerationRequest, OwnedDeltaStream, StreamCursor
 from quire_router.journal.base import RequestRecord
 
-# The prompt's text before each choice's own, where a request asks for it back.
+_ATTEMPTS, _RETRY_INTERVAL = 5, 0.05  # seconds between attempts
+_TOKENS_PER_TURN = 256  # of a prompt that is detokenised: a millisecond or two
 
 
-_TOKENS_PER_TURN = 256  # tokens: a millisecond or two
+@dataclass(slots=True)
+class Response:
+    """The request starts with the first ``anext`` of ``deltas``; the caller closes them. ``cursor`` is the client's
+    position before the first delta that is not replayed. ``replayed`` says that the request had come before under the
+    same idempotency key.
+    """
+
+    prepared: PreparedRequest
+    deltas: AsyncGenerator[Delta]
+    cursor: StreamCursor
+    replayed: bool = False
+
+
+class ResponseOpener:
+    """Opens responses. Raises ``QuireError`` as ``Runner`` does."""
+
+    def __init__(self, runner: Runner, prompts: MultiPromptRunner, store: RequestStore) -> None:
+        self._runner = runner
+        self._prompts = prompts
+        self._store = store
+
+    async def open(self, prepared: PreparedRequest, caller: Identity) -> Response:
+        """Returns the response to a new request, or that of the first request with its idempotency key. Raises
+        ``QuireError`` CONFLICT when the first one was another request.
+        """
+        if not prepared.first.digest:
+            single = len(prepared.generations) == 1
+            deltas = self._runner.run(prepared.first) if single else await self._prompts.run(prepared.generations)
+            return _response(prepared, deltas, StreamCursor(prepared.num_choices))
+        for _ in range(_ATTEMPTS):
+            new = await self._prompts.run_once(prepared.generations)
+            if new is not None:
+                return _response(prepared, new, StreamCursor(prepared.num_choices))
+            stored = await self._find_existing(prepared)
+            if stored is not None:
+                return await self._replay(prepared, stored, caller)
+            await asyncio.sleep(_RETRY_INTERVAL)  # its record expires just now
+        raise key_unavailable()
+
+    async def start_background(self, prepared: PreparedRequest) -> tuple[StoredRequest, bool]:
+        """Starts a background request, unless its idempotency key came before. Returns the request, and whether it came
+        before. Raises as ``open``.
+        """
+        for _ in range(_ATTEMPTS):
+            if await self._runner.start(prepared.first):
+                return StoredRequest((RequestRecord(prepared.first, "", 0, []),)), False
+            stored = await self._find_existing(prepared)
+            if stored is not None:
+                return stored, True
+            await asyncio.sleep(_RETRY_INTERVAL)
+        raise key_unavailable()
+
+    async def resume(
+        self, stored: StoredRequest, after: str, caller: Identity, deadline: float | None = None
+    ) -> Response:
+        """Returns the response to an earlier request from the cursor ``after`` on, empty for the beginning, until
+        ``deadline`` in seconds since 1970. Raises ``QuireError`` INVALID for what is no such cursor.
+        """
+        stored = await self._store.wait_written(stored, caller, all_prompts=True)
+        prepared = self._store.prepare(stored)
+        cursor = parse_cursor(after, stored, prepared.num_choices)
+        return _response(prepared, self._prompts.resume(stored.records, cursor, deadline), cursor)
+
+    async def _find_existing(self, prepared: PreparedRequest) -> StoredRequest | None:
+        """Returns the first request with this one's key; None when it is not found (any more). Raises as ``open``."""
+        if not prepared.first.digest:
+            raise internal()  # a random id that is taken
+        stored = await self._store.peek(prepared.first.request_id)
+        if stored is None:
+            return None
+        first, second = stored.first, prepared.first
+        if (first.tenant, first.digest) != (second.tenant, second.digest):
+            raise key_conflict()
+        return stored
+
+    async def _replay(self, prepared: PreparedRequest, stored: StoredRequest, caller: Identity) -> Response:
+        """Returns the first request's response, in the form and within the time that the second asks for."""
+        stored = await self._store.wait_written(stored, caller)
+        first = {record.generation.request_id: record.generation for record in stored.records}
+        generations = tuple(first.get(each.request_id, each) for each in prepared.generations)
+        again = replace(prepared, generations=generations)
+        deltas = await self._prompts.replay(generations, stored.records, prepared.first.deadline)
+        answer = _response(again, deltas, StreamCursor(again.num_choices))
+        answer.replayed = True
+        return answer
+
+
+def started_choices(cursor: StreamCursor, choices: int) -> Container[int]:
+    """Returns the choices of which the client has had something."""
+    return frozenset(index for index in range(choices) if cursor.begun(index))
+
+
+def _response(prepared: PreparedRequest, deltas: AsyncGenerator[Delta], cursor: StreamCursor) -> Response:
+    """Adds the prompt to each choice where it is echoed, and names the schema at fault where tools are constrained."""
+    if prepared.first.echo:
+        known = started_choices(cursor, prepared.num_choices)
+        deltas = OwnedDeltaStream(with_prompt_echo(deltas, prepared.generations, prepared.text, known), deltas.aclose)
+    structured = prepared.first.params.structured
+    if prepared.response_options.tools and structured is not None:
+        deltas = OwnedDeltaStream(name_schema_at_fault(deltas, structured.text), deltas.aclose)
+    return Response(prepared, deltas, cursor)
 
 
 async def with_prompt_echo(
     deltas: AsyncGenerator[Delta],
     generations: Sequence[GenerationRequest],
     text: ModelTokenizer,
-    begun: Container[int] = (),
+    started: Container[int] = (),
 ) -> AsyncGenerator[Delta]:
-    """The same pieces, but the first of each choice begins with its prompt, unless the reader of the answer has
-    ``begun`` it. Closes ``deltas``.
+    """Yields the same deltas, but the first of each choice begins with its prompt, unless the choice is among those
+    that the client has had something of (``started``). Closes ``deltas``.
     """
     prompts: dict[int, str] = {}
     opened: set[int] = set()
     n = generations[0].params.n
     async with aclosing(deltas):
         async for delta in deltas:
-            if delta.index in opened or delta.index in begun:
+            if delta.index in opened or delta.index in started:
                 yield delta
                 continue
             opened.add(delta.index)
@@ -50,7 +152,7 @@ async def with_prompt_echo(
 
 
 async def _prompt_text(generation: GenerationRequest, text: ModelTokenizer) -> str:
-    """What the tokens of the prompt say. Lets other work go on meanwhile."""
+    """Detokenises the prompt; yields to the event loop every ``_TOKENS_PER_TURN``."""
     output = text.new_output_stream((), (), skip_special_tokens=generation.skip_special_tokens)
     parts = []
     for start in range(0, len(generation.prompt_token_ids), _TOKENS_PER_TURN):
@@ -60,118 +162,5 @@ async def _prompt_text(generation: GenerationRequest, text: ModelTokenizer) -> s
 
 
 def withheld(output: OutputTextStream) -> str:
-    """The end of a prompt's text, but for a character that it ends inside of: that is the output's."""
+    """Ends a prompt's text, without an unfinished character at its end: that belongs to the output."""
     return output.finish().rstrip(REPLACEMENT)
-
-
-_ATTEMPTS, _RETRY_INTERVAL = 5, 0.05  # seconds between attempts
-_RETRY_AFTER = 1.0  # seconds
-
-
-@dataclass(slots=True)
-class Response:
-    """``deltas`` are the answer's pieces, which begin to be made when the first is asked for; whoever is given them
-    closes them. ``mark`` is where its reader stands before the first that is not told. It is
-    ``replayed`` where the request had come before under the same key.
-    """
-
-    prepared: PreparedRequest
-    deltas: AsyncGenerator[Delta]
-    cursor: StreamCursor
-    replayed: bool = False
-
-
-class ResponseOpener:
-    """Makes answers. Raises ``QuireError`` as ``Runner`` does."""
-
-    def __init__(self, runner: Runner, multi_prompt: MultiPromptRunner, archive: RequestStore) -> None:
-        self._single_prompt = runner
-        self._runner = multi_prompt
-        self._store = archive
-
-    async def open(self, admitted: PreparedRequest, caller: Identity) -> Response:
-        """The answer to a new request, or, if it has a key and came before, the first one's. Raises ``QuireError``
-        CONFLICT when another request had the key.
-        """
-        if not admitted.first.digest:
-            alone = len(admitted.generations) == 1
-            answer = self._single_prompt.run(admitted.first) if alone else await self._runner.run(admitted.generations)
-            return _response(admitted, answer, StreamCursor(admitted.num_choices))
-        for _ in range(_ATTEMPTS):
-            deltas = await self._runner.run_once(admitted.generations)
-            if deltas is not None:
-                return _response(admitted, deltas, StreamCursor(admitted.num_choices))
-            earlier = await self._find_existing(admitted)
-            if earlier is not None:
-                return await self._replay(admitted, earlier, caller)
-            await asyncio.sleep(_RETRY_INTERVAL)  # it is forgotten just now
-        raise _key_unavailable()
-
-    async def start_background(self, admitted: PreparedRequest) -> tuple[StoredRequest, bool]:
-        """Begins a background request, unless it came before under its key; how it is with it, and whether it came
-        before. Raises as ``open``.
-        """
-        for _ in range(_ATTEMPTS):
-            if await self._runner.start(admitted.first):
-                return StoredRequest((RequestRecord(admitted.first, "", 0, []),)), False
-            earlier = await self._find_existing(admitted)
-            if earlier is not None:
-                return earlier, True
-            await asyncio.sleep(_RETRY_INTERVAL)
-        raise _key_unavailable()
-
-    async def resume(
-        self, earlier: StoredRequest, after: str, caller: Identity, deadline: float | None = None
-    ) -> Response:
-        """The answer to an earlier request from where the mark ``after`` says, empty for the beginning, until
-        ``deadline``. Raises ``QuireError`` INVALID for what is no such mark.
-        """
-        earlier = await self._store.whole(earlier, caller)
-        admitted = self._store.prepare(earlier)
-        mark = parse_cursor(after, earlier, admitted.num_choices)
-        return _response(admitted, self._runner.resume(earlier.records, mark, deadline), mark)
-
-    async def _find_existing(self, admitted: PreparedRequest) -> StoredRequest | None:
-        """The request that came first under the key of this one; None when it cannot be found (any more)."""
-        if not admitted.first.digest:
-            raise internal()  # an id of chance that is taken
-        earlier = await self._store.peek(admitted.first.request_id)
-        if earlier is None:
-            return None
-        first, second = earlier.first, admitted.first
-        if (first.tenant, first.digest) != (second.tenant, second.digest):
-            message = "This idempotency key came with another request before."
-            raise QuireError(ErrorCode.CONFLICT, message, param="idempotency-key")
-        return earlier
-
-    async def _replay(self, admitted: PreparedRequest, earlier: StoredRequest, caller: Identity) -> Response:
-        """The first one's answer, in the form and within the time that the second asks for."""
-        earlier = await self._store.settled(earlier, caller)
-        first = {record.generation.request_id: record.generation for record in earlier.records}
-        generations = tuple(first.get(each.request_id, each) for each in admitted.generations)
-        again = replace(admitted, generations=generations)
-        deltas = await self._runner.replay(generations, earlier.records, admitted.first.deadline)
-        answer = _response(again, deltas, StreamCursor(again.num_choices))
-        answer.replayed = True
-        return answer
-
-
-def begun_choices(mark: StreamCursor, choices: int) -> Container[int]:
-    """The choices of which something was told before ``mark``."""
-    return frozenset(index for index in range(choices) if mark.begun(index))
-
-
-def _response(admitted: PreparedRequest, deltas: AsyncGenerator[Delta], mark: StreamCursor) -> Response:
-    """Choices begin with their prompt where it is echoed."""
-    if admitted.first.echo:
-        known = begun_choices(mark, admitted.num_choices)
-        deltas = OwnedDeltaStream(with_prompt_echo(deltas, admitted.generations, admitted.text, known), deltas.aclose)
-    structured = admitted.first.params.structured
-    if admitted.response_options.tools and structured is not None:
-        deltas = OwnedDeltaStream(naming_schema_at_fault(deltas, structured.text), deltas.aclose)
-    return Response(admitted, deltas, mark)
-
-
-def _key_unavailable() -> QuireError:
-    message = "The request of this idempotency key is neither to be begun nor to be found now."
-    return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=_RETRY_AFTER)

@@ -1,4 +1,6 @@
-"""What REST and gRPC share between reading a request and writing its answer."""
+"""``ApiService``: what REST and gRPC share between reading a request and writing its response: authentication, limits,
+validation, spans, and the models with their readiness.
+"""
 
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -29,13 +31,14 @@ from quire_router.api.schemas.openai import GenerationBody
 from quire_router.api.stored_requests import RequestStatus, RequestStore, StoredRequest
 from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest, TokenizeResult, detokenize, tokenize
 from quire_router.api.tokenizer_pool import TokenizerPool
-from quire_router.api.validation import Validator, unknown_model
+from quire_router.api.validation import Validator
 from quire_router.core import metrics
+from quire_router.core.errors import unknown_model
 
 _TRACER = trace.get_tracer("quire.router")
 _REQUEST_LABEL = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_LONG_TEXT = 2048  # characters or tokens from which tokenising would hold up the streams of others
-_LONG_BODY = 16 * 1024  # bytes from which parsing would
+_LONG_TEXT = 2048  # characters or tokens above which a text is tokenised on a thread: other streams would stall
+_LONG_BODY = 16 * 1024  # bytes above which a body is parsed on a thread
 _CLIENT_ERRORS = (ErrorCode.INVALID, ErrorCode.FORBIDDEN, ErrorCode.NOT_FOUND)
 T = TypeVar("T")
 
@@ -55,7 +58,7 @@ SizedT = TypeVar("SizedT", bound=SizedRequest)
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """One configured model. ``max_model_len`` is 0 while no engine has told it."""
+    """One configured model. ``max_model_len`` is 0 while it is unknown."""
 
     name: str
     created: int
@@ -64,8 +67,8 @@ class ModelCard:
 
 
 class ApiService:
-    """The common half of both APIs: who asks, what is running, validation, the models and their health. No request may
-    take more than ``request_timeout`` seconds. ``durable`` says whether what is admitted now will be remembered.
+    """The common half of both APIs. No request may take more than ``request_timeout`` seconds. ``durable`` returns
+    whether requests are recorded in the journal now.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class ApiService:
         self._models = tuple(texts)
         self._engine_pool = fleet
         self._runner = MultiPromptRunner(runner, concurrency)
-        self._store = RequestStore(self._runner, texts)
+        self._store = RequestStore(runner, texts)
         self.responses = ResponseOpener(runner, self._runner, self._store)
         self._request_timeout = request_timeout
         self._durable = durable
@@ -100,8 +103,8 @@ class ApiService:
 
     @contextmanager
     def request_scope(self, name: str, request_id: str, headers: Mapping[str, str]) -> Iterator[None]:
-        """One request from the door to its end, as a span named ``name`` that continues the caller's trace. Raises
-        ``QuireError`` at the door when there is no room.
+        """Holds a slot and a server span named ``name``, which continues the caller's trace, from a request's arrival
+        to its end. Raises ``QuireError`` when there is no capacity.
         """
         with _server_span(name, request_id, headers) as span:
             try:
@@ -118,37 +121,29 @@ class ApiService:
         read: Callable[[], GenerationBody],
         request_id: str,
         caller: Identity,
-        terms: RequestOptions = NO_OPTIONS,
+        options: RequestOptions = NO_OPTIONS,
         *,
         size: int = 0,
     ) -> PreparedRequest:
-        """The request that ``read`` makes of a body of ``size`` bytes, validated. Raises ``QuireError``, and counts
-        the refusal; one for what the request says is charged as a request.
+        """Validates the request that ``read`` parses from a body of ``size`` bytes. Raises ``QuireError``, and counts
+        the refusal; a refusal for the request's content is charged as a request.
         """
 
         def validated(request: GenerationBody) -> PreparedRequest:
             request, ignored = self._validator.drop_ignored(request, request.model)
             generations = self._validator.generations(request, request_id, caller)
-            ids = request.include_event_ids or bool(terms.key)
+            ids = request.include_event_ids or bool(options.key)
             text = self._validator.text(request.model)
-            admitted = PreparedRequest(generations, ResponseOptions.from_request(request), text, ids, ignored)
-            return apply_options(request, admitted, terms, caller, self._request_timeout)
+            prepared = PreparedRequest(generations, ResponseOptions.from_request(request), text, ids, ignored)
+            return apply_options(request, prepared, options, caller, self._request_timeout)
 
         with counting_rejections(), _internal_span(Span.ADMIT):
             async with self._charging_refusals(caller):
-                admitted = await self._run_or_offload(read, validated, caller, size)
+                prepared = await self._run_or_offload(read, validated, caller, size)
                 if self._tenant_limits is not None:
-                    tokens = [generation.max_cost for generation in admitted.generations]
+                    tokens = [generation.max_cost for generation in prepared.generations]
                     self._tenant_limits.check_size(caller.tenant, tokens)
-                return admitted
-
-    async def answer(self, admitted: PreparedRequest, caller: Identity) -> Response:
-        """See ``ResponseOpener.open``."""
-        return await self.responses.open(admitted, caller)
-
-    async def start(self, admitted: PreparedRequest) -> tuple[StoredRequest, bool]:
-        """See ``ResponseOpener.start_background``."""
-        return await self.responses.start_background(admitted)
+                return prepared
 
     async def status(self, request_id: str, caller: Identity) -> StoredRequest:
         """See ``RequestStore.status``. Raises as ``find``."""
@@ -156,36 +151,34 @@ class ApiService:
         return await self._store.status(request_id, caller)
 
     async def find(self, request_id: str, caller: Identity) -> StoredRequest:
-        """See ``RequestStore.get``. Raises ``QuireError`` OVERLOADED, too, where the caller looks too often."""
+        """See ``RequestStore.get``. Raises ``QuireError`` OVERLOADED, too, when the caller reads too often."""
         self._check_polls(caller)
         return await self._store.get(request_id, caller)
 
-    async def replay(self, earlier: StoredRequest, caller: Identity) -> Response:
-        """The whole answer to a request whose status is known. Raises as ``find``."""
-        whole = await self._store.get(earlier.first.request_id, caller)
-        return await self.responses.resume(whole, "", caller)
+    async def replay(self, stored: StoredRequest, caller: Identity) -> Response:
+        """Opens the whole response to a request whose status is known. Raises as ``find``."""
+        recorded = await self._store.get(stored.first.request_id, caller)
+        return await self.responses.resume(recorded, "", caller)
 
     async def resume(
-        self, earlier: StoredRequest, after: str, caller: Identity, terms: RequestOptions = NO_OPTIONS
+        self, stored: StoredRequest, after: str, caller: Identity, options: RequestOptions = NO_OPTIONS
     ) -> Response:
-        """See ``ResponseOpener.resume``. Of the terms only the time counts."""
-        deadline = None if terms.timeout is None else time() + terms.timeout
-        return await self.responses.resume(earlier, after, caller, deadline)
+        """See ``ResponseOpener.resume``. Of ``options`` only the timeout counts."""
+        deadline = None if options.timeout is None else time() + options.timeout
+        return await self.responses.resume(stored, after, caller, deadline)
 
     async def cancel(self, request_id: str, caller: Identity) -> StoredRequest:
-        """Ends what has not ended of a request of this caller; how it was with it just before. Raises as ``find``."""
-        earlier = await self.status(request_id, caller)
-        if await self._runner.cancel(earlier.request_ids) or earlier.status is not RequestStatus.RUNNING:
-            return earlier
-        return await self._store.status(request_id, caller)  # it ended meanwhile, and not by this
+        """Ends what runs of a request of this caller; returns its state just before. Raises as ``find``."""
+        stored = await self.status(request_id, caller)
+        if await self._runner.cancel(stored.request_ids) or stored.status is not RequestStatus.RUNNING:
+            return stored
+        return await self._store.status(request_id, caller)  # it has ended meanwhile by itself
 
     async def delete(self, request_id: str, caller: Identity) -> StoredRequest:
-        """Forgets a request of this caller, and ends it for that; how it was with it just before. Raises as
-        ``find``.
-        """
-        earlier = await self.status(request_id, caller)
-        await self._runner.delete(earlier.request_ids)
-        return earlier
+        """Ends and forgets a request of this caller; returns its state just before. Raises as ``find``."""
+        stored = await self.status(request_id, caller)
+        await self._runner.delete(stored.request_ids)
+        return stored
 
     async def tokenize(
         self,
@@ -195,8 +188,8 @@ class ApiService:
         *,
         size: int = 0,
     ) -> T:
-        """What ``write`` makes of the tokens of a text; see ``tokenized`` and ``admit``. It is charged as a request.
-        Raises ``QuireError``, and counts the refusal.
+        """Returns what ``write`` makes of the tokens of a text (see ``tokenize``), parsed by ``read`` from a body of
+        ``size`` bytes. Charged as a request. Raises ``QuireError``, and counts the refusal.
         """
 
         def written(request: TokenizeRequest) -> T:
@@ -211,7 +204,7 @@ class ApiService:
     async def detokenize(
         self, read: Callable[[], DetokenizeRequest], caller: Identity, *, size: int = 0
     ) -> tuple[str, Sequence[str]]:
-        """See ``detokenized`` and ``tokenize``; and the parameters that are ignored."""
+        """Returns the text of tokens, and the parameters that are ignored. Charged and raises as ``tokenize``."""
 
         def text_of(request: DetokenizeRequest) -> tuple[str, Sequence[str]]:
             request, ignored = self._validator.drop_ignored(request, request.model)
@@ -221,40 +214,40 @@ class ApiService:
             await self._charge(caller)
             return await self._run_or_offload(read, text_of, caller, size)
 
-    def response_headers(self, admitted: PreparedRequest, *, replayed: bool = False) -> dict[str, str]:
-        """What an answer says of itself before it begins, by names of headers and of metadata."""
-        notes = {} if self._durable() else {"quire-journal": "unavailable"}
-        notes |= ignored_parameters_header(admitted.ignored)
-        return {**notes, "quire-idempotent-replay": "true"} if replayed else notes
+    def response_headers(self, prepared: PreparedRequest, *, replayed: bool = False) -> dict[str, str]:
+        """Returns what a response says of itself before it begins, by the names of headers and metadata."""
+        headers = {} if self._durable() else {"quire-journal": "unavailable"}
+        headers |= ignored_parameters_header(prepared.ignored)
+        return {**headers, "quire-idempotent-replay": "true"} if replayed else headers
 
     def rate_limit_headers(self, caller: Identity) -> dict[str, str]:
-        """How the caller stands with its limits a minute, by names of headers and of metadata."""
+        """Returns the caller's rate limits and what is left of them, by the names of headers and metadata."""
         status = None if self._tenant_limits is None else self._tenant_limits.status(caller.tenant)
         return {} if status is None else rate_limit_headers(status)
 
     def models(self, caller: Identity = ANONYMOUS) -> list[ModelCard]:
-        """The configured models that the caller may use, in order."""
+        """Returns the configured models that the caller may use, in order."""
         return [self._card(name) for name in self._models if caller.policy.may_use(name)]
 
     def model(self, name: str) -> ModelCard:
-        """One configured model. Raises ``QuireError`` NOT_FOUND."""
+        """Returns one configured model. Raises ``QuireError`` NOT_FOUND."""
         if name not in self._models:
             raise unknown_model(name)
         return self._card(name)
 
     def serving(self) -> bool:
-        """Whether new requests are wanted here and some model has an engine."""
+        """Whether new requests are accepted and some model has an engine."""
         return not self.concurrency.draining and any(self._engine_pool.ready(name) for name in self._models)
 
     def close(self) -> None:
-        """Lets go of threads."""
+        """Ends the threads of the tokenizer pool."""
         self._tokenizer_pool.close()
 
     async def _run_or_offload(
         self, read: Callable[[], SizedT], make: Callable[[SizedT], T], caller: Identity, size: int
     ) -> T:
-        """What ``make`` makes of the request that ``read`` gives, both on a thread where they would hold up the streams
-        of others: a body of ``size`` bytes is long to parse, or what it says is long to tokenise.
+        """Returns ``make(read())``. Runs on a thread what would stall other streams: parsing a body of many bytes
+        (``size``), tokenising a long text.
         """
 
         def checked() -> SizedT:
@@ -271,8 +264,8 @@ class ApiService:
 
     @asynccontextmanager
     async def _charging_refusals(self, caller: Identity) -> AsyncIterator[None]:
-        """Charges what is refused for what it says as one request: looking at it was work, too. Where no request is
-        left, nothing is looked at.
+        """Charges a refusal for the request's content as one request: validating it was work, too. Raises
+        ``QuireError`` before anything is read when the tenant has no request left.
         """
         if self._tenant_limits is not None:
             self._tenant_limits.check_rate(caller.tenant)
@@ -280,7 +273,7 @@ class ApiService:
             yield
         except QuireError as error:
             if error.code in _CLIENT_ERRORS:
-                with suppress(QuireError):  # no request is left by now, and the first error says more
+                with suppress(QuireError):  # no request is left by now; the first error says more
                     await self._charge(caller)
             raise
 
@@ -299,18 +292,20 @@ class ApiService:
 
 
 def ignored_parameters_header(params: Sequence[str]) -> dict[str, str]:
-    """That parameters changed nothing, by the name of a header or of metadata."""
+    """Returns the header or metadata that names the parameters that changed nothing."""
     return {"quire-ignored-parameters": as_header_value(params)} if params else {}
 
 
 def new_request_id() -> str:
-    """An opaque id, 32 hexadecimal digits."""
+    """Returns a random id, 32 hexadecimal digits."""
     return token_hex(16)
 
 
 @contextmanager
 def counting_rejections() -> Iterator[None]:
-    """Counts a request that is refused before it reaches an engine. What limits refuse is counted by its reason."""
+    """Counts requests that are refused before they reach an engine. Refusals by limits are counted by their reason
+    elsewhere (``admission.limits.counting_refusals``).
+    """
     try:
         yield
     except QuireError as error:

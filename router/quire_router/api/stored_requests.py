@@ -1,4 +1,4 @@
-"""Requests that came earlier, of either API, here or at another router: whose they are and how far they have come."""
+"""Stored requests of either API, run by this router or another one: whom they belong to, and their status."""
 
 import asyncio
 import re
@@ -6,28 +6,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from quire_proto.errors import ErrorCode, QuireError, invalid
+from quire_proto.errors import QuireError, invalid
 from quire_proto.sampling import FinishReason
 from quire_proto.text.tokenizer import ModelTokenizer
 
 from quire_router.api.auth import Identity
-from quire_router.api.multi_prompt import MultiPromptRunner, total_usage
-from quire_router.api.prepared_request import PreparedRequest, ResponseOptions
-from quire_router.api.validation import unknown_model
+from quire_router.api.multi_prompt import total_usage
+from quire_router.api.prepared_request import PreparedRequest, ResponseOptions, Runner
+from quire_router.core.errors import prompts_lost, request_not_found, unknown_model
 from quire_router.core.generation import NO_USAGE, GenerationRequest, StreamCursor, Usage
 from quire_router.journal.base import RequestRecord, decode_error
 
 _ID = re.compile(r"(?:chatcmpl-|cmpl-)?([A-Za-z0-9_-]{1,64})", re.ASCII)
 _CURSOR_CHARACTERS = 11  # of one choice
-# A client may be here before the router that it comes from has written its request down. Requests of others take as
-# long as those that never were.
+# Seconds. A client may arrive here before the router that it comes from has written its record. Requests of other
+# tenants take as long to refuse as unknown ones.
 _RETRY_DELAYS = (0.05, 0.1, 0.0)
-_MAX_CONCURRENT_READS = 16  # records of one request's prompts that are read side by side
-_POLLS, _POLL_INTERVAL = 20, 0.05  # seconds between looks for what is just being written
+_MAX_CONCURRENT_READS = 16  # of one request's records
+_POLLS, _POLL_INTERVAL = 20, 0.05  # seconds between reads of a record that is being written
 
 
 class RequestStatus(StrEnum):
-    """How it is with a request."""
+    """The state of a request."""
 
     RUNNING = "running"
     COMPLETED = "completed"
@@ -37,23 +37,23 @@ class RequestStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StoredRequest:
-    """A request by the records of its prompts, in order; some of them may not be written yet."""
+    """A request as the records of its prompts, in order; some of them may not be written yet."""
 
     records: tuple[RequestRecord, ...]
 
     @property
     def first(self) -> GenerationRequest:
-        """The first prompt's, which knows of the others."""
+        """The generation of the first prompt, which has the ids of the others in ``parts``."""
         return self.records[0].generation
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """Those of all prompts."""
+        """The ids of all prompts."""
         return self.first.parts or (self.first.request_id,)
 
     @property
     def status(self) -> RequestStatus:
-        """Of several prompts one that failed or was cancelled counts for all."""
+        """The status; of several prompts one that failed or was cancelled counts for all."""
         reasons = [record.finish_reason for record in self.records]
         if FinishReason.ERROR in reasons:
             return RequestStatus.FAILED
@@ -64,88 +64,81 @@ class StoredRequest:
 
     @property
     def error(self) -> QuireError | None:
-        """What it ended with, if it failed."""
+        """The error that the request ended with; None if it did not fail."""
         failed = [record for record in self.records if record.finish_reason is FinishReason.ERROR]
         return decode_error(failed[0].error) if failed else None
 
     @property
     def usage(self) -> Usage:
-        """So far."""
+        """The usage so far."""
         return total_usage([_usage(record) for record in self.records])
 
 
 def _usage(record: RequestRecord) -> Usage:
-    """What was told, where nobody who ran the request said at its end what it consumed."""
+    """Counts the recorded deltas where the record has no usage: its router did not write the request's end."""
     if record.usage != NO_USAGE:
         return record.usage
-    made = sum(len(piece.token_ids) for piece in record.deltas)
-    return Usage(len(record.generation.prompt_token_ids), made)
+    generated = sum(len(delta.token_ids) for delta in record.deltas)
+    return Usage(len(record.generation.prompt_token_ids), generated)
 
 
 class RequestStore:
-    """Finds requests that came earlier. Those of other callers are as unknown as those that never were."""
+    """Finds stored requests. Those of other tenants are not found."""
 
-    def __init__(self, runner: MultiPromptRunner, texts: Mapping[str, ModelTokenizer]) -> None:
+    def __init__(self, runner: Runner, texts: Mapping[str, ModelTokenizer]) -> None:
         self._runner = runner
         self._texts = texts
 
     async def get(self, request_id: str, caller: Identity) -> StoredRequest:
-        """The request of this id, also in the form in which REST shows it. Raises ``QuireError``, NOT_FOUND among
-        others.
-        """
+        """Returns the request of this id, with REST's prefix or not. Raises ``QuireError``, NOT_FOUND among others."""
         name = _parse_id(request_id)
-        for pause in _RETRY_DELAYS:
+        for delay in _RETRY_DELAYS:
             record = await self._runner.record(name)
             if record is not None and record.generation.tenant == caller.tenant:
                 return await self._with_other_prompts(record)
-            await asyncio.sleep(pause)
-        raise _request_not_found()
+            await asyncio.sleep(delay)
+        raise request_not_found()
 
     async def status(self, request_id: str, caller: Identity) -> StoredRequest:
-        """As ``find``, but only how it is with the request: its records have neither prompts nor pieces."""
+        """As ``get``, but the records have neither prompts nor deltas."""
         name = _parse_id(request_id)
-        for pause in _RETRY_DELAYS:
-            (record,) = await self._runner.statuses([name], surely=not pause)
+        for delay in _RETRY_DELAYS:
+            (record,) = await self._runner.statuses([name], surely=not delay)
             if record is not None and record.generation.tenant == caller.tenant:
                 parts = record.generation.parts[1:]
                 others = await self._runner.statuses(parts, surely=False) if parts else []
                 return StoredRequest((record, *(other for other in others if other is not None)))
-            await asyncio.sleep(pause)
-        raise _request_not_found()
+            await asyncio.sleep(delay)
+        raise request_not_found()
 
     async def peek(self, request_id: str) -> StoredRequest | None:
-        """The request of this very id, if there is one. Raises ``QuireError``."""
+        """Returns the request of exactly this id at once, or None. Raises ``QuireError``."""
         record = await self._runner.record(request_id)
         return None if record is None else await self._with_other_prompts(record)
 
-    async def whole(self, earlier: StoredRequest, caller: Identity) -> StoredRequest:
-        """The request with the records of all its prompts, once they are written. Raises ``QuireError``, NOT_FOUND when
-        they never were: its router died first, or they were refused.
-        """
-        earlier = await self.settled(earlier, caller)
-        if len(earlier.records) == len(earlier.request_ids):
-            return earlier
-        message = "Some prompts of this request were lost before they were written down."
-        raise QuireError(ErrorCode.NOT_FOUND, message, param="request_id")
-
-    async def settled(self, earlier: StoredRequest, caller: Identity) -> StoredRequest:
-        """The request with the records of all its prompts, or of those that there are after a second. Raises
-        ``QuireError``.
+    async def wait_written(
+        self, stored: StoredRequest, caller: Identity, *, all_prompts: bool = False
+    ) -> StoredRequest:
+        """Returns the request with the records of all its prompts, or with those that are written within a second.
+        Raises ``QuireError``; with ``all_prompts`` NOT_FOUND when some are missing: their router died before it wrote
+        them, or they were refused.
         """
         for _ in range(_POLLS):
-            if len(earlier.records) == len(earlier.request_ids):
-                break
+            if len(stored.records) == len(stored.request_ids):
+                return stored
             await asyncio.sleep(_POLL_INTERVAL)
-            earlier = await self.get(earlier.first.request_id, caller)
-        return earlier
+            stored = await self.get(stored.first.request_id, caller)
+        if all_prompts and len(stored.records) != len(stored.request_ids):
+            raise prompts_lost()
+        return stored
 
-    def prepare(self, earlier: StoredRequest) -> PreparedRequest:
-        """What is needed to write its answer again. Raises ``QuireError``."""
-        text = self._texts.get(earlier.first.model)
+    def prepare(self, stored: StoredRequest) -> PreparedRequest:
+        """Returns what writing the response again needs. Raises ``QuireError``."""
+        text = self._texts.get(stored.first.model)
         if text is None:
-            raise unknown_model(earlier.first.model)
-        generations = tuple(record.generation for record in earlier.records)
-        return PreparedRequest(generations, ResponseOptions.from_record(earlier.first), text, event_ids=True)
+            raise unknown_model(stored.first.model)
+        generations = tuple(record.generation for record in stored.records)
+        return PreparedRequest(generations, ResponseOptions.from_record(stored.first), text, event_ids=True)
 
     async def _with_other_prompts(self, record: RequestRecord) -> StoredRequest:
         parts, others = record.generation.parts[1:], list[RequestRecord | None]()
@@ -155,36 +148,32 @@ class RequestStore:
 
 
 def _parse_id(request_id: str) -> str:
-    """The id without what REST shows before it. Raises ``QuireError`` NOT_FOUND for what is none."""
+    """Returns the id without REST's prefix. Raises ``QuireError`` NOT_FOUND for what is no id."""
     match = _ID.fullmatch(request_id[:128])
     if match is None:
-        raise _request_not_found()
+        raise request_not_found()
     return match[1]
 
 
-def _request_not_found() -> QuireError:
-    return QuireError(ErrorCode.NOT_FOUND, "There is no such request.", param="request_id")
-
-
-def parse_cursor(text: str, earlier: StoredRequest, choices: int) -> StreamCursor:
-    """Where the reader of an answer says it stands. Raises ``QuireError`` INVALID for what is no place in this one."""
+def parse_cursor(text: str, stored: StoredRequest, choices: int) -> StreamCursor:
+    """Returns the cursor that a client sent. Raises ``QuireError`` INVALID for what is no position in this response."""
     try:
         if len(text) > _CURSOR_CHARACTERS * choices + 1:
             raise ValueError("this is longer than any place in the answer")
-        mark = StreamCursor.parse(text, choices)
-        _check_within(mark, earlier)
+        cursor = StreamCursor.parse(text, choices)
+        _check_within(cursor, stored)
     except ValueError:
         raise invalid("after", "This is no place in the answer to this request.") from None
-    return mark
+    return cursor
 
 
-def _check_within(mark: StreamCursor, earlier: StoredRequest) -> None:
-    """Nobody has read more of a choice than there is once it has ended, nor its end before that. (Of a choice that
-    goes on a reader may know more than is written down.)
+def _check_within(cursor: StreamCursor, stored: StoredRequest) -> None:
+    """Raises ``ValueError`` for a cursor beyond a choice that has ended, or behind the end of one that has not. (Of a
+    choice that runs, a client may have more tokens than are recorded.)
     """
-    ends = [choice for record in earlier.records for choice in record.choices]
+    ends = [choice for record in stored.records for choice in record.choices]
     for index, choice in enumerate(ends):
-        beyond = mark.position(index) > len(choice.token_ids)
-        early = mark.ended(index) and mark.position(index) < len(choice.token_ids)
+        beyond = cursor.position(index) > len(choice.token_ids)
+        early = cursor.ended(index) and cursor.position(index) < len(choice.token_ids)
         if early or (beyond and choice.finish_reason is not None):
             raise ValueError("the answer has no such place")

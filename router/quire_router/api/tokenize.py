@@ -9,7 +9,7 @@ from quire_proto.errors import QuireError, invalid
 from quire_proto.text.tokenizer import ModelTokenizer
 
 from quire_router.api.schemas.base import MAX_PROMPT_TOKENS, StrictModel, Unsupported
-from quire_router.api.schemas.conversation import ChatMessage, as_template_sees_them, check_messages, check_tools
+from quire_router.api.schemas.conversation import ChatMessage, check_messages, check_tools, to_template_messages
 from quire_router.api.schemas.openai import MAX_MESSAGES, TemplatedBody
 from quire_router.api.validation import template_options
 
@@ -34,9 +34,9 @@ class TokenizeRequest(TemplatedBody):
         if self.messages is None and self.prompt is None:
             raise invalid("prompt", "prompt or messages is missing.")
         if self.messages is None:
-            self._refuse_beside("prompt", "tools", "add_generation_prompt", "reasoning_effort", "chat_template_kwargs")
+            self._exclude("prompt", "tools", "add_generation_prompt", "reasoning_effort", "chat_template_kwargs")
         else:
-            self._refuse_beside("messages", "prompt", "add_special_tokens")
+            self._exclude("messages", "prompt", "add_special_tokens")
             check_messages(self.messages)
             check_tools(self.tools or (), None)
         return self
@@ -47,7 +47,7 @@ class TokenizeRequest(TemplatedBody):
         tools = sum(tool.size for tool in self.tools or ())
         return len(self.prompt or "") + sum(message.size for message in self.messages or ()) + tools
 
-    def _refuse_beside(self, given: str, *others: str) -> None:
+    def _exclude(self, given: str, *others: str) -> None:
         """A template writes its own special tokens, and a text has no template."""
         for other in others:
             if getattr(self, other):
@@ -105,9 +105,9 @@ def _tokens_of(request: TokenizeRequest, text: ModelTokenizer) -> list[int]:
     if request.messages is None:
         special = request.add_special_tokens is not False
         return text.encode_text(request.prompt or "", MAX_PROMPT_TOKENS, add_special_tokens=special)
-    tools = [tool.as_template_sees_it() for tool in request.offered]
+    tools = [tool.to_template() for tool in request.offered_tools]
     return text.encode_chat(
-        as_template_sees_them(request.messages),
+        to_template_messages(request.messages),
         MAX_PROMPT_TOKENS,
         tools=tools,
         add_generation_prompt=request.add_generation_prompt is not False,

@@ -8,11 +8,9 @@ from functools import partial
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-from quire_proto.errors import ErrorCode, QuireError
-
 from quire_router.admission.limits import counting_refusals
 from quire_router.api.request_limits import TenantBudget
-from quire_router.core.errors import RefusalReason
+from quire_router.core.errors import tokenizer_full
 
 T = TypeVar("T")
 
@@ -35,13 +33,13 @@ class TokenizerPool:
         """What the work on ``size`` characters or bytes of text gives, or raises. Raises ``QuireError`` OVERLOADED
         where too much waits already. A caller that is cancelled keeps its thread until the work has ended.
         """
-        places = self._semaphores.get(tenant)
-        if places is None:
-            places = self._semaphores[tenant] = asyncio.Semaphore(THREADS_PER_TENANT)
+        semaphore = self._semaphores.get(tenant)
+        if semaphore is None:
+            semaphore = self._semaphores[tenant] = asyncio.Semaphore(THREADS_PER_TENANT)
         with self._queue_slot(tenant, size):
-            await places.acquire()
+            await semaphore.acquire()
         done = self._threads.submit(work)
-        done.add_done_callback(partial(_release, places, asyncio.get_running_loop()))
+        done.add_done_callback(partial(_release, semaphore, asyncio.get_running_loop()))
         return await asyncio.wrap_future(done)
 
     def close(self) -> None:
@@ -53,15 +51,14 @@ class TokenizerPool:
         """Counts what waits for one of its tenant's threads."""
         waiting = self._queued.used
         if not self._queued.try_acquire(tenant, size):
-            message, retry = "Too much text waits to be read and tokenised here.", 1 + waiting / _CHARACTERS_PER_SECOND
             with counting_refusals():
-                raise QuireError(ErrorCode.OVERLOADED, message, retry_after=retry, reason=RefusalReason.TOKENIZER_FULL)
+                raise tokenizer_full(1 + waiting / _CHARACTERS_PER_SECOND)
         try:
             yield
         finally:
             self._queued.release(tenant, size)
 
 
-def _release(places: asyncio.Semaphore, loop: asyncio.AbstractEventLoop, _done: object) -> None:
+def _release(semaphore: asyncio.Semaphore, loop: asyncio.AbstractEventLoop, _done: object) -> None:
     with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
-        loop.call_soon_threadsafe(places.release)
+        loop.call_soon_threadsafe(semaphore.release)

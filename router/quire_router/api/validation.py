@@ -11,7 +11,7 @@ from dataclasses import replace
 from secrets import randbits
 from typing import Any, TypeVar
 
-from quire_proto.errors import ErrorCode, QuireError, invalid
+from quire_proto.errors import QuireError, invalid
 from quire_proto.json_schema import min_properties_is_ambiguous, unsupported
 from quire_proto.sampling import SamplingParams, check_length
 from quire_proto.structured_output import MAX_TEXT, Structured, StructuredKind
@@ -20,10 +20,9 @@ from quire_proto.text.tool_formats import ToolFormat
 from quire_proto.text.tool_grammar import ANYTHING, ReasoningState, ToolSpec, schema_on_line, tool_call_grammar
 
 from quire_router.api.auth import Identity
-from quire_router.api.prepared_request import ModelLimitsView
 from quire_router.api.request_limits import check_response_size
 from quire_router.api.schemas.base import StrictModel, ignored_parameters, unknown_parameter
-from quire_router.api.schemas.conversation import Tool, as_template_sees_them, too_large
+from quire_router.api.schemas.conversation import Tool, grammar_too_large, to_template_messages
 from quire_router.api.schemas.openai import (
     ChatRequest,
     CompletionRequest,
@@ -31,13 +30,14 @@ from quire_router.api.schemas.openai import (
     TemplatedBody,
     TemplateOptions,
 )
-from quire_router.core.errors import RefusalReason
+from quire_router.core.errors import model_not_ready, unknown_model
 from quire_router.core.generation import Delta, GenerationRequest, prompt_request_id
+from quire_router.engines.settings import ServedModelLimits
 
 # A request's fields as ``SamplingParams``, and what excludes each other beyond them. The ranges are quire_proto's.
 
 
-_AS_THEY_ARE = (
+_COPIED_FIELDS = (
     "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "n",
     "length_penalty", "early_stopping", "min_tokens", "ignore_eos", "seed",
 )  # fmt: skip
@@ -48,18 +48,18 @@ def sampling_of(
     request: GenerationBody,
     max_tokens: int,
     text: ModelTokenizer,
-    limits: ModelLimitsView,
+    limits: ServedModelLimits,
     structured: Structured | None,
 ) -> SamplingParams:
     """How the request's tokens are drawn; what it does not say has its default. ``structured`` is what the output is
     held to. Raises ``QuireError``.
     """
-    given = {name: value for name in _AS_THEY_ARE if (value := getattr(request, name)) is not None}
+    given = {name: value for name in _COPIED_FIELDS if (value := getattr(request, name)) is not None}
     params = SamplingParams(
         max_tokens=max_tokens,
         top_k=_top_k(request.top_k or 0),
-        best_of=request.drawn or 0,
-        beam_width=request.width,
+        best_of=request.effective_best_of or 0,
+        beam_width=request.search_width,
         stop_token_ids=tuple(request.stop_token_ids or ()),
         logit_bias=tuple(sorted((request.logit_bias or {}).items())),
         bad_words=_bad_words(request, text),
@@ -77,18 +77,18 @@ def check_stream(request: GenerationBody) -> None:
     """Raises ``QuireError`` where the answer has parts that cannot come piece by piece as the OpenAI API has them."""
     if not request.stream:
         return
-    whole = {
-        "best_of": (request.drawn or 0) > (request.n or 1),
+    unstreamable = {
+        "best_of": (request.effective_best_of or 0) > (request.n or 1),
         "use_beam_search": bool(request.use_beam_search),
         "beam_width": bool(request.beam_width),
         "prompt_logprobs": request.prompt_logprobs is not None,
     }
-    for param, is_asked in whole.items():
-        if is_asked:
+    for param, is_requested in unstreamable.items():
+        if is_requested:
             raise _excluded(param, "stream")
 
 
-def check_ids(param: str, token_ids: Sequence[int], limits: ModelLimitsView) -> None:
+def check_ids(param: str, token_ids: Sequence[int], limits: ServedModelLimits) -> None:
     """Raises ``QuireError`` for a token id that the model does not have."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
         raise invalid(param, f"{param} holds a token id outside of this model's vocabulary of {limits.vocab_size}.")
@@ -104,7 +104,7 @@ def _bad_words(request: GenerationBody, text: ModelTokenizer) -> tuple[tuple[int
     return encode_bad_words([word for word in given if isinstance(word, str)], text) + as_tokens
 
 
-def _check_ids_of(params: SamplingParams, limits: ModelLimitsView) -> None:
+def _check_ids_of(params: SamplingParams, limits: ServedModelLimits) -> None:
     check_ids("stop_token_ids", params.stop_token_ids, limits)
     check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], limits)
     check_ids("bad_words", [token_id for word in params.bad_words for token_id in word], limits)
@@ -129,27 +129,27 @@ TemplatedT = TypeVar("TemplatedT", bound=TemplatedBody)
 _REFUSED = re.compile(
     r"The grammar cannot be used, line (\d{1,6}): (?:failed to compile JSON schema: )?(.*)", re.DOTALL
 )
-_THINKING = ("enable_thinking", "thinking")  # what templates call the switch
-_OF_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
+_THINKING_SWITCHES = ("enable_thinking", "thinking")  # what templates call the switch
+_TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 
 
 def structured_of(request: GenerationBody, text: ModelTokenizer, prompt: Sequence[int]) -> Structured | None:
     """The grammar that the output is held to: the one that the client asks for, one that makes the calls that it
     forces, or one of both, calls or JSON. Raises ``QuireError`` INVALID for what cannot be held to.
     """
-    asked = request.structured
-    if not (isinstance(request, ChatRequest) and request.offered):
-        return asked
+    requested = request.structured
+    if not (isinstance(request, ChatRequest) and request.offered_tools):
+        return requested
     tool_format = detect_tool_format(text)
-    reply = None if asked is None else _reply(asked)
+    reply = None if requested is None else _reply(requested)
     if reply is None and not request.is_guided:
         return None
     _check_guided(request)
     try:
         grammar = tool_call_grammar(
             tool_format,
-            [_callable(tool, request.forced) for tool in request.callable],
-            forced=request.forced,
+            [_tool_spec(tool, request.call_required) for tool in request.callable_tools],
+            forced=request.call_required,
             parallel=request.parallel_tool_calls is not False,
             thinking=ReasoningState(text.has_reasoning, text.starts_in_reasoning(prompt)),
             special=text.marker_tokens,
@@ -158,34 +158,36 @@ def structured_of(request: GenerationBody, text: ModelTokenizer, prompt: Sequenc
     except RecursionError:
         raise invalid("tools", "The schemas of the tools are nested too deeply.") from None
     if len(grammar) > MAX_TEXT:
-        raise too_large(len(grammar))
+        raise grammar_too_large(len(grammar))
     return Structured(StructuredKind.GRAMMAR, grammar)
 
 
-def _reply(asked: Structured) -> Mapping[str, Any]:
+def _reply(requested: Structured) -> Mapping[str, Any]:
     """The schema of an answer that is no call. Raises ``QuireError`` for a form that is no JSON."""
-    if asked.kind is StructuredKind.JSON_OBJECT:
+    if requested.kind is StructuredKind.JSON_OBJECT:
         return ANYTHING
-    if asked.kind is not StructuredKind.JSON_SCHEMA:
-        raise invalid("tools", f"tools and {asked.param} exclude each other; response_format goes with tools.")
-    schema: Mapping[str, Any] = json.loads(asked.text)
+    if requested.kind is not StructuredKind.JSON_SCHEMA:
+        raise invalid("tools", f"tools and {requested.param} exclude each other; response_format goes with tools.")
+    schema: Mapping[str, Any] = json.loads(requested.text)
     if "x-guidance" in schema:
-        raise invalid(asked.param, "x-guidance is not supported in a schema.")
+        raise invalid(requested.param, "x-guidance is not supported in a schema.")
     if min_properties_is_ambiguous(schema):
-        raise invalid(asked.param, "minProperties above 1 is only supported for properties that are required by name.")
+        raise invalid(
+            requested.param, "minProperties above 1 is only supported for properties that are required by name."
+        )
     return schema
 
 
 def _check_guided(request: ChatRequest) -> None:
     """A grammar ends with the model's own end, and holds for no beams."""
-    param = "tool_choice" if request.forced else "tools"
-    others = {"ignore_eos": request.ignore_eos, "min_tokens": request.min_tokens, "beam_width": request.width}
+    param = "tool_choice" if request.call_required else "tools"
+    others = {"ignore_eos": request.ignore_eos, "min_tokens": request.min_tokens, "beam_width": request.search_width}
     for other, is_set in others.items():
         if is_set:
             raise invalid(param, f"{param} and {other} exclude each other.")
 
 
-async def naming_schema_at_fault(deltas: AsyncGenerator[Delta], grammar: str) -> AsyncGenerator[Delta]:
+async def name_schema_at_fault(deltas: AsyncGenerator[Delta], grammar: str) -> AsyncGenerator[Delta]:
     """The same pieces; where the engine refuses the ``grammar`` of ``structured_of``, the schema at fault is named.
     Closes ``deltas``.
     """
@@ -194,10 +196,10 @@ async def naming_schema_at_fault(deltas: AsyncGenerator[Delta], grammar: str) ->
             async for delta in deltas:
                 yield delta
         except QuireError as error:
-            raise _at_fault(error.message, grammar) if error.param == StructuredKind.GRAMMAR else error from None
+            raise _schema_error(error.message, grammar) if error.param == StructuredKind.GRAMMAR else error from None
 
 
-def _at_fault(message: str, grammar: str) -> QuireError:
+def _schema_error(message: str, grammar: str) -> QuireError:
     """The engine's refusal of ``grammar`` as a refusal of the schema that stands in the line its ``message`` names."""
     refused = _REFUSED.fullmatch(message)
     found = None if refused is None else schema_on_line(grammar, int(refused[1]))
@@ -224,32 +226,34 @@ def drop_unsupported_by_template(request: TemplatedT, text: ModelTokenizer) -> t
     nothing with this template. Raises ``QuireError`` for tools that must be called, and for variables of the template
     that requests may not set.
     """
-    ignored = [*_unknown_thinking(request, text)]
-    if not request.offered or text.tool_format is not None:
+    ignored = [*_ignored_thinking(request, text)]
+    if not request.offered_tools or text.tool_format is not None:
         return request, ignored
-    if request.forced:
+    if request.call_required:
         detect_tool_format(text)
-    of_tools = [name for name in _OF_TOOLS if name in type(request).model_fields and getattr(request, name) is not None]
-    return request.model_copy(update=dict.fromkeys(of_tools)), [*of_tools, *ignored]
+    tool_fields = [
+        name for name in _TOOL_FIELDS if name in type(request).model_fields and getattr(request, name) is not None
+    ]
+    return request.model_copy(update=dict.fromkeys(tool_fields)), [*tool_fields, *ignored]
 
 
-def _unknown_thinking(request: TemplatedBody, text: ModelTokenizer) -> Iterator[str]:
+def _ignored_thinking(request: TemplatedBody, text: ModelTokenizer) -> Iterator[str]:
     """Strengths and switches of thinking that the template does not ask for, where they say anything."""
     known, effort = text.template_variables, request.reasoning_effort
-    stops = not text.has_reasoning or not known.isdisjoint(_THINKING)
+    stops = not text.has_reasoning or not known.isdisjoint(_THINKING_SWITCHES)
     if effort is not None and "reasoning_effort" not in known and not (effort == "none" and stops):
         yield "reasoning_effort"
-    for name, value in _switches(request.chat_template_kwargs).items():
+    for name, value in _thinking_switches(request.chat_template_kwargs).items():
         if name not in known and (value or text.has_reasoning):
             yield f"chat_template_kwargs.{name}"
     others = None if request.chat_template_kwargs is None else request.chat_template_kwargs.model_extra
     for name in known.intersection(others or ()):
         param = f"chat_template_kwargs.{name}"
-        raise invalid(param, f"{param} is not taken from requests; only {' and '.join(_THINKING)} are.")
+        raise invalid(param, f"{param} is not taken from requests; only {' and '.join(_THINKING_SWITCHES)} are.")
 
 
-def _switches(given: TemplateOptions | None) -> dict[str, bool]:
-    values = {name: getattr(given, name, None) for name in _THINKING}
+def _thinking_switches(given: TemplateOptions | None) -> dict[str, bool]:
+    values = {name: getattr(given, name, None) for name in _THINKING_SWITCHES}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -259,24 +263,23 @@ def template_options(given: TemplateOptions | None, effort: str | None, text: Mo
     """
     options: dict[str, Any] = {"reasoning_effort": effort} if effort else {}
     if effort == "none":
-        options |= dict.fromkeys(_THINKING, False)
-    options |= _switches(given)
+        options |= dict.fromkeys(_THINKING_SWITCHES, False)
+    options |= _thinking_switches(given)
     return {name: value for name, value in options.items() if name in text.template_variables}
 
 
-def _callable(tool: Tool, forced: bool) -> ToolSpec:
+def _tool_spec(tool: Tool, call_required: bool) -> ToolSpec:
     """A call that is not forced is held to its schema only where the tool is strict."""
     if "x-guidance" in tool.function.schema_of_arguments:
         raise invalid("tools", "x-guidance is not supported in the schema of a tool.")
-    schema = tool.function.schema_of_arguments if forced or tool.function.strict else ANYTHING
+    schema = tool.function.schema_of_arguments if call_required or tool.function.strict else ANYTHING
     return ToolSpec(tool.function.name, schema)
 
 
 BodyT = TypeVar("BodyT", bound=StrictModel)
 
 COMPLETION_MAX_TOKENS = 16
-RETRY_UNREADY = 2.0  # seconds
-_MOST_PRIORITY = 2**31
+_MAX_PRIORITY = 2**31
 
 
 class Validator:
@@ -287,7 +290,7 @@ class Validator:
     def __init__(
         self,
         texts: Mapping[str, ModelTokenizer],
-        limits: Callable[[str], ModelLimitsView | None],
+        limits: Callable[[str], ServedModelLimits | None],
         *,
         allow_priority: bool = False,
         refuse_unknown: bool = False,
@@ -336,7 +339,7 @@ class Validator:
         )
         generations = tuple(_for_prompt(first, number, prompt) for number, prompt in enumerate(prompts))
         if request.seed is None:
-            generations = tuple(map(_seeded, generations))
+            generations = tuple(map(_with_random_seed, generations))
         check_response_size(generations)
         return generations
 
@@ -353,21 +356,9 @@ class Validator:
         if own and not (self._allow_priority or caller.policy.allow_priority):
             raise invalid("priority", "priority is not taken from clients here; only 0 is.")
         priority = own + caller.policy.priority
-        if not -_MOST_PRIORITY <= priority < _MOST_PRIORITY:
-            raise invalid("priority", f"priority must be between {-_MOST_PRIORITY} and {_MOST_PRIORITY - 1}.")
+        if not -_MAX_PRIORITY <= priority < _MAX_PRIORITY:
+            raise invalid("priority", f"priority must be between {-_MAX_PRIORITY} and {_MAX_PRIORITY - 1}.")
         return priority
-
-
-def unknown_model(model: str) -> QuireError:
-    """The refusal of a model that is not configured."""
-    message = f"There is no model named {model[:128]!r} here; the list of models says which there are."
-    return QuireError(ErrorCode.NOT_FOUND, message, param="model", reason="model_not_found")
-
-
-def model_not_ready(model: str) -> QuireError:
-    """The refusal of a model that no engine has offered yet."""
-    message = f"No engine is ready for the model {model!r}."
-    return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_UNREADY, reason=RefusalReason.NONE_READY)
 
 
 def _for_prompt(first: GenerationRequest, number: int, prompt: Sequence[int]) -> GenerationRequest:
@@ -377,11 +368,13 @@ def _for_prompt(first: GenerationRequest, number: int, prompt: Sequence[int]) ->
     return replace(first, request_id=prompt_request_id(first.request_id, number), prompt_token_ids=prompt)
 
 
-def _seeded(generation: GenerationRequest) -> GenerationRequest:
+def _with_random_seed(generation: GenerationRequest) -> GenerationRequest:
     return replace(generation, params=replace(generation.params, seed=randbits(64)))
 
 
-def _prompts(request: GenerationBody, text: ModelTokenizer, limits: ModelLimitsView) -> tuple[list[Sequence[int]], int]:
+def _prompts(
+    request: GenerationBody, text: ModelTokenizer, limits: ServedModelLimits
+) -> tuple[list[Sequence[int]], int]:
     """The tokens of each prompt, and how many each output may have."""
     if isinstance(request, ChatRequest):
         return _conversation(request, text, limits)
@@ -389,42 +382,42 @@ def _prompts(request: GenerationBody, text: ModelTokenizer, limits: ModelLimitsV
     output_limit, prompts = COMPLETION_MAX_TOKENS, []
     for number, given in enumerate(request.prompt):
         name = f"prompt[{number}]" if len(request.prompt) > 1 else "prompt"
-        with _calling_the_prompt(name):
+        with _naming_prompt(name):
             tokens = text.encode(given, limits.max_model_len) if isinstance(given, str) else given
-        output_limit = _checked_limit(request, name, len(tokens), COMPLETION_MAX_TOKENS, limits)
+        output_limit = _output_limit(request, name, len(tokens), COMPLETION_MAX_TOKENS, limits)
         check_ids(name, tokens, limits)
         prompts.append(array("i", tokens))
     return [*prompts], output_limit
 
 
 def _conversation(
-    request: ChatRequest, text: ModelTokenizer, limits: ModelLimitsView
+    request: ChatRequest, text: ModelTokenizer, limits: ServedModelLimits
 ) -> tuple[list[Sequence[int]], int]:
-    tools = [tool.as_template_sees_it() for tool in request.offered]
+    tools = [tool.to_template() for tool in request.offered_tools]
     options = template_options(request.chat_template_kwargs, request.reasoning_effort, text)
-    with _calling_the_prompt("messages"):
+    with _naming_prompt("messages"):
         prompt = text.encode_chat(
-            as_template_sees_them(request.messages), limits.max_model_len, tools=tools, options=options
+            to_template_messages(request.messages), limits.max_model_len, tools=tools, options=options
         )
     rest = max(1, limits.max_model_len - len(prompt))
-    return [array("i", prompt)], _checked_limit(request, "messages", len(prompt), rest, limits)
+    return [array("i", prompt)], _output_limit(request, "messages", len(prompt), rest, limits)
 
 
-def _checked_limit(
-    request: GenerationBody, param: str, prompt_tokens: int, default: int, limits: ModelLimitsView
+def _output_limit(
+    request: GenerationBody, param: str, prompt_tokens: int, default: int, limits: ServedModelLimits
 ) -> int:
     """The most output tokens: what the client said, or ``default``. ``param`` is what this API calls the prompt."""
     given = request.output_limit
     if given is not None and given < 1:
         raise invalid("max_tokens", "max_tokens must be at least 1.")
     output_limit = default if given is None else given
-    with _calling_the_prompt(param):
+    with _naming_prompt(param):
         check_length(prompt_tokens, output_limit, limits.max_model_len)
     return output_limit
 
 
 @contextmanager
-def _calling_the_prompt(name: str) -> Iterator[None]:
+def _naming_prompt(name: str) -> Iterator[None]:
     """Refusals of the prompt name it as this API does."""
     try:
         yield

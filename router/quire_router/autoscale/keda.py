@@ -30,7 +30,7 @@ from quire_proto.tls import ServerTls
 from quire_router.api.request_limits import ConnectionShares, peer_key
 from quire_router.api.rest.http_server import listen
 from quire_router.api.rpc.context import Context, status_code
-from quire_router.api.rpc.grpc_server import CallLimits, bind, connection_options, options
+from quire_router.api.rpc.grpc_server import CallLimits, bind, connection_options, server_options
 from quire_router.autoscale.load_totals import METRIC, Load, no_such_model
 
 MODEL, TARGET, ACTIVATION = "model", "target", "activation"
@@ -42,7 +42,7 @@ _CHUNK = 64 * 1024  # bytes that the relay copies at a time
 _MAX_STREAMS = 256
 _CONNECTIONS = 256
 # The library closes a connection a little later than the relay, which counts them.
-_LIMITS = CallLimits(requests=_MAX_STREAMS, beside=0, connections=4 * _CONNECTIONS)
+_LIMITS = CallLimits(requests=_MAX_STREAMS, auxiliary=0, connections=4 * _CONNECTIONS)
 _MAX_MESSAGE = 64 * 1024
 _HANDSHAKE_TIMEOUT = 10.0  # seconds for a client to begin
 _STOP_GRACE = 0.5  # seconds for calls to end
@@ -154,7 +154,7 @@ class KedaServer:
         self, scaler: Scaler, host: str, port: int, tls: ServerTls | None = None, *, peer_share: float = 0.5
     ) -> None:
         self._scaler = scaler
-        limits = [*options(_MAX_MESSAGE, shared=False), *connection_options(_LIMITS, _HANDSHAKE_TIMEOUT)]
+        limits = [*server_options(_MAX_MESSAGE, shared=False), *connection_options(_LIMITS, _HANDSHAKE_TIMEOUT)]
         self._server = grpc.aio.server(options=limits, maximum_concurrent_rpcs=_LIMITS.calls)
         add_ExternalScalerServicer_to_server(scaler, self._server)
         inner = bind(

@@ -1,14 +1,20 @@
-"""Why a request is not admitted, in the words that clients, metrics and documents share; and the error of a router that
-shuts down.
+"""The errors of the router that clients see: each one's message, code, reason and Retry-After.
+
+An error of one parameter's value is made where that is checked, by ``quire_proto.errors.invalid``; what only HTTP knows
+(routes, methods, sizes) is in ``api.rest.http``. All that a package beside the API may raise is here, so that one
+glance shows what a client can meet. Every function returns the error; the caller raises it. Times are in seconds.
 """
 
 from enum import StrEnum
+from typing import Final
 
 from quire_proto.errors import ErrorCode, QuireError
 
 
 class RefusalReason(StrEnum):
-    """Goes with an error's code, as ``reason``. The limits are the tenant's, the queue is one model's at one router."""
+    """Goes with an error's code, as ``reason``: clients, metrics and documents share these words. The limits are the
+    tenant's, the queue is one model's at one router.
+    """
 
     REQUESTS_PER_MINUTE = "requests_per_minute"
     TOKENS_PER_MINUTE = "tokens_per_minute"
@@ -26,10 +32,206 @@ class RefusalReason(StrEnum):
     MODEL = "model"
 
 
-RETRY_STOPPING = 5.0  # seconds: another replica, or the next start
+RETRY_AFTER: Final = {ErrorCode.OVERLOADED: 1.0, ErrorCode.UNAVAILABLE: 5.0}
+"""For errors that pass, where nothing better is known."""
+RETRY_NOT_READY: Final = 2.0  # until an engine may be there
+_RETRY_BUSY = 1.0
+_RETRY_CAPACITY = 5.0
+_RETRY_BACKGROUND = 5.0
+_RETRY_STOPPING = 5.0  # another replica, or the next start
 
 
-def shutting_down_error() -> QuireError:
-    """Returns the error of requests that a router refuses or does not finish because it shuts down."""
+# Who may ask, and for what.
+
+
+def unauthenticated(message: str) -> QuireError:
+    """The request has no API key, more than one, or a wrong one."""
+    return QuireError(ErrorCode.UNAUTHENTICATED, message)
+
+
+def model_forbidden(model: str) -> QuireError:
+    """The caller's key does not open this model."""
+    message = f"This API key may not use the model {model[:128]!r}."
+    return QuireError(ErrorCode.FORBIDDEN, message, param="model", reason=RefusalReason.MODEL)
+
+
+def unknown_model(model: str) -> QuireError:
+    """The model is not configured."""
+    message = f"There is no model named {model[:128]!r} here; the list of models says which there are."
+    return QuireError(ErrorCode.NOT_FOUND, message, param="model", reason="model_not_found")
+
+
+def invalid_body(message: str) -> QuireError:
+    """The body or message as a whole cannot be read, so that no parameter is at fault."""
+    return QuireError(ErrorCode.INVALID, message)
+
+
+# The router has no capacity, or ends.
+
+
+def shutting_down() -> QuireError:
+    """The router refuses a request, or does not finish it, because it shuts down: another router takes it."""
     message = "This router is shutting down."
-    return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_STOPPING, reason=RefusalReason.STOPPING)
+    return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=_RETRY_STOPPING, reason=RefusalReason.STOPPING)
+
+
+def router_busy(what: str) -> QuireError:
+    """A bound of this process is reached; ``what`` says which, with its number."""
+    message = f"{what}, which is the most that this router takes."
+    return QuireError(ErrorCode.OVERLOADED, message, retry_after=_RETRY_BUSY)
+
+
+def bodies_full() -> QuireError:
+    """The request bodies that are held leave no memory for another."""
+    message = "The bodies that are being read here take as much memory as this router gives them."
+    return QuireError(ErrorCode.OVERLOADED, message, retry_after=_RETRY_BUSY, reason=RefusalReason.BODY_BYTES)
+
+
+def tokenizer_full(retry_after: float) -> QuireError:
+    """Too much text waits for a thread that tokenises."""
+    message = "Too much text waits to be read and tokenised here."
+    return QuireError(ErrorCode.OVERLOADED, message, retry_after=retry_after, reason=RefusalReason.TOKENIZER_FULL)
+
+
+def background_full(limit: int) -> QuireError:
+    """As many background requests run as may."""
+    message = f"{limit} requests run in the background, which is the most that this router takes."
+    return QuireError(ErrorCode.OVERLOADED, message, retry_after=_RETRY_BACKGROUND, reason="background_full")
+
+
+# A tenant's limits.
+
+
+def rate_limit_used_up(reason: RefusalReason, limit: int | None, retry_after: float) -> QuireError:
+    """The tenant's requests or tokens of this minute (``reason``) are used up."""
+    unit = "requests" if reason is RefusalReason.REQUESTS_PER_MINUTE else "tokens"
+    message = f"This key may use {limit} {unit} a minute, and they are used up."
+    return QuireError(ErrorCode.OVERLOADED, message, retry_after=retry_after, reason=reason)
+
+
+def polls_used_up(limit: int, retry_after: float) -> QuireError:
+    """The tenant reads earlier requests too often."""
+    message = f"This key may read earlier requests {limit} times a minute."
+    return QuireError(ErrorCode.OVERLOADED, message, retry_after=retry_after, reason=RefusalReason.POLLS_PER_MINUTE)
+
+
+def too_many_concurrent(limit: int) -> QuireError:
+    """As many requests of the tenant run as may. Nobody knows when one of them ends."""
+    message = f"{limit} requests of yours are in progress, which is the most you may have."
+    return QuireError(ErrorCode.OVERLOADED, message, retry_after=_RETRY_BUSY, reason=RefusalReason.MAX_CONCURRENT)
+
+
+def tenant_queue_full(limit: int) -> QuireError:
+    """As many requests of the tenant wait for the model as may."""
+    message = f"{limit} requests of yours wait for this model, which is the most you may have."
+    return QuireError(ErrorCode.OVERLOADED, message, retry_after=_RETRY_BUSY, reason=RefusalReason.MAX_QUEUED)
+
+
+# The queue of a model, and its engines.
+
+
+def queue_full(reason: RefusalReason) -> QuireError:
+    """The model's queue holds as many requests, or bytes of them (``reason``), as it may."""
+    message = "Too many requests wait for this model."
+    return QuireError(ErrorCode.OVERLOADED, message, retry_after=_RETRY_BUSY, reason=reason)
+
+
+def no_capacity(seconds: float) -> QuireError:
+    """The request waited in the queue as long as it may."""
+    message = f"No engine had room for the request within {seconds:g} seconds."
+    return QuireError(ErrorCode.OVERLOADED, message, retry_after=_RETRY_CAPACITY, reason=RefusalReason.QUEUE_SECONDS)
+
+
+def none_ready_in_queue(model: str) -> QuireError:
+    """No engine became ready while the request was held."""
+    return _none_ready(f"No engine is ready to run the model {model!r}.", RETRY_NOT_READY)
+
+
+def model_not_ready(model: str) -> QuireError:
+    """No engine has offered the model yet, so that its limits are unknown."""
+    return _none_ready(f"No engine is ready for the model {model!r}.", RETRY_NOT_READY)
+
+
+def no_engine_ready() -> QuireError:
+    """No engine became ready for another attempt."""
+    return _none_ready("No engine is ready to run this model.", RETRY_AFTER[ErrorCode.UNAVAILABLE])
+
+
+def _none_ready(message: str, retry_after: float) -> QuireError:
+    return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=retry_after, reason=RefusalReason.NONE_READY)
+
+
+def engines_full() -> QuireError:
+    """Every ready engine has refused the request."""
+    code, message = ErrorCode.OVERLOADED, "Every engine that is ready has as many requests waiting as it takes."
+    return QuireError(code, message, retry_after=RETRY_AFTER[code], reason="engines_full")
+
+
+def unavailable(message: str) -> QuireError:
+    """A failure that passes, here or elsewhere."""
+    return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_AFTER[ErrorCode.UNAVAILABLE])
+
+
+# Deadlines, and clients that are too slow.
+
+
+def deadline_in_queue() -> QuireError:
+    """The request's deadline passed before it was admitted."""
+    message = "The request's time was over before its turn came."
+    return QuireError(ErrorCode.DEADLINE, message, reason=RefusalReason.DEADLINE)
+
+
+def request_timed_out() -> QuireError:
+    """The request's deadline passed while it ran."""
+    return QuireError(ErrorCode.DEADLINE, "The time for this request was over before its answer had ended.")
+
+
+def consumer_deadline_exceeded() -> QuireError:
+    """The deadline of the response's consumer has passed, while the request's has not."""
+    return QuireError(ErrorCode.DEADLINE, "The time to read this answer was over before it had ended.")
+
+
+def message_too_slow(seconds: float) -> QuireError:
+    """A gRPC call's message did not arrive in time."""
+    return QuireError(ErrorCode.DEADLINE, f"The message did not arrive within {seconds:g} seconds.")
+
+
+def stream_unread(seconds: float) -> QuireError:
+    """A gRPC client did not read its stream in time."""
+    return QuireError(ErrorCode.DEADLINE, f"The client left its stream unread for {seconds:g} seconds.")
+
+
+# Stored requests and idempotency keys.
+
+
+def request_not_found() -> QuireError:
+    """There is no record of the id, or it is another tenant's."""
+    return QuireError(ErrorCode.NOT_FOUND, "There is no such request.", param="request_id")
+
+
+def record_lost() -> QuireError:
+    """The record of a request disappeared while it was replayed."""
+    return QuireError(ErrorCode.NOT_FOUND, "What was known of this request was lost.", param="request_id")
+
+
+def prompts_lost() -> QuireError:
+    """A request of several prompts has no record of some of them."""
+    message = "Some prompts of this request were lost before they were written down."
+    return QuireError(ErrorCode.NOT_FOUND, message, param="request_id")
+
+
+def prompt_forgotten() -> QuireError:
+    """The record of one prompt expired just now."""
+    return QuireError(ErrorCode.UNAVAILABLE, "A prompt of this request was forgotten just now.", retry_after=1)
+
+
+def key_conflict() -> QuireError:
+    """The idempotency key belongs to a request with another body."""
+    message = "This idempotency key came with another request before."
+    return QuireError(ErrorCode.CONFLICT, message, param="idempotency-key")
+
+
+def key_unavailable() -> QuireError:
+    """A request of this idempotency key can be neither started nor found."""
+    message = "The request of this idempotency key is neither to be begun nor to be found now."
+    return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=1.0)

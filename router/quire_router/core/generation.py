@@ -10,7 +10,6 @@ from time import time
 from typing import Any, Protocol, Self
 
 from opentelemetry.context import Context
-from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
 
 PROMPT_SEPARATOR = "_"
@@ -345,8 +344,3 @@ class ResponseConsumer:
     def seconds_left(self) -> float | None:
         """Seconds until its deadline; None if it has none."""
         return None if self.deadline is None else max(0.0, self.deadline - time())
-
-
-def deadline_exceeded() -> QuireError:
-    """Returns the error of a consumer whose deadline has passed, while the request's has not."""
-    return QuireError(ErrorCode.DEADLINE, "The time to read this answer was over before it had ended.")

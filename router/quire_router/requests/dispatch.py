@@ -13,20 +13,20 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, StatusCode
 from quire_proto import telemetry
-from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.errors import QuireError
 from quire_proto.telemetry import PROVIDER_NAME, Attribute
 
 from quire_router.admission.fair_queue import QueuedRequest
 from quire_router.admission.queue import AdmissionQueue
 from quire_router.core import metrics
-from quire_router.core.errors import RefusalReason
+from quire_router.core.errors import engines_full, no_engine_ready
 from quire_router.core.generation import GenerationRequest
 from quire_router.engines.output_stream import EngineFull, EngineLost
 from quire_router.engines.pool import EnginePool
 from quire_router.placement.engine_table import Rows
 from quire_router.placement.placer import Placer, route_attributes
 from quire_router.placement.query import PlacementDecision
-from quire_router.requests.state import RETRY_AFTER, RequestState
+from quire_router.requests.state import RequestState
 
 tracer = trace.get_tracer("quire.router")
 
@@ -203,13 +203,9 @@ class Dispatcher:
         return np.array([row for row in rows.tolist() if ids[row] not in state.refused_by], np.intp)
 
     def _no_engine_error(self, state: RequestState) -> QuireError:
-        code, reason = ErrorCode.UNAVAILABLE, str(RefusalReason.NONE_READY)
-        message = "No engine is ready to run this model."
-        if state.refused_by:
-            code, reason = ErrorCode.OVERLOADED, "engines_full"
-            message = "Every engine that is ready has as many requests waiting as it takes."
-        metrics.REJECTIONS.labels(code.name.lower()).inc()
-        return QuireError(code, message, retry_after=RETRY_AFTER[code], reason=reason)
+        error = engines_full() if state.refused_by else no_engine_ready()
+        metrics.REJECTIONS.labels(error.code.name.lower()).inc()
+        return error
 
 
 def queued_request(request: GenerationRequest) -> QueuedRequest:

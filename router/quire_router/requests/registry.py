@@ -14,9 +14,9 @@ from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
 
 from quire_router.core import metrics
-from quire_router.core.errors import shutting_down_error
+from quire_router.core.errors import background_full, request_timed_out, shutting_down, unavailable
 from quire_router.core.generation import Delta, GenerationRequest
-from quire_router.requests.state import RETRY_AFTER, RequestState
+from quire_router.requests.state import RequestState
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class RequestRegistry:
         """Raises ``QuireError`` UNAVAILABLE once the router is shutting down."""
         if self._draining:
             metrics.REJECTIONS.labels("unavailable").inc()
-            raise shutting_down_error()
+            raise shutting_down()
 
     def check_unused(self, request_id: str) -> None:
         """Raises ``QuireError`` INTERNAL for an id that is in use."""
@@ -101,7 +101,7 @@ class RequestRegistry:
                 await self._idle.wait()
         except TimeoutError:
             for state in list(self._requests.values()):
-                state.interrupt(shutting_down_error())
+                state.interrupt(shutting_down())
         self._drained = True
 
     def on_cancelled(self, request_id: str) -> None:
@@ -140,13 +140,7 @@ class RequestRegistry:
 
 
 def _time_out(state: RequestState) -> None:
-    message = "The time for this request was over before its answer had ended."
-    state.interrupt(QuireError(ErrorCode.DEADLINE, message))
-
-
-def unavailable(message: str) -> QuireError:
-    """Returns the error of what can be tried again, here or at another router."""
-    return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_AFTER[ErrorCode.UNAVAILABLE])
+    state.interrupt(request_timed_out())
 
 
 def _release_or_abort(state: RequestState) -> None:
@@ -159,7 +153,6 @@ def _release_or_abort(state: RequestState) -> None:
         state.finish(FinishReason.ABORT)
 
 
-FULL_RETRY_AFTER = 5.0  # seconds
 MAX_ORPHANS = 256  # background requests beyond which no orphans are claimed
 MAX_ORPHAN_TOKENS = 16_777_216  # of all that were claimed and run, prompts and answers so far: 64 MiB
 
@@ -183,8 +176,7 @@ class BackgroundRequests:
         """Raises ``QuireError`` OVERLOADED when there are as many as there may be."""
         if len(self._tasks) >= self._limit:
             metrics.REJECTIONS.labels(ErrorCode.OVERLOADED.name.lower()).inc()
-            message = f"{self._limit} requests run in the background, which is the most that this router takes."
-            raise QuireError(ErrorCode.OVERLOADED, message, retry_after=FULL_RETRY_AFTER, reason="background_full")
+            raise background_full(self._limit)
 
     def run(self, answer: AsyncGenerator[Delta], tokens: int = 0) -> None:
         """Starts to read an answer; ``tokens`` are those of an orphan when it was claimed."""

@@ -12,7 +12,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 from quire_proto.text.tokenizer import ModelTokenizer
 
-from quire_router.core.errors import shutting_down_error
+from quire_router.core.errors import consumer_deadline_exceeded, record_lost, shutting_down
 from quire_router.core.generation import (
     NO_USAGE,
     Delta,
@@ -21,7 +21,6 @@ from quire_router.core.generation import (
     ResponseConsumer,
     StreamCursor,
     Usage,
-    deadline_exceeded,
 )
 from quire_router.engines.output_stream import Output
 from quire_router.journal.base import Journal, Lease, RecordedDelta, RequestRecord, decode_error
@@ -81,13 +80,13 @@ class RequestResumer:
                         yield delta
                 return
             await (asyncio.sleep(0) if tail.more else self._pause())
-        raise QuireError(ErrorCode.NOT_FOUND, "What was known of this request was lost.", param="request_id")
+        raise record_lost()
 
     def _check_consumer(self, consumer: ResponseConsumer) -> None:
         if self._registry.drained:
-            raise shutting_down_error()
+            raise shutting_down()
         if consumer.seconds_left == 0:
-            raise deadline_exceeded()
+            raise consumer_deadline_exceeded()
 
     async def _pause(self) -> None:
         """Waits between two polls of a record: all that follow records here make ``MAX_POLLS_PER_SECOND`` together."""

@@ -14,6 +14,7 @@ from quire_proto.tracing import traceparent
 from quire_router.admission.limits import RateLimiter, Reservation
 from quire_router.admission.tenants import Tenants
 from quire_router.core import metrics
+from quire_router.core.errors import unavailable
 from quire_router.core.generation import (
     Delta,
     DeltaStream,
@@ -29,7 +30,7 @@ from quire_router.journal.base import Journal, Lease, RequestRecord, encode_erro
 from quire_router.placement.placer import Placer, route_header
 from quire_router.placement.query import PlacementDecision
 from quire_router.requests.dispatch import Dispatcher, attempt_span
-from quire_router.requests.registry import BackgroundRequests, RequestRegistry, unavailable
+from quire_router.requests.registry import BackgroundRequests, RequestRegistry
 from quire_router.requests.resume import RequestResumer
 from quire_router.requests.state import RequestState
 

@@ -19,7 +19,8 @@ from quire_proto.text.tokenizer import ModelTokenizer
 
 from quire_router.admission.limits import Reservation
 from quire_router.core import metrics
-from quire_router.core.generation import Delta, GenerationRequest, ResponseConsumer, Usage, deadline_exceeded
+from quire_router.core.errors import RETRY_AFTER, consumer_deadline_exceeded
+from quire_router.core.generation import Delta, GenerationRequest, ResponseConsumer, Usage
 from quire_router.engines.output_stream import Output, OutputStream
 from quire_router.journal.base import Journal, Lease, RecordedDelta, RequestRecord
 from quire_router.placement.prefix_index import HashesByNamespace
@@ -32,7 +33,6 @@ from quire_router.requests.choices import (
     yielding_to_loop,
 )
 
-RETRY_AFTER = {ErrorCode.OVERLOADED: 1.0, ErrorCode.UNAVAILABLE: 5.0}
 """Seconds that a client should wait before it tries again."""
 
 _BY_SEVERITY = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
@@ -249,7 +249,7 @@ class RequestState:
     def end_for_consumer(self) -> None:
         """Ends the answer because its consumer's deadline has passed; the request is released for others."""
         self.consumer_expired = not self.interrupted.done()
-        self.interrupt(deadline_exceeded())
+        self.interrupt(consumer_deadline_exceeded())
 
     @property
     def cancelled(self) -> bool:

@@ -15,47 +15,46 @@ from quire_router.api.rest.http import (
     LAST_EVENT_ID,
     BodyLimits,
     HttpExchange,
-    body_too_large,
     cancel_on_disconnect,
-    not_json,
     read_body,
+    to_json,
 )
-from quire_router.api.rest.openai_format import format_for, model_object, request_object, to_json
+from quire_router.api.rest.openai_format import format_for, model_object, request_object
 from quire_router.api.rest.sse import KeepAlive
 from quire_router.api.service import ApiService, counting_rejections, ignored_parameters_header
 from quire_router.api.stored_requests import RequestStatus, StoredRequest
 from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest, TokenizeResult
-from quire_router.api.validation import RETRY_UNREADY
+from quire_router.core.errors import RETRY_NOT_READY
 from quire_router.core.retry import failing_tasks
 
 _OK, _LEAVING, _FAILING = (to_json({"status": status}) for status in ("ok", "leaving", "failing"))
-_UNREADY = (*JSON_HEADERS, (b"retry-after", str(int(RETRY_UNREADY)).encode()))
+_UNREADY = (*JSON_HEADERS, (b"retry-after", str(int(RETRY_NOT_READY)).encode()))
 
 
 class StatusEndpoints:
     """Handlers of GET routes."""
 
-    def __init__(self, frontend: ApiService) -> None:
-        self._frontend = frontend
+    def __init__(self, service: ApiService) -> None:
+        self._service = service
 
     async def models(self, exchange: HttpExchange) -> None:
         """The configured models that the caller may use, whether or not an engine is ready."""
-        cards = [model_object(card) for card in self._frontend.models(exchange.caller)]
-        await exchange.reply.send(200, to_json({"object": "list", "data": cards}))
+        cards = [model_object(card) for card in self._service.models(exchange.caller)]
+        await exchange.response.send(200, to_json({"object": "list", "data": cards}))
 
     async def model(self, exchange: HttpExchange) -> None:
         """One configured model."""
         name = exchange.path_parameters["model"]
         exchange.caller.check_model(name)
-        card = self._frontend.model(name)
-        await exchange.reply.send(200, to_json(model_object(card)))
+        card = self._service.model(name)
+        await exchange.response.send(200, to_json(model_object(card)))
 
     async def health(self, exchange: HttpExchange) -> None:
         """Whether requests can be served now: 200 when some model has an engine, else 503. A caller with a key, or
         where none is configured, is also told how many engines each of its models has. Raises ``QuireError``
         UNAUTHENTICATED for a wrong key.
         """
-        keys, given = self._frontend.keys, exchange.credentials
+        keys, given = self._service.keys, exchange.credentials
         if keys.required and not given:
             await self._health(exchange, {})
         else:
@@ -67,36 +66,36 @@ class StatusEndpoints:
 
     async def started(self, exchange: HttpExchange) -> None:
         """Whether settings and tokenizers are loaded and the ports are open, before which nobody answers here."""
-        await exchange.reply.send(200, _OK)
+        await exchange.response.send(200, _OK)
 
     async def ready(self, exchange: HttpExchange) -> None:
         """Whether new requests are wanted here: also while no engine is ready, because they are held until one is."""
-        if self._frontend.concurrency.draining:
-            await exchange.reply.send(503, _LEAVING, _UNREADY)
+        if self._service.concurrency.draining:
+            await exchange.response.send(503, _LEAVING, _UNREADY)
         else:
-            await exchange.reply.send(200, _OK)
+            await exchange.response.send(200, _OK)
 
     async def live(self, exchange: HttpExchange) -> None:
         """Whether the event loop turns, as one that hangs does not answer, and no task of the router fails again and
         again.
         """
         if failing_tasks():
-            await exchange.reply.send(503, _FAILING)
+            await exchange.response.send(503, _FAILING)
         else:
-            await exchange.reply.send(200, _OK)
+            await exchange.response.send(200, _OK)
 
     async def metrics(self, exchange: HttpExchange) -> None:
         """All metrics in Prometheus' text format."""
-        await exchange.reply.send(200, generate_latest(), ((b"content-type", CONTENT_TYPE_LATEST.encode()),))
+        await exchange.response.send(200, generate_latest(), ((b"content-type", CONTENT_TYPE_LATEST.encode()),))
 
     def _engines(self, caller: Identity) -> dict[str, dict[str, int]]:
-        return {"ready_engines": {card.name: card.ready_engines for card in self._frontend.models(caller)}}
+        return {"ready_engines": {card.name: card.ready_engines for card in self._service.models(caller)}}
 
     async def _health(self, exchange: HttpExchange, details: Mapping[str, object]) -> None:
-        if self._frontend.serving():
-            await exchange.reply.send(200, to_json({"status": "ok", **details}))
+        if self._service.serving():
+            await exchange.response.send(200, to_json({"status": "ok", **details}))
         else:
-            await exchange.reply.send(503, to_json({"status": "unavailable", **details}), _UNREADY)
+            await exchange.response.send(503, to_json({"status": "unavailable", **details}), _UNREADY)
 
 
 # ``/v1/requests/{id}``: what became of a request that came earlier, the rest of its answer, its end.
@@ -109,8 +108,8 @@ _AFTER = "after"
 class RequestEndpoints:
     """Handlers of the routes."""
 
-    def __init__(self, frontend: ApiService, keepalive: KeepAlive) -> None:
-        self._frontend = frontend
+    def __init__(self, service: ApiService, keepalive: KeepAlive) -> None:
+        self._service = service
         self._keepalive = keepalive
 
     async def show_or_delete(self, exchange: HttpExchange) -> None:
@@ -118,47 +117,47 @@ class RequestEndpoints:
         if exchange.scope["method"] == "DELETE":
             await self._delete(exchange)
             return
-        with self._frontend.request_scope(f"GET {_PATH}", exchange.request_id, exchange.headers):
+        with self._service.request_scope(f"GET {_PATH}", exchange.request_id, exchange.headers):
             await cancel_on_disconnect(exchange.receive, self._show(exchange))
 
     async def cancel(self, exchange: HttpExchange) -> None:
         """Ends what has not ended of the request, and tells how it was with it just before."""
-        with self._frontend.request_scope(f"POST {_PATH}/cancel", exchange.request_id, exchange.headers):
-            earlier = await self._frontend.cancel(_id(exchange), exchange.caller)
-            await exchange.reply.send(200, to_json(request_object(earlier)))
+        with self._service.request_scope(f"POST {_PATH}/cancel", exchange.request_id, exchange.headers):
+            stored = await self._service.cancel(_id(exchange), exchange.caller)
+            await exchange.response.send(200, to_json(request_object(stored)))
 
     async def _delete(self, exchange: HttpExchange) -> None:
         """Forgets the request, and ends it for that; tells how it was with it just before."""
-        with self._frontend.request_scope(f"DELETE {_PATH}", exchange.request_id, exchange.headers):
-            earlier = await self._frontend.delete(_id(exchange), exchange.caller)
-            await exchange.reply.send(200, to_json({**request_object(earlier), "deleted": True}))
+        with self._service.request_scope(f"DELETE {_PATH}", exchange.request_id, exchange.headers):
+            stored = await self._service.delete(_id(exchange), exchange.caller)
+            await exchange.response.send(200, to_json({**request_object(stored), "deleted": True}))
 
     async def events(self, exchange: HttpExchange) -> None:
         """The answer as a stream, from where the reader stands; its events have ids."""
-        with self._frontend.request_scope(f"GET {_PATH}/events", exchange.request_id, exchange.headers):
+        with self._service.request_scope(f"GET {_PATH}/events", exchange.request_id, exchange.headers):
             await cancel_on_disconnect(exchange.receive, self._events(exchange))
 
     async def _show(self, exchange: HttpExchange) -> None:
-        earlier = await self._frontend.status(_id(exchange), exchange.caller)
-        shown = to_json(request_object(earlier))
-        if earlier.status is RequestStatus.COMPLETED:
-            shown = shown[:-1] + b',"response":' + await self._whole(earlier, exchange) + b"}"
-        await exchange.reply.send(200, shown)
+        stored = await self._service.status(_id(exchange), exchange.caller)
+        body_json = to_json(request_object(stored))
+        if stored.status is RequestStatus.COMPLETED:
+            body_json = body_json[:-1] + b',"response":' + await self._completion(stored, exchange) + b"}"
+        await exchange.response.send(200, body_json)
 
-    async def _whole(self, earlier: StoredRequest, exchange: HttpExchange) -> bytes:
-        answer = await self._frontend.replay(earlier, exchange.caller)
-        body, _ = await collect_completion(answer, format_for(earlier.first))
+    async def _completion(self, stored: StoredRequest, exchange: HttpExchange) -> bytes:
+        answer = await self._service.replay(stored, exchange.caller)
+        body, _ = await collect_completion(answer, format_for(stored.first))
         return body
 
     async def _events(self, exchange: HttpExchange) -> None:
         with counting_rejections():
-            terms = options_from_headers(exchange.values)
-            earlier = await self._frontend.find(_id(exchange), exchange.caller)
-            exchange.request_id = earlier.first.request_id
-            answer = await self._frontend.resume(earlier, _after(exchange), exchange.caller, terms)
-        first = earlier.first
+            options = options_from_headers(exchange.values)
+            stored = await self._service.find(_id(exchange), exchange.caller)
+            exchange.request_id = stored.first.request_id
+            answer = await self._service.resume(stored, _after(exchange), exchange.caller, options)
+        first = stored.first
         exchange.resumable = first.stream or first.background or bool(first.digest)
-        await stream(exchange, format_for(earlier.first), answer, {}, self._keepalive)
+        await stream(exchange, format_for(stored.first), answer, {}, self._keepalive)
 
 
 def _id(exchange: HttpExchange) -> str:
@@ -194,16 +193,16 @@ def _unknown() -> QuireError:
 # ``/tokenize`` and ``/detokenize``.
 
 
-_PART = 4096  # entries
-Shown = tuple[bytes, Sequence[str]]
+_CHUNK = 4096  # entries
+TokenizeBody = tuple[bytes, Sequence[str]]
 """An answer, and the parameters that it ignored."""
 
 
 class TokenizeEndpoints:
     """Handlers of both routes."""
 
-    def __init__(self, frontend: ApiService, limits: BodyLimits) -> None:
-        self._frontend = frontend
+    def __init__(self, service: ApiService, limits: BodyLimits) -> None:
+        self._service = service
         self._limits = limits
 
     async def tokenize(self, exchange: HttpExchange) -> None:
@@ -215,43 +214,42 @@ class TokenizeEndpoints:
         await self._answer(exchange, "POST /detokenize", self._text)
 
     async def _answer(
-        self, exchange: HttpExchange, name: str, answer: Callable[[ReservedBody, Identity], Awaitable[Shown]]
+        self, exchange: HttpExchange, name: str, answer: Callable[[ReservedBody, Identity], Awaitable[TokenizeBody]]
     ) -> None:
-        if exchange.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise not_json()
-        if exchange.content_length > self._limits.max_bytes:
-            raise body_too_large(self._limits.max_bytes)
+        exchange.check_json_body(self._limits.max_bytes)
         with (
-            self._frontend.request_scope(name, exchange.request_id, exchange.headers),
-            self._frontend.bodies.reserve_incoming(exchange.caller.tenant, exchange.content_length) as body,
+            self._service.request_scope(name, exchange.request_id, exchange.headers),
+            self._service.bodies.reserve_incoming(exchange.caller.tenant, exchange.content_length) as body,
         ):
             await read_body(exchange.receive, self._limits, body)
-            shown, ignored = await answer(body, exchange.caller)
-            await exchange.reply.send(200, shown, [*JSON_HEADERS, *x_headers(ignored_parameters_header(ignored))])
+            body_json, ignored = await answer(body, exchange.caller)
+            await exchange.response.send(
+                200, body_json, [*JSON_HEADERS, *x_headers(ignored_parameters_header(ignored))]
+            )
 
-    async def _tokens(self, body: ReservedBody, caller: Identity) -> Shown:
+    async def _tokens(self, body: ReservedBody, caller: Identity) -> TokenizeBody:
         size = len(body)
-        return await self._frontend.tokenize(
-            lambda: TokenizeRequest.from_json(body.detach()), caller, _written, size=size
+        return await self._service.tokenize(
+            lambda: TokenizeRequest.from_json(body.detach()), caller, _tokens_json, size=size
         )
 
-    async def _text(self, body: ReservedBody, caller: Identity) -> Shown:
+    async def _text(self, body: ReservedBody, caller: Identity) -> TokenizeBody:
         size = len(body)
-        text, ignored = await self._frontend.detokenize(
+        text, ignored = await self._service.detokenize(
             lambda: DetokenizeRequest.from_json(body.detach()), caller, size=size
         )
         return to_json({"prompt": text}), ignored
 
 
-def _written(told: TokenizeResult) -> Shown:
+def _tokens_json(result: TokenizeResult) -> TokenizeBody:
     """As JSON. Lists are written part by part, between which other threads come to their turn."""
-    names = None if told.token_strs is None else _parts(told.token_strs)
-    head = b'{"count":%d,"max_model_len":%d,"tokens":[' % (len(told.tokens), told.max_model_len)
+    names = None if result.token_strs is None else _list_items(result.token_strs)
+    head = b'{"count":%d,"max_model_len":%d,"tokens":[' % (len(result.tokens), result.max_model_len)
     middle = b'],"token_strs":'
-    body = head + _parts(told.tokens) + middle + (b"null" if names is None else b"[" + names + b"]") + b"}"
-    return body, told.ignored
+    body = head + _list_items(result.tokens) + middle + (b"null" if names is None else b"[" + names + b"]") + b"}"
+    return body, result.ignored
 
 
-def _parts(values: Sequence[object]) -> bytes:
+def _list_items(values: Sequence[object]) -> bytes:
     """The entries of a list as JSON, without its brackets."""
-    return b",".join(to_json(list(values[start : start + _PART]))[1:-1] for start in range(0, len(values), _PART))
+    return b",".join(to_json(list(values[start : start + _CHUNK]))[1:-1] for start in range(0, len(values), _CHUNK))

@@ -16,12 +16,11 @@ from quire_router.api.rest.http import (
     BodyLimits,
     Header,
     HttpExchange,
-    body_too_large,
     cancel_on_disconnect,
-    not_json,
     read_body,
+    to_json,
 )
-from quire_router.api.rest.openai_format import CompletionBuilder, OpenAiFormat, request_object, to_json
+from quire_router.api.rest.openai_format import CompletionBuilder, OpenAiFormat, request_object
 from quire_router.api.rest.sse import KeepAlive, SseDeltaSink, SseEncoder, SseStream
 from quire_router.api.schemas.openai import GenerationBody
 from quire_router.api.service import ApiService, counting_rejections
@@ -32,57 +31,57 @@ from quire_router.core.generation import Delta, DeltaStream
 
 
 async def stream(
-    exchange: HttpExchange, style: OpenAiFormat, answer: Response, notes: Mapping[str, str], keepalive: KeepAlive
+    exchange: HttpExchange, style: OpenAiFormat, answer: Response, headers: Mapping[str, str], keepalive: KeepAlive
 ) -> None:
     """Sends each piece as it comes. What goes wrong before anything is sent has its own status. Raises
     ``QuireError``, INTERNAL for an answer that ends before its usage: it is never passed on as a complete one.
     """
-    chunks = SseEncoder(style, answer.prepared, answer.cursor)
+    encoder = SseEncoder(style, answer.prepared, answer.cursor)
     exchange.event_ids = answer.prepared.event_ids
-    opening = SseStream(exchange.reply, keepalive, ids=exchange.event_ids)
+    opening = SseStream(exchange.response, keepalive, ids=exchange.event_ids)
     async with aclosing(answer.deltas) as deltas, opening as events:
-        events.headers += x_headers(notes)
+        events.headers += x_headers(headers)
         async for delta in deltas:
-            if chunks.shown is not None:
-                await chunks.shown.read(delta)
-            data = chunks.encode(delta) if exchange.has_output else _begin(exchange, events, chunks, delta)
+            if encoder.logprobs is not None:
+                await encoder.logprobs.read_prompt(delta)
+            data = encoder.encode(delta) if exchange.has_output else _begin(exchange, events, encoder, delta)
             if delta.usage is not None:
                 await events.end(data)
                 return
             if data:
                 await events.write(data)
-            if isinstance(deltas, DeltaStream) and deltas.direct_path.sink is None and chunks.shown is None:
-                deltas.direct_path.sink = SseDeltaSink(events, chunks)
+            if isinstance(deltas, DeltaStream) and deltas.direct_path.sink is None and encoder.logprobs is None:
+                deltas.direct_path.sink = SseDeltaSink(events, encoder)
     raise internal()
 
 
-def _begin(exchange: HttpExchange, events: SseStream, chunks: SseEncoder, delta: Delta) -> bytes:
+def _begin(exchange: HttpExchange, events: SseStream, encoder: SseEncoder, delta: Delta) -> bytes:
     """The first piece, with what comes before it."""
     exchange.has_output = True
     events.headers += route_headers(delta)
-    return chunks.opening() + chunks.encode(delta)
+    return encoder.opening() + encoder.encode(delta)
 
 
 async def collect_completion(answer: Response, style: OpenAiFormat) -> tuple[bytes, list[Header]]:
     """The whole answer as JSON, and headers that belong to it. Raises as ``stream`` does."""
-    whole, headers = CompletionBuilder(style, answer.prepared), list[Header]()
+    builder, headers = CompletionBuilder(style, answer.prepared), list[Header]()
     async with aclosing(answer.deltas) as deltas:
         async for delta in deltas:
-            if whole.shown is not None:
-                await whole.shown.read(delta)
-            whole.add(delta)
+            if builder.logprobs is not None:
+                await builder.logprobs.read_prompt(delta)
+            builder.add(delta)
             headers = headers or route_headers(delta)
             if delta.usage is not None:
-                return await whole.body(delta.usage), headers
+                return await builder.body(delta.usage), headers
     raise internal()
 
 
 async def send_completion(
-    exchange: HttpExchange, style: OpenAiFormat, answer: Response, notes: Mapping[str, str]
+    exchange: HttpExchange, style: OpenAiFormat, answer: Response, headers: Mapping[str, str]
 ) -> None:
     """Sends an answer once it is complete. Raises as ``stream`` does."""
-    body, headers = await collect_completion(answer, style)
-    await exchange.reply.send(200, body, [*JSON_HEADERS, *x_headers(notes), *headers])
+    body, route = await collect_completion(answer, style)
+    await exchange.response.send(200, body, [*JSON_HEADERS, *x_headers(headers), *route])
 
 
 def route_headers(delta: Delta) -> list[Header]:
@@ -90,9 +89,9 @@ def route_headers(delta: Delta) -> list[Header]:
     return [(b"x-quire-route", delta.route.encode("ascii", "replace"))] if delta.route else []
 
 
-def x_headers(notes: Mapping[str, str]) -> list[Header]:
+def x_headers(headers: Mapping[str, str]) -> list[Header]:
     """What an answer says of itself."""
-    return [(b"x-" + name.encode("ascii"), value.encode("ascii")) for name, value in notes.items()]
+    return [(b"x-" + name.encode("ascii"), value.encode("ascii")) for name, value in headers.items()]
 
 
 class GenerateHandler:
@@ -100,7 +99,7 @@ class GenerateHandler:
 
     def __init__(
         self,
-        frontend: ApiService,
+        service: ApiService,
         path: str,
         schema: type[GenerationBody],
         style: OpenAiFormat,
@@ -108,7 +107,7 @@ class GenerateHandler:
         limits: BodyLimits,
         keepalive: KeepAlive,
     ) -> None:
-        self._frontend = frontend
+        self._service = service
         self._name = f"POST {path}"
         self._schema = schema
         self._style = style
@@ -117,46 +116,43 @@ class GenerateHandler:
 
     async def __call__(self, exchange: HttpExchange) -> None:
         """Answers one request. Raises what the application turns into an error answer or a last event."""
-        if exchange.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise not_json()
-        if exchange.content_length > self._limits.max_bytes:
-            raise body_too_large(self._limits.max_bytes)
+        exchange.check_json_body(self._limits.max_bytes)
         with counting_rejections():
-            terms = options_from_headers(exchange.values)
-            keyed_id = terms.request_id(exchange.caller)
+            options = options_from_headers(exchange.values)
+            keyed_id = options.request_id(exchange.caller)
             if exchange.headers.get(LAST_EVENT_ID):
-                raise _reads_on(keyed_id)
+                raise _resume_hint(keyed_id)
         exchange.request_id = keyed_id or exchange.request_id
         with (
-            self._frontend.request_scope(self._name, exchange.request_id, exchange.headers),
-            self._frontend.bodies.reserve_incoming(exchange.caller.tenant, exchange.content_length) as body,
+            self._service.request_scope(self._name, exchange.request_id, exchange.headers),
+            self._service.bodies.reserve_incoming(exchange.caller.tenant, exchange.content_length) as body,
         ):
             await read_body(exchange.receive, self._limits, body)
-            await cancel_on_disconnect(exchange.receive, self._answer(exchange, body, terms))
+            await cancel_on_disconnect(exchange.receive, self._answer(exchange, body, options))
 
-    async def _answer(self, exchange: HttpExchange, body: ReservedBody, terms: RequestOptions) -> None:
+    async def _answer(self, exchange: HttpExchange, body: ReservedBody, options: RequestOptions) -> None:
         request_id, caller = exchange.request_id, exchange.caller
         read = partial(self._read, body)
-        admitted = await self._frontend.prepare(read, request_id, caller, terms, size=len(body))
-        body.hold_until_queued(admitted.first.request_id)
-        if admitted.first.background:
-            await self._start(exchange, admitted)
+        prepared = await self._service.prepare(read, request_id, caller, options, size=len(body))
+        body.hold_until_queued(prepared.first.request_id)
+        if prepared.first.background:
+            await self._start(exchange, prepared)
             return
-        answer = await self._frontend.answer(admitted, caller)
+        answer = await self._service.responses.open(prepared, caller)
         if answer.replayed:
             body.release()  # no new request comes to the queue, and the answer to the one that did may take long
-        exchange.resumable = bool(admitted.first.digest)
-        notes = self._frontend.response_headers(admitted, replayed=answer.replayed)
-        if admitted.first.stream:
-            await stream(exchange, self._style, answer, notes, self._keepalive)
+        exchange.resumable = bool(prepared.first.digest)
+        headers = self._service.response_headers(prepared, replayed=answer.replayed)
+        if prepared.first.stream:
+            await stream(exchange, self._style, answer, headers, self._keepalive)
         else:
-            await send_completion(exchange, self._style, answer, notes)
+            await send_completion(exchange, self._style, answer, headers)
 
-    async def _start(self, exchange: HttpExchange, admitted: PreparedRequest) -> None:
-        earlier, replayed = await self._frontend.start(admitted)
-        location = (b"location", f"/v1/requests/{earlier.first.request_id}".encode("ascii"))
-        notes = x_headers(self._frontend.response_headers(admitted, replayed=replayed))
-        await exchange.reply.send(202, to_json(request_object(earlier)), [*JSON_HEADERS, location, *notes])
+    async def _start(self, exchange: HttpExchange, prepared: PreparedRequest) -> None:
+        stored, replayed = await self._service.responses.start_background(prepared)
+        location = (b"location", f"/v1/requests/{stored.first.request_id}".encode("ascii"))
+        headers = x_headers(self._service.response_headers(prepared, replayed=replayed))
+        await exchange.response.send(202, to_json(request_object(stored)), [*JSON_HEADERS, location, *headers])
 
     def _read(self, body: ReservedBody) -> GenerationBody:
         request = self._schema.from_json(body.detach())
@@ -164,7 +160,7 @@ class GenerateHandler:
         return request
 
 
-def _reads_on(request_id: str) -> QuireError:
+def _resume_hint(request_id: str) -> QuireError:
     """A new request of a client that means to read on: to run it would be a second answer, made and charged."""
     address = f"/v1/requests/{request_id or '{id}'}/events"
     which = "" if request_id else " with the id in the x-request-id of the answer that broke off"

@@ -1,6 +1,7 @@
 """One HTTP request and its answer, as the routes see them."""
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -190,12 +191,19 @@ def wrong_method(path: str, method: str, allowed: str) -> HttpError:
 T = TypeVar("T")
 Header = tuple[bytes, bytes]
 JSON_HEADERS: tuple[Header, ...] = ((b"content-type", b"application/json"),)
+json_text: Final = json.JSONEncoder(separators=(",", ":")).encode
+"""Writes compact JSON in ASCII, so that no reader of lines can take a character for the end of one."""
 SSE_HEADERS: tuple[Header, ...] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # asks proxies not to collect events
 )
-_AT_A_TIME = 256 * 1024  # bytes
+_CHUNK = 256 * 1024  # bytes
+
+
+def to_json(value: object) -> bytes:
+    """As ``json_text``, in bytes."""
+    return json_text(value).encode("ascii")
 
 
 class ClientDisconnectedError(Exception):
@@ -207,7 +215,7 @@ class BodyLimits:
     """The most bytes of a request's body, and the seconds within which it must arrive."""
 
     max_bytes: int
-    patience: float
+    timeout: float
 
 
 async def read_body(receive: Receive, limits: BodyLimits, body: ReservedBody) -> None:
@@ -215,10 +223,10 @@ async def read_body(receive: Receive, limits: BodyLimits, body: ReservedBody) ->
     ``QuireError`` OVERLOADED where more comes than there is room for.
     """
     try:
-        async with asyncio.timeout(limits.patience):
+        async with asyncio.timeout(limits.timeout):
             await _read(receive, limits.max_bytes, body)
     except TimeoutError:
-        raise body_too_slow(limits.patience) from None
+        raise body_too_slow(limits.timeout) from None
 
 
 async def _read(receive: Receive, limit: int, body: ReservedBody) -> None:
@@ -238,16 +246,16 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
     Raises ``ClientDisconnectedError``.
     """
     task = asyncio.create_task(work)
-    left = asyncio.create_task(_disconnected(receive))
+    disconnected = asyncio.create_task(_disconnected(receive))
     try:
-        await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise ClientDisconnectedError
     finally:
-        left.cancel()
+        disconnected.cancel()
         task.cancel()
-        await asyncio.gather(task, left, return_exceptions=True)
+        await asyncio.gather(task, disconnected, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -257,15 +265,15 @@ async def _disconnected(receive: Receive) -> None:
 
 class HttpResponse:
     """The answer on its way: it starts once, names the request that it answers, and every write ends within
-    ``patience`` seconds or the client is given up.
+    ``timeout`` seconds or the client is given up.
     """
 
-    def __init__(self, send: Send, patience: float, request_id: str, direct: DirectWriter | None = None) -> None:
+    def __init__(self, send: Send, timeout: float, request_id: str, direct: DirectWriter | None = None) -> None:
         self.request_id = request_id
         self.direct = direct  # for what can be written without waiting
         self.extra_headers: Callable[[], Iterable[Header]] = tuple  # what its head says beside, as it is then
         self._send = send
-        self._patience = WriteTimeout(patience)
+        self._write_timeout = WriteTimeout(timeout)
         self.started = False
         self.ended = False
 
@@ -273,9 +281,9 @@ class HttpResponse:
         """An answer whose length is known. A long one is written bit by bit, so that patience is for each of them."""
         length = (b"content-length", str(len(body)).encode())
         await self.start(status, (*headers, length))
-        last = max(0, len(body) - 1) // _AT_A_TIME * _AT_A_TIME
-        for begin in range(0, last, _AT_A_TIME):
-            await self.write(body[begin : begin + _AT_A_TIME])
+        last = max(0, len(body) - 1) // _CHUNK * _CHUNK
+        for begin in range(0, last, _CHUNK):
+            await self.write(body[begin : begin + _CHUNK])
         await self.end(body[last:])
 
     async def start(self, status: int, headers: Iterable[Header]) -> None:
@@ -295,11 +303,11 @@ class HttpResponse:
 
     def close(self) -> None:
         """Lets go of the client."""
-        self._patience.close()
+        self._write_timeout.close()
 
     async def _write(self, message: dict[str, Any]) -> None:
         try:
-            await self._patience.wait(self._send(message))
+            await self._write_timeout.wait(self._send(message))
         except OSError:  # the connection broke, or (TimeoutError) the client does not read
             raise ClientDisconnectedError from None
 
@@ -317,7 +325,7 @@ class HttpExchange:
 
     scope: Scope
     receive: Receive
-    reply: HttpResponse
+    response: HttpResponse
     caller: Identity = ANONYMOUS
     has_output: bool = False
     resumable: bool = False
@@ -338,11 +346,11 @@ class HttpExchange:
     @property
     def request_id(self) -> str:
         """That of the request which is answered: ours, whatever the client sent."""
-        return self.reply.request_id
+        return self.response.request_id
 
     @request_id.setter
     def request_id(self, request_id: str) -> None:
-        self.reply.request_id = request_id
+        self.response.request_id = request_id
 
     @property
     def path(self) -> str:
@@ -362,6 +370,13 @@ class HttpExchange:
     def credentials(self) -> list[str]:
         """Every ``authorization``; where there is none, the keys in the headers of clients that send them bare."""
         return self.values("authorization") or [f"Bearer {key}" for name in KEY_HEADERS for key in self.values(name)]
+
+    def check_json_body(self, max_bytes: int) -> None:
+        """Raises ``HttpError`` for a body that is not said to be JSON, or to have more than ``max_bytes``."""
+        if self.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise not_json()
+        if self.content_length > max_bytes:
+            raise body_too_large(max_bytes)
 
     @property
     def content_length(self) -> int:

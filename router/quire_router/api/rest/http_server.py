@@ -19,13 +19,13 @@ from typing import Any, ClassVar
 
 import uvicorn
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
-from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.errors import QuireError
 from starlette.types import ASGIApp
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from quire_router.api.request_limits import BUSY_RETRY_AFTER, ConnectionShares, peer_key
+from quire_router.api.request_limits import ConnectionShares, peer_key
 from quire_router.api.rest.http import (
     DIRECT,
     EXTENSION,
@@ -42,17 +42,18 @@ from quire_router.api.rest.http import (
 )
 from quire_router.api.rest.openai_format import error_response
 from quire_router.api.service import new_request_id
+from quire_router.core.errors import router_busy
 
 log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 16 * 1024
 MAX_HEADERS = 128  # each costs the loop a microsecond or two before any key is looked at
-_OFFERS = (b"connection", b"upgrade", b"http2-settings")
+_UPGRADE_HEADERS = (b"connection", b"upgrade", b"http2-settings")
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
 MAX_PIPELINED = 16  # requests that wait on one connection for the answer to another
-_LOOK = 1.0  # seconds between looks for a client from which nothing is read
-_LAST_WRITE = 1.0  # seconds for what was written to a connection whose place is another one's by then
-_GONE = getattr(select, "POLLRDHUP", 0)  # Linux; that the connection broke is always told
+_DISCONNECT_CHECK_PERIOD = 1.0  # seconds between looks for a client from which nothing is read
+_EVICT_TIMEOUT = 1.0  # seconds for what was written to a connection whose place is another one's by then
+_POLL_DISCONNECT = getattr(select, "POLLRDHUP", 0)  # Linux; that the connection broke is always told
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._limits, self._shares = config.limits, config.shares
         self._timer: asyncio.TimerHandle | None = None
-        self._looking: asyncio.TimerHandle | None = None
-        self._ending: asyncio.TimerHandle | None = None
+        self._disconnect_timer: asyncio.TimerHandle | None = None
+        self._abort_timer: asyncio.TimerHandle | None = None
         self._unanswered: deque[RequestResponseCycle] = deque()
         self._head_bytes = 0
         self._trailer_bytes = 0
@@ -106,20 +107,19 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Takes the connection, unless there are too many and none of them is idle."""
         super().connection_made(transport)
         if self._shares.add(self, peer_key(self.client[0] if self.client else "")):
-            self._wait(self._limits.head)
+            self._start_timer(self._limits.head)
         else:
-            message = f"{self._limits.connections} connections are open, which is the most that this router takes."
-            self._refuse(QuireError(ErrorCode.OVERLOADED, message, retry_after=BUSY_RETRY_AFTER))
+            self._refuse(router_busy(f"{self._limits.connections} connections are open"))
 
     def evict(self) -> None:
         """Gives its place to another connection; only while nothing is answered on it."""
-        self._close(_LAST_WRITE)
+        self._close(_EVICT_TIMEOUT)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends every request on this connection, of which uvicorn ends only the last one, and stops the timers."""
-        self._stop_waiting()
+        self._stop_timer()
         self._shares.remove(self)
-        for timer in (self._looking, self._ending):
+        for timer in (self._disconnect_timer, self._abort_timer):
             if timer is not None:
                 timer.cancel()
         for cycle in self._unanswered:
@@ -170,7 +170,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         version = old.get_http_version().encode("ascii")
         head = b"%b %b HTTP/%b\r\n" % (old.get_method(), self.url, version)
-        kept = [b"%b: %b\r\n" % header for header in self.headers if header[0] not in _OFFERS]
+        kept = [b"%b: %b\r\n" % header for header in self.headers if header[0] not in _UPGRADE_HEADERS]
         last = b"" if old.should_keep_alive() else b"connection: close\r\n"
         self.parser.feed_data(b"".join([head, *kept, last, b"\r\n"]))
 
@@ -179,7 +179,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._head_begun = True
         if not self._answering:
-            self._wait(self._limits.head)
+            self._start_timer(self._limits.head)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header. Trailers are left out: whatever decides about a request was decided before its body, by proxies
@@ -202,14 +202,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # ``_decline`` comes next
         self._head_begun, self._head_bytes, self._trailer_bytes, self._in_body = False, 0, 0, True
-        self._stop_waiting()
+        self._stop_timer()
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
-        if self.flow.read_paused and self._looking is None:
-            self._looking = self.loop.call_later(_LOOK, self._check_disconnect)
+        if self.flow.read_paused and self._disconnect_timer is None:
+            self._disconnect_timer = self.loop.call_later(_DISCONNECT_CHECK_PERIOD, self._check_disconnect)
         if len(self.pipeline) > MAX_PIPELINED:
-            message = f"{MAX_PIPELINED} requests wait on this connection, which is the most that this router takes."
-            raise QuireError(ErrorCode.OVERLOADED, message, retry_after=BUSY_RETRY_AFTER)
+            raise router_busy(f"{MAX_PIPELINED} requests wait on this connection")
         if self.cycle.scope is self.scope:
             self.scope["extensions"] = {EXTENSION: {DIRECT: DirectWriter(self.cycle)}}
 
@@ -234,7 +233,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             self._close(self._limits.head)
         elif not self._answering:
-            self._wait(self._limits.head if self._head_begun else self._limits.idle)
+            self._start_timer(self._limits.head if self._head_begun else self._limits.idle)
 
     @property
     def _answering(self) -> bool:
@@ -256,35 +255,35 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _close(self, seconds: float) -> None:
         """Closes the connection as soon as the client has taken what was written to it, or else after ``seconds``."""
         self.transport.close()
-        if self._ending is not None:
-            self._ending.cancel()
-        self._ending = self.loop.call_later(seconds, self.transport.abort)
+        if self._abort_timer is not None:
+            self._abort_timer.cancel()
+        self._abort_timer = self.loop.call_later(seconds, self.transport.abort)
 
     def _check_disconnect(self) -> None:
         """Lets go of a client that has left: while nothing is read, its end is not read either."""
-        self._looking = None
+        self._disconnect_timer = None
         if not self.flow.read_paused or self.transport.is_closing():
             return
         poll = select.poll()
-        poll.register(self.transport.get_extra_info("socket").fileno(), _GONE)
+        poll.register(self.transport.get_extra_info("socket").fileno(), _POLL_DISCONNECT)
         if poll.poll(0):
             self.transport.abort()
         else:
-            self._looking = self.loop.call_later(_LOOK, self._check_disconnect)
+            self._disconnect_timer = self.loop.call_later(_DISCONNECT_CHECK_PERIOD, self._check_disconnect)
 
-    def _wait(self, seconds: float) -> None:
+    def _start_timer(self, seconds: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self.loop.call_later(seconds, self._waited)
+        self._timer = self.loop.call_later(seconds, self._on_timeout)
         self._shares.mark_idle(self)
 
-    def _stop_waiting(self) -> None:
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self._shares.mark_busy(self)
 
-    def _waited(self) -> None:
+    def _on_timeout(self) -> None:
         if self._head_begun:
             self._refuse(head_too_slow(self._limits.head))
         else:
@@ -313,13 +312,13 @@ def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
 
 
 _TICKS = 10  # of the server, a second together
-_SILENCE = 30.0  # seconds from one line about descriptors to the next
+_LOG_PERIOD = 30.0  # seconds from one line about descriptors to the next
 
 
 class HttpServer(uvicorn.Server):
     """One application on one socket. Signals are left to whoever runs it."""
 
-    _silent_until: ClassVar[float] = 0.0  # of the process: servers have their descriptors together
+    _next_log: ClassVar[float] = 0.0  # of the process: servers have their descriptors together
 
     def __init__(self, app: ASGIApp, listener: socket.socket, limits: ConnectionLimits | None = None) -> None:
         super().__init__(http_config(app, limits or ConnectionLimits()))
@@ -335,8 +334,8 @@ class HttpServer(uvicorn.Server):
         """Looks each second whether connections can be accepted; True when the server ends. The event loop closes new
         connections without a word when no descriptor is left.
         """
-        if counter % _TICKS == 0 and monotonic() >= HttpServer._silent_until and not _is_descriptor_left():
-            HttpServer._silent_until = monotonic() + _SILENCE
+        if counter % _TICKS == 0 and monotonic() >= HttpServer._next_log and not _is_descriptor_left():
+            HttpServer._next_log = monotonic() + _LOG_PERIOD
             log.error("no file descriptor is left (ulimit -n): new connections are closed until some others end")
         return await super().on_tick(counter)
 

@@ -6,7 +6,6 @@ objects.
 """
 
 import asyncio
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from quire_proto.text.detokenizer import OutputTextStream
 
 from quire_router.api.prepared_request import PreparedRequest
 from quire_router.api.responses import withheld
+from quire_router.api.rest.http import json_text
 from quire_router.core.generation import Delta, GenerationRequest
 
 UNLIKELY: Final = -9999.0  # what the OpenAI API says where JSON cannot: minus infinity
@@ -44,15 +44,15 @@ class TokenNames:
     def _entry(self, token_id: int) -> tuple[str, str]:
         """The object of a chat's token without its end, as what comes before the log-probability and behind it."""
         raw = self._bytes_of(token_id)
-        written = "null" if raw is None else _json([*raw])
+        written = "null" if raw is None else json_text([*raw])
         return f'{{"token":{self.name(token_id)},"logprob":', f',"bytes":{written}'
 
-    def _write(self, token_id: int, mark: str) -> str:
+    def _write(self, token_id: int, prefix: str) -> str:
         raw = self._bytes_of(token_id) or b""
         try:
-            return _json(raw.decode())
+            return json_text(raw.decode())
         except UnicodeDecodeError:
-            return _json(mark + raw.decode("ascii", "backslashreplace"))
+            return json_text(prefix + raw.decode("ascii", "backslashreplace"))
 
 
 class TextOffsets:
@@ -176,18 +176,14 @@ def number(logprob: float) -> str:
     return repr(min(max(UNLIKELY, logprob), -UNLIKELY))
 
 
-def _json(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))
-
-
 # The log-probabilities that an answer shows, choice by choice, as far as its request asks for them. Does no I/O.
 
 
-_AT_A_TIME = 32  # positions of a prompt that are written at once: a millisecond or two with twenty tokens each
+_CHUNK = 32  # positions of a prompt that are written at once: a millisecond or two with twenty tokens each
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompt:
+class _PromptLogprobs:
     """What is shown of one prompt. ``lists`` come before its choices' own where it is echoed, and its text has then
     ``characters``; ``listed`` is vLLM's list. Both are empty where they are not asked for.
     """
@@ -198,50 +194,52 @@ class _Prompt:
 
 
 class LogprobsRenderer:
-    """What an answer shows beside its text, where it shows any log-probabilities; ``shape`` is how the route writes
-    those of the output. The reader has ``begun`` some choices before, and has what comes with their beginning.
+    """Renders the log-probabilities of one response that shows any. ``logprobs_format`` is how the route writes those
+    of the output. The client has had the beginnings of the ``started`` choices before. Does no I/O.
     """
 
-    def __init__(self, admitted: PreparedRequest, shape: type[LogprobsFormat], begun: Container[int] = ()) -> None:
-        asked, names = admitted.response_options, TokenNames(admitted.text.token_bytes)
-        self._generations = admitted.generations
-        self._text = admitted.text
-        self._begun = begun
-        self._shape = None if asked.logprobs is None else shape(names, asked.logprobs)
-        self._prompt_shape = None if asked.prompt_logprobs is None else PromptLogprobsFormat(names)
+    def __init__(
+        self, prepared: PreparedRequest, logprobs_format: type[LogprobsFormat], started: Container[int] = ()
+    ) -> None:
+        options, names = prepared.response_options, TokenNames(prepared.text.token_bytes)
+        self._generations = prepared.generations
+        self._text = prepared.text
+        self._started = started
+        self._format = None if options.logprobs is None else logprobs_format(names, options.logprobs)
+        self._prompt_format = None if options.prompt_logprobs is None else PromptLogprobsFormat(names)
         self._offsets: dict[int, TextOffsets] = {}
-        self._prompts: dict[int, _Prompt] = {}
+        self._prompts: dict[int, _PromptLogprobs] = {}
 
-    async def read(self, delta: Delta) -> None:
+    async def read_prompt(self, delta: Delta) -> None:
         """Takes what the first piece of an answer tells of its prompt, and lets other work go on meanwhile. To be
-        called with every piece before the other methods are.
+        called with every piece before the other methods are, unless there is not ``enabled`` to show.
         """
         number = self._number(delta.index)
         if number not in self._prompts:
-            self._prompts[number] = await self._read(self._generations[number], delta)
+            self._prompts[number] = await self._render_prompt(self._generations[number], delta)
 
     def logprobs(self, delta: Delta) -> LogprobLists:
         """What a piece adds to the lists of its choice's log-probabilities; nothing where there are none to show."""
-        if self._shape is None:
+        if self._format is None:
             return ()
         offsets = self._offsets.get(delta.index)
-        opens = offsets is None and delta.index not in self._begun
+        opens = offsets is None and delta.index not in self._started
         if offsets is None:
             offsets = self._open_offsets(delta.index)
         if delta.replayed:
             offsets.of(delta.token_ids)
             return ()
-        lists = self._shape.write(delta.token_ids, delta.logprobs, offsets)
+        lists = self._format.write(delta.token_ids, delta.logprobs, offsets)
         before = self._prompts[self._number(delta.index)].lists if opens else ()
         return tuple(map(joined, zip(before, lists, strict=True))) if before else lists
 
     def logprobs_object(self, lists: LogprobLists) -> str:
         """``choices[].logprobs`` with these contents of its lists, null for nothing."""
-        return "null" if self._shape is None else self._shape.object_of(lists)
+        return "null" if self._format is None else self._format.object_of(lists)
 
     def prompt_logprobs(self, index: int) -> str:
         """The list of a choice's prompt; empty where it was not asked for."""
-        return self._prompts[self._number(index)].listed if self._prompt_shape is not None else ""
+        return self._prompts[self._number(index)].listed if self._prompt_format is not None else ""
 
     def _number(self, index: int) -> int:
         """Which prompt a choice belongs to."""
@@ -250,25 +248,25 @@ class LogprobsRenderer:
     def _open_offsets(self, index: int) -> TextOffsets:
         number = self._number(index)
         generation = self._generations[number]
-        output = self._open(generation, generation.prompt_token_ids)
+        output = self._new_output(generation, generation.prompt_token_ids)
         self._offsets[index] = TextOffsets(output, self._prompts[number].characters)
         return self._offsets[index]
 
-    async def _read(self, generation: GenerationRequest, delta: Delta) -> _Prompt:
+    async def _render_prompt(self, generation: GenerationRequest, delta: Delta) -> _PromptLogprobs:
         if delta.finish_reason is FinishReason.ABORT and not delta.prompt_logprobs:
-            return _Prompt(listed="null")  # cancelled before the prompt was computed
+            return _PromptLogprobs(listed="null")  # cancelled before the prompt was computed
         if delta.replayed and not delta.prompt_logprobs:
-            return _Prompt(characters=self._characters(generation))
-        return _Prompt(*await self._echo(generation, delta), await self._list(generation, delta))
+            return _PromptLogprobs(characters=self._characters(generation))
+        return _PromptLogprobs(*await self._echoed_lists(generation, delta), await self._prompt_list(generation, delta))
 
-    async def _echo(self, generation: GenerationRequest, delta: Delta) -> tuple[LogprobLists, int]:
-        if not (isinstance(self._shape, CompletionLogprobsFormat) and generation.echo):
+    async def _echoed_lists(self, generation: GenerationRequest, delta: Delta) -> tuple[LogprobLists, int]:
+        if not (isinstance(self._format, CompletionLogprobsFormat) and generation.echo):
             return (), 0
-        output = self._open(generation, ())
+        output = self._new_output(generation, ())
         offsets = TextOffsets(output)
-        parts = [self._shape.write_first(generation.prompt_token_ids[0], offsets)]
+        parts = [self._format.write_first(generation.prompt_token_ids[0], offsets)]
         for token_ids, logprobs in _positions(generation, delta):
-            parts.append(self._shape.write(token_ids, logprobs, offsets))
+            parts.append(self._format.write(token_ids, logprobs, offsets))
             await asyncio.sleep(0)
         return tuple(map(joined, zip(*parts, strict=True))), offsets.end + len(withheld(output))
 
@@ -276,24 +274,24 @@ class LogprobsRenderer:
         """How long the text of an echoed prompt is."""
         if not generation.echo:
             return 0
-        output = self._open(generation, ())
+        output = self._new_output(generation, ())
         return len(output.push(list(generation.prompt_token_ids))) + len(withheld(output))
 
-    async def _list(self, generation: GenerationRequest, delta: Delta) -> str:
-        if self._prompt_shape is None:
+    async def _prompt_list(self, generation: GenerationRequest, delta: Delta) -> str:
+        if self._prompt_format is None:
             return ""
         parts = ["null"]
         for token_ids, logprobs in _positions(generation, delta):
-            parts.append(self._prompt_shape.write(token_ids, logprobs))
+            parts.append(self._prompt_format.write(token_ids, logprobs))
             await asyncio.sleep(0)
         return f"[{joined(parts)}]"
 
-    def _open(self, generation: GenerationRequest, prompt: Sequence[int]) -> OutputTextStream:
+    def _new_output(self, generation: GenerationRequest, prompt: Sequence[int]) -> OutputTextStream:
         return self._text.new_output_stream(prompt, (), skip_special_tokens=generation.skip_special_tokens)
 
 
 def _positions(generation: GenerationRequest, delta: Delta) -> Iterator[tuple[Sequence[int], Sequence[TokenLogprobs]]]:
     """The prompt from its second token on, some at a time."""
     token_ids, logprobs = generation.prompt_token_ids[1:], delta.prompt_logprobs
-    for start in range(0, len(token_ids), _AT_A_TIME):
-        yield token_ids[start : start + _AT_A_TIME], logprobs[start : start + _AT_A_TIME]
+    for start in range(0, len(token_ids), _CHUNK):
+        yield token_ids[start : start + _CHUNK], logprobs[start : start + _CHUNK]

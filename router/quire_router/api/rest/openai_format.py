@@ -3,7 +3,6 @@ I/O.
 """
 
 import asyncio
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from quire_proto.errors import QuireError, internal
 
 from quire_router.api.output_parser import ParsedDelta, ToolCallDelta, create_parsers
 from quire_router.api.prepared_request import PreparedRequest
-from quire_router.api.rest.http import JSON_HEADERS, Header, HttpError
+from quire_router.api.rest.http import JSON_HEADERS, Header, HttpError, json_text, to_json
 from quire_router.api.rest.logprobs import (
     ChatLogprobsFormat,
     CompletionLogprobsFormat,
@@ -33,11 +32,6 @@ have ids: many clients that know only ``data:`` fail on any other line.
 """
 
 
-def to_json(value: object) -> bytes:
-    """Compact JSON in ASCII, so that no reader of lines can take a character for the end of one."""
-    return json.dumps(value, separators=(",", ":")).encode("ascii")
-
-
 def event(value: object) -> bytes:
     """One server-sent event."""
     return b"data: " + to_json(value) + b"\n\n"
@@ -45,48 +39,49 @@ def event(value: object) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class OpenAiFormat:
-    """How one route names things. ``opening`` and ``closing`` are the choices of a stream's first and last chunk, and
-    ``piece_before`` and ``piece_after`` surround the text of those between them; ``before`` and ``after`` that of a
-    whole answer. ``shape`` writes log-probabilities; those of the prompt stand in its choices or beside them.
+    """How one route names things. ``first_choice`` and ``last_choice`` are the choices of a stream's first and last
+    chunk, and ``delta_prefix`` and ``delta_suffix`` surround the text of those between them; ``message_prefix`` and
+    ``after`` that of a whole answer. ``logprobs_format`` writes log-probabilities; those of the prompt stand in its
+    choices or beside them.
     """
 
     id_prefix: str
-    whole: str
-    chunk: str
-    opening: dict[str, Any] | None
-    piece_before: str
-    piece_after: str
-    closing: dict[str, Any]
-    before: str
-    after: str
-    shape: type[LogprobsFormat]
+    object_type: str
+    chunk_object_type: str
+    first_choice: dict[str, Any] | None
+    delta_prefix: str
+    delta_suffix: str
+    last_choice: dict[str, Any]
+    message_prefix: str
+    message_suffix: str
+    logprobs_format: type[LogprobsFormat]
     prompt_in_choices: bool
 
 
 CHAT = OpenAiFormat(
     id_prefix="chatcmpl-",
-    whole="chat.completion",
-    chunk="chat.completion.chunk",
-    opening={"delta": {"role": "assistant", "content": ""}},
-    piece_before='"delta":{"content":',
-    piece_after="}",
-    closing={"delta": {}},
-    before='"message":{"role":"assistant","content":',
-    after=',"refusal":null}',
-    shape=ChatLogprobsFormat,
+    object_type="chat.completion",
+    chunk_object_type="chat.completion.chunk",
+    first_choice={"delta": {"role": "assistant", "content": ""}},
+    delta_prefix='"delta":{"content":',
+    delta_suffix="}",
+    last_choice={"delta": {}},
+    message_prefix='"message":{"role":"assistant","content":',
+    message_suffix=',"refusal":null}',
+    logprobs_format=ChatLogprobsFormat,
     prompt_in_choices=False,
 )
 COMPLETION = OpenAiFormat(
     id_prefix="cmpl-",
-    whole="text_completion",
-    chunk="text_completion",
-    opening=None,
-    piece_before='"text":',
-    piece_after="",
-    closing={"text": ""},
-    before='"text":',
-    after="",
-    shape=CompletionLogprobsFormat,
+    object_type="text_completion",
+    chunk_object_type="text_completion",
+    first_choice=None,
+    delta_prefix='"text":',
+    delta_suffix="",
+    last_choice={"text": ""},
+    message_prefix='"text":',
+    message_suffix="",
+    logprobs_format=CompletionLogprobsFormat,
     prompt_in_choices=True,
 )
 
@@ -143,18 +138,18 @@ def format_for(generation: GenerationRequest) -> OpenAiFormat:
     return CHAT if generation.operation == "chat" else COMPLETION
 
 
-def request_object(earlier: StoredRequest) -> dict[str, Any]:
+def request_object(stored: StoredRequest) -> dict[str, Any]:
     """How it is with a request."""
-    first, error = earlier.first, earlier.error
+    first, error = stored.first, stored.error
     failure = {} if error is None else error_object(error, first.request_id)
     return {
         "id": first.request_id,
         "object": "request",
-        "status": earlier.status,
+        "status": stored.status,
         "model": first.model,
         "created": int(first.created),
         "background": first.background,
-        "usage": usage_object(earlier.usage),
+        "usage": usage_object(stored.usage),
         **failure,
     }
 
@@ -181,45 +176,42 @@ def head(style: OpenAiFormat, kind: str, generation: GenerationRequest) -> dict[
 # What a chat's choice says beside plain content, as the OpenAI API writes it. Does no I/O.
 
 
-_encode = json.JSONEncoder(separators=(",", ":")).encode
-
-
-def delta_json(said: ParsedDelta) -> str:
+def delta_json(parsed: ParsedDelta) -> str:
     """``choices[].delta`` of one event. Thoughts have both names that clients look for."""
     parts = []
-    if said.reasoning:
-        thoughts = _encode(said.reasoning)
+    if parsed.reasoning:
+        thoughts = json_text(parsed.reasoning)
         parts.append(f'"reasoning_content":{thoughts},"reasoning":{thoughts}')
-    if said.content:
-        parts.append(f'"content":{_encode(said.content)}')
-    if said.calls:
-        parts.append(f'"tool_calls":[{",".join(map(_part, said.calls))}]')
+    if parsed.content:
+        parts.append(f'"content":{json_text(parsed.content)}')
+    if parsed.calls:
+        parts.append(f'"tool_calls":[{",".join(map(_call_json, parsed.calls))}]')
     return f"{{{','.join(parts)}}}"
 
 
 def message_object(parts: Sequence[ParsedDelta]) -> dict[str, Any]:
     """``choices[].message`` of a whole answer. There is no content where there are only calls."""
-    content = "".join(said.content for said in parts)
-    reasoning = "".join(said.reasoning for said in parts)
+    content = "".join(parsed.content for parsed in parts)
+    reasoning = "".join(parsed.reasoning for parsed in parts)
     calls: dict[int, dict[str, Any]] = {}
-    for call in (call for said in parts for call in said.calls):
+    for call in (call for parsed in parts for call in parsed.calls):
         if call.index in calls:
             calls[call.index]["function"]["arguments"] += call.arguments
         else:
-            calls[call.index] = _begun(call)
+            calls[call.index] = _call_object(call)
     message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
     if reasoning:
         message |= {"reasoning_content": reasoning, "reasoning": reasoning}
     return {**message, "tool_calls": list(calls.values())} if calls else message
 
 
-def _part(call: ToolCallDelta) -> str:
+def _call_json(call: ToolCallDelta) -> str:
     if call.id:
-        return _encode({"index": call.index, **_begun(call)})
-    return f'{{"index":{call.index},"function":{{"arguments":{_encode(call.arguments)}}}}}'
+        return json_text({"index": call.index, **_call_object(call)})
+    return f'{{"index":{call.index},"function":{{"arguments":{json_text(call.arguments)}}}}}'
 
 
-def _begun(call: ToolCallDelta) -> dict[str, Any]:
+def _call_object(call: ToolCallDelta) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
@@ -231,7 +223,7 @@ class _ChoiceBuilder:
     """What came of one choice."""
 
     texts: list[str] = field(default_factory=list)
-    said: list[ParsedDelta] = field(default_factory=list)
+    parsed: list[ParsedDelta] = field(default_factory=list)
     logprobs: list[LogprobLists] = field(default_factory=list)
     finish_reason: str | None = None
     score: float | None = None
@@ -240,26 +232,26 @@ class _ChoiceBuilder:
 class CompletionBuilder:
     """Collects the pieces of all choices."""
 
-    def __init__(self, style: OpenAiFormat, admitted: PreparedRequest) -> None:
-        self.shown = LogprobsRenderer(admitted, style.shape) if admitted.has_logprobs else None
-        self._readers = create_parsers(admitted) if admitted.is_parsed else None
+    def __init__(self, style: OpenAiFormat, prepared: PreparedRequest) -> None:
+        self.logprobs = LogprobsRenderer(prepared, style.logprobs_format) if prepared.has_logprobs else None
+        self._parsers = create_parsers(prepared) if prepared.is_parsed else None
         self._style = style
-        self._head = head(style, style.whole, admitted.first)
-        self._choices = [_ChoiceBuilder() for _ in range(admitted.num_choices)]
+        self._head = head(style, style.object_type, prepared.first)
+        self._choices = [_ChoiceBuilder() for _ in range(prepared.num_choices)]
 
     def add(self, delta: Delta) -> None:
         """The next piece."""
         choice = self._choices[delta.index]
-        if self._readers is None:
+        if self._parsers is None:
             choice.texts.append(delta.text)
         else:
-            choice.said.append(self._readers[delta.index].parse(delta))
-        if self.shown is not None:
-            choice.logprobs.append(self.shown.logprobs(delta))
+            choice.parsed.append(self._parsers[delta.index].parse(delta))
+        if self.logprobs is not None:
+            choice.logprobs.append(self.logprobs.logprobs(delta))
         if delta.finish_reason is not None:
             choice.finish_reason, choice.score = delta.finish_reason, delta.score
-            if choice.said:
-                choice.finish_reason = choice.said[-1].finish_reason
+            if choice.parsed:
+                choice.finish_reason = choice.parsed[-1].finish_reason
 
     async def body(self, usage: Usage) -> bytes:
         """The answer, choice by choice, between which others get their turn. Raises ``QuireError`` when a choice has
@@ -272,29 +264,25 @@ class CompletionBuilder:
             choices.append(self._choice_object(index, choice).encode("ascii"))
             await asyncio.sleep(0)
         after = "" if self._style.prompt_in_choices else self._prompt_logprobs(0)
-        end = f'],"usage":{_json(usage_object(usage))}{after}}}'
+        end = f'],"usage":{json_text(usage_object(usage))}{after}}}'
         return b"".join(
-            (f'{_json(self._head)[:-1]},"choices":['.encode("ascii"), b",".join(choices), end.encode("ascii"))
+            (f'{json_text(self._head)[:-1]},"choices":['.encode("ascii"), b",".join(choices), end.encode("ascii"))
         )
 
     def _choice_object(self, index: int, choice: _ChoiceBuilder) -> str:
-        if self._readers is None:
-            text = f"{self._style.before}{_json(''.join(choice.texts))}{self._style.after}"
+        if self._parsers is None:
+            text = f"{self._style.message_prefix}{json_text(''.join(choice.texts))}{self._style.message_suffix}"
         else:
-            text = f'"message":{_json(message_object(choice.said))}'
+            text = f'"message":{json_text(message_object(choice.parsed))}'
         logprobs = "null"
-        if self.shown is not None:
-            logprobs = self.shown.logprobs_object(tuple(map(joined, zip(*choice.logprobs, strict=True))))
+        if self.logprobs is not None:
+            logprobs = self.logprobs.logprobs_object(tuple(map(joined, zip(*choice.logprobs, strict=True))))
         after = self._prompt_logprobs(index) if self._style.prompt_in_choices else ""
         if choice.score is not None:
             after += f',"score":{number(choice.score)}'
-        reason = _json(choice.finish_reason)
+        reason = json_text(choice.finish_reason)
         return f'{{"index":{index},{text},"logprobs":{logprobs},"finish_reason":{reason}{after}}}'
 
     def _prompt_logprobs(self, index: int) -> str:
-        listed = "" if self.shown is None else self.shown.prompt_logprobs(index)
+        listed = "" if self.logprobs is None else self.logprobs.prompt_logprobs(index)
         return f',"prompt_logprobs":{listed}' if listed else ""
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))

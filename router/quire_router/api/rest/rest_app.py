@@ -33,44 +33,45 @@ log = logging.getLogger(__name__)
 
 PUBLIC_PATHS = frozenset({"/started", "/ready", "/health", "/live"})
 _NOT_FOR_CLIENTS = "this is the metrics port; the API is on the port of --http-port, 8000 by default"
-_LAST = ((b"connection", b"close"),)
+_CONNECTION_CLOSE = ((b"connection", b"close"),)
 Handler = Callable[[HttpExchange], Awaitable[None]]
-_PASSING = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
+_TRANSIENT = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
 """After these a request that somebody may come back to was let go of, and not ended (see ``RequestRunner``)."""
 
 
 class RestApp:
-    """An ASGI application over ``routes``. Without a key only ``open_paths`` can be reached, not even the knowledge
-    of which other paths exist. ``elsewhere`` says where that is which is not here; by default that depends on the path.
+    """An ASGI application over ``routes``. Without a key only ``open_paths`` can be reached, not even the knowledge of
+    which other paths exist. ``not_found_hint`` says where that is which is not here; by default that depends on the
+    path.
     """
 
     def __init__(
         self,
-        frontend: ApiService,
+        service: ApiService,
         routes: Sequence[Route],
-        patience: float,
+        client_timeout: float,
         open_paths: Container[str] = PUBLIC_PATHS,
-        elsewhere: str | None = None,
+        not_found_hint: str | None = None,
     ) -> None:
-        self._frontend = frontend
+        self._service = service
         self.routes = tuple(routes)
         self._open_paths = open_paths
-        self._elsewhere = elsewhere
+        self._not_found_hint = not_found_hint
         self._router = Router(routes, redirect_slashes=False)
-        self._patience = patience
+        self._client_timeout = client_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request, whatever happens."""
-        reply = HttpResponse(send, self._patience, new_request_id(), direct_writer(scope))
-        exchange = HttpExchange(scope, receive, reply)
+        response = HttpResponse(send, self._client_timeout, new_request_id(), direct_writer(scope))
+        exchange = HttpExchange(scope, receive, response)
         try:
             await self._serve(exchange, send)
         except ClientDisconnectedError:
             log.debug("request %s: the client left", exchange.request_id)
-            if reply.direct is not None:
-                reply.direct.abort()
+            if response.direct is not None:
+                response.direct.abort()
         finally:
-            reply.close()
+            response.close()
 
     async def _serve(self, exchange: HttpExchange, send: Send) -> None:
         try:
@@ -79,35 +80,35 @@ class RestApp:
             self._authenticate(exchange)
             await self._route(exchange, send)
         except (HttpError, QuireError) as error:
-            await _fail(exchange, error)
+            await _send_error(exchange, error)
         except HTTPException as error:
-            await _fail(exchange, self._unrouted(exchange, error))
+            await _send_error(exchange, self._routing_error(exchange, error))
         except ClientDisconnectedError:
             raise
         except Exception:
             log.exception("request %s failed", exchange.request_id)
-            await _fail(exchange, internal())
+            await _send_error(exchange, internal())
 
-    def _unrouted(self, exchange: HttpExchange, error: HTTPException) -> HttpError:
+    def _routing_error(self, exchange: HttpExchange, error: HTTPException) -> HttpError:
         """What the router found wrong, in our words."""
         if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
             allowed = (error.headers or {}).get("Allow", "")
             return wrong_method(exchange.path, str(exchange.scope["method"]), allowed)
-        return no_such_route(exchange.path, self._elsewhere)
+        return no_such_route(exchange.path, self._not_found_hint)
 
     def _authenticate(self, exchange: HttpExchange) -> None:
         if exchange.path in self._open_paths:
             return
         with counting_rejections():
-            exchange.caller = self._frontend.keys.authenticate(*exchange.credentials)
-        exchange.reply.extra_headers = lambda: (
-            *x_headers(self._frontend.rate_limit_headers(exchange.caller)),
-            *self._parting(),
+            exchange.caller = self._service.keys.authenticate(*exchange.credentials)
+        exchange.response.extra_headers = lambda: (
+            *x_headers(self._service.rate_limit_headers(exchange.caller)),
+            *self._connection_close(),
         )
 
-    def _parting(self) -> Sequence[Header]:
+    def _connection_close(self) -> Sequence[Header]:
         """Sends a client elsewhere with its next request: connections outlive their place in lists of who is ready."""
-        return _LAST if self._frontend.concurrency.draining else ()
+        return _CONNECTION_CLOSE if self._service.concurrency.draining else ()
 
     async def _route(self, exchange: HttpExchange, send: Send) -> None:
         exchange.scope["app"] = self  # makes the router raise instead of answering by itself
@@ -115,15 +116,15 @@ class RestApp:
 
 
 def build_api(
-    frontend: ApiService, *, max_body_bytes: int, patience: float, keepalive: KeepAlive = KEEPALIVE
+    service: ApiService, *, max_body_bytes: int, client_timeout: float, keepalive: KeepAlive = KEEPALIVE
 ) -> RestApp:
-    """The public REST API. ``patience`` is how many seconds a client may leave its answer unread."""
-    pages, requests = StatusEndpoints(frontend), RequestEndpoints(frontend, keepalive)
-    limits = BodyLimits(max_body_bytes, patience)
-    tokens = TokenizeEndpoints(frontend, limits)
+    """The public REST API. ``client_timeout`` is how many seconds a client may leave its answer unread."""
+    status, requests = StatusEndpoints(service), RequestEndpoints(service, keepalive)
+    limits = BodyLimits(max_body_bytes, client_timeout)
+    tokens = TokenizeEndpoints(service, limits)
 
     def generate(path: str, schema: type[GenerationBody], style: OpenAiFormat) -> Route:
-        return _route(path, "POST", GenerateHandler(frontend, path, schema, style, limits=limits, keepalive=keepalive))
+        return _route(path, "POST", GenerateHandler(service, path, schema, style, limits=limits, keepalive=keepalive))
 
     routes = [
         generate("/v1/completions", CompletionRequest, COMPLETION),
@@ -133,26 +134,28 @@ def build_api(
         _route("/v1/requests/{id}/events", "GET", requests.events),
         _route("/tokenize", "POST", tokens.tokenize),
         _route("/detokenize", "POST", tokens.detokenize),
-        _route("/v1/models", "GET", pages.models),
-        _route("/v1/models/{model:path}", "GET", pages.model),
-        *_probes(pages, pages.health),
+        _route("/v1/models", "GET", status.models),
+        _route("/v1/models/{model:path}", "GET", status.model),
+        *_probes(status, status.health),
     ]
-    return RestApp(frontend, routes, patience)
+    return RestApp(service, routes, client_timeout)
 
 
-def build_admin(frontend: ApiService, *, patience: float) -> RestApp:
+def build_admin(service: ApiService, *, client_timeout: float) -> RestApp:
     """What the metrics port serves, without a key: it is not for clients."""
-    pages = StatusEndpoints(frontend)
-    routes = [*_probes(pages, pages.health_in_detail), _route("/metrics", "GET", pages.metrics)]
-    return RestApp(frontend, routes, patience, open_paths=PUBLIC_PATHS | {"/metrics"}, elsewhere=_NOT_FOR_CLIENTS)
+    status = StatusEndpoints(service)
+    routes = [*_probes(status, status.health_in_detail), _route("/metrics", "GET", status.metrics)]
+    return RestApp(
+        service, routes, client_timeout, open_paths=PUBLIC_PATHS | {"/metrics"}, not_found_hint=_NOT_FOR_CLIENTS
+    )
 
 
-def _probes(pages: StatusEndpoints, health: Handler) -> list[Route]:
+def _probes(status: StatusEndpoints, health: Handler) -> list[Route]:
     return [
-        _route("/started", "GET", pages.started),
-        _route("/ready", "GET", pages.ready),
+        _route("/started", "GET", status.started),
+        _route("/ready", "GET", status.ready),
         _route("/health", "GET", health),
-        _route("/live", "GET", pages.live),
+        _route("/live", "GET", status.live),
     ]
 
 
@@ -171,11 +174,11 @@ def _route(path: str, method: str | Sequence[str], handler: Handler) -> Route:
     return Route(path, _Asgi(handler), methods=methods, name=path)
 
 
-async def _fail(exchange: HttpExchange, error: HttpError | QuireError) -> None:
+async def _send_error(exchange: HttpExchange, error: HttpError | QuireError) -> None:
     """Tells an error as an answer or, where the stream has begun, as its last event: it never just ends."""
-    if not exchange.reply.started:
-        await exchange.reply.send(*error_response(error, exchange.request_id))
-    elif not exchange.reply.ended and isinstance(error, QuireError):
-        resumable = (exchange.has_output or exchange.resumable) and error.code in _PASSING
+    if not exchange.response.started:
+        await exchange.response.send(*error_response(error, exchange.request_id))
+    elif not exchange.response.ended and isinstance(error, QuireError):
+        resumable = (exchange.has_output or exchange.resumable) and error.code in _TRANSIENT
         ids = exchange.event_ids
-        await exchange.reply.end(error_event(error, exchange.request_id, resumable=resumable, event_ids=ids))
+        await exchange.response.end(error_event(error, exchange.request_id, resumable=resumable, event_ids=ids))

@@ -1,7 +1,6 @@
 """The events of one stream, as the OpenAI API writes them. Does no I/O."""
 
 import asyncio
-import json
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as _quote  # as json.dumps writes a string, in a quarter of the time
 from types import TracebackType
@@ -9,8 +8,15 @@ from typing import Any, Final, Self
 
 from quire_router.api.output_parser import ParsedDelta, create_parsers
 from quire_router.api.prepared_request import PreparedRequest
-from quire_router.api.responses import begun_choices
-from quire_router.api.rest.http import SSE_HEADERS, ClientDisconnectedError, DirectWriter, Header, HttpResponse
+from quire_router.api.responses import started_choices
+from quire_router.api.rest.http import (
+    SSE_HEADERS,
+    ClientDisconnectedError,
+    DirectWriter,
+    Header,
+    HttpResponse,
+    json_text,
+)
 from quire_router.api.rest.logprobs import LogprobLists, LogprobsRenderer, number
 from quire_router.api.rest.openai_format import RECONNECT, OpenAiFormat, delta_json, event, head, usage_object
 from quire_router.core.generation import Delta, StreamCursor, Usage
@@ -20,128 +26,129 @@ _NO_USAGE: Final = b',"usage":null}\n\n'
 
 
 class SseEncoder:
-    """Each event is a piece of one choice. Its id, where ids were asked for, is the ``mark`` of where its reader then
+    """Each event is a piece of one choice. Its id, where ids were asked for, is the ``cursor`` of where its reader then
     stands: a client that comes back with it gets what follows. So a piece is one event, also with its choice's end. All
     that does not change between tokens is written once.
     """
 
     __slots__ = (
+        "_advances_cursor",
         "_after",
         "_before",
         "_choices",
         "_closed",
-        "_counts",
+        "_continuous_usage",
+        "_cursor",
         "_end",
         "_has_ids",
         "_head",
-        "_mark",
+        "_parsers",
         "_prompts",
-        "_readers",
         "_starts",
         "_style",
         "_usage",
-        "_usage_so_far",
-        "shown",
+        "logprobs",
     )
 
-    def __init__(self, style: OpenAiFormat, admitted: PreparedRequest, mark: StreamCursor) -> None:
-        self.shown: LogprobsRenderer | None = None
-        if admitted.has_logprobs:
-            self.shown = LogprobsRenderer(admitted, style.shape, begun_choices(mark, admitted.num_choices))
-        self._readers = create_parsers(admitted) if admitted.is_parsed else None
+    def __init__(self, style: OpenAiFormat, prepared: PreparedRequest, cursor: StreamCursor) -> None:
+        self.logprobs: LogprobsRenderer | None = None
+        if prepared.has_logprobs:
+            started = started_choices(cursor, prepared.num_choices)
+            self.logprobs = LogprobsRenderer(prepared, style.logprobs_format, started)
+        self._parsers = create_parsers(prepared) if prepared.is_parsed else None
         self._style = style
-        self._mark = mark
-        self._has_ids = admitted.event_ids
-        self._usage_so_far = admitted.response_options.continuous_usage
-        self._counts = self._has_ids or self._usage_so_far
-        self._prompts = [len(each.prompt_token_ids) for each in admitted.generations for _ in range(each.params.n)]
-        self._choices = admitted.num_choices
-        self._head = head(style, style.chunk, admitted.first)
-        self._usage: dict[str, Any] = {"usage": None} if admitted.response_options.include_usage else {}
+        self._cursor = cursor
+        self._has_ids = prepared.event_ids
+        self._continuous_usage = prepared.response_options.continuous_usage
+        self._advances_cursor = self._has_ids or self._continuous_usage
+        self._prompts = [len(each.prompt_token_ids) for each in prepared.generations for _ in range(each.params.n)]
+        self._choices = prepared.num_choices
+        self._head = head(style, style.chunk_object_type, prepared.first)
+        self._usage: dict[str, Any] = {"usage": None} if prepared.response_options.include_usage else {}
         opening = _unclosed(self._head)
         starts = [f'data: {opening},"choices":[{{"index":{index},' for index in range(self._choices)]
-        self._before = [start + style.piece_before for start in starts]
+        self._before = [start + style.delta_prefix for start in starts]
         self._starts = [f'{start}"delta":' for start in starts]
         no_usage = ',"usage":null' if self._usage else ""
         self._closed = f"}}]{no_usage}}}\n\n"
         self._end = f',"finish_reason":null{self._closed}'
-        self._after = f'{style.piece_after},"logprobs":null{self._end}'
+        self._after = f'{style.delta_suffix},"logprobs":null{self._end}'
 
     def opening(self) -> bytes:
         """What comes before all text: the role of each choice that has not begun, where there are roles."""
-        if self._style.opening is None:
+        if self._style.first_choice is None:
             return b""
-        return b"".join(self._open(index) for index in range(self._choices) if not self._mark.begun(index))
+        return b"".join(self._open(index) for index in range(self._choices) if not self._cursor.begun(index))
 
     def encode(self, delta: Delta) -> bytes:
         """What a piece adds to its choice: nothing, some text, its end. The usage ends the stream."""
-        logprobs = self.shown.logprobs(delta) if self.shown is not None else ()
-        if self._readers is not None:
-            data = self._encode_parsed(self._readers[delta.index].parse(delta), delta, logprobs)
+        logprobs = self.logprobs.logprobs(delta) if self.logprobs is not None else ()
+        if self._parsers is not None:
+            data = self._encode_parsed(self._parsers[delta.index].parse(delta), delta, logprobs)
         else:
             data = b"" if delta.replayed else self._encode_text(delta, logprobs)
-        if data and self._usage_so_far:
+        if data and self._continuous_usage:
             data = self._with_usage(data, delta.index)
         return data if delta.usage is None else data + self._closing(delta.usage)
 
     def _encode_text(self, delta: Delta, logprobs: LogprobLists) -> bytes:
-        line = self._take(delta) if self._counts else ""
+        line = self._advance(delta) if self._advances_cursor else ""
         if delta.finish_reason is not None:
             return self._encode_last(line, delta, logprobs)
         if any(logprobs):  # also without text: tokens may come before theirs
-            text = self._before[delta.index] + json.dumps(delta.text) + self._style.piece_after
+            text = self._before[delta.index] + json_text(delta.text) + self._style.delta_suffix
             text += f',"logprobs":{self._logprobs_object(logprobs)}{self._end}'
             return f"{line}{text}".encode("ascii")
         if delta.text:  # once for each token, so it only joins strings
             return f"{line}{self._before[delta.index]}{_quote(delta.text)}{self._after}".encode("ascii")
         return b""
 
-    def _encode_parsed(self, said: ParsedDelta, delta: Delta, logprobs: LogprobLists) -> bytes:
+    def _encode_parsed(self, parsed: ParsedDelta, delta: Delta, logprobs: LogprobLists) -> bytes:
         """A piece of a choice that may think or call tools. It is one event too, whatever it says."""
         if delta.replayed:
             return b""
-        line = self._take(delta) if self._counts else ""
-        if not (said.has_output or any(logprobs)):
+        line = self._advance(delta) if self._advances_cursor else ""
+        if not (parsed.has_output or any(logprobs)):
             return b""
-        piece = f"{line}{self._starts[delta.index]}{delta_json(said)}"
-        if not any(logprobs) and said.finish_reason is None:
+        piece = f"{line}{self._starts[delta.index]}{delta_json(parsed)}"
+        if not any(logprobs) and parsed.finish_reason is None:
             return f'{piece},"logprobs":null{self._end}'.encode("ascii")
-        shown = self._logprobs_object(logprobs)
+        logprobs_json = self._logprobs_object(logprobs)
         score = "" if delta.score is None else f',"score":{number(delta.score)}'
-        end = f',"logprobs":{shown},"finish_reason":{json.dumps(said.finish_reason)}{score}{self._closed}'
+        end = f',"logprobs":{logprobs_json},"finish_reason":{json_text(parsed.finish_reason)}{score}{self._closed}'
         return f"{piece}{end}".encode("ascii")
 
     def _encode_last(self, line: str, delta: Delta, logprobs: LogprobLists) -> bytes:
         """The last event of a choice, with what text there is left, and the ``line`` with its id."""
-        shown = self._logprobs_object(logprobs)
-        if delta.text or shown != "null":
-            choice = self._before[delta.index] + json.dumps(delta.text) + self._style.piece_after
+        logprobs_json = self._logprobs_object(logprobs)
+        if delta.text or logprobs_json != "null":
+            choice = self._before[delta.index] + json_text(delta.text) + self._style.delta_suffix
         else:
-            closing = _unclosed({"index": delta.index, **self._style.closing})
+            closing = _unclosed({"index": delta.index, **self._style.last_choice})
             choice = f'data: {_unclosed(self._head)},"choices":[{closing}'
         score = "" if delta.score is None else f',"score":{number(delta.score)}'
-        end = f',"logprobs":{shown},"finish_reason":"{delta.finish_reason}"{score}{self._closed}'
+        end = f',"logprobs":{logprobs_json},"finish_reason":"{delta.finish_reason}"{score}{self._closed}'
         return f"{line}{choice}{end}".encode("ascii")
 
     def _logprobs_object(self, logprobs: LogprobLists) -> str:
-        return self.shown.logprobs_object(logprobs) if self.shown is not None and any(logprobs) else "null"
+        return self.logprobs.logprobs_object(logprobs) if self.logprobs is not None and any(logprobs) else "null"
 
     def _closing(self, usage: Usage) -> bytes:
         """The usage where it was asked for and not told before, and the end mark."""
-        if not self._usage or self._mark.usage:
+        if not self._usage or self._cursor.usage:
             return DONE
-        self._mark.usage = True
+        self._cursor.usage = True
         return self._event({**self._head, "choices": [], "usage": usage_object(usage)}) + DONE
 
     def _open(self, index: int) -> bytes:
-        self._mark.open(index)
-        choice = {"index": index, **(self._style.opening or {}), "logprobs": None, "finish_reason": None}
+        self._cursor.open(index)
+        choice = {"index": index, **(self._style.first_choice or {}), "logprobs": None, "finish_reason": None}
         data = self._event({**self._head, "choices": [choice], **self._usage})
-        return self._with_usage(data, index) if self._usage_so_far else data
+        return self._with_usage(data, index) if self._continuous_usage else data
 
     def _with_usage(self, data: bytes, index: int) -> bytes:
         """An event with what its choice has used so far: as in vLLM, the tokens of its prompt and its own."""
-        prompt, completion = self._prompts[index], self._mark.position(index)
+        prompt, completion = self._prompts[index], self._cursor.position(index)
         tokens = b'"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d' % (
             prompt,
             completion,
@@ -150,18 +157,18 @@ class SseEncoder:
         return data.removesuffix(_NO_USAGE) + b',"usage":{' + tokens + b"}}\n\n"
 
     def _event(self, chunk: dict[str, Any]) -> bytes:
-        line = f"id: {self._mark}\n".encode("ascii") if self._has_ids else b""
+        line = f"id: {self._cursor}\n".encode("ascii") if self._has_ids else b""
         return line + event(chunk)
 
-    def _take(self, delta: Delta) -> str:
+    def _advance(self, delta: Delta) -> str:
         """Counts ``delta`` as told; the line with the id of its event where ids were asked for."""
-        self._mark.advance(delta)
-        return f"id: {self._mark!s}\n" if self._has_ids else ""
+        self._cursor.advance(delta)
+        return f"id: {self._cursor!s}\n" if self._has_ids else ""
 
 
 def _unclosed(value: dict[str, Any]) -> str:
     """An object of JSON without its end."""
-    return json.dumps(value, separators=(",", ":"))[:-1]
+    return json_text(value)[:-1]
 
 
 # The connection of one stream of server-sent events: when it begins, and how it is kept from being taken for dead.
@@ -201,30 +208,30 @@ class SseStream:
     __slots__ = (
         "_comment",
         "_direct",
-        "_gone",
+        "_disconnected",
         "_heartbeat_task",
         "_is_busy",
-        "_last",
+        "_last_write",
         "_loop",
         "_opening",
-        "_reply",
+        "_response",
         "_seconds",
         "_timer",
         "headers",
     )
 
-    def __init__(self, reply: HttpResponse, keepalive: KeepAlive, *, ids: bool) -> None:
+    def __init__(self, response: HttpResponse, keepalive: KeepAlive, *, ids: bool) -> None:
         self.headers: list[Header] = []
-        self._reply = reply
+        self._response = response
         self._seconds = keepalive.with_ids if ids else keepalive.seconds
         self._comment, self._opening = (HEARTBEAT_WITH_IDS, RECONNECT) if ids else (HEARTBEAT, b"")
         self._loop = asyncio.get_running_loop()
-        self._last = self._loop.time()
+        self._last_write = self._loop.time()
         self._is_busy = False  # something is being written, or nothing can be any more
-        self._gone = False
+        self._disconnected = False
         self._direct: DirectWriter | None = None
         self._heartbeat_task: asyncio.Task[None] | None = None
-        self._timer = self._loop.call_at(self._last + self._seconds, self._check_idle) if self._seconds else None
+        self._timer = self._loop.call_at(self._last_write + self._seconds, self._check_idle) if self._seconds else None
 
     async def __aenter__(self) -> Self:
         return self
@@ -232,7 +239,7 @@ class SseStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        self._stop_looking()
+        self._stop_timer()
         if self._heartbeat_task is not None:
             if kind is not None and not issubclass(kind, Exception):
                 self._heartbeat_task.cancel()
@@ -240,7 +247,7 @@ class SseStream:
 
     async def write(self, data: bytes) -> None:
         """Some events."""
-        await self._reply.write(await self._prepare() + data)
+        await self._response.write(await self._prepare() + data)
         self._is_busy = False
 
     @property
@@ -252,52 +259,52 @@ class SseStream:
     def write_now(self, data: bytes) -> None:
         """Some events. Only while it is open."""
         assert self._direct is not None  # else it was not open
-        self._last = self._loop.time()
+        self._last_write = self._loop.time()
         self._direct.write(data)
 
     async def end(self, data: bytes) -> None:
         """The last events."""
-        await self._reply.end(await self._prepare() + data)
+        await self._response.end(await self._prepare() + data)
 
     async def _prepare(self) -> bytes:
         """Before anything is written: waits for a comment on its way, and begins the answer; gives what comes first."""
-        self._last = self._loop.time()
+        self._last_write = self._loop.time()
         if self._heartbeat_task is not None and not self._heartbeat_task.done():
             await asyncio.wait([self._heartbeat_task])
-        if self._gone:
+        if self._disconnected:
             raise ClientDisconnectedError
         self._is_busy = True
-        return b"" if self._reply.started else await self._start()
+        return b"" if self._response.started else await self._start()
 
     async def _start(self) -> bytes:
-        await self._reply.start(200, (*SSE_HEADERS, *self.headers))
-        if self._reply.direct is not None and self._reply.direct.is_streaming:
-            self._direct = self._reply.direct
+        await self._response.start(200, (*SSE_HEADERS, *self.headers))
+        if self._response.direct is not None and self._response.direct.is_streaming:
+            self._direct = self._response.direct
         return self._opening
 
     def _check_idle(self) -> None:
         """Writes a comment if it is time, and looks again later."""
         now = self._loop.time()
-        if now >= self._last + self._seconds:
-            self._last = now
+        if now >= self._last_write + self._seconds:
+            self._last_write = now
             if not self._is_busy:
                 self._is_busy = True
                 self._heartbeat_task = self._loop.create_task(self._heartbeat(), name="heartbeat")
-        self._timer = self._loop.call_at(self._last + self._seconds, self._check_idle)
+        self._timer = self._loop.call_at(self._last_write + self._seconds, self._check_idle)
 
-    def _stop_looking(self) -> None:
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
     async def _heartbeat(self) -> None:
         try:
-            first = b"" if self._reply.started else await self._start()
-            await self._reply.write(first + self._comment)
+            first = b"" if self._response.started else await self._start()
+            await self._response.write(first + self._comment)
         except ClientDisconnectedError:
-            self._gone = True  # whoever writes the next piece is told
-            self._stop_looking()
+            self._disconnected = True  # whoever writes the next piece is told
+            self._stop_timer()
         finally:
-            self._is_busy = self._gone
+            self._is_busy = self._disconnected
 
 
 class SseDeltaSink:

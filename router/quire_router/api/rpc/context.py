@@ -82,18 +82,18 @@ class RpcCall:
         """Every text of a name in the metadata."""
         return [value for key, value in self._metadata if key == name and isinstance(value, str)]
 
-    def terms(self, *, has_deadline: bool) -> RequestOptions:
+    def options(self, *, has_deadline: bool) -> RequestOptions:
         """What the call says beside its message; whether its deadline is the answer's. Raises ``QuireError``."""
         with counting_rejections():
             return options_from_metadata(self.values, self.context.time_remaining() if has_deadline else None)
 
-    async def begin(self, notes: Mapping[str, str]) -> None:
+    async def begin(self, entries: Mapping[str, str]) -> None:
         """Sends the metadata that come before the first message."""
-        await self.context.send_initial_metadata(((REQUEST_ID, self.request_id), *notes.items()))
+        await self.context.send_initial_metadata(((REQUEST_ID, self.request_id), *entries.items()))
 
-    def end(self, notes: Mapping[str, str]) -> None:
+    def end(self, entries: Mapping[str, str]) -> None:
         """Sets the metadata that come behind the last message."""
-        self.context.set_trailing_metadata(((REQUEST_ID, self.request_id), *notes.items()))
+        self.context.set_trailing_metadata(((REQUEST_ID, self.request_id), *entries.items()))
 
     @property
     def _metadata(self) -> tuple[tuple[str, str | bytes], ...]:

@@ -25,20 +25,20 @@ from quire_router.core.retry import supervise
 MAX_METADATA_BYTES = 16 * 1024
 _HEALTH_PERIOD = 0.2  # seconds
 _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
-_BESIDE = (health.SERVICE_NAME, reflection.SERVICE_NAME, _REFLECTION_V1)
-_SERVICES = (SERVICE, *_BESIDE)
+_AUXILIARY_SERVICES = (health.SERVICE_NAME, reflection.SERVICE_NAME, _REFLECTION_V1)
+_SERVICES = (SERVICE, *_AUXILIARY_SERVICES)
 
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """At most ``connections`` at once on one port, and ``beside`` calls of each method of health and reflection, next
-    to the ``requests`` that the door lets in and ``short`` ones that are answered or refused at once. A connection
+    """At most ``connections`` at once on one port, and ``auxiliary`` calls of each method of health and reflection,
+    next to the ``requests`` that the door lets in and ``short`` ones that are answered or refused at once. A connection
     without calls may wait ``idle`` seconds for the next one. One with calls, whose client says nothing for ``silence``
     seconds, is asked whether it is still there, and closed when it does not answer within a third of that.
     """
 
     requests: int = 1024
-    beside: int = 64
+    auxiliary: int = 64
     short: int = 256
     connections: int = 4096
     idle: float = 300.0
@@ -49,69 +49,69 @@ class CallLimits:
         """The most calls at once, on one connection or on all. The gRPC library refuses what is above that, without a
         reason, and a client's own library keeps it waiting where it is one connection's.
         """
-        return self.requests + 5 * self.beside + self.short
+        return self.requests + 5 * self.auxiliary + self.short
 
 
 class RpcServer:
     """Listens on ``address`` (port 0: any free one; ``port`` tells which), ``shared`` with other processes that say the
-    same. ``patience`` is how many seconds a client may take to send a message, and to read one. Raises ``OSError`` when
-    it cannot listen.
+    same. ``client_timeout`` is how many seconds a client may take to send a message, and to read one. Raises
+    ``OSError`` when it cannot listen.
     """
 
     def __init__(
         self,
-        frontend: ApiService,
+        service: ApiService,
         address: str,
         *,
         max_message_bytes: int,
-        patience: float,
+        client_timeout: float,
         shared: bool = False,
         limits: CallLimits | None = None,
     ) -> None:
-        self._frontend = frontend
+        self._service = service
         limits = limits or CallLimits()
         # From the outside in: who has no valid key takes no place, and a call holds its place while it is awaited.
         interceptors = [
-            AuthInterceptor(frontend.keys),
-            CallLimitInterceptor(_BESIDE, limits.beside),
-            MessageTimeoutInterceptor(patience),
+            AuthInterceptor(service.keys),
+            CallLimitInterceptor(_AUXILIARY_SERVICES, limits.auxiliary),
+            MessageTimeoutInterceptor(client_timeout),
             DecodeErrorInterceptor(SERVICE),
         ]
         self._server = grpc.aio.server(
             interceptors=interceptors,
-            options=[*options(max_message_bytes, shared), *connection_options(limits, patience)],
+            options=[*server_options(max_message_bytes, shared), *connection_options(limits, client_timeout)],
             maximum_concurrent_rpcs=limits.calls,
         )
         self._health = Health()
-        add_InferenceServicer_to_server(InferenceService(frontend, patience), self._server)
+        add_InferenceServicer_to_server(InferenceService(service, client_timeout), self._server)
         add_HealthServicer_to_server(self._health, self._server)
         _add_reflection(self._server)
         self.port = bind(self._server, address)
-        self._following: SupervisedTask | None = None
+        self._health_task: SupervisedTask | None = None
 
     async def start(self) -> None:
         """Begins to accept calls."""
-        await self._tell_health()
+        await self._publish_health()
         await self._server.start()
-        self._following = supervise("grpc health", self._follow_health)
+        self._health_task = supervise("grpc health", self._watch_health)
 
     async def stop(self, grace: float) -> None:
         """Refuses new calls, and lets running ones end within ``grace`` seconds."""
-        if self._following is not None:
-            await self._following.stop()
+        if self._health_task is not None:
+            await self._health_task.stop()
         try:
             await self._health.enter_graceful_shutdown()
         finally:
             await self._server.stop(grace)
 
-    async def _follow_health(self) -> None:
+    async def _watch_health(self) -> None:
         while True:
-            await self._tell_health()
+            await self._publish_health()
             await asyncio.sleep(_HEALTH_PERIOD)
 
-    async def _tell_health(self) -> None:
+    async def _publish_health(self) -> None:
         status = health_pb2.HealthCheckResponse
-        state = status.SERVING if self._frontend.serving() else status.NOT_SERVING
+        state = status.SERVING if self._service.serving() else status.NOT_SERVING
         for service in ("", SERVICE):
             await self._health.set(service, state)
 
@@ -154,7 +154,7 @@ def _describe_reflection_v1() -> None:
     descriptor_pool.Default().Add(text_format.Parse(renamed, descriptor_pb2.FileDescriptorProto()))
 
 
-def options(max_message_bytes: int, shared: bool) -> list[tuple[str, int]]:
+def server_options(max_message_bytes: int, shared: bool) -> list[tuple[str, int]]:
     """What a server takes in one message, and whether others may listen on its port."""
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
@@ -165,14 +165,14 @@ def options(max_message_bytes: int, shared: bool) -> list[tuple[str, int]]:
     ]
 
 
-def connection_options(limits: CallLimits, patience: float) -> list[tuple[str, int]]:
+def connection_options(limits: CallLimits, client_timeout: float) -> list[tuple[str, int]]:
     """What one client may hold open. No option ends a connection that has calls and whose client is there."""
     return [
         ("grpc.max_concurrent_streams", limits.calls),
         ("grpc.max_allowed_incoming_connections", limits.connections),
         (
             "grpc.server_handshake_timeout_ms",
-            _milliseconds(patience),
+            _milliseconds(client_timeout),
         ),  # until the client has said that it speaks HTTP/2
         ("grpc.max_connection_idle_ms", _milliseconds(limits.idle)),
         ("grpc.http2.max_pings_without_data", 0),  # a request may wait long before it has any

@@ -9,13 +9,13 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError, Message
-from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.errors import QuireError
 
 from quire_router.api.auth import Identity, StaticKeys
-from quire_router.api.request_limits import BUSY_RETRY_AFTER
 from quire_router.api.rpc.context import Context, abort, client_may_leave
 from quire_router.api.service import counting_rejections, new_request_id
 from quire_router.core import metrics
+from quire_router.core.errors import invalid_body, message_too_slow, router_busy
 
 # Keys for every gRPC method, reflection and unknown ones too; only health is open.
 
@@ -78,31 +78,30 @@ class MessageTimeoutInterceptor(grpc.aio.ServerInterceptor):
             return handler
         read, write = handler.request_deserializer, handler.response_serializer
         if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(self._awaiting(handler.unary_stream), read, write)
-        return grpc.stream_unary_rpc_method_handler(self._awaiting(handler.unary_unary), read, write)
+            return grpc.stream_stream_rpc_method_handler(self._reading_message(handler.unary_stream), read, write)
+        return grpc.stream_unary_rpc_method_handler(self._reading_message(handler.unary_unary), read, write)
 
-    def _awaiting(self, behave: UnaryMethod) -> Callable[[object, Context], Awaitable[Any]]:
-        async def awaiting(_requests: object, context: Context) -> Any:
+    def _reading_message(self, method: UnaryMethod) -> Callable[[object, Context], Awaitable[Any]]:
+        async def read_then_call(_requests: object, context: Context) -> Any:
             try:
                 request = await self._message(context)
             except QuireError as error:
                 metrics.REJECTIONS.labels(error.code.name.lower()).inc()
                 await abort(context, error, new_request_id())
-            return await behave(request, context)
+            return await method(request, context)
 
-        return awaiting
+        return read_then_call
 
     async def _message(self, context: Context) -> Any:
         try:
             async with asyncio.timeout(self._seconds):
                 message = await context.read()
         except TimeoutError:
-            text = f"The message did not arrive within {self._seconds:g} seconds."
-            raise QuireError(ErrorCode.DEADLINE, text) from None
+            raise message_too_slow(self._seconds) from None
         except DecodeError:
-            raise QuireError(ErrorCode.INVALID, "The message is not what this method takes.") from None
+            raise invalid_body("The message is not what this method takes.") from None
         if message is grpc.aio.EOF:
-            raise QuireError(ErrorCode.INVALID, "The call has no message.")
+            raise invalid_body("The call has no message.")
         return message
 
 
@@ -125,31 +124,31 @@ class DecodeErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None or not str(details.method).startswith(self._prefix):
             return handler
-        read, write = _forgiving(handler.request_deserializer), handler.response_serializer
+        read, write = _none_if_invalid(handler.request_deserializer), handler.response_serializer
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(_checking(handler.unary_stream), read, write)
-        return grpc.unary_unary_rpc_method_handler(_checking(handler.unary_unary), read, write)
+            return grpc.unary_stream_rpc_method_handler(_refusing_invalid(handler.unary_stream), read, write)
+        return grpc.unary_unary_rpc_method_handler(_refusing_invalid(handler.unary_unary), read, write)
 
 
-def _forgiving(read: Callable[[bytes], Message]) -> Callable[[bytes], Message | None]:
-    def forgiving(data: bytes) -> Message | None:
+def _none_if_invalid(read: Callable[[bytes], Message]) -> Callable[[bytes], Message | None]:
+    def decode(data: bytes) -> Message | None:
         try:
             return read(data)
         except DecodeError:
             return None
 
-    return forgiving
+    return decode
 
 
-def _checking(behave: DecodedMethod) -> Callable[[Message | None, Context], Any]:
-    async def checking(request: Message | None, context: Context) -> Any:
+def _refusing_invalid(method: DecodedMethod) -> Callable[[Message | None, Context], Any]:
+    async def checked(request: Message | None, context: Context) -> Any:
         if request is not None:
-            return await behave(request, context)
-        error = QuireError(ErrorCode.INVALID, "The message is not what this method takes.")
+            return await method(request, context)
+        error = invalid_body("The message is not what this method takes.")
         metrics.REJECTIONS.labels(error.code.name.lower()).inc()
         await abort(context, error, new_request_id())
 
-    return checking
+    return checked
 
 
 # Calls beside the requests, health and reflection, of which clients may hold as many open as they like otherwise.
@@ -166,7 +165,7 @@ class CallLimitInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, services: Sequence[str], limit: int) -> None:
         self._prefixes = tuple(f"/{service}/" for service in services)
         self._limit = limit
-        self._taken: Counter[str] = Counter()
+        self._open_calls: Counter[str] = Counter()
 
     async def intercept_service(self, continuation: Continue, details: grpc.HandlerCallDetails) -> Handler:
         """The method's own handler, for a call that has a place."""
@@ -175,34 +174,33 @@ class CallLimitInterceptor(grpc.aio.ServerInterceptor):
             return handler
         read, write = handler.request_deserializer, handler.response_serializer
         if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(self._placed(method, handler.stream_stream), read, write)
-        return grpc.stream_unary_rpc_method_handler(self._placed(method, handler.stream_unary), read, write)
+            return grpc.stream_stream_rpc_method_handler(self._limited(method, handler.stream_stream), read, write)
+        return grpc.stream_unary_rpc_method_handler(self._limited(method, handler.stream_unary), read, write)
 
-    def _placed(self, method: str, behave: StreamMethod) -> Callable[[AsyncIterator[Any], Context], Awaitable[Any]]:
-        async def placed(requests: AsyncIterator[Any], context: Context) -> Any:
+    def _limited(self, name: str, method: StreamMethod) -> Callable[[AsyncIterator[Any], Context], Awaitable[Any]]:
+        async def limited(requests: AsyncIterator[Any], context: Context) -> Any:
             try:
-                with self._enter(method), client_may_leave():
-                    return await _answer(behave(requests, context), context)
+                with self._count_call(name), client_may_leave():
+                    return await _answer(method(requests, context), context)
             except QuireError as error:
                 await abort(context, error, new_request_id())
 
-        return placed
+        return limited
 
     @contextmanager
-    def _enter(self, method: str) -> Iterator[None]:
+    def _count_call(self, method: str) -> Iterator[None]:
         with counting_rejections():
             self._check(method)
-        self._taken[method] += 1
+        self._open_calls[method] += 1
         try:
             yield
         finally:
-            self._taken[method] -= 1
+            self._open_calls[method] -= 1
 
     def _check(self, method: str) -> None:
-        if self._taken[method] >= self._limit:
+        if self._open_calls[method] >= self._limit:
             name = method.rpartition("/")[2]
-            message = f"{self._limit} calls of {name} are open, which is the most that this router takes."
-            raise QuireError(ErrorCode.OVERLOADED, message, retry_after=BUSY_RETRY_AFTER)
+            raise router_busy(f"{self._limit} calls of {name} are open")
 
 
 async def _answer(answer: Any, context: Context) -> Any:

@@ -15,7 +15,7 @@ from quire_proto.structured_output import MAX_OPTIONS
 
 from quire_router.api.output_parser import TOOL_CALLS, ParsedDelta
 from quire_router.api.schemas.base import MAX_PROMPT_TOKENS, MAX_STOPS
-from quire_router.api.schemas.conversation import MAX_CALLS, MAX_TOOLS, MAX_TOOLS_CHARACTERS, too_many_characters
+from quire_router.api.schemas.conversation import MAX_CALLS, MAX_TOOLS, MAX_TOOLS_CHARACTERS, tools_too_large
 from quire_router.api.schemas.openai import MAX_MESSAGES, ChatRequest, CompletionRequest
 from quire_router.api.service import ModelCard
 from quire_router.api.stored_requests import RequestStatus, StoredRequest
@@ -61,10 +61,10 @@ def tokenize_request(message: pb.TokenizeRequest) -> TokenizeRequest:
     return TokenizeRequest.from_fields(fields)
 
 
-def tokenize_response(told: TokenizeResult) -> pb.TokenizeResponse:
+def tokenize_response(result: TokenizeResult) -> pb.TokenizeResponse:
     """Tokens as a message."""
     return pb.TokenizeResponse(
-        token_ids=told.tokens, max_model_len=told.max_model_len, token_strs=told.token_strs or ()
+        token_ids=result.tokens, max_model_len=result.max_model_len, token_strs=result.token_strs or ()
     )
 
 
@@ -91,7 +91,7 @@ def _call(call: pb.ToolCall) -> dict[str, Any]:
 
 def _tools(tools: Sequence[pb.Tool]) -> list[dict[str, Any]]:
     if sum(len(tool.parameters_json) for tool in tools) > MAX_TOOLS_CHARACTERS:
-        raise too_many_characters()
+        raise tools_too_large()
     return [_tool(tool, number) for number, tool in enumerate(tools[: MAX_TOOLS + 1])]
 
 
@@ -158,12 +158,12 @@ def chat_request(message: pb.ChatRequest) -> ChatRequest:
 
 def generate_response(generation: GenerationRequest, delta: Delta, event_id: str) -> pb.GenerateResponse:
     """One piece of a continued text."""
-    return pb.GenerateResponse(request_id=generation.request_id, event_id=event_id, **_piece(generation, delta))
+    return pb.GenerateResponse(request_id=generation.request_id, event_id=event_id, **_delta_fields(generation, delta))
 
 
 def chat_response(generation: GenerationRequest, delta: Delta, event_id: str) -> pb.ChatResponse:
     """One piece of the assistant's answer."""
-    return pb.ChatResponse(request_id=generation.request_id, event_id=event_id, **_piece(generation, delta))
+    return pb.ChatResponse(request_id=generation.request_id, event_id=event_id, **_delta_fields(generation, delta))
 
 
 def resume_response(generation: GenerationRequest, delta: Delta, event_id: str) -> pb.ResumeResponse:
@@ -173,16 +173,16 @@ def resume_response(generation: GenerationRequest, delta: Delta, event_id: str) 
     return pb.ResumeResponse(generate=generate_response(generation, delta, event_id))
 
 
-def request_response(earlier: StoredRequest) -> pb.GetRequestResponse:
+def request_response(stored: StoredRequest) -> pb.GetRequestResponse:
     """How it is with a request."""
     return pb.GetRequestResponse(
-        request_id=earlier.first.request_id,
-        status=_STATUS[earlier.status],
-        model=earlier.first.model,
-        created=int(earlier.first.created),
-        background=earlier.first.background,
-        error=None if earlier.error is None else error_to_proto(earlier.error),
-        usage=_usage(earlier.usage),
+        request_id=stored.first.request_id,
+        status=_STATUS[stored.status],
+        model=stored.first.model,
+        created=int(stored.first.created),
+        background=stored.first.background,
+        error=None if stored.error is None else error_to_proto(stored.error),
+        usage=_usage(stored.usage),
     )
 
 
@@ -237,7 +237,7 @@ def _first(values: Sequence[Item], limit: int) -> list[Item]:
     return list(values[: limit + 1])
 
 
-def _piece(generation: GenerationRequest, delta: Delta) -> dict[str, Any]:
+def _delta_fields(generation: GenerationRequest, delta: Delta) -> dict[str, Any]:
     """``best_of`` needs log-probabilities of its own, which nobody asked for."""
     asked = generation.params.logprobs is not None
     return {
@@ -263,12 +263,12 @@ def _usage(usage: Usage) -> types_pb2.Usage:
 # What a chat's choice says beside its text, in its message.
 
 
-def write_said(message: Message, said: ParsedDelta) -> None:
+def add_parsed(message: Message, parsed: ParsedDelta) -> None:
     """Adds thoughts and calls to the message of a piece, whose text is the content already."""
     chat = message.chat if isinstance(message, pb.ResumeResponse) else message
     assert isinstance(chat, pb.ChatResponse)
-    chat.reasoning = said.reasoning
-    for call in said.calls:
+    chat.reasoning = parsed.reasoning
+    for call in parsed.calls:
         chat.tool_calls.add(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
-    if said.finish_reason == TOOL_CALLS:
+    if parsed.finish_reason == TOOL_CALLS:
         chat.finish_reason = types_pb2.FINISH_REASON_TOOL_CALLS

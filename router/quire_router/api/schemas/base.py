@@ -17,8 +17,10 @@ from pydantic import (
     PlainValidator,
     ValidationError,
 )
-from quire_proto.errors import ErrorCode, QuireError, invalid
+from quire_proto.errors import QuireError, invalid
 from quire_proto.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKEN_IDS
+
+from quire_router.core.errors import invalid_body
 
 # What a body would cost to read, judged before it is parsed. Knows JSON's marks, and no field.
 #
@@ -45,7 +47,7 @@ def check_complexity(body: bytes | bytearray) -> None:
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     excess = _excess(unescaped, b'"') or _excess(b"".join(unescaped.split(b'"')[::2]))
     if excess is not None:
-        raise QuireError(ErrorCode.INVALID, f"The body holds more than {excess}.")
+        raise invalid_body(f"The body holds more than {excess}.")
 
 
 def _excess(text: bytes | bytearray, marks: bytes = b'",:[{') -> str | None:
@@ -57,7 +59,7 @@ def _excess(text: bytes | bytearray, marks: bytes = b'",:[{') -> str | None:
 
 
 T = TypeVar("T")
-_MOST_PROBLEMS = 100
+_MAX_PROBLEMS = 100
 Model = TypeVar("Model", bound="StrictModel")
 
 _MAX_PARAM = 128  # characters
@@ -92,12 +94,12 @@ class StrictModel(BaseModel):
     def from_json(cls, body: bytes | bytearray) -> Self:
         """The object in a request's body. Raises ``QuireError`` INVALID with the field at fault."""
         check_complexity(body)
-        return _supported(_refusing(lambda: cls.model_validate_json(body)))
+        return _check_supported(_refusing(lambda: cls.model_validate_json(body)))
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Self:
         """The object with these fields. Raises as ``from_json`` does."""
-        return _supported(_refusing(lambda: cls.model_validate(fields)))
+        return _check_supported(_refusing(lambda: cls.model_validate(fields)))
 
 
 class LenientModel(StrictModel):
@@ -132,7 +134,7 @@ def unknown_parameter(param: str) -> QuireError:
     return invalid(param[:_MAX_PARAM], f"{param[:_MAX_PARAM]} is not a known parameter.")
 
 
-def _supported(request: Model) -> Model:
+def _check_supported(request: Model) -> Model:
     for owner, prefix in _objects(request):
         extra = owner.model_extra or {}
         for name in filter(owner.unsupported.__contains__, extra):
@@ -164,23 +166,23 @@ def _refusing(read: Callable[[], T]) -> T:
     try:
         return read()
     except ValidationError as error:
-        raise _explain(error) from None
+        raise _validation_error(error) from None
     except RecursionError:
-        raise QuireError(ErrorCode.INVALID, "The body is nested too deeply.") from None
+        raise invalid_body("The body is nested too deeply.") from None
 
 
-def _explain(error: ValidationError) -> QuireError:
+def _validation_error(error: ValidationError) -> QuireError:
     """The first problem in the words of this API; the input itself is not repeated. Each problem is written out by the
     library before one can be seen, so thousands of them are only counted.
     """
-    if error.error_count() > _MOST_PROBLEMS:
-        return QuireError(ErrorCode.INVALID, f"{error.error_count()} values in the body are not what was expected.")
+    if error.error_count() > _MAX_PROBLEMS:
+        return invalid_body(f"{error.error_count()} values in the body are not what was expected.")
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     location, kind, text = problem["loc"], problem["type"], problem["msg"]
     if kind == "json_invalid":
-        return QuireError(ErrorCode.INVALID, f"The body is not valid JSON: {text.removeprefix('Invalid JSON: ')}.")
+        return invalid_body(f"The body is not valid JSON: {text.removeprefix('Invalid JSON: ')}.")
     if not location:
-        return QuireError(ErrorCode.INVALID, "The body must be a JSON object.")
+        return invalid_body("The body must be a JSON object.")
     param = _param(location)
     if kind == "missing":
         return invalid(param, f"{param} is missing.")
@@ -225,7 +227,7 @@ class Parsed:
         }
 
 
-def _prompts(prompt: Any) -> list[Any]:
+def _as_list(prompt: Any) -> list[Any]:
     """All prompts, also where there is only one."""
     several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     return prompt if several else [prompt]
@@ -286,7 +288,7 @@ def _text_part(part: object) -> str:
 
 _Token = Annotated[int, Field(ge=0, lt=2**31)]
 _Tokens = Annotated[list[_Token], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
-_Several = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+_ListBounds = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 _Word = Annotated[list[_Token], Field(max_length=MAX_BAD_WORD_TOKENS)]
 _MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY_CHARACTERS)]
 _MetadataValue = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
@@ -295,8 +297,8 @@ Prompts = Annotated[
     list[str | list[int]],
     Parsed(
         Annotated[
-            str | _Tokens | Annotated[list[str], _Several] | Annotated[list[_Tokens], _Several],
-            AfterValidator(_prompts),
+            str | _Tokens | Annotated[list[str], _ListBounds] | Annotated[list[_Tokens], _ListBounds],
+            AfterValidator(_as_list),
         ],
         f"it must be one text, or one list of at most {MAX_PROMPT_TOKENS} token ids, "
         f"or a list of at most {MAX_PROMPTS} of the one or of the other",

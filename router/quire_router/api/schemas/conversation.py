@@ -52,9 +52,9 @@ class Tool(StrictModel):
     @property
     def size(self) -> int:
         """Characters that a template makes of it, about."""
-        return len(json.dumps(self.as_template_sees_it(), ensure_ascii=False))
+        return len(json.dumps(self.to_template(), ensure_ascii=False))
 
-    def as_template_sees_it(self) -> dict[str, Any]:
+    def to_template(self) -> dict[str, Any]:
         """As templates expect it: always with parameters."""
         function = self.function
         described = {"description": function.description or "", "parameters": function.schema_of_arguments}
@@ -114,7 +114,7 @@ class ToolCall(LenientModel):
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    def as_template_sees_it(self) -> dict[str, Any]:
+    def to_template(self) -> dict[str, Any]:
         """As templates expect it: with arguments as an object."""
         function = {"name": self.function.name, "arguments": self.function.parsed}
         return {"id": self.id, "type": "function", "function": function}
@@ -130,7 +130,7 @@ def check_tools(tools: Sequence[Tool], choice: "ToolChoice | None") -> None:
             raise invalid(f"tools[{number}].function.name", f"There are two tools named {tool.function.name}.")
         names.add(tool.function.name)
     if sum(_sizes(tools)) > MAX_TOOLS_CHARACTERS:
-        raise too_many_characters()
+        raise tools_too_large()
     if choice == "required" and not names:
         raise invalid("tool_choice", "tool_choice needs tools.")
     if isinstance(choice, ChosenTool) and choice.function.name not in names:
@@ -151,12 +151,12 @@ def _sizes(tools: Sequence[Tool]) -> Iterator[int]:
         yield size + len(tool.function.description or "")
 
 
-def too_many_characters() -> QuireError:
+def tools_too_large() -> QuireError:
     """The refusal of tools that are too large to be looked at."""
     return invalid("tools", f"The tools have more than {MAX_TOOLS_CHARACTERS} characters in all.")
 
 
-def too_large(characters: int) -> QuireError:
+def grammar_too_large(characters: int) -> QuireError:
     """The refusal of tools whose grammar has so many characters."""
     return invalid("tools", f"The tools' schemas have {characters} characters in all but may have {MAX_TEXT} here.")
 
@@ -166,7 +166,7 @@ _MESSAGE, _CALL = 64, 128  # what a template makes of an empty message and of a 
 MAX_ARGUMENTS_CHARACTERS = 2**20  # of all calls: they are parsed, which holds up everything else
 
 
-def _text_or_nothing(value: object) -> str | None:
+def _text_or_none(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
@@ -182,13 +182,13 @@ class ChatMessage(LenientModel):
     tool_call_id: CallId | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    refusal: Annotated[str | None, BeforeValidator(_text_or_nothing)] = None
+    refusal: Annotated[str | None, BeforeValidator(_text_or_none)] = None
 
     @property
     def size(self) -> int:
         """Characters that a template makes of it, about."""
         calls = sum(len(call.function.arguments) + _CALL for call in self.tool_calls or ())
-        return _MESSAGE + len(self.text) + len(self.thoughts) + calls
+        return _MESSAGE + len(self.text) + len(self.reasoning_text) + calls
 
     @property
     def text(self) -> str:
@@ -196,29 +196,29 @@ class ChatMessage(LenientModel):
         return self.content or (self.refusal if self.role == "assistant" and self.refusal else "")
 
     @property
-    def thoughts(self) -> str:
+    def reasoning_text(self) -> str:
         """What the assistant thought; empty where nothing is said of it."""
         return self.reasoning_content or self.reasoning or ""
 
-    def as_template_sees_it(self, names: Mapping[str, str] = {}) -> dict[str, Any]:
+    def to_template(self, names: Mapping[str, str] = {}) -> dict[str, Any]:
         """What templates read; ``developer`` is the newer word for the system's role, which they know. ``names`` are
         those of the tools that were called, by the ids of the calls.
         """
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self.text}
         if self.tool_calls:
-            message["tool_calls"] = [call.as_template_sees_it() for call in self.tool_calls]
-        if self.thoughts:
-            message["reasoning_content"] = self.thoughts
+            message["tool_calls"] = [call.to_template() for call in self.tool_calls]
+        if self.reasoning_text:
+            message["reasoning_content"] = self.reasoning_text
         if self.tool_call_id is not None:
             message |= {"tool_call_id": self.tool_call_id, "name": names[self.tool_call_id]}
         return message
 
 
-def as_template_sees_them(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+def to_template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """A conversation that was checked."""
     names = {call.id: call.function.name for message in messages for call in message.tool_calls or ()}
-    return [message.as_template_sees_it(names) for message in messages]
+    return [message.to_template(names) for message in messages]
 
 
 def check_messages(messages: Sequence[ChatMessage]) -> None:
@@ -233,31 +233,31 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
         where = f"messages[{number}]"
         _check_parts(message, where)
         if message.role == "tool" and message.tool_call_id not in called:
-            raise _wrong(f"{where}.tool_call_id", "answers no call of an earlier message")
-        called.update(_checked_calls(message, where))
+            raise _misplaced(f"{where}.tool_call_id", "answers no call of an earlier message")
+        called.update(_call_ids(message, where))
 
 
 def _check_parts(message: ChatMessage, where: str) -> None:
     if message.content is None and message.role != "assistant":
         raise invalid(f"{where}.content", f"{where}.content is missing.")
     if message.tool_calls and message.role != "assistant":
-        raise _wrong(f"{where}.tool_calls", "belongs to messages of the assistant")
-    if message.thoughts and message.role != "assistant":
-        raise _wrong(f"{where}.reasoning_content", "belongs to messages of the assistant")
+        raise _misplaced(f"{where}.tool_calls", "belongs to messages of the assistant")
+    if message.reasoning_text and message.role != "assistant":
+        raise _misplaced(f"{where}.reasoning_content", "belongs to messages of the assistant")
     if message.role == "tool" and message.tool_call_id is None:
         raise invalid(f"{where}.tool_call_id", f"{where}.tool_call_id is missing.")
     if message.role != "tool" and message.tool_call_id is not None:
-        raise _wrong(f"{where}.tool_call_id", "belongs to messages of the role tool")
+        raise _misplaced(f"{where}.tool_call_id", "belongs to messages of the role tool")
 
 
-def _checked_calls(message: ChatMessage, where: str) -> set[str]:
+def _call_ids(message: ChatMessage, where: str) -> set[str]:
     ids: set[str] = set()
     for number, call in enumerate(message.tool_calls or ()):
         if call.id in ids:
-            raise _wrong(f"{where}.tool_calls[{number}].id", "is that of another call of this message")
+            raise _misplaced(f"{where}.tool_calls[{number}].id", "is that of another call of this message")
         ids.add(call.id)
     return ids
 
 
-def _wrong(param: str, problem: str) -> QuireError:
+def _misplaced(param: str, problem: str) -> QuireError:
     return invalid(param, f"{param} {problem}.")

@@ -124,7 +124,7 @@ class StructuredBody(StrictModel):
         """What is asked for; None for any text. Raises ``QuireError`` INVALID with the field at fault, or with both
         names of two that differ.
         """
-        asked = [*_from_response_format(self.response_format), *_from_others(self)]
+        asked = [*_from_response_format(self.response_format), *_from_other_fields(self)]
         forms = [field.read() for field in asked]
         for field, form in zip(asked, forms, strict=True):
             if form != forms[0]:  # some clients send one form in the words of several versions of vLLM
@@ -171,7 +171,7 @@ def _from_response_format(given: ResponseFormat | None) -> Iterator[_StructuredF
         yield _StructuredField("response_format", StructuredKind.JSON_OBJECT)
 
 
-def _from_others(request: StructuredBody) -> Iterator[_StructuredField]:
+def _from_other_fields(request: StructuredBody) -> Iterator[_StructuredField]:
     newer = request.structured_outputs or StructuredOutputs()
     fields = [
         ("structured_outputs.json", StructuredKind.JSON_SCHEMA, newer.json_),
@@ -353,7 +353,7 @@ class GenerationBody(StructuredBody):
         return self.prompt_logprobs
 
     @property
-    def width(self) -> int:
+    def search_width(self) -> int:
         """The beams of the search that is asked for, 0 for none. vLLM's ``use_beam_search`` takes ``n`` or ``best_of``
         for it. Raises ``QuireError``.
         """
@@ -361,13 +361,13 @@ class GenerationBody(StructuredBody):
             raise invalid("beam_width", "beam_width and use_beam_search set to false exclude each other.")
         if not self.use_beam_search:
             return self.beam_width or 0
-        width = self.beam_width or self.best_of or self.n or 1
-        if width == 1:
+        search_width = self.beam_width or self.best_of or self.n or 1
+        if search_width == 1:
             raise invalid("use_beam_search", "use_beam_search needs n, best_of or beam_width of at least 2.")
-        return width
+        return search_width
 
     @property
-    def drawn(self) -> int | None:
+    def effective_best_of(self) -> int | None:
         """``best_of``, where it does not mean the width of a search."""
         return None if self.use_beam_search and not self.beam_width else self.best_of
 
@@ -422,12 +422,12 @@ class TemplatedBody(StrictModel):
     chat_template_kwargs: TemplateOptions | None = None
 
     @property
-    def offered(self) -> Sequence[Tool]:
+    def offered_tools(self) -> Sequence[Tool]:
         """The tools that the chat template writes into the prompt."""
         return self.tools or ()
 
     @property
-    def forced(self) -> bool:
+    def call_required(self) -> bool:
         """Whether the answer must be a call."""
         return False
 
@@ -459,37 +459,37 @@ class ChatRequest(TemplatedBody, GenerationBody):
     def _check(self) -> Self:
         check_messages(self.messages)
         check_tools(self.tools or (), self.tool_choice)
-        if self.offered and self.separate_reasoning is False:
+        if self.offered_tools and self.separate_reasoning is False:
             raise invalid("separate_reasoning", "separate_reasoning set to false and tools exclude each other.")
         return self
 
     @property
     def size(self) -> int:
         """Characters that a template makes of it, about."""
-        return sum(message.size for message in self.messages) + sum(tool.size for tool in self.offered)
+        return sum(message.size for message in self.messages) + sum(tool.size for tool in self.offered_tools)
 
     @property
-    def offered(self) -> Sequence[Tool]:
+    def offered_tools(self) -> Sequence[Tool]:
         """The tools that the model is told of: none where it may call none."""
         return () if self.tool_choice == "none" else self.tools or ()
 
     @property
-    def callable(self) -> Sequence[Tool]:
+    def callable_tools(self) -> Sequence[Tool]:
         """The tools that the model may call."""
         if not isinstance(self.tool_choice, ChosenTool):
-            return self.offered
-        return [tool for tool in self.offered if tool.function.name == self.tool_choice.function.name]
+            return self.offered_tools
+        return [tool for tool in self.offered_tools if tool.function.name == self.tool_choice.function.name]
 
     @property
-    def forced(self) -> bool:
+    def call_required(self) -> bool:
         """Whether the answer must be a call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, ChosenTool)
 
     @property
     def is_guided(self) -> bool:
         """Whether something about calls must hold, so that a grammar has to see to it."""
-        strict = any(tool.function.strict for tool in self.offered)
-        return bool(self.offered) and (self.forced or strict or self.parallel_tool_calls is False)
+        strict = any(tool.function.strict for tool in self.offered_tools)
+        return bool(self.offered_tools) and (self.call_required or strict or self.parallel_tool_calls is False)
 
     @property
     def output_limit(self) -> int | None:

@@ -71,7 +71,7 @@ async def test_nothing_stays_reserved_for_who_reads_the_answer_to_a_request_that
         first = asyncio.ensure_future(ask(stage.port, "POST", CHAT, body, key))
         await asyncio.wait_for(stage.runner.begun.wait(), LONG)
         second = asyncio.ensure_future(ask(stage.port, "POST", CHAT, body + b" " * 500, key))
-        await until(lambda: len(stage.frontend.concurrency) == 2 and budget.used == len(body))
+        await until(lambda: len(stage.service.concurrency) == 2 and budget.used == len(body))
         release.set()
         assert [(await each).status for each in (first, second)] == [200, 200]
 

@@ -308,7 +308,7 @@ async def test_each_prompt_takes_a_place_among_the_requests_in_progress():
     async with open_stage(concurrent=3) as stage:
         fits = await ask(stage.port, "POST", COMPLETIONS, completion(["a"] * 3))
         refused = await ask(stage.port, "POST", COMPLETIONS, completion(["a"] * 4))
-        assert len(stage.frontend.concurrency) == 0
+        assert len(stage.service.concurrency) == 0
 
     assert (fits.status, refused.status) == (200, 429)
 

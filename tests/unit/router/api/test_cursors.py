@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.api.prepared_request import PreparedRequest, ResponseOptions
-from quire_router.api.responses import Response, begun_choices, with_prompt_echo
+from quire_router.api.responses import Response, started_choices, with_prompt_echo
 from quire_router.api.rest.openai_format import CHAT, COMPLETION
 from quire_router.api.rest.sse import DONE, SseEncoder
 from quire_router.api.rpc import messages
@@ -91,7 +91,7 @@ def answer_from(told: Told, after: str) -> Response:
     admitted, mark = told.admitted, StreamCursor.parse(after, told.admitted.num_choices)
     deltas = played(told.pieces(StreamCursor.parse(after, admitted.num_choices)))
     if admitted.first.echo:
-        deltas = with_prompt_echo(deltas, admitted.generations, TEXT, begun_choices(mark, admitted.num_choices))
+        deltas = with_prompt_echo(deltas, admitted.generations, TEXT, started_choices(mark, admitted.num_choices))
     return Response(admitted, deltas, mark)
 
 
@@ -105,8 +105,8 @@ def over_rest(told: Told, after: str = "") -> list[tuple[str | None, object]]:
         )
         data = b""
         async for delta in answer.deltas:
-            if chunks.shown is not None:
-                await chunks.shown.read(delta)
+            if chunks.logprobs is not None:
+                await chunks.logprobs.read_prompt(delta)
             data = data or chunks.opening()
             data += chunks.encode(delta)
         return data
@@ -122,7 +122,7 @@ def over_grpc(told: Told, after: str = "") -> list[object]:
     async def write() -> list[object]:
         answer = answer_from(told, after)
         pieces = DeltaMessages(answer, messages.resume_response)
-        return [message async for delta in answer.deltas if (message := pieces.piece(delta)) is not None]
+        return [message async for delta in answer.deltas if (message := pieces.message(delta)) is not None]
 
     return asyncio.run(write())
 

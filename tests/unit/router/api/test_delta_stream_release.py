@@ -80,7 +80,7 @@ async def test_streams_made_of_it_are_released_too(
     read: Callable[[AsyncGenerator[Delta, None]], Awaitable[None]], prompts: int, digest: str, *, echo: bool
 ) -> None:
     runner, running = Runner(), ConcurrencyLimit(10)
-    streams = ResponseOpener(runner, MultiPromptRunner(runner, running), archive=None)
+    streams = ResponseOpener(runner, MultiPromptRunner(runner, running), store=None)
     generations = tuple(_generation(digest=digest, echo=echo) for _ in range(prompts))
     with ExitStack() as place:
         place.enter_context(running.acquire())

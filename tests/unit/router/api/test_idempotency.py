@@ -81,7 +81,7 @@ async def test_two_at_once_run_once_and_the_second_may_leave():
         release.set()
         answers = [await first, await third]
         async with asyncio.timeout(10):
-            while len(stage.frontend.concurrency):  # noqa: ASYNC110 - it tells nobody
+            while len(stage.service.concurrency):  # noqa: ASYNC110 - it tells nobody
                 await asyncio.sleep(0.001)
 
     assert answers[0].body == answers[1].body

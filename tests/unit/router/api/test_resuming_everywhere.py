@@ -99,7 +99,7 @@ async def over_grpc(answer: Response) -> AsyncGenerator[Event]:
     pieces = DeltaMessages(answer, messages.resume_response)
     async with aclosing(answer.deltas) as deltas:
         async for delta in deltas:
-            message = pieces.piece(delta)
+            message = pieces.message(delta)
             if message is not None:
                 inner = getattr(message, str(message.WhichOneof("response")))
                 yield inner.event_id, inner
@@ -116,8 +116,8 @@ async def over_rest(answer: Response) -> AsyncGenerator[Event]:
     opened = False
     async with aclosing(answer.deltas) as deltas:
         async for delta in deltas:
-            if chunks.shown is not None:
-                await chunks.shown.read(delta)
+            if chunks.logprobs is not None:
+                await chunks.logprobs.read_prompt(delta)
             data = (b"" if opened else chunks.opening()) + chunks.encode(delta)
             opened = True
             assert data.endswith(DONE) is (delta.usage is not None)
@@ -267,7 +267,7 @@ class Router:
         self.place = Place(self.kind.script, self.journal, TEXT)
         self.place.link.engine.late_ends = self.late_ends
         together = MultiPromptRunner(self.place.lifecycle, ConcurrencyLimit(64))
-        self.archive = RequestStore(together, {"m": TEXT})
+        self.archive = RequestStore(self.place.lifecycle, {"m": TEXT})
         self.answers = ResponseOpener(self.place.lifecycle, together, self.archive)
 
     async def first(self, read: Reader) -> list[Event]:

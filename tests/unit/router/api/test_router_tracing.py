@@ -8,7 +8,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import internal
-from quire_router.api import service as frontend
+from quire_router.api import service
 
 from tests.support.api_stage import MODEL, ask, chat, open_stage
 
@@ -21,7 +21,7 @@ def spans(monkeypatch):
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(frontend, "_TRACER", provider.get_tracer("test"))
+    monkeypatch.setattr(service, "_TRACER", provider.get_tracer("test"))
     return lambda: {span.name: span for span in exporter.get_finished_spans()}
 
 

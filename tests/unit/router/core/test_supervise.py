@@ -253,7 +253,7 @@ async def test_a_source_that_nobody_listens_to_is_not_called_connected() -> None
 async def test_the_health_over_grpc_goes_on_and_stopping_skips_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before = restarts("grpc health")
     async with open_stage() as stage:
-        server = RpcServer(stage.frontend, "127.0.0.1:0", max_message_bytes=1000, patience=1.0)
+        server = RpcServer(stage.service, "127.0.0.1:0", max_message_bytes=1000, client_timeout=1.0)
         await server.start()
         told: list[int] = []
 
@@ -261,7 +261,7 @@ async def test_the_health_over_grpc_goes_on_and_stopping_skips_nothing(monkeypat
             told.append(1)
             raise ZeroDivisionError
 
-        monkeypatch.setattr(server, "_tell_health", broken)
+        monkeypatch.setattr(server, "_publish_health", broken)
         await until(lambda: len(told) > 1)
         assert restarts("grpc health") > before
         await server.stop(0.1)

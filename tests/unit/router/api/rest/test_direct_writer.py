@@ -193,7 +193,7 @@ async def test_a_client_that_does_not_read_is_cut_and_nothing_is_logged_as_wrong
         open_stage(["x" * 1_000_000] * 8, patience=0.3) as stage,
         asking(stage.port, head % len(body) + body) as reader,
     ):
-        await until(lambda: len(stage.frontend.concurrency) == 1)
-        await until(lambda: len(stage.frontend.concurrency) == 0)
+        await until(lambda: len(stage.service.concurrency) == 1)
+        await until(lambda: len(stage.service.concurrency) == 0)
         assert not (await asyncio.wait_for(reader.read(), 10)).endswith(b"0\r\n\r\n"), "the answer seems complete"
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []

@@ -133,7 +133,7 @@ async def test_health_says_which_models_have_engines():
 
 async def test_a_router_that_leaves_answers_and_sends_its_clients_elsewhere():
     async with open_stage() as stage:
-        stage.frontend.concurrency.start_draining()
+        stage.service.concurrency.start_draining()
         answer = await ask(stage.port, "POST", CHAT, chat())
         pages = {path: await ask(stage.port, "GET", path) for path in ("/started", "/ready", "/health", "/live")}
 
@@ -309,7 +309,7 @@ async def test_a_body_that_does_not_arrive_is_given_up():
         answer = await ask(stage.port, "POST", CHAT, b"{", {"content-length": "50"})
 
     assert (answer.status, answer.error["code"]) == (408, "body_too_slow")
-    assert len(stage.frontend.concurrency) == 0
+    assert len(stage.service.concurrency) == 0
 
 
 @pytest.mark.parametrize("where", ["header", "target"])
@@ -523,7 +523,7 @@ async def test_a_router_that_stops_finishes_what_runs_and_refuses_what_comes():
     async with open_stage([release, *ANSWER]) as stage:
         first = asyncio.create_task(ask(stage.port, "POST", CHAT, chat()))
         await stage.runner.begun.wait()
-        stage.frontend.concurrency.close()
+        stage.service.concurrency.close()
         refused = await ask(stage.port, "POST", CHAT, chat())
         health = await ask(stage.port, "GET", "/health")
         release.set()
@@ -559,7 +559,7 @@ async def test_a_client_that_leaves_cancels_its_request_at_once(stream, pieces):
         writer.close()
         async with asyncio.timeout(10):
             await stage.runner.abandoned.wait()
-            while len(stage.frontend.concurrency):  # noqa: ASYNC110 - it tells nobody
+            while len(stage.service.concurrency):  # noqa: ASYNC110 - it tells nobody
                 await asyncio.sleep(0.001)
 
 

@@ -82,7 +82,7 @@ async def test_a_client_that_leaves_is_noticed_whatever_it_sent_behind_its_reque
         else:
             (writer.close if leaves == "closes" else writer.transport.abort)()
         await stage.runner.abandoned.wait()
-        await until(lambda: len(stage.frontend.concurrency) == 0)
+        await until(lambda: len(stage.service.concurrency) == 0)
         writer.close()
 
 

@@ -206,7 +206,7 @@ async def test_health_follows_the_fleet():
         assert (await watch.read()).status == status.NOT_SERVING
         stage.fleet.engines = 1
         assert (await watch.read()).status == status.SERVING
-        stage.frontend.concurrency.start_draining()
+        stage.service.concurrency.start_draining()
         assert (await watch.read()).status == status.NOT_SERVING
 
 

@@ -64,7 +64,7 @@ async def until(is_so):
 @pytest.mark.parametrize("keys", [[], [KEY]], ids=["open", "with keys"])
 async def test_watching_is_bounded_and_keeps_nobody_else_out(keys):
     metadata = AUTHORIZED if keys else None
-    async with open_stage(keys=keys, call_limits=CallLimits(beside=3)) as stage, AsyncExitStack() as channels:
+    async with open_stage(keys=keys, call_limits=CallLimits(auxiliary=3)) as stage, AsyncExitStack() as channels:
         first, second = [await channels.enter_async_context(apart(stage)) for _ in range(2)]
         watching = [await watch(first), await watch(first), await watch(second)]
         refusal = await refused(watch(second))
@@ -91,7 +91,7 @@ async def test_watching_is_bounded_and_keeps_nobody_else_out(keys):
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 async def test_reflection_is_bounded(version):
-    async with open_stage(call_limits=CallLimits(beside=2)) as stage, stage.channel() as channel:
+    async with open_stage(call_limits=CallLimits(auxiliary=2)) as stage, stage.channel() as channel:
         reflect = channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")
         held = [reflect() for _ in range(2)]
         await channel.channel_ready()
@@ -102,7 +102,7 @@ async def test_reflection_is_bounded(version):
 @pytest.mark.parametrize("method", [CHECK, WATCH, MODELS, "/quire.v1.Inference/Chat"])
 async def test_a_message_that_does_not_come_is_not_awaited_for_ever(method):
     """Nor does its call keep a place."""
-    async with open_stage(patience=0.1, call_limits=CallLimits(beside=1)) as stage, stage.channel() as channel:
+    async with open_stage(patience=0.1, call_limits=CallLimits(auxiliary=1)) as stage, stage.channel() as channel:
         for _ in range(2):
             call = await unsent(channel, method)
             assert await call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
@@ -110,7 +110,7 @@ async def test_a_message_that_does_not_come_is_not_awaited_for_ever(method):
 
 
 async def test_a_call_that_is_awaited_has_a_place():
-    async with open_stage(call_limits=CallLimits(beside=1)) as stage, stage.channel() as channel:
+    async with open_stage(call_limits=CallLimits(auxiliary=1)) as stage, stage.channel() as channel:
         call = await unsent(channel, CHECK)
         check = health_pb2_grpc.HealthStub(channel).Check
 
@@ -148,7 +148,7 @@ async def test_calls_without_a_message_are_refused_and_not_logged(method, sent, 
 
 async def test_calls_are_bounded_in_all_again_and_again():
     """Refused calls give back no place that they did not have."""
-    limits = CallLimits(requests=1, beside=1, short=3)
+    limits = CallLimits(requests=1, auxiliary=1, short=3)
     async with open_stage(call_limits=limits) as stage, apart(stage) as first, apart(stage) as second:
         for _ in range(3):
             held = [await unsent(first, MODELS) for _ in range(limits.calls)]
@@ -170,7 +170,7 @@ async def test_calls_are_bounded_in_all_again_and_again():
 
 
 async def test_calls_are_bounded_on_one_connection():
-    limits = CallLimits(requests=1, beside=1, short=3)
+    limits = CallLimits(requests=1, auxiliary=1, short=3)
     async with open_stage(call_limits=limits) as stage, stage.channel() as channel:
         held = [await unsent(channel, MODELS) for _ in range(limits.calls)]
         waiting = asyncio.ensure_future(InferenceStub(channel).ListModels(pb.ListModelsRequest()))
