@@ -1,4 +1,4 @@
-"""Who asks: API keys, and what follows from them. Knows neither HTTP nor gRPC beyond the ``authorization`` value."""
+"""Authentication: API keys in ``authorization`` values, and the tenant (``Identity``) that follows from them."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -15,8 +15,8 @@ from quire_router.core.errors import model_forbidden, unauthenticated
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """``tenant`` names who asks without showing the key; ``cache_salt`` (16 bytes) keeps prefix caches apart. Both
-    are empty when no keys are configured. ``policy`` is what this tenant may use.
+    """The caller. ``tenant`` identifies it without showing the key; ``cache_salt`` (16 bytes) keeps prefix caches
+    apart. Both are empty when no keys are configured. ``policy`` is what this tenant may use.
     """
 
     tenant: str = ""
@@ -24,7 +24,7 @@ class Identity:
     policy: Tenant = field(default_factory=Tenant, compare=False)
 
     def check_model(self, model: str) -> None:
-        """Raises ``QuireError`` FORBIDDEN for a model that this caller's key does not open."""
+        """Raises ``QuireError`` FORBIDDEN for a model that the caller may not use."""
         if not self.policy.may_use(model):
             raise model_forbidden(model)
 
@@ -34,21 +34,23 @@ _TENANT_BYTES, _SALT_BYTES = 6, 16
 
 
 class _KeyEntry:
-    """What one key opens. The caller's id and salt take a twentieth of a second to derive (``_derive``), on whichever
-    thread asks first; for two that ask at once they are the same.
+    """One key. The caller's id and salt take a twentieth of a second to derive (``_derive``), on the thread that asks
+    first; two that ask at once derive the same.
     """
 
     __slots__ = ("_caller", "_first", "_policy", "_tenants")
 
     def __init__(self, first: str, policy: Tenant | None, tenants: Tenants) -> None:
-        """``first`` is the key that the salt is made from, and ``policy`` that of the tenant whom the file names."""
+        """``first`` is the key that the salt is derived from; ``policy`` that of the tenant that the file names, or
+        None.
+        """
         self._first = first
         self._policy = policy
         self._tenants = tenants
         self._caller: Identity | None = None
 
     def caller(self) -> Identity:
-        """Who has the key."""
+        """Returns the identity of the key."""
         if self._caller is None:
             tenant, salt = _derive(self._first.encode())
             policy = self._tenants.get(tenant) if self._policy is None else self._policy
@@ -57,12 +59,12 @@ class _KeyEntry:
 
 
 class StaticKeys:
-    """The keys that open the API; none means that it is open to all. ``prepare`` derives ahead what each key opens; a
-    caller that comes before its turn waits a twentieth of a second, once.
+    """The configured keys; without any the API is open to all. ``prepare`` derives every identity ahead; a caller that
+    comes before waits a twentieth of a second, once.
 
-    Each of ``keys`` is a tenant of its own, unless the ``file`` names whose it is. A tenant of the file is known by its
-    name, so that its keys can change. Its salt is that of its first key: no name that others know leads to it, and a
-    key that moves into the file keeps what is cached.
+    Each of ``keys`` is a tenant of its own, unless the ``file`` assigns it to one. A tenant of the file is identified
+    by its name, so that its keys can change. Its salt is that of its first key: it cannot be derived from a name that
+    others know, and a key that moves into the file keeps what is cached.
     """
 
     def __init__(self, keys: Iterable[str], file: TenantsFile | None = None) -> None:
@@ -71,26 +73,27 @@ class StaticKeys:
         self._secret = token_bytes(32)
         self._entries: dict[bytes, _KeyEntry] = {}
         for name, own in file.keys.items():
-            entry = _KeyEntry(own[0], file.tenants.get(name), file.tenants)  # all keys of one tenant open the same
+            entry = _KeyEntry(own[0], file.tenants.get(name), file.tenants)  # all keys of one tenant share it
             self._entries.update((self._digest(key), entry) for key in own)
         for key in keys:
             self._entries.setdefault(self._digest(key), _KeyEntry(key, None, file.tenants))
 
     @property
     def required(self) -> bool:
-        """Whether there is any key, so that each caller must have one."""
+        """Whether each caller must have a key, because any is configured."""
         return bool(self._entries)
 
     async def prepare(self) -> None:
-        """Derives what every key opens, on another thread, one after the other."""
+        """Derives the identity of every key, on another thread, one after the other."""
         for entry in set(self._entries.values()):
             await asyncio.to_thread(entry.caller)
 
     def authenticate(self, *authorizations: str) -> Identity:
-        """Who sent these ``authorization`` values, of which there must be one. Raises ``QuireError`` UNAUTHENTICATED.
+        """Returns who sent these ``authorization`` values, of which there must be one. Raises ``QuireError``
+        UNAUTHENTICATED.
 
-        Looks for a hash of the key that only this process can compute: timing says something about that hash at most,
-        and takes the same however many keys there are.
+        Looks up a hash of the key that only this process can compute: timing reveals something about that hash at most,
+        and does not depend on the number of keys.
         """
         if not self._entries:
             return self._anyone
@@ -114,8 +117,8 @@ def _credentials_error(authorizations: Sequence[str]) -> QuireError:
 
 
 def _derive(key: bytes) -> tuple[str, bytes]:
-    """A tenant's id and salt. Both are written to databases, so that guessing keys against them must be slow: sixteen
-    characters may be a phrase. Every router derives the same ones, hence the fixed salt.
+    """Returns a tenant's id and cache salt. Both are written to databases, so guessing keys against them must be slow:
+    sixteen characters may be a phrase. Every router derives the same ones, hence scrypt's fixed salt.
     """
     derived = scrypt(key, salt=b"quire caller", n=2**14, r=8, p=1, dklen=_TENANT_BYTES + _SALT_BYTES)
     return derived[:_TENANT_BYTES].hex(), derived[_TENANT_BYTES:]

@@ -1,4 +1,4 @@
-"""What a chat's choices say: text split into content, thoughts and calls of tools. Knows neither REST nor gRPC."""
+"""``OutputParser``: splits the text of a chat's choice into content, reasoning and tool calls, for REST and gRPC."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from quire_router.api.prepared_request import PreparedRequest, ReasoningPlacemen
 from quire_router.core.generation import Delta
 
 TOOL_CALLS = "tool_calls"
-"""Why a choice ended that called tools and then stopped by itself, in the words of the OpenAI API."""
+"""The OpenAI API's finish reason of a choice that called tools and then stopped by itself."""
 
 _ID_BYTES = 12
 
@@ -33,7 +33,7 @@ class ToolCallDelta:
 
 @dataclass(slots=True)
 class ParsedDelta:
-    """What one piece of a choice adds to it; nothing where its text is held back. ``finish_reason`` ends the choice."""
+    """What one delta adds to its choice; nothing while its text is withheld. ``finish_reason`` ends the choice."""
 
     content: str = ""
     reasoning: str = ""
@@ -42,13 +42,13 @@ class ParsedDelta:
 
     @property
     def has_output(self) -> bool:
-        """Whether there is anything to tell."""
+        """Whether there is anything to send."""
         return bool(self.content or self.reasoning or self.calls or self.finish_reason)
 
 
 class OutputParser:
-    """Reads one choice. What it has said after some text depends on that text alone and not on the pieces in which it
-    came: so whoever takes an answer up again, with the same pieces or with others, goes on where it was.
+    """Parses one choice. What it has returned after some text depends on that text alone and not on how it was chunked:
+    so a response can be resumed with other chunks than it was begun with.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class OutputParser:
         self._calls = 0
 
     def parse(self, delta: Delta) -> ParsedDelta:
-        """What the next piece says. To be called with every piece in order, also with those that are told already."""
+        """Parses the next delta. To be called with every delta in order, also with those that are replayed."""
         if delta.finish_reason is None:
             return self._to_delta(self._push(delta.text))
         parts = [*self._push(delta.text), *self._finish()]
@@ -86,7 +86,7 @@ class OutputParser:
         return parts if self._tool_parser is None else [*parts, *self._tool_parser.finish()]
 
     def _split_calls(self, parts: list[OutputPart]) -> list[OutputPart]:
-        """The same, with the calls found in the content."""
+        """Returns the same parts, with the tool calls split from the content."""
         if self._tool_parser is None:
             return parts
         result: list[OutputPart] = []
@@ -109,14 +109,14 @@ class OutputParser:
         return ParsedDelta(content, reasoning, tuple(calls), reason)
 
     def _with_arguments(self, calls: list[ToolCallDelta], arguments: str) -> ToolCallDelta:
-        """The next part of the last call, in one with its beginning where that is among ``calls``."""
+        """Returns the next part of the last call, merged with its beginning where that is among ``calls``."""
         if not calls:
             return ToolCallDelta(self._calls - 1, "", "", arguments)
         started = calls.pop()
         return ToolCallDelta(started.index, started.id, started.name, started.arguments + arguments)
 
     def _call_id(self) -> str:
-        """The same at every router."""
+        """Returns the id of the next call, the same at every router."""
         name = f"{self._call_prefix}/{self._calls}".encode()
         return "call_" + blake2b(name, digest_size=_ID_BYTES, person=b"quire call").hexdigest()
 

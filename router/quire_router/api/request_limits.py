@@ -1,4 +1,7 @@
-"""Requests in progress: how many there may be, and how many bytes of their bodies."""
+"""The bounds of one router process: requests in progress (``ConcurrencyLimit``), bytes of their bodies
+(``BodyBudget``), the time that a client leaves a response unread (``WriteTimeout``), the size of a response
+(``check_response_size``), and which connection of a full port is evicted (``ConnectionShares``).
+"""
 
 import asyncio
 from collections import Counter
@@ -15,11 +18,11 @@ from quire_router.core.errors import bodies_full, router_busy, shutting_down
 from quire_router.core.generation import GenerationRequest
 
 MAX_BODY_BYTES_HELD = 128 * 2**20  # bytes
-INITIAL_RESERVATION = 4096  # of a body of which nothing has come
+INITIAL_RESERVATION = 4096  # bytes, for a body of which nothing has arrived
 
 
 class ConcurrencyLimit:
-    """The places for requests in progress, of both APIs: at most ``limit``."""
+    """At most ``limit`` requests in progress, of both APIs together."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -32,12 +35,12 @@ class ConcurrencyLimit:
 
     @property
     def draining(self) -> bool:
-        """Whether clients had better go elsewhere with what is new, even if it is still accepted."""
+        """Whether clients should send new requests to other routers, even if they are still accepted here."""
         return self._draining
 
     @contextmanager
     def acquire(self) -> Iterator[None]:
-        """A place for one request. Raises ``QuireError`` OVERLOADED or, when stopping, UNAVAILABLE."""
+        """Holds a slot for one request. Raises ``QuireError`` OVERLOADED or, after ``close``, UNAVAILABLE."""
         self._check_accepting()
         self._in_progress += 1
         try:
@@ -46,11 +49,11 @@ class ConcurrencyLimit:
             self._in_progress -= 1
 
     def start_draining(self) -> None:
-        """Everybody is told from now on that this router leaves."""
+        """Asks clients from now on to use other routers."""
         self._draining = True
 
     def close(self) -> None:
-        """Refuses new requests from now on; those in progress go on."""
+        """Refuses new requests from now on; those in progress continue."""
         self._draining, self._accepting = True, False
 
     def _check_accepting(self) -> None:
@@ -61,8 +64,8 @@ class ConcurrencyLimit:
 
 
 class TenantBudget:
-    """At most ``limit`` bytes or characters that all requests together hold. Where there are keys, one tenant has at
-    most half of them. A request that is alone, in all or of its tenant, may hold any number.
+    """At most ``limit`` bytes or characters that all requests together hold. Where there are keys, one tenant holds at
+    most half of them. A request that is the only one, of all or of its tenant, may hold any number.
     """
 
     def __init__(self, limit: int) -> None:
@@ -71,12 +74,12 @@ class TenantBudget:
 
     @property
     def used(self) -> int:
-        """What is held now."""
+        """The bytes or characters that are held now."""
         return self._tenants.total()
 
     def try_acquire(self, tenant: str, size: int, *, held: int = 0) -> bool:
-        """Takes ``size`` more for a request of this tenant ("" without keys) that holds ``beside`` already; False, and
-        takes nothing, where that is above the limit.
+        """Takes ``size`` more for a request of this tenant ("" without keys) that holds ``held`` already. Returns
+        False, and takes nothing, where that is above the limit.
         """
         others, own = self.used - held, self._tenants[tenant] - held
         is_half_taken = bool(tenant and own) and own + held + size > self._limit // 2
@@ -86,7 +89,7 @@ class TenantBudget:
         return True
 
     def release(self, tenant: str, size: int) -> None:
-        """Of what ``take`` took."""
+        """Gives back ``size`` of what ``try_acquire`` took."""
         self._tenants[tenant] -= size
         if not self._tenants[tenant]:
             del self._tenants[tenant]
@@ -108,7 +111,7 @@ class BodyBudget:
 
     @contextmanager
     def reserve(self, tenant: str, size: int) -> Iterator["ReservedBody"]:
-        """Room for a body of ``size`` bytes that are here, until the block ends or the request waits in the queue.
+        """Reserves memory for a body of ``size`` bytes that has arrived, until the block ends or the request is queued.
         Raises ``QuireError`` OVERLOADED.
         """
         with self.reserve_incoming(tenant, 0) as body:
@@ -117,9 +120,9 @@ class BodyBudget:
 
     @contextmanager
     def reserve_incoming(self, tenant: str, size: int) -> Iterator["ReservedBody"]:
-        """As ``reserve`` for a body that comes, of ``size`` bytes as its sender states it; 0 where nothing is stated.
-        There must be room for all of it. What is taken of that is little at first, and twice what has come of it then,
-        so that a head which promises much keeps nobody out.
+        """As ``reserve`` for a body that arrives, of ``size`` bytes by its Content-Length; 0 without one. There must be
+        memory for all of it. Little of that is reserved at first, and then twice what has arrived, so that a head which
+        promises much does not keep other requests out.
         """
         body = ReservedBody(self, tenant, size)
         try:
@@ -130,16 +133,16 @@ class BodyBudget:
             body.release()
 
     def release_queued(self, request_id: str) -> None:
-        """The request waits in the queue, whose own bytes count from now on."""
+        """Releases the body of a request that is queued now: the queue counts its bytes from now on."""
         for body in self._held.pop(request_id, ()):
             body.release()
 
     def hold_until_queued(self, request_id: str, body: "ReservedBody") -> None:
-        """``request_id`` is what the queue will know this body's request by."""
+        """Keeps the reservation of ``body`` until the request ``request_id`` is queued."""
         self._held.setdefault(request_id, []).append(body)
 
     def stop_holding(self, request_id: str, body: "ReservedBody") -> None:
-        """The request of this body does not come to the queue any more."""
+        """Ends ``hold_until_queued`` for a request that will not be queued any more."""
         others = [each for each in self._held.pop(request_id, ()) if each is not body]
         if others:
             self._held[request_id] = others
@@ -151,12 +154,12 @@ class BodyBudget:
                 raise bodies_full()
 
     def release(self, tenant: str, size: int) -> None:
-        """What ``take`` took."""
+        """Gives back what ``acquire`` took."""
         self._bytes.release(tenant, size)
 
 
 class ReservedBody:
-    """One request's body as it comes, and the bytes that are reserved for it."""
+    """One request's body as it arrives, and the bytes that are reserved for it."""
 
     def __init__(self, budget: BodyBudget, tenant: str, stated: int) -> None:
         self._budget = budget
@@ -170,49 +173,45 @@ class ReservedBody:
         return len(self._data)
 
     def reserve(self, size: int) -> None:
-        """Makes what is reserved ``size`` bytes, if it is less. Raises ``QuireError`` OVERLOADED."""
+        """Raises the reservation to ``size`` bytes, if it is less. Raises ``QuireError`` OVERLOADED."""
         if size > self._reserved:
             self._budget.acquire(self._tenant, size - self._reserved, held=self._reserved)
             self._reserved = size
 
     def shrink(self, size: int) -> None:
-        """Reserves ``size`` bytes less; none where that is negative."""
+        """Lowers the reservation by ``size`` bytes; does nothing for a negative number."""
         size = max(0, size)
         self._budget.release(self._tenant, size)
         self._reserved -= size
 
     def append(self, data: bytes) -> None:
-        """Some more of the body. Raises ``QuireError`` OVERLOADED where there is no room for it."""
+        """Adds ``data`` to the body. Raises ``QuireError`` OVERLOADED where there is no memory for it."""
         size = len(self._data) + len(data)
         self.reserve(max(size, min(self._stated, 2 * size + INITIAL_RESERVATION)))
         self._data += data
 
     def detach(self) -> bytearray:
-        """All of the body, which is not kept here any longer."""
+        """Returns all of the body, which is not kept here any longer."""
         data, self._data = self._data, bytearray()
         return data
 
     def hold_until_queued(self, request_id: str) -> None:
-        """The body has been read and validated, as ``request_id``. What is reserved for it stays so until that waits in
-        the queue.
-        """
+        """Keeps the reservation until the request, which was validated as ``request_id``, is queued."""
         self._request_id = request_id
         self._budget.hold_until_queued(request_id, self)
 
     def release(self) -> None:
-        """Gives back what is reserved."""
+        """Gives back the whole reservation."""
         self.shrink(self._reserved)
         if self._request_id is not None:
             self._budget.stop_holding(self._request_id, self)
             self._request_id = None
 
 
-# How long a client may leave its answer unread. Costs next to nothing for a write that does not wait.
-
-
 class WriteTimeout:
-    """Bounds every write of one answer by ``seconds``, with one timer for all of them: a timer for each token would
-    cost more than the token. ``close`` it when the answer has ended.
+    """Bounds every write of one response by ``seconds``, with one timer for all of them: a timer for each token would
+    cost more than the token, and a write that does not wait costs next to nothing. ``close`` it when the response has
+    ended.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -224,7 +223,7 @@ class WriteTimeout:
         self._timed_out = False
 
     async def wait(self, write: Awaitable[None]) -> None:
-        """Waits for one write. Raises ``TimeoutError`` when it takes too long."""
+        """Awaits one write. Raises ``TimeoutError`` when it takes too long."""
         if self._timer is None:
             self._arm(self._loop.time())
         self._started_at = self._loop.time()
@@ -240,7 +239,7 @@ class WriteTimeout:
             self._writer = None
 
     def close(self) -> None:
-        """Ends the watch."""
+        """Cancels the timer."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -258,16 +257,14 @@ class WriteTimeout:
             self._writer.cancel()
 
 
-# How large an answer could get, judged before it is begun. A client can multiply prompts, outputs, tokens and
-# log-probabilities; each alone has its range, and this bounds their product.
-
-
 MAX_OUTPUTS = 128
 MAX_VALUES = 2**22  # a hundred megabytes or two as JSON; one output of 131,072 tokens with 20 log-probabilities each
 
 
 def check_response_size(generations: Sequence[GenerationRequest]) -> None:
-    """Raises ``QuireError`` INVALID for a request whose answer could be too large to be kept and written."""
+    """Raises ``QuireError`` INVALID for a request whose response could be too large to be stored and written. Prompts,
+    outputs, tokens and log-probabilities each have their range; this bounds their product.
+    """
     param = "prompt" if len(generations) > 1 else "n"
     outputs = sum(generation.params.num_sequences for generation in generations)
     if outputs > MAX_OUTPUTS:
@@ -287,10 +284,6 @@ def _num_values(generation: GenerationRequest) -> int:
     return output + generation.num_logprobs(prompt_tokens, params.num_sequences * params.max_tokens)
 
 
-# Which connection of a full port is evicted for a new one: the longest idle one, of the peer with most idle ones. So no
-# address keeps others out with connections that it leaves idle.
-
-
 class Evictable(Protocol):
     """A connection that can be closed while nothing is answered on it."""
 
@@ -301,8 +294,8 @@ class Evictable(Protocol):
 
 class ConnectionShares:
     """At most ``limit`` connections. When there are as many, a new one evicts the connection that is idle for the
-    longest time, of the peer that has most idle ones. A peer that has ``peer_share`` of the limit (0 to 1) evicts its
-    own idle connections only.
+    longest time, of the peer that has most idle ones, so that no address keeps others out with idle connections. A peer
+    that has ``peer_share`` of the limit (0 to 1) evicts its own idle connections only.
     """
 
     def __init__(self, limit: int, peer_share: float = 0.5) -> None:
@@ -317,7 +310,7 @@ class ConnectionShares:
         return len(self._peers)
 
     def add(self, connection: Evictable, peer: str) -> bool:
-        """Takes a place for a connection of ``peer`` (see ``peer_of``); False when there is none."""
+        """Adds a connection of ``peer`` (see ``peer_key``). Returns False when there is no capacity."""
         if not self.evict_if_full(peer):
             return False
         self._peers[connection] = peer
@@ -325,8 +318,8 @@ class ConnectionShares:
         return True
 
     def evict_if_full(self, peer: str, uncounted: int = 0) -> bool:
-        """Evicts where it must, so that there is a place for one more connection of ``peer``, with ``beside`` that are
-        not counted here yet; False when there is none.
+        """Evicts a connection if needed for one more of ``peer``, with ``uncounted`` ones that are not added here yet.
+        Returns False when there is no capacity.
         """
         if len(self._peers) + uncounted < self._limit:
             return True
@@ -340,7 +333,7 @@ class ConnectionShares:
         return True
 
     def mark_idle(self, connection: Evictable) -> None:
-        """Nothing is answered on the connection from now on; it may be so already."""
+        """Marks a connection on which nothing is answered; it may be idle already."""
         peer = self._peers.get(connection)
         if peer is None:
             return
@@ -350,13 +343,13 @@ class ConnectionShares:
         self._rank(peer)
 
     def mark_busy(self, connection: Evictable) -> None:
-        """The connection cannot be evicted until it is idle again."""
+        """Protects the connection from eviction until it is idle again."""
         peer = self._peers.get(connection)
         if peer is not None and self._idle.get(peer, {}).pop(connection, self) is None:
             self._rank(peer)
 
     def remove(self, connection: Evictable) -> None:
-        """The connection has ended, if it had a place."""
+        """Removes a connection that has ended, if it was added."""
         self.mark_busy(connection)
         peer = self._peers.pop(connection, None)
         if peer is not None:
@@ -374,8 +367,8 @@ class ConnectionShares:
 
 
 def peer_key(host: str) -> str:
-    """What counts as one peer: an IPv4 address, or the network of 64 bits that an IPv6 address is in, of which one
-    machine has as many as it likes.
+    """Returns what counts as one peer: an IPv4 address, or the /64 network of an IPv6 address, since one machine can
+    use all addresses of that.
     """
     if ":" not in host:
         return host

@@ -1,5 +1,5 @@
-"""What a request says beside its body: its key, its session, how long it may take. The same words in both APIs; knows
-neither HTTP nor gRPC.
+"""``RequestOptions``: what a client sends outside a request's body (idempotency key, session, timeout), with the same
+words in both APIs, and what follows from it for the stored request.
 """
 
 import math
@@ -26,8 +26,8 @@ _TOKENS_PER_CHUNK = 4096  # tokens
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """``key`` is the idempotency key and ``session`` what the client calls its session, both empty for none.
-    ``seconds`` is how long the answer may take; None when the client did not say.
+    """``key`` is the idempotency key and ``session`` the client's name for its session, both empty for none.
+    ``timeout`` is how many seconds the response may take; None when the client did not say.
     """
 
     key: str = ""
@@ -35,7 +35,7 @@ class RequestOptions:
     timeout: float | None = None
 
     def request_id(self, caller: Identity) -> str:
-        """The id that follows from the key, the same at every router; empty without one."""
+        """Returns the request id that follows from the key, the same at every router; empty without a key."""
         return _opaque_id("idempotency", caller, self.key) if self.key else ""
 
 
@@ -43,7 +43,7 @@ NO_OPTIONS = RequestOptions()
 
 
 def read_label(name: str, values: Sequence[str]) -> str:
-    """The one value of a header or of metadata; empty when there is none. Raises ``QuireError``."""
+    """Returns the one value of a header or of metadata; empty when there is none. Raises ``QuireError`` INVALID."""
     if not values:
         return ""
     if len(values) > 1:
@@ -54,7 +54,7 @@ def read_label(name: str, values: Sequence[str]) -> str:
 
 
 def read_timeout(name: str, values: Sequence[str]) -> float | None:
-    """A number of seconds above 0; None when there is none. Raises ``QuireError``."""
+    """Returns a number of seconds above 0; None when there is none. Raises ``QuireError`` INVALID."""
     if not values:
         return None
     if len(values) > 1:
@@ -65,7 +65,7 @@ def read_timeout(name: str, values: Sequence[str]) -> float | None:
 
 
 def options_from_headers(values: Callable[[str], Sequence[str]]) -> RequestOptions:
-    """Those of an HTTP request; ``values`` gives every value of a header. Raises ``QuireError``."""
+    """Returns the options of an HTTP request; ``values`` returns every value of a header. Raises ``QuireError``."""
     return RequestOptions(
         key=read_label(IDEMPOTENCY_KEY, values(IDEMPOTENCY_KEY)),
         session=read_label("x-session-id", values("x-session-id")),
@@ -74,7 +74,7 @@ def options_from_headers(values: Callable[[str], Sequence[str]]) -> RequestOptio
 
 
 def options_from_metadata(values: Callable[[str], Sequence[str]], remaining: float | None) -> RequestOptions:
-    """Those of a gRPC call; ``remaining`` is what its deadline leaves, in seconds. Raises ``QuireError``."""
+    """Returns the options of a gRPC call, whose deadline is in ``remaining`` seconds. Raises ``QuireError``."""
     return RequestOptions(
         key=read_label(IDEMPOTENCY_KEY, values(IDEMPOTENCY_KEY)),
         session=read_label("session-id", values("session-id")),
@@ -85,8 +85,8 @@ def options_from_metadata(values: Callable[[str], Sequence[str]], remaining: flo
 def apply_options(
     request: GenerationBody, prepared: PreparedRequest, options: RequestOptions, caller: Identity, timeout: float | None
 ) -> PreparedRequest:
-    """The request with all that it says beside its body and all that has to be kept to write its answer again. No
-    request may take more than ``timeout`` seconds. Raises ``QuireError``.
+    """Returns the request with its options, and with what is stored to write its response again. No request may take
+    more than ``timeout`` seconds. Raises ``QuireError``.
     """
     several = len(prepared.generations) > 1
     if request.background and several:
@@ -110,14 +110,15 @@ def apply_options(
         first = replace(first, digest=_digest(first, prepared, request))
     generations = (first, *(_with_shared_fields(first, each) for each in prepared.generations[1:]))
     if options.key and request.seed is None:
-        # Without Redis two routers may both run it, and what a client has of one answer must go on as the other does.
+        # Without Redis two routers may both run it, and a client that has part of one response must be able to resume
+        # with the other.
         generations = tuple(map(_seed_from_id, generations))
     return replace(prepared, generations=generations)
 
 
 def _digest(first: GenerationRequest, prepared: PreparedRequest, request: GenerationBody) -> str:
-    """Tells requests apart by all that makes their answers differ, and not by how those are sent. What the client left
-    out does not count: defaults may follow from the engines, which change.
+    """Returns a digest of all that makes responses differ, and not of how they are sent. Parameters that the client
+    left out do not count: their defaults may follow from the engines, which change.
     """
     digest = blake2b(digest_size=16, person=b"quire digest")
     shape = prepared.response_options.model_copy(update={"include_usage": False, "continuous_usage": False}).to_json()
@@ -135,7 +136,7 @@ def _digest(first: GenerationRequest, prepared: PreparedRequest, request: Genera
 
 
 def _list_repr(token_ids: Sequence[int]) -> str:
-    """As a list of Python is written, part by part, between which other threads come to their turn."""
+    """Returns ``repr`` of a list, made in chunks, between which other threads can run."""
     parts = (
         repr(list(token_ids[start : start + _TOKENS_PER_CHUNK]))[1:-1]
         for start in range(0, len(token_ids), _TOKENS_PER_CHUNK)
@@ -144,7 +145,7 @@ def _list_repr(token_ids: Sequence[int]) -> str:
 
 
 def _with_shared_fields(first: GenerationRequest, other: GenerationRequest) -> GenerationRequest:
-    """Another prompt of the same request."""
+    """Returns the generation of another prompt with what it shares with the first one."""
     return replace(
         other,
         shape=first.shape,
@@ -157,12 +158,12 @@ def _with_shared_fields(first: GenerationRequest, other: GenerationRequest) -> G
 
 
 def _seed_from_id(generation: GenerationRequest) -> GenerationRequest:
-    """The seed follows from the id, and so from the key."""
+    """Derives the seed from the id, and so from the key."""
     digest = blake2b(generation.request_id.encode(), digest_size=8, person=b"quire seed").digest()
     return replace(generation, params=replace(generation.params, seed=int.from_bytes(digest, "little")))
 
 
 def _opaque_id(kind: str, caller: Identity, label: str) -> str:
-    """An opaque name for what a tenant calls by ``label``."""
+    """Returns an opaque name for a tenant's ``label``."""
     words = f"{kind}\0{caller.tenant}\0{label}".encode()
     return blake2b(words, digest_size=_ID_BYTES, person=b"quire label").hexdigest()

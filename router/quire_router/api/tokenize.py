@@ -1,4 +1,4 @@
-"""Text to tokens and back for clients: what ``/tokenize`` and ``/detokenize`` read and say, in vLLM's words."""
+"""Text to tokens and back: the requests and results of ``/tokenize`` and ``/detokenize``, in vLLM's words."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,8 +68,8 @@ class DetokenizeRequest(StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class TokenizeResult:
-    """``token_strs`` are the tokens as the tokenizer calls them, None where they were not asked for.
-    ``max_model_len`` is 0 while no engine has told it. ``ignored`` are the parameters that changed nothing.
+    """``token_strs`` are the tokens' names in the tokenizer, None where they were not requested. ``max_model_len`` is 0
+    while it is unknown. ``ignored`` are the parameters that changed nothing.
     """
 
     tokens: Sequence[int]
@@ -81,8 +81,8 @@ class TokenizeResult:
 def tokenize(
     request: TokenizeRequest, text: ModelTokenizer, max_model_len: int, ignored: Sequence[str] = ()
 ) -> TokenizeResult:
-    """The tokens that the same text or conversation has in a request for an answer. Raises ``QuireError`` as that
-    would, except that more tokens than the model takes are told.
+    """Returns the tokens that the same text or conversation has as a prompt. Raises ``QuireError`` as a request with it
+    would, except that there may be more tokens than the model takes.
     """
     try:
         tokens = _tokens_of(request, text)
@@ -95,7 +95,7 @@ def tokenize(
 
 
 def detokenize(request: DetokenizeRequest, text: ModelTokenizer) -> str:
-    """The text of tokens, special ones and all. Raises ``QuireError`` for a token that the model does not have."""
+    """Returns the text of tokens, with special ones. Raises ``QuireError`` for a token that the model does not have."""
     if request.tokens and max(request.tokens) >= text.vocab_size:
         raise invalid("tokens", f"tokens holds a token id outside of this model's vocabulary of {text.vocab_size}.")
     return text.decode(request.tokens)

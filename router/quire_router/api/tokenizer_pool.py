@@ -1,4 +1,6 @@
-"""Work that would hold up the streams of others, such as tokenising a long prompt: done on threads, in fair turns."""
+"""``TokenizerPool``: threads for work that would stall other streams, such as tokenising a long prompt, fair between
+tenants.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -20,8 +22,8 @@ _CHARACTERS_PER_SECOND = 2**20  # characters that are tokenised in a second at l
 
 
 class TokenizerPool:
-    """A tenant never has all of the threads: one is left for the others, however much it asks for at once. The
-    texts that wait for one of their tenant's threads are bounded by a ``TenantBudget``.
+    """Runs work on ``THREADS`` threads, of which one tenant uses at most ``THREADS_PER_TENANT`` at once, so that one is
+    left for the others. The texts that wait for a thread of their tenant are bounded by a ``TenantBudget``.
     """
 
     def __init__(self, *, max_queued: int = MAX_QUEUED_TEXT) -> None:
@@ -30,8 +32,8 @@ class TokenizerPool:
         self._queued = TenantBudget(max_queued)
 
     async def run(self, tenant: str, size: int, work: Callable[[], T]) -> T:
-        """What the work on ``size`` characters or bytes of text gives, or raises. Raises ``QuireError`` OVERLOADED
-        where too much waits already. A caller that is cancelled keeps its thread until the work has ended.
+        """Returns or raises what ``work`` on ``size`` characters or bytes of text does. Raises ``QuireError``
+        OVERLOADED where too much waits already. A caller that is cancelled keeps its thread until the work has ended.
         """
         semaphore = self._semaphores.get(tenant)
         if semaphore is None:
@@ -43,12 +45,12 @@ class TokenizerPool:
         return await asyncio.wrap_future(done)
 
     def close(self) -> None:
-        """Lets go of the threads."""
+        """Ends the threads once their work is done; drops what waits."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
     def _queue_slot(self, tenant: str, size: int) -> Iterator[None]:
-        """Counts what waits for one of its tenant's threads."""
+        """Counts a text while it waits for a thread of its tenant."""
         waiting = self._queued.used
         if not self._queued.try_acquire(tenant, size):
             with counting_refusals():
@@ -60,5 +62,5 @@ class TokenizerPool:
 
 
 def _release(semaphore: asyncio.Semaphore, loop: asyncio.AbstractEventLoop, _done: object) -> None:
-    with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+    with suppress(RuntimeError):  # the loop is closed, and nothing waits any more
         loop.call_soon_threadsafe(semaphore.release)

@@ -1,5 +1,6 @@
-"""The one validator: a request of either API becomes one ``GenerationRequest`` a prompt, or is refused with the
-parameter at fault.
+"""``Validator``: a request of either API becomes one ``GenerationRequest`` a prompt, or is refused with the parameter
+at fault. Below it: sampling parameters and what excludes each other beyond their ranges (which are quire_proto's), and
+what a chat's tools and reasoning mean for its model, in its template and as a grammar.
 """
 
 import json
@@ -34,7 +35,153 @@ from quire_router.core.errors import model_not_ready, unknown_model
 from quire_router.core.generation import Delta, GenerationRequest, prompt_request_id
 from quire_router.engines.settings import ServedModelLimits
 
-# A request's fields as ``SamplingParams``, and what excludes each other beyond them. The ranges are quire_proto's.
+BodyT = TypeVar("BodyT", bound=StrictModel)
+
+COMPLETION_MAX_TOKENS = 16
+_MAX_PRIORITY = 2**31
+
+
+class Validator:
+    """Checks requests against the models' tokenizers and the limits of their engines. ``allow_priority`` lets clients
+    set the priority of their requests, and with ``refuse_unknown`` an unknown parameter is refused instead of ignored.
+    """
+
+    def __init__(
+        self,
+        texts: Mapping[str, ModelTokenizer],
+        limits: Callable[[str], ServedModelLimits | None],
+        *,
+        allow_priority: bool = False,
+        refuse_unknown: bool = False,
+    ) -> None:
+        self._texts = texts
+        self._limits = limits
+        self._allow_priority = allow_priority
+        self._refuse_unknown = refuse_unknown
+
+    def drop_ignored(self, request: BodyT, model: str) -> tuple[BodyT, tuple[str, ...]]:
+        """Returns the request without what its model ignores, and the names of the ignored parameters, each once.
+        Raises ``QuireError`` NOT_FOUND for the model, and INVALID for what may not be ignored.
+        """
+        ignored = []
+        for param, is_known in ignored_parameters(request):
+            if self._refuse_unknown and not is_known:
+                raise unknown_parameter(param)
+            ignored.append(param)
+        text = self.text(model)
+        if isinstance(request, TemplatedBody):
+            request, more = drop_unsupported_by_template(request, text)
+            ignored += more
+        return request, tuple(dict.fromkeys(ignored))
+
+    def generations(self, request: GenerationBody, request_id: str, caller: Identity) -> tuple[GenerationRequest, ...]:
+        """Returns one generation for each prompt, in tokens, with every default filled in. Raises ``QuireError``."""
+        text = self.text(request.model)
+        limits = self._limits(request.model)
+        if limits is None:
+            raise model_not_ready(request.model)
+        prompts, output_limit = _prompts(request, text, limits)
+        first = GenerationRequest(
+            request_id=request_id,
+            model=request.model,
+            prompt_token_ids=prompts[0],
+            params=sampling_of(request, output_limit, text, limits, structured_of(request, text, prompts[0])),
+            stop=tuple(request.stop),
+            include_stop=bool(request.include_stop_str_in_output),
+            skip_special_tokens=request.skip_special_tokens is not False,
+            echo=isinstance(request, CompletionRequest) and bool(request.echo),
+            priority=self._priority(request, caller),
+            operation="chat" if isinstance(request, ChatRequest) else "text_completion",
+            tenant=caller.tenant,
+            cache_salt=caller.cache_salt,
+            stream=bool(request.stream),
+        )
+        generations = tuple(_for_prompt(first, number, prompt) for number, prompt in enumerate(prompts))
+        if request.seed is None:
+            generations = tuple(map(_with_random_seed, generations))
+        check_response_size(generations)
+        return generations
+
+    def text(self, model: str) -> ModelTokenizer:
+        """Returns a configured model's tokenizer. Raises ``QuireError`` NOT_FOUND."""
+        text = self._texts.get(model)
+        if text is None:
+            raise unknown_model(model)
+        return text
+
+    def _priority(self, request: GenerationBody, caller: Identity) -> int:
+        """Returns the tenant's priority plus the request's. Raises ``QuireError``."""
+        own = request.priority or 0
+        if own and not (self._allow_priority or caller.policy.allow_priority):
+            raise invalid("priority", "priority is not taken from clients here; only 0 is.")
+        priority = own + caller.policy.priority
+        if not -_MAX_PRIORITY <= priority < _MAX_PRIORITY:
+            raise invalid("priority", f"priority must be between {-_MAX_PRIORITY} and {_MAX_PRIORITY - 1}.")
+        return priority
+
+
+def _for_prompt(first: GenerationRequest, number: int, prompt: Sequence[int]) -> GenerationRequest:
+    """Returns the generation of another prompt, under an id of its own."""
+    if number == 0:
+        return first
+    return replace(first, request_id=prompt_request_id(first.request_id, number), prompt_token_ids=prompt)
+
+
+def _with_random_seed(generation: GenerationRequest) -> GenerationRequest:
+    return replace(generation, params=replace(generation.params, seed=randbits(64)))
+
+
+def _prompts(
+    request: GenerationBody, text: ModelTokenizer, limits: ServedModelLimits
+) -> tuple[list[Sequence[int]], int]:
+    """Returns the tokens of each prompt, and the most tokens of each output. Raises ``QuireError``."""
+    if isinstance(request, ChatRequest):
+        return _conversation(request, text, limits)
+    assert isinstance(request, CompletionRequest)
+    output_limit, prompts = COMPLETION_MAX_TOKENS, []
+    for number, given in enumerate(request.prompt):
+        name = f"prompt[{number}]" if len(request.prompt) > 1 else "prompt"
+        with _naming_prompt(name):
+            tokens = text.encode(given, limits.max_model_len) if isinstance(given, str) else given
+        output_limit = _output_limit(request, name, len(tokens), COMPLETION_MAX_TOKENS, limits)
+        check_ids(name, tokens, limits)
+        prompts.append(array("i", tokens))
+    return [*prompts], output_limit
+
+
+def _conversation(
+    request: ChatRequest, text: ModelTokenizer, limits: ServedModelLimits
+) -> tuple[list[Sequence[int]], int]:
+    tools = [tool.to_template() for tool in request.offered_tools]
+    options = template_options(request.chat_template_kwargs, request.reasoning_effort, text)
+    with _naming_prompt("messages"):
+        prompt = text.encode_chat(
+            to_template_messages(request.messages), limits.max_model_len, tools=tools, options=options
+        )
+    rest = max(1, limits.max_model_len - len(prompt))
+    return [array("i", prompt)], _output_limit(request, "messages", len(prompt), rest, limits)
+
+
+def _output_limit(
+    request: GenerationBody, param: str, prompt_tokens: int, default: int, limits: ServedModelLimits
+) -> int:
+    """Returns the most output tokens: the client's limit, or ``default``. ``param`` names the prompt in errors."""
+    given = request.output_limit
+    if given is not None and given < 1:
+        raise invalid("max_tokens", "max_tokens must be at least 1.")
+    output_limit = default if given is None else given
+    with _naming_prompt(param):
+        check_length(prompt_tokens, output_limit, limits.max_model_len)
+    return output_limit
+
+
+@contextmanager
+def _naming_prompt(name: str) -> Iterator[None]:
+    """Lets errors about the prompt name the parameter ``name``."""
+    try:
+        yield
+    except QuireError as error:
+        raise invalid(name if error.param == "prompt" else error.param or name, error.message) from None
 
 
 _COPIED_FIELDS = (
@@ -51,8 +198,8 @@ def sampling_of(
     limits: ServedModelLimits,
     structured: Structured | None,
 ) -> SamplingParams:
-    """How the request's tokens are drawn; what it does not say has its default. ``structured`` is what the output is
-    held to. Raises ``QuireError``.
+    """Returns how the request's tokens are sampled; ``structured`` is what constrains the output. Raises
+    ``QuireError``.
     """
     given = {name: value for name in _COPIED_FIELDS if (value := getattr(request, name)) is not None}
     params = SamplingParams(
@@ -74,7 +221,7 @@ def sampling_of(
 
 
 def check_stream(request: GenerationBody) -> None:
-    """Raises ``QuireError`` where the answer has parts that cannot come piece by piece as the OpenAI API has them."""
+    """Raises ``QuireError`` for a stream whose response has parts that OpenAI's chunks cannot hold."""
     if not request.stream:
         return
     unstreamable = {
@@ -111,7 +258,7 @@ def _check_ids_of(params: SamplingParams, limits: ServedModelLimits) -> None:
 
 
 def _check_search(request: GenerationBody, params: SamplingParams) -> None:
-    """A search compares whole outputs, so that none may end for its text."""
+    """Raises ``QuireError`` for a beam search with stop strings: it compares whole outputs."""
     if params.beam_width and request.stop:
         raise _excluded("beam_width", "stop")
 
@@ -120,22 +267,18 @@ def _excluded(param: str, other: str) -> QuireError:
     return invalid(param, f"{param} and {other} exclude each other.")
 
 
-# What a chat's tools and thoughts mean for its model: the variables of its template, and the grammar that holds it to
-# calls. Raises ``QuireError`` where the model knows nothing of it.
-
-
 TemplatedT = TypeVar("TemplatedT", bound=TemplatedBody)
 
 _REFUSED = re.compile(
     r"The grammar cannot be used, line (\d{1,6}): (?:failed to compile JSON schema: )?(.*)", re.DOTALL
 )
-_THINKING_SWITCHES = ("enable_thinking", "thinking")  # what templates call the switch
+_THINKING_SWITCHES = ("enable_thinking", "thinking")  # names of the switch in templates
 _TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 
 
 def structured_of(request: GenerationBody, text: ModelTokenizer, prompt: Sequence[int]) -> Structured | None:
-    """The grammar that the output is held to: the one that the client asks for, one that makes the calls that it
-    forces, or one of both, calls or JSON. Raises ``QuireError`` INVALID for what cannot be held to.
+    """Returns what constrains the output: what the client requests, a grammar of the tool calls that it requires, or a
+    grammar of both, calls or JSON; None for free text. Raises ``QuireError`` INVALID for what cannot be enforced.
     """
     requested = request.structured
     if not (isinstance(request, ChatRequest) and request.offered_tools):
@@ -163,7 +306,7 @@ def structured_of(request: GenerationBody, text: ModelTokenizer, prompt: Sequenc
 
 
 def _reply(requested: Structured) -> Mapping[str, Any]:
-    """The schema of an answer that is no call. Raises ``QuireError`` for a form that is no JSON."""
+    """Returns the schema of a reply that is no tool call. Raises ``QuireError`` for a constraint that is not JSON."""
     if requested.kind is StructuredKind.JSON_OBJECT:
         return ANYTHING
     if requested.kind is not StructuredKind.JSON_SCHEMA:
@@ -179,7 +322,7 @@ def _reply(requested: Structured) -> Mapping[str, Any]:
 
 
 def _check_guided(request: ChatRequest) -> None:
-    """A grammar ends with the model's own end, and holds for no beams."""
+    """Raises ``QuireError`` for what a grammar excludes: it ends with the model's own end, and beams have none."""
     param = "tool_choice" if request.call_required else "tools"
     others = {"ignore_eos": request.ignore_eos, "min_tokens": request.min_tokens, "beam_width": request.search_width}
     for other, is_set in others.items():
@@ -188,8 +331,8 @@ def _check_guided(request: ChatRequest) -> None:
 
 
 async def name_schema_at_fault(deltas: AsyncGenerator[Delta], grammar: str) -> AsyncGenerator[Delta]:
-    """The same pieces; where the engine refuses the ``grammar`` of ``structured_of``, the schema at fault is named.
-    Closes ``deltas``.
+    """Yields the same deltas; where the engine refuses the ``grammar`` of ``structured_of``, the error names the schema
+    at fault. Closes ``deltas``.
     """
     async with aclosing(deltas):
         try:
@@ -200,7 +343,7 @@ async def name_schema_at_fault(deltas: AsyncGenerator[Delta], grammar: str) -> A
 
 
 def _schema_error(message: str, grammar: str) -> QuireError:
-    """The engine's refusal of ``grammar`` as a refusal of the schema that stands in the line its ``message`` names."""
+    """Returns the engine's error about ``grammar`` as one about the schema in the line that ``message`` names."""
     refused = _REFUSED.fullmatch(message)
     found = None if refused is None else schema_on_line(grammar, int(refused[1]))
     if refused is None or found is None:
@@ -213,7 +356,7 @@ def _schema_error(message: str, grammar: str) -> QuireError:
 
 
 def detect_tool_format(text: ModelTokenizer) -> ToolFormat:
-    """How the model calls tools. Raises ``QuireError`` where it does not."""
+    """Returns how the model writes tool calls. Raises ``QuireError`` where it has none, or an unknown format."""
     if text.tool_format is not None:
         return text.tool_format
     if "tools" in text.template_variables:
@@ -222,9 +365,9 @@ def detect_tool_format(text: ModelTokenizer) -> ToolFormat:
 
 
 def drop_unsupported_by_template(request: TemplatedT, text: ModelTokenizer) -> tuple[TemplatedT, Sequence[str]]:
-    """The request without tools where the model's template knows none, and the names of the parameters that change
-    nothing with this template. Raises ``QuireError`` for tools that must be called, and for variables of the template
-    that requests may not set.
+    """Returns the request without tools where the model's template has none, and the names of the parameters that
+    change nothing with this template. Raises ``QuireError`` for tools that must be called, and for variables of the
+    template that requests may not set.
     """
     ignored = [*_ignored_thinking(request, text)]
     if not request.offered_tools or text.tool_format is not None:
@@ -238,7 +381,7 @@ def drop_unsupported_by_template(request: TemplatedT, text: ModelTokenizer) -> t
 
 
 def _ignored_thinking(request: TemplatedBody, text: ModelTokenizer) -> Iterator[str]:
-    """Strengths and switches of thinking that the template does not ask for, where they say anything."""
+    """Yields reasoning efforts and switches that the template does not read, where they would change anything."""
     known, effort = text.template_variables, request.reasoning_effort
     stops = not text.has_reasoning or not known.isdisjoint(_THINKING_SWITCHES)
     if effort is not None and "reasoning_effort" not in known and not (effort == "none" and stops):
@@ -258,8 +401,8 @@ def _thinking_switches(given: TemplateOptions | None) -> dict[str, bool]:
 
 
 def template_options(given: TemplateOptions | None, effort: str | None, text: ModelTokenizer) -> Mapping[str, Any]:
-    """The variables that a request sets in the model's template, of those that it asks for. The effort ``none`` turns
-    thinking off, where it can be.
+    """Returns the variables that a request sets in the model's template, of those that the template reads. The effort
+    ``none`` turns thinking off, where it can be.
     """
     options: dict[str, Any] = {"reasoning_effort": effort} if effort else {}
     if effort == "none":
@@ -269,157 +412,8 @@ def template_options(given: TemplateOptions | None, effort: str | None, text: Mo
 
 
 def _tool_spec(tool: Tool, call_required: bool) -> ToolSpec:
-    """A call that is not forced is held to its schema only where the tool is strict."""
+    """A call that is not required is held to its schema only where the tool is strict."""
     if "x-guidance" in tool.function.schema_of_arguments:
         raise invalid("tools", "x-guidance is not supported in the schema of a tool.")
     schema = tool.function.schema_of_arguments if call_required or tool.function.strict else ANYTHING
     return ToolSpec(tool.function.name, schema)
-
-
-BodyT = TypeVar("BodyT", bound=StrictModel)
-
-COMPLETION_MAX_TOKENS = 16
-_MAX_PRIORITY = 2**31
-
-
-class Validator:
-    """Checks requests against the models' texts and what their engines can take. ``allow_priority`` lets clients set
-    the priority of their requests, and with ``refuse_unknown`` an unknown parameter is refused instead of ignored.
-    """
-
-    def __init__(
-        self,
-        texts: Mapping[str, ModelTokenizer],
-        limits: Callable[[str], ServedModelLimits | None],
-        *,
-        allow_priority: bool = False,
-        refuse_unknown: bool = False,
-    ) -> None:
-        self._texts = texts
-        self._limits = limits
-        self._allow_priority = allow_priority
-        self._refuse_unknown = refuse_unknown
-
-    def drop_ignored(self, request: BodyT, model: str) -> tuple[BodyT, tuple[str, ...]]:
-        """What of a request its model can take, which is then validated, and the names of the parameters that are
-        ignored, each once. Raises ``QuireError`` NOT_FOUND for the model, and INVALID for what may not be ignored.
-        """
-        ignored = []
-        for param, is_known in ignored_parameters(request):
-            if self._refuse_unknown and not is_known:
-                raise unknown_parameter(param)
-            ignored.append(param)
-        text = self.text(model)
-        if isinstance(request, TemplatedBody):
-            request, more = drop_unsupported_by_template(request, text)
-            ignored += more
-        return request, tuple(dict.fromkeys(ignored))
-
-    def generations(self, request: GenerationBody, request_id: str, caller: Identity) -> tuple[GenerationRequest, ...]:
-        """The request in tokens, one for each prompt, every default filled in. Raises ``QuireError``."""
-        text = self.text(request.model)
-        limits = self._limits(request.model)
-        if limits is None:
-            raise model_not_ready(request.model)
-        prompts, output_limit = _prompts(request, text, limits)
-        first = GenerationRequest(
-            request_id=request_id,
-            model=request.model,
-            prompt_token_ids=prompts[0],
-            params=sampling_of(request, output_limit, text, limits, structured_of(request, text, prompts[0])),
-            stop=tuple(request.stop),
-            include_stop=bool(request.include_stop_str_in_output),
-            skip_special_tokens=request.skip_special_tokens is not False,
-            echo=isinstance(request, CompletionRequest) and bool(request.echo),
-            priority=self._priority(request, caller),
-            operation="chat" if isinstance(request, ChatRequest) else "text_completion",
-            tenant=caller.tenant,
-            cache_salt=caller.cache_salt,
-            stream=bool(request.stream),
-        )
-        generations = tuple(_for_prompt(first, number, prompt) for number, prompt in enumerate(prompts))
-        if request.seed is None:
-            generations = tuple(map(_with_random_seed, generations))
-        check_response_size(generations)
-        return generations
-
-    def text(self, model: str) -> ModelTokenizer:
-        """A configured model's text. Raises ``QuireError`` NOT_FOUND."""
-        text = self._texts.get(model)
-        if text is None:
-            raise unknown_model(model)
-        return text
-
-    def _priority(self, request: GenerationBody, caller: Identity) -> int:
-        """The tenant's, and what the request adds to it."""
-        own = request.priority or 0
-        if own and not (self._allow_priority or caller.policy.allow_priority):
-            raise invalid("priority", "priority is not taken from clients here; only 0 is.")
-        priority = own + caller.policy.priority
-        if not -_MAX_PRIORITY <= priority < _MAX_PRIORITY:
-            raise invalid("priority", f"priority must be between {-_MAX_PRIORITY} and {_MAX_PRIORITY - 1}.")
-        return priority
-
-
-def _for_prompt(first: GenerationRequest, number: int, prompt: Sequence[int]) -> GenerationRequest:
-    """The same request for another of its prompts, under a name of its own."""
-    if number == 0:
-        return first
-    return replace(first, request_id=prompt_request_id(first.request_id, number), prompt_token_ids=prompt)
-
-
-def _with_random_seed(generation: GenerationRequest) -> GenerationRequest:
-    return replace(generation, params=replace(generation.params, seed=randbits(64)))
-
-
-def _prompts(
-    request: GenerationBody, text: ModelTokenizer, limits: ServedModelLimits
-) -> tuple[list[Sequence[int]], int]:
-    """The tokens of each prompt, and how many each output may have."""
-    if isinstance(request, ChatRequest):
-        return _conversation(request, text, limits)
-    assert isinstance(request, CompletionRequest)
-    output_limit, prompts = COMPLETION_MAX_TOKENS, []
-    for number, given in enumerate(request.prompt):
-        name = f"prompt[{number}]" if len(request.prompt) > 1 else "prompt"
-        with _naming_prompt(name):
-            tokens = text.encode(given, limits.max_model_len) if isinstance(given, str) else given
-        output_limit = _output_limit(request, name, len(tokens), COMPLETION_MAX_TOKENS, limits)
-        check_ids(name, tokens, limits)
-        prompts.append(array("i", tokens))
-    return [*prompts], output_limit
-
-
-def _conversation(
-    request: ChatRequest, text: ModelTokenizer, limits: ServedModelLimits
-) -> tuple[list[Sequence[int]], int]:
-    tools = [tool.to_template() for tool in request.offered_tools]
-    options = template_options(request.chat_template_kwargs, request.reasoning_effort, text)
-    with _naming_prompt("messages"):
-        prompt = text.encode_chat(
-            to_template_messages(request.messages), limits.max_model_len, tools=tools, options=options
-        )
-    rest = max(1, limits.max_model_len - len(prompt))
-    return [array("i", prompt)], _output_limit(request, "messages", len(prompt), rest, limits)
-
-
-def _output_limit(
-    request: GenerationBody, param: str, prompt_tokens: int, default: int, limits: ServedModelLimits
-) -> int:
-    """The most output tokens: what the client said, or ``default``. ``param`` is what this API calls the prompt."""
-    given = request.output_limit
-    if given is not None and given < 1:
-        raise invalid("max_tokens", "max_tokens must be at least 1.")
-    output_limit = default if given is None else given
-    with _naming_prompt(param):
-        check_length(prompt_tokens, output_limit, limits.max_model_len)
-    return output_limit
-
-
-@contextmanager
-def _naming_prompt(name: str) -> Iterator[None]:
-    """Refusals of the prompt name it as this API does."""
-    try:
-        yield
-    except QuireError as error:
-        raise invalid(name if error.param == "prompt" else error.param or name, error.message) from None

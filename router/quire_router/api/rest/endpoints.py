@@ -1,4 +1,6 @@
-"""The routes that only tell: models, health, metrics."""
+"""The other routes: models, health and metrics (``StatusEndpoints``), stored requests under ``/v1/requests/{id}``
+(``RequestEndpoints``), ``/tokenize`` and ``/detokenize`` (``TokenizeEndpoints``).
+"""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from urllib.parse import parse_qsl
@@ -32,7 +34,7 @@ _UNREADY = (*JSON_HEADERS, (b"retry-after", str(int(RETRY_NOT_READY)).encode()))
 
 
 class StatusEndpoints:
-    """Handlers of GET routes."""
+    """Handlers of models, health and metrics."""
 
     def __init__(self, service: ApiService) -> None:
         self._service = service
@@ -51,7 +53,7 @@ class StatusEndpoints:
 
     async def health(self, exchange: HttpExchange) -> None:
         """Whether requests can be served now: 200 when some model has an engine, else 503. A caller with a key, or
-        where none is configured, is also told how many engines each of its models has. Raises ``QuireError``
+        where none is configured, also gets the number of engines of each of its models. Raises ``QuireError``
         UNAUTHENTICATED for a wrong key.
         """
         keys, given = self._service.keys, exchange.credentials
@@ -61,24 +63,22 @@ class StatusEndpoints:
             await self._health(exchange, self._engines(keys.authenticate(*given)))
 
     async def health_in_detail(self, exchange: HttpExchange) -> None:
-        """As ``health``, with all models for anyone."""
+        """As ``health``, with the engines of all models for every caller."""
         await self._health(exchange, self._engines(ANONYMOUS))
 
     async def started(self, exchange: HttpExchange) -> None:
-        """Whether settings and tokenizers are loaded and the ports are open, before which nobody answers here."""
+        """Answers once settings and tokenizers are loaded: the ports are not open before."""
         await exchange.response.send(200, _OK)
 
     async def ready(self, exchange: HttpExchange) -> None:
-        """Whether new requests are wanted here: also while no engine is ready, because they are held until one is."""
+        """Whether new requests are accepted: also while no engine is ready, because they are held until one is."""
         if self._service.concurrency.draining:
             await exchange.response.send(503, _LEAVING, _UNREADY)
         else:
             await exchange.response.send(200, _OK)
 
     async def live(self, exchange: HttpExchange) -> None:
-        """Whether the event loop turns, as one that hangs does not answer, and no task of the router fails again and
-        again.
-        """
+        """Whether the event loop runs (else nothing answers) and no supervised task fails again and again."""
         if failing_tasks():
             await exchange.response.send(503, _FAILING)
         else:
@@ -98,22 +98,19 @@ class StatusEndpoints:
             await exchange.response.send(503, to_json({"status": "unavailable", **details}), _UNREADY)
 
 
-# ``/v1/requests/{id}``: what became of a request that came earlier, the rest of its answer, its end.
-
-
 _PATH = "/v1/requests/{id}"
 _AFTER = "after"
 
 
 class RequestEndpoints:
-    """Handlers of the routes."""
+    """Handlers of ``/v1/requests/{id}``: a stored request's state, the rest of its response, its end."""
 
     def __init__(self, service: ApiService, keepalive: KeepAlive) -> None:
         self._service = service
         self._keepalive = keepalive
 
     async def show_or_delete(self, exchange: HttpExchange) -> None:
-        """How far the request has come, with its answer once that is complete; or what is forgotten, for ``DELETE``."""
+        """Sends the request's state, with its response once that is complete; for ``DELETE``, forgets it."""
         if exchange.scope["method"] == "DELETE":
             await self._delete(exchange)
             return
@@ -121,19 +118,19 @@ class RequestEndpoints:
             await cancel_on_disconnect(exchange.receive, self._show(exchange))
 
     async def cancel(self, exchange: HttpExchange) -> None:
-        """Ends what has not ended of the request, and tells how it was with it just before."""
+        """Cancels the request, and sends its state just before."""
         with self._service.request_scope(f"POST {_PATH}/cancel", exchange.request_id, exchange.headers):
             stored = await self._service.cancel(_id(exchange), exchange.caller)
             await exchange.response.send(200, to_json(request_object(stored)))
 
     async def _delete(self, exchange: HttpExchange) -> None:
-        """Forgets the request, and ends it for that; tells how it was with it just before."""
+        """Ends and forgets the request, and sends its state just before."""
         with self._service.request_scope(f"DELETE {_PATH}", exchange.request_id, exchange.headers):
             stored = await self._service.delete(_id(exchange), exchange.caller)
             await exchange.response.send(200, to_json({**request_object(stored), "deleted": True}))
 
     async def events(self, exchange: HttpExchange) -> None:
-        """The answer as a stream, from where the reader stands; its events have ids."""
+        """Streams the response from the client's cursor on; its events have ids."""
         with self._service.request_scope(f"GET {_PATH}/events", exchange.request_id, exchange.headers):
             await cancel_on_disconnect(exchange.receive, self._events(exchange))
 
@@ -165,8 +162,8 @@ def _id(exchange: HttpExchange) -> str:
 
 
 def _after(exchange: HttpExchange) -> str:
-    """The last event that the client had: in the header, as clients that reconnect by themselves send it, or else in
-    the address. Raises ``QuireError``.
+    """Returns the id of the last event that the client has: from the header, as clients that reconnect by themselves
+    send it, or else from the query. Raises ``QuireError``.
     """
     query = _query(exchange)
     headers = exchange.values(LAST_EVENT_ID)
@@ -190,27 +187,24 @@ def _unknown() -> QuireError:
     return invalid(_AFTER, "The address takes one parameter, after.")
 
 
-# ``/tokenize`` and ``/detokenize``.
-
-
 _CHUNK = 4096  # entries
 TokenizeBody = tuple[bytes, Sequence[str]]
-"""An answer, and the parameters that it ignored."""
+"""The JSON of a response, and the parameters that were ignored."""
 
 
 class TokenizeEndpoints:
-    """Handlers of both routes."""
+    """Handlers of ``/tokenize`` and ``/detokenize``."""
 
     def __init__(self, service: ApiService, limits: BodyLimits) -> None:
         self._service = service
         self._limits = limits
 
     async def tokenize(self, exchange: HttpExchange) -> None:
-        """The tokens of a text or of a conversation."""
+        """Sends the tokens of a text or of a conversation."""
         await self._answer(exchange, "POST /tokenize", self._tokens)
 
     async def detokenize(self, exchange: HttpExchange) -> None:
-        """The text of tokens."""
+        """Sends the text of tokens."""
         await self._answer(exchange, "POST /detokenize", self._text)
 
     async def _answer(
@@ -242,7 +236,7 @@ class TokenizeEndpoints:
 
 
 def _tokens_json(result: TokenizeResult) -> TokenizeBody:
-    """As JSON. Lists are written part by part, between which other threads come to their turn."""
+    """Returns the tokens as JSON. Lists are written in chunks, between which other threads can run."""
     names = None if result.token_strs is None else _list_items(result.token_strs)
     head = b'{"count":%d,"max_model_len":%d,"tokens":[' % (len(result.tokens), result.max_model_len)
     middle = b'],"token_strs":'
@@ -251,5 +245,5 @@ def _tokens_json(result: TokenizeResult) -> TokenizeBody:
 
 
 def _list_items(values: Sequence[object]) -> bytes:
-    """The entries of a list as JSON, without its brackets."""
+    """Returns the entries of a list as JSON, without its brackets."""
     return b",".join(to_json(list(values[start : start + _CHUNK]))[1:-1] for start in range(0, len(values), _CHUNK))

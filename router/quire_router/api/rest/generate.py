@@ -1,4 +1,6 @@
-"""``/v1/completions`` and ``/v1/chat/completions``: the same exchange in two styles."""
+"""``/v1/completions`` and ``/v1/chat/completions``: one handler in two formats, and how a response is sent, as events
+while it is generated or whole.
+"""
 
 from collections.abc import Mapping
 from contextlib import aclosing
@@ -27,14 +29,12 @@ from quire_router.api.service import ApiService, counting_rejections
 from quire_router.api.validation import check_stream
 from quire_router.core.generation import Delta, DeltaStream
 
-# How an answer is written over HTTP: as events while it comes, or whole.
-
 
 async def stream(
     exchange: HttpExchange, style: OpenAiFormat, answer: Response, headers: Mapping[str, str], keepalive: KeepAlive
 ) -> None:
-    """Sends each piece as it comes. What goes wrong before anything is sent has its own status. Raises
-    ``QuireError``, INTERNAL for an answer that ends before its usage: it is never passed on as a complete one.
+    """Sends each delta as it comes. An error before anything is sent has a status of its own. Raises ``QuireError``,
+    INTERNAL for deltas that end without the usage: an incomplete response is never passed on as complete.
     """
     encoder = SseEncoder(style, answer.prepared, answer.cursor)
     exchange.event_ids = answer.prepared.event_ids
@@ -56,14 +56,14 @@ async def stream(
 
 
 def _begin(exchange: HttpExchange, events: SseStream, encoder: SseEncoder, delta: Delta) -> bytes:
-    """The first piece, with what comes before it."""
+    """Returns the events of the first delta, behind those that open the stream."""
     exchange.has_output = True
     events.headers += route_headers(delta)
     return encoder.opening() + encoder.encode(delta)
 
 
 async def collect_completion(answer: Response, style: OpenAiFormat) -> tuple[bytes, list[Header]]:
-    """The whole answer as JSON, and headers that belong to it. Raises as ``stream`` does."""
+    """Returns the whole response as JSON, and headers that belong to it. Raises as ``stream`` does."""
     builder, headers = CompletionBuilder(style, answer.prepared), list[Header]()
     async with aclosing(answer.deltas) as deltas:
         async for delta in deltas:
@@ -79,23 +79,23 @@ async def collect_completion(answer: Response, style: OpenAiFormat) -> tuple[byt
 async def send_completion(
     exchange: HttpExchange, style: OpenAiFormat, answer: Response, headers: Mapping[str, str]
 ) -> None:
-    """Sends an answer once it is complete. Raises as ``stream`` does."""
+    """Sends a response once it is complete. Raises as ``stream`` does."""
     body, route = await collect_completion(answer, style)
     await exchange.response.send(200, body, [*JSON_HEADERS, *x_headers(headers), *route])
 
 
 def route_headers(delta: Delta) -> list[Header]:
-    """Where the request runs, where a piece tells it."""
+    """Returns the header that explains the request's placement, where the delta has it."""
     return [(b"x-quire-route", delta.route.encode("ascii", "replace"))] if delta.route else []
 
 
 def x_headers(headers: Mapping[str, str]) -> list[Header]:
-    """What an answer says of itself."""
+    """Returns response headers by names without ``x-``."""
     return [(b"x-" + name.encode("ascii"), value.encode("ascii")) for name, value in headers.items()]
 
 
 class GenerateHandler:
-    """One of the two routes. ``path`` names its span, ``schema`` reads its body, ``style`` writes its answer."""
+    """One of the two routes. ``path`` names its span, ``schema`` parses its body, ``style`` formats its response."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class GenerateHandler:
         self._keepalive = keepalive
 
     async def __call__(self, exchange: HttpExchange) -> None:
-        """Answers one request. Raises what the application turns into an error answer or a last event."""
+        """Handles one request. Raises what the application turns into an error response or a last event."""
         exchange.check_json_body(self._limits.max_bytes)
         with counting_rejections():
             options = options_from_headers(exchange.values)
@@ -140,7 +140,7 @@ class GenerateHandler:
             return
         answer = await self._service.responses.open(prepared, caller)
         if answer.replayed:
-            body.release()  # no new request comes to the queue, and the answer to the one that did may take long
+            body.release()  # nothing is queued, and the first request's response may take long
         exchange.resumable = bool(prepared.first.digest)
         headers = self._service.response_headers(prepared, replayed=answer.replayed)
         if prepared.first.stream:
@@ -161,7 +161,7 @@ class GenerateHandler:
 
 
 def _resume_hint(request_id: str) -> QuireError:
-    """A new request of a client that means to read on: to run it would be a second answer, made and charged."""
+    """Refuses a new request with Last-Event-ID: its client means to resume, and running it would be charged again."""
     address = f"/v1/requests/{request_id or '{id}'}/events"
     which = "" if request_id else " with the id in the x-request-id of the answer that broke off"
     message = f"This route begins a new answer. To read on, send {LAST_EVENT_ID} with GET {address}{which}."

@@ -1,4 +1,9 @@
-"""One HTTP request and its answer, as the routes see them."""
+"""One HTTP request and its response, as the routes see them: ``HttpExchange``, the body that is read, the response that
+is written, and the errors that only HTTP knows.
+
+``DirectWriter`` is the response's direct way to its connection: chunks that need no waiting are written without a
+message to the server and without a coroutine.
+"""
 
 import asyncio
 import json
@@ -14,22 +19,17 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from quire_router.api.auth import ANONYMOUS, Identity
 from quire_router.api.request_limits import ReservedBody, WriteTimeout
 
-# One HTTP answer's own way to its connection: its body, where that needs no waiting, and its end before its time.
-
-
 EXTENSION: Final = "quire"
 DIRECT: Final = "direct"
-"""Where it is among a scope's ``extensions``."""
+"""Where the ``DirectWriter`` is among a scope's ``extensions``."""
 _UNWRITTEN = 16 * 1024
-"""Bytes that may wait in the transport. uvloop counts what it writes at the end of a turn, and one step of an engine
-may bring pieces of several choices; far more than that means that the client does not read.
+"""Bytes that may wait in the transport. uvloop counts what it writes at the end of an iteration of its loop, and one
+step of an engine may bring deltas of several choices; far more than that means that the client does not read.
 """
 
 
 class DirectWriter:
-    """Chunks of the answer of ``cycle``: the same bytes that the server writes when it is sent a message for each,
-    without the message and the coroutine.
-    """
+    """Writes chunks of the response of ``cycle``: the same bytes that the server writes for a message."""
 
     __slots__ = ("_cycle", "_transport")
 
@@ -39,33 +39,29 @@ class DirectWriter:
 
     @property
     def is_streaming(self) -> bool:
-        """Whether the answer has begun in chunks, and has not ended."""
+        """Whether the response has started, is chunked, and has not ended."""
         return bool(self._cycle.chunked_encoding) and not self._cycle.response_complete
 
     @property
     def is_open(self) -> bool:
-        """Whether its client is there and has taken all that was written, or nearly all."""
+        """Whether the connection is open and its client has read nearly all that was written."""
         transport = self._transport
         return not (transport.is_closing() or transport.get_write_buffer_size() > _UNWRITTEN)
 
     def write(self, data: bytes) -> None:
-        """Some of the body, not empty. Only once it has begun and while it is open."""
+        """Writes some of the body, not empty. Only while ``is_streaming`` and ``is_open``."""
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def abort(self) -> None:
-        """Lets go of a client that left or does not read, and of all that was written and not taken."""
-        self._cycle.disconnected = True  # else the server takes the answer for one that was forgotten
+        """Aborts the connection of a client that left or does not read; drops what is not sent yet."""
+        self._cycle.disconnected = True  # else the server logs a response that was not completed
         self._transport.abort()
 
 
 def direct_writer(scope: Mapping[str, Any]) -> DirectWriter | None:
-    """The direct way to a request's connection, where its server gives one."""
+    """Returns the direct writer of a request's connection; None if its server has none."""
     found = scope.get("extensions", {}).get(EXTENSION, {}).get(DIRECT)
     return found if isinstance(found, DirectWriter) else None
-
-
-# What HTTP itself refuses: routes, methods, sizes and content types. These have no gRPC twin, so they are not in the
-# table of ``quire_proto.errors``.
 
 
 _MAX_PATH = 128  # characters
@@ -91,11 +87,13 @@ _INSTEAD = {
     "/api/chat": _CHAT,
     "/api/generate": _COMPLETIONS,
 }
-"""What to use in the place of what is often asked for, by the path without a first ``/v1``."""
+"""What to use instead of paths that are often asked for, by the path without a first ``/v1``."""
 
 
 class HttpError(Exception):
-    """A request that is refused before it means anything to this service."""
+    """A request that HTTP itself refuses: route, method, size, content type. Such errors have no gRPC twin, so they are
+    not in the table of ``quire_proto.errors``.
+    """
 
     def __init__(
         self, status: HTTPStatus, code: str, message: str, headers: Sequence[tuple[bytes, bytes]] = ()
@@ -162,30 +160,27 @@ def unknown_coding() -> HttpError:
 
 
 def not_http() -> HttpError:
-    """What was sent is not a request."""
+    """The bytes are no HTTP request."""
     return HttpError(HTTPStatus.BAD_REQUEST, "malformed_request", "This is not a valid HTTP request.")
 
 
 def not_json() -> HttpError:
-    """The body is said to be something other than JSON."""
+    """The content type of the body is not JSON."""
     message = "The body must be JSON: send the header Content-Type: application/json."
     return HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message)
 
 
 def no_such_route(path: str, instead: str | None = None) -> HttpError:
-    """There is nothing at this path. ``instead`` is what to use; by default what suits the path."""
+    """The path does not exist. ``instead`` says what to use; by default what suits the path."""
     instead = instead or _INSTEAD.get(path.removeprefix("/v1").rstrip("/"), "docs/api.md lists what there is")
     return HttpError(HTTPStatus.NOT_FOUND, "not_found", f"There is nothing at {path[:_MAX_PATH]}: {instead}.")
 
 
 def wrong_method(path: str, method: str, allowed: str) -> HttpError:
-    """The path exists, with the methods of ``allowed``, which is what the header ``Allow`` says."""
+    """The path exists, with other methods: ``allowed``, in the form of the header ``Allow``."""
     takes = " and ".join(sorted(allowed.split(", ")))
     message = f"{path[:_MAX_PATH]} takes {takes}, not {method[:_MAX_PATH]}."
     return HttpError(HTTPStatus.METHOD_NOT_ALLOWED, "method_not_allowed", message, [(b"allow", allowed.encode())])
-
-
-# One client's connection during one request: reading its body, noticing that it left, writing the answer.
 
 
 T = TypeVar("T")
@@ -198,7 +193,7 @@ SSE_HEADERS: tuple[Header, ...] = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # asks proxies not to collect events
 )
-_CHUNK = 256 * 1024  # bytes
+_CHUNK = 256 * 1024  # bytes that are written at once
 
 
 def to_json(value: object) -> bytes:
@@ -207,7 +202,7 @@ def to_json(value: object) -> bytes:
 
 
 class ClientDisconnectedError(Exception):
-    """The client disconnected, or did not read for too long. There is nobody left to tell."""
+    """The client disconnected, or did not read for too long, so that no response can be sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +214,8 @@ class BodyLimits:
 
 
 async def read_body(receive: Receive, limits: BodyLimits, body: ReservedBody) -> None:
-    """Reads all of ``body``, whatever its length was said to be. Raises ``HttpError``, ``ClientDisconnectedError``, and
-    ``QuireError`` OVERLOADED where more comes than there is room for.
+    """Reads all of ``body``, whatever Content-Length says. Raises ``HttpError``, ``ClientDisconnectedError``, and
+    ``QuireError`` OVERLOADED when the budget for bodies is used up.
     """
     try:
         async with asyncio.timeout(limits.timeout):
@@ -242,8 +237,8 @@ async def _read(receive: Receive, limit: int, body: ReservedBody) -> None:
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled at once when the client disconnects. The body must have been read.
-    Raises ``ClientDisconnectedError``.
+    """Returns the result of ``work``, which is cancelled at once when the client disconnects. The body must have been
+    read before. Raises ``ClientDisconnectedError``.
     """
     task = asyncio.create_task(work)
     disconnected = asyncio.create_task(_disconnected(receive))
@@ -264,21 +259,21 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class HttpResponse:
-    """The answer on its way: it starts once, names the request that it answers, and every write ends within
-    ``timeout`` seconds or the client is given up.
+    """The response to one request, with the request's id in its head. Raises ``ClientDisconnectedError`` when the
+    client leaves, or does not take a write within ``timeout`` seconds.
     """
 
     def __init__(self, send: Send, timeout: float, request_id: str, direct: DirectWriter | None = None) -> None:
         self.request_id = request_id
-        self.direct = direct  # for what can be written without waiting
-        self.extra_headers: Callable[[], Iterable[Header]] = tuple  # what its head says beside, as it is then
+        self.direct = direct  # writes without waiting; None if the server has no such way
+        self.extra_headers: Callable[[], Iterable[Header]] = tuple  # called when the head is written
         self._send = send
         self._write_timeout = WriteTimeout(timeout)
         self.started = False
         self.ended = False
 
     async def send(self, status: int, body: bytes, headers: Iterable[Header] = JSON_HEADERS) -> None:
-        """An answer whose length is known. A long one is written bit by bit, so that patience is for each of them."""
+        """Sends a whole response. A long body is written in chunks, each with its own timeout."""
         length = (b"content-length", str(len(body)).encode())
         await self.start(status, (*headers, length))
         last = max(0, len(body) - 1) // _CHUNK * _CHUNK
@@ -287,22 +282,22 @@ class HttpResponse:
         await self.end(body[last:])
 
     async def start(self, status: int, headers: Iterable[Header]) -> None:
-        """Status and headers."""
+        """Writes status and headers."""
         self.started = True
         named = [*headers, *self.extra_headers(), (b"x-request-id", self.request_id.encode("ascii"))]
         await self._write({"type": "http.response.start", "status": status, "headers": named})
 
     async def write(self, data: bytes) -> None:
-        """Some of the body."""
+        """Writes some of the body."""
         await self._write({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes = b"") -> None:
-        """The last of the body."""
+        """Writes the last of the body."""
         self.ended = True
         await self._write({"type": "http.response.body", "body": data, "more_body": False})
 
     def close(self) -> None:
-        """Lets go of the client."""
+        """Ends the timer of the write timeout."""
         self._write_timeout.close()
 
     async def _write(self, message: dict[str, Any]) -> None:
@@ -313,14 +308,15 @@ class HttpResponse:
 
 
 LAST_EVENT_ID = "last-event-id"
-KEY_HEADERS = ("api-key", "x-api-key")  # those of Azure's and Anthropic's clients
+KEY_HEADERS = ("api-key", "x-api-key")  # of Azure's and Anthropic's clients
 _STATE = "quire.exchange"
 
 
 @dataclass
 class HttpExchange:
-    """``caller`` is known once the key was checked. A stream has ``begun`` once a piece of its answer came. The request
-    of a ``lasting`` one can be come back to even before that. ``event_ids`` are those of its stream's events.
+    """A request and its response. ``caller`` is set once the key was checked. ``has_output`` is set with the first
+    delta of a stream. ``resumable`` says that the client can resume the response even before that. ``event_ids`` says
+    whether the stream's events have ids.
     """
 
     scope: Scope
@@ -333,19 +329,19 @@ class HttpExchange:
 
     @classmethod
     def from_scope(cls, scope: Scope) -> "HttpExchange":
-        """The exchange that a route was called with."""
+        """Returns the exchange that a route was called with."""
         exchange = scope[_STATE]
         assert isinstance(exchange, cls)
         return exchange
 
     def attach(self) -> Scope:
-        """The scope for the routes, with this exchange in it."""
+        """Puts this exchange into the scope, which the routes are called with, and returns that."""
         self.scope[_STATE] = self
         return self.scope
 
     @property
     def request_id(self) -> str:
-        """That of the request which is answered: ours, whatever the client sent."""
+        """The id of the request that is answered: the router's own, whatever the client sent."""
         return self.response.request_id
 
     @request_id.setter
@@ -354,21 +350,21 @@ class HttpExchange:
 
     @property
     def path(self) -> str:
-        """The path that routing uses; never one that a Host header could change."""
+        """The path that routing uses; a Host header cannot change it."""
         return str(self.scope["path"])
 
     @cached_property
     def headers(self) -> dict[str, str]:
-        """Headers by their names in small letters; of several with one name, the last."""
+        """Headers by their lower-case names; of several with one name, the last."""
         return {name.decode("latin-1"): value.decode("latin-1") for name, value in self.scope["headers"]}
 
     def values(self, name: str) -> list[str]:
-        """Every value of a header."""
+        """Returns every value of a header."""
         return [value.decode("latin-1") for key, value in self.scope["headers"] if key == name.encode()]
 
     @property
     def credentials(self) -> list[str]:
-        """Every ``authorization``; where there is none, the keys in the headers of clients that send them bare."""
+        """Every ``authorization`` value; without one, the keys of ``KEY_HEADERS``, which clients send bare."""
         return self.values("authorization") or [f"Bearer {key}" for name in KEY_HEADERS for key in self.values(name)]
 
     def check_json_body(self, max_bytes: int) -> None:
@@ -380,16 +376,16 @@ class HttpExchange:
 
     @property
     def content_length(self) -> int:
-        """Size of the body as its sender states it; 0 where nothing is stated."""
+        """The size of the body in bytes by its Content-Length; 0 without one."""
         return int(self.headers.get("content-length", 0))
 
     @property
     def head_bytes(self) -> int:
-        """Size of the request line and headers."""
+        """The size of the request line and headers in bytes."""
         target = len(self.scope["raw_path"]) + len(self.scope["query_string"])
         return target + sum(len(name) + len(value) + 4 for name, value in self.scope["headers"])
 
     @property
     def path_parameters(self) -> dict[str, Any]:
-        """What the route's pattern took from the path."""
+        """What the route's pattern matched in the path."""
         return dict(self.scope["path_params"])

@@ -1,5 +1,6 @@
-"""One HTTP connection below the application: how much a head may be, how long it may take, how many requests may wait
-behind one, and how many connections there are. What it refuses is told as the application would.
+"""The HTTP server: ``HttpServer`` runs an ASGI application in the router's own event loop with uvicorn, and
+``LimitedHttpProtocol`` adds the limits that uvicorn lacks: the size of a head and the time that it takes, the requests
+that are pipelined on one connection, and the number of connections. Refusals look as the application's.
 """
 
 import asyncio
@@ -51,9 +52,9 @@ MAX_HEADERS = 128  # each costs the loop a microsecond or two before any key is 
 _UPGRADE_HEADERS = (b"connection", b"upgrade", b"http2-settings")
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
 MAX_PIPELINED = 16  # requests that wait on one connection for the answer to another
-_DISCONNECT_CHECK_PERIOD = 1.0  # seconds between looks for a client from which nothing is read
-_EVICT_TIMEOUT = 1.0  # seconds for what was written to a connection whose place is another one's by then
-_POLL_DISCONNECT = getattr(select, "POLLRDHUP", 0)  # Linux; that the connection broke is always told
+_DISCONNECT_CHECK_PERIOD = 1.0  # seconds between checks of a client from which nothing is read
+_EVICT_TIMEOUT = 1.0  # seconds in which an evicted connection sends what was written
+_POLL_DISCONNECT = getattr(select, "POLLRDHUP", 0)  # Linux; elsewhere poll still reports a broken connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +78,13 @@ class LimitedConfig(Config):
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """The parser alone would collect a head without end, and wait for the rest of it, or for the next one, for ever;
-    and requests that come before the answer to another would wait in any number.
+    """uvicorn's protocol alone would collect a head without end, wait for the rest of it, or for the next one, for
+    ever, and take any number of pipelined requests.
 
-    One timer runs while no request is being answered: until the first head is complete, and again from each answer on.
-    While requests wait, nothing is read from the client, and another timer looks whether it is still there. A third
-    one ends what is closing: a transport waits for its client to take what was written, for as long as that is there.
+    One timer runs while no request is being answered: until the first head is complete, and again from each response
+    on. While requests wait, nothing is read from the client, and ``_disconnect_timer`` checks whether it is still
+    connected. ``_abort_timer`` ends a connection that is closing: a transport waits for its client to take what was
+    written.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._in_body = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Takes the connection, unless there are too many and none of them is idle."""
+        """Accepts the connection, unless there are too many and none of them is idle."""
         super().connection_made(transport)
         if self._shares.add(self, peer_key(self.client[0] if self.client else "")):
             self._start_timer(self._limits.head)
@@ -112,7 +114,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(router_busy(f"{self._limits.connections} connections are open"))
 
     def evict(self) -> None:
-        """Gives its place to another connection; only while nothing is answered on it."""
+        """Closes this connection in favour of another one; only while nothing is answered on it."""
         self._close(_EVICT_TIMEOUT)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -129,9 +131,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parses what came. What is wrong with it is raised by the callbacks below, and answered here; nothing is read
-        on a connection that is closing.
-        """
+        """Parses ``data``, and sends errors that the callbacks below raise. Ignores it on a closing connection."""
         if self.transport.is_closing():
             return
         self._unset_keepalive_if_required()
@@ -166,7 +166,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         Raises ``HttpParserError``, and ``HttpParserUpgrade`` if there is still an offer.
         """
         old, self.parser = self.parser, HttpRequestParser(self)
-        # As uvicorn has it: what comes behind a request that asks to be the last one is nobody's, and no error.
+        # As uvicorn sets it: bytes behind a request with ``Connection: close`` are ignored.
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         version = old.get_http_version().encode("ascii")
         head = b"%b %b HTTP/%b\r\n" % (old.get_method(), self.url, version)
@@ -200,7 +200,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             raise no_tunnel()
         check_head(self.parser.get_http_version(), self.headers)
         if self.parser.should_upgrade():
-            return  # ``_decline`` comes next
+            return  # ``_ignore_upgrade`` comes next
         self._head_begun, self._head_bytes, self._trailer_bytes, self._in_body = False, 0, 0, True
         self._stop_timer()
         super().on_headers_complete()
@@ -240,8 +240,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return bool(self._unanswered)
 
     def _refuse(self, error: HttpError | QuireError) -> None:
-        """Ends the connection, with an answer where one can still begin: not within another one, and not behind the
-        one to a request whose body is still coming.
+        """Closes the connection, with an error response where one can still start: not within another one, and not
+        behind the one to a request whose body is still arriving.
         """
         is_answered = self._in_body and self.cycle is not None and self.cycle.response_complete
         if not (is_answered or (self._answering and self._unanswered[0].response_started)):
@@ -253,14 +253,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._close(self._limits.head)
 
     def _close(self, seconds: float) -> None:
-        """Closes the connection as soon as the client has taken what was written to it, or else after ``seconds``."""
+        """Closes the connection once the client has taken what was written to it, or else after ``seconds``."""
         self.transport.close()
         if self._abort_timer is not None:
             self._abort_timer.cancel()
         self._abort_timer = self.loop.call_later(seconds, self.transport.abort)
 
     def _check_disconnect(self) -> None:
-        """Lets go of a client that has left: while nothing is read, its end is not read either."""
+        """Aborts the connection of a client that has left: while nothing is read, its end is not noticed either."""
         self._disconnect_timer = None
         if not self.flow.read_paused or self.transport.is_closing():
             return
@@ -308,17 +308,14 @@ def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
         raise unknown_coding()
 
 
-# Runs ASGI applications inside the router's own event loop, on limited connections.
-
-
 _TICKS = 10  # of the server, a second together
 _LOG_PERIOD = 30.0  # seconds from one line about descriptors to the next
 
 
 class HttpServer(uvicorn.Server):
-    """One application on one socket. Signals are left to whoever runs it."""
+    """Serves one application on one socket. Does not handle signals."""
 
-    _next_log: ClassVar[float] = 0.0  # of the process: servers have their descriptors together
+    _next_log: ClassVar[float] = 0.0  # of the process: its servers share its descriptors
 
     def __init__(self, app: ASGIApp, listener: socket.socket, limits: ConnectionLimits | None = None) -> None:
         super().__init__(http_config(app, limits or ConnectionLimits()))
@@ -327,12 +324,12 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Captures none."""
+        """Leaves signals to the process that runs the server."""
         yield
 
     async def on_tick(self, counter: int) -> bool:
-        """Looks each second whether connections can be accepted; True when the server ends. The event loop closes new
-        connections without a word when no descriptor is left.
+        """Logs, at most every ``_LOG_PERIOD``, that no file descriptor is left: the event loop then closes new
+        connections silently. Returns True when the server ends.
         """
         if counter % _TICKS == 0 and monotonic() >= HttpServer._next_log and not _is_descriptor_left():
             HttpServer._next_log = monotonic() + _LOG_PERIOD
@@ -340,12 +337,12 @@ class HttpServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def run_until_stopped(self) -> None:
-        """Serves until ``should_exit`` is set and the last answers are out."""
+        """Serves until ``should_exit`` is set and the last responses are sent."""
         await self.serve([self._listener])
 
 
 def http_config(app: ASGIApp, limits: ConnectionLimits) -> LimitedConfig:
-    """How ``app`` is served, on connections within ``limits``."""
+    """Returns uvicorn's configuration for ``app``, with connections within ``limits``."""
     config = LimitedConfig(
         app,
         http=LimitedHttpProtocol,
@@ -365,8 +362,8 @@ def http_config(app: ASGIApp, limits: ConnectionLimits) -> LimitedConfig:
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A socket that listens on ``host`` and ``port`` (0: any free one), ``shared`` with other processes that say the
-    same. Raises ``OSError``.
+    """Returns a socket that listens on ``host`` and ``port`` (0: any free one); with ``shared`` other processes may
+    listen on the same port. Raises ``OSError``.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -1,7 +1,8 @@
-"""Log-probabilities in the shapes of the OpenAI API and of vLLM, as texts of JSON. Does no I/O and knows no requests.
+"""Log-probabilities in the formats of the OpenAI API and of vLLM, as JSON texts: how each format writes tokens
+(``LogprobsFormat``, ``PromptLogprobsFormat``), and what one response shows (``LogprobsRenderer``). Does no I/O.
 
-With twenty tokens at each position an answer of a thousand tokens has a megabyte of them, made beside every other
-stream of this process. So each token's name is written once, a position only joins texts, and nothing is kept as
+With twenty tokens at each position a response of a thousand tokens has a megabyte of them, made beside every other
+stream of this process. So each token's name is rendered once, a position only joins texts, and nothing is kept as
 objects.
 """
 
@@ -20,12 +21,12 @@ from quire_router.api.responses import withheld
 from quire_router.api.rest.http import json_text
 from quire_router.core.generation import Delta, GenerationRequest
 
-UNLIKELY: Final = -9999.0  # what the OpenAI API says where JSON cannot: minus infinity
-LogprobLists = tuple[str, ...]  # contents of several JSON lists
+UNLIKELY: Final = -9999.0  # the OpenAI API's minus infinity, which JSON cannot write
+LogprobLists = tuple[str, ...]  # contents of several JSON lists, without brackets
 
 
 class TokenNames:
-    """Tokens as one answer shows them, in JSON. ``token_bytes`` is the model's."""
+    """Tokens as one response shows them, in JSON, cached. ``token_bytes`` is the model's."""
 
     def __init__(self, token_bytes: Callable[[int], bytes | None]) -> None:
         self._bytes_of = token_bytes
@@ -42,7 +43,7 @@ class TokenNames:
         return self._write(token_id, "bytes:")
 
     def _entry(self, token_id: int) -> tuple[str, str]:
-        """The object of a chat's token without its end, as what comes before the log-probability and behind it."""
+        """A chat's token without the end of its object: the parts before and behind the log-probability."""
         raw = self._bytes_of(token_id)
         written = "null" if raw is None else json_text([*raw])
         return f'{{"token":{self.name(token_id)},"logprob":', f',"bytes":{written}'
@@ -56,16 +57,14 @@ class TokenNames:
 
 
 class TextOffsets:
-    """Where the text of each token begins: how many characters ``output`` has made of the tokens before it, and
-    ``begin``.
-    """
+    """Where the text of each token begins: ``begin`` and the characters that ``output`` has made before it."""
 
     def __init__(self, output: OutputTextStream, begin: int = 0) -> None:
         self._output = output
         self.end = begin
 
     def of(self, token_ids: Iterable[int]) -> list[int]:
-        """Of the next tokens. All tokens that make one character together begin where the first of them does."""
+        """Returns the next tokens' offsets. Tokens that make one character together have the offset of the first."""
         return [self._pass(token_id) for token_id in token_ids]
 
     def _pass(self, token_id: int) -> int:
@@ -75,7 +74,7 @@ class TextOffsets:
 
 
 class LogprobsFormat(ABC):
-    """``choices[].logprobs``: an object of the lists that ``lists`` names, and of what is constant ``after`` them. The
+    """``choices[].logprobs``: an object of the lists that ``lists`` names, followed by the constant ``after``. The
     ``top`` most probable tokens are shown at each position.
     """
 
@@ -88,22 +87,22 @@ class LogprobsFormat(ABC):
 
     @abstractmethod
     def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offsets: TextOffsets) -> LogprobLists:
-        """What these tokens add to each of the lists."""
+        """Returns what these tokens add to each of the lists."""
 
     def object_of(self, contents: LogprobLists) -> str:
-        """The object whose lists have these contents."""
+        """Returns the object whose lists have these contents."""
         lists = ",".join(f'"{name}":[{content}]' for name, content in zip(self.lists, contents, strict=True))
         return f"{{{lists}{self.after}}}"
 
 
 class ChatLogprobsFormat(LogprobsFormat):
-    """That of chat completions: one object a token in ``content``."""
+    """The format of chat completions: one object a token in ``content``."""
 
     lists = ("content",)
     after = ',"refusal":null'
 
     def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], _offsets: TextOffsets) -> LogprobLists:
-        """What these tokens add to the list."""
+        """Returns what these tokens add to the list."""
         return (joined(self._position(*each) for each in zip(token_ids, logprobs, strict=True)),)
 
     def _position(self, token_id: int, logprobs: TokenLogprobs) -> str:
@@ -116,14 +115,14 @@ class ChatLogprobsFormat(LogprobsFormat):
 
 
 class CompletionLogprobsFormat(LogprobsFormat):
-    """That of completions: four lists side by side. ``top_logprobs`` has the token that is there too, where it is not
-    among the most probable ones. ``text_offset`` is where a token's text begins in the choice's text.
+    """The format of completions: four parallel lists. ``top_logprobs`` also has the token itself, where it is not among
+    the most probable ones. ``text_offset`` is where a token's text begins in the choice's text.
     """
 
     lists = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 
     def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offsets: TextOffsets) -> LogprobLists:
-        """What these tokens add to each of the lists."""
+        """Returns what these tokens add to each of the lists."""
         return (
             joined(map(str, offsets.of(token_ids))),
             joined(number(each.logprob) for each in logprobs),
@@ -132,11 +131,11 @@ class CompletionLogprobsFormat(LogprobsFormat):
         )
 
     def write_first(self, token_id: int, offsets: TextOffsets) -> LogprobLists:
-        """The first token of an echoed prompt, which nothing predicts."""
+        """Returns the entries of an echoed prompt's first token, which nothing predicts."""
         return str(*offsets.of([token_id])), "null", self._names.marked_name(token_id), "null"
 
     def _most_probable(self, token_id: int, logprobs: TokenLogprobs) -> str:
-        """By name; of two tokens with one name the more probable counts."""
+        """Returns an object by tokens' names; of two tokens with one name the more probable counts."""
         entries: dict[str, str] = {}
         for each, logprob in (*logprobs.top[: self._top], (token_id, logprobs.logprob)):
             entries.setdefault(self._names.marked_name(each), number(logprob))
@@ -145,14 +144,14 @@ class CompletionLogprobsFormat(LogprobsFormat):
 
 class PromptLogprobsFormat:
     """vLLM's ``prompt_logprobs``: for each token an object of the most probable ones by their ids, and null for the
-    first. ``rank`` counts from 1; it is null for a token that is there and not among the most probable.
+    first. ``rank`` counts from 1; it is null for the prompt's own token where it is not among the most probable.
     """
 
     def __init__(self, names: TokenNames) -> None:
         self._names = names
 
     def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> str:
-        """What these tokens add to the list."""
+        """Returns what these tokens add to the list."""
         return joined(self._position(*each) for each in zip(token_ids, logprobs, strict=True))
 
     def _position(self, token_id: int, logprobs: TokenLogprobs) -> str:
@@ -167,25 +166,22 @@ class PromptLogprobsFormat:
 
 
 def joined(parts: Iterable[str]) -> str:
-    """Contents of a list that came in parts, some of them empty."""
+    """Joins the contents of a list that come in parts, some of them empty."""
     return ",".join(filter(None, parts))
 
 
 def number(logprob: float) -> str:
-    """A log-probability, or a beam's score, as JSON can write it."""
+    """Returns a log-probability, or a beam's score, as JSON can write it."""
     return repr(min(max(UNLIKELY, logprob), -UNLIKELY))
 
 
-# The log-probabilities that an answer shows, choice by choice, as far as its request asks for them. Does no I/O.
-
-
-_CHUNK = 32  # positions of a prompt that are written at once: a millisecond or two with twenty tokens each
+_CHUNK = 32  # positions of a prompt that are rendered at once: a millisecond or two with twenty tokens each
 
 
 @dataclass(frozen=True, slots=True)
 class _PromptLogprobs:
-    """What is shown of one prompt. ``lists`` come before its choices' own where it is echoed, and its text has then
-    ``characters``; ``listed`` is vLLM's list. Both are empty where they are not asked for.
+    """What is shown of one prompt. Where it is echoed, ``lists`` come before its choices' own, and its text has
+    ``characters``; ``listed`` is vLLM's list. Both are empty where they are not requested.
     """
 
     lists: LogprobLists = ()
@@ -211,15 +207,15 @@ class LogprobsRenderer:
         self._prompts: dict[int, _PromptLogprobs] = {}
 
     async def read_prompt(self, delta: Delta) -> None:
-        """Takes what the first piece of an answer tells of its prompt, and lets other work go on meanwhile. To be
-        called with every piece before the other methods are, unless there is not ``enabled`` to show.
+        """Renders what the first delta of a prompt says of it; yields to the event loop meanwhile. To be called with
+        every delta before the other methods are.
         """
         number = self._number(delta.index)
         if number not in self._prompts:
             self._prompts[number] = await self._render_prompt(self._generations[number], delta)
 
     def logprobs(self, delta: Delta) -> LogprobLists:
-        """What a piece adds to the lists of its choice's log-probabilities; nothing where there are none to show."""
+        """Returns what a delta adds to its choice's lists; empty where only the prompt's are shown."""
         if self._format is None:
             return ()
         offsets = self._offsets.get(delta.index)
@@ -234,15 +230,15 @@ class LogprobsRenderer:
         return tuple(map(joined, zip(before, lists, strict=True))) if before else lists
 
     def logprobs_object(self, lists: LogprobLists) -> str:
-        """``choices[].logprobs`` with these contents of its lists, null for nothing."""
+        """Returns ``choices[].logprobs`` with these contents of its lists; null where only the prompt's are shown."""
         return "null" if self._format is None else self._format.object_of(lists)
 
     def prompt_logprobs(self, index: int) -> str:
-        """The list of a choice's prompt; empty where it was not asked for."""
+        """Returns ``prompt_logprobs`` of a choice's prompt; empty where it was not requested."""
         return self._prompts[self._number(index)].listed if self._prompt_format is not None else ""
 
     def _number(self, index: int) -> int:
-        """Which prompt a choice belongs to."""
+        """Returns the number of the prompt that a choice belongs to."""
         return index // self._generations[0].params.n
 
     def _open_offsets(self, index: int) -> TextOffsets:
@@ -271,7 +267,7 @@ class LogprobsRenderer:
         return tuple(map(joined, zip(*parts, strict=True))), offsets.end + len(withheld(output))
 
     def _characters(self, generation: GenerationRequest) -> int:
-        """How long the text of an echoed prompt is."""
+        """Returns the length of an echoed prompt's text; 0 where it is not echoed."""
         if not generation.echo:
             return 0
         output = self._new_output(generation, ())
@@ -291,7 +287,7 @@ class LogprobsRenderer:
 
 
 def _positions(generation: GenerationRequest, delta: Delta) -> Iterator[tuple[Sequence[int], Sequence[TokenLogprobs]]]:
-    """The prompt from its second token on, some at a time."""
+    """Yields the prompt from its second token on, ``_CHUNK`` positions at a time."""
     token_ids, logprobs = generation.prompt_token_ids[1:], delta.prompt_logprobs
     for start in range(0, len(token_ids), _CHUNK):
         yield token_ids[start : start + _CHUNK], logprobs[start : start + _CHUNK]

@@ -1,5 +1,5 @@
-"""Answers as the OpenAI API writes them: what whole answers and streams have in common, errors and models. Does no
-I/O.
+"""The OpenAI API's JSON objects: how its two routes name things (``OpenAiFormat``), whole completions
+(``CompletionBuilder``), chat messages and deltas with reasoning and tool calls, errors and models. Does no I/O.
 """
 
 import asyncio
@@ -27,22 +27,23 @@ from quire_router.api.stored_requests import StoredRequest
 from quire_router.core.generation import Delta, GenerationRequest, Usage
 
 RECONNECT: Final = b"retry: 1000\n"
-"""How many milliseconds a client waits before it comes back; a line of the event that follows it. Only where events
+"""The milliseconds that a client waits before it reconnects; a line of the event that follows it. Only where events
 have ids: many clients that know only ``data:`` fail on any other line.
 """
 
 
 def event(value: object) -> bytes:
-    """One server-sent event."""
+    """Returns one server-sent event with ``value`` as JSON."""
     return b"data: " + to_json(value) + b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class OpenAiFormat:
-    """How one route names things. ``first_choice`` and ``last_choice`` are the choices of a stream's first and last
-    chunk, and ``delta_prefix`` and ``delta_suffix`` surround the text of those between them; ``message_prefix`` and
-    ``after`` that of a whole answer. ``logprobs_format`` writes log-probabilities; those of the prompt stand in its
-    choices or beside them.
+    """How one route names things. ``object_type`` and ``chunk_object_type`` are the ``object`` of a whole response and
+    of a chunk. ``first_choice`` and ``last_choice`` are the choices of a stream's first and last chunk;
+    ``delta_prefix`` and ``delta_suffix`` surround the text of the chunks between them, ``message_prefix`` and
+    ``message_suffix`` that of a whole response. ``logprobs_format`` writes log-probabilities of the output; those of
+    the prompt are in its choices (``prompt_in_choices``) or beside them.
     """
 
     id_prefix: str
@@ -87,7 +88,7 @@ COMPLETION = OpenAiFormat(
 
 
 def usage_object(usage: Usage | None) -> dict[str, Any] | None:
-    """Usage in the words of the OpenAI API."""
+    """Returns the OpenAI API's ``usage``; None for None."""
     if usage is None:
         return None
     return {
@@ -99,7 +100,7 @@ def usage_object(usage: Usage | None) -> dict[str, Any] | None:
 
 
 def error_response(error: HttpError | QuireError, request_id: str) -> tuple[int, bytes, list[Header]]:
-    """Status, body and headers of a refusal."""
+    """Returns status, body and headers of an error."""
     if isinstance(error, HttpError):
         fields = _error_fields(error.message, "invalid_request_error", None, error.code, request_id)
         return error.status, to_json(fields), [*JSON_HEADERS, *error.headers]
@@ -107,7 +108,7 @@ def error_response(error: HttpError | QuireError, request_id: str) -> tuple[int,
 
 
 def error_object(error: QuireError, request_id: str) -> dict[str, Any]:
-    """An error in the shape of the OpenAI API, with the request's id beside it."""
+    """Returns an error as the OpenAI API writes it, with the request's id."""
     code = error.reason or error.code.name.lower()
     return _error_fields(error.message, error.status.kind, error.param, code, request_id)
 
@@ -128,18 +129,18 @@ def _error_headers(error: QuireError) -> list[Header]:
 
 
 def model_object(card: ModelCard) -> dict[str, Any]:
-    """One entry of ``/v1/models``."""
+    """Returns one entry of ``/v1/models``."""
     known = {"max_model_len": card.max_model_len} if card.max_model_len else {}
     return {"id": card.name, "object": "model", "created": card.created, "owned_by": "quire", **known}
 
 
 def format_for(generation: GenerationRequest) -> OpenAiFormat:
-    """How a request's answer is written."""
+    """Returns the format of a request's route."""
     return CHAT if generation.operation == "chat" else COMPLETION
 
 
 def request_object(stored: StoredRequest) -> dict[str, Any]:
-    """How it is with a request."""
+    """Returns the state of a stored request."""
     first, error = stored.first, stored.error
     failure = {} if error is None else error_object(error, first.request_id)
     return {
@@ -155,8 +156,8 @@ def request_object(stored: StoredRequest) -> dict[str, Any]:
 
 
 def error_event(error: QuireError, request_id: str, *, resumable: bool, event_ids: bool) -> bytes:
-    """The last event of a stream that cannot go on; whether it can at another router and, in a stream whose events have
-    ids, after which time.
+    """Returns the last event of a stream that fails. ``resumable`` says whether it can be resumed, here or at another
+    router; with ``event_ids`` the event then says after which time.
     """
     fields = error_object(error, request_id)
     fields["error"]["resumable"] = resumable
@@ -164,7 +165,7 @@ def error_event(error: QuireError, request_id: str, *, resumable: bool, event_id
 
 
 def head(style: OpenAiFormat, kind: str, generation: GenerationRequest) -> dict[str, Any]:
-    """What every object of one answer begins with."""
+    """Returns the fields that every object of one response begins with."""
     return {
         "id": style.id_prefix + generation.request_id,
         "object": kind,
@@ -173,15 +174,12 @@ def head(style: OpenAiFormat, kind: str, generation: GenerationRequest) -> dict[
     }
 
 
-# What a chat's choice says beside plain content, as the OpenAI API writes it. Does no I/O.
-
-
 def delta_json(parsed: ParsedDelta) -> str:
-    """``choices[].delta`` of one event. Thoughts have both names that clients look for."""
+    """Returns ``choices[].delta`` of one event. The reasoning has both names that clients look for."""
     parts = []
     if parsed.reasoning:
-        thoughts = json_text(parsed.reasoning)
-        parts.append(f'"reasoning_content":{thoughts},"reasoning":{thoughts}')
+        reasoning = json_text(parsed.reasoning)
+        parts.append(f'"reasoning_content":{reasoning},"reasoning":{reasoning}')
     if parsed.content:
         parts.append(f'"content":{json_text(parsed.content)}')
     if parsed.calls:
@@ -190,7 +188,7 @@ def delta_json(parsed: ParsedDelta) -> str:
 
 
 def message_object(parts: Sequence[ParsedDelta]) -> dict[str, Any]:
-    """``choices[].message`` of a whole answer. There is no content where there are only calls."""
+    """Returns ``choices[].message`` of a whole response. Its content is null where there are only tool calls."""
     content = "".join(parsed.content for parsed in parts)
     reasoning = "".join(parsed.reasoning for parsed in parts)
     calls: dict[int, dict[str, Any]] = {}
@@ -215,12 +213,9 @@ def _call_object(call: ToolCallDelta) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-# An answer in one piece, as the OpenAI API writes it, put together while it comes. Does no I/O.
-
-
 @dataclass(slots=True)
 class _ChoiceBuilder:
-    """What came of one choice."""
+    """The deltas of one choice so far."""
 
     texts: list[str] = field(default_factory=list)
     parsed: list[ParsedDelta] = field(default_factory=list)
@@ -230,7 +225,7 @@ class _ChoiceBuilder:
 
 
 class CompletionBuilder:
-    """Collects the pieces of all choices."""
+    """Collects the deltas of all choices, and writes them as one completion object."""
 
     def __init__(self, style: OpenAiFormat, prepared: PreparedRequest) -> None:
         self.logprobs = LogprobsRenderer(prepared, style.logprobs_format) if prepared.has_logprobs else None
@@ -240,7 +235,7 @@ class CompletionBuilder:
         self._choices = [_ChoiceBuilder() for _ in range(prepared.num_choices)]
 
     def add(self, delta: Delta) -> None:
-        """The next piece."""
+        """Adds a delta."""
         choice = self._choices[delta.index]
         if self._parsers is None:
             choice.texts.append(delta.text)
@@ -254,8 +249,8 @@ class CompletionBuilder:
                 choice.finish_reason = choice.parsed[-1].finish_reason
 
     async def body(self, usage: Usage) -> bytes:
-        """The answer, choice by choice, between which others get their turn. Raises ``QuireError`` when a choice has
-        not ended: it is never passed on as a complete one.
+        """Returns the completion as JSON; yields to the event loop after each choice. Raises ``QuireError`` INTERNAL
+        when a choice has not ended: an incomplete one is never passed on as complete.
         """
         if any(choice.finish_reason is None for choice in self._choices):
             raise internal()

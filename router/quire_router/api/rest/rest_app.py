@@ -1,4 +1,4 @@
-"""The REST application: routes, keys, and what becomes of errors. Everything that is raised is answered here."""
+"""The REST application: its routes, the check of keys, and the one place where errors become responses."""
 
 import logging
 from collections.abc import Awaitable, Callable, Container, Sequence
@@ -36,13 +36,13 @@ _NOT_FOR_CLIENTS = "this is the metrics port; the API is on the port of --http-p
 _CONNECTION_CLOSE = ((b"connection", b"close"),)
 Handler = Callable[[HttpExchange], Awaitable[None]]
 _TRANSIENT = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
-"""After these a request that somebody may come back to was let go of, and not ended (see ``RequestRunner``)."""
+"""After these errors a resumable request was released, and not ended (see ``RequestRunner``)."""
 
 
 class RestApp:
-    """An ASGI application over ``routes``. Without a key only ``open_paths`` can be reached, not even the knowledge of
-    which other paths exist. ``not_found_hint`` says where that is which is not here; by default that depends on the
-    path.
+    """An ASGI application over ``routes``. Without a key only ``open_paths`` can be reached, and other paths do not
+    show whether they exist. ``not_found_hint`` says what to use instead of an unknown path; by default that depends on
+    the path.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RestApp:
         self._client_timeout = client_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request, whatever happens."""
+        """Handles one request; raises nothing."""
         response = HttpResponse(send, self._client_timeout, new_request_id(), direct_writer(scope))
         exchange = HttpExchange(scope, receive, response)
         try:
@@ -90,7 +90,7 @@ class RestApp:
             await _send_error(exchange, internal())
 
     def _routing_error(self, exchange: HttpExchange, error: HTTPException) -> HttpError:
-        """What the router found wrong, in our words."""
+        """Returns the error for a path or method that no route has."""
         if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
             allowed = (error.headers or {}).get("Allow", "")
             return wrong_method(exchange.path, str(exchange.scope["method"]), allowed)
@@ -107,7 +107,7 @@ class RestApp:
         )
 
     def _connection_close(self) -> Sequence[Header]:
-        """Sends a client elsewhere with its next request: connections outlive their place in lists of who is ready."""
+        """Closes connections while draining: clients keep them after load balancers have dropped this router."""
         return _CONNECTION_CLOSE if self._service.concurrency.draining else ()
 
     async def _route(self, exchange: HttpExchange, send: Send) -> None:
@@ -118,7 +118,7 @@ class RestApp:
 def build_api(
     service: ApiService, *, max_body_bytes: int, client_timeout: float, keepalive: KeepAlive = KEEPALIVE
 ) -> RestApp:
-    """The public REST API. ``client_timeout`` is how many seconds a client may leave its answer unread."""
+    """Returns the public REST API. ``client_timeout`` bounds a body's arrival and each write, in seconds."""
     status, requests = StatusEndpoints(service), RequestEndpoints(service, keepalive)
     limits = BodyLimits(max_body_bytes, client_timeout)
     tokens = TokenizeEndpoints(service, limits)
@@ -142,7 +142,7 @@ def build_api(
 
 
 def build_admin(service: ApiService, *, client_timeout: float) -> RestApp:
-    """What the metrics port serves, without a key: it is not for clients."""
+    """Returns what the metrics port serves, without a key: it is not for clients."""
     status = StatusEndpoints(service)
     routes = [*_probes(status, status.health_in_detail), _route("/metrics", "GET", status.metrics)]
     return RestApp(
@@ -160,7 +160,7 @@ def _probes(status: StatusEndpoints, health: Handler) -> list[Route]:
 
 
 class _Asgi:
-    """A handler in the form that the router takes."""
+    """A handler as an ASGI application, which starlette's router takes."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -175,7 +175,7 @@ def _route(path: str, method: str | Sequence[str], handler: Handler) -> Route:
 
 
 async def _send_error(exchange: HttpExchange, error: HttpError | QuireError) -> None:
-    """Tells an error as an answer or, where the stream has begun, as its last event: it never just ends."""
+    """Sends an error as a response or, in a stream that has started, as its last event: it never just ends."""
     if not exchange.response.started:
         await exchange.response.send(*error_response(error, exchange.request_id))
     elif not exchange.response.ended and isinstance(error, QuireError):

@@ -1,4 +1,6 @@
-"""The events of one stream, as the OpenAI API writes them. Does no I/O."""
+"""Server-sent events: ``SseEncoder`` writes deltas as the OpenAI API's chunks, and ``SseStream`` sends them on one
+connection and keeps it alive.
+"""
 
 import asyncio
 from dataclasses import dataclass
@@ -26,9 +28,9 @@ _NO_USAGE: Final = b',"usage":null}\n\n'
 
 
 class SseEncoder:
-    """Each event is a piece of one choice. Its id, where ids were asked for, is the ``cursor`` of where its reader then
-    stands: a client that comes back with it gets what follows. So a piece is one event, also with its choice's end. All
-    that does not change between tokens is written once.
+    """Encodes each delta as one event, also the last of its choice: the event id, where ids were requested, is the
+    client's cursor after the delta, so that it can resume with Last-Event-ID. Parts that do not change between tokens
+    are rendered once. Does no I/O.
     """
 
     __slots__ = (
@@ -75,13 +77,13 @@ class SseEncoder:
         self._after = f'{style.delta_suffix},"logprobs":null{self._end}'
 
     def opening(self) -> bytes:
-        """What comes before all text: the role of each choice that has not begun, where there are roles."""
+        """Returns the first chunks of a chat: the role of each choice that the client has had nothing of."""
         if self._style.first_choice is None:
             return b""
         return b"".join(self._open(index) for index in range(self._choices) if not self._cursor.begun(index))
 
     def encode(self, delta: Delta) -> bytes:
-        """What a piece adds to its choice: nothing, some text, its end. The usage ends the stream."""
+        """Returns the events of a delta: none, text, the end of its choice. A delta with the usage ends the stream."""
         logprobs = self.logprobs.logprobs(delta) if self.logprobs is not None else ()
         if self._parsers is not None:
             data = self._encode_parsed(self._parsers[delta.index].parse(delta), delta, logprobs)
@@ -95,7 +97,7 @@ class SseEncoder:
         line = self._advance(delta) if self._advances_cursor else ""
         if delta.finish_reason is not None:
             return self._encode_last(line, delta, logprobs)
-        if any(logprobs):  # also without text: tokens may come before theirs
+        if any(logprobs):  # also without text: tokens may come before their text
             text = self._before[delta.index] + json_text(delta.text) + self._style.delta_suffix
             text += f',"logprobs":{self._logprobs_object(logprobs)}{self._end}'
             return f"{line}{text}".encode("ascii")
@@ -104,22 +106,22 @@ class SseEncoder:
         return b""
 
     def _encode_parsed(self, parsed: ParsedDelta, delta: Delta, logprobs: LogprobLists) -> bytes:
-        """A piece of a choice that may think or call tools. It is one event too, whatever it says."""
+        """Encodes a delta of a choice that may have reasoning or tool calls. It is one event too, whatever it holds."""
         if delta.replayed:
             return b""
         line = self._advance(delta) if self._advances_cursor else ""
         if not (parsed.has_output or any(logprobs)):
             return b""
-        piece = f"{line}{self._starts[delta.index]}{delta_json(parsed)}"
+        start = f"{line}{self._starts[delta.index]}{delta_json(parsed)}"
         if not any(logprobs) and parsed.finish_reason is None:
-            return f'{piece},"logprobs":null{self._end}'.encode("ascii")
+            return f'{start},"logprobs":null{self._end}'.encode("ascii")
         logprobs_json = self._logprobs_object(logprobs)
         score = "" if delta.score is None else f',"score":{number(delta.score)}'
         end = f',"logprobs":{logprobs_json},"finish_reason":{json_text(parsed.finish_reason)}{score}{self._closed}'
-        return f"{piece}{end}".encode("ascii")
+        return f"{start}{end}".encode("ascii")
 
     def _encode_last(self, line: str, delta: Delta, logprobs: LogprobLists) -> bytes:
-        """The last event of a choice, with what text there is left, and the ``line`` with its id."""
+        """Encodes the last delta of a choice, behind the ``line`` with its id."""
         logprobs_json = self._logprobs_object(logprobs)
         if delta.text or logprobs_json != "null":
             choice = self._before[delta.index] + json_text(delta.text) + self._style.delta_suffix
@@ -134,7 +136,7 @@ class SseEncoder:
         return self.logprobs.logprobs_object(logprobs) if self.logprobs is not None and any(logprobs) else "null"
 
     def _closing(self, usage: Usage) -> bytes:
-        """The usage where it was asked for and not told before, and the end mark."""
+        """Returns the usage, where it was requested and not sent before, and the end mark."""
         if not self._usage or self._cursor.usage:
             return DONE
         self._cursor.usage = True
@@ -147,7 +149,7 @@ class SseEncoder:
         return self._with_usage(data, index) if self._continuous_usage else data
 
     def _with_usage(self, data: bytes, index: int) -> bytes:
-        """An event with what its choice has used so far: as in vLLM, the tokens of its prompt and its own."""
+        """Adds to an event the usage of its choice so far: as in vLLM, the tokens of its prompt and its own."""
         prompt, completion = self._prompts[index], self._cursor.position(index)
         tokens = b'"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d' % (
             prompt,
@@ -161,17 +163,14 @@ class SseEncoder:
         return line + event(chunk)
 
     def _advance(self, delta: Delta) -> str:
-        """Counts ``delta`` as told; the line with the id of its event where ids were asked for."""
+        """Advances the cursor by ``delta``; returns the line with the id of its event, empty without ids."""
         self._cursor.advance(delta)
         return f"id: {self._cursor!s}\n" if self._has_ids else ""
 
 
 def _unclosed(value: dict[str, Any]) -> str:
-    """An object of JSON without its end."""
+    """Returns a JSON object without its closing brace."""
     return json_text(value)[:-1]
-
-
-# The connection of one stream of server-sent events: when it begins, and how it is kept from being taken for dead.
 
 
 HEARTBEAT_WITH_IDS: Final = b": waiting\n"
@@ -187,8 +186,8 @@ for a part of the event behind it.
 
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
-    """Seconds of silence after which a stream has a comment; 0 for none. Streams ``with_ids`` have their own: clients
-    that read ids bear comments, and of those that know only ``data:`` many do not.
+    """Seconds without an event after which a comment is sent; 0 for never. Streams ``with_ids`` have their own: clients
+    that read ids accept comments, and of those that know only ``data:`` many do not.
     """
 
     seconds: float = 15.0
@@ -199,10 +198,10 @@ KEEPALIVE: Final = KeepAlive()
 
 
 class SseStream:
-    """Begins with its first piece or, when that takes longer than ``keepalive`` says, with a comment; whenever nothing
-    else was written for so long, another follows. An error before that can still have a status of its own. Pieces and
-    comments never interleave. Says when to come back where its events have ``ids``. To be used as a context, by one
-    task.
+    """Sends events on one response. The response starts with its first event or, when that takes longer than
+    ``keepalive`` says, with a comment; until then an error can still have a status of its own. Whenever nothing was
+    written for so long, a comment follows. Events and comments never interleave. With ``ids`` the stream begins with
+    the time after which a client reconnects. To be used as a context, by one task.
     """
 
     __slots__ = (
@@ -227,7 +226,7 @@ class SseStream:
         self._comment, self._opening = (HEARTBEAT_WITH_IDS, RECONNECT) if ids else (HEARTBEAT, b"")
         self._loop = asyncio.get_running_loop()
         self._last_write = self._loop.time()
-        self._is_busy = False  # something is being written, or nothing can be any more
+        self._is_busy = False  # a write is in progress, or the client has disconnected
         self._disconnected = False
         self._direct: DirectWriter | None = None
         self._heartbeat_task: asyncio.Task[None] | None = None
@@ -246,7 +245,7 @@ class SseStream:
             await asyncio.wait([self._heartbeat_task])
 
     async def write(self, data: bytes) -> None:
-        """Some events."""
+        """Writes some events."""
         await self._response.write(await self._prepare() + data)
         self._is_busy = False
 
@@ -257,17 +256,19 @@ class SseStream:
         return direct is not None and not self._is_busy and direct.is_open
 
     def write_now(self, data: bytes) -> None:
-        """Some events. Only while it is open."""
-        assert self._direct is not None  # else it was not open
+        """Writes some events without waiting. Only while ``is_open``."""
+        assert self._direct is not None  # else ``is_open`` was False
         self._last_write = self._loop.time()
         self._direct.write(data)
 
     async def end(self, data: bytes) -> None:
-        """The last events."""
+        """Writes the last events."""
         await self._response.end(await self._prepare() + data)
 
     async def _prepare(self) -> bytes:
-        """Before anything is written: waits for a comment on its way, and begins the answer; gives what comes first."""
+        """Waits for a comment that is being written, and starts the response; returns what comes before its first
+        event.
+        """
         self._last_write = self._loop.time()
         if self._heartbeat_task is not None and not self._heartbeat_task.done():
             await asyncio.wait([self._heartbeat_task])
@@ -283,7 +284,7 @@ class SseStream:
         return self._opening
 
     def _check_idle(self) -> None:
-        """Writes a comment if it is time, and looks again later."""
+        """Writes a comment if nothing was written for long enough, and checks again later."""
         now = self._loop.time()
         if now >= self._last_write + self._seconds:
             self._last_write = now
@@ -301,7 +302,7 @@ class SseStream:
             first = b"" if self._response.started else await self._start()
             await self._response.write(first + self._comment)
         except ClientDisconnectedError:
-            self._disconnected = True  # whoever writes the next piece is told
+            self._disconnected = True  # the next write raises
             self._stop_timer()
         finally:
             self._is_busy = self._disconnected

@@ -1,4 +1,8 @@
-"""One gRPC call as the methods see it: its metadata in and out."""
+"""One gRPC call as the methods see it: ``RpcCall`` with its metadata in and out, and errors as gRPC statuses.
+
+The metadata of an error: ``quire-request-id``, ``retry-after`` in seconds, ``quire-reason`` where the status alone does
+not say what to do, and ``quire-error-bin``, a ``quire.v1.Error`` that names the parameter at fault.
+"""
 
 import asyncio
 import math
@@ -15,14 +19,7 @@ from quire_router.api.auth import ANONYMOUS, Identity
 from quire_router.api.request_options import RequestOptions, options_from_metadata
 from quire_router.api.service import counting_rejections
 
-# Names for grpc's generic types.
-
-
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-
-# Errors as gRPC statuses. Metadata: ``quire-request-id``, ``retry-after`` in seconds, ``quire-reason`` where the status
-# alone does not say what to do, and ``quire-error-bin``, a ``quire.v1.Error`` that names the parameter at fault.
 
 
 REQUEST_ID = "quire-request-id"
@@ -34,12 +31,12 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 def status_code(error: QuireError) -> grpc.StatusCode:
-    """The gRPC status of an error."""
+    """Returns the gRPC status of an error."""
     return grpc.StatusCode[error.status.grpc]
 
 
 def metadata(error: QuireError) -> Metadata:
-    """What travels behind the status."""
+    """Returns an error's trailing metadata."""
     entries: Metadata = ((ERROR, error_to_proto(error).SerializeToString()),)
     if error.reason is not None:
         entries = (*entries, (REASON, error.reason))
@@ -56,8 +53,8 @@ async def abort(context: Context, error: QuireError, request_id: str) -> NoRetur
 
 @contextmanager
 def client_may_leave() -> Iterator[None]:
-    """A status or a message that cannot be sent, because the connection is gone, ends the call as its cancellation
-    does. The gRPC library raises an error of its own in that race, and would log its traceback.
+    """Turns the failure to send on a connection that is gone into the call's cancellation. The gRPC library raises an
+    error of its own in that race, and would log its traceback.
     """
     try:
         yield
@@ -67,7 +64,7 @@ def client_may_leave() -> Iterator[None]:
 
 @dataclass(slots=True)
 class RpcCall:
-    """``request_id`` is that of the request which is answered. ``caller`` is known once the key was checked."""
+    """One call. ``request_id`` is that of the request that is answered. ``caller`` is set once the key was checked."""
 
     context: Context
     request_id: str
@@ -75,24 +72,26 @@ class RpcCall:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Metadata that are text, by name; of several with one name, the last."""
+        """Text metadata by name; of several with one name, the last."""
         return {name: value for name, value in self._metadata if isinstance(value, str)}
 
     def values(self, name: str) -> list[str]:
-        """Every text of a name in the metadata."""
+        """Returns every text of one name in the metadata."""
         return [value for key, value in self._metadata if key == name and isinstance(value, str)]
 
     def options(self, *, has_deadline: bool) -> RequestOptions:
-        """What the call says beside its message; whether its deadline is the answer's. Raises ``QuireError``."""
+        """Returns the options in the metadata; with ``has_deadline`` the call's deadline is the response's. Raises
+        ``QuireError``.
+        """
         with counting_rejections():
             return options_from_metadata(self.values, self.context.time_remaining() if has_deadline else None)
 
     async def begin(self, entries: Mapping[str, str]) -> None:
-        """Sends the metadata that come before the first message."""
+        """Sends the initial metadata."""
         await self.context.send_initial_metadata(((REQUEST_ID, self.request_id), *entries.items()))
 
     def end(self, entries: Mapping[str, str]) -> None:
-        """Sets the metadata that come behind the last message."""
+        """Sets the trailing metadata."""
         self.context.set_trailing_metadata(((REQUEST_ID, self.request_id), *entries.items()))
 
     @property

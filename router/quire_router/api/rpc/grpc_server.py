@@ -1,4 +1,4 @@
-"""The gRPC server: ``quire.v1.Inference``, health that follows the fleet, and reflection."""
+"""``RpcServer``: the gRPC server of ``quire.v1.Inference``, of health that follows the engines, and of reflection."""
 
 import asyncio
 from dataclasses import dataclass
@@ -32,9 +32,9 @@ _SERVICES = (SERVICE, *_AUXILIARY_SERVICES)
 @dataclass(frozen=True, slots=True)
 class CallLimits:
     """At most ``connections`` at once on one port, and ``auxiliary`` calls of each method of health and reflection,
-    next to the ``requests`` that the door lets in and ``short`` ones that are answered or refused at once. A connection
-    without calls may wait ``idle`` seconds for the next one. One with calls, whose client says nothing for ``silence``
-    seconds, is asked whether it is still there, and closed when it does not answer within a third of that.
+    next to the ``requests`` that ``ConcurrencyLimit`` accepts and ``short`` ones that are answered or refused at once.
+    A connection without calls is closed after ``idle`` seconds. One with calls whose client sends nothing for
+    ``silence`` seconds gets a ping, and is closed when that is not answered within a third of that time.
     """
 
     requests: int = 1024
@@ -46,16 +46,16 @@ class CallLimits:
 
     @property
     def calls(self) -> int:
-        """The most calls at once, on one connection or on all. The gRPC library refuses what is above that, without a
-        reason, and a client's own library keeps it waiting where it is one connection's.
+        """The most calls at once, on one connection or on all. The gRPC library refuses more without a reason, and a
+        client's own library holds back what is above one connection's limit.
         """
         return self.requests + 5 * self.auxiliary + self.short
 
 
 class RpcServer:
-    """Listens on ``address`` (port 0: any free one; ``port`` tells which), ``shared`` with other processes that say the
-    same. ``client_timeout`` is how many seconds a client may take to send a message, and to read one. Raises
-    ``OSError`` when it cannot listen.
+    """Listens on ``address`` (port 0: any free one, which ``port`` returns); with ``shared`` other processes may listen
+    on it too. A client has ``client_timeout`` seconds to send a message, and to read one. Raises ``OSError`` when it
+    cannot listen.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RpcServer:
     ) -> None:
         self._service = service
         limits = limits or CallLimits()
-        # From the outside in: who has no valid key takes no place, and a call holds its place while it is awaited.
+        # From the outside in: a call without a valid key takes no slot, and one with a slot keeps it while it waits.
         interceptors = [
             AuthInterceptor(service.keys),
             CallLimitInterceptor(_AUXILIARY_SERVICES, limits.auxiliary),
@@ -90,13 +90,13 @@ class RpcServer:
         self._health_task: SupervisedTask | None = None
 
     async def start(self) -> None:
-        """Begins to accept calls."""
+        """Starts to accept calls."""
         await self._publish_health()
         await self._server.start()
         self._health_task = supervise("grpc health", self._watch_health)
 
     async def stop(self, grace: float) -> None:
-        """Refuses new calls, and lets running ones end within ``grace`` seconds."""
+        """Refuses new calls, and waits up to ``grace`` seconds for running ones."""
         if self._health_task is not None:
             await self._health_task.stop()
         try:
@@ -122,7 +122,7 @@ class Health(health.aio.HealthServicer):  # type: ignore[misc]
     async def List(  # noqa: N802
         self, _request: health_pb2.HealthListRequest, context: Context
     ) -> health_pb2.HealthListResponse:
-        """The status of each service that has one."""
+        """Returns the status of each service that has one."""
         checks = {name: health_pb2.HealthCheckRequest(service=name) for name in ("", SERVICE)}
         statuses = {name: await self.Check(check, context) for name, check in checks.items()}
         return health_pb2.HealthListResponse(statuses=statuses)
@@ -145,8 +145,8 @@ def _add_reflection(server: grpc.aio.Server) -> None:
 
 
 def _describe_reflection_v1() -> None:
-    """Adds the description of ``grpc.reflection.v1``, of which grpcio-reflection has no module, to those that can be
-    asked for: that of ``v1alpha`` under the other name.
+    """Adds the description of ``grpc.reflection.v1``, of which grpcio-reflection has no module, to the descriptor pool:
+    that of ``v1alpha`` under the other name.
     """
     file = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(file)
@@ -155,7 +155,7 @@ def _describe_reflection_v1() -> None:
 
 
 def server_options(max_message_bytes: int, shared: bool) -> list[tuple[str, int]]:
-    """What a server takes in one message, and whether others may listen on its port."""
+    """Returns the options for message sizes, and for sharing the port with other processes."""
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
@@ -166,7 +166,7 @@ def server_options(max_message_bytes: int, shared: bool) -> list[tuple[str, int]
 
 
 def connection_options(limits: CallLimits, client_timeout: float) -> list[tuple[str, int]]:
-    """What one client may hold open. No option ends a connection that has calls and whose client is there."""
+    """Returns the options that bound connections. None ends a connection with calls whose client is alive."""
     return [
         ("grpc.max_concurrent_streams", limits.calls),
         ("grpc.max_allowed_incoming_connections", limits.connections),
@@ -187,7 +187,7 @@ def _milliseconds(seconds: float) -> int:
 
 
 def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> int:
-    """The port on which it will listen, over TLS where there are ``credentials``. Raises ``OSError``."""
+    """Binds a server, over TLS with ``credentials``, and returns its port. Raises ``OSError``."""
     try:
         if credentials is None:
             port = server.add_insecure_port(address)

@@ -1,4 +1,7 @@
-"""Calls whose message does not come, given up after a time. Knows no service."""
+"""What every gRPC call passes before its method: the check of keys (``AuthInterceptor``), the limit of health and
+reflection calls (``CallLimitInterceptor``), the time for its message to arrive (``MessageTimeoutInterceptor``), and
+messages that cannot be decoded (``DecodeErrorInterceptor``).
+"""
 
 import asyncio
 from collections import Counter
@@ -17,22 +20,21 @@ from quire_router.api.service import counting_rejections, new_request_id
 from quire_router.core import metrics
 from quire_router.core.errors import invalid_body, message_too_slow, router_busy
 
-# Keys for every gRPC method, reflection and unknown ones too; only health is open.
-
-
 OPEN_SERVICE = "/grpc.health.v1.Health/"
 Handler = Any  # grpc.RpcMethodHandler, whose type parameters say nothing here
 Continue = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without a valid key before their messages are read."""
+    """Refuses calls without a valid key before their messages are read: of every method, reflection and unknown ones
+    too; only health is open.
+    """
 
     def __init__(self, keys: StaticKeys) -> None:
         self._keys = keys
 
     async def intercept_service(self, continuation: Continue, details: grpc.HandlerCallDetails) -> Handler:
-        """The method's own handler, or one of the same kind that refuses the call."""
+        """Returns the method's own handler, or one of the same kind that refuses the call."""
         handler = await continuation(details)
         if str(details.method).startswith(OPEN_SERVICE):
             return handler
@@ -45,7 +47,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
 
 def authenticate(keys: StaticKeys, metadata: Iterable[tuple[str, str | bytes]] | None) -> Identity:
-    """Who calls. Raises ``QuireError`` UNAUTHENTICATED."""
+    """Returns the caller. Raises ``QuireError`` UNAUTHENTICATED."""
     values = [value for name, value in metadata or () if name == "authorization"]
     return keys.authenticate(*(value.decode("latin-1") if isinstance(value, bytes) else value for value in values))
 
@@ -64,15 +66,16 @@ UnaryMethod = Callable[[Message, Context], Awaitable[Any]]
 
 
 class MessageTimeoutInterceptor(grpc.aio.ServerInterceptor):
-    """Lets a call's one message take ``seconds``. The gRPC library would wait for it as long as the client likes, and
-    outside of any handler: so methods that take one message are served as ones that take a stream of them.
+    """Bounds the arrival of a call's one message by ``seconds``. The gRPC library would wait for it as long as the
+    client likes, and outside of any handler: so methods that take one message are served as ones that take a stream of
+    them.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
     async def intercept_service(self, continuation: Continue, details: grpc.HandlerCallDetails) -> Handler:
-        """The method's own handler, called when its message is here."""
+        """Returns a handler that calls the method's own one when its message has arrived."""
         handler = await continuation(details)
         if handler is None or handler.request_streaming:
             return handler
@@ -105,22 +108,19 @@ class MessageTimeoutInterceptor(grpc.aio.ServerInterceptor):
         return message
 
 
-# Messages that cannot be read, refused as any other request that is malformed.
-#
-# The gRPC library would answer with a status and a text of its own, and log a traceback for each.
-
-
 DecodedMethod = Callable[[Message, Context], Any]
 
 
 class DecodeErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Reads the messages of one service."""
+    """Refuses messages of one service that cannot be decoded, as any other malformed request. The gRPC library would
+    answer with a status and a text of its own, and log a traceback for each.
+    """
 
     def __init__(self, service: str) -> None:
         self._prefix = f"/{service}/"
 
     async def intercept_service(self, continuation: Continue, details: grpc.HandlerCallDetails) -> Handler:
-        """The method's own handler, around which reading cannot fail."""
+        """Returns a handler that decodes without raising."""
         handler = await continuation(details)
         if handler is None or not str(details.method).startswith(self._prefix):
             return handler
@@ -151,15 +151,13 @@ def _refusing_invalid(method: DecodedMethod) -> Callable[[Message | None, Contex
     return checked
 
 
-# Calls beside the requests, health and reflection, of which clients may hold as many open as they like otherwise.
-
-
 StreamMethod = Callable[[AsyncIterator[Any], Context], Any]
 
 
 class CallLimitInterceptor(grpc.aio.ServerInterceptor):
-    """The places of ``services``: at most ``limit`` calls at once of each of their methods, which take streams here.
-    Each method has its own, so that those who watch do not keep others from asking once.
+    """At most ``limit`` calls at once of each method of ``services``, health and reflection, of which clients could
+    hold any number open otherwise. The methods take streams here. Each has its own limit, so that clients that watch do
+    not keep others from a single call.
     """
 
     def __init__(self, services: Sequence[str], limit: int) -> None:
@@ -168,7 +166,7 @@ class CallLimitInterceptor(grpc.aio.ServerInterceptor):
         self._open_calls: Counter[str] = Counter()
 
     async def intercept_service(self, continuation: Continue, details: grpc.HandlerCallDetails) -> Handler:
-        """The method's own handler, for a call that has a place."""
+        """Returns a handler that calls the method's own one within the limit."""
         handler, method = await continuation(details), str(details.method)
         if handler is None or not method.startswith(self._prefixes):
             return handler
@@ -204,7 +202,7 @@ class CallLimitInterceptor(grpc.aio.ServerInterceptor):
 
 
 async def _answer(answer: Any, context: Context) -> Any:
-    """What a handler returns, or writes, or yields."""
+    """Awaits what a handler returns, or writes what it yields."""
     if not isasyncgen(answer):
         return await answer
     async with aclosing(answer) as messages:

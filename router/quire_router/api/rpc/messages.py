@@ -1,4 +1,6 @@
-"""Protobuf messages to the request schemas, and answers to protobuf messages."""
+"""Protobuf messages to the request schemas (``chat_request``, ``completion_request``, ...), and deltas, stored requests
+and models to protobuf messages.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,19 +24,16 @@ from quire_router.api.stored_requests import RequestStatus, StoredRequest
 from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest, TokenizeResult
 from quire_router.core.generation import Delta, GenerationRequest, Usage
 
-# Conversations, tools and tokens in protobuf messages, as the fields that the request schemas read.
-
-
 _FUNCTION = "function:"
 
 
 def message_fields(messages: Sequence[pb.ChatMessage]) -> list[dict[str, Any]]:
-    """``messages``, at most one more than are allowed."""
+    """Returns ``messages`` as fields, at most one more than are allowed."""
     return [_message(message) for message in messages[: MAX_MESSAGES + 1]]
 
 
 def tool_fields(message: pb.ChatRequest) -> dict[str, Any]:
-    """What a request says of tools and thoughts. Raises ``QuireError`` as the REST API would."""
+    """Returns the fields about tools and reasoning. Raises ``QuireError`` as the REST API would."""
     fields: dict[str, Any] = {"tools": _tools(message.tools)}
     if message.tool_choice:
         fields["tool_choice"] = _choice(message.tool_choice)
@@ -46,7 +45,7 @@ def tool_fields(message: pb.ChatRequest) -> dict[str, Any]:
 
 
 def tokenize_request(message: pb.TokenizeRequest) -> TokenizeRequest:
-    """Raises ``QuireError`` as the REST API would for the same request."""
+    """Returns the request. Raises ``QuireError`` as the REST API would for the same one."""
     fields: dict[str, Any] = {"model": message.model, "return_token_strs": message.return_token_strs}
     if message.messages:
         fields["messages"] = message_fields(message.messages)
@@ -62,14 +61,14 @@ def tokenize_request(message: pb.TokenizeRequest) -> TokenizeRequest:
 
 
 def tokenize_response(result: TokenizeResult) -> pb.TokenizeResponse:
-    """Tokens as a message."""
+    """Returns tokens as a message."""
     return pb.TokenizeResponse(
         token_ids=result.tokens, max_model_len=result.max_model_len, token_strs=result.token_strs or ()
     )
 
 
 def detokenize_request(message: pb.DetokenizeRequest) -> DetokenizeRequest:
-    """Raises ``QuireError`` as the REST API would for the same request."""
+    """Returns the request. Raises ``QuireError`` as the REST API would for the same one."""
     tokens = list(message.token_ids[: MAX_PROMPT_TOKENS + 1])
     return DetokenizeRequest.from_fields({"model": message.model, "tokens": tokens})
 
@@ -136,7 +135,7 @@ _STRUCTURED = {"json_object": "json_object", "json_schema": "json", "regex": "re
 
 
 def completion_request(message: pb.GenerateRequest) -> CompletionRequest:
-    """Raises ``QuireError`` as the REST API would for the same request."""
+    """Returns the request. Raises ``QuireError`` as the REST API would for the same one."""
     fields = _common(message) | {"echo": message.echo}
     kind = message.WhichOneof("prompt")
     if kind == "text":
@@ -149,7 +148,7 @@ def completion_request(message: pb.GenerateRequest) -> CompletionRequest:
 
 
 def chat_request(message: pb.ChatRequest) -> ChatRequest:
-    """Raises ``QuireError`` as the REST API would for the same request."""
+    """Returns the request. Raises ``QuireError`` as the REST API would for the same one."""
     fields = _common(message) | tool_fields(message) | {"messages": message_fields(message.messages)}
     if message.sampling.HasField("logprobs"):
         fields |= {"logprobs": True, "top_logprobs": message.sampling.logprobs}
@@ -157,24 +156,24 @@ def chat_request(message: pb.ChatRequest) -> ChatRequest:
 
 
 def generate_response(generation: GenerationRequest, delta: Delta, event_id: str) -> pb.GenerateResponse:
-    """One piece of a continued text."""
+    """Returns the message of a delta of a continued text."""
     return pb.GenerateResponse(request_id=generation.request_id, event_id=event_id, **_delta_fields(generation, delta))
 
 
 def chat_response(generation: GenerationRequest, delta: Delta, event_id: str) -> pb.ChatResponse:
-    """One piece of the assistant's answer."""
+    """Returns the message of a delta of a chat."""
     return pb.ChatResponse(request_id=generation.request_id, event_id=event_id, **_delta_fields(generation, delta))
 
 
 def resume_response(generation: GenerationRequest, delta: Delta, event_id: str) -> pb.ResumeResponse:
-    """One piece in the message that the request is answered with."""
+    """Returns the message of a delta within that of the request's own method."""
     if generation.operation == "chat":
         return pb.ResumeResponse(chat=chat_response(generation, delta, event_id))
     return pb.ResumeResponse(generate=generate_response(generation, delta, event_id))
 
 
 def request_response(stored: StoredRequest) -> pb.GetRequestResponse:
-    """How it is with a request."""
+    """Returns the state of a request."""
     return pb.GetRequestResponse(
         request_id=stored.first.request_id,
         status=_STATUS[stored.status],
@@ -187,7 +186,7 @@ def request_response(stored: StoredRequest) -> pb.GetRequestResponse:
 
 
 def model(card: ModelCard) -> pb.Model:
-    """One configured model."""
+    """Returns one configured model."""
     return pb.Model(
         name=card.name,
         created=card.created,
@@ -233,12 +232,12 @@ def _structured(message: types_pb2.Structured) -> dict[str, Any]:
 
 
 def _first(values: Sequence[Item], limit: int) -> list[Item]:
-    """The values, or one more than are allowed: the validator refuses that, and the rest need not be copied for it."""
+    """Returns the values, but at most one more than are allowed: enough for the validator to refuse them."""
     return list(values[: limit + 1])
 
 
 def _delta_fields(generation: GenerationRequest, delta: Delta) -> dict[str, Any]:
-    """``best_of`` needs log-probabilities of its own, which nobody asked for."""
+    """Leaves out log-probabilities that the client did not request: ``best_of`` needs them itself."""
     asked = generation.params.logprobs is not None
     return {
         "text": delta.text,
@@ -260,11 +259,8 @@ def _usage(usage: Usage) -> types_pb2.Usage:
     )
 
 
-# What a chat's choice says beside its text, in its message.
-
-
 def add_parsed(message: Message, parsed: ParsedDelta) -> None:
-    """Adds thoughts and calls to the message of a piece, whose text is the content already."""
+    """Adds reasoning and tool calls to the message of a delta, whose text is the content already."""
     chat = message.chat if isinstance(message, pb.ResumeResponse) else message
     assert isinstance(chat, pb.ChatResponse)
     chat.reasoning = parsed.reasoning

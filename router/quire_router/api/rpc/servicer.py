@@ -1,4 +1,6 @@
-"""The public gRPC service: the same exchange as over REST, one stream a request."""
+"""``InferenceService``: the public gRPC service, with the same requests as REST and one stream for each, whose messages
+``DeltaMessages`` makes.
+"""
 
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -27,15 +29,12 @@ from quire_router.core.generation import Delta, GenerationRequest
 
 log = logging.getLogger(__name__)
 
-# The messages of one stream, each with the mark of where its reader then stands. Does no I/O.
-
-
 Respond: TypeAlias = Callable[[GenerationRequest, Delta, str], Message]
-"""Writes the message of a piece, with the id of its event."""
+"""Makes the message of a delta, with the id of its event."""
 
 
 class DeltaMessages:
-    """Makes messages of the answer's pieces. ``respond`` writes one."""
+    """Makes the messages of one stream with ``respond``, each with the client's cursor after it. Does no I/O."""
 
     def __init__(self, answer: Response, respond: Respond) -> None:
         self._generation = answer.prepared.first
@@ -44,7 +43,7 @@ class DeltaMessages:
         self._parsers = create_parsers(answer.prepared) if answer.prepared.is_parsed else None
 
     def message(self, delta: Delta) -> Message | None:
-        """The message of a piece; None where it says nothing that the reader has not had."""
+        """Returns the message of a delta; None where it has nothing that the client lacks."""
         parsed = None if self._parsers is None else self._parsers[delta.index].parse(delta)
         if delta.usage is not None and self._cursor.usage:
             delta = replace(delta, usage=None)
@@ -62,7 +61,7 @@ class DeltaMessages:
 
 
 def _has_content(delta: Delta) -> bool:
-    """Whether a piece adds something: that with the usage may be empty but for it, and its reader may have that."""
+    """Whether a delta has anything: the last one may have only the usage, which the client may have already."""
     return bool(delta.token_ids or delta.text or delta.finish_reason or delta.usage or delta.prompt_logprobs)
 
 
@@ -70,7 +69,7 @@ SERVICE = "quire.v1.Inference"
 
 
 class InferenceService(InferenceServicer):
-    """Serves ``quire.v1.Inference``. ``client_timeout`` is how many seconds a client may leave its stream unread."""
+    """Serves ``quire.v1.Inference``. A client may leave its stream unread for ``client_timeout`` seconds."""
 
     def __init__(self, service: ApiService, client_timeout: float) -> None:
         self._service = service
@@ -91,7 +90,7 @@ class InferenceService(InferenceServicer):
             await self._answer("Chat", read, messages.chat_response, call, options, size=request.ByteSize())
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
-        """Goes on with the answer to an earlier request."""
+        """Resumes the response to an earlier request."""
         async with _errors_as_status(context) as call:
             options = call.options(has_deadline=True)
             with self._request_scope("Resume", call):
@@ -104,7 +103,7 @@ class InferenceService(InferenceServicer):
                 call.end({})
 
     async def GetRequest(self, request: pb.GetRequestRequest, context: Context) -> pb.GetRequestResponse:  # noqa: N802
-        """How far a request has come."""
+        """Returns the state of a request."""
         response = pb.GetRequestResponse()
         async with _errors_as_status(context) as call:
             with self._request_scope("GetRequest", call):
@@ -112,14 +111,14 @@ class InferenceService(InferenceServicer):
         return response
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:  # noqa: N802
-        """Ends what has not ended of a request of the same caller."""
+        """Cancels a request of the same caller."""
         async with _errors_as_status(context) as call:
             with self._request_scope("Cancel", call):
                 await self._service.cancel(request.request_id, call.caller)
         return pb.CancelResponse()
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
-        """The tokens of a text or of a conversation."""
+        """Returns the tokens of a text or of a conversation."""
         response = pb.TokenizeResponse()
         async with _errors_as_status(context) as call:
             with (
@@ -136,7 +135,7 @@ class InferenceService(InferenceServicer):
         return response
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:  # noqa: N802
-        """The text of tokens."""
+        """Returns the text of tokens."""
         response = pb.DetokenizeResponse()
         async with _errors_as_status(context) as call:
             with (
@@ -151,7 +150,7 @@ class InferenceService(InferenceServicer):
     async def ListModels(  # noqa: N802
         self, _request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:
-        """The configured models that the caller may use."""
+        """Returns the configured models that the caller may use."""
         caller = authenticate(self._service.keys, context.invocation_metadata())
         return pb.ListModelsResponse(models=map(messages.model, self._service.models(caller)))
 
@@ -185,7 +184,7 @@ class InferenceService(InferenceServicer):
 
     @contextmanager
     def _request_scope(self, method: str, call: RpcCall, options: RequestOptions = NO_OPTIONS) -> Iterator[None]:
-        """One call from the door to its end."""
+        """Authenticates one call, and holds its slot and span until its end."""
         call.caller = authenticate(self._service.keys, call.context.invocation_metadata())
         call.request_id = options.request_id(call.caller) or call.request_id
         with self._service.request_scope(f"{SERVICE}/{method}", call.request_id, call.headers):
@@ -213,7 +212,7 @@ async def _write(context: Context, response: Message, client_timeout: WriteTimeo
 
 @asynccontextmanager
 async def _errors_as_status(context: Context) -> AsyncIterator[RpcCall]:
-    """Turns whatever is raised inside into the status of the call."""
+    """Turns what is raised inside into the status of the call."""
     call = RpcCall(context, new_request_id())
     try:
         yield call
