@@ -14,6 +14,11 @@ from quire_proto.supervise import RestartSettings, SupervisedTask
 from quire_router.core import metrics
 
 
+def jittered(seconds: float) -> float:
+    """Returns between a half and all of ``seconds``, at random, so that what many wait for does not come at once."""
+    return seconds * random.uniform(0.5, 1.0)  # noqa: S311 - spreads tries, hides nothing
+
+
 class Backoff:
     """Waits from ``first`` up to ``last`` seconds, doubling, and less than that by up to a half, so that many that
     failed together do not try again together.
@@ -26,7 +31,7 @@ class Backoff:
 
     def next(self, last: float = 0.0) -> float:
         """Seconds until the next try, where they may grow up to ``last`` now if that is more."""
-        delay = self._delay * random.uniform(0.5, 1.0)  # noqa: S311 - spreads tries, hides nothing
+        delay = jittered(self._delay)
         self._delay = min(2 * self._delay, max(last, self._last))
         return delay
 

@@ -1,7 +1,6 @@
 """Engines behind a DNS name: all its addresses, which are polled."""
 
 import asyncio
-import random
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from dns.asyncresolver import Resolver
@@ -9,6 +8,7 @@ from dns.exception import DNSException
 from dns.rdatatype import AAAA, A, RdataType
 from dns.resolver import NXDOMAIN, NoAnswer
 
+from quire_router.core.retry import jittered
 from quire_router.discovery.base import DnsName, Endpoint, SourceHealth, format_address
 
 _TIMEOUT = 2.0  # seconds for one response, of whichever server
@@ -58,7 +58,7 @@ class DnsDiscovery:
                     last = found
                     yield found
             period = max(self._period, _PERIOD_PER_ADDRESS * len(self._remaining))
-            await asyncio.sleep(period * random.uniform(0.5, 1.0))  # noqa: S311 - spreads questions
+            await asyncio.sleep(jittered(period))
 
     async def _refresh(self) -> bool:
         """Resolves the name; False if there was no response."""

@@ -1,4 +1,6 @@
-"""The way to one engine: keeps its Session stream open and moves messages over it. What they mean is ``session``'s."""
+"""``EngineConnection``: keeps the Session stream to one engine open and moves messages over it; ``Session`` interprets
+them. With the channel, plain or over TLS, and its errors in words of the settings.
+"""
 
 import asyncio
 import logging
@@ -23,9 +25,6 @@ from quire_router.engines.session import KvListener, LoadListener, SequenceGap, 
 from quire_router.engines.settings import ConnectionSettings
 
 log = logging.getLogger(__name__)
-
-# The channel to an engine, plain or over TLS, and what its errors mean in words of the settings.
-
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 _OPTIONS = (
@@ -100,9 +99,6 @@ def _credentials(tls: ClientTls, contents: Contents) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(authorities, identity.key, identity.chain)
 
 
-# One stretch of time without a stream to an engine: when to try again, and how loudly to tell. Does no I/O.
-
-
 @dataclass(frozen=True, slots=True)
 class ConnectFailure:
     """Why there is no stream. ``refused`` where nobody listens at the address, ``lasting`` where somebody has to change
@@ -130,8 +126,9 @@ class ConnectFailure:
 
 
 class ConnectFailureLog:
-    """Begins when the stream is missing. For ``patience`` seconds that is no reason to warn; afterwards it is one. What
-    is less severe than a warning is left out where the engine is ``known_to_leave``.
+    """One period without a stream to an engine: when to try again, and with which level failures are logged. For
+    ``patience`` seconds they are information; afterwards the first is a warning. What is less than a warning is not
+    logged if the engine is ``known_to_leave``.
 
     A lasting problem is a reason at once, but only when it comes twice in a row: files may just be being replaced, and
     an engine that ends closes what is being opened.
@@ -161,14 +158,13 @@ class ConnectFailureLog:
         return self._backoff.next(spacing)
 
 
-# How long an engine has been silent although it should speak. Does no I/O and keeps no timer.
-
-
 TICKS = 6  # in the shorter of the two times, so that each is kept to a sixth
 
 
 class LivenessMonitor:
-    """Counted in ticks, not by the clock, so that a router that was frozen itself does not blame its engines."""
+    """For how long an engine has sent nothing although it should. Counted in ticks, not by the clock, so that a router
+    that was frozen itself does not suspect its engines.
+    """
 
     def __init__(self, settings: ConnectionSettings) -> None:
         self.period = min(settings.silence, settings.stall) / TICKS
@@ -183,34 +179,33 @@ class LivenessMonitor:
 
     @property
     def stalled(self) -> bool:
-        """Whether there is nothing to wait for on this stream."""
+        """Whether the stream is to be broken off."""
         return self._ticks * self.period >= self._stalled_after
 
     def on_message(self) -> None:
-        """A message came."""
+        """Resets the count."""
         self._ticks = 0
 
     def tick(self, expecting: bool) -> None:
-        """``period`` seconds have passed; ``expecting`` tells whether the engine owes a word."""
+        """``period`` seconds have passed; ``expecting`` is whether the engine has anything to send."""
         self._ticks = self._ticks + 1 if expecting else 0
 
 
-# How many links have no stream to their engine, and how seldom each should try again therefore. Does no I/O.
-
-
 MAX_CONNECTS_PER_SECOND = 100
-"""Of all links together, once each has tried a few times: one costs about 2 ms of CPU, over TLS up to 7."""
+"""Of all connections together, once each has tried a few times: a try costs about 2 ms of CPU, over TLS up to 7."""
 
 
 class ReconnectLimiter:
-    """The links of one fleet that wait for their next try."""
+    """Counts the connections of one pool that wait for their next try, so that each tries less often the more there
+    are.
+    """
 
     def __init__(self) -> None:
         self._disconnected = 0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """One more does, until the block ends."""
+        """Counts one more until the block ends."""
         self._disconnected += 1
         try:
             yield
@@ -219,7 +214,7 @@ class ReconnectLimiter:
 
     @property
     def spacing(self) -> float:
-        """Seconds between two tries of one link with which they make ``MAX_CONNECTS_PER_SECOND`` together."""
+        """Seconds between two tries of one connection with which all make ``MAX_CONNECTS_PER_SECOND``."""
         return self._disconnected / MAX_CONNECTS_PER_SECOND
 
 
@@ -234,12 +229,12 @@ class StreamBroken(Exception):  # noqa: N818 - handled here, never shown
 
 
 class EngineConnection:
-    """One engine at ``address`` (``host:port``), connected for as long as the link is started.
+    """One engine at ``address`` (``host:port``), connected for as long as it is started.
 
     A stream that breaks is opened again at once; while that takes less than ``settings.grace`` seconds, and the engine
     still knows the session, running requests do not notice. ``on_change`` is called when ``ready`` may have changed,
-    ``on_load`` with each report of the engine's load, ``on_lost`` when all that it said before is of no use any more.
-    ``away`` is told while there is no stream, and says how far apart tries to open one are to be.
+    ``on_load`` with each report of the engine's load, ``on_lost`` when all that it reported before is void.
+    ``reconnect_limiter`` counts it while there is no stream, and spaces its tries to open one.
     """
 
     def __init__(
@@ -277,24 +272,24 @@ class EngineConnection:
         return self._connected and not self.session.draining and not self._liveness.suspect
 
     def start(self) -> None:
-        """Begins to connect; never waits, never fails."""
+        """Starts to connect; never waits, never fails."""
         self._task = supervise("link", self._run, of=self.address, vital=False)
 
     def retry_now(self) -> None:
-        """Ends the pause between two tries to connect: the engine is said to be there now. Once a second at most, as
-        that can be said again and again.
+        """Ends the pause between two tries to connect, because discovery reports the engine as ready. Once a second at
+        most, as that can be reported again and again.
         """
         self._retry_requested.set()
 
     async def close(self) -> None:
-        """Gives back what is in flight and lets go of the engine."""
+        """Closes the stream; what is in flight ends with ``EngineLost``."""
         self._closing = True
         if self._task is not None:
             await self._task.stop()
         self._declare_lost()
 
     def submit(self, message: engine_pb2.Submit) -> OutputStream:
-        """Sends a request. Raises ``EngineLost`` when the engine is away, ``EngineFull`` when too many wait already."""
+        """Sends a request. Raises ``EngineLost`` if the engine is not connected, ``EngineFull`` if too many wait."""
         if self._lost:
             raise EngineLost("the engine is not connected")
         return self.session.submit(message, self.description.vocab_size if self.description is not None else 0)
@@ -302,22 +297,22 @@ class EngineConnection:
     # The stream's life
 
     async def _run(self) -> None:
-        outage = ConnectFailureLog(self.address, self.settings, self.settings.start_patience)
+        failures = ConnectFailureLog(self.address, self.settings, self.settings.start_patience)
         while not self._closing:  # a stream that breaks at the same moment can swallow the cancellation
             try:
                 await self._run_stream()
             except* (grpc.aio.AioRpcError, StreamBroken, SequenceGap, TimeoutError, TlsError) as errors:
                 problem = ConnectFailure.of(errors, self.settings.tls)
-            except* Exception:  # the link must outlive whatever one message did
+            except* Exception:  # the connection must survive what one message did
                 log.exception("the link to engine %s failed", self.address)
                 problem = ConnectFailure("a failure of the link itself")
             if self._connected:
                 self._on_stream_lost()
-                outage = self._new_failure_log()
+                failures = self._new_failure_log()
             if problem.refused:
                 self._shorten_grace(self.settings.refused_grace)
-            outage.record(problem)
-            await self._pause(outage.next_delay(self._reconnect_limiter.spacing))
+            failures.record(problem)
+            await self._pause(failures.next_delay(self._reconnect_limiter.spacing))
 
     async def _pause(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()
@@ -329,7 +324,7 @@ class EngineConnection:
         self._retry_requested.clear()
 
     def _new_failure_log(self) -> ConnectFailureLog:
-        """One that follows a stream that broke. An engine that was told to stop is expected to go, and its successor to
+        """Returns the log for a stream that broke. An engine that was draining is expected to end, and its successor to
         need some time.
         """
         if not self.session.draining:
@@ -459,8 +454,8 @@ async def _receive(call: SessionCall) -> engine_pb2.SessionResponse:
 
 
 async def _yielding_to_loop(outputs: Iterator[None]) -> None:
-    """Hands out a batch's outputs, between which others get their turn; whatever ends this hands out the rest at once,
-    because an engine tells nothing twice.
+    """Processes a batch's outputs, and lets the event loop run in between. If this is cancelled, the rest is processed
+    at once, because an engine sends nothing twice.
     """
     try:
         for number, _ in enumerate(outputs, 1):

@@ -1,4 +1,6 @@
-"""One router's conversation with one engine, as state: what is in flight and what can be trusted. Does no I/O."""
+"""``Session``: the state of a router's session with one engine: what is in flight, and how batches are applied. And
+``CommandQueue``, the commands to the engine. Does no I/O.
+"""
 
 import asyncio
 from collections import OrderedDict
@@ -21,11 +23,10 @@ from quire_router.engines.output_stream import (
 )
 from quire_router.engines.settings import ConnectionSettings
 
-# Commands on their way to one engine; one writer empties the queue.
-
 
 class CommandQueue:
-    """A bounded queue. Cancels go first, because they free memory; of acknowledgements only the newest is kept.
+    """Commands to one engine, in a bounded queue that one writer empties. Cancels go first, because they free memory;
+    of acknowledgements only the newest is kept.
 
     Cancels need no limit of their own: there is at most one for each request that was submitted and has not ended.
     """
@@ -38,7 +39,7 @@ class CommandQueue:
         self._nonempty = asyncio.Event()
 
     def submit(self, message: engine_pb2.Submit) -> None:
-        """Raises ``EngineFull`` when the engine does not take commands fast enough."""
+        """Raises ``EngineFull`` if the engine does not read commands fast enough."""
         if len(self._submits) >= self._max_submits:
             raise EngineFull("too many requests wait to be sent to it")
         self._submits[message.request_id] = message
@@ -55,11 +56,11 @@ class CommandQueue:
         return request_id in self._submits
 
     def withdraw(self, request_id: str) -> bool:
-        """Takes a Submit back; False when it is with the writer, or has been sent."""
+        """Removes a Submit. Returns False if the writer has it, or has sent it."""
         return self._submits.pop(request_id, None) is not None
 
     def cancel(self, request_id: str, *indexes: int) -> None:
-        """Asks the engine to end some choices of a request, or all of it without any. Asking twice is asking once."""
+        """Has the engine end some choices of a request, or all of it without any. Idempotent."""
         waiting = self._cancels.get(request_id)
         if not indexes or waiting is None:
             self._cancels[request_id] = dict.fromkeys(indexes)
@@ -104,20 +105,20 @@ class CommandQueue:
 
 
 KvListener = Callable[[engine_pb2.Snapshot | engine_pb2.KvEvent], None]
-"""Hears of every change of an engine's prefix cache; a Snapshot replaces all that was said before."""
+"""Is called with every change of an engine's prefix cache; a Snapshot replaces all that was known."""
 
 LoadListener = Callable[[engine_pb2.Load], None]
-"""Hears what an engine is busy with, whenever it says so; must not keep the message."""
+"""Is called with each report of an engine's load; must not keep the message."""
 
 MAX_PENDING_CANCELS = 65_536
 
 
 class SequenceGap(Exception):  # noqa: N818 - a finding about a stream
-    """A batch is missing: what the engine said since is of no use."""
+    """A batch is missing, so that what the engine sent since cannot be applied."""
 
 
 class Session:
-    """Outlives the streams it is spoken over.
+    """A router's session with one engine, which outlives its streams.
 
     A Cancel may be lost with a stream, so what was cancelled is remembered until the engine says that it has ended, and
     is cancelled again on the next stream. A Submit may be lost as well, and nobody can say whether it was: it is kept
@@ -150,12 +151,12 @@ class Session:
 
     @property
     def _loss(self) -> type[EngineLost]:
-        """What it means that a request which the engine runs is lost now."""
+        """The exception for a request that the engine runs and that is lost now."""
         return DrainExceeded if self.draining else EngineLost
 
     def submit(self, message: engine_pb2.Submit, vocabulary: int = 0) -> OutputStream:
-        """Sends a request, once the writer gets to it, to an engine whose model has so many tokens; 0: nobody knows.
-        Raises ``EngineFull`` when too many wait already.
+        """Sends a request, once the writer gets to it, to an engine whose model has so many tokens; 0 if unknown.
+        Raises ``EngineFull`` if too many wait already.
         """
         if message.request_id in self._streams:
             raise internal()
@@ -196,9 +197,9 @@ class Session:
             self._on_load(snapshot.load)
 
     def process_batch(self, batch: engine_pb2.StepBatch) -> Iterator[None]:
-        """Takes a batch's news; each step of what is returned hands one of its outputs to its request, and all of them
-        have to be made before anything else is taken. A batch that came before is ignored; raises ``SequenceGap`` when
-        one is missing.
+        """Applies a batch. Each step of the returned iterator passes one of its outputs to its request, and it has to
+        be exhausted before the next batch. A batch that came before is ignored; raises ``SequenceGap`` if one is
+        missing.
         """
         if batch.sequence <= self.sequence:
             return iter(())
@@ -219,8 +220,8 @@ class Session:
             self._prune_duplicates()
 
     def fail_all(self, reason: str) -> None:
-        """Gives every request back with ``EngineLost``. The next stream asks for a new session, and so for a whole
-        snapshot: what was known of the engine's cache is lost too.
+        """Ends every request with ``EngineLost``. The next stream opens a new session, and so gets a whole snapshot:
+        what was known of the engine's cache is lost too.
         """
         self.sequence = 0
         for stream in list(self._streams.values()):
@@ -229,7 +230,7 @@ class Session:
         self._streams.clear()
 
     def invalidate(self) -> None:
-        """What the engine said last cannot be trusted."""
+        """Ends the session, as its state is not known any more."""
         self.fail_all("a batch of the engine was lost")
 
     def _start_over(self, snapshot: engine_pb2.Snapshot) -> None:
@@ -278,7 +279,7 @@ class Session:
             self._cancel_duplicate(stream.request_id)
 
     def _cancel_duplicate(self, request_id: str) -> None:
-        """A Submit that came again after its request had ended runs it again: what comes of that nobody reads."""
+        """Cancels what a repeated Submit runs if it came after its request had ended: its outputs are dropped."""
         if request_id in self._resubmitted:
             self._resubmitted.discard(request_id)
             if not self.commands.withdraw(request_id):

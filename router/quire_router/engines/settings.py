@@ -44,9 +44,6 @@ class ConnectionSettings:
     tls: ClientTls | None = None
 
 
-# What a model's engines can take.
-
-
 @dataclass(frozen=True, slots=True)
 class ServedModelLimits:
     """What a model's engines have in common: the smallest length and vocabulary among them, in tokens."""
@@ -54,9 +51,6 @@ class ServedModelLimits:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
-
-
-# What a model's engines are taken to be able to do before the first of them has told.
 
 
 def assumed_limits(models: Mapping[str, Path]) -> dict[str, ServedModelLimits]:
