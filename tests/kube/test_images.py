@@ -285,7 +285,7 @@ def test_kernels_that_were_compiled_ahead_are_found_without_a_compiler(ahead, tm
     assert least.parent == ahead
     assert least.stem.endswith("-x86-64")
     assert ctypes.CDLL(str(least)).quire_attention
-    monkeypatch.setattr(build, "_features", lambda: levels.X86[-2].needs | {"other"})
+    monkeypatch.setattr(build, "_features", lambda: levels.X86[-2].required_features | {"other"})
     assert build.shared_object().stem.endswith("-avx2")
     monkeypatch.setattr(build, "_source_text", lambda: b"other sources")
     with pytest.raises(build.BuildError):
@@ -298,7 +298,7 @@ def test_the_best_level_comes_first_and_the_last_runs_everywhere():
         found = levels.levels_of(machine)
         assert found[-1].runs_on(frozenset())
         for better, worse in itertools.pairwise(found):
-            assert not better.needs <= worse.needs
+            assert not better.required_features <= worse.required_features
         assert len({level.name for level in found}) == len(found)
 
 

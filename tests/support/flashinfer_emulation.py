@@ -368,8 +368,8 @@ def installed(*, lazy: bool = False, capability: tuple[int, int] = (8, 0)) -> It
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "flashinfer", module)
         patch.setattr("quire_engine.attention.flashinfer.StagingFence", Fence)
-        patch.setattr("quire_engine.attention.flashinfer.LEAST_WORKSPACE", 1024)
-        patch.setattr("quire_engine.attention.flashinfer.LARGEST_GRAPH", 8)
+        patch.setattr("quire_engine.attention.flashinfer.MIN_WORKSPACE_BYTES", 1024)
+        patch.setattr("quire_engine.attention.flashinfer.MAX_GRAPH_BATCH_SIZE", 8)
         patch.setattr(STREAM, "lazy", lazy)
         patch.setattr(GPU, "capability", capability)
         patch.setattr("quire_engine.attention.flashinfer._gpu", lambda device: (1, capability))

@@ -1,9 +1,8 @@
 """Attention on a GPU, through FlashInfer (Ye et al. 2025): a decode kernel for steps of single tokens and a prefill
-kernel for all others, both on tensor cores. It knows FlashInfer's wrappers and what they keep; the arrays are made in
-``pages``.
+kernel for all others, both on tensor cores.
 
 Each wrapper plans once a step, on the host: how the step's work is cut into tiles. The plan goes through a pinned
-staging buffer of the wrapper, from which it is copied without waiting; hence the fence.
+staging buffer of the wrapper, from which it is copied asynchronously; hence the fence.
 """
 
 from dataclasses import dataclass
@@ -16,86 +15,24 @@ import torch
 from quire_engine.attention.base import AttentionBackend, AttentionBatch, AttentionShape
 from quire_engine.device.accelerator import stage_arrays
 
-# The plan of one step as FlashInfer takes it: int32 arrays on the host and on the device. Knows no kernel.
-
-
-@dataclass(frozen=True, slots=True)
-class PageArrays:
-    """The arrays of an ``AttentionBatch``, all in one place, and ``chunk_ids`` [T], the chunk of each token."""
-
-    query_indptr: torch.Tensor
-    page_indptr: torch.Tensor
-    page_ids: torch.Tensor
-    last_page_len: torch.Tensor
-    context_lens: torch.Tensor
-    positions: torch.Tensor
-    chunk_ids: torch.Tensor
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether every chunk is one token."""
-        return len(self.positions) == len(self.last_page_len)
-
-
-def stage(batch: AttentionBatch, device: torch.device) -> tuple[PageArrays, PageArrays]:
-    """The batch on the host, where FlashInfer copies some of it from once more, and on the device. Nothing is waited
-    for.
-    """
-    arrays = (
-        *(batch.query_indptr, batch.page_indptr, batch.page_ids, batch.last_page_len),
-        *(batch.context_lens, batch.positions, _chunk_ids(batch.query_indptr)),
-    )
-    host, on_device = stage_arrays([array.numpy() for array in arrays], device)
-    return PageArrays(*host), PageArrays(*on_device)
-
-
-def split_tokens(batch: AttentionBatch, block_size: int) -> AttentionBatch:
-    """The same tokens, each as a chunk of its own, which sees its sequence up to itself."""
-    context_lens = batch.positions.numpy() + 1
-    page_counts = -(-context_lens // block_size)
-    page_indptr = np.concatenate(([0], np.cumsum(page_counts)))
-    first_pages = batch.page_indptr.numpy()[_chunk_ids(batch.query_indptr).numpy()]
-    places = np.repeat(first_pages - page_indptr[:-1], page_counts) + np.arange(page_indptr[-1])
-    return AttentionBatch(
-        query_indptr=torch.arange(len(context_lens) + 1, dtype=torch.int32),
-        page_indptr=_int32(page_indptr),
-        page_ids=_int32(batch.page_ids.numpy()[places]),
-        last_page_len=_int32(context_lens - (page_counts - 1) * block_size),
-        context_lens=_int32(context_lens),
-        positions=batch.positions,
-    )
-
-
-def _chunk_ids(query_indptr: torch.Tensor) -> torch.Tensor:
-    lengths = np.diff(query_indptr.numpy())
-    return _int32(np.repeat(np.arange(len(lengths)), lengths))
-
-
-def _int32(values: npt.NDArray[np.integer]) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.int32))
-
-
 LAYOUT = "HND"
 """FlashInfer's name for pages [kv_heads, block_size, head_dim]."""
-
-LARGEST_GRAPH = 512
+MAX_GRAPH_BATCH_SIZE = 512
 """The largest batch size of a graph that the shared workspace has room for."""
-
-LEAST_WORKSPACE = 128 << 20
+MIN_WORKSPACE_BYTES = 128 << 20
 """Bytes that FlashInfer recommends for it."""
-
 _BACKEND = "fa2"
 _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.float16, torch.bfloat16)
 # A plan of a decode step fills a few bytes for each tile; FlashInfer's own default is 8 MiB for every wrapper.
 _GRAPH_PLAN_BYTES = 1 << 20
-# What the parts of a workspace may be moved by, as each begins at a multiple of 16 bytes.
+# The parts of a workspace begin at multiples of 16 bytes: the most bytes that this padding takes.
 _ALIGNMENTS = 64
 _MAX_THREADS, _VALUES_A_THREAD = 1024, 8
 
 
 def unsupported_reason(dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
-    """Why FlashInfer can serve no model of ``dtype`` on a GPU of this compute capability, as half a sentence; None if
+    """Why FlashInfer cannot serve models of ``dtype`` on a GPU of this compute capability, as half a sentence; None if
     it can.
     """
     if capability < (7, 5):
@@ -116,26 +53,156 @@ def unsupported_shape_reason(shape: AttentionShape) -> str | None:
     return None
 
 
-class StagingFence:
-    """Between the plans of two steps: the second may not overwrite what the first is still being copied from."""
+@dataclass(frozen=True, slots=True)
+class PageArrays:
+    """The arrays of an ``AttentionBatch`` as FlashInfer takes them, int32 on one device, and ``chunk_ids`` [T], the
+    chunk of each token.
+    """
 
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
+    query_indptr: torch.Tensor
+    page_indptr: torch.Tensor
+    page_ids: torch.Tensor
+    last_page_len: torch.Tensor
+    context_lens: torch.Tensor
+    positions: torch.Tensor
+    chunk_ids: torch.Tensor
 
-    def wait(self) -> None:
-        """Returns when all that was copied before ``mark`` is."""
-        if self._event is not None:
-            self._event.synchronize()
+    @property
+    def is_decode(self) -> bool:
+        """Whether every chunk is one token."""
+        return len(self.positions) == len(self.last_page_len)
 
-    def record(self) -> None:
-        """Says that the copies of a step's plans are queued on the current stream."""
-        if self._event is not None:
-            self._event.record()
+
+class _PreparedStep(NamedTuple):
+    """The arrays of a prepared step. Plans take page ids from ``device``, and the kernels read ``read``: the same
+    arrays, or in a graph the fixed ones.
+    """
+
+    host: PageArrays
+    device: PageArrays
+    read: PageArrays
+
+
+class _PlannedAttention:
+    """An ``AttentionBackend`` that plans each step once for each window."""
+
+    def __init__(self, shared: "_SharedState") -> None:
+        self._shared = shared
+        self._step: _PreparedStep | None = None
+        self._planned: dict[int | None, Any] = {}
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        """See ``AttentionBackend.prepare``. Waits for the copies of the previous plans, and for nothing else."""
+        self._step, self._planned = None, {}
+        self._shared.fence.wait()
+        try:
+            self._step = step = self._stage(batch)
+            for window in self._shared.windows:
+                self._plan(step, window)
+        finally:
+            # When one plan fails, those before it are being copied all the same.
+            self._shared.fence.record()
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, window: int | None
+    ) -> torch.Tensor:
+        """See ``AttentionBackend.forward``.
+
+        Raises:
+            ValueError: no step was prepared, or the tensors do not match it.
+        """
+        if self._step is None:
+            raise ValueError("attention: prepare comes before forward")
+        if window not in self._planned:
+            self._add_window(self._step, window)
+        read = self._step.read
+        self._shared.flashinfer.append_paged_kv_cache(
+            *(key, value, read.chunk_ids, read.positions, kv, read.page_ids, read.page_indptr, read.last_page_len),
+            kv_layout=LAYOUT,
+        )
+        # Allocated here, as FlashInfer would fill its own with zeros first.
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        self._planned[window].run(query, kv, out=out)
+        return out
+
+    def _add_window(self, step: _PreparedStep, window: int | None) -> None:
+        """Plans a window that is used for the first time; from the next step on ``prepare`` does."""
+        if window not in self._shared.windows:
+            self._shared.windows.append(window)
+        self._plan(step, window)
+        self._shared.fence.record()
+
+    def _plan(self, step: _PreparedStep, window: int | None) -> None:
+        wrapper = self._wrapper(step, window)
+        self._shared.plan(wrapper, window, step.host, step.device)
+        self._planned[window] = wrapper
+
+    def _stage(self, batch: AttentionBatch) -> _PreparedStep:
+        raise NotImplementedError
+
+    def _wrapper(self, step: _PreparedStep, window: int | None) -> Any:
+        raise NotImplementedError
+
+
+class FlashInferAttention(_PlannedAttention):
+    """Paged attention for one batch at a time. An ``AttentionBackend``, and a ``GraphAttention``.
+
+    With ``deterministic``, each token is a request of its own to the decode kernel, and no context is split. The result
+    for a token is then a function of its sequence alone: not of its chunk, nor of the batch, nor of whether a graph
+    computed it. (In a prefill kernel the size of the tiles, and so the order of every sum,
+    depends on the mean length of the batch's chunks, even without splitting.)
+    """
+
+    def __init__(
+        self, shape: AttentionShape, device: torch.device, dtype: torch.dtype, *, deterministic: bool = False
+    ) -> None:
+        super().__init__(_SharedState(shape, device, dtype, deterministic))
+        self._wrappers: dict[tuple[bool, int | None], Any] = {}
+
+    def for_graph(self, batch_size: int, max_pages: int) -> AttentionBackend:
+        """See ``GraphAttention.for_graph``. ``batch_size`` is at most ``MAX_GRAPH_BATCH_SIZE``."""
+        if not 0 < batch_size <= MAX_GRAPH_BATCH_SIZE:
+            raise ValueError(f"a graph's batch size is 1 to {MAX_GRAPH_BATCH_SIZE}, not {batch_size}")
+        return _GraphDecode(self._shared, batch_size, max_pages)
+
+    def _stage(self, batch: AttentionBatch) -> _PreparedStep:
+        host, device = self._shared.stage(batch)
+        return _PreparedStep(host, device, device)
+
+    def _wrapper(self, step: _PreparedStep, window: int | None) -> Any:
+        kind = (step.host.is_decode, window)
+        if kind not in self._wrappers:
+            self._wrappers[kind] = self._shared.make_wrapper(decode=step.host.is_decode)
+        return self._wrappers[kind]
+
+
+class _GraphDecode(_PlannedAttention):
+    """Decode steps of one batch size, on arrays of fixed addresses."""
+
+    def __init__(self, shared: "_SharedState", batch_size: int, max_pages: int) -> None:
+        super().__init__(shared)
+        self._fixed = shared.graph_arrays(batch_size, max_pages)
+        self._wrappers: dict[int | None, Any] = {}
+
+    def _stage(self, batch: AttentionBatch) -> _PreparedStep:
+        """Copies the positions to their fixed array. The wrappers copy the arrays that they have buffers for."""
+        expected = len(self._fixed.positions)
+        if not len(batch.positions) == len(batch.last_page_len) == expected:
+            raise ValueError(f"attention: a graph of {expected} tokens was given {len(batch.positions)}")
+        host, device = self._shared.stage(batch)
+        self._fixed.positions.copy_(device.positions)
+        return _PreparedStep(host, device, self._fixed)
+
+    def _wrapper(self, step: _PreparedStep, window: int | None) -> Any:
+        del step
+        if window not in self._wrappers:
+            self._wrappers[window] = self._shared.make_graph_wrapper(window, self._fixed)
+        return self._wrappers[window]
 
 
 class _SharedState:
-    """What the backends of one model share: its shape, the workspace, the fence, and the windows that layers asked
-    for. One plan serves all layers of a window.
+    """The state that the backends of one model share: its shape, the workspace, the fence, and the windows of its
+    layers. One plan serves all layers of a window.
     """
 
     def __init__(self, shape: AttentionShape, device: torch.device, dtype: torch.dtype, deterministic: bool) -> None:
@@ -143,7 +210,7 @@ class _SharedState:
 
         self.flashinfer: Any = flashinfer
         self.shape, self.device, self.deterministic = shape, device, deterministic
-        # Zeros, because kernels count arrivals in it and leave it as they found it.
+        # Zeros, because kernels count arrivals in it and reset the counts themselves.
         self.workspace = torch.zeros(_workspace_bytes(shape, device), dtype=torch.uint8, device=device)
         self.fence = StagingFence(device)
         self.windows: list[int | None] = []
@@ -152,12 +219,12 @@ class _SharedState:
         self._graph_plans: dict[int | None, torch.Tensor] = {}
 
     def stage(self, batch: AttentionBatch) -> tuple[PageArrays, PageArrays]:
-        """The batch on the host and on the device, as the wrappers are to see it."""
+        """The batch on the host and on the device, with a chunk for each token if ``deterministic``."""
         return stage(split_tokens(batch, self.shape.block_size) if self.deterministic else batch, self.device)
 
     def plan(self, wrapper: Any, window: int | None, host: PageArrays, device: PageArrays) -> None:
-        """Has the wrapper plan the step. The page ids come from the device, all else is read here: either way nothing
-        is waited for.
+        """Has the wrapper plan the step. Page ids are copied on the device, all other arrays are read on the host, so
+        that the device is never waited for.
         """
         pages = (host.page_indptr, device.page_ids, host.last_page_len)
         shape = self.shape
@@ -184,7 +251,7 @@ class _SharedState:
         return self.flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, LAYOUT, backend=_BACKEND)
 
     def make_graph_wrapper(self, window: int | None, fixed: PageArrays) -> Any:
-        """A wrapper for the layers of one window in a graph, whose plans land in ``fixed``."""
+        """A wrapper for the layers of one window in a graph, whose plans are copied to ``fixed``."""
         wrapper = self.flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self.workspace,
             LAYOUT,
@@ -201,8 +268,8 @@ class _SharedState:
         return wrapper
 
     def graph_arrays(self, batch_size: int, max_pages: int) -> PageArrays:
-        """Arrays of a graph. Smaller graphs take the beginnings of the first one's, as each is planned anew before it
-        is replayed.
+        """The fixed arrays of a graph. Graphs share memory: smaller ones use the beginning of the first one's arrays,
+        as each is planned again before it is replayed.
         """
         memory = self._graph_memory
         if memory is None or len(memory.positions) < batch_size or len(memory.page_ids) < max_pages:
@@ -218,154 +285,59 @@ class _SharedState:
         )
 
 
-class _PreparedStep(NamedTuple):
-    """What was prepared. ``device`` is where plans take page ids from, and ``read`` what the kernels read: the same
-    arrays, or in a graph those that never move.
+class StagingFence:
+    """Orders the plans of two steps: the second may not overwrite a staging buffer that is still being copied from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def wait(self) -> None:
+        """Waits for the copies that were enqueued before the latest ``record``."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def record(self) -> None:
+        """Records that the copies of a step's plans are enqueued on the current stream."""
+        if self._event is not None:
+            self._event.record()
+
+
+def stage(batch: AttentionBatch, device: torch.device) -> tuple[PageArrays, PageArrays]:
+    """The batch on the host, from where FlashInfer copies some arrays again, and on the device. Does not wait for the
+    device.
     """
-
-    host: PageArrays
-    device: PageArrays
-    read: PageArrays
-
-
-class _PlannedAttention:
-    """The plans of the step that was prepared last, one for each window."""
-
-    def __init__(self, common: _SharedState) -> None:
-        self._common = common
-        self._step: _PreparedStep | None = None
-        self._planned: dict[int | None, Any] = {}
-
-    def prepare(self, batch: AttentionBatch) -> None:
-        """See ``AttentionBackend.prepare``. Waits for the copies of the plans before, and for nothing else."""
-        self._step, self._planned = None, {}
-        self._common.fence.wait()
-        try:
-            self._step = step = self._stage(batch)
-            for window in self._common.windows:
-                self._plan(step, window)
-        finally:
-            # Where one plan fails, those before it are being copied all the same.
-            self._common.fence.record()
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, window: int | None
-    ) -> torch.Tensor:
-        """See ``AttentionBackend.forward``.
-
-        Raises:
-            ValueError: nothing was prepared, or the tensors do not fit what was.
-        """
-        if self._step is None:
-            raise ValueError("attention: prepare comes before forward")
-        if window not in self._planned:
-            self._add_window(self._step, window)
-        read = self._step.read
-        self._common.flashinfer.append_paged_kv_cache(
-            *(key, value, read.chunk_ids, read.positions, kv, read.page_ids, read.page_indptr, read.last_page_len),
-            kv_layout=LAYOUT,
-        )
-        # Given, as FlashInfer would fill its own with zeros first.
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        self._planned[window].run(query, kv, out=out)
-        return out
-
-    def _add_window(self, step: _PreparedStep, window: int | None) -> None:
-        """The first layer with this window has it planned here; from the next step on ``prepare`` does."""
-        if window not in self._common.windows:
-            self._common.windows.append(window)
-        self._plan(step, window)
-        self._common.fence.record()
-
-    def _plan(self, step: _PreparedStep, window: int | None) -> None:
-        wrapper = self._wrapper(step, window)
-        self._common.plan(wrapper, window, step.host, step.device)
-        self._planned[window] = wrapper
-
-    def _stage(self, batch: AttentionBatch) -> _PreparedStep:
-        raise NotImplementedError
-
-    def _wrapper(self, step: _PreparedStep, window: int | None) -> Any:
-        raise NotImplementedError
+    arrays = (
+        *(batch.query_indptr, batch.page_indptr, batch.page_ids, batch.last_page_len),
+        *(batch.context_lens, batch.positions, _chunk_ids(batch.query_indptr)),
+    )
+    host, on_device = stage_arrays([array.numpy() for array in arrays], device)
+    return PageArrays(*host), PageArrays(*on_device)
 
 
-class FlashInferAttention(_PlannedAttention):
-    """Paged attention for one batch at a time. An ``AttentionBackend``, and a ``GraphAttention``.
-
-    With ``deterministic``, each token is a request of its own to the decode kernel, and no context is split. What is
-    computed for a token is then a function of its sequence alone: not of the chunk that it came in, nor of the batch,
-    nor of whether a graph computed it. (In a prefill kernel the size of the tiles, and so the order of every sum,
-    depends on the mean length of the batch's chunks, whatever is said about splitting.)
-    """
-
-    def __init__(
-        self, shape: AttentionShape, device: torch.device, dtype: torch.dtype, *, deterministic: bool = False
-    ) -> None:
-        super().__init__(_SharedState(shape, device, dtype, deterministic))
-        self._wrappers: dict[tuple[bool, int | None], Any] = {}
-
-    def for_graph(self, batch_size: int, max_pages: int) -> AttentionBackend:
-        """See ``GraphAttention.for_graph``. ``batch_size`` is at most ``LARGEST_GRAPH``."""
-        if not 0 < batch_size <= LARGEST_GRAPH:
-            raise ValueError(f"a graph's batch size is 1 to {LARGEST_GRAPH}, not {batch_size}")
-        return _GraphDecode(self._common, batch_size, max_pages)
-
-    def _stage(self, batch: AttentionBatch) -> _PreparedStep:
-        host, device = self._common.stage(batch)
-        return _PreparedStep(host, device, device)
-
-    def _wrapper(self, step: _PreparedStep, window: int | None) -> Any:
-        kind = (step.host.is_decode, window)
-        if kind not in self._wrappers:
-            self._wrappers[kind] = self._common.make_wrapper(decode=step.host.is_decode)
-        return self._wrappers[kind]
+def split_tokens(batch: AttentionBatch, block_size: int) -> AttentionBatch:
+    """The same tokens, each as a chunk of its own whose context ends with itself."""
+    context_lens = batch.positions.numpy() + 1
+    page_counts = -(-context_lens // block_size)
+    page_indptr = np.concatenate(([0], np.cumsum(page_counts)))
+    first_pages = batch.page_indptr.numpy()[_chunk_ids(batch.query_indptr).numpy()]
+    indices = np.repeat(first_pages - page_indptr[:-1], page_counts) + np.arange(page_indptr[-1])
+    return AttentionBatch(
+        query_indptr=torch.arange(len(context_lens) + 1, dtype=torch.int32),
+        page_indptr=_int32(page_indptr),
+        page_ids=_int32(batch.page_ids.numpy()[indices]),
+        last_page_len=_int32(context_lens - (page_counts - 1) * block_size),
+        context_lens=_int32(context_lens),
+        positions=batch.positions,
+    )
 
 
-class _GraphDecode(_PlannedAttention):
-    """Decode steps of one batch size, on arrays that never move."""
-
-    def __init__(self, common: _SharedState, batch_size: int, max_pages: int) -> None:
-        super().__init__(common)
-        self._fixed = common.graph_arrays(batch_size, max_pages)
-        self._wrappers: dict[int | None, Any] = {}
-
-    def _stage(self, batch: AttentionBatch) -> _PreparedStep:
-        """The wrappers copy all that they have buffers for; the tokens' positions are left."""
-        expected = len(self._fixed.positions)
-        if not len(batch.positions) == len(batch.last_page_len) == expected:
-            raise ValueError(f"attention: a graph of {expected} tokens was given {len(batch.positions)}")
-        host, device = self._common.stage(batch)
-        self._fixed.positions.copy_(device.positions)
-        return _PreparedStep(host, device, self._fixed)
-
-    def _wrapper(self, step: _PreparedStep, window: int | None) -> Any:
-        del step
-        if window not in self._wrappers:
-            self._wrappers[window] = self._common.make_graph_wrapper(window, self._fixed)
-        return self._wrappers[window]
+def _chunk_ids(query_indptr: torch.Tensor) -> torch.Tensor:
+    lengths = np.diff(query_indptr.numpy())
+    return _int32(np.repeat(np.arange(len(lengths)), lengths))
 
 
-def _workspace_bytes(shape: AttentionShape, device: torch.device) -> int:
-    """Room for what the parts of split contexts come to, in float32: for each head a vector and a sum of each row.
-
-    A tile has 16, 64 or 128 rows of queries and their heads, of which ``group`` share a KV head; on GPUs older than
-    compute capability 8.0 there are none of 16. Outside of graphs at most two tiles for each multiprocessor are split.
-    In a graph of B tokens there may be as many tiles as B requests of any lengths, but B tokens in all, can need: at
-    most B more than those tokens fill.
-    """
-    processors, capability = _gpu(device)
-    group = shape.num_heads // shape.num_kv_heads
-    tile = 128 if group > 16 else 16 if capability >= (8, 0) else 64
-    rows = max(2 * processors // shape.num_kv_heads * 128, LARGEST_GRAPH + -(-LARGEST_GRAPH * tile // group))
-    return max(LEAST_WORKSPACE, 4 * shape.num_heads * rows * (shape.head_dim + 1) + _ALIGNMENTS)
-
-
-def _gpu(device: torch.device) -> tuple[int, tuple[int, int]]:
-    """The multiprocessors of a GPU, and its compute capability; the least that counts for an emulation on the CPU."""
-    if device.type != "cuda":
-        return 1, (8, 0)
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, (properties.major, properties.minor)
+def _int32(values: npt.NDArray[np.integer]) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int32))
 
 
 def _null_pages(batch_size: int, max_pages: int, device: torch.device) -> PageArrays:
@@ -383,3 +355,29 @@ def _null_pages(batch_size: int, max_pages: int, device: torch.device) -> PageAr
         positions=zeros(batch_size),
         chunk_ids=torch.arange(batch_size, dtype=torch.int32, device=device),
     )
+
+
+def _workspace_bytes(shape: AttentionShape, device: torch.device) -> int:
+    """The bytes that the partial results of split contexts need, in float32: for each head a vector and a sum of each
+    row.
+
+    A tile has 16, 64 or 128 rows of queries and their heads, of which ``group`` share a KV head; on GPUs older than
+    compute capability 8.0 there are none of 16. Outside of graphs at most two tiles for each multiprocessor are split.
+    In a graph of B tokens there may be as many tiles as B requests of any lengths, but B tokens in all, can need: at
+    most B more than those tokens fill.
+    """
+    processors, capability = _gpu(device)
+    group = shape.num_heads // shape.num_kv_heads
+    tile = 128 if group > 16 else 16 if capability >= (8, 0) else 64
+    rows = max(
+        2 * processors // shape.num_kv_heads * 128, MAX_GRAPH_BATCH_SIZE + -(-MAX_GRAPH_BATCH_SIZE * tile // group)
+    )
+    return max(MIN_WORKSPACE_BYTES, 4 * shape.num_heads * rows * (shape.head_dim + 1) + _ALIGNMENTS)
+
+
+def _gpu(device: torch.device) -> tuple[int, tuple[int, int]]:
+    """The multiprocessors of a GPU, and its compute capability; minimal values for an emulation on the CPU."""
+    if device.type != "cuda":
+        return 1, (8, 0)
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, (properties.major, properties.minor)

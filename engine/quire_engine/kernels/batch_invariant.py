@@ -1,9 +1,9 @@
-"""A product for CUDA whose order of summation never depends on the number of rows (batch invariance, He and Thinking
-Machines Lab 2025). In Triton, which comes with torch for CUDA.
+"""``batch_invariant_linear``: a matrix product for CUDA whose order of summation never depends on the number of rows
+(batch invariance, He and Thinking Machines Lab 2025). In Triton, which comes with torch for CUDA.
 
 A library chooses tiles, and whether to split the sum over K, by the shape of the whole product. Here the tiles are
-always the same, one program makes one tile, and it adds the products in the order of K in float32: what a row comes to
-depends on neither the other rows nor its place among them. The price is what the library's choice gains.
+always the same, one program computes one tile, and it adds the products in the order of K in float32: the result of a
+row depends on neither the other rows nor its position. The price is the speed of the library's choice.
 """
 
 import functools
@@ -11,21 +11,18 @@ from typing import Any
 
 import torch
 
-# The Triton kernel of ``invariant``: one tile of a product.
-
-
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 
 @functools.cache
 def linear_kernel() -> Any:
-    """The kernel, to be launched once for each tile of the result. Raises ``ImportError`` without Triton."""
+    """The Triton kernel, one program for each tile of the result. Raises ``ImportError`` without Triton."""
     import triton
     import triton.language as tl
 
-    # A kernel that is compiled anew for one row, or for a multiple of 16, could compute it differently.
+    # A kernel specialised for one row, or for a multiple of 16, could sum in another order.
     @triton.jit(do_not_specialize=["rows"])
-    def linear(  # noqa: PLR0917 -- a launch gives them in order
+    def linear(  # noqa: PLR0917 -- a launch passes them by position
         x,  # [rows, depth]
         weight,  # [columns, depth]
         bias,
@@ -53,21 +50,21 @@ def linear_kernel() -> Any:
         weight_columns = weight + (column % columns).to(tl.int64)[None, :] * depth
         total = tl.zeros((row_tile, column_tile), dtype=tl.float32)
         for start in range(0, depth, depth_tile):
-            at = start + inner
-            within = at < depth
-            left = tl.load(x_rows + at[None, :], mask=within[None, :], other=0.0)
-            right = tl.load(weight_columns + at[:, None], mask=within[:, None], other=0.0)
+            offset = start + inner
+            within = offset < depth
+            left = tl.load(x_rows + offset[None, :], mask=within[None, :], other=0.0)
+            right = tl.load(weight_columns + offset[:, None], mask=within[:, None], other=0.0)
             total = tl.dot(left, right, total)
         if has_bias:
             total += tl.load(bias + column % columns).to(tl.float32)[None, :]
-        places = out + row.to(tl.int64)[:, None] * columns + column[None, :]
-        tl.store(places, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < columns)[None, :])
+        target = out + row.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(target, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < columns)[None, :])
 
     return linear
 
 
 ROWS, COLUMNS, DEPTH = 64, 64, 64
-"""A tile of the result, and how much of K is multiplied at once."""
+"""The size of a tile of the result, and how much of K is multiplied at once."""
 
 _WARPS, _STAGES = 4, 4
 
@@ -75,11 +72,11 @@ _WARPS, _STAGES = 4, 4
 def batch_invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``x @ weight.T + bias``, summed in float32 and rounded once.
 
-    ``x`` [M, K] with adjacent numbers in a row, ``weight`` [N, K] and ``bias`` [N] or None, contiguous and of the same
+    ``x`` [M, K] with contiguous rows, ``weight`` [N, K] and ``bias`` [N] or None, contiguous and of the same
     dtype, bf16 or fp16 -> [M, N].
 
     Raises:
-        ValueError: the shapes or dtypes do not fit.
+        ValueError: the shapes or dtypes do not match.
     """
     (rows, depth), (columns, inner) = x.shape, weight.shape
     if depth != inner or x.dtype != weight.dtype or (bias is not None and bias.shape != (columns,)):

@@ -1,4 +1,4 @@
-"""The compiled kernels as typed calls. They are loaded once a process, and what stops that is logged once."""
+"""The compiled kernels as typed ctypes calls. ``library`` loads them once a process, and logs once why it cannot."""
 
 import ctypes
 import functools
@@ -10,7 +10,7 @@ import torch
 from quire_engine.kernels.build import BuildError, shared_object
 
 DTYPES = (torch.bfloat16, torch.float32)
-"""Element types that the kernels know."""
+"""The element types that the kernels support."""
 
 _SWITCH = "QUIRE_ENGINE_CPU_KERNELS"
 _ON, _OFF = ("on", "1", "true", ""), ("off", "0", "false")
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class AttentionPlan(ctypes.Structure):
-    """The ragged batch that an ``AttentionCall`` computes: field by field the struct in ``attention.cpp``."""
+    """The ragged batch of an ``AttentionCall``: field by field the struct in ``attention.cpp``."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("query_indptr", "page_indptr", "page_ids", "context_lens")),
@@ -86,7 +86,7 @@ _SIGNATURES = {
 def library() -> ctypes.CDLL | None:
     """The kernels, or None where they cannot be built or ``QUIRE_ENGINE_CPU_KERNELS=off`` refuses them.
 
-    They run on the threads of torch's own OpenMP runtime, which is loaded before them. Calls let go of the
+    They run on the threads of torch's own OpenMP runtime, which is loaded before them. Calls release the
     interpreter lock.
     """
     switch = os.environ.get(_SWITCH, "on").lower()

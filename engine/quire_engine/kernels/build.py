@@ -1,9 +1,9 @@
-"""Compiles the kernels of this folder for this processor, once for each user, and finds them again; or for all kinds of
-processors, ahead of time. It knows nothing of what they do.
+"""Compiles the kernels of this folder for this processor, once for each user, and finds them again; or for all levels
+of processors, ahead of time, as an image is built on one processor and runs on others.
 
-The sources need neither torch's headers nor Python's, so a bare compiler is enough and a build takes
-seconds. Any number of engines may start at once: each compiles into a folder of its own and renames the
-result into place, which is atomic.
+The sources need neither torch's headers nor Python's, so a bare compiler is enough and a build takes seconds. Any
+number of engines may start at once: each compiles into a folder of its own and renames the result into place, which is
+atomic.
 """
 
 import atexit
@@ -21,34 +21,46 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-# Kinds of processors that kernels are compiled for ahead of time, best first: an image is built on one and runs on
-# others. It knows what compilers and Linux call them, and nothing of the kernels.
+logger = logging.getLogger(__name__)
+SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+HEADERS = sorted(Path(__file__).parent.glob("*.h"))
+AHEAD_FOLDER = Path(__file__).parent / "ahead"
+"""Where an image has the kernels, compiled for every level. The folder exists in images only."""
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp")
+_SECONDS_TO_COMPILE = 300
+_SECONDS_TO_COMPILE_AHEAD = 3600  # where images are built, processors may be busy or emulated
+
+
+class BuildError(Exception):
+    """The kernels cannot be compiled here; the text says why, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuLevel:
-    """``flags`` are the compiler's; ``needs`` is what ``/proc/cpuinfo`` must list."""
+    """A kind of processor that kernels are compiled for. ``flags`` are the compiler's, ``required_features`` are those
+    that ``/proc/cpuinfo`` must list.
+    """
 
     name: str
     flags: tuple[str, ...]
-    needs: frozenset[str]
+    required_features: frozenset[str]
 
     def runs_on(self, features: Set[str]) -> bool:
-        """Whether a processor with these features can run it."""
-        return self.needs <= features
+        """Whether a processor with ``features`` can run code of this level."""
+        return self.required_features <= features
 
 
-def _level(name: str, flags: str, needs: str = "") -> CpuLevel:
-    return CpuLevel(name, tuple(flags.split()), frozenset(needs.split()))
+def _level(name: str, flags: str, required: str = "") -> CpuLevel:
+    return CpuLevel(name, tuple(flags.split()), frozenset(required.split()))
 
 
 _AVX2 = "abm avx2 bmi1 bmi2 f16c fma movbe"
 _AVX512 = f"{_AVX2} avx512f avx512bw avx512cd avx512dq avx512vl"
 _BF16 = f"{_AVX512} avx512_vnni avx512_bf16"
 _V4 = "-march=x86-64-v4"
-
 X86: tuple[CpuLevel, ...] = (
-    # With matrix registers torch's products are the faster ones, and the kernels leave them to it.
+    # With matrix registers (AMX) torch's products are faster, and the kernels leave them to it.
     _level("amx", f"{_V4} -mavx512vnni -mavx512bf16 -mamx-tile -mamx-bf16", f"{_BF16} amx_tile amx_bf16"),
     _level("avx512-bf16", f"{_V4} -mavx512vnni -mavx512bf16", _BF16),
     _level("avx512-vnni", f"{_V4} -mavx512vnni", f"{_AVX512} avx512_vnni"),
@@ -60,25 +72,8 @@ OTHER: tuple[CpuLevel, ...] = (_level("generic", ""),)
 
 
 def levels_of(machine: str) -> Sequence[CpuLevel]:
-    """Those of an architecture, as ``platform.machine`` calls it; the last one runs on all of its processors."""
+    """The levels of an architecture as in ``platform.machine``, best first; the last one runs on all its processors."""
     return X86 if machine.lower() in ("x86_64", "amd64") else OTHER
-
-
-SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
-HEADERS = sorted(Path(__file__).parent.glob("*.h"))
-AHEAD_FOLDER = Path(__file__).parent / "ahead"
-"""Where an image has the kernels, compiled for every level. There is no such folder elsewhere."""
-
-_COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp")
-_SECONDS_TO_COMPILE = 300
-_SECONDS_TO_COMPILE_AHEAD = 3600  # where images are built, processors may be busy or emulated, and nobody waits
-
-logger = logging.getLogger(__name__)
-
-
-class BuildError(Exception):
-    """The kernels cannot be compiled here; the text says why, in one line."""
 
 
 def shared_object() -> Path:
@@ -110,27 +105,27 @@ def compile_ahead() -> None:
     AHEAD_FOLDER.mkdir(exist_ok=True)
     for level in levels_of(platform.machine()):
         _run(
-            [*_compiler(), *_FLAGS, *level.flags, *map(str, SOURCES), "-o", str(_ahead(level.name))],
+            [*_compiler(), *_FLAGS, *level.flags, *map(str, SOURCES), "-o", str(_ahead_path(level.name))],
             _SECONDS_TO_COMPILE_AHEAD,
         )
         logger.info("compiled the CPU kernels for %s", level.name)
 
 
 def _compiled_ahead() -> Path | None:
-    """The best that this processor can run, of these very sources."""
+    """The best level that this processor can run, compiled from the present sources; None if there is none."""
     if not AHEAD_FOLDER.is_dir():
         return None
-    features = _features()
-    usable = (_ahead(level.name) for level in levels_of(platform.machine()) if level.runs_on(features))
+    features = _cpu_features()
+    usable = (_ahead_path(level.name) for level in levels_of(platform.machine()) if level.runs_on(features))
     return next(filter(Path.exists, usable), None)
 
 
-def _ahead(level: str) -> Path:
+def _ahead_path(level: str) -> Path:
     return AHEAD_FOLDER / f"kernels-{hashlib.sha256(_source_text()).hexdigest()[:16]}-{level}.so"
 
 
-def _features() -> frozenset[str]:
-    """Every word of what Linux says of this processor, the names of its instruction sets among them."""
+def _cpu_features() -> frozenset[str]:
+    """All words of ``/proc/cpuinfo`` about this processor, among them the names of its instruction sets."""
     return frozenset(_processor().split())
 
 
@@ -139,7 +134,7 @@ def _source_text() -> bytes:
 
 
 def _digest(build: Path) -> str:
-    """Part of a build's name: half a file, left by a full disk, would end the process without a word when loaded."""
+    """The hash in a build's name: a truncated file, left by a full disk, would crash the process when loaded."""
     return hashlib.sha256(build.read_bytes()).hexdigest()[:16]
 
 
@@ -153,7 +148,7 @@ def _cache_folder() -> Path | None:
 
 
 def _is_trusted(folder: Path) -> bool:
-    """Whatever lies in the cache is loaded as code: only this user, or who built the image, may have put it there."""
+    """Files of the cache are loaded as code: only this user, or root, who built the image, may write there."""
     status = folder.stat()
     return status.st_uid in (0, os.getuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
@@ -165,13 +160,13 @@ def _private_folder() -> Path:
 
 
 def _fingerprint() -> str:
-    """Of everything that decides the build: a home folder may be shared by unlike machines."""
+    """A hash of everything that decides the build: a home folder may be shared by different machines."""
     machine = (*_flags(), *platform.libc_ver(), _processor())
     return hashlib.sha256(_source_text() + "\0".join(machine).encode()).hexdigest()[:16]
 
 
 def _processor() -> str:
-    """What ``native`` means here: the instruction sets that Linux lists, or else the processor's name."""
+    """Identifies what ``native`` means here: the instruction sets that Linux lists, or else the processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -216,9 +211,9 @@ def _run(command: list[str], seconds: float = _SECONDS_TO_COMPILE) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]} did not run: {error}") from error
     if result.returncode:
-        raise BuildError(f"{command[0]} failed with exit code {result.returncode}: {_first_complaint(result.stderr)}")
+        raise BuildError(f"{command[0]} failed with exit code {result.returncode}: {_first_error_line(result.stderr)}")
 
 
-def _first_complaint(stderr: str) -> str:
+def _first_error_line(stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     return next((line for line in lines if "error" in line), lines[0] if lines else "no message")

@@ -1,7 +1,7 @@
-"""FlashInfer's kernels for the small operations of ``fused``, where FlashInfer and the tensors allow it.
+"""FlashInfer's kernels for the small operations of ``ops``, where FlashInfer and the tensors allow it.
 
-Each function computes like its namesake there, in fp16 and bf16, and says with None or False that it cannot: then
-nothing has been touched. What is normed is rounded once, at the end.
+Each function computes what its namesake in ``ops`` does, in fp16 and bf16. It returns None or False when it cannot, and
+has changed nothing then. Norms are rounded once, at the end.
 """
 
 import functools
@@ -14,7 +14,7 @@ import torch
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _ALIGNMENT = 16
-# Of whole tensors of rows: a kernel for such tensors takes it for granted.
+# In bytes, of tensors [T, N]: FlashInfer's kernel for them requires it.
 _TENSOR_ALIGNMENT = 128
 _ROTATED_AT_ONCE = 8
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def flashinfer_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
-    """See ``fused.rms_norm``."""
+    """See ``ops.rms_norm``."""
     library = _flashinfer_for(x, weight)
     if library is None or not _has_aligned_rows(x, weight) or not _is_tensor_aligned(x):
         return None
@@ -34,7 +34,7 @@ def flashinfer_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> to
 def flashinfer_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor | None:
-    """See ``fused.add_rms_norm``. The norm takes the place of ``x``."""
+    """See ``ops.add_rms_norm``. The norm overwrites ``x``."""
     library = _flashinfer_for(x, residual, weight)
     if library is None or x.shape != residual.shape or not _has_aligned_rows(x, residual, weight):
         return None
@@ -45,7 +45,7 @@ def flashinfer_add_rms_norm(
 
 
 def flashinfer_silu_mul(gate_up: torch.Tensor) -> torch.Tensor | None:
-    """See ``fused.silu_mul``."""
+    """See ``ops.silu_mul``."""
     library = _flashinfer_for(gate_up)
     half_row = gate_up.shape[1] // 2 * gate_up.element_size()
     if library is None or not gate_up.is_contiguous() or half_row % _ALIGNMENT or not _is_aligned(gate_up):
@@ -55,10 +55,10 @@ def flashinfer_silu_mul(gate_up: torch.Tensor) -> torch.Tensor | None:
 
 
 def flashinfer_rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """See ``fused.rotate``. FlashInfer turns a query and a key at once: here they are the first head and all others.
+    """See ``ops.rotate``. FlashInfer rotates a query and a key at once: here they are the first head and all others.
 
-    Its table has a row for each position, cosines first. Here a row belongs to a token, and costs nothing where ``cos``
-    and ``sin`` are the halves of one tensor.
+    Its table has a row for each position, cosines first. Here a row belongs to a token, and the table needs no copy
+    where ``cos`` and ``sin`` are the halves of one tensor.
     """
     library, (tokens, heads, dim), half = _flashinfer_for(x), x.shape, cos.shape[1]
     if library is None or heads < 2 or half % max(_ROTATED_AT_ONCE, dim // 32) or not _has_aligned_rows(x):
@@ -78,7 +78,7 @@ def _cos_sin_table(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(count: int, device: torch.device) -> torch.Tensor:
-    """0, 1, 2 ... of as many tokens."""
+    """The row of the table for each of ``count`` tokens: 0, 1, 2 ..."""
     return _cached_arange(max(1 << 16, 1 << (count - 1).bit_length()), device)[:count]
 
 
@@ -88,7 +88,7 @@ def _cached_arange(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _flashinfer_for(*tensors: torch.Tensor) -> Any:
-    """FlashInfer, if it knows the tensors' one dtype and there is anything to compute."""
+    """FlashInfer, if all tensors are of one dtype that it supports, and none is empty; else None."""
     first = tensors[0]
     if first.dtype not in _DTYPES or any(t.dtype != first.dtype or not t.numel() for t in tensors):
         return None
@@ -105,7 +105,7 @@ def _flashinfer() -> Any:
 
 
 def _has_aligned_rows(*tensors: torch.Tensor) -> bool:
-    """Whether every row begins where a vector of 16 bytes may."""
+    """Whether every row is contiguous and begins at a multiple of 16 bytes."""
     return all(
         t.stride(-1) == 1 and _is_aligned(t) and _are_aligned(t.stride()[:-1], t.element_size()) for t in tensors
     ) and _are_aligned((tensors[0].shape[-1],), tensors[0].element_size())

@@ -1,9 +1,8 @@
-"""The small operations between a layer's products, each in one pass over memory. They know tensors, and
-nothing of models.
+"""The small operations between a layer's products, each in one pass over memory: norms, activation and rotation.
 
-Each takes the compiled kernel on the CPU in bf16 and fp32, FlashInfer's on a GPU in bf16 and fp16 (see
-``cuda``), and otherwise computes the same in torch; results agree to the last rounding. On the CPU, norm
-and activation round where torch's separate operations would round, rotation only once.
+Each uses the compiled kernel on the CPU in bf16 and fp32, FlashInfer's on a GPU in bf16 and fp16 (see ``cuda_ops``),
+and otherwise computes the same in torch; results agree to the last rounding. On the CPU, norm and activation round
+where torch's separate operations would round, rotation only once.
 """
 
 import ctypes
@@ -23,7 +22,9 @@ from quire_engine.kernels.cuda_ops import (
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Weights [head_dim] of the norms of the query heads, which are the first ``num_queries``, and of the key heads."""
+    """Weights [head_dim] of the norms of the query heads, which are the first ``num_queries`` heads, and of the key
+    heads.
+    """
 
     query: torch.Tensor
     key: torch.Tensor
@@ -48,7 +49,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Adds ``x`` [T, N] to ``residual`` [T, N] in place, and returns the norm of the sum, [T, N].
 
-    ``x`` is used up: the norm may take its place.
+    The norm may overwrite ``x``.
     """
     if x.is_cuda and (normed := flashinfer_add_rms_norm(x, residual, weight, eps)) is not None:
         return normed
@@ -142,8 +143,8 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     half = cos.shape[-1]
     cos, sin = cos[:, None], sin[:, None]
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    x[..., : 2 * half] = turned.to(x.dtype)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    x[..., : 2 * half] = rotated.to(x.dtype)
 
 
 def _norm(
@@ -163,7 +164,7 @@ def _norm(
 
 
 def _kernels_for(*tensors: torch.Tensor) -> ctypes.CDLL | None:
-    """The kernels, if all the tensors are on the CPU in one dtype that they know."""
+    """The kernels, if all tensors are on the CPU and of one dtype that they support; else None."""
     dtype = tensors[0].dtype
     for tensor in tensors:
         if tensor.dtype is not dtype or not tensor.is_cpu:

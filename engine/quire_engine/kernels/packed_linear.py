@@ -1,7 +1,13 @@
-"""Products with a weight in bf16 or fp32 that never changes, packed once. They know tensors, and nothing of models.
+"""Matrix products with a weight that never changes, packed once for the CPU's kernels: in bf16 or fp32
+(``PackedWeight``), or in int8 (``PackedInt8``). Packed weights lie on huge pages.
 
-All products of an output are summed in fp32 in the order of its inputs, whatever else is computed with it, and
-rounded once: a row of a result depends on its own inputs alone, bit for bit.
+A row of a result depends on its own inputs alone, bit for bit. In bf16 and fp32 all products of an output are summed in
+fp32 in the order of its inputs, whatever else is computed with it, and rounded once.
+
+In int8, activations are rounded to int8 on the way (dynamic quantisation). A weight has one scale for each output
+channel; activations have one for each ``GROUP`` numbers of each row, computed in every call, so that an outlier
+takes the digits of its own group only. Sums within a group are integers, hence exact; groups are added in fp32 in their
+order.
 """
 
 import contextlib
@@ -16,86 +22,38 @@ from torch.nn import functional as F
 from quire_engine.kernels.bindings import DTYPES, Int8Call, LinearLayer, library
 from quire_engine.kernels.ops import silu_mul
 
-# Memory on huge pages for what is read from end to end in every step. It knows bytes, and nothing of what they mean.
-#
-# A product with one row is as fast as the weight can be read, and on pages of 4 KiB a good part of that time goes into
-# finding them. Huge pages (Linux' transparent ones, where the system's setting allows asking for them) are 2 MiB,
-# larger than most weights, so weights share a mapping.
-
-
+GROUP = 128
+"""Activations of a row that share a scale."""
+SIDE, STEP = 16, 4  # the dimensions of a panel, as in int8.cpp
+_LARGEST, _SMALLEST = 127, 1e-35  # a group or channel below the latter counts as zero
+_NUMBERS_AT_ONCE = 1 << 22
 _LINE = 64
 _MAPPING_BYTES = 64 << 20  # address space: memory is taken as it is written
 
 
-def empty_on_huge_pages(nbytes: int) -> torch.Tensor:
-    """Fresh memory, uint8 [nbytes], at least one, that begins at a cache line. It is given back when it and its
-    neighbours in the mapping are gone.
-    """
-    return _allocator().allocate(nbytes)
-
-
-def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a CPU tensor without gaps, in such memory."""
-    if tensor.nbytes == 0:
-        return tensor
-    return empty_on_huge_pages(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
-
-class _HugePageAllocator:
-    """Hands out the latest mapping piece by piece; earlier ones belong to their pieces alone."""
-
-    def __init__(self) -> None:
-        self._mapping = mmap.mmap(-1, mmap.PAGESIZE)
-        self._used = mmap.PAGESIZE
-        self._lock = threading.Lock()
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """That many fresh bytes."""
-        with self._lock:
-            if self._used + nbytes > len(self._mapping):
-                self._mapping, self._used = _map(max(nbytes, _MAPPING_BYTES)), 0
-            piece = torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=self._used)
-            self._used += -(-nbytes // _LINE) * _LINE
-        return piece
-
-
-@functools.cache
-def _allocator() -> _HugePageAllocator:
-    return _HugePageAllocator()
-
-
-def _map(nbytes: int) -> mmap.mmap:
-    # Private, as Linux gives shared memory no huge pages unless it is told to by another setting.
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    return mapping
-
-
 class PackedWeight:
-    """A weight [out, in] and perhaps a bias [out] as the compiled kernel reads them: see ``linear.cpp``.
+    """A weight [out, in] and an optional bias [out] as the compiled kernel reads them: see ``linear.cpp``.
 
-    Args: ``weight`` and ``bias`` of one of ``DTYPES``, on the CPU. The weight is copied, the bias kept.
+    Args: ``weight`` and ``bias`` of one of ``DTYPES``, on the CPU. The weight is copied, the bias is referenced.
 
-    Calls take ``x`` [T, in] of the same dtype, on the CPU, with rows anywhere; ``ValueError`` for anything else. One
-    thread calls at a time.
+    Calls take ``x`` [T, in] of the same dtype, on the CPU, with any row stride, and raise ``ValueError`` for anything
+    else. One thread calls at a time.
     """
 
-    __slots__ = ("_dtype", "_held", "_inputs", "_layer", "_outputs", "_pointer", "_run")
+    __slots__ = ("_buffers", "_dtype", "_inputs", "_layer", "_outputs", "_pointer", "_run")
 
     def __init__(self, kernels: ctypes.CDLL, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._outputs, self._inputs = weight.shape
         self._dtype = weight.dtype
         self._layer = _describe(kernels, weight.dtype, self._outputs, self._inputs)
         self._pointer, self._run = ctypes.pointer(self._layer), kernels.quire_linear
-        room = empty_on_huge_pages(self._layer.bytes)
-        self._layer.weight = room.data_ptr()
+        memory = empty_on_huge_pages(self._layer.bytes)
+        self._layer.weight = memory.data_ptr()
         plain = weight.detach().contiguous()
         kernels.quire_linear_pack(self._pointer, plain.data_ptr(), torch.get_num_threads())
         added = None if bias is None else bias.detach().to(weight.dtype).expand(self._outputs).contiguous()
         self._layer.bias = None if added is None else added.data_ptr()
-        self._held = (room, added)
+        self._buffers = (memory, added)
 
     @property
     def nbytes(self) -> int:
@@ -133,7 +91,7 @@ def is_fast(dtype: torch.dtype) -> bool:
 
 
 def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight | None:
-    """The packed weight, or None where there is no kernel for it."""
+    """The packed weight; None if there is no kernel for it."""
     if weight.dtype not in DTYPES or not weight.is_cpu or weight.numel() == 0:
         return None
     kernels = library()
@@ -151,34 +109,17 @@ def _check(x: torch.Tensor, dtype: torch.dtype, inputs: int) -> None:
         raise ValueError(f"{x.dtype} {tuple(x.shape)} on {x.device.type} is not {dtype} [T, {inputs}] on the CPU")
 
 
-# Products of weights in int8 with activations that are rounded to int8 on the way (dynamic quantisation). They know
-# tensors, and nothing of models.
-#
-# A weight has one scale for each output channel; activations have one for each ``GROUP`` numbers of each row, found
-# anew in every call, so that an outlier takes the digits of its own group only. Sums within a group are integers, hence
-# exact; groups are added in fp32 in their order. A row of a result therefore depends on its own inputs alone, bit for
-# bit.
-
-
-GROUP = 128
-"""Activations of a row that share a scale."""
-
-SIDE, STEP = 16, 4  # the measures of a panel, as in int8.cpp
-_LARGEST, _SMALLEST = 127, 1e-35  # a group or channel below the latter counts as zero
-_NUMBERS_AT_ONCE = 1 << 22
-
-
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``weight`` [out, in] as int8 [out, in], symmetric, and fp32 scales [out]: ``int8 * scale`` is near ``weight``.
 
-    A channel with a number that is not finite gets a scale that is not finite.
+    A channel with a non-finite number gets a non-finite scale.
     """
     rounded = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(len(weight), dtype=torch.float32)
     rows = max(1, _NUMBERS_AT_ONCE // max(1, weight.shape[1]))
-    for part, into, scale in zip(weight.split(rows), rounded.split(rows), scales.split(rows), strict=True):
+    for part, target, scale in zip(weight.split(rows), rounded.split(rows), scales.split(rows), strict=True):
         values, scale[:] = _round(part.float())
-        into.copy_(values)
+        target.copy_(values)
     return rounded, scales
 
 
@@ -186,10 +127,10 @@ class PackedInt8:
     """A quantised weight as the compiled kernel reads it: see ``int8.cpp``. Used by one thread at a time.
 
     Args: ``weight`` int8 [out, in] and ``scales`` fp32 [out] as ``quantize`` makes them, ``bias`` [out] or None.
-    None of them is kept. ``dtype`` is that of the activations, bf16 or fp32.
+    All are copied. ``dtype`` is that of the activations, bf16 or fp32.
     """
 
-    __slots__ = ("_call", "_held", "_pointer", "_run")
+    __slots__ = ("_buffers", "_call", "_pointer", "_run")
 
     def __init__(
         self,
@@ -201,8 +142,10 @@ class PackedInt8:
     ) -> None:
         outputs, inputs = weight.shape
         bias = torch.zeros_like(scales) if bias is None else bias.float()
-        self._held = tuple(on_huge_pages(tensor) for tensor in (pack_int8(weight), _by_panel(scales), _by_panel(bias)))
-        panels, scales, bias = (tensor.data_ptr() for tensor in self._held)
+        self._buffers = tuple(
+            on_huge_pages(tensor) for tensor in (pack_int8(weight), _by_panel(scales), _by_panel(bias))
+        )
+        panels, scales, bias = (tensor.data_ptr() for tensor in self._buffers)
         self._call = Int8Call(panels, scales, bias, inputs=inputs, outputs=outputs, bf16=int(dtype == torch.bfloat16))
         self._pointer = ctypes.pointer(self._call)
         self._run = kernels.quire_int8_linear
@@ -210,10 +153,10 @@ class PackedInt8:
     @property
     def nbytes(self) -> int:
         """Memory held, in bytes."""
-        return sum(tensor.nbytes for tensor in self._held)
+        return sum(tensor.nbytes for tensor in self._buffers)
 
     def product(self, x: torch.Tensor, *, gated: bool) -> torch.Tensor:
-        """``x`` [T, in], whose rows have no gaps -> [T, out], or [T, out / 2] if ``gated``: see ``Linear.gated``."""
+        """``x`` [T, in] with contiguous rows -> [T, out], or ``silu(gate) * up`` [T, out / 2] if ``gated``."""
         call, rows = self._call, x.shape[0]
         out = x.new_empty(rows, call.outputs // 2 if gated else call.outputs)
         call.x, call.stride, call.out = x.data_ptr(), x.stride(0), out.data_ptr()
@@ -223,7 +166,7 @@ class PackedInt8:
 
 
 class PlainInt8:
-    """The same in torch, to the last rounding: where there are no kernels, and what they are held against."""
+    """``PackedInt8`` in torch, equal to the last rounding: used where there are no kernels, and as their reference."""
 
     __slots__ = ("_bias", "_scales", "_weight")
 
@@ -254,7 +197,7 @@ class PlainInt8:
 def make_product(
     weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> PackedInt8 | PlainInt8:
-    """The compiled product where the kernels and ``dtype``, which is that of the activations, allow it."""
+    """``PackedInt8`` where there are kernels for activations of ``dtype``, else ``PlainInt8``."""
     kernels = library() if dtype in DTYPES else None
     return PlainInt8(weight, scales, bias) if kernels is None else PackedInt8(kernels, weight, scales, bias, dtype)
 
@@ -288,7 +231,7 @@ def _panels(outputs: int) -> int:
 
 
 def _exact_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x`` [T, N], whole numbers in fp32, by int8 ``weight`` [out, N], without rounding -> [T, out].
+    """``x`` [T, N], whole numbers in fp32, times int8 ``weight`` [out, N], without rounding -> [T, out].
 
     torch's product of integers is private, and wrong for N = 1 (torch 2.13). Without it: fp32 adds integers below
     2^24, as the sums of a group are, exactly in any order.
@@ -301,9 +244,61 @@ def _exact_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _round(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 [R, N] as whole numbers in fp32, of which the largest of each row is 127, and the scales [R]."""
+    """fp32 [R, N] as whole numbers in fp32, at most 127 in each row, and the scales [R]."""
     most = rows.abs().amax(1)
     vanishes = most < _SMALLEST
     inverse = torch.where(vanishes, 0, _LARGEST / most)
     values = (rows * inverse[:, None]).round_().nan_to_num_(0, 0, 0)
     return values, torch.where(vanishes, 0, most / _LARGEST)
+
+
+def empty_on_huge_pages(nbytes: int) -> torch.Tensor:
+    """Fresh memory, uint8 [nbytes] with ``nbytes`` at least 1, that begins at a cache line. It is freed with the last
+    tensor of its mapping.
+    """
+    return _allocator().allocate(nbytes)
+
+
+def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy of a CPU tensor, on huge pages."""
+    if tensor.nbytes == 0:
+        return tensor
+    return empty_on_huge_pages(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+class _HugePageAllocator:
+    """Allocates memory on huge pages for weights, which are read from end to end in every step.
+
+    A product with one row is as fast as the weight can be read, and on pages of 4 KiB a good part of that time goes
+    into address translation. Huge pages (Linux' transparent ones, where the system's setting allows asking for them)
+    are 2 MiB, larger than most weights, so weights share a mapping. The allocator references the latest mapping; older
+    ones live as long as the tensors in them.
+    """
+
+    def __init__(self) -> None:
+        self._mapping = mmap.mmap(-1, mmap.PAGESIZE)
+        self._used = mmap.PAGESIZE
+        self._lock = threading.Lock()
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """See ``empty_on_huge_pages``."""
+        with self._lock:
+            if self._used + nbytes > len(self._mapping):
+                self._mapping, self._used = _map(max(nbytes, _MAPPING_BYTES)), 0
+            piece = torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=self._used)
+            self._used += -(-nbytes // _LINE) * _LINE
+        return piece
+
+
+@functools.cache
+def _allocator() -> _HugePageAllocator:
+    return _HugePageAllocator()
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    # Private: Linux has another setting for huge pages of shared memory.
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping

@@ -1,4 +1,7 @@
-"""Compiles what requests ask for: each grammar once, on threads of its own, within bounds. Knows no request."""
+"""Compiles the grammars that requests ask for: ``GrammarCompiler`` compiles each once, on threads of its own and within
+bounds; ``ModelGrammars`` is its backend, which translates a grammar for llguidance, tries it in a sandbox, and
+compiles it for the model's vocabulary.
+"""
 
 import logging
 import weakref
@@ -22,23 +25,24 @@ from quire_engine.structured_output.llguidance import (
     Guidance,
     RejectedError,
     UnusableTokenizerError,
-    refusal,
+    rejection,
     to_llguidance,
 )
 from quire_engine.structured_output.sandbox import GrammarSandbox, SandboxLostError
 
 log = logging.getLogger(__name__)
-
-WORKERS = 2
+NUM_THREADS = 2
 MAX_PENDING = 256
-# What is kept for requests to come, and what may be alive in all.
-MAX_KEPT = 1024
-MAX_KEPT_BYTES = 32 << 20
+# The bounds of the cache, and of all grammars in use.
+MAX_CACHED = 1024
+MAX_CACHED_BYTES = 32 << 20
 MAX_ALIVE_BYTES = 64 << 20
+TOKENIZER = "tokenizer.json"
+ATTEMPTS = 2
 
 
 class CompileOutcome(StrEnum):
-    """What became of a grammar that was asked for."""
+    """The outcome of a submitted grammar."""
 
     COMPILED = "compiled"
     KNOWN = "known"
@@ -50,180 +54,176 @@ class CompileOutcome(StrEnum):
 Observer = Callable[[CompileOutcome, float], None]
 
 
-class Compiled(Grammar, Protocol):
-    """A grammar whose size is known."""
+class SizedGrammar(Grammar, Protocol):
+    """A grammar whose size in memory is known."""
 
     num_bytes: int
 
 
 class GrammarBackend(Protocol):
-    """Where grammars come from, such as ``ModelGrammars``."""
+    """Compiles grammars, such as ``ModelGrammars``."""
 
-    def compile(self, structured: Structured) -> Compiled:
-        """May take seconds, on any thread. Raises ``QuireError`` INVALID for what is no grammar."""
+    def compile(self, structured: Structured) -> SizedGrammar:
+        """May take seconds, on any thread. Raises ``QuireError`` INVALID for an invalid grammar."""
         ...
 
     def close(self) -> None:
-        """Gives back what is held."""
+        """Frees all resources."""
         ...
 
 
 class GrammarCompiler:
     """The grammars of one model, each compiled once. May be used from any thread.
 
-    ``observer`` is told what became of each grammar that was asked for, and the seconds that compiling it took; it is
-    called on any thread and must return quickly. ``max_alive_bytes`` of grammars may be in use at once, so much as an
-    engine has to spare for clients by default.
+    ``observer`` is called with the outcome of each submitted grammar, and the seconds that compiling it took, on any
+    thread; it must return quickly. ``max_alive_bytes`` of grammars may be in use at once; None means
+    ``MAX_ALIVE_BYTES``.
     """
 
     def __init__(
-        self, source: GrammarBackend, observer: Observer = lambda *_: None, *, max_alive_bytes: int | None = None
+        self, backend: GrammarBackend, observer: Observer = lambda *_: None, *, max_alive_bytes: int | None = None
     ) -> None:
         self.observer = observer
         self._max_alive_bytes = max_alive_bytes
-        self._source = source
-        self._pool = ThreadPoolExecutor(max_workers=WORKERS, thread_name_prefix="grammars")
-        self._lock = RLock()  # the end of a grammar may be noticed by a thread that holds it
-        self._known: OrderedDict[Structured, Future[Compiled]] = OrderedDict()
+        self._backend = backend
+        self._pool = ThreadPoolExecutor(max_workers=NUM_THREADS, thread_name_prefix="grammars")
+        self._lock = RLock()  # a grammar's finalizer may run on a thread that holds the lock
+        self._cache: OrderedDict[Structured, Future[SizedGrammar]] = OrderedDict()
         self._waiters: Counter[Structured] = Counter()
-        self._pending = 0
-        self._alive = 0
+        self._num_pending = 0
+        self._alive_bytes = 0
 
-    def submit(self, structured: Structured) -> "Future[Compiled]":
-        """The grammar, once it is compiled; equal ones share a future: who does not wait for it any more calls
-        ``withdraw``. It fails with ``QuireError`` INVALID for what is no grammar. Raises ``QuireError`` OVERLOADED when
-        too many are waited for or in use.
+    def submit(self, structured: Structured) -> "Future[SizedGrammar]":
+        """A future of the compiled grammar, shared by equal grammars. It fails with ``QuireError`` INVALID for an
+        invalid grammar. Call ``withdraw`` to stop waiting. Raises ``QuireError`` OVERLOADED when too many grammars are
+        pending or in use.
         """
         with self._lock:
             self._waiters[structured] += 1
-            if (known := self._known.get(structured)) is not None:
-                self._known.move_to_end(structured)
-                if known.done():
+            if (cached := self._cache.get(structured)) is not None:
+                self._cache.move_to_end(structured)
+                if cached.done():
                     del self._waiters[structured]
                 self.observer(CompileOutcome.KNOWN, 0.0)
-                return known
+                return cached
             max_alive = MAX_ALIVE_BYTES if self._max_alive_bytes is None else self._max_alive_bytes
-            if self._pending >= MAX_PENDING or self._alive >= max_alive:
+            if self._num_pending >= MAX_PENDING or self._alive_bytes >= max_alive:
                 del self._waiters[structured]
                 self.observer(CompileOutcome.OVERLOADED, 0.0)
                 raise QuireError(ErrorCode.OVERLOADED, "The engine has too many grammars at once.", retry_after=1.0)
-            self._pending += 1
-            future = self._known[structured] = self._pool.submit(self._work, structured)
-        future.add_done_callback(lambda done: self._settle(structured, done))
+            self._num_pending += 1
+            future = self._cache[structured] = self._pool.submit(self._compile, structured)
+        future.add_done_callback(lambda done: self._on_compiled(structured, done))
         return future
 
     def withdraw(self, structured: Structured) -> None:
-        """One who submitted this waits no more; what nobody waits for is not begun."""
+        """Undoes one ``submit``. A grammar without waiters is cancelled if its compilation has not begun."""
         with self._lock:
             if structured not in self._waiters:
-                return  # it has just been settled
+                return  # it has just been compiled
             self._waiters[structured] -= 1
-            if self._waiters[structured] <= 0 and (known := self._known.get(structured)) is not None:
-                known.cancel()
+            if self._waiters[structured] <= 0 and (cached := self._cache.get(structured)) is not None:
+                cached.cancel()
 
     def close(self) -> None:
-        """Compiles nothing any more; what is still waited for is cancelled."""
+        """Cancels pending grammars and stops the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._source.close()
+        self._backend.close()
 
-    def _work(self, structured: Structured) -> Compiled:
+    def _compile(self, structured: Structured) -> SizedGrammar:
         begin = perf_counter()
-        outcome, grammar, refused = CompileOutcome.FAILED, None, None
+        outcome, grammar, rejected = CompileOutcome.FAILED, None, None
         try:
-            grammar = self._source.compile(structured)
+            grammar = self._backend.compile(structured)
             outcome = CompileOutcome.COMPILED
         except QuireError as error:
-            # Without the frames that it came through: it is kept, and they hold the whole grammar.
-            refused = QuireError(error.code, error.message, param=error.param, retry_after=error.retry_after)
+            # Without its traceback: the error is cached, and the frames reference the whole grammar.
+            rejected = QuireError(error.code, error.message, param=error.param, retry_after=error.retry_after)
             outcome = CompileOutcome.REFUSED
         finally:
             self.observer(outcome, perf_counter() - begin)
-        if refused is not None:
-            raise refused
+        if rejected is not None:
+            raise rejected
         assert grammar is not None
-        self._watch(grammar, _weight(structured, grammar))
+        self._track_memory(grammar, _num_bytes(structured, grammar))
         return grammar
 
-    def _watch(self, grammar: Compiled, weight: int) -> None:
+    def _track_memory(self, grammar: SizedGrammar, size: int) -> None:
         with self._lock:
-            self._alive += weight
-        weakref.finalize(grammar, self._release, weight)
+            self._alive_bytes += size
+        weakref.finalize(grammar, self._release, size)
 
-    def _release(self, weight: int) -> None:
+    def _release(self, size: int) -> None:
         with self._lock:
-            self._alive -= weight
+            self._alive_bytes -= size
 
-    def _settle(self, structured: Structured, done: "Future[Compiled]") -> None:
+    def _on_compiled(self, structured: Structured, done: "Future[SizedGrammar]") -> None:
         with self._lock:
-            self._pending -= 1
+            self._num_pending -= 1
             self._waiters.pop(structured, None)
-            if not _is_lasting(done):
-                self._known.pop(structured, None)
-            self._forget_oldest()
+            if not _is_cacheable(done):
+                self._cache.pop(structured, None)
+            self._evict_oldest()
 
-    def _forget_oldest(self) -> None:
-        settled = [structured for structured, future in self._known.items() if future.done()]
-        weights = [_weight(structured, _grammar(self._known[structured])) for structured in settled]
-        kept = sum(weights)
-        for index, (oldest, weight) in enumerate(zip(settled, weights, strict=True)):
-            if len(settled) - index <= MAX_KEPT and kept <= MAX_KEPT_BYTES:
+    def _evict_oldest(self) -> None:
+        compiled = [structured for structured, future in self._cache.items() if future.done()]
+        sizes = [_num_bytes(structured, _result_or_none(self._cache[structured])) for structured in compiled]
+        cached_bytes = sum(sizes)
+        for index, (oldest, size) in enumerate(zip(compiled, sizes, strict=True)):
+            if len(compiled) - index <= MAX_CACHED and cached_bytes <= MAX_CACHED_BYTES:
                 return
-            kept -= weight
-            del self._known[oldest]
+            cached_bytes -= size
+            del self._cache[oldest]
 
 
-def _is_lasting(done: "Future[Compiled]") -> bool:
-    """Whether asking again would give the same."""
+def _is_cacheable(done: "Future[SizedGrammar]") -> bool:
+    """Whether compiling again would have the same result."""
     if done.cancelled():
         return False
     error = done.exception()
     return error is None or (isinstance(error, QuireError) and error.code is ErrorCode.INVALID)
 
 
-def _grammar(settled: "Future[Compiled]") -> Compiled | None:
+def _result_or_none(settled: "Future[SizedGrammar]") -> SizedGrammar | None:
     return None if settled.cancelled() or settled.exception() is not None else settled.result()
 
 
-def _weight(structured: Structured, grammar: Compiled | None) -> int:
-    """Bytes of its text, of what the smallest grammar takes, and of what this one was measured to take."""
+def _num_bytes(structured: Structured, grammar: SizedGrammar | None) -> int:
+    """Bytes in memory: the text, the least that a grammar takes, and the measured size of this one."""
     return len(structured.text) + 1024 + (0 if grammar is None else grammar.num_bytes)
 
 
-# The grammars of one model: said in the library's words, tried out, then compiled for the model's vocabulary.
-
-
-TOKENIZER = "tokenizer.json"
-ATTEMPTS = 2
-
-
 class ModelGrammars:
-    """Compiles for the model in ``folder``. The tokenizer is read, and a process started, when a grammar first asks for
-    them. May be used from any thread; ``trials`` grammars can be tried at once.
+    """The ``GrammarBackend`` of the model in ``folder``. The tokenizer is read, and sandboxes start, with the first
+    grammar. May be used from any thread; ``num_sandboxes`` grammars can be tried at once.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Collection[int], *, trials: int = 2) -> None:
+    def __init__(
+        self, folder: Path, vocab_size: int, eos_token_ids: Collection[int], *, num_sandboxes: int = 2
+    ) -> None:
         self._path = folder / TOKENIZER
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(set(eos_token_ids))
         self._guidance: Guidance | UnusableTokenizerError | None = None
         self._lock = Lock()
-        self._trials = [GrammarSandbox(self._path, vocab_size, self._eos_token_ids) for _ in range(trials)]
-        self._idle: LifoQueue[GrammarSandbox] = LifoQueue()
-        for trial in reversed(self._trials):
-            self._idle.put(trial)
+        self._sandboxes = [GrammarSandbox(self._path, vocab_size, self._eos_token_ids) for _ in range(num_sandboxes)]
+        self._idle_sandboxes: LifoQueue[GrammarSandbox] = LifoQueue()
+        for sandbox in reversed(self._sandboxes):
+            self._idle_sandboxes.put(sandbox)
 
     def compile(self, structured: Structured) -> CompiledGrammar:
-        """May take seconds. Raises ``QuireError`` INVALID for what is no grammar, needs too much, or cannot be had of
-        this model, and OVERLOADED when there was no time to find that out, or no file, process or memory to be had.
+        """May take seconds. Raises ``QuireError`` INVALID for a grammar that is invalid, needs too much time or memory,
+        or is not supported with this model, and OVERLOADED when trying it timed out, or a file, process or memory could
+        not be had.
         """
         definition = to_llguidance(structured)
         try:
-            guidance = self._loaded(structured)
-            num_bytes, definition = self._try(definition)
+            guidance = self._guidance_for(structured)
+            num_bytes, definition = self._check_in_sandbox(definition)
             grammar = guidance.compile(definition)
         except RejectedError as error:
-            raise refusal(structured, str(error)) from None
-        except (OSError, MemoryError) as error:  # the machine's, not the grammar's: another engine may do
+            raise rejection(structured, str(error)) from None
+        except (OSError, MemoryError) as error:  # the machine's fault, not the grammar's: another engine may succeed
             log.warning("a grammar could not be compiled: %s", error)
             message = "The engine cannot compile grammars now."
             raise QuireError(ErrorCode.OVERLOADED, message, retry_after=1.0) from None
@@ -232,21 +232,23 @@ class ModelGrammars:
 
     def close(self) -> None:
         """Ends the processes."""
-        for trial in self._trials:
-            trial.close()
+        for sandbox in self._sandboxes:
+            sandbox.close()
 
-    def _try(self, definition: str) -> tuple[int, str]:
-        """See ``GrammarSandbox.check``. Once more when the trial was lost; then it is to be asked for again later."""
-        trial = self._idle.get()
+    def _check_in_sandbox(self, definition: str) -> tuple[int, str]:
+        """See ``GrammarSandbox.check``. Tries again when the sandbox was lost. Raises ``QuireError`` OVERLOADED when it
+        was lost ``ATTEMPTS`` times.
+        """
+        sandbox = self._idle_sandboxes.get()
         try:
             for _ in range(ATTEMPTS):
                 with suppress(SandboxLostError):
-                    return trial.check(definition)
+                    return sandbox.check(definition)
         finally:
-            self._idle.put(trial)
+            self._idle_sandboxes.put(sandbox)
         raise QuireError(ErrorCode.OVERLOADED, "The grammar could not be compiled in time.", retry_after=1.0)
 
-    def _loaded(self, structured: Structured) -> Guidance:
+    def _guidance_for(self, structured: Structured) -> Guidance:
         with self._lock:
             if self._guidance is None:
                 self._guidance = self._load()

@@ -1,8 +1,19 @@
-"""Each kind of ``Structured`` in llguidance's words, and refusals in words for a client. Compiles nothing.
+"""llguidance behind the engine's ``Grammar`` and ``GrammarMatcher``: ``Guidance`` compiles definitions for a
+vocabulary, ``to_llguidance`` translates each kind of ``Structured`` into such a definition, and ``to_lark`` rewrites
+EBNF. Errors of the library become sentences for a client.
 
-Whatever the library would ignore, or would read in its own way, is refused here: its settings inside a schema, a number
-of properties that repeated names could reach, a backslash with nothing behind it. A ``oneOf`` whose options overlap is
-read as ``anyOf``, which is all that a grammar can say.
+The library's work is bounded twice: by its own limits on each step, and by the processor time that one output may use,
+because the limits count what is built and not what is tried.
+
+Whatever the library would ignore, or would read in its own way, is rejected here: its settings inside a schema, a
+number of properties that repeated names could reach, a backslash with nothing behind it. A ``oneOf`` whose options
+overlap is read as ``anyOf``, which is all that a grammar can express.
+
+Grammars in EBNF may be in the dialects of llama.cpp (GBNF), XGrammar and SGLang. llguidance's converter translates them
+to Lark's notation. Constructs that it reads in another way, or would write so that its own compiler reads them in
+another way, are first rewritten in plainer terms: escapes, characters that mean something in a regular expression, the
+point, and alternatives on lines of their own. Time and depth of the conversion are not bounded: it runs only in the
+sandbox, which may die of it.
 """
 
 import json
@@ -21,16 +32,39 @@ from quire_proto.structured_output import Structured, StructuredKind
 
 from quire_engine.core.step import GrammarError
 
-# Grammars in EBNF, in the dialects of llama.cpp (GBNF), XGrammar and SGLang, as grammars in Lark's notation.
-#
-# The work is llguidance's converter. What that reads in another way, or would write so that its own compiler reads it
-# in another way, is first rewritten in plainer words: escapes, characters that mean something in a regular expression,
-# the point, and alternatives on lines of their own. Its time and depth are not bounded: only for a process that may die
-# of it.
-
-
+T = TypeVar("T")
+MAX_TOKEN_ID = 1 << 31
+# A tenth of the library's own limit on the work of one step: an ambiguous grammar ends sooner, and no other notices.
+STEP_MAX_ITEMS = 5_000
+# Seconds of processor time that all outputs of a grammar may use together: at first, and for each of their tokens. JSON
+# needs a tenth of it. So a grammar that is too slow to follow costs others a third of a second, however many outputs
+# follow it.
+BUDGET_SECONDS = 0.3
+BUDGET_SECONDS_PER_TOKEN = 0.001
+# Seconds of processor time after which a matcher is rebuilt from its tokens. Its memory grows with the time that it
+# works, by tens of MiB a second at worst.
+MATCHER_RESET_SECONDS = 0.25
+# The library's warning that options of a oneOf overlap, which is documented.
+ONE_OF_AS_ANY_OF = "falling back to anyOf"
+# Tokens that are accepted between two readings of the clock.
+ACCEPT_BATCH = 64
+# Tokens that are tried after compiling: a grammar that is too large fails at its beginning.
+NUM_PROBE_STEPS = 4
+# One space, or one line break with its indentation: JSON as models write it, without endless whitespace.
+WHITESPACE = r"( |\n[ \t]{0,32})"
+MAX_REASON = 200
+EBNF = "ebnf:"
+"""Prefix of the definition of a grammar in EBNF, which the sandbox rewrites in Lark's notation."""
+_SUBJECTS = {
+    StructuredKind.JSON_OBJECT: "json_object",
+    StructuredKind.JSON_SCHEMA: "The JSON schema",
+    StructuredKind.REGEX: "The regular expression",
+    StructuredKind.CHOICE: "The choice",
+    StructuredKind.GRAMMAR: "The grammar",
+}
+_LOCATION = re.compile(r"^at (\d+)\(\d+\): ")
 _RULE = re.compile(r"^[ \t]*[A-Za-z0-9_-]+[ \t]*::=", re.MULTILINE)
-_WORDS = re.compile(
+_TOKENS = re.compile(
     r'"(?P<text>(?:\\.|[^"\\])*)"|\[(?P<negated>\^?)(?P<set>(?:\\.|[^\]\\])*)\]|#[^\n]*'
     r"|(?P<line>\n)(?:\s|#[^\n]*)*+(?P<bar>\|?)|(?P<any>\.)",
     re.DOTALL,
@@ -40,201 +74,8 @@ _ASCII = 0x7F
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "a": "\a", "b": "\b", "e": "\x1b", "f": "\f", "v": "\v"}
 
 
-def is_ebnf(text: str) -> bool:
-    """Whether a grammar has a rule as EBNF writes it, which no Lark grammar has."""
-    return "::=" in text and _RULE.search(text) is not None
-
-
-def to_lark(text: str) -> str:
-    """The grammar in Lark's notation; its first rule is ``root``. Raises ``ValueError`` for what is no EBNF."""
-    try:
-        return gbnf_to_lark(_WORDS.sub(_plainer, text))
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    except Exception as error:  # what the converter raises
-        raise ValueError(str(error)) from error
-
-
-def _plainer(found: re.Match[str]) -> str:
-    if found["text"] is not None:
-        return f'"{"".join(map(_in_text, map(_character, _CHARACTER.finditer(found["text"]))))}"'
-    if found["set"] is not None:
-        return f"[{found['negated']}{_set(found['set'])}]"
-    if found["line"] is not None:
-        return found["bar"] or "\n"
-    return r'([^\n] | "\n")' if found["any"] else ""
-
-
-def _character(found: re.Match[str]) -> str:
-    """The character that is meant by one, or by an escape."""
-    code = found[1] or found[2] or found[3]
-    if code:
-        return chr(min(int(code, 16), sys.maxunicode + 1))  # beyond it is a ValueError
-    if found[5]:
-        return found[5]
-    if found[4].isalnum() and found[4] not in _ESCAPES:
-        raise ValueError(f"\\{found[4]} is no escape")
-    return _ESCAPES.get(found[4], found[4])
-
-
-def _in_text(character: str) -> str:
-    if character in '"\\':
-        return "\\" + character
-    return character if character.isprintable() or ord(character) > _ASCII else f"\\x{ord(character):02x}"
-
-
-def _set(text: str) -> str:
-    """The inside of a set of characters, with nothing in it that a regular expression could take for an operator."""
-    found = list(_CHARACTER.finditer(text))
-    parts, place = list[str](), 0
-    while place < len(found):
-        is_range = place + 2 < len(found) and found[place + 1][0] == "-"
-        ends = found[place : place + 3 : 2] if is_range else found[place : place + 1]
-        parts.append("-".join(_in_set(_character(end)) for end in ends))
-        place += 3 if is_range else 1
-    return "".join(parts)
-
-
-def _in_set(character: str) -> str:
-    return character if character.isalnum() or ord(character) > _ASCII else f"\\x{ord(character):02x}"
-
-
-# One space, or one line break with its indentation: JSON as models write it, and no room for an endless gap.
-WHITESPACE = r"( |\n[ \t]{0,32})"
-MAX_REASON = 200
-EBNF = "ebnf:"
-"""Begins the definition of a grammar in EBNF, which is written in Lark's notation where it is tried."""
-_NAMES = {
-    StructuredKind.JSON_OBJECT: "json_object",
-    StructuredKind.JSON_SCHEMA: "The JSON schema",
-    StructuredKind.REGEX: "The regular expression",
-    StructuredKind.CHOICE: "The choice",
-    StructuredKind.GRAMMAR: "The grammar",
-}
-_PLACE = re.compile(r"^at (\d+)\(\d+\): ")
-
-
-def to_llguidance(structured: Structured) -> str:
-    """What llguidance compiles for ``structured``, or ``EBNF`` and a grammar. Raises ``QuireError`` INVALID."""
-    try:
-        return _define(structured)
-    except ValueError as error:  # such as half of a surrogate pair, or too many brackets
-        raise refusal(structured, str(error)) from None
-
-
-def refusal(structured: Structured, reason: str) -> QuireError:
-    """INVALID, with the parameter at fault, the library's ``reason`` in one bounded sentence, and its place."""
-    return invalid(structured.param, f"{_NAMES[structured.kind]} cannot be used{_place(structured, reason)}")
-
-
-def _place(structured: Structured, reason: str) -> str:
-    """The library's ``reason`` behind the line of a grammar, or the keyword's path in a schema, that it is about."""
-    said, line = sentence(reason), _PLACE.match(reason)
-    if structured.kind is StructuredKind.GRAMMAR and line is not None:
-        return f", line {line[1]}: {said}"
-    if structured.kind is StructuredKind.JSON_SCHEMA and "Unimplemented" in reason:
-        said = unsupported(json.loads(structured.text), reason) or said
-    return f": {said}"
-
-
-def sentence(reason: str) -> str:
-    """The one line of a library's message that says what is wrong, at most ``MAX_REASON`` characters."""
-    lines = [line for line in map(str.strip, reason.splitlines()) if line] or ["no reason was given"]
-    said = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
-    printable = "".join(character if character.isprintable() else " " for character in _PLACE.sub("", said))
-    return (printable if len(printable) <= MAX_REASON else f"{printable[:MAX_REASON]}…").rstrip(".") + "."
-
-
-def _define(structured: Structured) -> str:
-    match structured.kind:
-        case StructuredKind.JSON_OBJECT:
-            return _json({"type": "object"})
-        case StructuredKind.JSON_SCHEMA:
-            return _json(_read_schema(structured))
-        case StructuredKind.REGEX:
-            _check_regex(structured)
-            return LLMatcher.grammar_from_regex(structured.text)
-        case StructuredKind.CHOICE:
-            options = " | ".join(json.dumps(option) for option in structured.options)
-            return lark(f"start: OPTION\nOPTION: {options}")
-        case StructuredKind.GRAMMAR:
-            return lark(structured.text) if not is_ebnf(structured.text) else EBNF + structured.text
-
-
-def lark(text: str) -> str:
-    """The definition of a grammar in Lark's notation."""
-    # Wrapped, because a text that begins with a brace would be read as the library's own format.
-    return json.dumps({"grammars": [{"lark_grammar": text}]})
-
-
-def _json(schema: dict[str, object]) -> str:
-    return LLMatcher.grammar_from_json_schema(
-        json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE, "coerce_one_of": True}
-    )
-
-
-def _check_regex(structured: Structured) -> None:
-    trailing = len(structured.text) - len(structured.text.rstrip("\\"))
-    if trailing % 2:
-        raise refusal(structured, "it ends with a backslash that escapes nothing")
-
-
-def _read_schema(structured: Structured) -> dict[str, object]:
-    """The schema as both this module and the library will read it: parsed once, by one parser."""
-    try:
-        schema = json.loads(structured.text, parse_constant=_refuse_constant)
-        counted, simpler = min_properties_is_ambiguous(schema), simplify(schema)
-    except ValueError as error:
-        raise refusal(structured, f"it is no JSON: {error}") from None
-    except RecursionError:
-        raise refusal(structured, "it is nested too deeply") from None
-    if schema is True:
-        return {}
-    if not isinstance(schema, dict):
-        raise refusal(structured, "it is not a JSON object")
-    if "x-guidance" in schema:
-        raise refusal(structured, "x-guidance is not supported")
-    if counted:
-        raise refusal(
-            structured, "minProperties above 1 is only supported where so many properties are required by name"
-        )
-    return dict(simpler)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
-
-
-# llguidance behind the engine's ``Grammar`` and ``Matcher``: a vocabulary, compiled grammars, places in them.
-#
-# Knows nothing of requests. What the library can be made to do is bounded twice: by its own limits on each step, and by
-# the processor time that one output may use up, because the limits count what is built and not what is tried.
-
-
-T = TypeVar("T")
-
-MAX_TOKEN_ID = 1 << 31
-
-# A tenth of the library's own limit on the work of one step: an ambiguous grammar ends sooner, and no other notices.
-STEP_MAX_ITEMS = 5_000
-# Seconds of processor time that the outputs of a grammar may use together: at first, and for each of their tokens. JSON
-# needs a tenth of it. So a grammar that is too slow to follow costs others a third of a second, however many outputs it
-# is for.
-BUDGET_SECONDS = 0.3
-BUDGET_SECONDS_PER_TOKEN = 0.001
-# Seconds after which a matcher is made anew from its tokens. What it has remembered grows with the time that it works,
-# by tens of MiB a second at worst.
-MATCHER_RESET_SECONDS = 0.25
-# How the library warns that options of a oneOf overlap, which is documented.
-ONE_OF_AS_ANY_OF = "falling back to anyOf"
-# Tokens taken in between two looks at the clock.
-ACCEPT_BATCH = 64
-# Tokens that are tried after compiling: a grammar that is too large shows it at its beginning.
-NUM_PROBE_STEPS = 4
-
-
 class RejectedError(Exception):
-    """The library refuses a definition; the text is its reason."""
+    """The library rejects a definition; the text is its reason."""
 
 
 class UnusableTokenizerError(Exception):
@@ -247,12 +88,12 @@ class Guidance:
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         """``tokenizer`` is the text of a ``tokenizer.json``. Raises ``UnusableTokenizerError``."""
         self._limits = LLParserLimits(step_max_items=STEP_MAX_ITEMS, verbose_errors=False)
-        self._tokenizer = _tokenizer(tokenizer, vocab_size, sorted(set(eos_token_ids)))
+        self._tokenizer = _make_tokenizer(tokenizer, vocab_size, sorted(set(eos_token_ids)))
 
     @classmethod
     def load(cls, path: Path, vocab_size: int, eos_token_ids: Collection[int]) -> "Guidance":
-        """For the ``tokenizer.json`` at ``path``. Raises ``UnusableTokenizerError``, and ``OSError`` where there is one
-        that cannot be read now.
+        """Reads the ``tokenizer.json`` at ``path``. Raises ``UnusableTokenizerError`` if there is none, and ``OSError``
+        if it exists but cannot be read now.
         """
         try:
             text = path.read_text(encoding="utf-8")
@@ -261,7 +102,7 @@ class Guidance:
         return cls(text, vocab_size, eos_token_ids)
 
     def compile(self, definition: str) -> "CompiledGrammar":
-        """The grammar of an llguidance ``definition``, its first tokens tried. Raises ``RejectedError``."""
+        """Compiles an llguidance ``definition``, and tries its first tokens. Raises ``RejectedError``."""
         try:
             initial = LLMatcher(self._tokenizer, definition, log_level=0, limits=self._limits)
         except (TypeError, ValueError) as error:  # such as half of a surrogate pair
@@ -278,7 +119,7 @@ class Guidance:
         for _ in range(NUM_PROBE_STEPS):
             bits = int.from_bytes(matcher.compute_bitmask(), "little")
             if matcher.is_error():
-                raise RejectedError(_reason(matcher))
+                raise RejectedError(_error_message(matcher))
             if matcher.is_stopped():
                 return
             for token_id in self._tokenizer.eos_tokens:
@@ -286,13 +127,25 @@ class Guidance:
             if not bits:
                 return
             if not matcher.consume_token((bits & -bits).bit_length() - 1):
-                raise RejectedError(_reason(matcher))
+                raise RejectedError(_error_message(matcher))
+
+
+def _make_tokenizer(text: str, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
+    if not text.lstrip().startswith("{"):  # the library takes anything else for the name of a model
+        raise UnusableTokenizerError("The tokenizer is no JSON object.")
+    if not eos_token_ids:
+        raise UnusableTokenizerError("The model has no end-of-sequence token, so that no grammar could end.")
+    try:
+        try:
+            return LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_ids)
+        except ValueError:  # it may have tokens that the model lacks; the bitmasks are then cut
+            return LLTokenizer(text, eos_token=eos_token_ids)
+    except ValueError as error:
+        raise UnusableTokenizerError(f"The tokenizer cannot be used: {error}") from None
 
 
 class TimeBudget:
-    """Processor time that the outputs of one grammar have used, and what their tokens have earned. Used by one
-    thread.
-    """
+    """The processor time that the outputs of one grammar have used and may use. Used by one thread."""
 
     __slots__ = ("_spent", "_tokens")
 
@@ -301,18 +154,18 @@ class TimeBudget:
         self._tokens = 0
 
     def credit(self, tokens: int) -> None:
-        """So many tokens were taken in."""
+        """Allows the time for so many accepted tokens."""
         self._tokens += tokens
 
     def charge(self, seconds: float) -> None:
-        """Raises ``GrammarError`` when the time is used up."""
+        """Adds used time. Raises ``GrammarError`` when the budget is used up."""
         self._spent += seconds
         if self._spent > BUDGET_SECONDS + BUDGET_SECONDS_PER_TOKEN * self._tokens:
             raise GrammarError("it takes too long to follow.")
 
 
 class CompiledGrammar:
-    """A grammar, ready to be matched. ``num_bytes`` is what it takes, as far as that was measured."""
+    """A ``Grammar``. ``num_bytes`` is its size in memory, as measured in the sandbox."""
 
     __slots__ = ("__weakref__", "_budget", "_ends", "_initial", "num_bytes")
 
@@ -328,7 +181,7 @@ class CompiledGrammar:
 
 
 class GuidanceMatcher:
-    """One output's place in a grammar. See ``Matcher``."""
+    """The state of one output in a grammar. A ``GrammarMatcher``."""
 
     __slots__ = ("_budget", "_ends", "_initial", "_matcher", "_matcher_age", "_max_matcher_age", "_token_ids")
 
@@ -350,9 +203,9 @@ class GuidanceMatcher:
         """See ``GrammarMatcher.fill_bitmask``."""
         if self._matcher_age > self._max_matcher_age:
             self._reset_matcher()
-        bits = self._metered(self._matcher.compute_bitmask)
-        if self._matcher.is_error():  # the bits do not show it: they then allow the end of the output
-            raise GrammarError(_reason(self._matcher))
+        bits = self._charged(self._matcher.compute_bitmask)
+        if self._matcher.is_error():  # the bitmask does not show it: it then allows the end of the output
+            raise GrammarError(_error_message(self._matcher))
         words = mask.cast("B")
         bits = bits[: len(words)]
         words[: len(bits)] = bits
@@ -360,10 +213,10 @@ class GuidanceMatcher:
     def _accept_batch(self, batch: list[int]) -> None:
         self._token_ids += batch
         self._budget.credit(len(batch))
-        if not self._metered(lambda: self._consume(batch)):
-            raise GrammarError(_reason(self._matcher))
+        if not self._charged(lambda: self._consume(batch)):
+            raise GrammarError(_error_message(self._matcher))
 
-    def _metered(self, work: Callable[[], T]) -> T:
+    def _charged(self, work: Callable[[], T]) -> T:
         begin = thread_time()
         result = work()
         seconds = thread_time() - begin
@@ -373,37 +226,177 @@ class GuidanceMatcher:
 
     def _consume(self, token_ids: Sequence[int]) -> bool:
         for token_id in token_ids:
-            if self._matcher.is_stopped():  # the library takes no end where it knows that there is nothing else
-                taken = token_id in self._ends and not self._matcher.is_error()
+            if self._matcher.is_stopped():  # the library does not accept the end token when nothing else can follow
+                accepted = token_id in self._ends and not self._matcher.is_error()
             else:
-                taken = 0 <= token_id < MAX_TOKEN_ID and self._matcher.consume_token(token_id)
-            if not taken:
+                accepted = 0 <= token_id < MAX_TOKEN_ID and self._matcher.consume_token(token_id)
+            if not accepted:
                 return False
         return True
 
     def _reset_matcher(self) -> None:
-        """Forgets what the matcher remembers beside its place; seldom enough to take a fifth of the time at most."""
+        """Rebuilds the matcher from its tokens, which frees its caches; seldom enough to take a fifth of the time at
+        most.
+        """
         begin = thread_time()
         self._matcher = self._initial.deep_copy()
         if not self._consume(self._token_ids):
-            raise GrammarError(_reason(self._matcher))
+            raise GrammarError(_error_message(self._matcher))
         self._matcher_age, self._max_matcher_age = 0.0, max(MATCHER_RESET_SECONDS, 4 * (thread_time() - begin))
 
 
-def _tokenizer(text: str, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
-    if not text.lstrip().startswith("{"):  # anything else would be taken for the name of a model
-        raise UnusableTokenizerError("The tokenizer is no JSON object.")
-    if not eos_token_ids:
-        raise UnusableTokenizerError("The model has no end-of-sequence token, so that no grammar could end.")
-    try:
-        try:
-            return LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_ids)
-        except ValueError:  # it may have tokens that the model lacks; the masks are then cut
-            return LLTokenizer(text, eos_token=eos_token_ids)
-    except ValueError as error:
-        raise UnusableTokenizerError(f"The tokenizer cannot be used: {error}") from None
-
-
-def _reason(matcher: LLMatcher) -> str:
+def _error_message(matcher: LLMatcher) -> str:
     error = matcher.get_error() or "the output does not match it"
-    return sentence("nothing can follow" if error.startswith("NoExtension") else error)
+    return first_sentence("nothing can follow" if error.startswith("NoExtension") else error)
+
+
+def to_llguidance(structured: Structured) -> str:
+    """The llguidance definition of ``structured``, or ``EBNF`` and a grammar. Raises ``QuireError`` INVALID."""
+    try:
+        return _define(structured)
+    except ValueError as error:  # such as half of a surrogate pair, or too many brackets
+        raise rejection(structured, str(error)) from None
+
+
+def _define(structured: Structured) -> str:
+    match structured.kind:
+        case StructuredKind.JSON_OBJECT:
+            return _json({"type": "object"})
+        case StructuredKind.JSON_SCHEMA:
+            return _json(_read_schema(structured))
+        case StructuredKind.REGEX:
+            _check_regex(structured)
+            return LLMatcher.grammar_from_regex(structured.text)
+        case StructuredKind.CHOICE:
+            options = " | ".join(json.dumps(option) for option in structured.options)
+            return lark(f"start: OPTION\nOPTION: {options}")
+        case StructuredKind.GRAMMAR:
+            return lark(structured.text) if not is_ebnf(structured.text) else EBNF + structured.text
+
+
+def _json(schema: dict[str, object]) -> str:
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE, "coerce_one_of": True}
+    )
+
+
+def _check_regex(structured: Structured) -> None:
+    trailing = len(structured.text) - len(structured.text.rstrip("\\"))
+    if trailing % 2:
+        raise rejection(structured, "it ends with a backslash that escapes nothing")
+
+
+def _read_schema(structured: Structured) -> dict[str, object]:
+    """The schema, parsed once, so that this module and the library read the same."""
+    try:
+        schema = json.loads(structured.text, parse_constant=_reject_constant)
+        counted, simpler = min_properties_is_ambiguous(schema), simplify(schema)
+    except ValueError as error:
+        raise rejection(structured, f"it is no JSON: {error}") from None
+    except RecursionError:
+        raise rejection(structured, "it is nested too deeply") from None
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise rejection(structured, "it is not a JSON object")
+    if "x-guidance" in schema:
+        raise rejection(structured, "x-guidance is not supported")
+    if counted:
+        raise rejection(
+            structured, "minProperties above 1 is only supported where so many properties are required by name"
+        )
+    return dict(simpler)
+
+
+def _reject_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def lark(text: str) -> str:
+    """The definition of a grammar in Lark's notation."""
+    # Wrapped, because a text that begins with a brace would be read as the library's own format.
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def rejection(structured: Structured, reason: str) -> QuireError:
+    """``QuireError`` INVALID, with the parameter at fault, the library's ``reason`` in one bounded sentence, and its
+    location.
+    """
+    return invalid(structured.param, f"{_SUBJECTS[structured.kind]} cannot be used{_describe(structured, reason)}")
+
+
+def _describe(structured: Structured, reason: str) -> str:
+    """The library's ``reason``, after the line of a grammar or the keyword's path in a schema that it is about."""
+    message, line = first_sentence(reason), _LOCATION.match(reason)
+    if structured.kind is StructuredKind.GRAMMAR and line is not None:
+        return f", line {line[1]}: {message}"
+    if structured.kind is StructuredKind.JSON_SCHEMA and "Unimplemented" in reason:
+        message = unsupported(json.loads(structured.text), reason) or message
+    return f": {message}"
+
+
+def first_sentence(reason: str) -> str:
+    """The line of the library's message that describes the error, at most ``MAX_REASON`` characters, as a sentence."""
+    lines = [line for line in map(str.strip, reason.splitlines()) if line] or ["no reason was given"]
+    message = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    printable = "".join(character if character.isprintable() else " " for character in _LOCATION.sub("", message))
+    return (printable if len(printable) <= MAX_REASON else f"{printable[:MAX_REASON]}…").rstrip(".") + "."
+
+
+def is_ebnf(text: str) -> bool:
+    """Whether a grammar has a rule in EBNF's notation, which no Lark grammar has."""
+    return "::=" in text and _RULE.search(text) is not None
+
+
+def to_lark(text: str) -> str:
+    """The grammar in Lark's notation; its first rule is ``root``. Raises ``ValueError`` for invalid EBNF."""
+    try:
+        return gbnf_to_lark(_TOKENS.sub(_rewrite, text))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except Exception as error:  # what the converter raises
+        raise ValueError(str(error)) from error
+
+
+def _rewrite(found: re.Match[str]) -> str:
+    if found["text"] is not None:
+        return f'"{"".join(map(_escape_in_string, map(_character, _CHARACTER.finditer(found["text"]))))}"'
+    if found["set"] is not None:
+        return f"[{found['negated']}{_character_class(found['set'])}]"
+    if found["line"] is not None:
+        return found["bar"] or "\n"
+    return r'([^\n] | "\n")' if found["any"] else ""
+
+
+def _character(found: re.Match[str]) -> str:
+    """The character that a match of ``_CHARACTER`` means: itself or an escape."""
+    code = found[1] or found[2] or found[3]
+    if code:
+        return chr(min(int(code, 16), sys.maxunicode + 1))  # beyond it is a ValueError
+    if found[5]:
+        return found[5]
+    if found[4].isalnum() and found[4] not in _ESCAPES:
+        raise ValueError(f"\\{found[4]} is no escape")
+    return _ESCAPES.get(found[4], found[4])
+
+
+def _escape_in_string(character: str) -> str:
+    if character in '"\\':
+        return "\\" + character
+    return character if character.isprintable() or ord(character) > _ASCII else f"\\x{ord(character):02x}"
+
+
+def _character_class(text: str) -> str:
+    """The inside of a character class, without anything that a regular expression could read as an operator."""
+    found = list(_CHARACTER.finditer(text))
+    parts, index = list[str](), 0
+    while index < len(found):
+        is_range = index + 2 < len(found) and found[index + 1][0] == "-"
+        ends = found[index : index + 3 : 2] if is_range else found[index : index + 1]
+        parts.append("-".join(_escape_in_class(_character(end)) for end in ends))
+        index += 3 if is_range else 1
+    return "".join(parts)
+
+
+def _escape_in_class(character: str) -> str:
+    return character if character.isalnum() or ord(character) > _ASCII else f"\\x{ord(character):02x}"

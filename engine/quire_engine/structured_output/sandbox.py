@@ -1,8 +1,9 @@
-"""Tries grammars out in a process of its own, where one that takes all time, all memory or the stack harms nobody.
+"""``GrammarSandbox`` compiles grammars in a process of its own, where one that takes all time, memory or stack does no
+harm.
 
 The library bounds most of what a grammar can cost, but not all: one pattern more, and compiling takes hours, or a chain
 of rules overflows the stack, which would end the engine. So each definition is compiled here first, at low priority,
-under limits that the operating system keeps; the engine itself compiles what came through.
+under limits that the operating system enforces; the engine itself compiles only what has passed.
 """
 
 import ctypes
@@ -23,26 +24,26 @@ from quire_engine.structured_output.llguidance import EBNF, Guidance, RejectedEr
 
 # Seconds of processor time for one definition; the system counts them in whole seconds, so it gets up to one more.
 CPU_SECONDS = 1
-MEMORY = 256 << 20
-# What a compiled grammar may go on taking. A schema of some thousand characters takes about one MiB.
-MAX_BYTES = 16 << 20
-# Less than what a thread of the engine has, so that what is deep enough to fail fails here.
-STACK = 2 << 20
-# Seconds to wait for an answer, and for the process to begin. Only a machine with no time to spare needs so many.
+MEMORY_BYTES = 256 << 20
+# The memory that a compiled grammar may keep. A schema of some thousand characters takes about one MiB.
+MAX_GRAMMAR_BYTES = 16 << 20
+# Less than the stack of a thread of the engine, so that a grammar that is deep enough to fail fails here.
+STACK_BYTES = 2 << 20
+# Seconds to wait for an answer, and for the process to start. Only an overloaded machine needs so many.
 ANSWER_TIMEOUT = 20.0
 START_TIMEOUT = 60.0
 _TOO_LARGE = "compiling it takes too much time or memory"
-# How the process ends when a grammar takes too much: processor time, stack, memory.
+# The exit codes of a process whose grammar takes too much: processor time, stack, memory.
 RESOURCE_SIGNALS = {-signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
 
 
 class SandboxLostError(Exception):
-    """The process ended, or did not answer in time, and the grammar need not be to blame."""
+    """The process ended, or did not answer in time, and the grammar is not necessarily the cause."""
 
 
 class GrammarSandbox:
-    """The process, started when it is first needed and again after a grammar ended it. May be used from any thread, by
-    one after the other.
+    """The handle on the process, which is started with the first grammar and again after a grammar has ended it. May be
+    used from any thread; calls are serialised.
     """
 
     def __init__(self, path: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
@@ -56,12 +57,12 @@ class GrammarSandbox:
         timed out for another reason, and ``OSError`` when the process cannot be started.
         """
         with self._lock:
-            process = self._started()
+            process = self._ensure_started()
             with suppress(BrokenPipeError):
-                _write(process, definition)
-            answer = _answer(process, ANSWER_TIMEOUT)
+                _send_definition(process, definition)
+            answer = _read_answer(process, ANSWER_TIMEOUT)
             if answer is None:
-                raise self._verdict(process)
+                raise self._failure(process)
         if answer["reason"] is not None:
             raise RejectedError(answer["reason"])
         return int(answer["bytes"]), str(answer["definition"] or definition)
@@ -70,60 +71,60 @@ class GrammarSandbox:
         """Ends the process, whatever it is doing."""
         process = self._process
         if process is not None:
-            process.kill()  # so that whoever waits for its answer lets go of the lock
+            process.kill()  # so that a thread that waits for its answer releases the lock
         with self._lock:
-            self._end()
+            self._stop()
 
-    def _verdict(self, process: "subprocess.Popen[str]") -> Exception:
-        """What it means that no answer came: whose fault it was shows in how the process ended by itself."""
+    def _failure(self, process: "subprocess.Popen[str]") -> Exception:
+        """The error for a missing answer: the grammar's fault if the process has ended by a resource limit."""
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.2)
-        guilty = process.returncode in RESOURCE_SIGNALS
-        self._end()
-        return RejectedError(_TOO_LARGE) if guilty else SandboxLostError()
+        exceeded_limit = process.returncode in RESOURCE_SIGNALS
+        self._stop()
+        return RejectedError(_TOO_LARGE) if exceeded_limit else SandboxLostError()
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.communicate()
 
-    def _started(self) -> "subprocess.Popen[str]":
+    def _ensure_started(self) -> "subprocess.Popen[str]":
         if self._process is not None and self._process.poll() is not None:
-            self._end()  # something else ended it while it waited: the next grammar is not to blame
+            self._stop()  # it was killed while idle: not the next grammar's fault
         if self._process is None:
             command = [sys.executable, "-m", __name__, *self._arguments]
             self._process = subprocess.Popen(  # noqa: S603 - our own module, with numbers and a path
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
             )
-            if _answer(self._process, START_TIMEOUT) is None:
-                self._end()
+            if _read_answer(self._process, START_TIMEOUT) is None:
+                self._stop()
                 raise ChildProcessError("the process that tries grammars out did not start")
         return self._process
 
 
-def _answer(process: "subprocess.Popen[str]", patience: float) -> dict[str, Any] | None:
-    """The next line that the process writes, None when it ends or does not answer in time."""
+def _read_answer(process: "subprocess.Popen[str]", timeout: float) -> dict[str, Any] | None:
+    """The next line that the process writes; None if it ends or does not answer within ``timeout`` seconds."""
     assert process.stdout is not None
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
-    line = process.stdout.readline() if poll.poll(1000 * patience) else ""
+    line = process.stdout.readline() if poll.poll(1000 * timeout) else ""
     return json.loads(line) if line.endswith("\n") else None
 
 
-def _write(process: "subprocess.Popen[str]", definition: str) -> None:
+def _send_definition(process: "subprocess.Popen[str]", definition: str) -> None:
     assert process.stdin is not None
     process.stdin.write(json.dumps(definition) + "\n")
     process.stdin.flush()
 
 
 def main() -> None:
-    """The process: one definition a line comes in, one answer a line goes out, until the input ends."""
+    """The process: reads one definition a line, writes one answer a line, until the input ends."""
     path, vocab_size, *eos_token_ids = sys.argv[1:]
     guidance = Guidance.load(Path(path), int(vocab_size), list(map(int, eos_token_ids)))
     os.nice(10)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine; it would look like a grammar's fault here
-    threading.stack_size(STACK)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine; here it would look like a grammar's fault
+    threading.stack_size(STACK_BYTES)
     worker = threading.Thread(target=_serve, args=(guidance,))
     worker.start()
     worker.join()
@@ -132,25 +133,25 @@ def main() -> None:
 def _serve(guidance: Guidance) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     libc = ctypes.CDLL(None)
-    resource.setrlimit(resource.RLIMIT_AS, (_address_space() + MEMORY,) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (_address_space_bytes() + MEMORY_BYTES,) * 2)
     _write_answer(None)
     for line in sys.stdin:
         _limit_cpu_time(CPU_SECONDS)
-        before = _resident()
+        before = _resident_bytes()
         try:
-            definition, written = json.loads(line), None
+            definition, rewritten = json.loads(line), None
             if definition.startswith(EBNF):
-                definition = written = lark(to_lark(definition.removeprefix(EBNF)))
+                definition = rewritten = lark(to_lark(definition.removeprefix(EBNF)))
             grammar = guidance.compile(definition)
         except (RejectedError, ValueError) as error:
             _write_answer(str(error))
         except MemoryError:
             _write_answer(_TOO_LARGE)
         else:
-            size = max(0, _resident() - before)
-            _write_answer(_TOO_LARGE if size > MAX_BYTES else None, size, written)
+            size = max(0, _resident_bytes() - before)
+            _write_answer(_TOO_LARGE if size > MAX_GRAMMAR_BYTES else None, size, rewritten)
             del grammar
-        # What was free but not given back would make the next grammar look small.
+        # Freed memory that malloc keeps would make the next grammar look small.
         libc.malloc_trim(0)
 
 
@@ -159,19 +160,19 @@ def _write_answer(reason: str | None, num_bytes: int = 0, definition: str | None
     sys.stdout.flush()
 
 
-def _resident() -> int:
+def _resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * resource.getpagesize()
 
 
 def _limit_cpu_time(seconds: int) -> None:
-    """So much processor time from now on; then the system ends the process."""
+    """Limits processor time from now on; then the kernel kills the process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + seconds, hard))
 
 
-def _address_space() -> int:
+def _address_space_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     return pages * resource.getpagesize()
 

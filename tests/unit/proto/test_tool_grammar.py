@@ -36,7 +36,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     tokenizer = byte_level() if request.param == "no marks" else with_marks(special=request.param == "special marks")
     folder: Path = write_model_folder(tmp_path_factory.mktemp("model"), tokenizer)
     end = tokenizer.token_to_id("<|end|>")
-    grammars = ModelGrammars(folder, VOCABULARY, [end], trials=1)
+    grammars = ModelGrammars(folder, VOCABULARY, [end], num_sandboxes=1)
     yield tokenizer, end, grammars
     grammars.close()
 

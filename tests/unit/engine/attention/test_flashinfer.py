@@ -130,7 +130,7 @@ def test_a_graph_takes_its_own_batch_size_and_no_more_pages_than_it_has_room_for
 def test_the_workspace_has_room_for_the_largest_graph_of_every_shape(group, kv_heads, head_dim, capability):
     shape = AttentionShape(group * kv_heads, kv_heads, head_dim, 16, 1.0)
     with installed(capability=capability):
-        size = flashinfer.LARGEST_GRAPH
+        size = flashinfer.MAX_GRAPH_BATCH_SIZE
         make_step(shape, [(1, 1)] * size, BF16, 0).run(backend_of(shape, BF16).for_graph(size, size), None)
 
 

@@ -26,8 +26,7 @@ from quire_engine.core.block_pool import BlockCopy, KVCacheConfig
 from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ScheduledChunk
 from quire_engine.distributed.communicator import Communicator, TensorParallelGroup, largest_shard_size, shard
 from quire_engine.errors import ModelError
-from quire_engine.executor import rank_worker as checks
-from quire_engine.executor import rpc as wire
+from quire_engine.executor import rank_worker, rpc
 from quire_engine.executor.multiproc import compute_rank_cache_sizes, with_all_ranks_bytes
 from quire_engine.executor.rank_processes import RankFailure, RankFailureTracker
 from quire_engine.executor.rank_worker import RankSettings, check_tensor_parallel_size
@@ -134,7 +133,7 @@ ARRAYS = st.lists(
     st.tuples(st.sampled_from(["uint8", "int32", "int64"]), st.lists(st.integers(0, 255), max_size=20)).map(
         lambda pair: np.array(pair[1], pair[0])
     ),
-    max_size=wire.MAX_ARRAYS,
+    max_size=rpc.MAX_ARRAYS,
 )
 
 
@@ -165,9 +164,9 @@ def received(data: bytes) -> RpcMessage | None:
 @pytest.mark.parametrize(
     "data",
     [
-        struct.pack("<IIQ", 1, wire.MAX_ARRAYS + 1, 1),
-        struct.pack("<IIQIQ", 1, 1, 1, 0, wire.MAX_BYTES + 1),
-        struct.pack("<IIQIQIQ", 1, 2, 1, 0, wire.MAX_BYTES, 1, 1),
+        struct.pack("<IIQ", 1, rpc.MAX_ARRAYS + 1, 1),
+        struct.pack("<IIQIQ", 1, 1, 1, 0, rpc.MAX_BYTES + 1),
+        struct.pack("<IIQIQIQ", 1, 2, 1, 0, rpc.MAX_BYTES, 1, 1),
         struct.pack("<IIQIQ", 1, 1, 1, 3, 1),
         struct.pack("<IIQIQ", 1, 1, 1, 2, 2**61),
         b"half a head",
@@ -339,7 +338,7 @@ def test_there_must_be_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_more_ranks_than_cores_are_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(checks, "usable_cores", lambda: 2)
+    monkeypatch.setattr(rank_worker, "usable_cores", lambda: 2)
     with caplog.at_level(logging.WARNING):
         check_tensor_parallel_size(CONFIG, 2, CPU)
         assert not caplog.records

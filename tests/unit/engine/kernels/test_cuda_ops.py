@@ -12,8 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_engine.kernels import cuda_ops as cuda
-from quire_engine.kernels import ops as fused
+from quire_engine.kernels import cuda_ops, ops
 from quire_engine.layers.linear import BatchInvariantLinear
 from torch.nn import functional as F
 
@@ -27,11 +26,11 @@ DTYPES = st.sampled_from(sorted(TOLERANCES, key=str))
 @pytest.fixture(autouse=True, scope="module")
 def emulation():
     """On the CPU torch aligns memory less than on a GPU."""
-    cuda._flashinfer.cache_clear()
+    cuda_ops._flashinfer.cache_clear()
     with installed(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "_TENSOR_ALIGNMENT", 16)
+        patch.setattr(cuda_ops, "_TENSOR_ALIGNMENT", 16)
         yield
-    cuda._flashinfer.cache_clear()
+    cuda_ops._flashinfer.cache_clear()
 
 
 def noise(*size: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -56,10 +55,10 @@ def test_norms_are_their_twins(tokens, width, dtype):
         noise(tokens, width, dtype=dtype),
         noise(width, dtype=dtype),
     )
-    assert_near(cuda.flashinfer_rms_norm(x, weight, 1e-5), fused.rms_norm(x, weight, 1e-5))
+    assert_near(cuda_ops.flashinfer_rms_norm(x, weight, 1e-5), ops.rms_norm(x, weight, 1e-5))
     summed = residual.clone()
-    expected = fused.add_rms_norm(x.clone(), summed, weight, 1e-5)
-    assert_near(cuda.flashinfer_add_rms_norm(x, residual, weight, 1e-5), expected)
+    expected = ops.add_rms_norm(x.clone(), summed, weight, 1e-5)
+    assert_near(cuda_ops.flashinfer_add_rms_norm(x, residual, weight, 1e-5), expected)
     assert_near(residual, summed)
 
 
@@ -68,14 +67,14 @@ def test_norms_are_their_twins(tokens, width, dtype):
 def test_a_norm_of_each_head_takes_slices_of_a_wider_tensor(tokens, heads, dim, dtype):
     part = noise(tokens, heads + 3, dim, dtype=dtype)[:, 1 : heads + 1]
     weight = noise(dim, dtype=dtype)
-    assert_near(cuda.flashinfer_rms_norm(part, weight, 1e-5), fused.rms_norm(part, weight, 1e-5))
+    assert_near(cuda_ops.flashinfer_rms_norm(part, weight, 1e-5), ops.rms_norm(part, weight, 1e-5))
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 9), st.sampled_from([8, 1536]), DTYPES)
 def test_the_activation_is_its_twin(tokens, width, dtype):
     gate_up = noise(tokens, 2 * width, dtype=dtype)
-    assert_near(cuda.flashinfer_silu_mul(gate_up), fused.silu_mul(gate_up))
+    assert_near(cuda_ops.flashinfer_silu_mul(gate_up), ops.silu_mul(gate_up))
 
 
 @settings(max_examples=30, deadline=None)
@@ -85,52 +84,52 @@ def test_rotation_is_its_twin_and_touches_no_other_head(tokens, heads, size, dty
     wide = noise(tokens, heads + 2, dim, dtype=dtype)
     expected = wide.clone()
     cos, sin = angles(tokens, half)
-    fused.rotate(expected[:, 1:-1], cos, sin)
+    ops.rotate(expected[:, 1:-1], cos, sin)
     if together:
         cos, sin = torch.cat((cos, sin), 1).chunk(2, dim=1)
-    assert cuda.flashinfer_rotate(wide[:, 1:-1], cos, sin)
+    assert cuda_ops.flashinfer_rotate(wide[:, 1:-1], cos, sin)
     assert_near(wide, expected)
 
 
 def test_angles_that_lie_beside_each_other_are_not_copied():
     both = torch.randn(5, 64)
     cos, sin = both.chunk(2, dim=1)
-    assert cuda._cos_sin_table(cos, sin).data_ptr() == both.data_ptr()
+    assert cuda_ops._cos_sin_table(cos, sin).data_ptr() == both.data_ptr()
     for first, second in ((sin, cos), (cos, cos), (cos, sin.clone()), (cos.contiguous(), sin.contiguous())):
-        joined = cuda._cos_sin_table(first, second)
+        joined = cuda_ops._cos_sin_table(first, second)
         assert torch.equal(joined, torch.cat((first, second), 1))
         assert joined.data_ptr() != both.data_ptr()
 
 
 def test_what_flashinfer_cannot_take_is_left_as_it_is():
     x, narrow = noise(4, 64), noise(4, 12)
-    assert cuda.flashinfer_rms_norm(x.float(), noise(64).float(), 1e-5) is None
-    assert cuda.flashinfer_rms_norm(x, noise(64).float(), 1e-5) is None
-    assert cuda.flashinfer_rms_norm(narrow, noise(12), 1e-5) is None
-    assert cuda.flashinfer_rms_norm(noise(64, 4).t(), noise(64), 1e-5) is None
-    assert cuda.flashinfer_rms_norm(noise(4 * 64 + 1)[1:].view(4, 64), noise(64), 1e-5) is None
-    assert cuda.flashinfer_rms_norm(noise(0, 64), noise(64), 1e-5) is None
+    assert cuda_ops.flashinfer_rms_norm(x.float(), noise(64).float(), 1e-5) is None
+    assert cuda_ops.flashinfer_rms_norm(x, noise(64).float(), 1e-5) is None
+    assert cuda_ops.flashinfer_rms_norm(narrow, noise(12), 1e-5) is None
+    assert cuda_ops.flashinfer_rms_norm(noise(64, 4).t(), noise(64), 1e-5) is None
+    assert cuda_ops.flashinfer_rms_norm(noise(4 * 64 + 1)[1:].view(4, 64), noise(64), 1e-5) is None
+    assert cuda_ops.flashinfer_rms_norm(noise(0, 64), noise(64), 1e-5) is None
     residual = noise(4, 70)[:, :64]
     before = residual.clone()
-    assert cuda.flashinfer_add_rms_norm(x, residual, noise(64), 1e-5) is None
+    assert cuda_ops.flashinfer_add_rms_norm(x, residual, noise(64), 1e-5) is None
     assert torch.equal(residual, before)
-    assert cuda.flashinfer_silu_mul(noise(4, 24)) is None
-    assert cuda.flashinfer_silu_mul(noise(4, 64)[:, :32]) is None
+    assert cuda_ops.flashinfer_silu_mul(noise(4, 24)) is None
+    assert cuda_ops.flashinfer_silu_mul(noise(4, 64)[:, :32]) is None
     heads = noise(4, 2, 64)
     for part, half in ((heads[:, :1], 32), (heads, 4), (heads.float(), 32)):
         before = part.clone()
-        assert not cuda.flashinfer_rotate(part, *angles(4, half))
+        assert not cuda_ops.flashinfer_rotate(part, *angles(4, half))
         assert torch.equal(part, before)
 
 
 def test_without_flashinfer_nothing_is_taken_and_one_warning_says_so(monkeypatch, caplog):
-    cuda._flashinfer.cache_clear()
+    cuda_ops._flashinfer.cache_clear()
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with caplog.at_level(logging.WARNING):
-        assert cuda.flashinfer_silu_mul(noise(4, 64)) is None
-        assert cuda.flashinfer_rms_norm(noise(4, 64), noise(64), 1e-5) is None
+        assert cuda_ops.flashinfer_silu_mul(noise(4, 64)) is None
+        assert cuda_ops.flashinfer_rms_norm(noise(4, 64), noise(64), 1e-5) is None
     assert len(caplog.records) == 1
-    cuda._flashinfer.cache_clear()
+    cuda_ops._flashinfer.cache_clear()
 
 
 PRODUCTS = """
@@ -175,4 +174,4 @@ def test_an_invariant_layer_multiplies_and_gates(monkeypatch):
     weight, bias, x = noise(6, 8), noise(6), noise(2, 8)
     layer = BatchInvariantLinear(weight, bias)
     assert torch.equal(layer(x), F.linear(x, weight, bias))
-    assert torch.equal(layer.forward_silu_mul(x), fused.silu_mul(F.linear(x, weight, bias)))
+    assert torch.equal(layer.forward_silu_mul(x), ops.silu_mul(F.linear(x, weight, bias)))

@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import ExecutorConfig
-from quire_engine.kernels import bindings as kernels
+from quire_engine.kernels import bindings
 from quire_engine.kernels.ops import silu_mul
 from quire_engine.kernels.packed_linear import PackedWeight
 from quire_engine.layers import linear
@@ -34,20 +34,20 @@ ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 def build(request, tmp_path_factory) -> ctypes.CDLL:
     """The kernels, compiled for a processor."""
     compiler = shutil.which("c++")
-    native = kernels.library()
+    native = bindings.library()
     if native is None or compiler is None:
         pytest.skip("the kernels cannot be compiled here")
     if request.param == "native":
         return native
     if platform.machine() != "x86_64":
         pytest.skip("not for this processor")
-    source = Path(kernels.__file__).parent / "linear.cpp"
+    source = Path(bindings.__file__).parent / "linear.cpp"
     output = tmp_path_factory.mktemp(request.param) / "linear.so"
     flags = ["-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", f"-march={request.param}"]
     subprocess.run([compiler, *flags, source, "-o", output], check=True, capture_output=True, timeout=120)
     loaded = ctypes.CDLL(str(output))
     for name in ("quire_linear", "quire_linear_pack", "quire_linear_describe"):
-        getattr(loaded, name).argtypes, getattr(loaded, name).restype = kernels._SIGNATURES[name], None
+        getattr(loaded, name).argtypes, getattr(loaded, name).restype = bindings._SIGNATURES[name], None
     return loaded
 
 
@@ -133,7 +133,7 @@ def test_gate_and_up_meet_as_they_would_one_operation_after_the_other(build, dty
     layer = PackedWeight(build, weight, bias)
     x = draw_rows(rows, inputs, dtype)
     together, apart = layer.gated(x), silu_mul(layer.product(x))
-    if build is kernels.library():
+    if build is bindings.library():
         assert torch.equal(together, apart)
     torch.testing.assert_close(together, apart, rtol=32 * ROUNDING[dtype], atol=1e-30)
 

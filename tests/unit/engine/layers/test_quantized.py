@@ -19,9 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import ExecutorConfig
-from quire_engine.kernels import bindings as kernels
-from quire_engine.kernels import packed_linear as huge_pages
-from quire_engine.kernels import packed_linear as int8
+from quire_engine.kernels import bindings, packed_linear
 from quire_engine.kernels.ops import silu_mul
 from quire_engine.kernels.packed_linear import GROUP, PackedInt8, PlainInt8, on_huge_pages, quantize
 from quire_engine.layers.linear import Int8Linear, make_linear
@@ -46,7 +44,7 @@ def make(request, tmp_path_factory) -> Make:
     """Makes the product of a quantised weight by a build for one kind of processor, or in torch."""
     if request.param == "torch":
         return lambda weight, scales, bias, dtype: PlainInt8(weight, scales, bias)
-    native = kernels.library()
+    native = bindings.library()
     if native is None:
         pytest.skip("the kernels cannot be compiled here")
     build = native if request.param == "native" else compile_for(request.param, tmp_path_factory.mktemp("build"))
@@ -57,11 +55,11 @@ def compile_for(processor: str, folder: Path) -> ctypes.CDLL:
     compiler = shutil.which("c++")
     if platform.machine() != "x86_64" or FLAGS[processor] not in Path("/proc/cpuinfo").read_text() or not compiler:
         pytest.skip(f"no {processor} here")
-    source, output = Path(kernels.__file__).parent / "int8.cpp", folder / "int8.so"
+    source, output = Path(bindings.__file__).parent / "int8.cpp", folder / "int8.so"
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fopenmp", *f"-march={processor}".split()]
     subprocess.run([compiler, *flags, source, "-o", output], check=True, capture_output=True, timeout=120)
     loaded = ctypes.CDLL(str(output))
-    loaded.quire_int8_linear.argtypes, loaded.quire_int8_linear.restype = (ctypes.POINTER(kernels.Int8Call),), None
+    loaded.quire_int8_linear.argtypes, loaded.quire_int8_linear.restype = (ctypes.POINTER(bindings.Int8Call),), None
     return loaded
 
 
@@ -224,7 +222,7 @@ def test_a_quantized_weight_is_near_the_weight(rows, inputs, dtype):
 def test_a_large_weight_is_quantized_part_by_part_to_the_same(monkeypatch):
     weight = draw(37, 50, dtype=torch.bfloat16)
     whole = quantize(weight)
-    monkeypatch.setattr(int8, "_NUMBERS_AT_ONCE", 500)
+    monkeypatch.setattr(packed_linear, "_NUMBERS_AT_ONCE", 500)
     assert all(torch.equal(part, other) for part, other in zip(quantize(weight), whole, strict=True))
 
 
@@ -234,9 +232,9 @@ def test_torchs_private_product_is_that_of_whole_numbers_in_float32(monkeypatch,
     x, weight = torch.full((rows, depth), 127.0), torch.full((6, depth), -127, dtype=torch.int8)
     x[1:2], weight[2, 0] = -3, 100
     expected = (x.long() @ weight.long().T).float()
-    assert torch.equal(int8._exact_product(x, weight).float(), expected)
+    assert torch.equal(packed_linear._exact_product(x, weight).float(), expected)
     monkeypatch.delattr(torch, "_int_mm", raising=False)
-    assert torch.equal(int8._exact_product(x, weight), expected)
+    assert torch.equal(packed_linear._exact_product(x, weight), expected)
 
 
 # The layer.
@@ -251,8 +249,8 @@ def test_options_choose_the_layer():
 @pytest.mark.parametrize("kernel", [True, False])
 def test_half_of_bfloat16s_memory_is_held_and_the_weight_is_let_go(monkeypatch, kernel):
     if not kernel:
-        monkeypatch.setattr(int8, "library", lambda: None)
-    elif kernels.library() is None:
+        monkeypatch.setattr(packed_linear, "library", lambda: None)
+    elif bindings.library() is None:
         pytest.skip("the kernels cannot be compiled here")
     weight = draw(576, 1536, dtype=torch.bfloat16)
     gone = weakref.ref(weight.untyped_storage())
@@ -301,11 +299,11 @@ def test_an_odd_number_of_outputs_has_no_gate():
 
 
 def test_copies_on_huge_pages_are_whole_aligned_and_apart(monkeypatch):
-    monkeypatch.setattr(huge_pages, "_MAPPING_BYTES", 1 << 14)
-    huge_pages._allocator.cache_clear()
+    monkeypatch.setattr(packed_linear, "_MAPPING_BYTES", 1 << 14)
+    packed_linear._allocator.cache_clear()
     plain = [draw(size, dtype=torch.bfloat16, seed=size) for size in (1, 33, 5000, 9000, 70, 0, 3000)]
     held = [on_huge_pages(tensor) for tensor in plain]
-    huge_pages._allocator.cache_clear()
+    packed_linear._allocator.cache_clear()
     assert all(torch.equal(one, other) for one, other in zip(plain, held, strict=True))
     assert all(tensor.data_ptr() % 64 == 0 for tensor in held)
     spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in held if len(tensor))

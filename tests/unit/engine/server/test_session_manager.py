@@ -508,7 +508,7 @@ async def test_a_request_that_is_cancelled_while_its_grammar_is_compiled_ends_li
 async def told_late(engine: Engine) -> None:
     """Lets the grammars be compiled when nobody waits for them any more."""
     engine.grammars.source.release()
-    await until(lambda: not engine.grammars.compiler._pending)
+    await until(lambda: not engine.grammars.compiler._num_pending)
     await asyncio.sleep(0)
 
 

@@ -35,7 +35,7 @@ def settled(watched: Watched, *texts: str) -> None:
 
 def until_settled(watched: Watched) -> None:
     """Who waits for a future may hear of it before the compiler does."""
-    until(lambda: not watched.compiler._pending)
+    until(lambda: not watched.compiler._num_pending)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -87,7 +87,7 @@ def test_a_remembered_refusal_holds_no_frames_of_the_compiler(watched: Watched) 
     assert "compile" not in names
 
 
-@pytest.mark.parametrize(("bound", "kept"), [("MAX_KEPT", 2), ("MAX_KEPT_BYTES", 2 * (1024 + 3) + 1)])
+@pytest.mark.parametrize(("bound", "kept"), [("MAX_CACHED", 2), ("MAX_CACHED_BYTES", 2 * (1024 + 3) + 1)])
 def test_what_is_kept_is_bounded_and_what_was_used_last_stays(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, bound: str, kept: int
 ) -> None:
@@ -111,7 +111,7 @@ def test_too_many_at_once_are_refused_until_some_are_compiled(
 
 
 def test_what_is_in_use_is_bounded_until_it_is_let_go_of(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilers, "MAX_KEPT", 0)
+    monkeypatch.setattr(compilers, "MAX_CACHED", 0)
     monkeypatch.setattr(compilers, "MAX_ALIVE_BYTES", 1500)
     watched.source.release()
     used = [made(watched.compiler.submit(regex(text))) for text in ("one", "two")]
@@ -119,13 +119,13 @@ def test_what_is_in_use_is_bounded_until_it_is_let_go_of(watched: Watched, monke
     with pytest.raises(QuireError, match="too many grammars"):
         watched.compiler.submit(regex("three"))
     used.clear()
-    until(lambda: not watched.compiler._alive)
+    until(lambda: not watched.compiler._alive_bytes)
     assert made(watched.compiler.submit(regex("three")))
 
 
 def test_a_grammar_counts_for_what_it_was_measured_to_take(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilers, "MAX_ALIVE_BYTES", 1 << 20)
-    monkeypatch.setattr(compilers, "MAX_KEPT_BYTES", 1 << 20)
+    monkeypatch.setattr(compilers, "MAX_CACHED_BYTES", 1 << 20)
     watched.source.num_bytes = 2 << 20
     watched.source.release()
     large = made(watched.compiler.submit(regex("large")))
@@ -133,7 +133,7 @@ def test_a_grammar_counts_for_what_it_was_measured_to_take(watched: Watched, mon
     with pytest.raises(QuireError, match="too many grammars"):
         watched.compiler.submit(regex("next"))
     del large
-    until(lambda: not watched.compiler._alive)
+    until(lambda: not watched.compiler._alive_bytes)
     assert made(watched.compiler.submit(regex("next")))
 
 

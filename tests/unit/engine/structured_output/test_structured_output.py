@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import Base64Bytes, SecretStr, StringConstraints, TypeAdapter
 from quire_engine.core.step import GrammarError
-from quire_engine.structured_output import llguidance as guidances
-from quire_engine.structured_output import sandbox as trials
+from quire_engine.structured_output import llguidance, sandbox
 from quire_engine.structured_output.compiler import ModelGrammars
 from quire_engine.structured_output.llguidance import MAX_REASON, Guidance, GuidanceMatcher, is_ebnf, to_llguidance
 from quire_proto.errors import ErrorCode, QuireError
@@ -262,7 +261,7 @@ def test_a_matcher_that_was_made_anew_allows_the_same(structured: Structured, mo
         renew(matcher)
         matcher._max_matcher_age = -1.0
 
-    monkeypatch.setattr(guidances, "MATCHER_RESET_SECONDS", -1.0)
+    monkeypatch.setattr(llguidance, "MATCHER_RESET_SECONDS", -1.0)
     monkeypatch.setattr(GuidanceMatcher, "_reset_matcher", count)
     assert masks(grammar.new_matcher(), output) == lasting
     assert renewed == len(lasting)
@@ -333,9 +332,9 @@ def test_an_output_may_use_so_much_time_and_no_more(monkeypatch: pytest.MonkeyPa
         now += 0.02
         return now
 
-    monkeypatch.setattr(guidances, "thread_time", clock)
-    monkeypatch.setattr(guidances, "BUDGET_SECONDS", 0.1025)
-    monkeypatch.setattr(guidances, "BUDGET_SECONDS_PER_TOKEN", 0.015)
+    monkeypatch.setattr(llguidance, "thread_time", clock)
+    monkeypatch.setattr(llguidance, "BUDGET_SECONDS", 0.1025)
+    monkeypatch.setattr(llguidance, "BUDGET_SECONDS_PER_TOKEN", 0.015)
     matcher = grammar_of(regex("a+")).new_matcher()
     a = encode("a")
     for _ in range(20):
@@ -352,9 +351,9 @@ def test_all_outputs_of_a_grammar_share_the_time_that_it_may_use(monkeypatch: py
         now += 0.02
         return now
 
-    monkeypatch.setattr(guidances, "thread_time", clock)
-    monkeypatch.setattr(guidances, "BUDGET_SECONDS", 0.1025)
-    monkeypatch.setattr(guidances, "BUDGET_SECONDS_PER_TOKEN", 0.015)
+    monkeypatch.setattr(llguidance, "thread_time", clock)
+    monkeypatch.setattr(llguidance, "BUDGET_SECONDS", 0.1025)
+    monkeypatch.setattr(llguidance, "BUDGET_SECONDS_PER_TOKEN", 0.015)
     grammar = grammar_of(regex("a+"))
     a = encode("a")
     for _ in range(20):
@@ -532,7 +531,7 @@ LETTERS = [{"pattern": f".*{letter}.*"} for letter in "abcdefghijklmnopqrstuvwxy
 def test_a_grammar_that_would_take_too_much_is_refused_and_the_next_one_is_not(
     model: ModelGrammars, structured: Structured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trials, "ANSWER_TIMEOUT", 1000.0)  # it is the system's limits that end the process
+    monkeypatch.setattr(sandbox, "ANSWER_TIMEOUT", 1000.0)  # it is the system's limits that end the process
     with pytest.raises(QuireError, match="too much time or memory") as refused:
         model.compile(structured)
     assert (refused.value.code, refused.value.param) == (ErrorCode.INVALID, structured.param)
@@ -541,8 +540,8 @@ def test_a_grammar_that_would_take_too_much_is_refused_and_the_next_one_is_not(
 
 def test_a_process_that_does_not_answer_in_time_is_ended(model: ModelGrammars, monkeypatch: pytest.MonkeyPatch) -> None:
     model.compile(JSON_OBJECT)
-    processes = [trial._process for trial in model._trials if trial._process is not None]
-    monkeypatch.setattr(trials, "ANSWER_TIMEOUT", 0.0)
+    processes = [trial._process for trial in model._sandboxes if trial._process is not None]
+    monkeypatch.setattr(sandbox, "ANSWER_TIMEOUT", 0.0)
     with pytest.raises(QuireError, match="in time") as late:
         model.compile(schema({"type": "string", "allOf": LETTERS}))
     assert late.value.code is ErrorCode.OVERLOADED, "nobody knows whether it is the grammar's fault"
@@ -553,7 +552,7 @@ def test_a_process_that_does_not_answer_in_time_is_ended(model: ModelGrammars, m
 
 def test_a_grammar_is_not_blamed_for_a_trial_that_something_else_ended(model: ModelGrammars) -> None:
     model.compile(JSON_OBJECT)
-    processes = [trial._process for trial in model._trials if trial._process is not None]
+    processes = [trial._process for trial in model._sandboxes if trial._process is not None]
     assert processes
     for process in processes:
         os.kill(process.pid, signal.SIGKILL)
@@ -591,7 +590,7 @@ def test_a_model_without_a_usable_tokenizer_refuses_structured_output_by_name(tm
 
 
 def test_a_tokenizer_that_cannot_be_read_now_is_read_when_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ModelGrammars(MODEL, VOCAB_SIZE, [EOS], trials=1)
+    model = ModelGrammars(MODEL, VOCAB_SIZE, [EOS], num_sandboxes=1)
     try:
         with monkeypatch.context() as without_descriptors:
             without_descriptors.setattr(Path, "read_text", lambda *_, **__: os.open("/", os.O_WRONLY))

@@ -20,7 +20,7 @@ from quire_engine.attention.reference import ReferenceAttention
 from quire_engine.config import EngineArgs
 from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ScheduledChunk
 from quire_engine.executor.torch_executor import TorchExecutor
-from quire_engine.kernels import bindings as kernels
+from quire_engine.kernels import bindings
 from quire_engine.models.loader import read_model_config
 from quire_engine.worker.cuda_graph import MAX_GRAPH_BATCH, CapturedGraph, CudaGraphCapturer, capture_sizes
 from quire_engine.worker.input_batch import dummy_decode, pad_decode, prepare_inputs
@@ -47,9 +47,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _in_torch_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The compiled kernels of the CPU are no operations of torch, and cannot be recorded."""
     monkeypatch.setenv("QUIRE_ENGINE_CPU_KERNELS", "0")
-    kernels.library.cache_clear()
+    bindings.library.cache_clear()
     yield
-    kernels.library.cache_clear()
+    bindings.library.cache_clear()
 
 
 def loaded_model(name: str, folders: Path, sizes: tuple[int, ...] = SIZES) -> LoadedModel:

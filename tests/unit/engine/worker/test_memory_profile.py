@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.step import ModelOutput, SchedulerOutput
-from quire_engine.worker import memory as profile
+from quire_engine.worker import memory
 from quire_engine.worker.memory import largest_step, measure_rates
 
 VOCAB = 50
@@ -59,7 +59,7 @@ class Machine:
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], Machine]:
     def use(machine: Machine) -> Machine:
-        monkeypatch.setattr(profile, "perf_counter", machine.clock)
+        monkeypatch.setattr(memory, "perf_counter", machine.clock)
         return machine
 
     return use
@@ -76,7 +76,7 @@ def test_rates_are_what_the_machine_does_when_nothing_disturbs_it(timed: Callabl
 def test_any_pool_can_be_measured(device: int, host: int, length: int, block_size: int) -> None:
     machine = Machine(KVCacheConfig(block_size, device, host, 4096), noise=[0.0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profile, "perf_counter", machine.clock)
+        patch.setattr(memory, "perf_counter", machine.clock)
         rates = measure_rates(machine, length, VOCAB)
     assert rates.tokens_per_second == pytest.approx(1e5)
     assert rates.bytes_per_second == (pytest.approx(1e9) if host else math.inf)
