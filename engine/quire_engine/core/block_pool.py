@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-# Changes of what the prefix cache holds, for the routers' index.
-
 
 class Tier(Enum):
     """Where a block lies."""
@@ -38,6 +36,7 @@ class BlockRemoved:
 
 
 KVCacheEvent = BlockStored | BlockRemoved
+"""A change of what the prefix cache holds, for the routers' index."""
 
 
 class BlockPool:
@@ -153,13 +152,10 @@ def _ignore(event: KVCacheEvent) -> None:
     del event
 
 
-# How many blocks there are. Plain data, decided by the executor that owns the memory.
-
-
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """Blocks that there is memory for. Device block 0 is the null page, never given to a sequence. ``block_bytes`` is
-    what one block takes, in either pool.
+    """Blocks that there is memory for, as the executor that owns the memory decided. Device block 0 is the null page,
+    never given to a sequence. ``block_bytes`` is what one block takes, in either pool.
     """
 
     block_size: int
@@ -173,9 +169,6 @@ class KVCacheConfig:
         return (self.device_blocks - 1) * self.block_size
 
 
-# Blocks to copy within and between the pools. Plain data, made by the memory and carried out by the executor.
-
-
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
     """From block ``source`` of one pool to block ``target`` of the same or the other one."""
@@ -186,8 +179,8 @@ class BlockCopy:
 
 @dataclass(slots=True)
 class BlockCopies:
-    """What has to be copied before a step computes: from the device to the host, then within the device, then from the
-    host to the device, each list in its order.
+    """What the executor has to copy before a step computes: from the device to the host, then within the device, then
+    from the host to the device, each list in its order.
     """
 
     blocks_to_swap_out: list[BlockCopy] = field(default_factory=list)

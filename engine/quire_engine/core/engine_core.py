@@ -24,71 +24,6 @@ from quire_engine.core.step import ModelOutput, SchedulerOutput, StepTimings
 
 log = logging.getLogger(__name__)
 
-# ``InFlightStep``: a scheduler output on its way through an executor, from its launch to its model output.
-
-
-class InFlightStep:
-    """Launches ``scheduler_output``. Exceptions of the launch and of the sampling are re-raised by ``get_output``, so
-    that failures surface in the order of the steps. Only an ``ExecutorError`` of a step that is discarded is raised at
-    once: nothing can follow it.
-
-    An executor of depth 1 runs the whole step in ``get_output``. ``started`` (nanoseconds since 1970) and ``begun`` (on
-    ``perf_counter``) are when scheduling began, and ``schedule`` the seconds that it took. With a ``failure``,
-    ``get_output`` can only raise it, and nothing of the step is in flight any more.
-    """
-
-    def __init__(
-        self, executor: Executor, scheduler_output: SchedulerOutput, started: int, begun: float, schedule: float
-    ) -> None:
-        self.scheduler_output = scheduler_output
-        self.started = started
-        self.begun = begun
-        self.schedule = schedule
-        self._executor = executor
-        self.failure: Exception | None = None
-        self._async_output: AsyncModelOutput | None = None
-        if executor.depth > 1 and not scheduler_output.is_empty:
-            try:
-                self._async_output = cast("AsyncExecutor", executor).execute_model_async(scheduler_output)
-            except Exception as failure:  # noqa: BLE001 - ``get_output`` raises it
-                self.failure = failure
-
-    def sample_tokens(self) -> None:
-        """Samples the step's tokens; all tokens before them are known by now."""
-        if self._async_output is None or self.failure is not None:
-            return
-        try:
-            self._async_output.sample_tokens()
-        except Exception as failure:  # noqa: BLE001 - ``get_output`` raises it
-            self._fail(failure)
-
-    def discard(self) -> None:
-        """Waits for the end of a step that computes from garbage, because the step before it has failed."""
-        self.sample_tokens()
-        if self.failure is None:
-            self._fail(RuntimeError("the step before it failed"))
-
-    def get_output(self) -> ModelOutput:
-        """Waits until the step is done. Raises as ``Executor.execute_model``."""
-        if self.failure is not None:
-            raise self.failure
-        if self._async_output is not None:
-            return self._async_output.get_output()
-        return ModelOutput() if self.scheduler_output.is_empty else self._executor.execute_model(self.scheduler_output)
-
-    def _fail(self, failure: Exception) -> None:
-        """Waits for the end of a step whose output is not used. Raises ``ExecutorError``."""
-        self.failure = failure
-        if self._async_output is None:
-            return
-        try:
-            self._async_output.get_output()
-        except ExecutorError:
-            raise
-        except Exception:
-            log.debug("step %d was given up and has failed", self.scheduler_output.step, exc_info=True)
-
-
 FRAGMENTATION_INTERVAL = 64
 
 
@@ -160,7 +95,9 @@ class StepTrace:
 
 @dataclass(slots=True)
 class EngineCoreOutputs:
-    """All that a step made, for whoever listens. What memory is wasted is looked at now and then only."""
+    """All that a step made. ``fragmentation`` is measured in every ``FRAGMENTATION_INTERVAL``-th step and in the last
+    one before the engine is idle, else None.
+    """
 
     outputs: list[EngineCoreOutput]
     load: EngineLoad
@@ -252,7 +189,7 @@ class EngineCore:
         events = self.scheduler.kv_cache_manager.take_events()
         self._publish(EngineCoreOutputs(outputs, self.scheduler.get_load(), events, trace, fragmentation))
 
-    def _get_model_output(self, step: InFlightStep) -> ModelOutput:
+    def _get_model_output(self, step: "InFlightStep") -> ModelOutput:
         try:
             return step.get_output()
         except ExecutorError:
@@ -308,6 +245,69 @@ class EngineCore:
                 request.request_id, finish_reason=FinishReason.ERROR, error=error, ends_request=True
             )
             self._rejected.append(rejection)
+
+
+class InFlightStep:
+    """A scheduler output on its way through an executor, from its launch, which is when this is made, to its model
+    output. Exceptions of the launch and of the sampling are re-raised by ``get_output``, so that failures surface in
+    the order of the steps. Only an ``ExecutorError`` of a step that is discarded is raised at once: nothing can follow
+    it.
+
+    An executor of depth 1 runs the whole step in ``get_output``. ``started`` (nanoseconds since 1970) and ``begun`` (on
+    ``perf_counter``) are when scheduling began, and ``schedule`` the seconds that it took. With a ``failure``,
+    ``get_output`` can only raise it, and nothing of the step is in flight any more.
+    """
+
+    def __init__(
+        self, executor: Executor, scheduler_output: SchedulerOutput, started: int, begun: float, schedule: float
+    ) -> None:
+        self.scheduler_output = scheduler_output
+        self.started = started
+        self.begun = begun
+        self.schedule = schedule
+        self._executor = executor
+        self.failure: Exception | None = None
+        self._async_output: AsyncModelOutput | None = None
+        if executor.depth > 1 and not scheduler_output.is_empty:
+            try:
+                self._async_output = cast("AsyncExecutor", executor).execute_model_async(scheduler_output)
+            except Exception as failure:  # noqa: BLE001 - ``get_output`` raises it
+                self.failure = failure
+
+    def sample_tokens(self) -> None:
+        """Samples the step's tokens; all tokens before them are known by now."""
+        if self._async_output is None or self.failure is not None:
+            return
+        try:
+            self._async_output.sample_tokens()
+        except Exception as failure:  # noqa: BLE001 - ``get_output`` raises it
+            self._fail(failure)
+
+    def discard(self) -> None:
+        """Waits for the end of a step that computes from garbage, because the step before it has failed."""
+        self.sample_tokens()
+        if self.failure is None:
+            self._fail(RuntimeError("the step before it failed"))
+
+    def get_output(self) -> ModelOutput:
+        """Waits until the step is done. Raises as ``Executor.execute_model``."""
+        if self.failure is not None:
+            raise self.failure
+        if self._async_output is not None:
+            return self._async_output.get_output()
+        return ModelOutput() if self.scheduler_output.is_empty else self._executor.execute_model(self.scheduler_output)
+
+    def _fail(self, failure: Exception) -> None:
+        """Waits for the end of a step whose output is not used. Raises ``ExecutorError``."""
+        self.failure = failure
+        if self._async_output is None:
+            return
+        try:
+            self._async_output.get_output()
+        except ExecutorError:
+            raise
+        except Exception:
+            log.debug("step %d was given up and has failed", self.scheduler_output.step, exc_info=True)
 
 
 def _trace(

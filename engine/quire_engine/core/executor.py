@@ -6,12 +6,11 @@ from typing import Protocol
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.step import ModelOutput, SchedulerOutput
 
-# How fast this engine computes and copies: what decides between swapping and computing again. Plain data.
-
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Measured by the executor when it starts: prompt tokens that it computes and bytes that it copies between the
+    """How fast this engine computes and copies, which decides between swapping and computing again. Measured by the
+    executor when it starts: prompt tokens that it computes and bytes that it copies between the
     pools (one way), each a second.
     """
 

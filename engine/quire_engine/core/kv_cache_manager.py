@@ -27,12 +27,12 @@ from quire_engine.core.block_pool import (
     Tier,
 )
 
-# The block table of one sequence: which blocks hold its tokens, on the device or, while it is swapped out, on the host.
-
 
 @dataclass(slots=True)
 class BlockTable:
-    """``block_ids[i]`` holds tokens ``[i * block_size, (i + 1) * block_size)``; exactly one of the two lists is in
+    """The blocks that hold the tokens of one sequence, on the device or, while it is swapped out, on the host.
+
+    ``block_ids[i]`` holds tokens ``[i * block_size, (i + 1) * block_size)``; exactly one of the two lists is in
     use.
 
     ``block_hashes`` are the hashes of the sequence's full blocks as far as they were needed; they only ever grow,

@@ -53,15 +53,13 @@ class EngineLoad:
     host_blocks_free: int
 
 
-# Counters that only grow, for metrics and benchmarks.
-
-
 @dataclass(slots=True)
 class SchedulerStats:
-    """Totals since the start: tokens, sequences and blocks, as their names say. ``prefix_device_tokens`` of the prompts
-    were found in the device pool, and ``prefix_host_tokens`` came back from the host's. ``blocks_copied_out`` and
-    ``_in`` are all that moved between the pools, those swapped among them; ``blocks_parted`` those copied because a
-    sequence wrote into a shared one. ``out_of_memory`` requests were alone and could not grow.
+    """Totals since the start, for metrics and benchmarks: tokens, sequences and blocks, as their names say.
+    ``prefix_device_tokens`` of the prompts were found in the device pool, and ``prefix_host_tokens`` came back from the
+    host's. ``blocks_copied_out`` and ``_in`` are all that moved between the pools, those swapped among them;
+    ``blocks_parted`` those copied because a sequence wrote into a shared one. ``out_of_memory`` requests were alone and
+    could not grow.
     """
 
     computed_tokens: int = 0
@@ -93,15 +91,10 @@ class SchedulerStats:
         return sum(count for (way, _), count in self.preemptions.items() if way is PreemptionMode.RECOMPUTE)
 
 
-# How much of the KV memory is held for nothing: slots without a token, and blocks that nobody can reach.
-#
-# Tables are given as pairs of a table and the tokens that are computed in it.
-
-
 @dataclass(frozen=True, slots=True)
 class KVCacheFragmentation:
-    """Slots of the device blocks that are in use, and those of them that hold no computed token; and blocks of both
-    pools that nobody can reach, None where they were not looked for.
+    """How much of the KV memory is held for nothing. Slots of the device blocks that are in use, and those of them that
+    hold no computed token; and blocks of both pools that nobody can reach, None where they were not looked for.
     """
 
     empty_slots: int
@@ -115,7 +108,8 @@ class KVCacheFragmentation:
 
 
 def measure_fragmentation(memory: KVCacheManager, tables: Iterable[tuple[BlockTable, int]]) -> KVCacheFragmentation:
-    """What ``tables``, all that hold device blocks, leave empty. O(tables): only last blocks can be.
+    """What ``tables`` leave empty: all that hold device blocks, each with the tokens that are computed in it.
+    O(tables): only last blocks can be.
 
     A block that several tables share counts once, as full as the fullest of them has it.
     """

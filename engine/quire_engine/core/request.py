@@ -14,6 +14,7 @@ from quire_engine.core.step import BeamCandidates, Grammar, SampleRequest
 
 if TYPE_CHECKING:
     from quire_engine.core.beam_search import BeamSearch
+    from quire_engine.core.config import SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,17 +221,13 @@ class Sequence:
         return len(self.token_ids) - self.group.num_prompt_tokens
 
 
-# What a request must satisfy to be queued. The router checks the same rules first; an engine trusts nobody.
-
-
-if TYPE_CHECKING:
-    from quire_engine.core.config import SchedulerConfig
-
 MAX_SALT_BYTES = 32
 
 
 def check_request(request: Request, config: "SchedulerConfig", memory: KVCacheManager) -> None:
-    """Raises ``QuireError`` INVALID, with the limit in its text, for a request that can never be run."""
+    """Raises ``QuireError`` INVALID, with the limit in its text, for a request that can never be run. The router checks
+    the same rules first; an engine checks them again, as it cannot know what sends to it.
+    """
     if len(request.cache_salt) > MAX_SALT_BYTES:
         raise invalid("cache_salt", f"A cache salt has at most {MAX_SALT_BYTES} bytes.")
     sampling = request.sampling

@@ -13,6 +13,9 @@ from quire_engine.core.executor import Rates
 from quire_engine.core.kv_cache_manager import SwapCost
 from quire_engine.core.request import Sequence
 
+if TYPE_CHECKING:
+    from quire_engine.config import Policy
+
 _preemption_key = attrgetter("preemption_key")
 
 
@@ -127,14 +130,6 @@ class WaitingQueue:
             del self._overtakers[: bisect_left(self._overtakers, oldest)]
 
 
-# In which order those that wait are admitted: one small function a policy. The lowest rank goes first, and of equal
-# ranks whoever came first.
-
-
-if TYPE_CHECKING:
-    from quire_engine.config import Policy
-
-
 AGING = 0.02
 
 
@@ -171,20 +166,18 @@ def priority(job: QueuedRequest) -> float:
 
 
 POLICIES: "Mapping[Policy, Callable[[QueuedRequest], float]]" = {"fcfs": fcfs, "sjf": sjf, "priority": priority}
-
-
-# How a victim gives way: swapped to the host pool, or computed again later. The cheaper one, in seconds.
+"""In which order waiting requests are admitted: the lowest rank first, of equal ranks the earliest arrival."""
 
 
 class PreemptionMode(StrEnum):
-    """The two ways, as metrics and spans name them."""
+    """How a victim is preempted, as metrics and spans name it: swapped to the host pool, or computed again later."""
 
     SWAP = "swap"
     RECOMPUTE = "recompute"
 
 
 class PreemptionReason(StrEnum):
-    """Why a victim went that way."""
+    """Why that mode was chosen."""
 
     CHEAPER = "cheaper"
     HOST_FULL = "host_full"
@@ -195,7 +188,9 @@ class PreemptionReason(StrEnum):
 def choose_preemption_mode(
     cost: SwapCost, rates: Rates, *, host_has_room: bool, may_swap: bool
 ) -> tuple[PreemptionMode, PreemptionReason]:
-    """How a victim with this cost gives way, and why: ``host_has_room`` for its blocks, and ``may_swap`` one more."""
+    """How a victim with this cost is preempted, the cheaper way in seconds, and why. ``host_has_room``: for its blocks.
+    ``may_swap``: one more sequence may be swapped.
+    """
     if not cost.bytes_to_move:
         return PreemptionMode.RECOMPUTE, PreemptionReason.CHEAPER
     if not host_has_room:

@@ -12,10 +12,6 @@ from quire_proto.sampling import SamplingParams, TokenLogprobs
 
 from quire_engine.core.block_pool import BlockCopy
 
-# What the core may know of a grammar: that it was compiled, and that outputs can be matched against it.
-#
-# Implemented in ``structured/``, by a library. The core hands grammars from requests to draws and never looks inside.
-
 
 class GrammarError(Exception):
     """A grammar cannot go on with this output: its limits were reached, or the output does not match it. The text is
@@ -40,7 +36,9 @@ class GrammarMatcher(Protocol):
 
 
 class Grammar(Protocol):
-    """A compiled grammar: constant, shared by all outputs that are held to it, safe to use from any thread."""
+    """A compiled grammar: constant, shared by all outputs that are held to it, safe to use from any thread. Implemented
+    in ``structured_output``, by a library; the core only passes it from requests to draws.
+    """
 
     def new_matcher(self) -> GrammarMatcher:
         """The place before the first token of an output."""
