@@ -51,7 +51,7 @@ MAX_HEAD_BYTES = 16 * 1024
 MAX_HEADERS = 128  # each costs the loop a microsecond or two before any key is looked at
 _UPGRADE_HEADERS = (b"connection", b"upgrade", b"http2-settings")
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
-MAX_PIPELINED = 16  # requests that wait on one connection for the answer to another
+MAX_PIPELINED = 16  # requests that wait on one connection for the response to another
 _DISCONNECT_CHECK_PERIOD = 1.0  # seconds between checks of a client from which nothing is read
 _EVICT_TIMEOUT = 1.0  # seconds in which an evicted connection sends what was written
 _POLL_DISCONNECT = getattr(select, "POLLRDHUP", 0)  # Linux; elsewhere poll still reports a broken connection
@@ -228,7 +228,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """A request is answered, also one whose body is still coming."""
         if self._unanswered:
             answered = self._unanswered.popleft()
-            answered.body = bytearray()  # what came before the answer, and would stay as long as the connection idles
+            answered.body = bytearray()  # it would stay in memory as long as the connection idles
         super().on_response_complete()
         if self.transport.is_closing():
             self._close(self._limits.head)

@@ -128,7 +128,7 @@ class InferenceService(InferenceServicer):
                 response, ignored = await self._service.tokenize(
                     partial(messages.tokenize_request, request),
                     call.caller,
-                    lambda told: (messages.tokenize_response(told), told.ignored),
+                    lambda result: (messages.tokenize_response(result), result.ignored),
                     size=request.ByteSize(),
                 )
                 await call.begin(ignored_parameters_header(ignored))
@@ -191,11 +191,11 @@ class InferenceService(InferenceServicer):
             yield
 
     async def _send(self, answer: Response, respond: Respond, context: Context) -> None:
-        messages = DeltaMessages(answer, respond)
+        delta_messages = DeltaMessages(answer, respond)
         async with aclosing(answer.deltas) as deltas:
             with closing(WriteTimeout(self._client_timeout)) as client_timeout:
                 async for delta in deltas:
-                    message = messages.message(delta)
+                    message = delta_messages.message(delta)
                     if message is not None:
                         await _write(context, message, client_timeout)
                     if delta.usage is not None:

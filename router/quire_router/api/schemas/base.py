@@ -1,5 +1,6 @@
-"""How requests are read: values as they are, parameters of other servers refused where they would change the answer,
-and what is wrong told in this API's words.
+"""``StrictModel``: request bodies as pydantic models that take values as they are, refuse parameters of other servers
+where they would change the response, and explain errors in this API's words. Below it: the types of single fields.
+Above it: a bound on what a body costs to parse (``check_complexity``).
 """
 
 import re
@@ -22,13 +23,6 @@ from quire_proto.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES,
 
 from quire_router.core.errors import invalid_body
 
-# What a body would cost to read, judged before it is parsed. Knows JSON's marks, and no field.
-#
-# Parsing and validating hold the interpreter, so they hold up every stream of this process, in whatever thread they
-# run. The bytes of a text cost next to nothing, but each field, list and object costs up to microseconds: four
-# megabytes of them would take a second. Such a body says nothing to this service, and is refused.
-
-
 MAX_VALUES = 300_000
 MAX_PARTS = 16_384  # a conversation as long as is allowed, each message with one part
 _LIMITS = {
@@ -41,7 +35,12 @@ _LIMITS = {
 
 
 def check_complexity(body: bytes | bytearray) -> None:
-    """Raises ``QuireError`` INVALID for JSON with more values or parts than any request needs."""
+    """Raises ``QuireError`` INVALID for JSON with more values or parts than any request needs, before it is parsed.
+
+    Parsing and validating hold the interpreter, so they stall every stream of this process, in whatever thread they
+    run. The bytes of a text cost next to nothing, but each field, list and object costs up to microseconds: four
+    megabytes of them would take a second.
+    """
     if _excess(body) is None:
         return
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -51,7 +50,7 @@ def check_complexity(body: bytes | bytearray) -> None:
 
 
 def _excess(text: bytes | bytearray, marks: bytes = b'",:[{') -> str | None:
-    """What ``text`` has too much of, judged by its ``marks``."""
+    """Returns what ``text`` has too much of, judged by its ``marks``, as words; None for nothing."""
     for mark, (most, name) in _LIMITS.items():
         if mark in marks and text.count(mark) > most:
             return f"{most} {name}"
@@ -69,22 +68,22 @@ _UNPRINTABLE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A parameter that is known by its name only. ``neutral`` values of it say nothing, as null does. Any other would
-    change the answer, so it is refused with what to use ``instead``, a phrase; with None there it would not change the
-    answer, and is ignored.
+    """A parameter of another server. Its ``neutral`` values mean nothing, as null does. Any other value would change
+    the response, so it is refused with what to use ``instead``, a phrase; with None there it would not change the
+    response, and is ignored.
     """
 
     neutral: tuple[object, ...] = ()
     instead: str | None = None
 
     def is_neutral(self, value: object) -> bool:
-        """Whether a value says nothing. True is not 1 here."""
+        """Whether a value means nothing. True is not 1 here."""
         return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.neutral)
 
 
 class StrictModel(BaseModel):
-    """Reads values as they are, without guessing. Fields that it does not know are kept aside in ``model_extra``; those
-    of them that are ``unsupported`` are refused unless they change nothing, and ``ignored_parameters`` names the rest.
+    """Takes values as they are, without conversion. Unknown fields are kept in ``model_extra``; those of them that are
+    ``unsupported`` are refused unless they change nothing, and ``ignored_parameters`` names the rest.
     """
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
@@ -92,27 +91,27 @@ class StrictModel(BaseModel):
 
     @classmethod
     def from_json(cls, body: bytes | bytearray) -> Self:
-        """The object in a request's body. Raises ``QuireError`` INVALID with the field at fault."""
+        """Returns the object in a request's body. Raises ``QuireError`` INVALID with the field at fault."""
         check_complexity(body)
         return _check_supported(_refusing(lambda: cls.model_validate_json(body)))
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Self:
-        """The object with these fields. Raises as ``from_json`` does."""
+        """Returns the object with these fields. Raises as ``from_json`` does."""
         return _check_supported(_refusing(lambda: cls.model_validate(fields)))
 
 
 class LenientModel(StrictModel):
-    """A part of a conversation: what it does not know is dropped, because client libraries add to the messages that
-    they hand back.
+    """A part of a conversation: unknown fields are dropped, because client libraries add some to the messages that they
+    send back.
     """
 
     model_config = ConfigDict(extra="ignore")
 
 
 def ignored_parameters(request: StrictModel) -> Iterator[tuple[str, bool]]:
-    """What a request says beyond its schema, in its order: where it stands, and whether it is known so that only its
-    value is not followed. Null says nothing.
+    """Yields each field of a request that has no effect: its name with its path, and whether the parameter is known, so
+    that only its value is not followed. Leaves out nulls.
     """
     for owner, prefix in _objects(request):
         known = owner.unsupported
@@ -122,15 +121,15 @@ def ignored_parameters(request: StrictModel) -> Iterator[tuple[str, bool]]:
 
 
 def as_header_value(params: Sequence[str]) -> str:
-    """Names of parameters as the value of a header. Clients chose them, so they are few, short and of plain letters;
-    ``+7`` stands for seven more.
+    """Returns names of parameters as the value of a header. Clients chose them, so they are cut to a few short names of
+    plain letters; ``+7`` stands for seven more.
     """
     names = [_UNPRINTABLE.sub("?", param[:_MAX_NAME]) or "?" for param in params[:_MAX_NAMES]]
     return ", ".join([*names, f"+{len(params) - _MAX_NAMES}"] if len(params) > _MAX_NAMES else names)
 
 
 def unknown_parameter(param: str) -> QuireError:
-    """The refusal of a parameter that is not known."""
+    """Returns the error of an unknown parameter."""
     return invalid(param[:_MAX_PARAM], f"{param[:_MAX_PARAM]} is not a known parameter.")
 
 
@@ -145,8 +144,8 @@ def _check_supported(request: Model) -> Model:
 
 
 def _objects(model: StrictModel, prefix: str = "") -> Iterator[tuple[StrictModel, str]]:
-    """The object, and those in it that keep what they do not know, with what stands before the names of their fields.
-    Conversations, which may be long, are not gone through.
+    """Yields the object, and those in it that keep unknown fields, with the path before the names of their fields.
+    Leaves out conversations, which may be long.
     """
     yield model, prefix
     for name, value in model.__dict__.items():
@@ -172,8 +171,8 @@ def _refusing(read: Callable[[], T]) -> T:
 
 
 def _validation_error(error: ValidationError) -> QuireError:
-    """The first problem in the words of this API; the input itself is not repeated. Each problem is written out by the
-    library before one can be seen, so thousands of them are only counted.
+    """Returns the first problem in the words of this API, without the input. pydantic renders every problem before the
+    first can be read, so thousands of them are only counted.
     """
     if error.error_count() > _MAX_PROBLEMS:
         return invalid_body(f"{error.error_count()} values in the body are not what was expected.")
@@ -190,14 +189,11 @@ def _validation_error(error: ValidationError) -> QuireError:
 
 
 def _param(location: tuple[int | str, ...]) -> str:
-    """``("messages", 0, "content")`` as ``messages[0].content``."""
+    """Returns ``("messages", 0, "content")`` as ``messages[0].content``."""
     param = ""
     for part in location:
         param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else part
     return param[:_MAX_PARAM]
-
-
-# Parts of the request schemas: how single fields are read.
 
 
 MAX_STOPS = 16
@@ -213,7 +209,7 @@ _TOKEN_ID = re.compile("0|-?[1-9][0-9]{0,9}")  # one way to write each, so that 
 
 @dataclass(frozen=True)
 class Parsed:
-    """Marks a field that is read as ``kind``; whatever is wrong inside of it is told as ``refusal``, at the field."""
+    """Marks a field that is validated as ``kind``; any problem inside of it is one error, ``refusal``, at the field."""
 
     kind: Any
     refusal: str
@@ -228,7 +224,7 @@ class Parsed:
 
 
 def _as_list(prompt: Any) -> list[Any]:
-    """All prompts, also where there is only one."""
+    """Returns a list of prompts, also where there is only one."""
     several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     return prompt if several else [prompt]
 
@@ -247,7 +243,7 @@ def _stop(value: object) -> list[str]:
 
 
 def _logit_bias(value: object) -> dict[int, float]:
-    """Biases by token id, which JSON can only write as text."""
+    """Returns biases by token id, which JSON can only write as text."""
     if not isinstance(value, dict):
         raise invalid("logit_bias", "logit_bias must be an object of token ids and numbers.")
     if len(value) > MAX_BIASES:
@@ -270,7 +266,7 @@ def _bias(value: object) -> float:
 
 
 def _content(value: object) -> object:
-    """A message's text, also where it comes as a list of text parts that belong together."""
+    """Returns a message's text, joined where it is a list of text parts."""
     return "".join(map(_text_part, value)) if isinstance(value, list) else value
 
 

@@ -1,4 +1,6 @@
-"""The messages of a chat: what one may say, and that calls and their answers belong together."""
+"""The messages and tools of a chat, as pydantic models of the OpenAI API, and the checks across them: each tool message
+answers a call, and names are unique.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,9 +11,6 @@ from quire_proto.errors import QuireError, invalid
 from quire_proto.structured_output import MAX_TEXT
 
 from quire_router.api.schemas.base import Content, Label, LenientModel, Parsed, StrictModel
-
-# Tools in a chat request, as pydantic models of the OpenAI API: what may be called, and what answers have called.
-
 
 _OBJECT = TypeAdapter(dict[str, Any])
 
@@ -26,8 +25,8 @@ CallId = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARACTERS)]
 
 
 class Function(StrictModel):
-    """What a tool is called and takes. ``parameters`` is a JSON Schema of an object; without it nothing is taken.
-    ``strict`` holds calls to it also where none is forced.
+    """A tool's name and parameters. ``parameters`` is a JSON Schema of an object; without it there are none. ``strict``
+    constrains calls to it also where none is required.
     """
 
     name: Name
@@ -37,7 +36,7 @@ class Function(StrictModel):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        """``parameters``, also where there are none."""
+        """``parameters``, or the schema of an empty object."""
         nothing = {"type": "object", "properties": {}, "additionalProperties": False}
         return nothing if self.parameters is None else self.parameters
 
@@ -51,24 +50,24 @@ class Tool(StrictModel):
 
     @property
     def size(self) -> int:
-        """Characters that a template makes of it, about."""
+        """The length of what a template renders of it, in characters, about."""
         return len(json.dumps(self.to_template(), ensure_ascii=False))
 
     def to_template(self) -> dict[str, Any]:
-        """As templates expect it: always with parameters."""
+        """Returns it as templates expect it: always with parameters."""
         function = self.function
         described = {"description": function.description or "", "parameters": function.schema_of_arguments}
         return {"type": "function", "function": {"name": function.name, **described}}
 
 
 class ChosenFunction(StrictModel):
-    """The function that is to be called."""
+    """The function that must be called."""
 
     name: Name
 
 
 class ChosenTool(StrictModel):
-    """The one tool that is to be called."""
+    """The one tool that must be called."""
 
     type: Literal["function"]
     function: ChosenFunction
@@ -84,22 +83,22 @@ ToolChoice = Annotated[
 
 
 def _arguments(value: object) -> object:
-    """Arguments as text, also where a client library has read them, or has none."""
+    """Returns arguments as text, also where a client library has parsed them, or has none."""
     if isinstance(value, dict):
         return json.dumps(value, ensure_ascii=False)
     return "" if value is None else value
 
 
 class CalledFunction(LenientModel):
-    """What was called, with arguments as the model wrote them, which need not be JSON."""
+    """A called function, with arguments as the model wrote them, which need not be JSON."""
 
     name: Name
     arguments: Annotated[str, BeforeValidator(_arguments)] = ""
 
     @property
     def parsed(self) -> dict[str, Any]:
-        """The arguments, none where they are no JSON object: templates go through them by name, and a conversation
-        with a slip of the model in it must go on.
+        """The arguments by name, empty where they are no JSON object: templates iterate over them, and one mistake of
+        the model must not end a conversation.
         """
         try:
             return _OBJECT.validate_json(self.arguments)
@@ -108,21 +107,21 @@ class CalledFunction(LenientModel):
 
 
 class ToolCall(LenientModel):
-    """A call that an earlier answer made."""
+    """A tool call in an earlier message of the assistant."""
 
     id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
 
     def to_template(self) -> dict[str, Any]:
-        """As templates expect it: with arguments as an object."""
+        """Returns it as templates expect it: with arguments as an object."""
         function = {"name": self.function.name, "arguments": self.function.parsed}
         return {"id": self.id, "type": "function", "function": function}
 
 
 def check_tools(tools: Sequence[Tool], choice: "ToolChoice | None") -> None:
-    """Raises ``QuireError`` for tools of one name, schemas that are too large or of no object, and the choice of a tool
-    that is not there.
+    """Raises ``QuireError`` for two tools of one name, schemas that are too large or of no object, and the choice of an
+    unknown tool.
     """
     names: set[str] = set()
     for number, tool in enumerate(tools):
@@ -152,12 +151,12 @@ def _sizes(tools: Sequence[Tool]) -> Iterator[int]:
 
 
 def tools_too_large() -> QuireError:
-    """The refusal of tools that are too large to be looked at."""
+    """Returns the error of tools that are too large to be validated."""
     return invalid("tools", f"The tools have more than {MAX_TOOLS_CHARACTERS} characters in all.")
 
 
 def grammar_too_large(characters: int) -> QuireError:
-    """The refusal of tools whose grammar has so many characters."""
+    """Returns the error of tools whose grammar has so many characters."""
     return invalid("tools", f"The tools' schemas have {characters} characters in all but may have {MAX_TEXT} here.")
 
 
@@ -171,8 +170,8 @@ def _text_or_none(value: object) -> str | None:
 
 
 class ChatMessage(LenientModel):
-    """One message of a conversation. Its ``reasoning_content``, or ``reasoning``, is what an assistant thought, and its
-    ``refusal`` what it said in the place of an answer.
+    """One message of a conversation. ``reasoning_content``, or ``reasoning``, is the assistant's reasoning; ``refusal``
+    is its text where it refused.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -186,23 +185,23 @@ class ChatMessage(LenientModel):
 
     @property
     def size(self) -> int:
-        """Characters that a template makes of it, about."""
+        """The length of what a template renders of it, in characters, about."""
         calls = sum(len(call.function.arguments) + _CALL for call in self.tool_calls or ())
         return _MESSAGE + len(self.text) + len(self.reasoning_text) + calls
 
     @property
     def text(self) -> str:
-        """What it says."""
+        """The content, or the assistant's refusal."""
         return self.content or (self.refusal if self.role == "assistant" and self.refusal else "")
 
     @property
     def reasoning_text(self) -> str:
-        """What the assistant thought; empty where nothing is said of it."""
+        """The assistant's reasoning; empty for none."""
         return self.reasoning_content or self.reasoning or ""
 
     def to_template(self, names: Mapping[str, str] = {}) -> dict[str, Any]:
-        """What templates read; ``developer`` is the newer word for the system's role, which they know. ``names`` are
-        those of the tools that were called, by the ids of the calls.
+        """Returns what templates read; ``developer`` is the newer name of the role ``system``, which they have.
+        ``names`` are those of the tools that were called, by the ids of the calls.
         """
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self.text}
@@ -216,14 +215,14 @@ class ChatMessage(LenientModel):
 
 
 def to_template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """A conversation that was checked."""
+    """Returns a checked conversation as templates read it."""
     names = {call.id: call.function.name for message in messages for call in message.tool_calls or ()}
     return [message.to_template(names) for message in messages]
 
 
 def check_messages(messages: Sequence[ChatMessage]) -> None:
-    """Raises ``QuireError`` where something is missing, stands in a message of another role or is too much, or where
-    a message answers a call that was not made.
+    """Raises ``QuireError`` for fields that are missing, too large or in a message of the wrong role, and for a message
+    that answers no call.
     """
     arguments = sum(len(call.function.arguments) for message in messages for call in message.tool_calls or ())
     if arguments > MAX_ARGUMENTS_CHARACTERS:

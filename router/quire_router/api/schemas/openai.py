@@ -1,7 +1,8 @@
-"""What a request may say, as pydantic models: the OpenAI API's fields, and those that vLLM or this service add to it.
+"""Request bodies as pydantic models: the OpenAI API's fields, and those that vLLM or this service add to it.
 
-Both APIs build these objects, so that what one refuses the other refuses. Parameters of other servers that would change
-the answer are refused here too, with what to use instead (``UNSUPPORTED``).
+REST and gRPC both build these objects, so that what one refuses the other refuses. Parameters of other servers that
+would change the response are refused here too, with what to use instead (``UNSUPPORTED``). The form of an output can be
+said in OpenAI's words, in vLLM's newer and older ones and in SGLang's: all become one ``Structured``.
 """
 
 import json
@@ -41,10 +42,6 @@ from quire_router.api.schemas.conversation import (
     check_tools,
 )
 
-# What a client says about the form of an output, in OpenAI's words, in vLLM's newer and older ones and in SGLang's, as
-# one ``Structured``.
-
-
 _OBJECT = TypeAdapter(dict[str, Any])
 
 JsonSchema = Annotated[
@@ -80,8 +77,8 @@ class ResponseFormat(StrictModel):
 
 
 class StructuredOutputs(StrictModel):
-    """vLLM's ``structured_outputs``: one of its fields. Of what else it may say nothing is ignored: it would be about
-    the form of the output.
+    """vLLM's ``structured_outputs``: one of its fields. Unknown fields are never ignored here: they would be about the
+    form of the output.
     """
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
@@ -107,7 +104,7 @@ class StructuredOutputs(StrictModel):
 
 
 class StructuredBody(StrictModel):
-    """The fields of a request that say what its output must look like."""
+    """The fields of a request that constrain its output."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -121,8 +118,8 @@ class StructuredBody(StrictModel):
 
     @property
     def structured(self) -> Structured | None:
-        """What is asked for; None for any text. Raises ``QuireError`` INVALID with the field at fault, or with both
-        names of two that differ.
+        """The constraint; None for free text. Raises ``QuireError`` INVALID with the field at fault, or with the names
+        of two that differ.
         """
         asked = [*_from_response_format(self.response_format), *_from_other_fields(self)]
         forms = [field.read() for field in asked]
@@ -134,7 +131,7 @@ class StructuredBody(StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class _StructuredField:
-    """One wish: which field said it, and what."""
+    """A constraint as one field states it."""
 
     param: str
     kind: StructuredKind
@@ -149,9 +146,9 @@ class _StructuredField:
             raise invalid(self.param, error.message) from None
 
     def _schema(self) -> str:
-        """One text for one schema, however it was spaced; its order is kept, for it is the order of the output."""
+        """Returns the schema as text, the same for any spacing; keeps its order, which is the order of the output."""
         if isinstance(self.value, str) and len(self.value) > MAX_TEXT:
-            return self.value  # refused for its length, and not read first
+            return self.value  # refused for its length without parsing it
         try:
             schema = _OBJECT.validate_json(self.value) if isinstance(self.value, str) else self.value
             return json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -258,7 +255,7 @@ UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
     "typical_p": Unsupported((0, 1), _SAMPLERS),
     "xtc_probability": Unsupported((0,), _SAMPLERS),
 }
-"""Parameters of other servers, by their names in the body of a request; docs/api.md tells of them."""
+"""Parameters of other servers, by their names in the body of a request; see docs/api.md."""
 
 
 class StreamOptions(StrictModel):
@@ -318,13 +315,13 @@ class GenerationBody(StructuredBody):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether each chunk of a stream has the usage so far. As in vLLM that does not go without its end's."""
+        """Whether each chunk of a stream has the usage so far. As in vLLM that needs the usage at the end, too."""
         options = self.stream_options
         return options is not None and options.include_usage is not False and bool(options.continuous_usage_stats)
 
     @property
     def size(self) -> int:
-        """Characters of its prompts, about."""
+        """The length of its prompts in characters, about."""
         raise NotImplementedError
 
     @property
@@ -334,28 +331,28 @@ class GenerationBody(StructuredBody):
 
     @property
     def include_event_ids(self) -> bool:
-        """Whether the events of a stream have ids, after which it can be read on."""
+        """Whether the events of a stream have ids, from which it can be resumed."""
         return self.stream_options is not None and bool(self.stream_options.include_event_ids)
 
     @property
     def output_limit(self) -> int | None:
-        """The most tokens that the client asked for; None when it did not say."""
+        """The most output tokens that the client allows; None when it did not say."""
         return self.max_tokens
 
     @property
     def output_logprobs(self) -> int | None:
-        """How many most probable tokens come beside each of the output; None for no log-probabilities at all."""
+        """The number of most probable tokens shown with each output token; None for no log-probabilities at all."""
         raise NotImplementedError
 
     @property
     def all_prompt_logprobs(self) -> int | None:
-        """The same for the prompt, also where another field needs them."""
+        """The same for the prompt's tokens, also where another field needs them."""
         return self.prompt_logprobs
 
     @property
     def search_width(self) -> int:
-        """The beams of the search that is asked for, 0 for none. vLLM's ``use_beam_search`` takes ``n`` or ``best_of``
-        for it. Raises ``QuireError``.
+        """The number of beams of a beam search, 0 for none. vLLM's ``use_beam_search`` takes ``n`` or ``best_of`` for
+        it. Raises ``QuireError``.
         """
         if self.use_beam_search is False and self.beam_width:
             raise invalid("beam_width", "beam_width and use_beam_search set to false exclude each other.")
@@ -368,7 +365,7 @@ class GenerationBody(StructuredBody):
 
     @property
     def effective_best_of(self) -> int | None:
-        """``best_of``, where it does not mean the width of a search."""
+        """``best_of``, where it does not mean the number of beams."""
         return None if self.use_beam_search and not self.beam_width else self.best_of
 
 
@@ -393,17 +390,17 @@ class CompletionRequest(GenerationBody):
 
     @property
     def size(self) -> int:
-        """Characters and tokens of its prompts."""
+        """The length of its prompts in characters or tokens."""
         return sum(map(len, self.prompt))
 
     @property
     def output_logprobs(self) -> int | None:
-        """As it is said."""
+        """See ``GenerationBody``."""
         return self.logprobs
 
     @property
     def all_prompt_logprobs(self) -> int | None:
-        """Those of a prompt that is echoed come with the output's."""
+        """See ``GenerationBody``; those of a prompt that is echoed come with the output's."""
         return self.logprobs if self.prompt_logprobs is None and self.echo else self.prompt_logprobs
 
 
@@ -415,7 +412,7 @@ class TemplateOptions(StrictModel):
 
 
 class TemplatedBody(StrictModel):
-    """What the model's chat template is asked for beside messages."""
+    """What a request gives the model's chat template besides messages."""
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     reasoning_effort: Effort | None = None
@@ -423,12 +420,12 @@ class TemplatedBody(StrictModel):
 
     @property
     def offered_tools(self) -> Sequence[Tool]:
-        """The tools that the chat template writes into the prompt."""
+        """The tools that the chat template renders into the prompt."""
         return self.tools or ()
 
     @property
     def call_required(self) -> bool:
-        """Whether the answer must be a call."""
+        """Whether the output must be a tool call."""
         return False
 
 
@@ -465,12 +462,12 @@ class ChatRequest(TemplatedBody, GenerationBody):
 
     @property
     def size(self) -> int:
-        """Characters that a template makes of it, about."""
+        """The length of its prompt in characters, about."""
         return sum(message.size for message in self.messages) + sum(tool.size for tool in self.offered_tools)
 
     @property
     def offered_tools(self) -> Sequence[Tool]:
-        """The tools that the model is told of: none where it may call none."""
+        """The tools that the chat template renders into the prompt: none where the model may call none."""
         return () if self.tool_choice == "none" else self.tools or ()
 
     @property
@@ -482,12 +479,12 @@ class ChatRequest(TemplatedBody, GenerationBody):
 
     @property
     def call_required(self) -> bool:
-        """Whether the answer must be a call."""
+        """Whether the output must be a tool call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, ChosenTool)
 
     @property
     def is_guided(self) -> bool:
-        """Whether something about calls must hold, so that a grammar has to see to it."""
+        """Whether tool calls must be constrained by a grammar."""
         strict = any(tool.function.strict for tool in self.offered_tools)
         return bool(self.offered_tools) and (self.call_required or strict or self.parallel_tool_calls is False)
 
