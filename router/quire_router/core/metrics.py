@@ -13,17 +13,14 @@ from quire_proto.telemetry import Metric
 
 from quire_router.core.errors import RefusalReason
 
-# What a worker is told by the process that started it: its number and ports, and the pipe that says that it is still
-# there.
-
-
 _VARIABLE = "QUIRE_ROUTER_WORKER_PLACE"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """``http_port`` and ``grpc_port`` are shared with the other workers. ``parent`` is a file descriptor that reads as
-    ended once the supervisor is gone. ``number`` counts the workers from 1.
+    """What a worker gets from the process that started it. ``http_port`` and ``grpc_port`` are shared with the other
+    workers. ``parent`` is a file descriptor that reads as ended once the supervisor is gone. ``number`` counts the
+    workers from 1.
     """
 
     http_port: int
@@ -37,7 +34,7 @@ class WorkerContext:
 
     @classmethod
     def own(cls) -> "WorkerContext | None":
-        """This process's place; None when it is not a worker."""
+        """Returns this process's context, once; None if it is not a worker."""
         told = os.environ.pop(_VARIABLE, None)
         return None if told is None else cls(**json.loads(told))
 

@@ -1,4 +1,4 @@
-"""One engine's account: what all routers have in flight there and what it says itself, as its row of the table.
+"""One engine's load: what all routers have in flight there and what it says itself, as its row of the table.
 
 Does no I/O. The engine's reports and the routers' counts know different things about the prompt tokens that are still
 to be computed. A report knows how far long prompts have come, what was preempted, and the requests of routers that
@@ -193,22 +193,20 @@ class EngineLoad:
         self._token_seconds = float(table.token_seconds[row] + table.step_seconds[row] / table.step_tokens[row])
 
 
-# How much work the other routers have sent to engines that this one has not heard of yet. Does no I/O.
-
-
 _MEMORY = 2.0
-"""Seconds over which the others' dispatches are averaged."""
+"""Seconds over which the other routers' dispatches are averaged."""
 
 _LATEST = 1 / 16
-"""What the latest share counts in the mean of how long shares take."""
+"""Weight of the latest message in the mean of how long messages take."""
 
 
 class UnseenLoadEstimate:
-    """By Little's law it is what the others dispatch in a second times the seconds until a share is heard. How long
-    that takes a router sees by its own shares, as it hears those too. ``clock`` is monotonic, in seconds.
+    """How much work the other routers have sent to engines that this one does not know of yet. By Little's law it is
+    what they dispatch in a second times the seconds until a message of theirs is received. How long that takes a router
+    measures by its own messages, as it receives those too. ``clock`` is monotonic, in seconds.
     """
 
-    __slots__ = ("_age", "_changed", "_clock", "_dispatched", "_noted", "_told")
+    __slots__ = ("_age", "_changed", "_clock", "_dispatched", "_noted", "_published")
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -216,56 +214,49 @@ class UnseenLoadEstimate:
         self._noted = clock()
         self._age = 0.0
         self._changed: float | None = None
-        self._told: tuple[int, float] | None = None
+        self._published: tuple[int, float] | None = None
 
     def tokens(self) -> float:
-        """Prompt tokens, on average."""
+        """Returns the prompt tokens, on average."""
         return self._age * self._dispatched * self._decay() / _MEMORY
 
     def on_remote_dispatch(self, tokens: int) -> None:
-        """Another router told that it had sent so many more to engines."""
+        """Records that another router has sent so many more to engines."""
         self._dispatched = self._dispatched * self._decay() + tokens
         self._noted = self._clock()
 
     def on_local_change(self) -> None:
-        """What this router has in flight changed; it was not told yet."""
+        """Records that what this router has in flight changed, which is not published yet."""
         if self._changed is None:
             self._changed = self._clock()
 
     def on_published(self, sequence: int) -> None:
-        """This router's share of this number is on its way, with all changes so far."""
-        if self._told is None and self._changed is not None:
-            self._told = sequence, self._changed
+        """Records that this router's message of this number was published, with all changes so far."""
+        if self._published is None and self._changed is not None:
+            self._published = sequence, self._changed
         self._changed = None
 
     def on_received(self, sequence: int) -> None:
-        """This router's own share arrived, as it did at the others."""
-        if self._told is not None and sequence >= self._told[0]:
-            age = self._clock() - self._told[1]
+        """Records that this router's own message arrived, as it did at the others."""
+        if self._published is not None and sequence >= self._published[0]:
+            age = self._clock() - self._published[1]
             self._age += (age - self._age) * (_LATEST if self._age else 1.0)
-            self._told = None
+            self._published = None
 
     def _decay(self) -> float:
         return exp((self._noted - self._clock()) / _MEMORY)
 
 
-# The in-flight work of all routers on all engines, added up in the columns of the table. Does no I/O.
-#
-# Each router counts what it has in flight itself, and hears of the others' shares. A share replaces the one before, so
-# a message that was lost costs nothing but time, and a router that is silent for its lease is forgotten with all it
-# had.
-
-
 MAX_PEERS = 256
 CAPACITY_SECONDS = 0.25
-"""A step or two: an engine must not run dry, and what waits in it waits in the order in which it came, whoever sent
-it. In the fleet simulator it costs nothing against 2 s, and others' waits during a flood a third.
+"""A step or two: an engine must not run dry, and what waits in it waits in the order in which it came, from all
+routers. In the fleet simulator it costs nothing against 2 s, and others' waits during a flood a third.
 """
 
 
 @dataclass(slots=True)
 class _RemoteRouter:
-    """What another router said last, and for how many ticks it is believed."""
+    """Another router's last message, and for how many ticks it is valid."""
 
     message: LoadMessage
     ticks: int
@@ -274,31 +265,35 @@ class _RemoteRouter:
 class LedgerEntry:
     """What one dispatched request counts for, from ``LoadLedger.begin`` until ``end``. Each may be called twice."""
 
-    __slots__ = ("_account", "_counts", "_sequences")
+    __slots__ = ("_counts", "_load", "_sequences")
 
-    def __init__(self, account: EngineLoad, *, pending_tokens: int, sequences: int) -> None:
-        self._account = account
+    def __init__(self, load: EngineLoad, *, pending_tokens: int, sequences: int) -> None:
+        self._load = load
         self._sequences = sequences
         self._counts = ZERO_COUNTS
         self._set((1, max(0, pending_tokens), 0))
 
     def on_first_output(self) -> None:
-        """Its first output was heard: its prompt is computed, and its sequences decode."""
+        """Counts its first output: its prompt is computed, and its sequences decode."""
         if self._counts != ZERO_COUNTS:
             self._set((1, 0, self._sequences))
 
     def end(self) -> None:
-        """It counts for nothing any more."""
+        """Ends the count."""
         if self._counts != ZERO_COUNTS:
             self._set(ZERO_COUNTS)
 
     def _set(self, counts: Counts) -> None:
         before, self._counts = self._counts, counts
-        self._account.change_local(before, counts)
+        self._load.change_local(before, counts)
 
 
 class LoadLedger:
-    """The load of one router's engines. ``on_change`` is called when this router's own load has changed,
+    """The work in flight of all routers at all engines, added up in the columns of the table. Each router counts its
+    own, and receives the others' messages. A message replaces the one before, so one that was lost costs nothing but
+    time, and a router that is silent for its lease is forgotten with all it had.
+
+    ``on_change`` is called when this router's own load has changed,
     ``on_capacity`` when an engine got capacity (see ``EngineLoad``). ``clock`` is monotonic, in seconds. The publisher
     of this router's load reports to ``unseen`` when it published a message and when it received its own.
     """
@@ -327,8 +322,8 @@ class LoadLedger:
     # Engines
 
     def add(self, engine_id: str) -> EngineLoad:
-        """Opens a new engine's account, with what the others have in flight there already."""
-        account = self._engines[engine_id] = EngineLoad(
+        """Opens a new engine's load, with what the others have in flight there already."""
+        load = self._engines[engine_id] = EngineLoad(
             self._table,
             self._table.add(engine_id),
             capacity_seconds=self._capacity_seconds,
@@ -337,33 +332,31 @@ class LoadLedger:
             clock=self._clock,
         )
         for share in self._remote_loads():
-            account.change_remote(ZERO_COUNTS, share.engines.get(engine_id, ZERO_COUNTS))
-        return account
+            load.change_remote(ZERO_COUNTS, share.engines.get(engine_id, ZERO_COUNTS))
+        return load
 
     def remove(self, engine_id: str) -> None:
-        """Closes the account of an engine that this router has nothing in flight on."""
-        account = self._engines.pop(engine_id)
-        assert account.local == ZERO_COUNTS, "a request of this router is in flight there"
-        account.closed = True
+        """Closes the load of an engine that this router has nothing in flight on."""
+        load = self._engines.pop(engine_id)
+        assert load.local == ZERO_COUNTS, "a request of this router is in flight there"
+        load.closed = True
         self._table.remove(engine_id)
 
-    # What this router has
+    # In flight at this router
 
     def begin(self, engine_id: str, *, pending_tokens: int, sequences: int = 1) -> LedgerEntry:
-        """A request was dispatched: ``pending_tokens`` of its prompt are not cached there. Raises ``KeyError``."""
+        """Counts a dispatched request: ``pending_tokens`` of its prompt are not cached there. Raises ``KeyError``."""
         return LedgerEntry(self._engines[engine_id], pending_tokens=pending_tokens, sequences=sequences)
 
     def local_load(self) -> RouterLoad:
-        """What the other routers need to hear."""
-        return RouterLoad(
-            {engine_id: account.local for engine_id, account in self._engines.items() if account.local[0]}
-        )
+        """Returns what this router has in flight, for the others."""
+        return RouterLoad({engine_id: load.local for engine_id, load in self._engines.items() if load.local[0]})
 
-    # What the others have
+    # In flight at the other routers
 
     def on_message(self, message: LoadMessage, ticks: int) -> bool:
-        """Another router told its share, which is good for so many ticks; one that came before is not taken again.
-        False when too many routers are known.
+        """Takes over another router's message, which is valid for so many ticks; an older one is ignored. Returns False
+        if too many routers are known.
         """
         peer = self._peers.get(message.router_id)
         if peer is None and len(self._peers) >= MAX_PEERS:
@@ -378,15 +371,13 @@ class LoadLedger:
         return True
 
     def tick(self) -> None:
-        """Time passes: forgets the routers that were silent for too long."""
+        """Counts a tick, and forgets the routers whose messages have expired."""
         for router_id, peer in list(self._peers.items()):
             peer.ticks -= 1
             if peer.ticks <= 0:
                 del self._peers[router_id]
                 self._replace_load(peer.message.load, RouterLoad())
         self._table.unseen_tokens = self.unseen.tokens()
-
-    # Inside
 
     def _on_local_change(self) -> None:
         self.unseen.on_local_change()
@@ -396,7 +387,7 @@ class LoadLedger:
         return (peer.message.load for peer in self._peers.values())
 
     def _replace_load(self, before: RouterLoad, after: RouterLoad) -> None:
-        """Moves the accounts that differ. Engines that are not known here keep in the share until they are."""
+        """Changes the loads that differ. Engines that are not known here keep in the share until they are."""
         for engine_id, counts in after.engines.items():
             self._change_remote(engine_id, before.engines.get(engine_id, ZERO_COUNTS), counts)
         for engine_id, counts in before.engines.items():
@@ -404,12 +395,12 @@ class LoadLedger:
                 self._change_remote(engine_id, counts, ZERO_COUNTS)
 
     def _change_remote(self, engine_id: str, before: Counts, after: Counts) -> None:
-        if before != after and (account := self._engines.get(engine_id)) is not None:
-            account.change_remote(before, after)
+        if before != after and (load := self._engines.get(engine_id)) is not None:
+            load.change_remote(before, after)
 
 
 def _dispatched(before: RouterLoad, after: RouterLoad) -> int:
-    """Prompt tokens that came to engines from one share to the next."""
+    """Returns the prompt tokens that were dispatched from one message to the next."""
     more = (
         pending - before.engines.get(engine_id, ZERO_COUNTS)[1] for engine_id, (_, pending, _) in after.engines.items()
     )

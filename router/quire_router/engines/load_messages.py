@@ -15,29 +15,27 @@ from quire_proto.hashing import HASH_BYTES
 from quire_router.placement.engine_table import EngineTable
 from quire_router.placement.prefix_index import PrefixIndex
 
-# Blocks that engines will have soon, because some router sent a prompt there: told to the other routers, and heard.
-#
-# An engine's own word comes when the prompt is computed. Until then the next prompt that begins alike may come to any
-# router, and one that does not know would send it elsewhere, where the same would be computed again. Does no I/O.
-
-
 MAX_PROMPT_HASHES = 64
-"""Blocks of one prompt that are told. Most of what prompts share is at their beginning."""
+"""Blocks of one prompt that are published. Most of what prompts share is at their beginning."""
 
 MAX_HASHES = 4096
-"""Blocks of all prompts that are told at once: 64 KiB of names."""
+"""Blocks of all prompts in one message: 64 KiB of hashes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculativePrefix:
-    """An engine will soon have the blocks of these names, which follow each other in one prompt."""
+    """Blocks that an engine will have soon, by their hashes; they follow each other in one prompt."""
 
     engine_id: str
     hashes: tuple[bytes, ...]
 
 
 class SpeculativeBlocks:
-    """Of one router, whose ``index`` learns what the others expect. ``clock`` is the index's, in seconds."""
+    """Blocks that engines will have soon, because a router sent a prompt there: published to the other routers, and
+    received into the ``index``, whose ``clock`` counts seconds. An engine reports them when the prompt is computed.
+    Until then the next prompt that begins alike may come to any router, and one that does not know would send it
+    elsewhere, where the same would be computed again.
+    """
 
     def __init__(self, table: EngineTable, index: PrefixIndex, clock: Callable[[], float] = monotonic) -> None:
         self._table = table
@@ -47,7 +45,7 @@ class SpeculativeBlocks:
         self._num_hashes = 0
 
     def add(self, engine_id: str, names: Iterable[bytes]) -> None:
-        """This router sent a prompt there of which these blocks are new to the engine. Of one prompt the first
+        """Records that this router sent a prompt of which these blocks are new to the engine. Of one prompt the first
         ``MAX_PROMPT_HASHES`` are kept, and of all the newest, ``MAX_HASHES`` together.
         """
         expectation = SpeculativePrefix(engine_id, tuple(islice(names, MAX_PROMPT_HASHES)))
