@@ -1,6 +1,5 @@
-"""``TorchExecutor``: makes batches of plans, has them computed, and draws tokens from the logits.
-
-It knows plans and tensors. Which sequence gets which blocks, and why, is the scheduler's.
+"""``TorchExecutor``: makes an input batch of a scheduler output, runs the model on it and samples tokens from the
+logits.
 """
 
 import logging

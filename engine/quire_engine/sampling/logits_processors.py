@@ -5,9 +5,9 @@
     3. what would complete a bad word, or end an output before ``min_tokens``, becomes -inf;
     4. what the grammar does not allow becomes -inf.
 
-Temperature, top-k, top-p and min-p come after them, in this order, in ``sampler``. The order is vLLM's, but for min-p,
-which vLLM applies before top-k, and transformers where we do. The position of the last two makes no difference to
-what is drawn, as -inf stays -inf; they are last so that the others see finite numbers only.
+Temperature, top-k, top-p and min-p come after them, in this order, in ``sample_ops``. The order is vLLM's, but for
+min-p, which vLLM applies before top-k, and transformers where we do. The position of the last two makes no difference
+to what is drawn, as -inf stays -inf; they are last so that the others see finite numbers only.
 
 Each one touches only the rows that ask for it.
 """
@@ -25,12 +25,12 @@ from quire_engine.device.accelerator import upload_arrays
 from quire_engine.sampling.grammar_bitmask import GrammarBitmask, GrammarState, apply_grammar_bitmask
 from quire_engine.sampling.metadata import FloatArray, TokenArray, flat_indices, repeat_per_index, token_array
 
-# Logit bias: constants that a request adds to the scores of some tokens.
-
 
 @dataclass(frozen=True, slots=True)
 class LogitBias:
-    """``values`` [N] float32 to add to the scores of ``token_ids`` [N] int64, which are distinct."""
+    """Constants that a request adds to the scores of some tokens: ``values`` [N] float32 to add to the scores of
+    ``token_ids`` [N] int64, which are distinct.
+    """
 
     token_ids: TokenArray
     values: FloatArray
@@ -53,22 +53,19 @@ def apply_logit_bias(scores: torch.Tensor, biased: Sequence[tuple[int, LogitBias
         scores.view(-1).index_add_(0, *upload_arrays((indices, values), scores.device))
 
 
-# Repetition, frequency and presence penalties: scores that go down, or up, for tokens that occurred before.
-#
-# The repetition penalty (Keskar et al. 2019) looks at prompt and output, as transformers' does: it multiplies a
-# negative score and divides any other. Frequency and presence penalties look at the output alone, as the OpenAI API's
-# do: the first is taken from a score once for each time that the output has the token, the second once.
-#
-# Only the scores of tokens that occurred are touched, and a sequence's tokens are counted as they come.
-
-
 _LEAST, _MOST = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
 _TINY: float = torch.finfo(torch.float32).tiny
 _NO_TOKENS = np.empty(0, dtype=np.int64)
 
 
 class Penalties:
-    """One sequence's penalties and counts of the tokens that they apply to: a cache of its ``token_ids``."""
+    """One sequence's penalties and counts of the tokens that they apply to: a cache of its ``token_ids``.
+
+    The repetition penalty (Keskar et al. 2019) looks at prompt and output, as transformers' does: it multiplies a
+    negative score and divides any other. Frequency and presence penalties look at the output alone, as the OpenAI API's
+    do: the first is taken from a score once for each time that the output has the token, the second once. Only the
+    scores of tokens that occurred are touched, and a sequence's tokens are counted as they come.
+    """
 
     __slots__ = (
         "_counts",
@@ -178,11 +175,9 @@ def _apply_frequency_and_presence(scores: torch.Tensor, penalised: Sequence[tupl
     scores.view(-1).index_copy_(0, at, values)
 
 
-# Token bans: the tokens that would complete a bad word, or end an output that is shorter than ``min_tokens``.
-
-
 class TokenBans:
-    """The tokens that one sequence may not draw. Bad words are looked for in the output alone, not in the prompt, as in
+    """The tokens that one sequence may not draw: those that would complete a bad word, or end an output that is shorter
+    than ``min_tokens``. Bad words are looked for in the output alone, not in the prompt, as in
     vLLM.
     """
 

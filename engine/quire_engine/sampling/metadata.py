@@ -13,9 +13,6 @@ from quire_proto.sampling import SamplingParams
 
 from quire_engine.device.accelerator import upload_arrays
 
-# Flat indices into a matrix of scores, for logits processors that change a few tokens of each row.
-
-
 TokenArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 

@@ -4,7 +4,7 @@ argmax(score + Gumbel noise) is a draw from softmax(score) (Gumbel 1954; Maddiso
 
     score = (logit - highest logit of the row) / temperature, of the tokens that top-k, top-p and min-p keep,
 
-and the noise is that of ``noise``: a function of seed, position and token id. Greedy is the same argmax
+and the noise is that of ``metadata.gumbel_noise``: a function of seed, position and token id. Greedy is the same argmax
 without noise. Equal scores go to the lowest token id. A row's draw depends on that row's logits and
 parameters alone, whatever else is in the batch.
 

@@ -40,8 +40,6 @@ from quire_engine.sampling.sample_ops import (
     token_logprobs,
 )
 
-# The draws of a step, grouped by how they are made.
-
 
 @dataclass(frozen=True, slots=True)
 class DrawGroup:
@@ -80,7 +78,7 @@ class DrawGroup:
 
 @dataclass(frozen=True, slots=True)
 class DrawGroups:
-    """The draws of a step. Those of ``with_logprobs`` are in one of the other groups too."""
+    """The draws of a step, grouped by how they are made. Those of ``with_logprobs`` are in another group too."""
 
     greedy: DrawGroup = field(default_factory=DrawGroup)
     random: DrawGroup = field(default_factory=DrawGroup)
@@ -120,9 +118,6 @@ def select_rows(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 def index_array(indices: Sequence[int]) -> TokenArray:
     """Indices as int64, to be uploaded."""
     return np.array(indices, dtype=np.int64)
-
-
-# The tokens that a step has drawn, while they are copied to the host, and the result that is made of them there.
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,9 +337,6 @@ class _SamplingPass:
         token_ids = select_rows(self.token_ids, group.indices)
         num_top = max(num_top_logprobs(group))
         return compute_logprobs(group.select(self.logits), token_ids, num_top, allow_sync=self.allow_sync)
-
-
-# Log-probabilities of the tokens of prompts, computed for a bounded number of rows of logits at a time.
 
 
 def compute_prompt_logprobs(

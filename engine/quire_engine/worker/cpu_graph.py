@@ -1,8 +1,8 @@
 """Tapes of decode steps on the CPU: recorded when a batch size first comes, replayed whenever it comes again.
 
 A decode step of a small model is hundreds of short kernels, and between two of them the interpreter takes as long as
-they do. What CUDA graphs are on a GPU (see ``graphs``); but recording costs no more than the step itself, so sizes need
-no ladder and batches no padding. Knows models and attention, neither batches nor plans.
+they do. What CUDA graphs are on a GPU (see ``cuda_graph``); but recording costs no more than the step itself, so sizes
+need no ladder and batches no padding.
 """
 
 import ctypes
@@ -26,12 +26,6 @@ from quire_engine.models.base import LayeredModel, LayerInputs, Model
 
 log = logging.getLogger(__name__)
 
-# Calls of the compiled kernels, recorded once and then made again in one call.
-#
-# What a CUDA graph is on a GPU: the work of a function is recorded together with the memory that it used, and repeating
-# it costs the interpreter nothing. Knows kernels by their names, and nothing of what they compute.
-
-
 KERNELS = (
     *("quire_attention", "quire_linear", "quire_int8_linear"),
     *("quire_rms_norm", "quire_silu_mul", "quire_rotate"),
@@ -54,8 +48,9 @@ class NotCapturableError(RuntimeError):
 
 
 class CpuGraph:
-    """The recorded calls of a function on memory of their own. ``result`` is what the function returned, and where each
-    replay puts it.
+    """The calls of the compiled kernels that a function made, recorded once with the memory that they used, and then
+    made again in one call, which costs the interpreter nothing. ``result`` is what the function returned, and where
+    each replay puts it.
     """
 
     def __init__(self, kernels: ctypes.CDLL, calls: "list[_Call]", kept: list[object], result: torch.Tensor) -> None:

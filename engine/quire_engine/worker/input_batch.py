@@ -1,4 +1,4 @@
-"""The tensors of one step, made from its chunks. Knows plans and numpy, no model."""
+"""The tensors of one step, made from its chunks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

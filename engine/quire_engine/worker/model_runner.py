@@ -1,6 +1,6 @@
 """``ModelRunner``: one model, its KV memory and its attention backend on one device. Every rank has one.
 
-It knows batches and block copies: neither plans nor what is made of logits. On CUDA nothing here waits for the device.
+On CUDA nothing here waits for the device.
 """
 
 import logging
@@ -38,13 +38,12 @@ from quire_engine.worker.memory import CacheSizes
 
 log = logging.getLogger(__name__)
 
-# All of a torch executor but its KV memory: the model, its attention, and what blocks for it look like. Knows no plans.
-
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """``max_model_len`` is the longest sequence in tokens. ``graph_sizes`` are the batch sizes of decode steps that are
-    recorded as graphs on a GPU, where model and attention allow it; where there are any, the CPU records tapes.
+    """A model, its attention and its limits: all that a ``ModelRunner`` is made of but the KV memory. ``max_model_len``
+    is the longest sequence in tokens. ``graph_sizes`` are the batch sizes of decode steps that are recorded as graphs
+    on a GPU, where model and attention allow it; where there are any, the CPU records tapes.
     """
 
     config: ModelConfig
