@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from tests.bench.model import MIB, SHAPE, make_model
-from tests.support.engine_link import Link
+from tests.support.engine_session import EngineSession
 from tests.support.processes import Engine
 
 POOL_MIB = 128
@@ -34,7 +34,7 @@ def main() -> None:
 
 def work(engine: Engine) -> None:
     generator = random.Random(0)
-    with Link(engine, "bench") as link:
+    with EngineSession(engine, "bench") as link:
         link.snapshot()
         for index in range(REQUESTS):
             prompt = [generator.randrange(3, SHAPE["vocab_size"]) for _ in range(INPUT)]

@@ -16,10 +16,10 @@ from tests.chaos.certificates import Certificates
 from tests.chaos.cluster import Cluster
 from tests.chaos.demo import make_model
 from tests.chaos.proxy import Proxy
+from tests.support.forked_engines import ForkedEngine
 from tests.support.ports import free_port
 from tests.support.processes import Engine, Process, Router
 from tests.support.redis_server import Clock, RedisServer, redis_server
-from tests.support.warm import WarmEngine
 
 MODEL = "quire-demo"
 KEYS = {"house": "the-key-of-the-house", "guests": "the-key-of-all-guests"}
@@ -266,7 +266,7 @@ def _engine(number: int, model: Path, stack: Stack) -> EnginePart:
 
     def place() -> Callable[[], Engine]:
         port, flags = free_port(), (*ENGINE_FLAGS, *stack.form.engine_flags, *certified)
-        return lambda: WarmEngine(model, model.parent, *flags, port=port)
+        return lambda: ForkedEngine(model, model.parent, *flags, port=port)
 
     return EnginePart(f"engine {number}", place, stack.cluster)
 

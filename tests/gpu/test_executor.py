@@ -13,8 +13,8 @@ from quire_proto.sampling import SamplingParams
 from tests.model.engine import load, run
 from tests.model.models import OUTPUT_TOKENS, SmallModels
 from tests.model.test_bfloat16 import PARAMS, check_close, theirs
-from tests.support.draws import make_draw
 from tests.support.executors import load_executor
+from tests.support.sampling_inputs import make_draw
 
 pytestmark = pytest.mark.gpu
 PRESSURES = {"no pressure": (200, 0), "recompute": (24, 0), "swap": (24, 200)}

@@ -8,8 +8,8 @@ from quire_proto.sampling import SamplingParams
 from tests.model.engine import load, run
 from tests.model.models import VOCAB_SIZE, SmallModels
 from tests.model.overlapping import Loop, assert_equal, came_of, some_sequences
-from tests.support.draws import ModuloGrammar
 from tests.support.executors import load_executor
+from tests.support.sampling_inputs import ModuloGrammar
 
 pytestmark = pytest.mark.gpu
 PRESSURES = {"no pressure": (200, 0), "recompute": (24, 0), "swap": (24, 200)}

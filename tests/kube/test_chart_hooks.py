@@ -12,8 +12,8 @@ from tests.kube.helm import ROOT, Helm, HelmError, Releases
 from tests.kube.helm_api import Cluster, Key
 from tests.kube.pod_player import PodPlayer, secret
 from tests.kube.values import example_values, with_values
+from tests.support.forked_engines import ForkedEngine
 from tests.support.processes import Router
-from tests.support.warm import WarmEngine
 
 MODEL = ROOT / "demo" / "model"
 NAME = "quire-demo"
@@ -48,7 +48,7 @@ def served(helm: Helm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     release = helm.cluster(cluster)
     release.install(with_values(example_values("cpu-demo"), models__demo__servedName=NAME))
     key = secret(cluster, KEYS.name)["api-keys"]
-    engine = WarmEngine(MODEL, folder, *SMALL)
+    engine = ForkedEngine(MODEL, folder, *SMALL)
     router = Router(MODEL, [engine.address], folder, QUIRE_ROUTER_API_KEY=key)
     try:
         engine.wait_ready()

@@ -20,8 +20,8 @@ from tests.kube.helm import Helm, Release
 from tests.kube.manifests import Pod, components, pods
 from tests.kube.settings import environment
 from tests.kube.values import example_values, with_values
-from tests.support.api_stage import open_stage
 from tests.support.ports import free_port
+from tests.support.scripted_api import open_stage
 
 KEY = "key-of-the-tests-" + 32 * "k"
 

@@ -49,7 +49,7 @@ def test_every_query_heeds_the_dashboards_variables(path):
         for target in panel.get("targets", ()):
             used = set(re.findall(r"\$\{?([a-z]+)\}?", target["expr"]))
             assert used <= variables, panel["title"]
-            for series in queries.asked(target["expr"]):
+            for series in queries.selectors(target["expr"]):
                 assert "namespace" in series.labels, panel["title"]
             assert target["datasource"]["uid"] == "${datasource}"
 
@@ -62,7 +62,7 @@ def test_legends_name_labels_that_are_left(path):
             wanted = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
             grouped = queries.grouped(target["expr"])
             left = grouped or set().union(
-                queries.TARGET_LABELS, *(each.labels for each in queries.asked(target["expr"]))
+                queries.TARGET_LABELS, *(each.labels for each in queries.selectors(target["expr"]))
             )
             assert wanted <= left, panel["title"]
 
@@ -88,8 +88,13 @@ def test_panels_do_not_overlap_and_say_what_they_show(path):
 def test_between_them_they_show_every_metric():
     """But the names that others' dashboards know."""
     shown = {
-        series.name for path in DASHBOARDS for _, query in expressions(load(path)) for series in queries.asked(query)
+        series.name
+        for path in DASHBOARDS
+        for _, query in expressions(load(path))
+        for series in queries.selectors(query)
     }
     families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
-    every = {re.sub(r"_(bucket|sum|count)$", "", name) for name in queries.told() if not name.startswith("vllm:")}
+    every = {
+        re.sub(r"_(bucket|sum|count)$", "", name) for name in queries.exported_metrics() if not name.startswith("vllm:")
+    }
     assert not every - families

@@ -10,7 +10,7 @@ from quire_proto.errors import ErrorCode
 from quire_proto.sampling import TokenLogprobs
 
 from tests.model.models import VOCAB_SIZE
-from tests.support.draws import ModuloGrammar, make_draw
+from tests.support.sampling_inputs import ModuloGrammar, make_draw
 
 # Sequences have blocks of their own, enough for all their tokens.
 BLOCKS_EACH = 6

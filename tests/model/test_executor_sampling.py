@@ -11,8 +11,8 @@ from quire_proto.errors import ErrorCode
 from quire_proto.sampling import TokenLogprobs
 
 from tests.model.models import VOCAB_SIZE, SmallModels, oracle_model
-from tests.support.draws import ModuloGrammar, ModuloMatcher, make_draw
 from tests.support.executors import load_executor
+from tests.support.sampling_inputs import ModuloGrammar, ModuloMatcher, make_draw
 
 POOL = 4 << 20
 BLOCKS = [5, 3, 9, 2]

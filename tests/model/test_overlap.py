@@ -20,8 +20,8 @@ from tests.model.engine import load as load_engine
 from tests.model.engine import run as run_engine
 from tests.model.models import OUTPUT_TOKENS, VOCAB_SIZE, SmallModels, small_model
 from tests.model.overlapping import Loop, Sequence, assert_equal, came_of, some_sequences
-from tests.support.draws import ModuloGrammar, make_draw
 from tests.support.executors import load_executor
+from tests.support.sampling_inputs import ModuloGrammar, make_draw
 
 POOL = 4 << 20
 

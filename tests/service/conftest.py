@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
+from tests.support.forked_engines import ForkedEngine
 from tests.support.processes import Router
 from tests.support.redis_server import RedisServer, redis_server
-from tests.support.warm import WarmEngine
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "demo" / "model"
@@ -22,7 +22,7 @@ SMALL_POOLS = ("--kv-cache-memory", str(64 << 20), "--swap-space", "0.0625")
 @dataclass(frozen=True)
 class Stack:
     redis: RedisServer
-    engines: list[WarmEngine]
+    engines: list[ForkedEngine]
     router: Router
 
     @property
@@ -34,7 +34,7 @@ class Stack:
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("stack")
     with redis_server() as redis:
-        engines = [WarmEngine(DEMO, folder, *SMALL_POOLS) for _ in range(2)]
+        engines = [ForkedEngine(DEMO, folder, *SMALL_POOLS) for _ in range(2)]
         router = Router(DEMO, [engine.address for engine in engines], folder, "--redis-url", redis.url)
         try:
             for process in (*engines, router):

@@ -20,11 +20,11 @@ from quire.keda.externalscaler_pb2_grpc import ExternalScalerStub
 
 from tests.service.conftest import DEMO, FLOAT32, MODEL, SMALL_POOLS
 from tests.support.autoscalers import RESOURCE, Cluster, ask, value
+from tests.support.forked_engines import ForkedEngine, warm_up
 from tests.support.hpa import Hpa
 from tests.support.ports import free_port
 from tests.support.processes import Engine, Router, eventually, fetch
 from tests.support.redis_server import RedisServer, redis_server
-from tests.support.warm import WarmEngine, warm_up
 
 HELD, LONG = 20, 2
 PATIENCE = 120.0
@@ -91,7 +91,7 @@ class Stage:
         for port in self.ports:
             if len(self.engines) < replicas and port not in self.engines:
                 flags = (*SMALL_POOLS, *FLOAT32, "--shutdown-timeout", "0.2")
-                self.engines[port] = WarmEngine(DEMO, self.folder, *flags, port=port)
+                self.engines[port] = ForkedEngine(DEMO, self.folder, *flags, port=port)
         while len(self.engines) > replicas:
             port = max(self.engines, key=lambda each: self.engines[each].metric("quire_engine_running_sequences"))
             engine = self.engines.pop(port)

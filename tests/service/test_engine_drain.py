@@ -9,14 +9,14 @@ from quire.v1 import engine_pb2 as pb
 from quire.v1 import types_pb2
 
 from tests.service.conftest import DEMO, SMALL_POOLS
-from tests.support.engine_link import Link
+from tests.support.engine_session import EngineSession
+from tests.support.forked_engines import ForkedEngine
 from tests.support.processes import Engine
-from tests.support.warm import WarmEngine
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
-    engine = WarmEngine(DEMO, tmp_path, *SMALL_POOLS)
+    engine = ForkedEngine(DEMO, tmp_path, *SMALL_POOLS)
     try:
         yield engine.wait_ready()
     finally:
@@ -24,7 +24,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 
 def test_every_router_hears_at_once_that_the_engine_drains(engine: Engine) -> None:
-    with Link(engine, "busy") as busy, Link(engine, "idle") as idle:
+    with EngineSession(engine, "busy") as busy, EngineSession(engine, "idle") as idle:
         for link in (busy, idle):
             assert not link.snapshot().draining
         busy.submit("long", [1, 2, 3], max_tokens=400)
@@ -41,7 +41,7 @@ def test_every_router_hears_at_once_that_the_engine_drains(engine: Engine) -> No
     assert "stopping: 1 requests in progress" in engine.text
 
 
-def batches_to_the_end(link: Link) -> Iterator[pb.StepBatch]:
+def batches_to_the_end(link: EngineSession) -> Iterator[pb.StepBatch]:
     while True:
         batch = link.batch()
         yield batch

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.service.conftest import DEMO
-from tests.support.engine_link import Link
+from tests.support.engine_session import EngineSession
 from tests.support.fake_container import container
 from tests.support.ports import free_port
 from tests.support.processes import MIB, Engine, Process
@@ -38,7 +38,7 @@ class ConfinedEngine(Engine):
 def work(engine: Engine, requests: int, prompt: int, output: int) -> None:
     """Prompts that share nothing, so that blocks are filled and none is found again."""
     generator = random.Random(0)
-    with Link(engine, "work") as link:
+    with EngineSession(engine, "work") as link:
         link.snapshot()
         for index in range(requests):
             link.submit(f"r{index}", [generator.randrange(3, 1000) for _ in range(prompt)], max_tokens=output)

@@ -10,16 +10,16 @@ from quire.v1 import engine_pb2 as pb
 from quire.v1 import engine_pb2_grpc, types_pb2
 
 from tests.service.conftest import DEMO, SMALL_POOLS
-from tests.support.engine_link import Link
+from tests.support.engine_session import EngineSession
+from tests.support.forked_engines import ForkedEngine
 from tests.support.processes import Engine, eventually
-from tests.support.warm import WarmEngine
 
 GRACE = 2.0
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    engine = WarmEngine(DEMO, tmp_path_factory.mktemp("engine"), *SMALL_POOLS, "--session-grace", str(GRACE))
+    engine = ForkedEngine(DEMO, tmp_path_factory.mktemp("engine"), *SMALL_POOLS, "--session-grace", str(GRACE))
     try:
         yield engine.wait_ready()
     finally:
@@ -30,7 +30,7 @@ PROMPT = list(range(10, 50))
 
 
 def test_a_resubmitted_request_goes_on_at_its_next_token(engine: Engine) -> None:
-    with Link(engine, "resubmit") as link:
+    with EngineSession(engine, "resubmit") as link:
         link.snapshot()
         link.submit("whole", PROMPT, max_tokens=20, temperature=1.0, seed=5)
         whole, _ = link.collect("whole")
@@ -42,7 +42,7 @@ def test_a_resubmitted_request_goes_on_at_its_next_token(engine: Engine) -> None
 
 
 def test_sequences_have_no_gaps_and_the_load_returns_to_nothing(engine: Engine) -> None:
-    with Link(engine, "sequences") as link:
+    with EngineSession(engine, "sequences") as link:
         snapshot = link.snapshot()
         assert not snapshot.resumed
         link.submit("a", PROMPT)
@@ -58,7 +58,7 @@ def test_sequences_have_no_gaps_and_the_load_returns_to_nothing(engine: Engine) 
 
 def test_snapshot_and_events_tell_what_is_cached(engine: Engine) -> None:
     prompt = [7, 8, 9] * 20
-    with Link(engine, "first") as link:
+    with EngineSession(engine, "first") as link:
         cached = {name for stored in link.snapshot().cached for name in stored.block_hashes}
         link.submit("a", prompt)
         while True:
@@ -68,7 +68,7 @@ def test_snapshot_and_events_tell_what_is_cached(engine: Engine) -> None:
                 cached.difference_update(event.removed.block_hashes)
             if any(output.finish_reason for output in batch.outputs):
                 break
-    with Link(engine, "second") as link:
+    with EngineSession(engine, "second") as link:
         names = [name for stored in link.snapshot().cached for name in stored.block_hashes]
     assert len(names) >= 3
     assert set(names) == cached
@@ -89,7 +89,7 @@ def test_snapshot_and_events_tell_what_is_cached(engine: Engine) -> None:
 def test_what_can_never_run_is_refused_and_the_engine_goes_on(
     engine: Engine, fields: dict[str, object], words: str
 ) -> None:
-    with Link(engine, "refusals") as link:
+    with EngineSession(engine, "refusals") as link:
         link.snapshot()
         request_id = str(fields.get("request_id", "bad"))
         link.submit(**{"request_id": request_id, **fields})
@@ -105,7 +105,7 @@ def test_what_can_never_run_is_refused_and_the_engine_goes_on(
 
 
 def test_parameters_out_of_range_are_refused(engine: Engine) -> None:
-    with Link(engine, "ranges") as link:
+    with EngineSession(engine, "ranges") as link:
         link.snapshot()
         sampling = types_pb2.SamplingParams(temperature=9.0, max_tokens=4)
         link.send(submit=pb.Submit(request_id="hot", prompt_token_ids=PROMPT, sampling=sampling))
@@ -114,7 +114,7 @@ def test_parameters_out_of_range_are_refused(engine: Engine) -> None:
 
 
 def test_a_repeated_submit_changes_nothing(engine: Engine) -> None:
-    with Link(engine, "twice") as link:
+    with EngineSession(engine, "twice") as link:
         link.snapshot()
         for _ in range(2):
             link.submit("same", PROMPT, max_tokens=100)
@@ -137,7 +137,7 @@ def test_a_command_that_cannot_be_read_ends_the_stream(engine: Engine) -> None:
 
 def test_a_cancelled_request_frees_its_blocks_within_two_steps(engine: Engine) -> None:
     """A Submit goes down right after the Cancel: no later than its first token, the cancelled request is gone."""
-    with Link(engine, "cancel") as link:
+    with EngineSession(engine, "cancel") as link:
         link.snapshot()
         link.submit("long", PROMPT, max_tokens=1900)
         for _ in range(3):
@@ -159,11 +159,11 @@ def test_a_cancelled_request_frees_its_blocks_within_two_steps(engine: Engine) -
 
 
 def test_a_session_that_reconnects_in_time_misses_nothing(engine: Engine) -> None:
-    with Link(engine, "resume") as link:
+    with EngineSession(engine, "resume") as link:
         link.snapshot()
         link.submit("whole", PROMPT, max_tokens=200)
         whole, _ = link.collect("whole")
-    link = Link(engine, "resume-2")
+    link = EngineSession(engine, "resume-2")
     generation = link.snapshot().generation
     link.submit("long", PROMPT, max_tokens=200)
     seen: list[int] = []
@@ -172,7 +172,7 @@ def test_a_session_that_reconnects_in_time_misses_nothing(engine: Engine) -> Non
         seen += [token for output in batch.outputs for token in output.token_ids]
     link.break_off()
     time.sleep(0.3)
-    with Link(engine, "resume-2", last_sequence=batch.sequence) as link:
+    with EngineSession(engine, "resume-2", last_sequence=batch.sequence) as link:
         snapshot = link.snapshot()
         assert snapshot.resumed
         assert (snapshot.generation, snapshot.sequence) == (generation, batch.sequence)
@@ -182,7 +182,7 @@ def test_a_session_that_reconnects_in_time_misses_nothing(engine: Engine) -> Non
 
 
 def test_a_session_that_stays_away_is_forgotten_with_its_requests(engine: Engine) -> None:
-    link = Link(engine, "away")
+    link = EngineSession(engine, "away")
     link.snapshot()
     link.submit("long", PROMPT, max_tokens=2000)
     batch = link.batch()
@@ -190,7 +190,7 @@ def test_a_session_that_stays_away_is_forgotten_with_its_requests(engine: Engine
     # The demo model may reach its limit before the grace is over, so what counts is that nothing runs afterwards.
     time.sleep(GRACE + 1)
     eventually(lambda: engine.metric("quire_engine_running_sequences") == 0)
-    with Link(engine, "away", last_sequence=batch.sequence) as again:
+    with EngineSession(engine, "away", last_sequence=batch.sequence) as again:
         assert not again.snapshot().resumed
 
 
@@ -210,8 +210,8 @@ def test_a_session_must_begin_with_a_proper_open(engine: Engine, first: pb.Sessi
 
 
 def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
-    engine = WarmEngine(DEMO, tmp_path, *SMALL_POOLS).wait_ready()
-    with Link(engine, "drain") as link:
+    engine = ForkedEngine(DEMO, tmp_path, *SMALL_POOLS).wait_ready()
+    with EngineSession(engine, "drain") as link:
         link.snapshot()
         link.submit("long", PROMPT, max_tokens=300)
         link.skipped = sum(len(output.token_ids) for output in link.batch().outputs)

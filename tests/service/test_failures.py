@@ -12,9 +12,9 @@ import pytest
 from openai import OpenAI
 
 from tests.service.conftest import DEMO, FLOAT32, MODEL, SMALL_POOLS
+from tests.support.forked_engines import ForkedEngine
 from tests.support.processes import Engine, Process, Router, eventually, fetch
 from tests.support.redis_server import RedisServer, redis_server
-from tests.support.warm import WarmEngine
 
 LONG = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 1200, "temperature": 1.2, "seed": 11}
 IGNORE_EOS = {"extra_body": {"ignore_eos": True}}
@@ -45,7 +45,7 @@ class Fleet:
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
     with redis_server() as redis:
-        engines = [WarmEngine(DEMO, tmp_path, *SMALL_POOLS, *FLOAT32) for _ in range(2)]
+        engines = [ForkedEngine(DEMO, tmp_path, *SMALL_POOLS, *FLOAT32) for _ in range(2)]
         router = Router(DEMO, [engine.address for engine in engines], tmp_path, "--redis-url", redis.url)
         try:
             for process in (*engines, router):
@@ -116,7 +116,7 @@ def test_redis_may_die_and_come_back(fleet: Fleet) -> None:
 
 
 def test_a_router_that_starts_before_its_engines_waits_for_them(fleet: Fleet, tmp_path: Path) -> None:
-    late = WarmEngine(DEMO, tmp_path, *SMALL_POOLS)
+    late = ForkedEngine(DEMO, tmp_path, *SMALL_POOLS)
     early = Router(DEMO, [late.address], tmp_path)
     try:
         early.wait_ready()

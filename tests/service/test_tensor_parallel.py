@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.service.conftest import DEMO, FLOAT32, SMALL_POOLS
-from tests.support.engine_link import Link
+from tests.support.engine_session import EngineSession
 from tests.support.processes import Engine, eventually
 
 SECONDS_TO_END = 5.0
@@ -46,9 +46,9 @@ def gone(process: psutil.Process) -> None:
 
 
 @contextmanager
-def working(pair: Pair, max_tokens: int = 1500) -> Iterator[Link]:
+def working(pair: Pair, max_tokens: int = 1500) -> Iterator[EngineSession]:
     """A request is being computed."""
-    with Link(pair, "work") as link:
+    with EngineSession(pair, "work") as link:
         link.snapshot()
         link.submit("long", PROMPT, max_tokens=max_tokens)
         while not any(output.token_ids for output in link.batch().outputs):

@@ -15,8 +15,8 @@ from quire_proto.tls import CertKeyFiles, ClientTls
 
 from tests.service.conftest import DEMO, MODEL, SMALL_POOLS
 from tests.support.certificates import ENGINE_NAME, ROUTER_NAME, Authority
+from tests.support.forked_engines import ForkedEngine
 from tests.support.processes import Engine, Router, eventually, fetch
-from tests.support.warm import WarmEngine
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     authority = Authority(folder)
     files = authority.issue(ENGINE_NAME)
     flags = ["--tls-cert", str(files.certificate), "--tls-key", str(files.key), "--tls-client-ca", str(authority.ca)]
-    engine = WarmEngine(DEMO, folder, *SMALL_POOLS, *flags, "--shutdown-delay", "0.2")
+    engine = ForkedEngine(DEMO, folder, *SMALL_POOLS, *flags, "--shutdown-delay", "0.2")
     try:
         yield Secured(engine.wait_ready(), authority, files, folder)
     finally:

@@ -24,7 +24,7 @@ VARIABLES = {"$__rate_interval": "5m", "$__interval": "1m"}
 
 
 @dataclass(frozen=True)
-class Asked:
+class Selector:
     """A series by its name, and the labels that are looked at."""
 
     name: str
@@ -38,9 +38,9 @@ def parse(expression: str) -> promql.Expr:
     return promql.parse(re.sub(r"\$[a-z]+", ".*", expression))
 
 
-def asked(expression: str) -> list[Asked]:
+def selectors(expression: str) -> list[Selector]:
     """Every series that an expression names."""
-    found: list[Asked] = []
+    found: list[Selector] = []
     promql.walk(parse(expression), lambda node: found.extend(_selected(node)))
     return found
 
@@ -52,7 +52,7 @@ def grouped(expression: str) -> set[str]:
     return found
 
 
-def told() -> dict[str, set[str]]:
+def exported_metrics() -> dict[str, set[str]]:
     """Each series that a router or an engine tells, by its whole name, with its labels: those of docs/metrics.md, which
     is held against the code.
     """
@@ -68,8 +68,8 @@ def told() -> dict[str, set[str]]:
 
 def complaints(expression: str) -> Iterator[str]:
     """What an expression asks for that there is not."""
-    known = {**told(), **FOREIGN}
-    series = asked(expression)
+    known = {**exported_metrics(), **FOREIGN}
+    series = selectors(expression)
     for each in series:
         if each.name not in known:
             yield f"nothing tells {each.name}"
@@ -80,11 +80,11 @@ def complaints(expression: str) -> Iterator[str]:
         yield f"nothing here has {', '.join(sorted(unknown))}"
 
 
-def _selected(node: promql.Expr) -> Iterator[Asked]:
+def _selected(node: promql.Expr) -> Iterator[Selector]:
     if isinstance(node, promql.MatrixSelector):
         node = node.vector_selector
     if isinstance(node, promql.VectorSelector):
-        yield Asked(node.name or "", frozenset(matcher.name for matcher in node.matchers.matchers))
+        yield Selector(node.name or "", frozenset(matcher.name for matcher in node.matchers.matchers))
 
 
 def _modifiers(node: promql.Expr) -> Iterator[str]:

@@ -17,9 +17,9 @@ import httpx
 from openai import OpenAI
 from quire.v1.inference_pb2_grpc import InferenceStub
 
+from tests.support.forked_engines import ForkedEngine
 from tests.support.processes import Engine, Router, eventually, fetch
 from tests.support.redis_server import RedisServer, redis_server
-from tests.support.warm import WarmEngine
 
 MODEL = "quire-demo"
 FEW = 8  # tenants with few requests a minute
@@ -147,7 +147,7 @@ def replicas(model: Path, folder: Path) -> Iterator[Replicas]:
     """All of them, ready, but for the late one. Everything has to end in order."""
     flags = ("--tenants", str(write_tenants(folder, TENANTS)), "--debug-route", "--hold-timeout", str(HOLD))
     with redis_server() as redis, ExitStack() as ending:
-        engines = [WarmEngine(model, folder, *ENGINE_FLAGS) for _ in range(2)]
+        engines = [ForkedEngine(model, folder, *ENGINE_FLAGS) for _ in range(2)]
         addresses = [engine.address for engine in engines]
         routers = [Router(model, addresses, folder, *flags, "--redis-url", redis.url) for _ in range(2)]
         late_port = ending.enter_context(LatePort(engines[0].port))

@@ -14,8 +14,8 @@ from quire_engine.sampling.sample_ops import finite_rows, lowest_argmax, sample,
 from quire_engine.sampling.sampler import Sampler, SamplerOutput
 from quire_proto.sampling import MAX_SEED, SamplingParams
 
-from tests.support.draws import ModuloGrammar, make_draw, some_logits, some_tokens
-from tests.support.reads import WaitedError, no_waiting
+from tests.support.blocking_reads import WaitedError, no_waiting
+from tests.support.sampling_inputs import ModuloGrammar, make_draw, some_logits, some_tokens
 
 VOCAB = 2500
 STYLES: list[dict[str, object]] = [

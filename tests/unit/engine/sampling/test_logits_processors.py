@@ -27,7 +27,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tests.support.draws import ModuloGrammar, make_draw, row_keys, run_step, some_logits, some_tokens
+from tests.support.sampling_inputs import ModuloGrammar, make_draw, row_keys, run_step, some_logits, some_tokens
 
 VOCAB = 50
 tokens = st.integers(0, VOCAB - 1)

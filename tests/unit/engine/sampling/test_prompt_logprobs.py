@@ -11,7 +11,7 @@ from quire_engine.sampling.sample_ops import MAX_ROWS, MAX_VALUES, max_rows_at_o
 from quire_engine.sampling.sampler import compute_prompt_logprobs
 from quire_proto.errors import ErrorCode
 
-from tests.support.draws import make_draw, some_logits, some_tokens
+from tests.support.sampling_inputs import make_draw, some_logits, some_tokens
 
 VOCAB = 30
 

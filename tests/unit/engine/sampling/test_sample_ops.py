@@ -11,7 +11,7 @@ from quire_engine.sampling.metadata import SamplingMetadata, gumbel_from_bits, g
 from quire_engine.sampling.sample_ops import TopCandidates, finite_rows, sample, sampling_threshold
 from quire_proto.sampling import MAX_SEED, SamplingParams
 
-from tests.support.draws import row_keys
+from tests.support.sampling_inputs import row_keys
 
 seeds = st.integers(0, MAX_SEED)
 positions = st.integers(0, 2**31 - 1)

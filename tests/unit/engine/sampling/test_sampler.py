@@ -19,7 +19,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import MAX_SEED, SamplingParams
 from quire_proto.structured_output import choice
 
-from tests.support.draws import ModuloGrammar, ModuloMatcher, make_draw, run_step, some_logits, some_tokens
+from tests.support.sampling_inputs import ModuloGrammar, ModuloMatcher, make_draw, run_step, some_logits, some_tokens
 
 VOCAB = 50
 tokens = st.integers(0, VOCAB - 1)

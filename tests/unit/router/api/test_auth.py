@@ -14,7 +14,7 @@ from quire_router.admission.tenants_file import read_tenants
 from quire_router.api import auth as identity
 from quire_router.api.auth import ANONYMOUS, StaticKeys
 
-from tests.support.api_stage import ask, chat, open_stage, read_answer
+from tests.support.scripted_api import ask, chat, open_stage, read_answer
 
 KEY, OTHER = "the-right-long-key", "another-right-key"
 RIGHT = {"authorization": f"Bearer {KEY}"}

@@ -17,7 +17,7 @@ from quire_router.admission.queue import AdmissionQueue
 from quire_router.api.request_limits import INITIAL_RESERVATION, BodyBudget
 from quire_router.api.rest.http_server import LimitedHttpProtocol
 
-from tests.support.api_stage import ANSWER, MODEL, ask, chat, open_stage, read_answer
+from tests.support.scripted_api import ANSWER, MODEL, ask, chat, open_stage, read_answer
 from tests.support.waiting import until
 
 CHAT, LIMIT, LONG = "/v1/chat/completions", 8_000, 20

@@ -21,8 +21,8 @@ from quire_router.api.request_limits import ConcurrencyLimit
 from quire_router.api.responses import with_prompt_echo
 from quire_router.core.generation import Delta, GenerationRequest, Usage
 
-from tests.support.api_stage import MODEL, VOCAB_SIZE, ask, chat, completion, open_stage, text_of
-from tests.support.api_stage import TEXT as TOKENIZER
+from tests.support.scripted_api import MODEL, VOCAB_SIZE, ask, chat, completion, open_stage, text_of
+from tests.support.scripted_api import TEXT as TOKENIZER
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEXT = "Hello wörld"

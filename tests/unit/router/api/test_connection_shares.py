@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from quire_router.api.request_limits import ConnectionShares, peer_key
 from quire_router.api.rest.http_server import ConnectionLimits
 
-from tests.support.api_stage import ask, open_stage, read_answer
+from tests.support.scripted_api import ask, open_stage, read_answer
 
 LIVE = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
 LONG = 20

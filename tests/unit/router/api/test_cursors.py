@@ -15,7 +15,7 @@ from quire_router.api.rpc import messages
 from quire_router.api.rpc.servicer import DeltaMessages
 from quire_router.core.generation import Delta, GenerationRequest, StreamCursor, Usage
 
-from tests.support.api_stage import MODEL, TEXT, as_had, events_of, logprobs_of
+from tests.support.scripted_api import MODEL, TEXT, as_had, events_of, logprobs_of
 
 
 @dataclass

@@ -11,7 +11,7 @@ import pytest
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 
-from tests.support.api_stage import Answer, ask, completion, open_stage
+from tests.support.scripted_api import Answer, ask, completion, open_stage
 from tests.support.scripted_engine import STOP, output
 from tests.unit.router.api.test_shutdown import STREAM, RunningRouter, running_router
 

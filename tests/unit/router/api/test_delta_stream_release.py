@@ -11,7 +11,7 @@ from quire_router.api.request_limits import ConcurrencyLimit
 from quire_router.api.responses import ResponseOpener
 from quire_router.core.generation import Delta, GenerationRequest, OwnedDeltaStream
 
-from tests.support.letters import TEXT, tokens
+from tests.support.byte_tokenizer import TEXT, tokens
 
 
 class Runner:

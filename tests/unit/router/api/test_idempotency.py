@@ -19,8 +19,8 @@ from quire_router.api.auth import Identity
 from quire_router.api.request_options import RequestOptions
 from quire_router.core.generation import Delta, GenerationRequest, PromptGroup
 
-from tests.support.api_stage import ANSWER, MODEL, Limits, ScriptedRunner, ask, chat, completion, open_stage
 from tests.support.both_apis import as_proto
+from tests.support.scripted_api import ANSWER, MODEL, Limits, ScriptedRunner, ask, chat, completion, open_stage
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BOTH = [(CHAT, chat), (COMPLETIONS, completion)]

@@ -16,7 +16,7 @@ from quire_router.api.schemas.conversation import CalledFunction, ChatMessage, T
 from quire_router.api.schemas.openai import ChatRequest, CompletionRequest
 from quire_router.api.validation import Validator
 
-from tests.support.api_stage import MODEL, Limits, ask, chat, completion, open_stage, script_of
+from tests.support.scripted_api import MODEL, Limits, ask, chat, completion, open_stage, script_of
 from tests.support.tool_models import HERMES_TEMPLATE, text_with, tool
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -10,7 +10,7 @@ from quire_router.api.schemas import base as weight
 from quire_router.api.schemas.base import MAX_PARTS, MAX_PROMPT_TOKENS, MAX_VALUES, check_complexity
 from quire_router.api.schemas.openai import MAX_MESSAGES, ChatRequest, CompletionRequest
 
-from tests.support.api_stage import MODEL, chat, completion
+from tests.support.scripted_api import MODEL, chat, completion
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text('"\\,:[{}\n é', max_size=20),

@@ -17,10 +17,10 @@ from quire_router.api.request_limits import ConcurrencyLimit
 from quire_router.core.generation import GenerationRequest, prompt_request_id
 from quire_router.journal.redis.redis_connection import keys
 
-from tests.support.house import House, collect, house, told
-from tests.support.letters import tokens
+from tests.support.byte_tokenizer import tokens
 from tests.support.redis_journals import journal_at
 from tests.support.redis_server import redis_server
+from tests.support.runner_harness import RunnerHarness, collect, delta_text, open_runner
 from tests.support.scripted_engine import ERROR, LENGTH, output
 from tests.support.waiting import until
 
@@ -36,11 +36,11 @@ def prompts(digest: str = "", *, stream: bool = True) -> list[GenerationRequest]
     return [first, *(replace(first, request_id=name, parts=()) for name in IDS[1:])]
 
 
-def together(place: House) -> MultiPromptRunner:
+def together(place: RunnerHarness) -> MultiPromptRunner:
     return MultiPromptRunner(place.lifecycle, ConcurrencyLimit(10))
 
 
-async def reasons(place: House) -> list[FinishReason | None]:
+async def reasons(place: RunnerHarness) -> list[FinishReason | None]:
     """How the record of each prompt has ended; there is none of prompts that were never written down."""
     records = [await place.journal.read(name) for name in IDS]
     assert not any(record.leased for record in records if record is not None)
@@ -48,13 +48,13 @@ async def reasons(place: House) -> list[FinishReason | None]:
 
 
 @asynccontextmanager
-async def real_house() -> AsyncIterator[tuple[House, RateLimiter]]:
+async def real_house() -> AsyncIterator[tuple[RunnerHarness, RateLimiter]]:
     """One whose records and limits are in Redis, where a first request takes a third of the minute."""
     with redis_server() as server:
         async with journal_at(server) as journal:
             meter = RedisRateLimiter(server.url, timeout=5)
             limits = RateLimiter(TENANTS, meter)
-            async with house(journal=journal, limits=limits) as place:
+            async with open_runner(journal=journal, limits=limits) as place:
                 (await limits.reserve("t", "before", 1)).settle()
                 yield place, limits
             await meter.close()
@@ -94,7 +94,7 @@ async def test_who_has_a_key_comes_back_to_what_was_not_refused_and_is_not_charg
         for _ in IDS:
             place.engine.send(output((await place.engine.submit()).request_id, tokens("ab"), 0, LENGTH))
         deltas = await reading
-        assert [told(deltas, index) for index in range(3)] == ["ab"] * 3
+        assert [delta_text(deltas, index) for index in range(3)] == ["ab"] * 3
         assert limits.status("t").requests.remaining == 2
 
 
@@ -115,7 +115,7 @@ async def test_when_a_prompt_fails_the_others_are_kept_where_somebody_may_come_b
     error: types_pb2.ErrorCode.ValueType, heard: bool, digest: str, others: FinishReason | None
 ) -> None:
     limits = RateLimiter(TENANTS, clock=lambda: 0)
-    async with house(limits=limits) as place:
+    async with open_runner(limits=limits) as place:
         answer = await together(place).run_once(prompts(digest))
         assert answer is not None
         reading = asyncio.ensure_future(anext(answer))

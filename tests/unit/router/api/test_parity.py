@@ -17,9 +17,9 @@ from quire_router.api.schemas.openai import ChatRequest, CompletionRequest
 from quire_router.api.validation import Validator
 from quire_router.core.generation import GenerationRequest
 
-from tests.support.api_stage import MODEL, VOCAB_SIZE, Limits, chat, completion
 from tests.support.both_apis import as_proto
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level
+from tests.support.scripted_api import MODEL, VOCAB_SIZE, Limits, chat, completion
 
 TEXT = ModelTokenizer(byte_level(), ChatTemplate(CHAT_TEMPLATE, {}, "the test"))
 VALIDATOR = Validator({MODEL: TEXT}, lambda _: Limits(), allow_priority=True)

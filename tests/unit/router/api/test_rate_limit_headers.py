@@ -19,7 +19,7 @@ from quire_router.admission.tenants_file import TenantsFile
 from quire_router.core.errors import RefusalReason
 from quire_router.core.generation import Delta, GenerationRequest
 
-from tests.support.api_stage import ANSWER, MODEL, ScriptedRunner, ask, chat, completion, open_stage
+from tests.support.scripted_api import ANSWER, MODEL, ScriptedRunner, ask, chat, completion, open_stage
 
 KEY, OTHER = "a-long-enough-key", "another-long-key"
 

@@ -8,8 +8,8 @@ from quire.v1 import types_pb2
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import STATUS, ErrorCode
 
-from tests.support.api_stage import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, ask, chat, completion, open_stage
 from tests.support.both_apis import as_proto
+from tests.support.scripted_api import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, ask, chat, completion, open_stage
 
 SAMPLING = {
     "temperature": [-0.5, 2.5, float("inf"), float("nan")],

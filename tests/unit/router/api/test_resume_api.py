@@ -17,7 +17,7 @@ from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 
-from tests.support.api_stage import ANSWER, MODEL, ask, chat, completion, open_stage
+from tests.support.scripted_api import ANSWER, MODEL, ask, chat, completion, open_stage
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BOTH = [(CHAT, chat), (COMPLETIONS, completion)]

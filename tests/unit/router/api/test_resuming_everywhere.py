@@ -28,8 +28,8 @@ from quire_router.journal.base import Lease
 from quire_router.journal.memory import MemoryJournal
 from quire_router.requests import resume as resumption
 
-from tests.support.api_stage import events_of
 from tests.support.contract_engine import Script
+from tests.support.scripted_api import events_of
 from tests.support.tool_models import THINKING_TEMPLATE, text_with
 from tests.unit.router.requests.test_resume import Place
 

@@ -10,7 +10,7 @@ from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import internal
 from quire_router.api import service
 
-from tests.support.api_stage import MODEL, ask, chat, open_stage
+from tests.support.scripted_api import MODEL, ask, chat, open_stage
 
 PARENT = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 CHAT = "/v1/chat/completions"

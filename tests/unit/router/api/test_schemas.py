@@ -20,8 +20,8 @@ from quire_router.api.validation import Validator, check_stream
 from quire_router.core.generation import GenerationRequest
 from tokenizers import Tokenizer, processors
 
-from tests.support.api_stage import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, Limits, chat, completion
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level
+from tests.support.scripted_api import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, Limits, chat, completion
 
 TEXT = ModelTokenizer(byte_level(), ChatTemplate(CHAT_TEMPLATE, {}, "the test"))
 VALIDATOR = Validator({MODEL: TEXT}, lambda _: Limits())

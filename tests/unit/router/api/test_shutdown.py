@@ -15,9 +15,9 @@ from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.app import Router
 from quire_router.config import Settings
 
-from tests.support.api_stage import Answer, ask, completion, read_answer
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level
 from tests.support.ports import free_port
+from tests.support.scripted_api import Answer, ask, completion, read_answer
 from tests.support.scripted_engine import STOP, ScriptedEngine, output
 from tests.support.waiting import until
 

@@ -11,7 +11,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.structured_output import Structured, StructuredKind, choice
 from quire_router.api.schemas.openai import ChatRequest, CompletionRequest
 
-from tests.support.api_stage import MODEL, chat, completion, open_stage, script_of
+from tests.support.scripted_api import MODEL, chat, completion, open_stage, script_of
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"enum": ["é", 1.0, None]}}, "required": ["b"]}
 AS_TEXT = '{"type":"object","properties":{"b":{"type":"string"},"a":{"enum":["é",1.0,null]}},"required":["b"]}'

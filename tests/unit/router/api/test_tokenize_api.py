@@ -9,7 +9,7 @@ from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_router.api import tokenize as tokens
 from quire_router.api.schemas.base import MAX_PROMPT_TOKENS
 
-from tests.support.api_stage import MODEL, TEXT, VOCAB_SIZE, Limits, ask, chat, completion, open_stage
+from tests.support.scripted_api import MODEL, TEXT, VOCAB_SIZE, Limits, ask, chat, completion, open_stage
 from tests.support.tool_models import HERMES_TEMPLATE, tool
 
 LONG = "hello world " * 400  # tokenised on a thread

@@ -19,8 +19,8 @@ from quire_router.api.validation import Validator
 from quire_router.engines.output_stream import Output
 from quire_router.requests.state import create_choices
 
-from tests.support.api_stage import MODEL, Limits, ask, chat, open_stage, script_of
 from tests.support.model_folders import CHAT_TEMPLATE
+from tests.support.scripted_api import MODEL, Limits, ask, chat, open_stage, script_of
 from tests.support.tool_models import (
     HERMES_TEMPLATE,
     LLAMA_TEMPLATE,

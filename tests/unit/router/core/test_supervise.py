@@ -23,8 +23,8 @@ from quire_router.engines.settings import ConnectionSettings
 from quire_router.placement.engine_table import EngineTable
 from quire_router.placement.prefix_index import PrefixIndex
 
-from tests.support.announced import Announced
-from tests.support.api_stage import ask, open_stage
+from tests.support.scripted_api import ask, open_stage
+from tests.support.scripted_discovery import ScriptedDiscovery
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.waiting import until
 
@@ -179,8 +179,8 @@ async def test_a_router_whose_vital_task_keeps_failing_is_not_live_and_serves_on
 
 
 @asynccontextmanager
-async def found_engine() -> AsyncIterator[tuple[ScriptedEngine, Announced, Endpoint]]:
-    engine, announced = ScriptedEngine(), Announced()
+async def found_engine() -> AsyncIterator[tuple[ScriptedEngine, ScriptedDiscovery, Endpoint]]:
+    engine, announced = ScriptedEngine(), ScriptedDiscovery()
     try:
         yield engine, announced, Endpoint(await engine.start())
     finally:
@@ -194,7 +194,7 @@ async def test_discovery_goes_on_after_whatever_went_wrong(monkeypatch: pytest.M
         source = CombinedDiscovery({"announced": announced})
         fleet = EnginePool(source, ["m"], ConnectionSettings(backoff=0.01))
         await fleet.start()
-        announced.say(there)
+        announced.publish(there)
         await until(lambda: fleet.ready("m") == 1)
         assert restarts("engine discovery") == before + 1
         await fleet.close()
@@ -214,7 +214,7 @@ async def test_one_engine_that_cannot_be_taken_in_does_not_keep_out_the_others(
     async with found_engine() as (_, announced, there):
         fleet = EnginePool(announced, ["m"], ConnectionSettings(backoff=0.01))
         await fleet.start()
-        announced.say(Endpoint("127.0.0.1:1"), there)
+        announced.publish(Endpoint("127.0.0.1:1"), there)
         await until(lambda: fleet.ready("m") == 1)
         await fleet.close()
     assert "engine 127.0.0.1:1 cannot be taken in" in caplog.text

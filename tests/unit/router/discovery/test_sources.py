@@ -17,7 +17,7 @@ from quire_router.discovery import combined
 from quire_router.discovery.base import Address, DnsName, Endpoint, KubernetesService, merge_endpoints, parse_source
 from quire_router.discovery.combined import CombinedDiscovery, StaticDiscovery, create_discovery
 
-from tests.support.announced import Announced
+from tests.support.scripted_discovery import ScriptedDiscovery
 from tests.support.waiting import until
 
 
@@ -130,11 +130,11 @@ async def test_of_a_name_that_leads_to_a_whole_cluster_only_so_many_are_engines(
 
 
 async def test_views_that_change_all_the_time_are_yielded_at_the_consumers_pace() -> None:
-    announced, heard = Announced(), 0
+    announced, heard = ScriptedDiscovery(), 0
 
     async def flap() -> None:
         for number in range(200):
-            announced.say(Endpoint(f"e:{number}"))
+            announced.publish(Endpoint(f"e:{number}"))
             await asyncio.sleep(0)
 
     async with aclosing(CombinedDiscovery({"told": announced}).watch()) as views, asyncio.TaskGroup() as tasks:
@@ -178,7 +178,7 @@ async def test_sources_are_heard_one_by_one_and_one_that_fails_leaves_what_it_sa
             yield [Endpoint("f:1")]
             raise ZeroDivisionError
 
-    announced = Announced()
+    announced = ScriptedDiscovery()
     found = CombinedDiscovery({"static": StaticDiscovery(["s:1"]), "test": Failing(), "told": announced})
     seen: list[list[str]] = []
 
@@ -188,7 +188,7 @@ async def test_sources_are_heard_one_by_one_and_one_that_fails_leaves_what_it_sa
 
     task = asyncio.create_task(follow())
     await until(lambda: bool(seen) and seen[-1] == ["s:1", "f:1"])
-    announced.say(Endpoint("t:1", ready=False), Endpoint("u:1", terminating=True), Endpoint("s:1"))
+    announced.publish(Endpoint("t:1", ready=False), Endpoint("u:1", terminating=True), Endpoint("s:1"))
     await until(lambda: seen[-1] == ["s:1", "f:1", "t:1", "u:1"])
     counts = {
         state: REGISTRY.get_sample_value("quire_discovery_engines", {"source": "told", "state": state})

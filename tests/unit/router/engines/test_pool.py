@@ -13,7 +13,7 @@ from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ConnectionSettings
 from quire_router.placement.prefix_index import BlockNamespace
 
-from tests.support.announced import Announced
+from tests.support.scripted_discovery import ScriptedDiscovery
 from tests.support.scripted_engine import STOP, ScriptedEngine, output
 from tests.support.waiting import until
 
@@ -204,15 +204,15 @@ async def fail_after(moment: Awaitable[object]) -> None:
 
 
 async def test_an_engine_that_leaves_the_list_gets_nothing_new_and_finishes_what_it_has() -> None:
-    engine, discovery = ScriptedEngine(), Announced()
+    engine, discovery = ScriptedEngine(), ScriptedDiscovery()
     address = await engine.start()
     fleet = EnginePool(discovery, ["m"], QUICK)
     await fleet.start()
-    discovery.say(Endpoint(address))
+    discovery.publish(Endpoint(address))
     await all_ready(fleet, 1)
     with fleet.dispatch(address, submit("a"), pending_tokens=3) as outputs:
         await engine.submit()
-        discovery.say()
+        discovery.publish()
         await all_ready(fleet, 0)
         assert counted(fleet) == (1, 3, 0)
         engine.send(output("a", [7], 0, STOP))
@@ -220,7 +220,7 @@ async def test_an_engine_that_leaves_the_list_gets_nothing_new_and_finishes_what
     with pytest.raises(EngineLost):
         fleet.dispatch(address, submit("b"), pending_tokens=3)
     assert not list(fleet.table)
-    discovery.say(Endpoint(address))
+    discovery.publish(Endpoint(address))
     await all_ready(fleet, 1)
     await fleet.close()
     await engine.stop()

@@ -21,8 +21,8 @@ from quire_router.engines.output_stream import EngineLost
 from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ConnectionSettings
 
-from tests.support.announced import Announced
 from tests.support.kube_api import endpoint, kube_api, slice_of
+from tests.support.scripted_discovery import ScriptedDiscovery
 from tests.support.scripted_engine import STOP, ScriptedEngine, output
 from tests.support.waiting import until
 
@@ -37,9 +37,9 @@ def submit(request_id: str) -> engine_pb2.Submit:
 @asynccontextmanager
 async def announced(
     settings: ConnectionSettings = QUICK,
-) -> AsyncIterator[tuple[EnginePool, Announced, ScriptedEngine, Endpoint]]:
+) -> AsyncIterator[tuple[EnginePool, ScriptedDiscovery, ScriptedEngine, Endpoint]]:
     """A fleet that finds what is announced, and an engine that is not yet, with its endpoint."""
-    engine, discovery = ScriptedEngine(), Announced()
+    engine, discovery = ScriptedEngine(), ScriptedDiscovery()
     fleet = EnginePool(discovery, ["m"], settings)
     await fleet.start()
     try:
@@ -51,16 +51,16 @@ async def announced(
 
 async def test_a_terminating_engine_ends_what_it_runs_and_gets_nothing_new() -> None:
     async with announced() as (fleet, discovery, engine, there):
-        discovery.say(there)
+        discovery.publish(there)
         await until(lambda: fleet.ready("m") == 1)
         with fleet.dispatch(there.address, submit("a"), pending_tokens=1) as outputs:
             await engine.submit()
-            discovery.say(replace(there, ready=False, terminating=True))
+            discovery.publish(replace(there, ready=False, terminating=True))
             await until(lambda: fleet.ready("m") == 0)
             assert not fleet.rows("m").size
             engine.send(output("a", [7], 0))
             assert (await anext(outputs)).token_ids == [7]
-            discovery.say()  # its pod is gone from the list before its last word
+            discovery.publish()  # its pod is gone from the list before its last word
             await until(discovery.lists.empty)
             engine.send(output("a", [8], 1, STOP))
             assert (await anext(outputs)).token_ids == [8]
@@ -69,25 +69,25 @@ async def test_a_terminating_engine_ends_what_it_runs_and_gets_nothing_new() -> 
 
 async def test_a_terminating_engine_is_let_go_of_when_it_is_idle_and_not_connected_again() -> None:
     async with announced() as (fleet, discovery, engine, there):
-        discovery.say(there)
+        discovery.publish(there)
         await until(lambda: fleet.ready("m") == 1)
         leaving = replace(there, terminating=True)
         for view in ((leaving,), (leaving, Endpoint("127.0.0.1:1"))):
-            discovery.say(*view)
+            discovery.publish(*view)
             await until(lambda: discovery.lists.empty() and there.address not in dict(fleet.table))
         with pytest.raises(EngineLost):
             fleet.dispatch(there.address, submit("b"), pending_tokens=1)
         assert engine.opened.qsize() == 1
-        discovery.say(there)  # another pod with its address
+        discovery.publish(there)  # another pod with its address
         await until(lambda: fleet.ready("m") == 1)
 
 
 async def test_an_engine_with_an_open_session_is_chosen_whatever_a_probe_says() -> None:
     async with announced() as (fleet, discovery, engine, there):
-        discovery.say(replace(there, ready=False))
+        discovery.publish(replace(there, ready=False))
         await until(lambda: fleet.ready("m") == 1)
-        discovery.say(there)
-        discovery.say(replace(there, ready=False))
+        discovery.publish(there)
+        discovery.publish(replace(there, ready=False))
         with fleet.dispatch(there.address, submit("a"), pending_tokens=1) as outputs:
             await engine.submit()
             await until(discovery.lists.empty)
@@ -100,12 +100,12 @@ async def test_an_engine_that_becomes_ready_is_connected_to_at_once() -> None:
     patient = ConnectionSettings(grace=0.05, backoff=600, max_backoff=600)
     async with announced(patient) as (fleet, discovery, engine, there):
         await engine.stop()
-        discovery.say(replace(there, ready=False))
+        discovery.publish(replace(there, ready=False))
         await until(lambda: there.address in dict(fleet.table))
         for _ in range(2):
             assert not await fleet.wait_ready(0.2)  # its first try fails, and the next is minutes away
         await engine.start()
-        discovery.say(there)
+        discovery.publish(there)
         await until(lambda: fleet.ready("m") == 1)
 
 
@@ -134,17 +134,17 @@ async def test_readiness_that_flaps_makes_no_storm_of_tries() -> None:
 
 async def test_another_engine_at_the_address_of_one_that_left_is_another_engine() -> None:
     async with announced() as (fleet, discovery, engine, there):
-        discovery.say(there)
+        discovery.publish(there)
         await until(lambda: fleet.ready("m") == 1)
         with fleet.dispatch(there.address, submit("a"), pending_tokens=1) as outputs:
             await engine.submit()
-            discovery.say(replace(there, terminating=True))
+            discovery.publish(replace(there, terminating=True))
             await until(lambda: fleet.ready("m") == 0)
             await engine.stop()
             other = ScriptedEngine(generation=2, models=["other"])
             other.address = there.address
             await other.start()
-            discovery.say(there)
+            discovery.publish(there)
             with pytest.raises(EngineLost):
                 await anext(outputs)
         await until(lambda: other.opened.qsize() == 1 and discovery.lists.empty())

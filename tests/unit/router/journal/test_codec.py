@@ -21,8 +21,8 @@ from quire_router.journal.codec import (
 )
 from quire_router.journal.token_log import FRAME_MARKER, read_record
 
-from tests.support.any_records import deliver, deltas, generations, possible, stored, usages
 from tests.support.journals import by_choice
+from tests.support.record_strategies import deliver, deltas, generations, possible, stored, usages
 
 
 def decode_record(

@@ -16,8 +16,8 @@ from quire_router.journal.codec import JournalSettings
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis.redis_journal import RedisJournal
 
-from tests.support.any_records import deltas, generations, possible
 from tests.support.journals import Seen, append_tokens, by_choice, seen
+from tests.support.record_strategies import deltas, generations, possible
 from tests.support.redis_server import RedisServer, redis_server
 
 KINDS = ["memory", "redis"]

@@ -10,10 +10,10 @@ from quire_router.core.generation import GenerationRequest
 from quire_router.journal.codec import JournalSettings
 from quire_router.journal.redis.redis_connection import BACKGROUND, keys
 
-from tests.support.house import house
-from tests.support.letters import tokens
+from tests.support.byte_tokenizer import tokens
 from tests.support.redis_journals import expire, flushed, journal_at, redis_at, small_request, taken
 from tests.support.redis_server import RedisServer, redis_server
+from tests.support.runner_harness import open_runner
 from tests.support.waiting import until
 
 STEPS = 40
@@ -83,7 +83,7 @@ async def test_a_record_that_can_never_be_claimed_leaves_the_index(server: Redis
 
 
 async def test_a_background_request_that_comes_again_is_taken_up_where_its_router_left_it() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         left = GenerationRequest(
             "r", "m", tokens("x"), SamplingParams(seed=1, max_tokens=5), background=True, digest="ab"
         )

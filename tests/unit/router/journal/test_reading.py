@@ -20,11 +20,11 @@ from quire_router.journal.token_log import CHUNK_VALUES, MAX_INLINE_VALUES, Delt
 from quire_router.requests.registry import BackgroundRequests, RequestRegistry
 from quire_router.requests.resume import RequestResumer
 
-from tests.support.any_records import deliver, deltas, possible
-from tests.support.api_stage import ANSWER, MODEL, TEXT, ScriptedRunner, ask, open_stage
 from tests.support.journals import append_tokens, by_choice
+from tests.support.record_strategies import deliver, deltas, possible
 from tests.support.redis_journals import flushed, journal_at, redis_at, small_request
 from tests.support.redis_server import RedisServer, redis_server
+from tests.support.scripted_api import ANSWER, MODEL, TEXT, ScriptedRunner, ask, open_stage
 
 T = TypeVar("T")
 CHOICES, TOKENS, TOP = 4, 200, 20

@@ -13,8 +13,8 @@ from quire_router.journal.codec import (
 )
 from quire_router.journal.token_log import FRAME_MARKER, TokenLog, TokenLogReader
 
-from tests.support.any_records import any_tokens, deliver, deltas, possible
 from tests.support.journals import canonical, is_plain
+from tests.support.record_strategies import any_tokens, deliver, deltas, possible
 
 
 @given(deltas, st.data())

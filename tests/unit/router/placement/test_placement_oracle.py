@@ -24,7 +24,7 @@ from quire_router.placement.scorers import (
     make_scorers,
 )
 
-from tests.support.placing import PACE, Engine, describe, engines
+from tests.support.placement import PACE, Engine, describe, engines
 
 PACES = ("step_seconds", "token_seconds", "sequence_seconds", "host_block_seconds")
 

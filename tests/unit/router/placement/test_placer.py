@@ -33,9 +33,9 @@ from quire_router.placement.query import PlacementDecision, PlacementSettings, P
 from quire_router.requests.dispatch import Dispatcher
 from quire_router.requests.state import RequestState
 
+from tests.support.byte_tokenizer import TEXT
 from tests.support.hashes import hash_blocks
-from tests.support.letters import TEXT
-from tests.support.placing import PACE
+from tests.support.placement import PACE
 
 ONE = BlockNamespace("one", 16)
 PROMPT = array("i", range(160))

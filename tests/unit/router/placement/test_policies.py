@@ -23,7 +23,7 @@ from quire_router.placement.query import (
 )
 from quire_router.placement.scorers import make_scorers
 
-from tests.support.placing import IDLE, Engine, fleet, fleets
+from tests.support.placement import IDLE, Engine, fleet, fleets
 
 NAMES = get_args(PolicyName)
 WORSE = {

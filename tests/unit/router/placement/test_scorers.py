@@ -21,7 +21,7 @@ from quire_router.placement.scorers import (
     waiting,
 )
 
-from tests.support.placing import PACE, Engine, candidates, fleet, fleets, rises, seconds
+from tests.support.placement import PACE, Engine, candidates, fleet, fleets, rises, seconds
 
 # A prompt token takes 1e-4 seconds, and its part of a step of 2,000 tokens that takes 0.01 besides.
 TOKEN = 1e-4 + 0.01 / 2000

@@ -13,7 +13,7 @@ from quire_router.journal.memory import MemoryJournal
 from quire_router.requests.runner import RequestRunner
 from quire_router.requests.state import RequestState
 
-from tests.support.letters import TEXT
+from tests.support.byte_tokenizer import TEXT
 from tests.unit.router.requests.test_runner_properties import (
     CALM,
     PROMPT,

@@ -44,9 +44,9 @@ from quire_router.requests.resume import Replayer
 from quire_router.requests.runner import RequestRunner
 from quire_router.requests.state import RequestState, create_choices
 
+from tests.support.byte_tokenizer import TEXT, tokens
 from tests.support.contract_engine import ContractEngine, Script
-from tests.support.house import House, collect, house, started, told
-from tests.support.letters import TEXT, tokens
+from tests.support.runner_harness import RunnerHarness, collect, delta_text, open_runner, started
 from tests.support.scripted_engine import LENGTH, STOP, output
 from tests.support.waiting import until
 from tests.unit.router.requests.test_runner_properties import (
@@ -158,14 +158,14 @@ def test_what_was_read_and_what_is_resumed_are_the_undisturbed_answer(
     assert usages == [whole[-1].usage]
     if not best_of:
         expected = [undisturbed(text, stop, max_tokens)[0] for text in made]
-        assert [told(had + fresh, index) for index in range(n)] == expected
-        assert [told(resumed, index) for index in range(n)] == expected, "what was told is told again, as told"
+        assert [delta_text(had + fresh, index) for index in range(n)] == expected
+        assert [delta_text(resumed, index) for index in range(n)] == expected, "what was told is told again, as told"
 
 
 def everything(deltas: list[Delta], index: int) -> tuple[str, list[int], list[float], list[FinishReason]]:
     mine = [delta for delta in deltas if delta.index == index]
     return (
-        told(mine, index),
+        delta_text(mine, index),
         [token_id for delta in mine for token_id in delta.token_ids],
         [each.logprob for delta in mine for each in delta.logprobs],
         [delta.finish_reason for delta in mine if delta.finish_reason is not None],
@@ -178,7 +178,7 @@ def streamed(**more: object) -> GenerationRequest:
 
 
 async def test_a_prompt_of_a_list_can_be_resumed_though_only_another_one_had_begun() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         siblings = PromptGroup(begun=True)
         for part in (streamed(parts=("r", "r_1")), streamed(request_id=prompt_request_id("r", 1))):
             answer = await place.lifecycle.run_once(part, siblings)
@@ -198,7 +198,7 @@ async def test_a_prompt_of_a_list_can_be_resumed_though_only_another_one_had_beg
 
 
 async def test_what_was_cut_short_is_not_told_as_complete() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         lease = place.journal.open(streamed(params=SamplingParams(seed=7, max_tokens=50, n=2)))
         place.journal.append(lease, 0, RecordedDelta(0, tokens("ab"), FinishReason.STOP))
         place.journal.append(lease, 0, RecordedDelta(1, tokens("c")))
@@ -215,7 +215,7 @@ async def test_what_was_cut_short_is_not_told_as_complete() -> None:
 
 
 async def test_a_second_reader_follows_the_first() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         first, submit = await started(place, place.lifecycle.run(streamed()))
         place.engine.send(output("r", tokens("one "), 0))
         await place.delivered("one ")
@@ -223,14 +223,14 @@ async def test_a_second_reader_follows_the_first() -> None:
         assert record is not None
         second = asyncio.create_task(collect(place.lifecycle.resume(record, StreamCursor.parse("1", 1))))
         place.engine.send(output("r", tokens("two"), 4, LENGTH))
-        assert told(await first) == told(await second) == "one two"
-        assert told([delta for delta in await second if not delta.replayed]) == "ne two"
+        assert delta_text(await first) == delta_text(await second) == "one two"
+        assert delta_text([delta for delta in await second if not delta.replayed]) == "ne two"
         assert submit.request_id == "r"
         assert place.engine.commands.empty(), "it was run twice"
 
 
 async def test_a_client_that_leaves_frees_the_engine_and_can_come_back() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         answer = place.lifecycle.run(streamed())
         task = asyncio.create_task(anext(answer))
         await place.engine.submit()
@@ -246,12 +246,12 @@ async def test_a_client_that_leaves_frees_the_engine_and_can_come_back() -> None
         assert submit.request_id != "r", "the engine may still be busy with the first"
         assert list(submit.output_token_ids) == tokens("ab")
         place.engine.send(output(submit.request_id, tokens("c"), 2, STOP))
-        assert told([delta for delta in await again if not delta.replayed]) == "c"
+        assert delta_text([delta for delta in await again if not delta.replayed]) == "c"
         await place.left_nothing("r", FinishReason.STOP, "abc")
 
 
 async def test_a_request_that_is_cancelled_in_the_moment_in_which_its_client_leaves_ends() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         answer = place.lifecycle.run(streamed())
         task = asyncio.create_task(anext(answer))
         await place.engine.submit()
@@ -263,7 +263,7 @@ async def test_a_request_that_is_cancelled_in_the_moment_in_which_its_client_lea
 
 
 async def test_a_client_that_cannot_come_back_leaves_nothing() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         answer = place.lifecycle.run(streamed(stream=False))
         task = asyncio.create_task(anext(answer))
         await place.engine.submit()
@@ -274,7 +274,7 @@ async def test_a_client_that_cannot_come_back_leaves_nothing() -> None:
 
 
 async def test_a_request_of_one_id_runs_once() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         answer = await place.lifecycle.run_once(streamed(digest="d"))
         assert answer is not None
         assert await place.lifecycle.run_once(streamed(digest="d")) is None
@@ -285,7 +285,7 @@ async def test_a_request_of_one_id_runs_once() -> None:
 
 
 async def test_a_background_request_runs_without_a_reader_and_is_adopted_when_its_router_leaves() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         assert await place.lifecycle.start(streamed(background=True, stream=False))
         await place.engine.submit()
         place.engine.send(output("r", tokens("ab"), 0))
@@ -294,7 +294,7 @@ async def test_a_background_request_runs_without_a_reader_and_is_adopted_when_it
         record = await place.lifecycle.record("r")
         assert record is not None
         assert not record.leased
-        async with house(journal=place.journal) as other:
+        async with open_runner(journal=place.journal) as other:
             assert await other.lifecycle.claim_orphans() == 1
             assert await other.lifecycle.claim_orphans() == 0
             submit = await other.engine.submit()
@@ -312,7 +312,7 @@ async def test_a_background_request_that_no_index_names_is_taken_up_by_who_asks_
         async def orphans(self) -> list[str]:
             return []
 
-    async with house(journal=Unlisted()) as place:
+    async with open_runner(journal=Unlisted()) as place:
         for name, background in (("left", True), ("waits", False)):
             generation = streamed(request_id=name, background=background, stream=not background)
             place.journal.release(place.journal.open(generation))
@@ -327,7 +327,7 @@ async def test_a_background_request_that_no_index_names_is_taken_up_by_who_asks_
 
 
 async def test_a_request_whose_last_piece_was_on_its_way_when_it_was_cancelled_ends_as_cancelled() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         task, submit = await started(place, place.lifecycle.run(streamed()))
         place.engine.send(output(submit.request_id, tokens("ab"), 0))
         await place.delivered("ab")
@@ -341,7 +341,7 @@ async def test_a_request_whose_last_piece_was_on_its_way_when_it_was_cancelled_e
 
 
 async def test_a_drained_router_ends_its_streams_so_that_others_go_on() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(streamed()))
         place.engine.send(output("r", tokens("ab"), 0))
         await place.delivered("ab")
@@ -358,7 +358,7 @@ async def test_a_drained_router_ends_its_streams_so_that_others_go_on() -> None:
 
 
 async def test_what_ended_with_an_error_ends_with_it_again() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         with pytest.raises(QuireError):
             await collect(place.lifecycle.run(streamed(deadline=0.0)))
         record = await place.lifecycle.record("r")
@@ -370,7 +370,7 @@ async def test_what_ended_with_an_error_ends_with_it_again() -> None:
 
 async def test_a_request_that_another_router_took_is_not_told_any_further() -> None:
     journal = Owned()
-    async with house(journal=journal) as place:
+    async with open_runner(journal=journal) as place:
         task, _ = await started(place, place.lifecycle.run(streamed()))
         place.engine.send(output("r", tokens("ab"), 0))
         await place.delivered("ab")
@@ -391,10 +391,10 @@ class Owned(MemoryJournal):
 
 
 @asynccontextmanager
-async def being_told_what_was_written() -> AsyncIterator[tuple[House, AsyncGenerator[Delta, None]]]:
+async def being_told_what_was_written() -> AsyncIterator[tuple[RunnerHarness, AsyncGenerator[Delta, None]]]:
     """A reader who has come back, and was told the first of two pieces of a record that was claimed for it."""
     journal = MemoryJournal()
-    async with house(journal=Behind(journal)) as place:
+    async with open_runner(journal=Behind(journal)) as place:
         lease = journal.open(streamed())
         journal.append(lease, 0, RecordedDelta(0, tokens("ab")))
         journal.append(lease, 2, RecordedDelta(0, tokens("cd"), logprobs=[TokenLogprobs(-1.0), TokenLogprobs(-1.0)]))
@@ -402,7 +402,7 @@ async def being_told_what_was_written() -> AsyncIterator[tuple[House, AsyncGener
         assert record is not None
         answer = place.lifecycle.resume(replace(record, deltas=[]), StreamCursor(1))
         journal.release(lease)
-        assert told([await anext(answer)]) == "ab", "it is told from what was claimed"
+        assert delta_text([await anext(answer)]) == "ab", "it is told from what was claimed"
         yield place, answer
 
 
@@ -419,7 +419,7 @@ async def test_a_request_can_be_cancelled_while_its_reader_is_told_what_was_writ
     async with being_told_what_was_written() as (place, answer):
         assert await place.lifecycle.cancel("r")
         rest = await collect(answer)
-        assert told(rest) == "cd"
+        assert delta_text(rest) == "cd"
         assert rest[-1].finish_reason is FinishReason.ABORT
         assert place.engine.commands.empty(), "it was run"
         await place.left_nothing("r", FinishReason.ABORT, "abcd")
@@ -452,7 +452,7 @@ class Behind:
 
 
 async def test_a_router_leaves_background_requests_of_models_it_does_not_serve_to_others() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         for model, name in (("another", "a"), ("m", "b")):
             place.journal.release(
                 place.journal.open(streamed(request_id=name, model=model, background=True, stream=False))
@@ -474,7 +474,7 @@ class Broken(str):
 
 
 async def test_what_cannot_go_on_ends_and_holds_up_nobody() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         for name, stop in (("bad", (Broken("x"),)), ("good", ())):
             generation = streamed(request_id=name, stop=stop, background=True, stream=False)
             place.journal.release(place.journal.open(generation))
@@ -487,7 +487,7 @@ async def test_what_cannot_go_on_ends_and_holds_up_nobody() -> None:
 
 async def test_a_request_that_is_taken_up_counts_among_its_tenants_own() -> None:
     limits = RateLimiter(Tenants(default=Tenant(max_concurrent=1)))
-    async with house(limits=limits) as place:
+    async with open_runner(limits=limits) as place:
         place.journal.release(place.journal.open(streamed(background=True, stream=False)))
         assert await place.lifecycle.claim_orphans() == 1
         submit = await place.engine.submit()
@@ -500,12 +500,12 @@ async def test_a_request_that_is_taken_up_counts_among_its_tenants_own() -> None
                 await asyncio.sleep(0.002)
         task, _ = await started(place, place.lifecycle.run(streamed(request_id="third")))
         place.engine.send(output("third", tokens("c"), 0, STOP))
-        assert told(await task) == "c"
+        assert delta_text(await task) == "c"
 
 
 async def test_what_is_charged_and_cannot_begin_gives_its_place_back() -> None:
     limits = RateLimiter(Tenants(default=Tenant(max_concurrent=1)))
-    async with house(limits=limits) as place:
+    async with open_runner(limits=limits) as place:
         for name, stop in (("r", (Broken("x"),)), ("s", (Broken("x"),)), ("t", ())):
             answer = place.lifecycle.run(streamed(stop=stop, request_id=name))
             if stop:
@@ -515,11 +515,11 @@ async def test_what_is_charged_and_cannot_begin_gives_its_place_back() -> None:
             else:
                 task, _ = await started(place, answer)
                 place.engine.send(output("t", tokens("c"), 0, STOP))
-                assert told(await task) == "c"
+                assert delta_text(await task) == "c"
 
 
 async def test_a_background_request_that_costs_too_many_engines_ends() -> None:
-    async with house(grace=0.05) as place:
+    async with open_runner(grace=0.05) as place:
         assert await place.lifecycle.start(streamed(background=True, stream=False))
         for generation in range(3):
             await place.engine.submit()
@@ -533,7 +533,7 @@ async def test_a_background_request_that_costs_too_many_engines_ends() -> None:
 
 
 async def test_only_so_many_requests_run_without_a_listener() -> None:
-    async with house(max_background=2) as place:
+    async with open_runner(max_background=2) as place:
         for name in "ab":
             assert await place.lifecycle.start(streamed(request_id=name, background=True))
         with pytest.raises(QuireError) as caught:
@@ -546,7 +546,7 @@ async def test_only_so_many_requests_run_without_a_listener() -> None:
 
 async def test_only_so_much_is_taken_up_at_once_of_what_others_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "MAX_ORPHAN_TOKENS", 2 * streamed().stored_size)
-    async with house() as place:
+    async with open_runner() as place:
         for name in "abc":
             place.journal.release(place.journal.open(streamed(request_id=name, background=True, stream=False)))
         assert await place.lifecycle.claim_orphans() == 2
@@ -567,7 +567,7 @@ async def test_what_runs_here_is_not_adopted_here() -> None:
         async def claim(self, request_id: str) -> tuple[RequestRecord, Lease] | None:
             raise AssertionError("it is in flight")
 
-    async with house(journal=Forgetful()) as place:
+    async with open_runner(journal=Forgetful()) as place:
         assert await place.lifecycle.start(streamed(background=True))
         await place.engine.submit()
         assert await place.lifecycle.claim_orphans() == 0
@@ -575,7 +575,7 @@ async def test_what_runs_here_is_not_adopted_here() -> None:
 
 
 async def test_a_reader_has_as_long_as_it_says_and_not_as_long_as_the_first_one() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         first, submit = await started(place, place.lifecycle.run(streamed(deadline=time() + 0.3)))
         place.engine.send(output(submit.request_id, tokens("ab"), 0))
         record = await place.lifecycle.record("r")
@@ -591,13 +591,13 @@ async def test_a_reader_has_as_long_as_it_says_and_not_as_long_as_the_first_one(
         again = asyncio.create_task(collect(place.lifecycle.resume(record, StreamCursor(1), time() + 20)))
         submit = await place.engine.submit()
         place.engine.send(output(submit.request_id, tokens("c"), 2, STOP))
-        assert told(await again) == "abc"
+        assert delta_text(await again) == "abc"
 
 
 @pytest.mark.parametrize("background", [False, True])
 async def test_a_reader_whose_time_is_over_leaves_what_it_took_up(background: bool) -> None:
     """Also when the request still waits for an engine."""
-    async with house(ready=0) as place:
+    async with open_runner(ready=0) as place:
         place.journal.release(place.journal.open(streamed(background=background, deadline=time() + 600)))
         record = await place.lifecycle.record("r")
         assert record is not None
@@ -617,7 +617,7 @@ def test_a_long_piece_is_told_again_in_parts(first: int, second: int, ended: boo
     reason = FinishReason.STOP if ended else None
     pieces = [RecordedDelta(0, tokens(text[:first])), RecordedDelta(0, tokens(text[first:]), reason)]
     retold = list(Replayer(generation, TEXT, StreamCursor(1)).replay(pieces, ended=ended))
-    assert told(retold) == text
+    assert delta_text(retold) == text
     assert [token_id for delta in retold for token_id in delta.token_ids] == tokens(text)
     assert [delta.finish_reason for delta in retold if delta.finish_reason] == [FinishReason.STOP] * ended
     assert max((len(delta.token_ids) for delta in retold), default=0) <= CHUNK_TOKENS

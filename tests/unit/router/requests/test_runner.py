@@ -15,8 +15,8 @@ from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.core.generation import GenerationRequest, Usage
 from quire_router.discovery.base import Endpoint
 
-from tests.support.house import QUICK, collect, house, started, told
-from tests.support.letters import tokens
+from tests.support.byte_tokenizer import tokens
+from tests.support.runner_harness import QUICK, collect, delta_text, open_runner, started
 from tests.support.scripted_engine import ABORT, ERROR, LENGTH, STOP, output
 
 
@@ -29,13 +29,13 @@ def request(request_id: str = "r", *, stop: tuple[str, ...] = (), max_tokens: in
 
 
 async def test_an_answer_comes_in_pieces_and_ends_with_its_usage() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         task, submit = await started(place, place.lifecycle.run(request()))
         place.engine.send(output("r", tokens("He"), 0, cached_tokens=3))
         place.engine.send(output("r", tokens("y!"), 2, STOP))
         deltas = await task
         await place.left_nothing("r", FinishReason.STOP, "Hey!")
-    assert told(deltas) == "Hey!"
+    assert delta_text(deltas) == "Hey!"
     assert [token for delta in deltas for token in delta.token_ids] == tokens("Hey!")
     assert deltas[-1].finish_reason is FinishReason.STOP
     assert deltas[-1].usage == Usage(5, 4, 3)
@@ -45,39 +45,39 @@ async def test_an_answer_comes_in_pieces_and_ends_with_its_usage() -> None:
 
 
 async def test_half_a_character_waits_for_its_other_half() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request()))
         smile = tokens("☺")
         place.engine.send(output("r", smile[:2], 0))
         place.engine.send(output("r", [*smile[2:], *tokens(".")], 2, LENGTH))
         deltas = await task
-    assert told(deltas) == "☺."
+    assert delta_text(deltas) == "☺."
     assert deltas[-1].finish_reason is FinishReason.LENGTH
 
 
 async def test_a_stop_string_ends_the_answer_before_it_and_cancels_on_the_engine() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request(stop=("END",))))
         place.engine.send(output("r", tokens("one EN"), 0))
         place.engine.send(output("r", tokens("D two"), 6))
         deltas = await task
         assert (await place.engine.cancel()).request_id == "r"
         await place.left_nothing("r", FinishReason.STOP, "one END")
-    assert told(deltas) == "one "
+    assert delta_text(deltas) == "one "
     assert deltas[-1].finish_reason is FinishReason.STOP
     assert deltas[-1].usage == Usage(5, len("one END"))
 
 
 async def test_a_stop_string_that_is_not_completed_is_told_at_the_end() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request(stop=("END",))))
         place.engine.send(output("r", tokens("one EN"), 0, LENGTH))
-        assert told(await task) == "one EN"
+        assert delta_text(await task) == "one EN"
         await place.left_nothing("r", FinishReason.LENGTH, "one EN")
 
 
 async def test_an_engines_error_is_the_clients_error() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request()))
         place.engine.send(output("r", tokens("a"), 0))
         error = types_pb2.Error(code=types_pb2.ERROR_CODE_OVERLOADED, message="The engine's queue is full.")
@@ -90,7 +90,7 @@ async def test_an_engines_error_is_the_clients_error() -> None:
 
 
 async def test_an_id_that_is_in_use_is_our_fault() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         first, _ = await started(place, place.lifecycle.run(request()))
         with pytest.raises(QuireError) as ours:
             await collect(place.lifecycle.run(request()))
@@ -104,7 +104,7 @@ async def test_an_id_that_is_in_use_is_our_fault() -> None:
 
 
 async def test_a_failure_inside_is_told_without_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with house() as place:
+    async with open_runner() as place:
         monkeypatch.setattr(place.fleet, "rows", lambda model: 1 / 0)
         with pytest.raises(QuireError) as caught:
             await collect(place.lifecycle.run(request()))
@@ -118,7 +118,7 @@ async def test_a_failure_inside_is_told_without_its_reason(monkeypatch: pytest.M
 
 
 async def test_cancel_ends_the_answer_with_abort_and_what_had_come() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         answer = place.lifecycle.run(request())
         first = asyncio.create_task(anext(answer))
         await place.engine.submit()
@@ -134,7 +134,7 @@ async def test_cancel_ends_the_answer_with_abort_and_what_had_come() -> None:
 
 
 async def test_closing_before_the_first_piece_was_asked_for_does_nothing() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         await place.lifecycle.run(request()).aclose()
         assert await place.journal.read("r") is None
         assert place.lifecycle.in_flight == 0
@@ -142,7 +142,7 @@ async def test_closing_before_the_first_piece_was_asked_for_does_nothing() -> No
 
 @pytest.mark.parametrize("pieces", [1, 2, 3])
 async def test_closing_after_any_piece_cancels_at_once(pieces: int) -> None:
-    async with house() as place:
+    async with open_runner() as place:
         answer = place.lifecycle.run(request())
         reading = asyncio.create_task(anext(answer))
         await place.engine.submit()
@@ -157,7 +157,7 @@ async def test_closing_after_any_piece_cancels_at_once(pieces: int) -> None:
 
 
 async def test_cancelling_who_waits_for_a_piece_cancels_on_the_engine() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request()))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -167,7 +167,7 @@ async def test_cancelling_who_waits_for_a_piece_cancels_on_the_engine() -> None:
 
 
 async def test_a_client_that_leaves_after_the_last_piece_got_all_of_it() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         answer = place.lifecycle.run(request())
         reading = asyncio.create_task(anext(answer))
         await place.engine.submit()
@@ -179,7 +179,7 @@ async def test_a_client_that_leaves_after_the_last_piece_got_all_of_it() -> None
 
 
 async def test_a_client_that_does_not_read_gets_an_error_and_frees_the_engine() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         answer = place.lifecycle.run(request())
         reading = asyncio.create_task(anext(answer))
         await place.engine.submit()
@@ -194,7 +194,7 @@ async def test_a_client_that_does_not_read_gets_an_error_and_frees_the_engine() 
 
 
 async def test_a_request_that_takes_too_long_ends_with_its_deadline() -> None:
-    async with house(request_timeout=0.05) as place:
+    async with open_runner(request_timeout=0.05) as place:
         task, _ = await started(place, place.lifecycle.run(request()))
         with pytest.raises(QuireError) as caught:
             await task
@@ -207,18 +207,18 @@ async def test_a_request_that_takes_too_long_ends_with_its_deadline() -> None:
 
 
 async def test_a_request_without_an_engine_is_held_until_one_is_ready() -> None:
-    async with house(ready=0) as place:
+    async with open_runner(ready=0) as place:
         task = asyncio.create_task(collect(place.lifecycle.run(request())))
         await asyncio.sleep(0.05)
         await place.engine.start()
         await place.engine.submit()
         place.engine.send(output("r", tokens("a"), 0, STOP))
-        assert told(await task) == "a"
+        assert delta_text(await task) == "a"
         await place.left_nothing("r", FinishReason.STOP, "a")
 
 
 async def test_a_request_is_not_held_for_ever() -> None:
-    async with house(ready=0, hold_timeout=0.02) as place:
+    async with open_runner(ready=0, hold_timeout=0.02) as place:
         with pytest.raises(QuireError) as caught:
             await collect(place.lifecycle.run(request()))
         assert caught.value.code is ErrorCode.UNAVAILABLE
@@ -228,7 +228,7 @@ async def test_a_request_is_not_held_for_ever() -> None:
 
 @pytest.mark.parametrize("way", ["cancel", "task", "drain", "deadline"])
 async def test_a_held_request_can_be_ended(way: str) -> None:
-    async with house(ready=0, request_timeout=0.1 if way == "deadline" else None) as place:
+    async with open_runner(ready=0, request_timeout=0.1 if way == "deadline" else None) as place:
         task = asyncio.create_task(collect(place.lifecycle.run(request())))
         await asyncio.sleep(0.01)
         if way == "cancel":
@@ -252,7 +252,7 @@ async def test_a_held_request_can_be_ended(way: str) -> None:
 
 
 async def test_when_an_engine_dies_the_client_sees_only_a_pause() -> None:
-    async with house(2, grace=0.05) as place:
+    async with open_runner(2, grace=0.05) as place:
         task, first = await started(place, place.lifecycle.run(request(stop=("END",))))
         place.engine.send(output("r", tokens("one E"), 0, cached_tokens=2))
         await place.delivered("one E")
@@ -266,12 +266,12 @@ async def test_when_an_engine_dies_the_client_sees_only_a_pause() -> None:
         place.engines[1].send(output(second.request_id, tokens("ND"), 5, cached_tokens=5))
         deltas = await task
         await place.left_nothing("r", FinishReason.STOP, "one END")
-    assert told(deltas) == "one "
+    assert delta_text(deltas) == "one "
     assert deltas[-1].usage == Usage(5, 7, 2)
 
 
 async def test_a_request_can_go_on_at_the_engine_that_was_restarted() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request()))
         place.engine.send(output("r", tokens("ab"), 0))
         await place.delivered("ab")
@@ -279,23 +279,23 @@ async def test_a_request_can_go_on_at_the_engine_that_was_restarted() -> None:
         place.engine.break_stream()
         again = await place.engine.submit()
         place.engine.send(output(again.request_id, tokens("c"), 2, STOP))
-        assert told(await task) == "abc"
+        assert delta_text(await task) == "abc"
         await place.left_nothing("r", FinishReason.STOP, "abc")
 
 
 async def test_a_stream_that_comes_back_in_time_goes_on_without_another_attempt() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request()))
         place.engine.send(output("r", tokens("a"), 0))
         place.engine.break_stream()
         place.engine.send(output("r", tokens("b"), 1, STOP))
-        assert told(await task) == "ab"
+        assert delta_text(await task) == "ab"
         while not place.engine.commands.empty():
             assert not place.engine.commands.get_nowait().HasField("submit")
 
 
 async def test_after_the_last_attempt_the_client_is_told() -> None:
-    async with house(max_attempts=2) as place:
+    async with open_runner(max_attempts=2) as place:
         task, _ = await started(place, place.lifecycle.run(request()))
         place.engine.send(output("r", tokens("a"), 0, ABORT))
         again = await place.engine.submit()
@@ -310,30 +310,30 @@ async def test_after_the_last_attempt_the_client_is_told() -> None:
 
 
 async def test_an_engine_that_is_going_away_is_not_asked_again() -> None:
-    async with house(2) as place:
+    async with open_runner(2) as place:
         task, _ = await started(place, place.lifecycle.run(request()))
         place.engine.send(output("r", [], 0, ERROR, types_pb2.Error(code=types_pb2.ERROR_CODE_UNAVAILABLE)))
         second = await place.engines[1].submit()
         place.engines[1].send(output(second.request_id, tokens("a"), 0, STOP))
-        assert told(await task) == "a"
+        assert delta_text(await task) == "a"
 
 
 FULL = types_pb2.Error(code=types_pb2.ERROR_CODE_OVERLOADED, message="The engine's queue is full.")
 
 
 async def test_a_request_goes_on_to_the_engine_that_has_room_however_many_are_full() -> None:
-    async with house(4, max_attempts=1) as place:
+    async with open_runner(4, max_attempts=1) as place:
         task = asyncio.create_task(collect(place.lifecycle.run(request())))
         for engine in place.engines[:3]:
             engine.send(output((await engine.submit()).request_id, [], 0, ERROR, FULL))
         last = await place.engines[3].submit()
         place.engines[3].send(output(last.request_id, tokens("a"), 0, STOP))
-        assert told(await task) == "a"
+        assert delta_text(await task) == "a"
         await place.left_nothing("r", FinishReason.STOP, "a")
 
 
 async def test_when_every_engine_is_full_the_client_is_told_when_to_come_back() -> None:
-    async with house(2) as place:
+    async with open_runner(2) as place:
         task = asyncio.create_task(collect(place.lifecycle.run(request())))
         for engine in place.engines:
             engine.send(output((await engine.submit()).request_id, [], 0, ERROR, FULL))
@@ -348,20 +348,20 @@ async def test_when_every_engine_is_full_the_client_is_told_when_to_come_back() 
 
 async def test_an_engine_that_falls_silent_is_left_for_another() -> None:
     impatient = {**QUICK, "silence": 0.2, "stall": 0.4, "connect_timeout": 0.2}
-    async with house(2, grace=0.05, link=impatient) as place:
+    async with open_runner(2, grace=0.05, link=impatient) as place:
         task, _ = await started(place, place.lifecycle.run(request()))
         place.engine.send(output("r", tokens("a"), 0))
         await place.delivered("a")
         place.engine.freeze()
         second = await place.engines[1].submit()
         place.engines[1].send(output(second.request_id, tokens("b"), 1, STOP))
-        assert told(await task) == "ab"
+        assert delta_text(await task) == "ab"
         place.engine.thaw()
         assert (await place.engine.cancel()).request_id == "r"
 
 
 async def test_an_answer_whose_end_alone_was_lost_needs_no_other_engine() -> None:
-    async with house(hold_timeout=0.01) as place:
+    async with open_runner(hold_timeout=0.01) as place:
         task, _ = await started(place, place.lifecycle.run(request(max_tokens=2)))
         place.engine.send(output("r", tokens("ab"), 0))
         place.engine.send(output("r", [], 2, ABORT))
@@ -371,7 +371,7 @@ async def test_an_answer_whose_end_alone_was_lost_needs_no_other_engine() -> Non
 
 
 async def test_a_cancelled_request_is_not_tried_again() -> None:
-    async with house(grace=0.05) as place:
+    async with open_runner(grace=0.05) as place:
         answer = place.lifecycle.run(request())
         reading = asyncio.create_task(anext(answer))
         await place.engine.submit()
@@ -389,7 +389,7 @@ async def test_a_cancelled_request_is_not_tried_again() -> None:
 
 
 async def test_draining_lets_running_requests_end_and_takes_no_new_ones() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request()))
         draining = asyncio.create_task(place.lifecycle.drain(10))
         await asyncio.sleep(0)
@@ -397,13 +397,13 @@ async def test_draining_lets_running_requests_end_and_takes_no_new_ones() -> Non
             await collect(place.lifecycle.run(request("late")))
         assert caught.value.code is ErrorCode.UNAVAILABLE
         place.engine.send(output("r", tokens("a"), 0, STOP))
-        assert told(await task) == "a"
+        assert delta_text(await task) == "a"
         await asyncio.wait_for(draining, 10)
         await place.left_nothing("r", FinishReason.STOP, "a")
 
 
 async def test_draining_ends_what_takes_too_long() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request()))
         await place.lifecycle.drain(0.01)
         with pytest.raises(QuireError) as caught:
@@ -420,7 +420,7 @@ async def test_each_attempt_is_a_span_and_so_is_the_wait_for_an_engine(monkeypat
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr("quire_router.requests.dispatch.tracer", provider.get_tracer("test"))
-    async with house(ready=0) as place:
+    async with open_runner(ready=0) as place:
         with provider.get_tracer("test").start_as_current_span("POST") as server:
             answer = place.lifecycle.run(request())
         task = asyncio.create_task(collect(answer))
@@ -455,7 +455,7 @@ async def test_attempts_that_came_to_nothing_are_counted() -> None:
         return [REGISTRY.get_sample_value(name, {"reason": reason}) or 0 for reason in ("engine_full", "engine_lost")]
 
     full, lost = counted()
-    async with house(2) as place:
+    async with open_runner(2) as place:
         task = asyncio.create_task(collect(place.lifecycle.run(request())))
         first, second = place.engines
         first.send(output((await first.submit()).request_id, [], 0, ERROR, FULL))
@@ -464,7 +464,7 @@ async def test_attempts_that_came_to_nothing_are_counted() -> None:
         second.send(output(again.request_id, tokens("a"), 0, ABORT))
         last = await second.submit()
         second.send(output(last.request_id, tokens("b"), 1, STOP))
-        assert told(await task) == "ab"
+        assert delta_text(await task) == "ab"
     assert counted() == [full + 1, lost + 1]
 
 
@@ -475,7 +475,7 @@ async def test_requests_and_tokens_are_counted() -> None:
     def ended(reason: str) -> float:
         return value("quire_requests_total", operation="chat", finish_reason=reason)
 
-    async with house() as place:
+    async with open_runner() as place:
         before = value("quire_generation_tokens_total"), ended("stop"), ended("abort")
         task, _ = await started(place, place.lifecycle.run(request()))
         assert value("quire_in_flight_requests") == 1

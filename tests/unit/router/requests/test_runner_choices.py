@@ -11,8 +11,8 @@ from prometheus_client import REGISTRY
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.core.generation import Delta, GenerationRequest, Usage
 
-from tests.support.house import house, started, told
-from tests.support.letters import tokens
+from tests.support.byte_tokenizer import tokens
+from tests.support.runner_harness import delta_text, open_runner, started
 from tests.support.scripted_engine import ABORT, LENGTH, STOP, logprobs, output
 
 
@@ -26,7 +26,7 @@ def last(deltas: list[Delta], index: int) -> Delta:
 
 
 async def test_each_choice_ends_with_its_reason_and_the_last_piece_has_the_usage_of_all() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request(3)))
         place.engine.send(*(output("r", tokens("ab"), 0, index=index, cached_tokens=3) for index in range(3)))
         await place.delivered("ab", "ab", "ab")
@@ -35,7 +35,7 @@ async def test_each_choice_ends_with_its_reason_and_the_last_piece_has_the_usage
         deltas = await task
         await place.left_nothing("r", FinishReason.LENGTH, "abx", "abyz", "abc")
         record = await place.journal.read("r")
-    assert [told(deltas, index) for index in range(3)] == ["abx", "abyz", "abc"]
+    assert [delta_text(deltas, index) for index in range(3)] == ["abx", "abyz", "abc"]
     reasons = [FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH]
     assert [last(deltas, index).finish_reason for index in range(3)] == reasons
     assert [delta.usage for delta in deltas if delta.usage] == [Usage(5, 10, 3)]
@@ -45,7 +45,7 @@ async def test_each_choice_ends_with_its_reason_and_the_last_piece_has_the_usage
 
 
 async def test_a_stop_string_ends_its_choice_alone() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request(stop=("END",))))
         place.engine.send(output("r", tokens("one END two"), 0, index=1), output("r", tokens("E"), 0, index=0))
         assert list((await place.engine.cancel()).indexes) == [1]
@@ -53,31 +53,31 @@ async def test_a_stop_string_ends_its_choice_alone() -> None:
         deltas = await task
         await place.left_nothing("r", FinishReason.STOP, "Ex", "one END")
         assert place.engine.commands.empty()
-    assert [told(deltas, index) for index in range(2)] == ["Ex", "one "]
+    assert [delta_text(deltas, index) for index in range(2)] == ["Ex", "one "]
     assert last(deltas, 1).finish_reason is FinishReason.STOP
     assert deltas[-1].usage == Usage(5, len("Ex") + len("one END"))
 
 
 async def test_the_last_stop_string_ends_the_request() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request(stop=("!",))))
         place.engine.send(output("r", tokens("a!"), 0, index=0), output("r", tokens("b!"), 0, index=1))
         deltas = await task
-        assert [told(deltas, index) for index in range(2)] == ["a", "b"]
+        assert [delta_text(deltas, index) for index in range(2)] == ["a", "b"]
         assert not (await place.engine.cancel()).indexes
         await place.left_nothing("r", FinishReason.STOP, "a!", "b!")
 
 
 async def test_the_stop_string_and_special_tokens_are_kept_where_they_are_asked_for() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         generation = replace(request(1, stop=("END",)), include_stop=True, skip_special_tokens=False)
         task, _ = await started(place, place.lifecycle.run(generation))
         place.engine.send(output("r", tokens("one END two"), 0))
-        assert told(await task) == "one END"
+        assert delta_text(await task) == "one END"
 
 
 async def test_another_engine_goes_on_with_each_choice_from_its_own_place() -> None:
-    async with house(2, grace=0.05) as place:
+    async with open_runner(2, grace=0.05) as place:
         generation = replace(request(4, stop=("END",)), priority=3)
         task, first = await started(place, place.lifecycle.run(generation))
         assert (first.priority, list(first.delivered)) == (3, [])
@@ -102,11 +102,11 @@ async def test_another_engine_goes_on_with_each_choice_from_its_own_place() -> N
         )
         deltas = await task
         await place.left_nothing("r", FinishReason.LENGTH, "a", "bEx", "cEND", "d")
-    assert [told(deltas, index) for index in range(4)] == ["a", "bEx", "c", "d"]
+    assert [delta_text(deltas, index) for index in range(4)] == ["a", "bEx", "c", "d"]
 
 
 async def test_choices_that_lack_only_the_engines_word_need_no_other_engine() -> None:
-    async with house(hold_timeout=0.01) as place:
+    async with open_runner(hold_timeout=0.01) as place:
         task, _ = await started(place, place.lifecycle.run(request(max_tokens=2)))
         place.engine.send(output("r", tokens("ab"), 0, index=0), output("r", tokens("c"), 0, index=1))
         place.engine.send(output("r", [], 2, ABORT, index=0), output("r", [], 1, ABORT, index=1))
@@ -119,7 +119,7 @@ async def test_choices_that_lack_only_the_engines_word_need_no_other_engine() ->
 
 
 async def test_cancelling_ends_the_choices_that_had_not_ended() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request(3)))
         place.engine.send(output("r", tokens("a"), 0, STOP, index=1), output("r", tokens("b"), 0, index=2))
         await place.delivered("", "a", "b")
@@ -135,7 +135,7 @@ async def test_cancelling_ends_the_choices_that_had_not_ended() -> None:
 
 
 async def test_log_probabilities_end_with_the_token_that_completes_a_stop_string() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request(1, stop=("b",), logprobs=0)))
         place.engine.send(output("r", tokens("abc"), 0, logprobs=logprobs(-1, -2, -3)))
         (delta,) = await task
@@ -144,7 +144,7 @@ async def test_log_probabilities_end_with_the_token_that_completes_a_stop_string
 
 
 async def test_the_prompts_log_probabilities_are_told_once_and_asked_for_until_they_have_come() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         task, first = await started(place, place.lifecycle.run(request(prompt_logprobs=2)))
         place.engine.send(output("r", prompt_logprobs=logprobs(-1, -2), prompt_position=1))
         place.engine.send(output("r", [], 0, ABORT, index=0), output("r", [], 0, ABORT, index=1))
@@ -166,7 +166,7 @@ async def test_the_prompts_log_probabilities_are_told_once_and_asked_for_until_t
 
 
 async def test_the_best_are_told_when_all_have_ended_best_first_and_equal_ones_in_order() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         task, submit = await started(place, place.lifecycle.run(request(2, best_of=4)))
         assert (submit.sampling.n, submit.sampling.best_of) == (2, 4)
         place.engine.send(output("r", tokens("worst"), 0, STOP, index=0, logprobs=logprobs(*[-3.0] * 5)))
@@ -186,7 +186,7 @@ async def test_the_best_are_told_when_all_have_ended_best_first_and_equal_ones_i
 
 
 async def test_candidates_go_on_where_they_are_when_their_engine_is_lost() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request(1, best_of=2, logprobs=0)))
         place.engine.send(output("r", tokens("a"), 0, index=1, logprobs=logprobs(-1)))
         place.engine.send(output("r", tokens("b"), 0, STOP, index=0, logprobs=logprobs(-4)))
@@ -202,7 +202,7 @@ async def test_candidates_go_on_where_they_are_when_their_engine_is_lost() -> No
 
 
 async def test_who_cancels_gets_the_best_so_far_and_nobody_says_that_they_are_the_best() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request(2, best_of=3)))
         place.engine.send(output("r", tokens("a"), 0, STOP, index=1, logprobs=logprobs(-1)))
         place.engine.send(output("r", tokens("b"), 0, index=2, logprobs=logprobs(-0.5)))
@@ -217,7 +217,7 @@ async def test_who_cancels_gets_the_best_so_far_and_nobody_says_that_they_are_th
 
 
 async def test_who_cancels_a_search_gets_only_what_was_told_of_its_end() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request(2, beam_width=3)))
         place.engine.send(output("r", tokens("a"), 0, STOP, index=0, score=-1.0))
         await place.heard()
@@ -230,7 +230,7 @@ async def test_who_cancels_a_search_gets_only_what_was_told_of_its_end() -> None
 
 
 async def test_a_beam_search_begins_anew_on_another_engine_and_is_told_with_its_scores() -> None:
-    async with house() as place:
+    async with open_runner() as place:
         task, first = await started(place, place.lifecycle.run(request(2, beam_width=3)))
         place.engine.send(output("r", tokens("former"), 0, STOP, index=0, score=-1.0))
         place.engine.send(output("r", [], 0, ABORT, index=1))
@@ -260,7 +260,7 @@ async def test_a_span_names_the_reason_of_each_choice_and_a_metric_the_gravest(m
         times = [value(f"quire_{each}_seconds_count") for each in ("time_to_first_token", "inter_token_latency")]
         return [*ended, value("quire_generation_tokens_total"), *times]
 
-    async with house() as place:
+    async with open_runner() as place:
         before = counts()
         task, _ = await started(place, place.lifecycle.run(request(2)))
         place.engine.send(output("r", tokens("abc"), 0, LENGTH, index=1), output("r", tokens("d"), 0, index=0))

@@ -15,8 +15,8 @@ from quire_router.core.generation import GenerationRequest, StreamCursor
 from quire_router.engines.output_stream import OutputStream
 from quire_router.requests.state import RequestState
 
-from tests.support.house import house, started
-from tests.support.letters import tokens
+from tests.support.byte_tokenizer import tokens
+from tests.support.runner_harness import open_runner, started
 from tests.support.scripted_engine import LENGTH, output
 from tests.support.waiting import until
 
@@ -37,7 +37,7 @@ def request(request_id: str = "r", digest: str = "") -> GenerationRequest:
 
 @pytest.mark.usefixtures("uncollected")
 async def test_a_request_that_has_ended_leaves_nothing_for_the_collector():
-    async with house() as place:
+    async with open_runner() as place:
         task, submit = await started(place, place.lifecycle.run(request()))
         place.engine.send(output(submit.request_id, tokens("abc"), 0, LENGTH))
         await task
@@ -47,7 +47,7 @@ async def test_a_request_that_has_ended_leaves_nothing_for_the_collector():
 
 async def test_leaving_and_coming_back_gives_no_tokens_for_free():
     limits = RateLimiter(Tenants([Tenant("t", tokens_per_minute=14)]))
-    async with house(limits=limits) as place:
+    async with open_runner(limits=limits) as place:
         answer = await place.lifecycle.run_once(request(digest="d"))
         assert answer is not None
         await answer.aclose()
@@ -65,7 +65,7 @@ async def test_who_comes_back_waits_for_a_turn_until_the_first_piece_was_told(mo
         await acquire(self, waiting)
 
     monkeypatch.setattr(AdmissionQueue, "acquire", noted)
-    async with house() as place:
+    async with open_runner() as place:
         answer = await place.lifecycle.run_once(request(digest="d"))
         assert answer is not None
         await answer.aclose()

@@ -30,9 +30,9 @@ from quire_router.requests.dispatch import Dispatcher
 from quire_router.requests.runner import RequestRunner
 
 from tests.support.batches import take_all
+from tests.support.byte_tokenizer import TEXT, tokens
 from tests.support.contract_engine import ContractEngine, Script
-from tests.support.house import FirstIdle
-from tests.support.letters import TEXT, tokens
+from tests.support.runner_harness import FirstIdle
 
 PROMPT = "hello"
 CALM = ["tokens"] * 6 + ["commands"] * 3 + ["read"] * 3

@@ -17,7 +17,7 @@ from quire_router.api.rest.http_server import HttpServer, listen
 from quire_router.api.rest.sse import HEARTBEAT, KeepAlive, SseStream
 from starlette.types import Receive, Scope, Send
 
-from tests.support.api_stage import completion, open_stage
+from tests.support.scripted_api import completion, open_stage
 from tests.support.waiting import until
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: test\r\n\r\n"

@@ -23,7 +23,7 @@ from quire_router.api.rest.http_server import (
 )
 from uvicorn.server import ServerState
 
-from tests.support.api_stage import Answer, ask, chat, open_stage, read_answer
+from tests.support.scripted_api import Answer, ask, chat, open_stage, read_answer
 
 CHAT = "/v1/chat/completions"
 KEY = "a-key-that-is-right"

@@ -22,7 +22,7 @@ from quire_router.api.rest.logprobs import (
 )
 from quire_router.core.generation import Delta
 
-from tests.support.api_stage import (
+from tests.support.scripted_api import (
     MODEL,
     TEXT,
     VOCAB_SIZE,

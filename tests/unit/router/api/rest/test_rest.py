@@ -11,7 +11,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 from quire_router.api.rest.http_server import ConnectionLimits
 
-from tests.support.api_stage import ANSWER, MAX_MODEL_LEN, MODEL, ask, chat, completion, open_stage, read_answer
+from tests.support.scripted_api import ANSWER, MAX_MODEL_LEN, MODEL, ask, chat, completion, open_stage, read_answer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USAGE = {"completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 2}}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from quire_router.api.rest.http_server import MAX_PIPELINED, ConnectionLimits, LimitedHttpProtocol
 
-from tests.support.api_stage import ANSWER, ask, chat, open_stage, read_answer
+from tests.support.scripted_api import ANSWER, ask, chat, open_stage, read_answer
 from tests.support.waiting import until
 
 CHAT = "/v1/chat/completions"

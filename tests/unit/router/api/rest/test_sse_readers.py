@@ -15,7 +15,7 @@ import openai
 import pytest
 from quire_proto.errors import ErrorCode, QuireError
 
-from tests.support.api_stage import ANSWER, Script, Stage, chat, completion, open_stage
+from tests.support.scripted_api import ANSWER, Script, Stage, chat, completion, open_stage
 from tests.support.waiting import until
 
 DONE = "[DONE]"

@@ -13,7 +13,7 @@ from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 
-from tests.support.api_stage import ANSWER, MAX_MODEL_LEN, MODEL, ask, chat, open_stage
+from tests.support.scripted_api import ANSWER, MAX_MODEL_LEN, MODEL, ask, chat, open_stage
 
 TEXT = "Hello wörld"
 USER = pb.ChatMessage(role="user", content="hello")

@@ -10,8 +10,8 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_router.api.rpc.grpc_server import CallLimits
 
-from tests.support.api_stage import ANSWER, MODEL, open_stage
 from tests.support.ports import cut_off
+from tests.support.scripted_api import ANSWER, MODEL, open_stage
 
 KEY = "k" * 20
 CHAT = pb.ChatRequest(model=MODEL, messages=[pb.ChatMessage(role="user", content="hello")])

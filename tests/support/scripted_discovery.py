@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from quire_router.discovery.base import Endpoint
 
 
-class Announced:
+class ScriptedDiscovery:
     """Yields each of ``lists`` that is put there."""
 
     def __init__(self) -> None:
@@ -16,5 +16,5 @@ class Announced:
         while True:
             yield await self.lists.get()
 
-    def say(self, *endpoints: Endpoint) -> None:
+    def publish(self, *endpoints: Endpoint) -> None:
         self.lists.put_nowait(endpoints)

@@ -11,7 +11,7 @@ from quire_proto.sampling import SamplingParams
 from tests.support.processes import Engine
 
 
-class Link:
+class EngineSession:
     """One stream to an engine, as a router holds it."""
 
     def __init__(self, engine: Engine, session_id: str, last_sequence: int = 0) -> None:
@@ -53,7 +53,7 @@ class Link:
         self._channel.close()
         self._commands.put(None)
 
-    def __enter__(self) -> "Link":
+    def __enter__(self) -> "EngineSession":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -21,7 +21,7 @@ from quire_router.placement.query import PlacementDecision
 from quire_router.requests.dispatch import Dispatcher
 from quire_router.requests.runner import RequestRunner
 
-from tests.support.letters import TEXT, tokens
+from tests.support.byte_tokenizer import TEXT, tokens
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.waiting import until
 
@@ -48,7 +48,7 @@ class FirstIdle:
 
 
 @dataclass
-class House:
+class RunnerHarness:
     """A router's inner rooms and its engines."""
 
     lifecycle: RequestRunner
@@ -92,7 +92,7 @@ class House:
 
 
 @asynccontextmanager
-async def house(
+async def open_runner(
     count: int = 1,
     *,
     ready: int | None = None,
@@ -101,7 +101,7 @@ async def house(
     hold_timeout: float = 10.0,
     journal: Journal | None = None,
     **options: Any,
-) -> AsyncIterator[House]:
+) -> AsyncIterator[RunnerHarness]:
     engines = [ScriptedEngine() for _ in range(count)]
     for engine in engines:
         await engine.start()
@@ -115,7 +115,9 @@ async def house(
     placer = FirstIdle(fleet.table)
     routing = Dispatcher(fleet, placer, queue, policy="first_idle", hold_timeout=hold_timeout)
     journal = journal or MemoryJournal()
-    place = House(RequestRunner(fleet, placer, routing, journal, {"m": TEXT}, **options), fleet, journal, engines)
+    place = RunnerHarness(
+        RequestRunner(fleet, placer, routing, journal, {"m": TEXT}, **options), fleet, journal, engines
+    )
     try:
         await place.ready(count if ready is None else ready)
         yield place
@@ -130,13 +132,13 @@ async def collect(answer: AsyncGenerator[Delta, None]) -> list[Delta]:
         return [delta async for delta in answer]
 
 
-def told(deltas: list[Delta], index: int = 0) -> str:
+def delta_text(deltas: list[Delta], index: int = 0) -> str:
     """The text of one choice."""
     return "".join(delta.text for delta in deltas if delta.index == index)
 
 
 async def started(
-    place: House, answer: AsyncGenerator[Delta, None]
+    place: RunnerHarness, answer: AsyncGenerator[Delta, None]
 ) -> tuple[asyncio.Task[list[Delta]], engine_pb2.Submit]:
     """The answer being read, and the Submit that it led to."""
     task = asyncio.create_task(collect(answer))

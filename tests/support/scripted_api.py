@@ -49,7 +49,7 @@ class Limits:
 
 
 @dataclass
-class ScriptedFleet:
+class ScriptedPool:
     """A fleet that is what the test says."""
 
     engines: int = 1
@@ -305,7 +305,7 @@ class Stage:
     """A running service and how to reach it."""
 
     service: ApiService
-    fleet: ScriptedFleet
+    fleet: ScriptedPool
     runner: ScriptedRunner
     app: RestApp
     port: int
@@ -341,7 +341,7 @@ async def open_stage(
     ``keepalive``. ``runner`` may take the place of the scripted one, and ``settings`` are the service's.
     """
     texts = {MODEL: ModelTokenizer(byte_level(), ChatTemplate(template, {}, "the test"))}
-    fleet, scripted = ScriptedFleet(), ScriptedRunner(script)
+    fleet, scripted = ScriptedPool(), ScriptedRunner(script)
     service = ApiService(
         texts, fleet, runner or scripted, StaticKeys(keys, file), ConcurrencyLimit(concurrent), **settings
     )

@@ -72,7 +72,7 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-class WarmEngine(Engine):
+class ForkedEngine(Engine):
     """A ``quire-engine`` of one rank, the model of which is one of the Llama family."""
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str], stdout: int | None) -> Forked:  # type: ignore[override]
