@@ -56,7 +56,7 @@ def kernel(weight: torch.Tensor) -> Product:
     packed = pack_weight(weight, None)
     if packed is None:
         raise SystemExit("the kernels cannot be compiled here")
-    return packed.product
+    return packed.matmul
 
 
 def packed_by_onednn(weight: torch.Tensor) -> Product:

@@ -42,8 +42,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return normed
     kernels = _kernels_for(x, weight)
     if kernels is None or x.stride(-1) != 1:
-        return _rms_norm(x, weight, eps)
-    return _norm(kernels, x, None, weight, eps)
+        return _torch_rms_norm(x, weight, eps)
+    return _call_rms_norm_kernel(kernels, x, None, weight, eps)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -56,9 +56,9 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     kernels = _kernels_for(x, residual, weight)
     if kernels is None or x.stride(-1) != 1 or not residual.is_contiguous():
         residual += x
-        return _rms_norm(residual, weight, eps)
+        return _torch_rms_norm(residual, weight, eps)
     _check(x.shape == residual.shape, "x and residual must have one shape")
-    return _norm(kernels, x, residual, weight, eps)
+    return _call_rms_norm_kernel(kernels, x, residual, weight, eps)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -89,9 +89,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         return
     kernels = _kernels_for(x)
     if kernels is None or x.stride(2) != 1:
-        _rotate(x, cos, sin)
+        _torch_rotate(x, cos, sin)
     else:
-        _rotate_compiled(kernels, x, None, cos, sin)
+        _call_rotate_kernel(kernels, x, None, cos, sin)
 
 
 def norm_rotate(x: torch.Tensor, norms: HeadNorms, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -108,10 +108,10 @@ def norm_rotate(x: torch.Tensor, norms: HeadNorms, cos: torch.Tensor, sin: torch
     _check_angles(x, cos, sin)
     for weight in (norms.query, norms.key):
         _check(weight.shape == x.shape[2:] and weight.is_contiguous(), "a norm must be [head_dim]")
-    _rotate_compiled(kernels, x, norms, cos, sin)
+    _call_rotate_kernel(kernels, x, norms, cos, sin)
 
 
-def _rotate_compiled(
+def _call_rotate_kernel(
     kernels: ctypes.CDLL, x: torch.Tensor, norms: HeadNorms | None, cos: torch.Tensor, sin: torch.Tensor
 ) -> None:
     (tokens, heads, dim), (token, head, _) = x.shape, x.stride()
@@ -134,12 +134,12 @@ def _check_angles(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None
     _check(cos.device == sin.device == x.device, "cos and sin must be where x is")
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _torch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def _torch_rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     half = cos.shape[-1]
     cos, sin = cos[:, None], sin[:, None]
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
@@ -147,7 +147,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     x[..., : 2 * half] = rotated.to(x.dtype)
 
 
-def _norm(
+def _call_rms_norm_kernel(
     kernels: ctypes.CDLL, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
     shape, stride = x.shape, x.stride()

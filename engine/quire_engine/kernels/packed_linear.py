@@ -60,17 +60,17 @@ class PackedWeight:
         """Memory that the packed weight takes, in bytes."""
         return int(self._layer.bytes)
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` -> [T, out]."""
-        return self._product(x, self._outputs, 0)
+        return self._call_kernel(x, self._outputs, 0)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """``silu_mul(product(x))`` [T, out / 2], with the same roundings, in one pass."""
+    def matmul_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """``silu_mul(matmul(x))`` [T, out / 2], with the same roundings, in one pass."""
         if not self._layer.paired:
-            return silu_mul(self.product(x))
-        return self._product(x, self._outputs // 2, 1)
+            return silu_mul(self.matmul(x))
+        return self._call_kernel(x, self._outputs // 2, 1)
 
-    def _product(self, x: torch.Tensor, width: int, gated: int) -> torch.Tensor:
+    def _call_kernel(self, x: torch.Tensor, width: int, gated: int) -> torch.Tensor:
         _check(x, self._dtype, self._inputs)
         if x.stride(1) != 1:
             x = x.contiguous()
@@ -155,7 +155,7 @@ class PackedInt8:
         """Memory held, in bytes."""
         return sum(tensor.nbytes for tensor in self._buffers)
 
-    def product(self, x: torch.Tensor, *, gated: bool) -> torch.Tensor:
+    def matmul(self, x: torch.Tensor, *, gated: bool) -> torch.Tensor:
         """``x`` [T, in] with contiguous rows -> [T, out], or ``silu(gate) * up`` [T, out / 2] if ``gated``."""
         call, rows = self._call, x.shape[0]
         out = x.new_empty(rows, call.outputs // 2 if gated else call.outputs)
@@ -179,12 +179,12 @@ class PlainInt8:
         """Memory held, in bytes."""
         return sum(tensor.nbytes for tensor in (self._weight, self._scales, self._bias) if tensor is not None)
 
-    def product(self, x: torch.Tensor, *, gated: bool) -> torch.Tensor:
-        """See ``PackedInt8.product``."""
+    def matmul(self, x: torch.Tensor, *, gated: bool) -> torch.Tensor:
+        """See ``PackedInt8.matmul``."""
         total = torch.zeros(len(x), len(self._weight))
         for inputs, weight in zip(x.float().split(GROUP, dim=1), self._weight.split(GROUP, dim=1), strict=True):
             rounded, scales = _round(inputs)
-            total += _exact_product(rounded, weight) * scales[:, None]
+            total += _exact_matmul(rounded, weight) * scales[:, None]
         total *= self._scales
         if self._bias is not None:
             total += self._bias
@@ -230,7 +230,7 @@ def _panels(outputs: int) -> int:
     return -(-((outputs + 1) // 2) // SIDE)
 
 
-def _exact_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _exact_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``x`` [T, N], whole numbers in fp32, times int8 ``weight`` [out, N], without rounding -> [T, out].
 
     torch's product of integers is private, and wrong for N = 1 (torch 2.13). Without it: fp32 adds integers below

@@ -97,7 +97,7 @@ class PackedLinear:
         self.out_features, self.in_features = weight.shape
         own = pack_weight(weight, bias) if deterministic or is_fast(weight.dtype) else None
         if own is not None:
-            self.is_packed, self._matmul, self._matmul_silu_mul = True, own.product, own.gated
+            self.is_packed, self._matmul, self._matmul_silu_mul = True, own.matmul, own.matmul_silu_mul
             return
         packed = None if deterministic else _onednn_packed_matmul(weight, bias)
         self.is_packed = packed is not None
@@ -118,11 +118,11 @@ def _plain_matmul(weight: torch.Tensor, bias: torch.Tensor | None) -> MatMul:
     return lambda x: F.linear(x, weight, bias)
 
 
-def _matmul_row_by_row(product: MatMul) -> MatMul:
-    """``product`` of one row at a time, each in fresh memory: libraries choose an order of summation by the number of
+def _matmul_row_by_row(matmul: MatMul) -> MatMul:
+    """``matmul`` of one row at a time, each in fresh memory: libraries choose an order of summation by the number of
     rows and by their alignment.
     """
-    return lambda x: torch.cat([product(row.clone()) for row in x.split(1)]) if len(x) else product(x)
+    return lambda x: torch.cat([matmul(row.clone()) for row in x.split(1)]) if len(x) else matmul(x)
 
 
 def _onednn_packed_matmul(weight: torch.Tensor, bias: torch.Tensor | None) -> MatMul | None:
@@ -146,12 +146,12 @@ def _onednn_packed_matmul(weight: torch.Tensor, bias: torch.Tensor | None) -> Ma
         return None
 
 
-def _agrees_with_torch(product: MatMul, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def _agrees_with_torch(matmul: MatMul, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Compares with ``F.linear`` on noise."""
     noise = torch.Generator().manual_seed(0)
     x = torch.randn(4, weight.shape[1], generator=noise).to(weight.dtype)
     expected = F.linear(x, weight, bias).float()
-    error = (product(x).float() - expected).abs().amax()
+    error = (matmul(x).float() - expected).abs().amax()
     return bool(error <= _TOLERANCE[weight.dtype] * expected.abs().amax())
 
 
@@ -176,13 +176,13 @@ class Int8Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Linear``."""
-        return self._matmul.product(self._checked(x), gated=False)
+        return self._matmul.matmul(self._checked(x), gated=False)
 
     def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Linear.forward_silu_mul``; gate and up are not rounded before they are multiplied."""
         if self.out_features % 2:
             raise ValueError(f"{self.out_features} outputs are not a gate and as many to multiply with it")
-        return self._matmul.product(self._checked(x), gated=True)
+        return self._matmul.matmul(self._checked(x), gated=True)
 
     def _checked(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` with contiguous rows, as the kernel needs. Raises ``ValueError`` for another shape, dtype or device."""

@@ -132,7 +132,7 @@ class ModelRunner:
     ``CudaGraphCapturer`` does.
 
     Where they cannot be captured, a runner that is ``alone`` logs a warning and does without. One of several that share
-    a model raises ``RecordingError``: a rank that left a capture without the others would leave them waiting in an
+    a model raises ``GraphCaptureError``: a rank that left a capture without the others would leave them waiting in an
     exchange.
     """
 

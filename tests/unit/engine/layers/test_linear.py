@@ -106,7 +106,7 @@ LARGE = {"dtype": torch.bfloat16, "rows": 3, "inputs": 1000, "outputs": 1100, "h
 def test_the_kernel_rounds_an_exact_product_once(build, dtype, rows, inputs, outputs, has_bias):
     weight, bias = draw_layer(outputs, inputs, dtype, has_bias)
     x = draw_rows(rows, inputs, dtype)
-    assert_is_the_product(PackedWeight(build, weight, bias).product(x), x, weight, bias)
+    assert_is_the_product(PackedWeight(build, weight, bias).matmul(x), x, weight, bias)
 
 
 @settings(max_examples=40, deadline=None)
@@ -118,9 +118,9 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(build, dtype, rows, inpu
     x = draw_rows(rows, inputs, dtype)
     first, last = (0, rows) if data is None else sorted(data.draw(st.tuples(*[st.integers(0, rows)] * 2)))
     with on_threads(1):
-        alone = [layer.product(row.clone()) for row in x.split(1)] if rows else []
+        alone = [layer.matmul(row.clone()) for row in x.split(1)] if rows else []
     with on_threads(threads):
-        together = layer.product(x[first:last])
+        together = layer.matmul(x[first:last])
     assert all(torch.equal(row, one[0]) for row, one in zip(together, alone[first:last], strict=True))
 
 
@@ -132,7 +132,7 @@ def test_gate_and_up_meet_as_they_would_one_operation_after_the_other(build, dty
     weight, bias = draw_layer(outputs, inputs, dtype, has_bias)
     layer = PackedWeight(build, weight, bias)
     x = draw_rows(rows, inputs, dtype)
-    together, apart = layer.gated(x), silu_mul(layer.product(x))
+    together, apart = layer.matmul_silu_mul(x), silu_mul(layer.matmul(x))
     if build is bindings.library():
         assert torch.equal(together, apart)
     torch.testing.assert_close(together, apart, rtol=32 * ROUNDING[dtype], atol=1e-30)
@@ -147,7 +147,7 @@ def test_a_packed_weight_takes_no_more_memory_than_the_plain_one(build):
 def test_numbers_that_are_not_finite_stay_in_their_row_and_output(build):
     weight, x = draw(40, 33, dtype=torch.bfloat16), draw(20, 33, dtype=torch.bfloat16)
     weight[7, 32], x[11, 3] = torch.inf, torch.nan
-    finite = PackedWeight(build, weight, None).product(x).isfinite()
+    finite = PackedWeight(build, weight, None).matmul(x).isfinite()
     expected = torch.ones(20, 40, dtype=torch.bool)
     expected[:, 7] = expected[11] = False
     assert torch.equal(finite, expected)
@@ -166,7 +166,7 @@ def test_numbers_that_are_not_finite_stay_in_their_row_and_output(build):
 def test_the_kernel_reads_only_what_fits_its_weight(build, x):
     layer = PackedWeight(build, torch.ones(4, 8), None)
     with pytest.raises(ValueError, match=r"\[T, 8\]"):
-        layer.product(x)
+        layer.matmul(x)
 
 
 WAYS = ["own kernel", "oneDNN", "plain", "row by row"]

@@ -122,7 +122,7 @@ WIDE = {"rows": 13, "inputs": 1024, "outputs": 514, "dtype": torch.float32, "see
 @example(**WIDE)
 def test_whole_numbers_are_multiplied_exactly(make, rows, inputs, outputs, dtype, seed):
     case = exact_case(rows, inputs, outputs, dtype, seed)
-    result = make(*quantize(case.weight), case.bias, dtype).product(case.x, gated=False)
+    result = make(*quantize(case.weight), case.bias, dtype).matmul(case.x, gated=False)
     assert result.dtype == dtype
     assert torch.equal(result, case.expected)
 
@@ -134,7 +134,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(
     make, rows, inputs, outputs, dtype, threads, data
 ):
     outputs += outputs % 2
-    product = make(*quantize(draw(outputs, inputs, dtype=dtype)), draw(outputs, dtype=dtype, seed=2), dtype).product
+    product = make(*quantize(draw(outputs, inputs, dtype=dtype)), draw(outputs, dtype=dtype, seed=2), dtype).matmul
     x = draw(rows, inputs, dtype=dtype, seed=1)
     chosen = data.draw(st.lists(st.integers(0, rows - 1), max_size=30)) if data and rows else list(range(0, rows, 7))
     for gated in (False, True):
@@ -150,7 +150,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(
 def test_the_result_is_the_plain_layers_to_about_two_digits(make, rows, inputs, outputs, dtype, has_bias):
     weight, x = draw(outputs, inputs, dtype=dtype), draw(rows, inputs, dtype=dtype, seed=1)
     bias = draw(outputs, dtype=dtype, seed=2) if has_bias else None
-    result = make(*quantize(weight), bias, dtype).product(x, gated=False).double()
+    result = make(*quantize(weight), bias, dtype).matmul(x, gated=False).double()
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     # Half a step of each number that is rounded, at most, and the rounding of the result.
     steps = x.double().abs().amax(1, keepdim=True) if rows else x.double()[:, :1]
@@ -163,14 +163,14 @@ def test_the_result_is_the_plain_layers_to_about_two_digits(make, rows, inputs, 
 def test_on_noise_the_error_is_one_percent(make):
     weight, x = draw(256, 1024, dtype=torch.float32), draw(64, 1024, dtype=torch.float32, seed=1)
     expected = F.linear(x, weight)
-    result = make(*quantize(weight), None, torch.float32).product(x, gated=False)
+    result = make(*quantize(weight), None, torch.float32).matmul(x, gated=False)
     assert (result - expected).norm() / expected.norm() < 0.012
 
 
 def test_an_outlier_costs_only_its_own_group_its_digits(make):
     weight, x = draw(64, 4 * GROUP, dtype=torch.float32), draw(8, 4 * GROUP, dtype=torch.float32, seed=1)
     weight[:, :GROUP] = 0
-    product = make(*quantize(weight), None, torch.float32).product
+    product = make(*quantize(weight), None, torch.float32).matmul
     expected = product(x, gated=False)
     x[:, 5] = 1e6
     assert torch.equal(product(x, gated=False), expected)
@@ -181,14 +181,14 @@ def test_an_outlier_costs_only_its_own_group_its_digits(make):
 def test_gate_and_up_meet_as_they_would_apart(make, rows, inputs, half, has_bias):
     weight, x = draw(2 * half, inputs, dtype=torch.float32), draw(rows, inputs, dtype=torch.float32, seed=1)
     bias = draw(2 * half, dtype=torch.float32, seed=2) if has_bias else None
-    product = make(*quantize(weight), bias, torch.float32).product
+    product = make(*quantize(weight), bias, torch.float32).matmul
     expected = silu_mul(product(x, gated=False))
     torch.testing.assert_close(product(x, gated=True), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("strange", [torch.nan, torch.inf, -torch.inf])
 def test_a_row_that_is_not_finite_shows_it_in_every_output_and_spoils_no_other(make, strange):
-    product = make(*quantize(draw(50, 300, dtype=torch.bfloat16)), None, torch.bfloat16).product
+    product = make(*quantize(draw(50, 300, dtype=torch.bfloat16)), None, torch.bfloat16).matmul
     x = draw(14, 300, dtype=torch.bfloat16, seed=1)
     expected = product(x, gated=False)
     x[3, 200] = strange
@@ -203,7 +203,7 @@ def test_what_vanishes_counts_as_zero(make, tiny):
     bias = draw(40, dtype=torch.float32)
     weight, x = draw(40, 130, dtype=torch.float32), draw(3, 130, dtype=torch.float32)
     weight[7], x[1] = tiny, tiny
-    result = make(*quantize(weight), bias, torch.float32).product(x, gated=False)
+    result = make(*quantize(weight), bias, torch.float32).matmul(x, gated=False)
     assert torch.equal(result[1], bias)
     assert torch.equal(result[:, 7], bias[7].expand(3))
 
@@ -232,9 +232,9 @@ def test_torchs_private_product_is_that_of_whole_numbers_in_float32(monkeypatch,
     x, weight = torch.full((rows, depth), 127.0), torch.full((6, depth), -127, dtype=torch.int8)
     x[1:2], weight[2, 0] = -3, 100
     expected = (x.long() @ weight.long().T).float()
-    assert torch.equal(packed_linear._exact_product(x, weight).float(), expected)
+    assert torch.equal(packed_linear._exact_matmul(x, weight).float(), expected)
     monkeypatch.delattr(torch, "_int_mm", raising=False)
-    assert torch.equal(packed_linear._exact_product(x, weight), expected)
+    assert torch.equal(packed_linear._exact_matmul(x, weight), expected)
 
 
 # The layer.

@@ -43,7 +43,7 @@ class Layers:
             else:
                 normed = fused.add_rms_norm(update, states, self.norm, 1e-5)
             fused.rotate(normed.view(len(states), HEADS, -1)[:, 1:], cos, sin)
-            update = down.product(fused.silu_mul(gate_up.product(normed)), gated=False)
+            update = down.matmul(fused.silu_mul(gate_up.matmul(normed)), gated=False)
         assert update is not None
         return update
 
