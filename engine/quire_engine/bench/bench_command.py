@@ -1,4 +1,4 @@
-"""``quire-engine bench``: reads the settings, runs the systems, prints what they showed."""
+"""The command ``quire-engine bench``: finds the installed peers, measures all systems, and prints a ``BenchReport``."""
 
 import json
 import logging
@@ -32,144 +32,6 @@ from quire_engine.bench.quire import DecodeSteps
 from quire_engine.bench.workload import SHAPES, Lengths, Workload, model_of_shape, random_workload
 from quire_engine.errors import ModelError, quit_with
 
-# What a benchmark showed, as a table for people and as plain data.
-
-
-OURS = "quire"
-
-
-@dataclass(frozen=True, slots=True)
-class BenchReport:
-    """``title`` says what ran on what. ``readings`` are those of all systems, ours first. ``best`` is what the roofline
-    allows in the units of each figure, where that is known, and ``settings`` how to run it again.
-    """
-
-    title: str
-    readings: Mapping[str, Readings]
-    best: Mapping[Figure, float]
-    steps: DecodeSteps | None
-    settings: Mapping[str, Any]
-
-    def ratios(self) -> dict[str, dict[Figure, float]]:
-        """How many times better our median is than each peer's."""
-        ours = self.readings[OURS]
-        found: dict[str, dict[Figure, float]] = {}
-        for name, readings in self.readings.items():
-            for figure in UNITS:
-                mine, other = ours.median(figure), readings.median(figure)
-                if name != OURS and mine and other:
-                    found.setdefault(name, {})[figure] = ratio(mine, other, figure)
-        return found
-
-    def as_data(self) -> dict[str, Any]:
-        """Everything, for JSON."""
-        return {
-            "title": self.title,
-            "settings": dict(self.settings),
-            "units": dict(UNITS),
-            "systems": {
-                name: {
-                    "medians": {figure: readings.median(figure) for figure in readings.values},
-                    "rounds": readings.values,
-                    "failure": readings.failure,
-                }
-                for name, readings in self.readings.items()
-            },
-            "ratios": self.ratios(),
-            "roofline": dict(self.best),
-            "decode_steps_ms": None if self.steps is None else asdict(self.steps),
-        }
-
-    def as_table(self) -> str:
-        """A block for each figure, a line for each system."""
-        lines = [self.title]
-        for figure, unit in UNITS.items():
-            if self.readings[OURS].median(figure) is not None:
-                lines += ["", f"{figure}, {unit}{' (less is better)' if figure in LOWER_IS_BETTER else ''}"]
-                lines += self._lines(figure)
-        lines += [f"{name}: {each.failure}" for name, each in self.readings.items() if each.failure]
-        if self.steps is not None:
-            steps = self.steps
-            lines += [
-                "",
-                f"decode step of the whole batch: {steps.step:.2f} ms, of which forward {steps.forward:.2f}, "
-                f"sampling {steps.sample:.2f}, scheduling and bookkeeping {steps.bookkeeping:.2f}",
-            ]
-        return "\n".join(lines)
-
-    def _lines(self, figure: Figure) -> list[str]:
-        ratios, width = self.ratios(), max(map(len, (*self.readings, "roofline")))
-        lines = []
-        for name, readings in self.readings.items():
-            median = readings.median(figure)
-            if median is not None:
-                times = ratios.get(name, {}).get(figure)
-                beside = f"quire: {times:.2f} times as good" if times else ""
-                shown = f"({_number(min(readings.values[figure]))} to {_number(max(readings.values[figure]))})"
-                lines.append(f"  {name:<{width}}  {_number(median):>10}  {shown:<22}  {beside}".rstrip())
-        ours, best = self.readings[OURS].median(figure), self.best.get(figure)
-        if ours and best:
-            part = ratio(ours, best, figure)
-            # Above it, the machine was faster at another time than when its limits were measured.
-            beside = f"quire: {part:.0%} of it" if part < 1 else "exceeded, so no limit: the machine is not steady"
-            lines.append(f"  {'roofline':<{width}}  {_number(best):>10}  {'':<22}  {beside}")
-        return lines
-
-
-def _number(value: float) -> str:
-    """With three digits behind the point below 10, and none above 100."""
-    digits = 3 if value < 10 else 1 if value < 100 else 0
-    return f"{value:,.{digits}f}"
-
-
-# Which peers there are, and how they are started. Knows where they may be installed, not how they run.
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """The module that a peer is, the script that runs it, and where ``make peers`` puts its environment."""
-
-    module: str
-    script: str
-    beside: Path | None = None
-
-
-INSTALLED = {
-    "transformers": Peer("transformers", "run_transformers.py"),
-    "vllm": Peer("vllm", "run_vllm.py", Path(".peers/vllm/bin/python")),
-    "llama.cpp": Peer("llama_cpp", "run_llama_cpp.py", Path(".peers/llama/bin/python")),
-}
-
-
-def find_peers(config: BenchConfig, settings: Callable[[], Mapping[str, object]]) -> dict[str, Callable[[], System]]:
-    """How to start each peer that is wanted. Of those that were not asked for by name, only what is installed. ``told``
-    is what they are told, known once the first is started. Raises ``SystemFailedError`` for one that was asked for and
-    is not there.
-    """
-    if "none" in config.against:
-        return {}
-    found: dict[str, Callable[[], System]] = {}
-    for name in PEERS:
-        python = _python(config, name) if name in config.against or "auto" in config.against else None
-        if python is not None:
-            found[name] = partial(_start, python, INSTALLED[name].script, settings)
-        elif name in config.against:
-            raise SystemFailedError(f"{name} is not installed; docs/bench.md says how.")
-    return found
-
-
-def _python(config: BenchConfig, name: str) -> Path | None:
-    """The first interpreter in whose environment a peer is."""
-    given = {"vllm": config.vllm_python, "llama.cpp": config.llama_python}.get(name)
-    beside = INSTALLED[name].beside
-    candidates = [given] if given else [own_python(), *([beside] if beside else [])]
-    return next((python for python in candidates if has_module(python, INSTALLED[name].module)), None)
-
-
-def _start(python: Path, script: str, settings: Callable[[], Mapping[str, object]]) -> System:
-    return PeerProcess(python, script, settings(), os.environ)
-
-
 if TYPE_CHECKING:
     import torch
 
@@ -177,8 +39,11 @@ if TYPE_CHECKING:
     from quire_engine.bench.roofline import Ceilings, Costs, Machine
 
 
+OURS = "quire"
+
+
 def bench(arguments: Sequence[str]) -> None:
-    """The subcommand. Exits with 2 for wrong settings, 1 with one sentence where our own engine cannot run."""
+    """Runs the subcommand. Exits with 2 for wrong settings, 1 with one sentence if our own engine cannot run."""
     config = read_settings(BenchConfig, arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
@@ -196,7 +61,7 @@ def bench(arguments: Sequence[str]) -> None:
 
 
 def _with_defaults(config: BenchConfig) -> BenchConfig:
-    """With a folder in place of a shape, and limits that the workloads need."""
+    """The settings with a model folder instead of a shape, and the limits that the workloads need."""
     changes: dict[str, object] = {"enable_prefix_caching": False, "scheduling_policy": "fcfs"}
     if config.shape is not None:
         changes["model"] = model_of_shape(config.shape, config.seed)
@@ -208,7 +73,9 @@ def _with_defaults(config: BenchConfig) -> BenchConfig:
 
 
 def _limit_to_model(config: BenchConfig, most: int) -> BenchConfig:
-    """With a model length that the workloads need, of at most ``most`` tokens. Raises ``ModelError``."""
+    """The settings with the ``max_model_len`` that the workloads need, at most ``most`` tokens. Raises
+    ``ModelError``.
+    """
     limit = min(most, config.max_model_len or most)
     if "prefill_len" not in config.model_fields_set:
         config = config.model_copy(update={"prefill_len": min(config.prefill_len, limit - 1)})
@@ -220,7 +87,7 @@ def _limit_to_model(config: BenchConfig, most: int) -> BenchConfig:
     return config.model_copy(update={"max_model_len": config.max_model_len or config.longest})
 
 
-def _measure(config: BenchConfig) -> BenchReport:
+def _measure(config: BenchConfig) -> "BenchReport":
     from quire_engine.device.host import limit_onednn_caches
 
     limit_onednn_caches()
@@ -257,7 +124,7 @@ def _start_quire(config: BenchConfig, engine: "list[Quire]") -> System:
 
 
 def _plan(config: BenchConfig, vocab: int) -> Plan:
-    """Prompts are new in each round, and equal for all systems."""
+    """The workloads of each round. Prompts are new in each round, and equal for all systems."""
 
     def random(count: int, sizes: Lengths, answers: Lengths, number: int) -> Workload:
         return random_workload(count, sizes, answers, vocab, config.seed + number)
@@ -276,7 +143,7 @@ def _plan(config: BenchConfig, vocab: int) -> Plan:
 def _peer_settings(
     config: BenchConfig, engine: "list[Quire]", device: "torch.device", threads: int
 ) -> dict[str, object]:
-    """What a peer is told: the same model, limits and threads as our engine."""
+    """A peer's settings: the same model, limits and threads as our engine."""
     return {
         "model": str(config.model.resolve()),
         "device": device.type,
@@ -289,8 +156,8 @@ def _peer_settings(
 
 
 class Limits:
-    """What the roofline allows, for models whose costs are known: with code of their own, in one process and without
-    quantization. Nothing before our ``engine`` is there.
+    """The roofline, for models whose costs are known: those with their own implementation, in one process and without
+    quantization. Nothing is measured before our ``engine`` has started.
     """
 
     def __init__(self, config: BenchConfig, engine: "list[Quire]", device: "torch.device") -> None:
@@ -300,14 +167,14 @@ class Limits:
         self._found: tuple[Costs, Machine] | None = None
 
     def measure(self) -> None:
-        """Measures what the machine does at best once more."""
+        """Measures the machine's limits once more."""
         if self._found is None and self._engine:
             self._found = self._find()
         if self._found is not None:
             self._found[1].measure()
 
     def best(self, plan: Plan) -> dict[Figure, float]:
-        """The best that each figure of the plan can be."""
+        """The roofline of each figure of the plan; empty if unknown."""
         if self._found is None:
             return {}
         costs, machine = self._found
@@ -353,3 +220,133 @@ def _title(config: BenchConfig, threads: int, device: "torch.device", dtype: str
 
 def _print_progress(text: str) -> None:
     sys.stderr.write(f"{text}\n")
+
+
+@dataclass(frozen=True, slots=True)
+class BenchReport:
+    """The results, as a table and as plain data. ``title`` names the model, the device and the workloads. ``readings``
+    are those of all systems, ours first. ``best`` is the roofline in the units of each figure, if known, and
+    ``settings`` are those of the run.
+    """
+
+    title: str
+    readings: Mapping[str, Readings]
+    best: Mapping[Figure, float]
+    steps: DecodeSteps | None
+    settings: Mapping[str, Any]
+
+    def ratios(self) -> dict[str, dict[Figure, float]]:
+        """How many times better our median is than each peer's."""
+        ours = self.readings[OURS]
+        found: dict[str, dict[Figure, float]] = {}
+        for name, readings in self.readings.items():
+            for figure in UNITS:
+                mine, other = ours.median(figure), readings.median(figure)
+                if name != OURS and mine and other:
+                    found.setdefault(name, {})[figure] = ratio(mine, other, figure)
+        return found
+
+    def as_data(self) -> dict[str, Any]:
+        """All results, for JSON."""
+        return {
+            "title": self.title,
+            "settings": dict(self.settings),
+            "units": dict(UNITS),
+            "systems": {
+                name: {
+                    "medians": {figure: readings.median(figure) for figure in readings.values},
+                    "rounds": readings.values,
+                    "failure": readings.failure,
+                }
+                for name, readings in self.readings.items()
+            },
+            "ratios": self.ratios(),
+            "roofline": dict(self.best),
+            "decode_steps_ms": None if self.steps is None else asdict(self.steps),
+        }
+
+    def as_table(self) -> str:
+        """A text with a block for each figure and a line for each system."""
+        lines = [self.title]
+        for figure, unit in UNITS.items():
+            if self.readings[OURS].median(figure) is not None:
+                lines += ["", f"{figure}, {unit}{' (less is better)' if figure in LOWER_IS_BETTER else ''}"]
+                lines += self._lines(figure)
+        lines += [f"{name}: {each.failure}" for name, each in self.readings.items() if each.failure]
+        if self.steps is not None:
+            steps = self.steps
+            lines += [
+                "",
+                f"decode step of the whole batch: {steps.step:.2f} ms, of which forward {steps.forward:.2f}, "
+                f"sampling {steps.sample:.2f}, scheduling and bookkeeping {steps.bookkeeping:.2f}",
+            ]
+        return "\n".join(lines)
+
+    def _lines(self, figure: Figure) -> list[str]:
+        ratios, width = self.ratios(), max(map(len, (*self.readings, "roofline")))
+        lines = []
+        for name, readings in self.readings.items():
+            median = readings.median(figure)
+            if median is not None:
+                times = ratios.get(name, {}).get(figure)
+                beside = f"quire: {times:.2f} times as good" if times else ""
+                shown = f"({_number(min(readings.values[figure]))} to {_number(max(readings.values[figure]))})"
+                lines.append(f"  {name:<{width}}  {_number(median):>10}  {shown:<22}  {beside}".rstrip())
+        ours, best = self.readings[OURS].median(figure), self.best.get(figure)
+        if ours and best:
+            part = ratio(ours, best, figure)
+            # Better than the roofline: the machine was slower while its limits were measured.
+            beside = f"quire: {part:.0%} of it" if part < 1 else "exceeded, so no limit: the machine is not steady"
+            lines.append(f"  {'roofline':<{width}}  {_number(best):>10}  {'':<22}  {beside}")
+        return lines
+
+
+def _number(value: float) -> str:
+    """Three decimals below 10, one below 100, else none."""
+    digits = 3 if value < 10 else 1 if value < 100 else 0
+    return f"{value:,.{digits}f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A peer's module, the script that runs it, and the interpreter of the environment that ``make peers`` creates."""
+
+    module: str
+    script: str
+    peer_python: Path | None = None
+
+
+INSTALLED = {
+    "transformers": Peer("transformers", "run_transformers.py"),
+    "vllm": Peer("vllm", "run_vllm.py", Path(".peers/vllm/bin/python")),
+    "llama.cpp": Peer("llama_cpp", "run_llama_cpp.py", Path(".peers/llama/bin/python")),
+}
+
+
+def find_peers(config: BenchConfig, settings: Callable[[], Mapping[str, object]]) -> dict[str, Callable[[], System]]:
+    """A function that starts each peer to measure: those named in ``--against``, or, with ``auto``, those that are
+    installed. ``settings`` returns a peer's settings, which are known once our engine has started. Raises
+    ``SystemFailedError`` for a named peer that is not installed.
+    """
+    if "none" in config.against:
+        return {}
+    found: dict[str, Callable[[], System]] = {}
+    for name in PEERS:
+        python = _python(config, name) if name in config.against or "auto" in config.against else None
+        if python is not None:
+            found[name] = partial(_start, python, INSTALLED[name].script, settings)
+        elif name in config.against:
+            raise SystemFailedError(f"{name} is not installed; docs/bench.md says how.")
+    return found
+
+
+def _python(config: BenchConfig, name: str) -> Path | None:
+    """The first interpreter whose environment has the peer; None if there is none."""
+    given = {"vllm": config.vllm_python, "llama.cpp": config.llama_python}.get(name)
+    peer_python = INSTALLED[name].peer_python
+    candidates = [given] if given else [own_python(), *([peer_python] if peer_python else [])]
+    return next((python for python in candidates if has_module(python, INSTALLED[name].module)), None)
+
+
+def _start(python: Path, script: str, settings: Callable[[], Mapping[str, object]]) -> System:
+    return PeerProcess(python, script, settings(), os.environ)

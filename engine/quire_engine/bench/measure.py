@@ -1,4 +1,6 @@
-"""The measurements, and their medians over rounds in which the systems take turns."""
+"""Measures systems over rounds in which they take turns (``run_in_turn``) or one after the other (``run_apart``).
+``PeerProcess`` is a system in a process of its own.
+"""
 
 import json
 import os
@@ -18,27 +20,32 @@ from quire_engine.bench.workload import Workload
 Figure = Literal["throughput", "latency", "prefill"]
 UNITS: Mapping[Figure, str] = {"throughput": "output tokens/s", "latency": "ms/token", "prefill": "tokens/s"}
 LOWER_IS_BETTER = ("latency",)
+SCRIPTS = Path(__file__).parent / "peers"
+
+
+SECONDS_TO_END = 20.0
+SHOWN_LINES = 3  # of a failed peer's standard error
 
 
 class System(Protocol):
-    """What is measured, with the model loaded."""
+    """A system to measure, with the model loaded."""
 
     def seconds(self, workload: Workload) -> float:
         """Runs all requests at once to their ends, and returns how long that took. Raises ``SystemFailedError``."""
         ...
 
     def close(self) -> None:
-        """Ends it, and gives its memory back."""
+        """Stops it and frees its memory."""
         ...
 
 
 class SystemFailedError(Exception):
-    """A system cannot be started or broke down; the text says why in one sentence."""
+    """A system cannot be started, or failed. The text is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured in each round, by figure: a function of the round's number."""
+    """The workload of each figure, as a function of the round's number."""
 
     workloads: Mapping[Figure, Callable[[int], Workload]]
     rounds: int
@@ -46,13 +53,13 @@ class Plan:
 
 @dataclass(slots=True)
 class Readings:
-    """What one system showed, round by round, in the units of ``UNITS``; or why there is nothing."""
+    """One system's values, one for each round, in the units of ``UNITS``; or the reason of its failure."""
 
     values: dict[Figure, list[float]] = field(default_factory=dict)
     failure: str | None = None
 
     def median(self, figure: Figure) -> float | None:
-        """Of all rounds; None where there were none."""
+        """The median over all rounds; None if there is none."""
         values = self.values.get(figure)
         return statistics.median(values) if values else None
 
@@ -63,15 +70,15 @@ def run_in_turn(
     report: Callable[[str], None],
     between: Callable[[], None] = lambda: None,
 ) -> dict[str, Readings]:
-    """All systems are started, then each round runs one after the other. ``between`` is called before each system's
-    turn.
+    """Starts all systems, then measures one after the other in each round. Calls ``between`` before each measurement,
+    and ``report`` with each step's progress.
     """
     readings = {name: Readings() for name in systems}
     with ExitStack() as started:
         running: dict[str, System] = {}
         for name, start in systems.items():
             report(f"starting {name}")
-            with _noted(readings[name]):
+            with _record_failure(readings[name]):
                 running[name] = started.enter_context(closing(start()))
                 _warm(running[name], plan)
         for number in range(plan.rounds):
@@ -79,7 +86,7 @@ def run_in_turn(
                 if readings[name].failure is None:
                     between()
                     report(f"round {number + 1} of {plan.rounds}: {name}")
-                    with _noted(readings[name]):
+                    with _record_failure(readings[name]):
                         _round(readings[name], system, plan, number)
     return readings
 
@@ -90,7 +97,7 @@ def run_apart(
     report: Callable[[str], None],
     between: Callable[[], None] = lambda: None,
 ) -> dict[str, Readings]:
-    """One system after the other is started, measured in all rounds and ended. ``between`` as in ``run_in_turn``."""
+    """Starts one system after the other, measures it in all rounds and stops it. Arguments as in ``run_in_turn``."""
     readings: dict[str, Readings] = {}
     for name, start in systems.items():
         readings |= run_in_turn({name: start}, plan, report, between)
@@ -98,13 +105,13 @@ def run_apart(
 
 
 def ratio(ours: float, theirs: float, figure: Figure) -> float:
-    """How many times better ours is."""
+    """How many times better ``ours`` is."""
     return theirs / ours if figure in LOWER_IS_BETTER else ours / theirs
 
 
 @contextmanager
-def _noted(readings: Readings) -> Iterator[None]:
-    """What a system fails with is noted, and the others go on."""
+def _record_failure(readings: Readings) -> Iterator[None]:
+    """Records the failure of a system, so that the others can be measured."""
     try:
         yield
     except SystemFailedError as failure:
@@ -112,7 +119,7 @@ def _noted(readings: Readings) -> Iterator[None]:
 
 
 def _warm(system: System, plan: Plan) -> None:
-    """Runs everything once: threads, caches, what is compiled or packed when it is first needed."""
+    """Runs everything once: starts threads, fills caches, and compiles or packs what is needed."""
     for make in plan.workloads.values():
         system.seconds(make(plan.rounds))
 
@@ -134,24 +141,17 @@ def _read(figure: Figure, system: System, workload: Workload) -> float:
 
 
 def first_tokens(workload: Workload) -> Workload:
-    """The same prompts, answered with one token each: what of a stream is not the time between its tokens."""
+    """The same prompts with one output token each: the part of a stream's time that is not between its tokens."""
     return Workload(workload.prompts, [1] * len(workload.prompts))
 
 
-# A peer in a process of its own, in the environment where it is installed. Knows its lines, not what it is.
-#
-# The child is told its settings on its command line. Then it reads a JSON line for each workload, ``{"prompts",
-# "outputs"}``, and answers with one: ``{"ready": name and version}`` first, then ``{"seconds"}``, or ``{"error"}`` in
-# one sentence.
-
-
-SCRIPTS = Path(__file__).parent / "peers"
-SECONDS_TO_END = 20.0
-SHOWN_LINES = 3
-
-
 class PeerProcess:
-    """A running peer. A ``System``."""
+    """A peer in a process of its own, in the environment where it is installed. A ``System``.
+
+    The child gets its settings as JSON on its command line. It reads a JSON line ``{"prompts", "outputs"}`` for each
+    workload. Its answers are JSON lines too: first ``{"ready": name and version}``, then ``{"seconds"}`` for each
+    workload, or ``{"error"}`` with one sentence.
+    """
 
     def __init__(
         self, python: Path, script: str, settings: Mapping[str, object], environment: Mapping[str, str]
@@ -183,7 +183,7 @@ class PeerProcess:
         return float(self._answer()["seconds"])
 
     def close(self) -> None:
-        """Lets it end by itself, and ends it and all that it started where it does not."""
+        """Closes its input and waits for its end; kills its process group after ``SECONDS_TO_END``."""
         assert self._process.stdin
         assert self._process.stdout
         with suppress(BrokenPipeError):
@@ -222,7 +222,7 @@ def has_module(python: Path, module: str) -> bool:
 
 
 def own_python() -> Path:
-    """The interpreter that runs this."""
+    """The interpreter of this process."""
     return Path(sys.executable)
 
 

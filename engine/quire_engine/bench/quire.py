@@ -1,4 +1,4 @@
-"""Our own engine as a system: the same core and executor that serve, without a server."""
+"""Our own engine as a ``System``: the same core and executor as in the service, without a server."""
 
 import time
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSteps:
-    """Medians over the steps of throughput runs that only decoded, in milliseconds. ``bookkeeping`` is all that is
-    neither copies nor the model nor drawing.
+    """Medians over the steps of throughput runs that only decoded, in milliseconds. ``bookkeeping`` is
+    scheduling and output processing.
     """
 
     step: float
@@ -45,7 +45,7 @@ class Quire:
 
     @property
     def executor(self) -> "TorchExecutor":
-        """What computes."""
+        """The executor."""
         return self._executor
 
     def seconds(self, workload: Workload) -> float:
@@ -74,7 +74,7 @@ class Quire:
         return seconds
 
     def decode_steps(self, sequences: int) -> DecodeSteps | None:
-        """Of the steps that decoded so many sequences and did nothing else; None where there were none."""
+        """Medians of the steps that only decoded, for ``sequences`` sequences. Returns None if there was none."""
         steps = [step for step in self._traces if step.num_prefill == 0 and step.num_decode == sequences]
         if not steps:
             return None

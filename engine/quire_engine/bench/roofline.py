@@ -1,8 +1,8 @@
-"""How fast the device could be at best: its measured ceilings, and the least work of a workload.
+"""The roofline: a device's measured limits, and the least time that a workload takes with them.
 
 The roofline model (Williams, Waterman and Patterson 2009), for each step: no less time than its products take at the
 highest rate that products reach here, and no less than reading the weights and the context once takes at the highest
-rate at which anything here reads memory. What a step does besides counts as free.
+rate at which anything here reads memory. Everything else in a step counts as free.
 """
 
 import time
@@ -23,25 +23,24 @@ READ_SIDES = (1024, 2048)
 # lie beside a model and its KV memory.
 LEAST_READ, MOST_READ = 1 << 24, 1 << 29
 TRIES = 3
-# Of all kernels so many are measured again.
-LEADERS = 2
+LEADERS = 2  # kernels that are measured again after the first time
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the device does at best: floating-point operations and bytes read, a second."""
+    """The device's limits: floating-point operations and bytes read, a second."""
 
     operations: float
     bytes: float
 
     def seconds(self, operations: float, size: float) -> float:
-        """The least time for so many of both."""
+        """The least time for ``operations`` and for reading ``size`` bytes."""
         return max(operations / self.operations, size / self.bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a model costs: ``layers`` and ``head`` numbers of weights, ``context`` numbers of KV memory a token,
+    """A model's costs: ``layers`` and ``head`` numbers of weights, ``context`` numbers of KV memory a token,
     ``attention`` operations for each pair of a token and one that it sees, ``width`` bytes a number.
     """
 
@@ -53,7 +52,7 @@ class Costs:
 
     @classmethod
     def of(cls, config: DecoderConfig, width: int) -> "Costs":
-        """Of a decoder in numbers of ``width`` bytes; of experts, those that one token takes."""
+        """The costs of a decoder with elements of ``width`` bytes; of experts, those that one token uses."""
         heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         attention = config.hidden_size * (2 * heads + 2 * kv_heads)
         dense = 3 * config.hidden_size * config.intermediate_size
@@ -71,8 +70,8 @@ class Costs:
 
 
 class Ceiling:
-    """The highest rate that any of several kernels has reached so far, each given with the amount that one call of it
-    is. 0 before the first measurement.
+    """The highest rate that any of several kernels has reached so far, each given with the amount of work of one call.
+    0 before the first measurement.
     """
 
     def __init__(self, kernels: Sequence[tuple[float, Callable[[], object]]], device: torch.device) -> None:
@@ -89,7 +88,7 @@ class Ceiling:
 
 
 class Machine:
-    """What a device does at best, with as many threads as torch has.
+    """A device's limits, with as many threads as torch has.
 
     A shared machine is slower at one time than at another, so its limits are measured again and again among the rounds
     of the systems, and the best of all times counts. Products have several shapes, those of this engine and torch's
@@ -109,7 +108,7 @@ class Machine:
 
     @property
     def ceilings(self) -> Ceilings:
-        """The best until now."""
+        """The best rates until now."""
         return Ceilings(self._operations.rate, self._bytes.rate)
 
 

@@ -1,4 +1,6 @@
-"""Requests as numbers: prompts, and how many tokens each is to be answered with."""
+"""Workloads of random prompts and lengths, and models of a given shape with random weights, whose speed is that of
+trained ones. Their weights are named and initialised by transformers, as published models have them.
+"""
 
 import hashlib
 import json
@@ -13,18 +15,31 @@ from typing import Any, NamedTuple
 from quire_engine.checkpoint.config import one_line
 from quire_engine.errors import ModelError
 
-# A range of lengths in tokens, drawn from evenly.
+FIRST_TOKEN = 3  # lower ids are special tokens in most vocabularies
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests: ``outputs[i]`` tokens are generated for ``prompts[i]``, greedily, ignoring the end of sequence."""
+
+    prompts: list[list[int]]
+    outputs: list[int]
+
+    @property
+    def output_tokens(self) -> int:
+        """The number of tokens of all outputs."""
+        return sum(self.outputs)
 
 
 class Lengths(NamedTuple):
-    """From ``least`` to ``most``, both included."""
+    """A range of lengths in tokens, drawn from uniformly: from ``least`` to ``most``, both included."""
 
     least: int
     most: int
 
     @classmethod
     def of(cls, text: str) -> "Lengths":
-        """``128`` or ``100..1024``. Raises ``ValueError`` for what is neither."""
+        """Parses ``128`` or ``100..1024``. Raises ``ValueError`` for anything else."""
         least, _, most = text.partition("..")
         try:
             lengths = cls(int(least), int(most or least))
@@ -35,28 +50,11 @@ class Lengths(NamedTuple):
         return lengths
 
     def draw(self, source: random.Random) -> int:
-        """One of them."""
+        """A random length of the range."""
         return source.randint(self.least, self.most)
 
     def __str__(self) -> str:
         return str(self.least) if self.least == self.most else f"{self.least}..{self.most}"
-
-
-# Below, vocabularies keep their special tokens.
-FIRST_TOKEN = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """``outputs[i]`` tokens are made for ``prompts[i]``, greedily, whatever they are."""
-
-    prompts: list[list[int]]
-    outputs: list[int]
-
-    @property
-    def output_tokens(self) -> int:
-        """Tokens of all outputs."""
-        return sum(self.outputs)
 
 
 def random_workload(count: int, inputs: Lengths, outputs: Lengths, vocab_size: int, seed: int) -> Workload:
@@ -67,11 +65,7 @@ def random_workload(count: int, inputs: Lengths, outputs: Lengths, vocab_size: i
     return Workload(prompts, [size for _, size in sizes])
 
 
-# Models with random weights, of a given shape: their speed is that of trained ones. Knows transformers only to have the
-# weights named and drawn as published models have them.
-
-
-# What published config.json files say.
+# From published config.json files.
 SHAPES: dict[str, dict[str, Any]] = {
     "135m": {
         "model_type": "llama",
@@ -144,22 +138,22 @@ def _read(text: str) -> dict[str, Any]:
 
 
 def _write(settings: dict[str, Any], seed: int, folder: Path) -> None:
-    """Writes beside and renames, so that half a model is never found."""
+    """Writes to a temporary folder and renames it, so that an incomplete model is never found."""
     import torch
     from transformers import AutoModelForCausalLM
 
     config = _parse(settings)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    beside = Path(tempfile.mkdtemp(dir=folder.parent))
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
-        model.save_pretrained(beside)
-        beside.replace(folder)
+        model.save_pretrained(temporary)
+        temporary.replace(folder)
     except OSError:
         if not folder.is_dir():
             raise
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _parse(settings: dict[str, Any]) -> Any:

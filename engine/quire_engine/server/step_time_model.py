@@ -1,7 +1,7 @@
-"""How long this engine's steps take, learned from those that it made.
+"""A model of how long this engine's steps take, fitted to its past steps.
 
-A step's seconds are fitted as a sum: each step costs something, and each prompt token that it computes, and each
-sequence that it draws a token for, so much more. Old steps count exponentially less.
+A step's seconds are a sum: a constant, a cost for each prompt token that it computes, and a cost for each sequence that
+it samples a token for. Old steps count exponentially less.
 """
 
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from math import exp
 from quire_engine.core.engine_core import StepTrace
 from quire_engine.core.executor import Rates
 
-WARM = 5  # the step with prompts from which on an engine is warm
+WARM = 5  # from this step with prompts on, an engine is warm
 
-_MEMORY = 1 - 1 / 256  # what a step weighs after the next one of its kind
-_MEMORY_SECONDS = 60.0  # between two steps of a kind: what was before them weighs a third
-_TRUST = 0.001  # in steps: what the prior weighs
-_SOLVABLE = 1e-9  # of what was summed: so much of a ridge keeps rounding from deciding
+_MEMORY = 1 - 1 / 256  # weight of a step after the next one of its kind
+_MEMORY_SECONDS = 60.0  # a pause in which the weight of earlier steps of a kind falls to 1/e
+_TRUST = 0.001  # weight of the prior, in steps
+_SOLVABLE = 1e-9  # part of a sum of squares: the least ridge, so that rounding does not decide
 _SHORTEST = 1e-6  # seconds; no step is shorter
 _REFIT = 16  # steps
 _REFIT_SECONDS = 1.0
-_WORST = 4.0  # a step that took so many times as long, than expected and than the last, was held up by something else
+_WORST = 4.0  # longer steps, relative to the expected and to the last one, were delayed by something else
 _PRIOR_STEP_TOKENS = 32
 
 Coefficients = tuple[float, float, float]
@@ -30,8 +30,8 @@ _SUBSETS = [kept for size in (3, 2, 1) for kept in combinations(range(3), size)]
 
 @dataclass(frozen=True, slots=True)
 class StepTimeModel:
-    """Seconds: each step, each prompt token in it, each sequence that it draws for; and copying a block back from the
-    host pool. See ``quire.v1.Pace``.
+    """Seconds for each step, for each prompt token in it, for each sequence that it samples for, and for copying a
+    block back from the host pool. See ``quire.v1.Pace``.
     """
 
     step_seconds: float
@@ -45,14 +45,14 @@ class StepTimeModel:
 
 
 class StepTimeEstimator:
-    """Fits by least squares of the relative error, so that short steps count as much as long ones; nothing comes out
-    negative. What the steps do not tell apart stays near what ``rates`` say.
+    """Fits a ``StepTimeModel`` by least squares of the relative error, so that short steps count as much as long ones.
+    Costs are never negative. Costs that the steps do not determine stay near those of ``rates``.
 
-    Steps with and without prompt tokens are remembered apart: a long spell of decoding does not blur what is known of
-    prompts. An engine that made no steps for minutes is learned anew from the next ones.
+    Steps with and without prompt tokens are summed separately: many decode steps do not displace what is known of
+    prompts. After minutes without steps, the next ones determine the model.
 
-    What comes before the step with prompts of the number ``warm`` is not learned from: the first prompts pay for what
-    is built or read once, and would make an engine look slow that then gets no others.
+    Steps before the ``warm``-th one with prompt tokens are ignored: the first prompts pay for what is built or read
+    once, which would make an engine look slow, so that it would get no others.
     """
 
     def __init__(self, rates: Rates, block_bytes: int, *, warm: int = WARM) -> None:
@@ -69,24 +69,22 @@ class StepTimeEstimator:
 
     @property
     def model(self) -> StepTimeModel | None:
-        """What the last steps tell; None before the first that count. Then it is better to be taken for what others
-        are than to be known in parts.
+        """The current model; None before the first steps that count: until then, assuming the speed of other engines is
+        better than a partial fit.
         """
         return self._model if self._steps else None
 
     def on_step(self, trace: StepTrace) -> None:
-        """Takes in a step of the core. Where steps overlap, it lasts from the end of the one before."""
+        """Adds a step of the core. Overlapping steps last from the end of the one before."""
         ended = trace.started + int(1e9 * trace.elapsed)
-        lasted = ended - max(trace.started, self._ended)
+        duration = ended - max(trace.started, self._ended)
         self._ended = ended
         if not trace.failed:
             prompt_tokens = trace.num_tokens - trace.num_decode
-            self.observe(prompt_tokens, trace.num_draws, lasted / 1e9 - trace.timings.swap, ended / 1e9)
+            self.observe(prompt_tokens, trace.num_draws, duration / 1e9 - trace.timings.swap, ended / 1e9)
 
     def observe(self, prompt_tokens: int, sequences: int, seconds: float, ended: float = 0.0) -> None:
-        """Takes in one step. ``seconds`` are without those that block copies took; it ``ended`` so many seconds after
-        some moment.
-        """
+        """Adds one step. ``seconds`` are without block copies. ``ended`` is in seconds since a fixed time."""
         if seconds <= 0 or not (prompt_tokens or sequences) or not self._is_warm(prompt_tokens):
             return
         moments = self._mixed if prompt_tokens else self._decoding
@@ -104,9 +102,9 @@ class StepTimeEstimator:
         return self._prompt_steps >= self._warm
 
     def _refit(self) -> None:
-        pace, prior = self._model, self._prior
-        known = (pace.step_seconds, pace.token_seconds, pace.sequence_seconds)
-        # Being off by a part of itself counts alike for each cost, be it the prior or what was learned that is larger.
+        model, prior = self._model, self._prior
+        known = (model.step_seconds, model.token_seconds, model.sequence_seconds)
+        # The ridge penalises relative errors of each cost, relative to the larger of the prior and the current cost.
         ridge = [_TRUST / max(cost, first) ** 2 for cost, first in zip(known, prior, strict=True)]
         self._model = self._make(_fit(self._decoding.plus(self._mixed), prior, ridge))
 
@@ -115,8 +113,8 @@ class StepTimeEstimator:
 
 
 class _DecayedSums:
-    """Sums over steps, the older the less: of the products of what a step had (each divided by its seconds), and of
-    that itself. ``last`` are the seconds of the last step, whatever came of them, and ``ended`` when it did.
+    """Exponentially decayed sums over steps: of the features (1, prompt tokens, sequences), each divided by the step's
+    seconds, and of their products. ``last`` are the seconds of the last step, before clipping, ``ended`` its end.
     """
 
     __slots__ = ("ended", "last", "products", "sums")
@@ -127,16 +125,16 @@ class _DecayedSums:
         self.sums = [0.0] * 3
         self.products = [0.0] * 9
 
-    def add(self, had: Coefficients, ended: float) -> None:
-        """One step more."""
+    def add(self, features: Coefficients, ended: float) -> None:
+        """Adds one step."""
         kept = _MEMORY * exp(min(0.0, self.ended - ended) / _MEMORY_SECONDS)
         self.ended = ended
-        self.sums = [kept * old + new for old, new in zip(self.sums, had, strict=True)]
-        squares = [left * right for left in had for right in had]
+        self.sums = [kept * old + new for old, new in zip(self.sums, features, strict=True)]
+        squares = [left * right for left in features for right in features]
         self.products = [kept * old + new for old, new in zip(self.products, squares, strict=True)]
 
     def plus(self, other: "_DecayedSums") -> "_DecayedSums":
-        """Of the steps of both."""
+        """The sums over the steps of both."""
         both = _DecayedSums()
         both.sums = [left + right for left, right in zip(self.sums, other.sums, strict=True)]
         both.products = [left + right for left, right in zip(self.products, other.products, strict=True)]
@@ -144,12 +142,12 @@ class _DecayedSums:
 
 
 def _fit(moments: _DecayedSums, prior: Coefficients, ridge: Sequence[float]) -> Coefficients:
-    """The costs, none below 0, whose relative errors have the smallest sum of squares, drawn a little to the prior."""
+    """The costs, none below 0, with the least sum of squared relative errors, drawn a little to the prior."""
     ridge = [max(steep, _SOLVABLE * moments.products[4 * i]) for i, steep in enumerate(ridge)]
     matrix = [[moments.products[3 * i + j] + (ridge[i] if i == j else 0.0) for j in range(3)] for i in range(3)]
     goal = [moments.sums[i] + ridge[i] * prior[i] for i in range(3)]
     best = (0.0, 0.0, 0.0)
-    for kept in _SUBSETS:  # the one whose left-out costs would only grow from below 0 is the solution
+    for kept in _SUBSETS:  # the solution is the subset whose omitted costs would be negative
         costs = _solve(matrix, goal, kept)
         if min(costs) >= 0 and _is_optimal(matrix, goal, costs):
             return costs
@@ -159,7 +157,7 @@ def _fit(moments: _DecayedSums, prior: Coefficients, ridge: Sequence[float]) -> 
 
 
 def _is_optimal(matrix: Sequence[Sequence[float]], goal: Sequence[float], costs: Coefficients) -> bool:
-    """Whether no cost that is 0 wants to be above it."""
+    """Whether raising no cost that is 0 would reduce the error."""
     for i in range(3):
         pull = goal[i] - sum(matrix[i][j] * costs[j] for j in range(3))
         if costs[i] == 0 and pull > 1e-9 * abs(goal[i]):

@@ -1,10 +1,10 @@
-"""Where chat templates run: Jinja's immutable sandbox, with bounds on the time and on the memory of one rendering.
+"""The sandbox of chat templates: Jinja's immutable sandbox, with limits on the time and the memory of one rendering.
 
-A template is a program of the model's author. Jinja keeps it away from Python, but lets it loop for ever and make texts
-of any size. Here every turn of a loop, call of a macro, method or filter, and every sum or product looks at the clock
-of the thread, and whatever makes a text longer is asked before how long that will be. What is compared, sorted or
-looked up is measured first, since Python compares and hashes without looking at any clock, and the texts and lists that
-are alive at once have one bound together.
+A template is a program of the model's author. Jinja keeps it away from Python, but lets it loop for ever and create
+texts of any size. Here every iteration of a loop, call of a macro, method or filter, and every sum or product checks
+the clock of the thread, and the size of a text is checked before it is created. Values are measured before they are
+compared, sorted or looked up, since Python compares and hashes without any check, and all texts and lists that are
+alive at once have a common limit.
 """
 
 import re
@@ -47,7 +47,7 @@ _ASKS_FOR_THE_KIND |= {"mapping", "sequence", "iterable", "callable", "sameas", 
 Counted = TypeVar("Counted", nodes.For, nodes.Macro, nodes.CallBlock)
 _PLACE_OF_ATTRIBUTE = {"groupby": 0, "unique": 1, "min": 1, "max": 1, "sort": 2}
 _COMPARING_FILTERS = frozenset({*_PLACE_OF_ATTRIBUTE, "dictsort"})
-_CHECKS = 16  # to look at the clock once, which costs more than most of what is checked
+_CHECKS = 16  # checks for one reading of the clock, which costs more than most of what is checked
 _COMPARED_PER_CHECK = 2**12  # characters or entries
 _SMALL = 128  # bytes of a value that is not worth counting: processor time bounds how many there can be
 _BYTES, _BYTES_A_CHARACTER = 2**24, 8  # of all values alive at once, and how many more for each character of ``size``
@@ -55,12 +55,12 @@ _NUMBER = re.compile(r"\d+")
 
 
 class SandboxLimitError(SecurityError):
-    """A template takes more than one rendering may."""
+    """A template exceeds the limits of one rendering."""
 
 
 class _Budget:
-    """What one rendering may still use: ``seconds`` of the thread's processor time, and texts and lists of up to
-    ``size`` characters or entries each.
+    """The budget of one rendering: ``seconds`` of the thread's processor time, and texts and lists of up to ``size``
+    characters or entries each.
     """
 
     __slots__ = ("_bytes", "_checks", "_end", "_made", "_most_bytes", "size")
@@ -84,14 +84,14 @@ class _Budget:
             raise SandboxLimitError("the template makes a text or list that is too large")
 
     def compare(self, value: Any) -> None:
-        """Asks before ``value`` is compared or hashed, which takes no longer than to go through it."""
+        """Charges for comparing or hashing ``value``, which takes no longer than iterating over it."""
         size = size_of(value, self.size)
         self.check(1 + size // _COMPARED_PER_CHECK)
         self.afford(size)
 
     def keep(self, value: Any) -> Any:
-        """Counts a new value for as long as the template holds it. Many templates make a text longer message by
-        message, so what they made and let go does not count.
+        """Counts a new value for as long as the template refers to it. Many templates extend a text message by message,
+        so values that they have released do not count.
         """
         size = getsizeof(value)
         if isinstance(value, (list, tuple)):
@@ -100,25 +100,27 @@ class _Budget:
             self._made.append((value, size))
             self._bytes += size
             if self._bytes > self._most_bytes:
-                self._let_go()
+                self._drop_released()
         return value
 
-    def _let_go(self) -> None:
-        """Each time frees half of what may be alive, so that this costs little however often something is made."""
+    def _drop_released(self) -> None:
+        """Drops released values. Raises unless half of the limit is free, so that the amortised cost is small."""
         self._made = [(value, size) for value, size in self._made if getrefcount(value) > _REFERENCES_HERE]
         self._bytes = sum(size for _, size in self._made)
         if self._bytes > self._most_bytes // 2:
             raise SandboxLimitError("the template holds too many texts and lists")
 
 
-_REFERENCES_HERE = 3  # to a value in ``_let_go``: of the pair, of the variable, and of the call
+_REFERENCES_HERE = 3  # to a value in ``_drop_released``: of the pair, of the variable, and of the call
 _BUDGET: ContextVar[_Budget | None] = ContextVar("budget", default=None)
 _LOADING = (1.0, 2**16)  # seconds and characters, while Jinja computes what is constant in a template
 
 
 @contextmanager
 def bounded(seconds: float, size: int) -> Iterator[None]:
-    """Templates that are rendered inside may take so much processor time, and make texts of so many characters."""
+    """Limits templates that are rendered in this context to ``seconds`` of processor time and texts of ``size``
+    characters.
+    """
     token = _BUDGET.set(_Budget(seconds, size))
     try:
         yield

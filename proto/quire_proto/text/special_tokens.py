@@ -1,10 +1,10 @@
-"""Special tokens in conversations: those of the chat template are control tokens, and those that stand in what users,
-tools and models said are text.
+"""Special tokens in conversations: those of the chat template are control tokens, those in messages and tools are text.
 
-A tokenizer sees no difference in the rendered prompt. So before rendering, a mark that no text holds breaks every
-special token in the messages' own texts; afterwards what still is one is the template's. These get names that nobody
-can guess, which a second tokenizer knows in their place. It shares the first one's model and takes special tokens for
-text, and splits the prompt at the names as the first one does at special tokens: everything else has the same tokens.
+A tokenizer cannot distinguish them in the rendered prompt. So before rendering, a mark, a character that no text
+contains, is inserted into every special token in the messages; special tokens in the rendered prompt are then the
+template's. They are replaced by random aliases, which a second tokenizer has in their place. It shares the first one's
+model, encodes special tokens as text, and splits the prompt at the aliases as the first one does at special tokens:
+everything else has the same tokens.
 """
 
 import re
@@ -21,15 +21,20 @@ from quire_proto.text.reasoning import THINK_BEGIN, THINK_END
 
 Conversation = Sequence[Mapping[str, Any]]
 
-_NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode has them for no text that is exchanged
-_RARE = "\U0010fffe\ue000"  # what a tokenizer that falls back to no bytes has its token for the unknown for
+_NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode reserves them for internal use
+_RARE = "\U0010fffe\ue000"  # encoded as the unknown token by tokenizers without byte fallback
 _WORDS = frozenset({"role", "type"})
-_SHORT, _REMEMBERED = 32, 4096  # characters, and texts of so many at most: names of fields, roles and tools come often
-_THOUGHTS = frozenset({THINK_BEGIN, THINK_END})  # templates look for them in what an assistant said
+_SHORT, _CACHED_TEXTS = (
+    32,
+    4096,
+)  # texts of at most so many characters are cached: names of fields, roles and tools are frequent
+_REASONING_MARKERS = frozenset({THINK_BEGIN, THINK_END})  # templates look for them in assistant messages
 
 
 class SpecialTokenEscaper:
-    """Those of one tokenizer. Raises ``TokenizerLoadError`` where they cannot be told from text."""
+    """Escapes special tokens in the conversations of one tokenizer. Raises ``TokenizerLoadError`` if they cannot be
+    distinguished from text.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = sorted(tokenizer.get_added_tokens_decoder().items())
@@ -42,8 +47,8 @@ class SpecialTokenEscaper:
         self._by_head: dict[str, list[str]] = defaultdict(list)
         for name in self._by_length:
             self._by_head[name[:2]].append(name)
-        self._touches_short = lru_cache(_REMEMBERED)(self._looks_touched)
-        # After normalisation, other texts may look like these.
+        self._touches_short = lru_cache(_CACHED_TEXTS)(self._looks_touched)
+        # Normalisation may turn other texts into these.
         self._always = any(token.normalized for _, token in added if token.special)
         self._words = {
             token.content: re.compile(rf"(?<!\w){re.escape(token.content)}(?!\w)")
@@ -53,16 +58,16 @@ class SpecialTokenEscaper:
         self.tokenizer = _sharing_the_model(tokenizer)
         self._secret = token_hex(16)
         aliases = {name: f"<{self._secret}:{number}>" for number, name in enumerate(self._by_length)}
-        self._ids = _taught(self.tokenizer, dict(added), aliases)
-        # Where a tokenizer sees a special token nowhere but at the beginning of a text, it is text in a prompt.
+        self._ids = _add_tokens(self.tokenizer, dict(added), aliases)
+        # A special token that the tokenizer finds only at the beginning of a text is text in a prompt.
         self._aliases = {name: alias for name, alias in aliases.items() if self._sees(alias)}
         self._named = frozenset(_id_of(self.tokenizer, alias) for alias in self._aliases.values())
         known = {_id_of(self.tokenizer, name) for name in special}
         self._forbidden = frozenset(known).difference(self._encoded(_RARE))
 
     def marked(self, messages: Conversation, tools: Conversation) -> tuple[Conversation, Conversation, str]:
-        """Both with a mark in every special token in their texts, and the mark; empty where there is nothing to be
-        marked, so that the prompt can be encoded as it is. Raises ``QuireError`` INVALID.
+        """Messages and tools with a mark in every special token in their texts, and the mark; unchanged with an empty
+        mark if there is none, so that the prompt can be encoded as it is. Raises ``QuireError`` INVALID.
         """
         try:
             texts = list(_texts((messages, tools)))
@@ -76,10 +81,10 @@ class SpecialTokenEscaper:
             raise invalid("messages", "The messages are nested too deeply.") from None
 
     def named(self, prompt: str, mark: str) -> tuple[str, int]:
-        """A rendered prompt for ``tokenizer``: names in place of the template's special tokens, and no marks; and how
-        many names.
+        """A rendered prompt for ``tokenizer``: aliases instead of the template's special tokens, and no marks; and the
+        number of aliases.
         """
-        prompt = prompt.replace(_escaped(mark), mark)  # where the template wrote JSON in ASCII
+        prompt = prompt.replace(_escaped(mark), mark)  # if the template wrote JSON in ASCII
         for name in sorted(self._present(prompt), key=len, reverse=True):
             if name in self._words:
                 prompt = self._words[name].sub(self._aliases[name], prompt)
@@ -88,8 +93,8 @@ class SpecialTokenEscaper:
         return prompt.replace(mark, ""), prompt.count(self._secret)
 
     def ids(self, token_ids: Sequence[int], names: int) -> list[int]:
-        """What ``tokenizer`` made of a prompt with so many names, in the first tokenizer's ids. Raises ``QuireError``
-        INVALID where its model takes a text for a special token, or a name for a text.
+        """The ids of ``tokenizer`` for a prompt with ``names`` aliases, as the first tokenizer's ids. Raises
+        ``QuireError`` INVALID if its model encoded text as a special token, or an alias as text.
         """
         known = self._ids
         as_text = not self._forbidden.isdisjoint(token_ids)
@@ -104,7 +109,7 @@ class SpecialTokenEscaper:
         return _id_of(self.tokenizer, alias) in self._encoded(f"a {alias} a")
 
     def _marked_message(self, message: Mapping[str, Any], mark: str) -> dict[str, Any]:
-        kept = _THOUGHTS if message.get("role") == "assistant" else frozenset[str]()
+        kept = _REASONING_MARKERS if message.get("role") == "assistant" else frozenset[str]()
         marked: dict[str, Any] = self._marked(message, mark, kept)
         for key in ("content", "reasoning_content"):
             if isinstance(text := marked.get(key), str) and self._is_inside(text):
@@ -120,20 +125,20 @@ class SpecialTokenEscaper:
         return [self._marked(each, mark, kept) for each in value] if isinstance(value, (list, tuple)) else value
 
     def _field(self, name: str, value: Any, mark: str, kept: frozenset[str]) -> Any:
-        """Templates compare roles and types, which have to be as they are."""
+        """Roles and types are only escaped inside, as templates compare them."""
         is_word = name in _WORDS and isinstance(value, str)
         return self._broken(value, mark) if is_word else self._marked(value, mark, kept)
 
     def _broken(self, text: str, mark: str, kept: frozenset[str] = frozenset()) -> str:
-        """The text with a mark in each special token that it holds."""
+        """The text with a mark in each special token that it contains."""
         for name in self._present(text):
             while name not in kept and name in text:  # again where two overlap
                 text = text.replace(name, name[0] + mark + name[1:])
         return text
 
     def _bounded(self, text: str, mark: str) -> str:
-        """The text with a mark where another text beside it could make it a special token, inside of the space around
-        it, which templates trim.
+        """The text with a mark at each end that could form a special token with adjacent text, inside of the white
+        space around it, which templates trim.
         """
         core = text.strip()
         at = text.find(core)
@@ -142,7 +147,7 @@ class SpecialTokenEscaper:
         return text[:at] + before + core + after + text[at + len(core) :]
 
     def _touches(self, text: str) -> bool:
-        """Whether a text holds a special token, begins as one ends, or ends as one begins."""
+        """Whether a text contains a special token, begins with the end of one, or ends with the beginning of one."""
         if len(text) <= _SHORT:
             return self._touches_short(text)
         return self._looks_touched(text)
@@ -158,7 +163,7 @@ class SpecialTokenEscaper:
         return any(text[-end:] in self._beginnings for end in range(1, min(self._longest, len(text) + 1)))
 
     def _is_inside(self, text: str) -> bool:
-        """Whether a template could make a special token of the text by what it writes before and behind it."""
+        """Whether a template could make a special token of the text by writing something before and after it."""
         core = text.strip()
         return 0 < len(core) < self._longest and core in self._all
 
@@ -170,7 +175,7 @@ class SpecialTokenEscaper:
 
 
 def _sharing_the_model(tokenizer: Tokenizer) -> Tokenizer:
-    """Another tokenizer that splits texts alike, but has no tokens beside the model's."""
+    """Another tokenizer that splits texts in the same way, but has no added tokens."""
     other = Tokenizer(tokenizer.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor"):
         if getattr(tokenizer, part) is not None:
@@ -179,8 +184,10 @@ def _sharing_the_model(tokenizer: Tokenizer) -> Tokenizer:
     return other
 
 
-def _taught(tokenizer: Tokenizer, added: Mapping[int, AddedToken], aliases: Mapping[str, str]) -> dict[int, int]:
-    """Adds the tokens, and the aliases in the manner of what they stand for. Returns the ids that are others here."""
+def _add_tokens(tokenizer: Tokenizer, added: Mapping[int, AddedToken], aliases: Mapping[str, str]) -> dict[int, int]:
+    """Adds the tokens, and the aliases with the properties of their tokens. Returns the ids that differ from the
+    original's.
+    """
     ids: dict[int, int] = {}
     for token_id, token in added.items():
         (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
@@ -216,7 +223,7 @@ def _like(token: AddedToken, content: str) -> AddedToken:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in a value of JSON, names of fields, too."""
+    """Every text in a JSON value, names of fields included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -233,7 +240,7 @@ def _contents(message: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unused(texts: Sequence[str]) -> str:
-    """A character that none of the texts holds, nor JSON's way to write it."""
+    """A character that no text contains, not even escaped as in JSON."""
     for mark in _NONCHARACTERS:
         if not any(mark in text or _escaped(mark) in text for text in texts):
             return mark

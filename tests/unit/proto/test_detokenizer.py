@@ -50,12 +50,12 @@ def test_a_prompt_that_ends_anywhere_even_inside_a_character_is_continued_exactl
     cut = data.draw(st.integers(0, len(ids)))
     whole_before = raw[:cut].decode(errors="replace").rstrip(REPLACEMENT)
 
-    told = streamed(BYTE_LEVEL, ids[:cut], ids[cut:], data.draw(CUTS))
+    emitted = streamed(BYTE_LEVEL, ids[:cut], ids[cut:], data.draw(CUTS))
 
     full = raw.decode(errors="replace")
-    assert full.endswith(told)
+    assert full.endswith(emitted)
     if REPLACEMENT not in full:
-        assert told == (full[len(whole_before) :] if cut < len(raw) else "")
+        assert emitted == (full[len(whole_before) :] if cut < len(raw) else "")
 
 
 def byte_letters() -> dict[int, str]:
@@ -73,10 +73,10 @@ def test_a_sentencepiece_output_keeps_the_space_between_prompt_and_output(text, 
     cut, cuts = (1, []) if data is None else (data.draw(st.integers(0, len(ids))), data.draw(CUTS))
     before, whole = sentencepiece_like().decode(ids[:cut]), sentencepiece_like().decode(ids)
 
-    told = streamed(SENTENCEPIECE, ids[:cut], ids[cut:], cuts)
+    emitted = streamed(SENTENCEPIECE, ids[:cut], ids[cut:], cuts)
 
     if REPLACEMENT not in before:
-        assert before + told == whole
+        assert before + emitted == whole
 
 
 @settings(deadline=None)
@@ -101,11 +101,11 @@ def test_a_character_is_told_only_when_it_is_whole():
 @given(IDS)
 def test_a_push_never_ends_inside_a_character_that_the_next_tokens_complete(ids):
     stream = BYTE_LEVEL.new_output_stream([], ())
-    told = ""
+    emitted = ""
     for token_id in ids:
-        told += stream.push([token_id])
+        emitted += stream.push([token_id])
         whole = byte_level().decode(ids, skip_special_tokens=True)
-        assert whole.startswith(told)
+        assert whole.startswith(emitted)
 
 
 def test_special_and_unknown_tokens_have_no_text_and_do_not_cost_the_next_word_its_space():
@@ -125,9 +125,9 @@ def test_an_added_token_that_is_not_special_is_text():
 def test_special_tokens_are_text_where_they_are_not_skipped(ids, cuts):
     prompt = byte_level_ids("how are")
 
-    told = streamed(BYTE_LEVEL, prompt, ids, cuts, skip_special_tokens=False)
+    emitted = streamed(BYTE_LEVEL, prompt, ids, cuts, skip_special_tokens=False)
 
-    assert told == byte_level().decode(ids, skip_special_tokens=False)
+    assert emitted == byte_level().decode(ids, skip_special_tokens=False)
 
 
 @settings(deadline=None)
@@ -139,10 +139,10 @@ def test_sentencepiece_special_tokens_are_text_at_any_place_and_in_any_pieces(te
     cut, cuts = data.draw(st.integers(0, len(ids))), data.draw(CUTS)
     before, whole = (sentencepiece_like().decode(part, skip_special_tokens=False) for part in (ids[:cut], ids))
 
-    told = streamed(SENTENCEPIECE, ids[:cut], ids[cut:], cuts, skip_special_tokens=False)
+    emitted = streamed(SENTENCEPIECE, ids[:cut], ids[cut:], cuts, skip_special_tokens=False)
 
     if REPLACEMENT not in before + whole:
-        assert before + told == whole
+        assert before + emitted == whole
 
 
 @settings(deadline=None)
@@ -156,9 +156,9 @@ def test_endless_broken_bytes_never_make_a_token_dear(raw):
         return bytes(token_ids).decode(errors="replace")
 
     stream = Detokenizer(decode, [])
-    told = "".join(stream.push(byte) for byte in raw) + stream.finish()
+    emitted = "".join(stream.push(byte) for byte in raw) + stream.finish()
 
-    assert told == bytes(raw).decode(errors="replace")
+    assert emitted == bytes(raw).decode(errors="replace")
     assert longest <= 9
 
 
@@ -186,10 +186,10 @@ def naive(text: str, stops: list[str]) -> tuple[str, bool]:
 @example("aab", ["ab", "aac"], [1, 1, 1])
 def test_stop_strings_are_found_in_any_pieces_as_in_the_whole_text(text, stops, cuts):
     matcher = StopMatcher(stops)
-    told = "".join(matcher.push(piece) for piece in pieces_of(text, cuts))
-    told += "" if matcher.stopped else matcher.finish()
+    emitted = "".join(matcher.push(piece) for piece in pieces_of(text, cuts))
+    emitted += "" if matcher.stopped else matcher.finish()
 
-    assert (told, matcher.stopped) == naive(text, stops)
+    assert (emitted, matcher.stopped) == naive(text, stops)
 
 
 @settings(deadline=None)
@@ -197,31 +197,31 @@ def test_stop_strings_are_found_in_any_pieces_as_in_the_whole_text(text, stops, 
 @example("aab", ["ab", "aac"], [1, 1, 1])
 def test_an_included_stop_string_ends_the_text_and_nothing_is_held_back(text, stops, cuts):
     matcher = StopMatcher(stops, include=True)
-    pushed = told = ""
+    pushed = emitted = ""
     for piece in pieces_of(text, cuts):
         if matcher.stopped:
             break
-        pushed, told = pushed + piece, told + matcher.push(piece)
-        assert matcher.stopped or told == pushed
+        pushed, emitted = pushed + piece, emitted + matcher.push(piece)
+        assert matcher.stopped or emitted == pushed
 
     before, stopped = naive(text, stops)
     assert matcher.stopped == stopped
-    assert (matcher.found in stops and told.endswith(matcher.found)) if stopped else matcher.found is None
-    assert told == (text[: ended(text, stops)] if stopped else text)
-    assert told.startswith(before)
+    assert (matcher.found in stops and emitted.endswith(matcher.found)) if stopped else matcher.found is None
+    assert emitted == (text[: ended(text, stops)] if stopped else text)
+    assert emitted.startswith(before)
 
 
 @settings(deadline=None)
 @given(st.text(ALPHABET, max_size=30), STOPS, CUTS)
 def test_no_more_is_held_back_than_a_stop_string_could_need(text, stops, cuts):
     matcher = StopMatcher(stops)
-    pushed = told = ""
+    pushed = emitted = ""
     for piece in pieces_of(text, cuts):
-        pushed, told = pushed + piece, told + matcher.push(piece)
+        pushed, emitted = pushed + piece, emitted + matcher.push(piece)
         if matcher.stopped:
             return
-        held = pushed[len(told) :]
-        assert pushed.startswith(told)
+        held = pushed[len(emitted) :]
+        assert pushed.startswith(emitted)
         assert held == "" or any(stop.startswith(held) and stop != held for stop in stops)
 
 

@@ -241,8 +241,8 @@ def test_a_call_may_begin_with_much_space():
 def test_what_is_held_back_is_bounded(tool_format):
     parser = new_tool_parser(tool_format, NAMES)
     begin = '<tool_call>{"name": "x' if tool_format is HERMES else '{"type": "'
-    told = "".join(piece.text for _ in range(2) for piece in parser.push(begin + "y" * MAX_CALL_CHARS))
-    assert len(told) >= MAX_CALL_CHARS
+    emitted = "".join(piece.text for _ in range(2) for piece in parser.push(begin + "y" * MAX_CALL_CHARS))
+    assert len(emitted) >= MAX_CALL_CHARS
 
 
 @given(TEXTS, CUTS, st.booleans())
@@ -260,8 +260,8 @@ def test_thoughts_are_what_one_look_at_the_whole_finds(text, opened):
         ended = thought + "</think>" in text
         thoughts.append(re.sub(r"^[ \n]+|[ \n]+$" if ended else r"^[ \n]+", "", thought))
         marked = False
-    begun = opened or bool(thoughts)
-    expected = [Reasoning("".join(thoughts)), Content(rest.lstrip(" \n") if begun else rest)]
+    has_reasoning = opened or bool(thoughts)
+    expected = [Reasoning("".join(thoughts)), Content(rest.lstrip(" \n") if has_reasoning else rest)]
     assert read(ReasoningParser(opened=opened), text) == [piece for piece in expected if piece.text]
 
 

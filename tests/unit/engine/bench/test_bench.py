@@ -12,8 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from quire_engine.bench import measure as child_module
-from quire_engine.bench import roofline
+from quire_engine.bench import measure, roofline
 from quire_engine.bench.bench_command import BenchReport
 from quire_engine.bench.measure import (
     PeerProcess,
@@ -281,9 +280,9 @@ class Scripts:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
-        (folder / "lines.py").write_bytes((child_module.SCRIPTS / "lines.py").read_bytes())
-        monkeypatch.setattr(child_module, "SCRIPTS", folder)
-        monkeypatch.setattr(child_module, "SECONDS_TO_END", 1.0)
+        (folder / "lines.py").write_bytes((measure.SCRIPTS / "lines.py").read_bytes())
+        monkeypatch.setattr(measure, "SCRIPTS", folder)
+        monkeypatch.setattr(measure, "SECONDS_TO_END", 1.0)
 
     def start(self, body: str, **settings: object) -> PeerProcess:
         (self.folder / "run_it.py").write_text(f"import lines, os, sys, time\n{body}\n")

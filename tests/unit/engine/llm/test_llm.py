@@ -168,10 +168,12 @@ def test_log_probabilities_are_told_by_token_with_its_text_and_rank(offline):
     (result,) = quiet(offline.llm, [7, 8, 9, 10], params)
 
     (output,) = result.outputs
-    told = [position[token_id] for position, token_id in zip(output.logprobs, output.token_ids, strict=True)]
-    assert [each.logprob for each in told] == logprobs_of([7, 8, 9, 10], output.token_ids)
-    assert output.cumulative_logprob == pytest.approx(sum(each.logprob for each in told))
-    assert [each.decoded_token for each in told] == [byte_level().decode([token]) or "<|" for token in output.token_ids]
+    entries = [position[token_id] for position, token_id in zip(output.logprobs, output.token_ids, strict=True)]
+    assert [each.logprob for each in entries] == logprobs_of([7, 8, 9, 10], output.token_ids)
+    assert output.cumulative_logprob == pytest.approx(sum(each.logprob for each in entries))
+    assert [each.decoded_token for each in entries] == [
+        byte_level().decode([token]) or "<|" for token in output.token_ids
+    ]
     assert [None if each is None else list(each) for each in result.prompt_logprobs] == [None, [8], [9], [10]]
     assert result.prompt_logprobs[1][8].rank == 1
 

@@ -157,15 +157,15 @@ async def test_a_router_that_vanishes_without_a_word_leaves_no_session_behind(mo
     """Its connection stays open on the engine's side, and nothing more comes over it."""
     monkeypatch.setattr(server_module, "KEEPALIVE_SECONDS", 0.3)
     async with served() as (engine, _), cut_off(engine.port) as (port, dead):
-        hub = engine.server._sessions
+        manager = engine.server._sessions
         vanishing = EngineConnection(f"127.0.0.1:{port}")
         vanishing.start()
         try:
             await until(lambda: vanishing.ready)
             await asyncio.sleep(1.0)
-            assert vanishing.session.id in hub._sessions  # one that is there answers
+            assert vanishing.session.id in manager._sessions  # one that is there answers
             dead.set()
-            await until(lambda: vanishing.session.id not in hub._sessions)
+            await until(lambda: vanishing.session.id not in manager._sessions)
             assert engine.link.ready
         finally:
             await vanishing.close()

@@ -65,12 +65,12 @@ class Engine:
         self.submit(session, request_id, structured=types.Structured(regex=regex), **sampling)
 
     async def compile(self) -> None:
-        """Lets the grammars be compiled, and the manager hear of it."""
+        """Lets the grammars be compiled, and waits until the manager has handled them."""
         self.grammars.source.release()
         await until(lambda: not self.manager._pending_grammars._waiting)
 
     def commands(self) -> list[Command]:
-        """What the core has been told and has not carried out."""
+        """The commands that were sent to the core and are not handled."""
         return [self.core._commands.get() for _ in range(self.core._commands.qsize())]
 
     def step(self, times: int = 1) -> None:
@@ -132,13 +132,13 @@ def test_what_is_told_together_is_what_is_told_step_by_step(operations: list[tup
         assert [load_of(batch) for batch in batches[-1:]] == [load_of(batch) for batch in whole[-1:]]
         for batch in batches:  # what a session has in progress it hears of at once
             if batch.outputs:
-                told = [each for each in batches if each.sequence <= batch.sequence]
-                assert hashes_of(told) == hashes_of([each for each in happened if each.step <= batch.step])
+                earlier = [each for each in batches if each.sequence <= batch.sequence]
+                assert hashes_of(earlier) == hashes_of([each for each in happened if each.step <= batch.step])
 
 
 async def heard(operations: list[tuple], interval: float) -> dict[str, list[pb.StepBatch]]:
     """The batches of two sessions, where those without requests hear every ``interval`` seconds; ``all`` are the
-    changes of the cache as the core told them.
+    changes of the cache as the core published them.
     """
     happened: list[pb.StepBatch] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -193,7 +193,7 @@ async def test_a_session_without_requests_hears_of_many_steps_at_once_and_one_wi
     assert idle._unacknowledged[-1].step == busy._unacknowledged[-1].step
     assert idle._unacknowledged[-1].load == busy._unacknowledged[-1].load
     await asyncio.sleep(session_manager.IDLE_UPDATE_INTERVAL)
-    assert idle.sequence == 2  # nothing is told without news
+    assert idle.sequence == 2  # nothing is sent without a step
     engine.submit(idle, "s", max_tokens=20)
     engine.step(3)
     assert idle.sequence == 5
@@ -361,8 +361,8 @@ async def test_each_choice_is_told_under_its_index_and_the_request_lives_until_t
         0: types.FINISH_REASON_LENGTH, 1: types.FINISH_REASON_ABORT, 2: types.FINISH_REASON_LENGTH,
     }  # fmt: skip
     for index in (0, 2):
-        told = [output.position for output in outputs if output.index == index and output.token_ids]
-        assert told == [0, 1, 2, 3]
+        positions = [output.position for output in outputs if output.index == index and output.token_ids]
+        assert positions == [0, 1, 2, 3]
 
 
 def test_a_submit_is_read_with_its_deliveries_and_its_priority() -> None:
@@ -378,9 +378,9 @@ def test_an_output_is_told_whole() -> None:
     scored = TokenLogprobs(-0.5, ((3, -0.25), (4, -0.5)))
     output = EngineCoreOutput("k", [4], position=2, index=1, logprobs=[scored], score=-1.5)
     (message,) = output_to_proto(output, "r")
-    (told,) = message.logprobs
+    (entry,) = message.logprobs
     assert (message.request_id, message.index, message.position, message.score) == ("r", 1, 2, -1.5)
-    assert (told.logprob, list(told.top_token_ids), list(told.top_logprobs)) == (-0.5, [3, 4], [-0.25, -0.5])
+    assert (entry.logprob, list(entry.top_token_ids), list(entry.top_logprobs)) == (-0.5, [3, 4], [-0.25, -0.5])
     assert not output_to_proto(EngineCoreOutput("k", [4]), "r")[0].HasField("score")
 
 
@@ -389,8 +389,8 @@ async def test_what_is_told_of_a_long_prompt_comes_in_pieces_and_no_message_is_l
 ) -> None:
     monkeypatch.setattr(messages, "PROMPT_LOGPROBS_PER_MESSAGE", 100)
     monkeypatch.setattr("quire_engine.server.session.MAX_BATCH_BYTES", 4096)
-    told = [TokenLogprobs(-float(position), ((position, -1.0),)) for position in range(1, 1051)]
-    output = EngineCoreOutput("k", [9], prompt_logprobs=told, prompt_position=1)
+    prompt_logprobs = [TokenLogprobs(-float(position), ((position, -1.0),)) for position in range(1, 1051)]
+    output = EngineCoreOutput("k", [9], prompt_logprobs=prompt_logprobs, prompt_position=1)
     pieces = output_to_proto(output, "r")
     assert [list(piece.token_ids) for piece in pieces] == [[]] * 10 + [[9]]
     session = Session("s", 1)
@@ -418,12 +418,12 @@ def change(came: bool, name: bytes, tier: Tier) -> KVCacheEvent:
 
 @given(st.lists(st.builds(change, st.booleans(), st.binary(min_size=1, max_size=1), st.sampled_from(Tier))))
 def test_changes_of_the_cache_are_told_whole_and_in_their_order(changes: list[KVCacheEvent]) -> None:
-    told = []
+    sent_changes = []
     for event in messages.events_to_proto(changes):
         kind, blocks = (BlockStored, event.stored) if event.HasField("stored") else (BlockRemoved, event.removed)
         tier = {pb.KV_TIER_DEVICE: Tier.DEVICE, pb.KV_TIER_HOST: Tier.HOST}[blocks.tier]
-        told += [kind(name, tier) for name in blocks.block_hashes]
-    assert told == changes
+        sent_changes += [kind(name, tier) for name in blocks.block_hashes]
+    assert sent_changes == changes
 
 
 def test_a_snapshot_names_what_is_cached_tier_by_tier() -> None:
@@ -506,7 +506,7 @@ async def test_a_request_that_is_cancelled_while_its_grammar_is_compiled_ends_li
 
 
 async def told_late(engine: Engine) -> None:
-    """Lets the grammars be compiled when nobody waits for them any more."""
+    """Lets the grammars be compiled after their requests have ended."""
     engine.grammars.source.release()
     await until(lambda: not engine.grammars.compiler._num_pending)
     await asyncio.sleep(0)

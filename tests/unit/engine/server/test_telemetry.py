@@ -1,4 +1,4 @@
-"""What the engine tells of requests and grammars: spans of several choices, counters."""
+"""Spans of requests with several choices, and the counters of grammars."""
 
 from dataclasses import replace
 
@@ -38,10 +38,10 @@ def test_a_request_with_several_choices_waits_once_and_decodes_each() -> None:
     builder.on_submit(Request("k", [1, 2], SamplingParams(n=2), traceparent=PARENT))
     builder.on_step(step(end(1, 5)))
     builder.on_step(step(end(0, 9, last=True)))
-    builder.on_step(step(end(0, 11, last=True)))  # of nobody that is known any more
+    builder.on_step(step(end(0, 11, last=True)))  # of a request that has ended
     spans = exporter.get_finished_spans()
     assert [span.name for span in spans] == [Span.WAIT, Span.PREFILL, Span.DECODE, Span.DECODE]
-    assert [told(span) for span in spans[2:]] == [(1, 5), (0, 9)]
+    assert [summary(span) for span in spans[2:]] == [(1, 5), (0, 9)]
 
 
 @pytest.mark.parametrize("passed", [18.0, 40.0])
@@ -77,7 +77,7 @@ def test_a_preemption_is_an_event_of_the_span_that_it_falls_into() -> None:
     assert events == {Span.WAIT: [], Span.PREFILL: [40], Span.DECODE: [50, 60]}
 
 
-def told(span: ReadableSpan) -> tuple[object, int | None]:
+def summary(span: ReadableSpan) -> tuple[object, int | None]:
     assert span.attributes is not None
     return span.attributes[Attribute.CHOICE], span.end_time
 
