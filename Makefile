@@ -74,7 +74,7 @@ lint: $(READY) proto-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(SOURCES)
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 bench: $(READY)
 	$(BIN)/quire-engine bench --shape 135m $(ARGS)

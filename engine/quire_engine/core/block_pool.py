@@ -1,9 +1,9 @@
 """A pool of equal blocks: reference counts, free order and the hash index. Every operation is O(1).
 
-A block is in use (references above 0) or free. A free block that has a name (the hash of its contents) keeps both
-until it is handed out again, so that a later request with the same prefix can revive it. Free order is the whole
-eviction policy: blocks without a name go first, the newest of them foremost; named ones follow, the longest free
-foremost. The idea is that of vLLM's free block queue.
+A block is in use (references above 0) or free. A free block with a hash of its contents keeps both until it is
+allocated again, so that a later request with the same prefix can revive it. Free order is the whole eviction policy:
+blocks without a hash go first, the newest of them foremost; those with a hash follow, the longest free foremost. The
+idea is that of vLLM's free block queue.
 """
 
 from collections import OrderedDict
@@ -42,8 +42,8 @@ KVCacheEvent = BlockStored | BlockRemoved
 class BlockPool:
     """Blocks ``reserved .. num_blocks - 1`` of one tier; ids below ``reserved`` are never handed out.
 
-    ``emit`` hears of what can be hit and what no longer can; ``on_evict`` of each named block, and its name, whose
-    contents are about to be given up.
+    ``emit`` is called with what can be hit and what no longer can; ``on_evict`` with each block that has a hash, and
+    that hash, before its contents are overwritten.
     """
 
     def __init__(
@@ -83,19 +83,19 @@ class BlockPool:
         return self._ref_counts[block_id] > 1
 
     def allocate(self) -> int:
-        """Hands out the block that is missed least, with one reference. The caller made sure that there is one."""
+        """Evicts the first block in free order and returns it with one reference. There must be one."""
         block_id, _ = self._free.popitem(last=False)
-        name = self._block_hashes[block_id]
-        if name is not None:
-            self._evict_hash(block_id, name)
+        block_hash = self._block_hashes[block_id]
+        if block_hash is not None:
+            self._evict_hash(block_id, block_hash)
         self._ref_counts[block_id] = 1
         return block_id
 
-    def get_cached_block(self, name: bytes) -> int | None:
+    def get_cached_block(self, block_hash: bytes) -> int | None:
         """The block with these contents, in use or free; take it with ``incref`` before anything else is
         allocated.
         """
-        return self._hash_to_block.get(name)
+        return self._hash_to_block.get(block_hash)
 
     def incref(self, block_id: int) -> None:
         """Adds a reference, and revives the block if it was free."""
@@ -112,24 +112,24 @@ class BlockPool:
             if self._block_hashes[block_id] is None:
                 self._free.move_to_end(block_id, last=False)
 
-    def cache_block(self, block_id: int, name: bytes) -> None:
-        """Makes a full block findable. A second block with equal contents stays nameless, so that tables never
+    def cache_block(self, block_id: int, block_hash: bytes) -> None:
+        """Makes a full block findable. A second block with equal contents gets no hash, so that tables never
         change.
         """
-        if name in self._hash_to_block or self._block_hashes[block_id] is not None:
+        if block_hash in self._hash_to_block or self._block_hashes[block_id] is not None:
             return
-        self._hash_to_block[name] = block_id
-        self._block_hashes[block_id] = name
-        self._emit(BlockStored(name, self._tier))
+        self._hash_to_block[block_hash] = block_id
+        self._block_hashes[block_id] = block_hash
+        self._emit(BlockStored(block_hash, self._tier))
 
     def move_to_back(self, block_id: int) -> None:
-        """Lets a free block be missed more than all others."""
+        """Makes a free block the last to be evicted."""
         if self._ref_counts[block_id] == 0:
             self._free.move_to_end(block_id)
 
     def stored_blocks(self) -> list[BlockStored]:
         """Everything that can be hit, in the order in which it was stored."""
-        return [BlockStored(name, self._tier) for name in self._hash_to_block]
+        return [BlockStored(block_hash, self._tier) for block_hash in self._hash_to_block]
 
     def check_integrity(self) -> None:
         """Asserts that every block is in exactly one place. For tests and idle moments: O(blocks)."""
@@ -137,15 +137,15 @@ class BlockPool:
         assert not any(self._ref_counts[: self._reserved]), "a reserved block is in use"
         free = [i for i in range(self._reserved, len(self._ref_counts)) if self._ref_counts[i] == 0]
         assert sorted(self._free) == free, "the free list and the reference counts disagree"
-        named = {name: i for i, name in enumerate(self._block_hashes) if name is not None}
+        named = {block_hash: i for i, block_hash in enumerate(self._block_hashes) if block_hash is not None}
         assert named == self._hash_to_block, "the hash index and the blocks' names disagree"
 
-    def _evict_hash(self, block_id: int, name: bytes) -> None:
+    def _evict_hash(self, block_id: int, block_hash: bytes) -> None:
         if self._on_evict is not None:
-            self._on_evict(block_id, name)
+            self._on_evict(block_id, block_hash)
         self._block_hashes[block_id] = None
-        del self._hash_to_block[name]
-        self._emit(BlockRemoved(name, self._tier))
+        del self._hash_to_block[block_hash]
+        self._emit(BlockRemoved(block_hash, self._tier))
 
 
 def _ignore(event: KVCacheEvent) -> None:

@@ -1,7 +1,7 @@
 """The engine's loop: commands, schedule, execute, update, publish.
 
-There is one loop for both kinds of executor. One that overlaps steps is given the next scheduler output before
-the model output of the last step is read; the loop that runs step by step is the oracle of what comes out.
+There is one loop for both kinds of executor. One that overlaps steps is given the next scheduler output before the
+model output of the last step is read; the synchronous loop is the reference that tests compare it with.
 """
 
 import logging
@@ -154,9 +154,9 @@ class EngineCore:
         """One round of the loop: schedules and launches a step, then finishes the oldest one in flight (takes its model
         output, updates the scheduler, publishes).
 
-        With depth 1 that is the same step. With depth 2 it is the one before, so that this round's work passes while
-        the device computes; then the tokens of the step that was launched are sampled, because only now all that they
-        depend on is known. If there is nothing to launch, the step in flight is finished alone.
+        Depth 1: launch step N, sample it, finish it. Depth 2: launch step N, finish step N-1 while the device computes
+        N, then sample N, whose grammars and penalties need the tokens of N-1. With nothing to launch, the step in
+        flight is finished alone.
         """
         started, begun = time_ns(), perf_counter()
         scheduler_output = self.scheduler.schedule()

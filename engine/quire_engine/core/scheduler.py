@@ -1,18 +1,19 @@
 """The scheduler: takes requests, schedules steps, and updates its state from their model outputs.
 
-A request begins as one sequence, its root. When the root has computed all it knows, one token is drawn for each choice,
-and the choices part: their tables share every block, and whoever writes first into a last block that is not full gets a
-copy of it. From then on they are sequences like all others, except for beams, which wait for each other at every token.
+A request begins as one sequence, its root. When the root has computed all its known tokens, one token is sampled for
+each choice and the root is forked: the choices' block tables share every block, and the first that writes into a shared
+last block that is not full gets a copy of it (copy on write). From then on they are sequences like all others, except
+for beams, which wait for each other at every token.
 
-One step may be planned ahead: while the one before it is under way. What ends, gives way or is aborted meanwhile gives
-its blocks back at once, although a step in flight still writes into them. That is safe because
+One step may be scheduled ahead, while the one before it is in flight. A sequence that ends, is preempted or is aborted
+meanwhile frees its blocks at once, although a step in flight still writes into them. That is safe because
 
-* steps are carried out in the order of their plans, copies first: whoever is given such a block later writes it later;
-* a block is named only when what fills it is committed, so nothing finds a block that is still written, and a chunk
-  starts behind the blocks that are named;
-* what parts is in no step under way, as outputs that may part do not run ahead: a block that comes to be shared while
-  it is not full is written by nobody then, and the copy for whoever writes first is a later plan's;
-* results for a sequence that has ended are dropped, and the executor hears of its end when nothing draws for it.
+* steps run in the order in which they were scheduled, copies first: the next owner of such a block writes it later;
+* a block gets its hash only when the output of the step that fills it has been processed, so the prefix cache never
+  finds a block that is still being written, and a chunk starts behind the blocks that have a hash;
+* a sequence that may fork is never scheduled one step ahead, so no step in flight writes a partial block when it
+  becomes shared, and the copy for the first writer belongs to a later step;
+* outputs for a sequence that has ended are dropped, and the executor is given its id once no step in flight samples it.
 """
 
 from collections import deque
@@ -105,8 +106,8 @@ class Scheduler:
                 self._abort_choice(group, index)
 
     def schedule(self) -> SchedulerOutput:
-        """What the next step does. Empty when nothing can be computed, which may be for want of what the step in flight
-        makes; an empty plan need not be committed.
+        """Schedules the next step. The output is empty when nothing can be computed, which may be because the step in
+        flight has yet to make its tokens; an empty output need not be passed to ``update_from_output``.
         """
         assert len(self._in_flight) < MAX_DEPTH, "more than one step ahead"
         self._step += 1
@@ -131,7 +132,9 @@ class Scheduler:
         return plan.split()
 
     def update_from_output(self, plan: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Takes in what the step made; returns it for the outside, with what else ended since the last commit."""
+        """Adds the step's tokens to their sequences. Returns the outputs, with those of requests that ended otherwise
+        since the last update.
+        """
         if self._in_flight and self._in_flight[0] is plan:
             self._in_flight.popleft()
         self._last_step = plan.step
@@ -179,7 +182,7 @@ class Scheduler:
             return device
         return replace(device, leaked_blocks=count_leaked_blocks(self.kv_cache_manager, ()))
 
-    # Committing
+    # Processing a step's output
 
     def _can_retry(self, sequence: Sequence | None) -> bool:
         if sequence is None:
@@ -194,7 +197,7 @@ class Scheduler:
             self._fail(sequence.group, error)
             return
         num_computed_tokens = len(chunk.token_ids)
-        if sequence.table.block_ids:  # else it has given way, and this was counted then
+        if sequence.table.block_ids:  # otherwise it was preempted, and these were counted then
             end = sequence.num_computed_tokens = chunk.start + num_computed_tokens
             self.kv_cache_manager.cache_full_blocks(sequence.table, sequence.token_ids, end)
         self.stats.computed_tokens += num_computed_tokens
@@ -208,22 +211,22 @@ class Scheduler:
             self._commit_token(sequence, result.token_ids[sequence.id], result.logprobs.get(sequence.id))
         elif sequence.status is SequenceStatus.RUNNING:
             self._fork_choices(sequence, chunk, result)
-        else:  # it gave way and has no blocks to share: the same tokens are drawn when it is back
+        else:  # preempted, with no blocks to share: the same tokens are sampled when it runs again
             self._batch_scheduler.invalidate_kv(sequence)
 
     def _fork_choices(self, root: Sequence, chunk: ScheduledChunk, result: ModelOutput) -> None:
-        """The first token of each choice is drawn, and each goes its own way."""
+        """Forks the root into a sequence for each choice, with the first token of each."""
         self.running.remove(root)
         self._registry.split(root)
         self.running.push(root)
-        outputs = [root]
+        children = [root]
         for index, draw in enumerate(chunk.draws):
             if index and index in root.group.unfinished:
-                outputs.append(self._registry.fork(root, draw.sequence_id, index))
-                self._batch_scheduler.start(outputs[-1])
+                children.append(self._registry.fork(root, draw.sequence_id, index))
+                self._batch_scheduler.start(children[-1])
         if root.index not in root.group.unfinished:
-            self._remove(outputs.pop(0))
-        for sequence in outputs:
+            self._remove(children.pop(0))
+        for sequence in children:
             self._commit_token(sequence, result.token_ids[sequence.id], result.logprobs.get(sequence.id))
 
     def _commit_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:

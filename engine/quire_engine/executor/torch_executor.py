@@ -73,7 +73,7 @@ class TorchExecutor:
 
         ``max_model_len`` defaults to the model's own limit. Without ``kv_cache_memory``, the largest step that
         ``max_num_batched_tokens`` and ``max_num_seqs`` allow is run, and the pools take what is left of the device's
-        memory; ``gpu_memory_utilization`` is the part of it that may be taken in all (see ``sizing``).
+        memory; ``gpu_memory_utilization`` is the part of it that may be taken in all (see ``worker.memory``).
         ``async_scheduling`` says whether a step may be launched while another runs; by default it may on CUDA. With
         ``enforce_eager`` no graphs are recorded. With a ``tensor_parallel_size`` above 1 other processes share the
         model until ``close``; ``on_lost`` is called, on another thread, with the reason why they cannot go on. An

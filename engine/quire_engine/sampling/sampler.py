@@ -242,15 +242,14 @@ class Sampler:
         for sequence_id in sequence_ids:
             self._states.pop(sequence_id, None)
 
-    def prepare(self, draws: Sequence[SampleRequest]) -> SamplerInput:
+    def prepare(self, sample_requests: Sequence[SampleRequest]) -> SamplerInput:
         """Looks up the state of each draw's sequence, and starts to fill the bitmask of those that have a grammar. The
         token lists of these must hold every token before the one to be drawn.
         """
         states = []
-        for draw in draws:
+        for draw in sample_requests:
             state = self._states.get(draw.sequence_id)
-            # Only the very same draw goes on with what was counted: ids are one scheduler's, and another may use them
-            # too.
+            # Cached state is for the same SampleRequest object only: another scheduler may use the same sequence ids.
             if state is None or state.draw is not draw:
                 state = self._states[draw.sequence_id] = SequenceSamplingState(draw, self.vocab_size)
                 if len(self._states) > MAX_CACHED_SEQUENCES:

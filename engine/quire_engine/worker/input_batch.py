@@ -52,8 +52,8 @@ class InputBatch:
 
     ``draws`` are all of the step's; ``draw_rows`` says from which of the S sampled rows each one is, and
     ``awaits_token`` whether a token before it is pending. ``prompt_logprob_chunks`` are those with
-    targets. ``pending_sequence_ids`` are the
-    sequences whose last token is pending, in the order of the forward batch's ``pending_rows``.
+    targets. ``pending_sequence_ids`` are the sequences whose last token is pending, in the order of ``ModelInput``'s
+    ``pending_rows``.
     """
 
     model_input: ModelInput

@@ -175,7 +175,7 @@ OnCancel = Callable[[str, int | None], None]
 
 class _ChoiceQueue:
     """What was not read yet of one choice. ``position`` is that of the next token to come. Nothing more is expected
-    once it is ``over``: it has ended, or was cancelled. The engine is at work on it while it is ``running``.
+    once it is ``closed``: it has ended, or was cancelled. The engine is at work on it while it is ``running``.
     """
 
     __slots__ = ("closed", "position", "running", "unread")
@@ -215,9 +215,9 @@ class OutputStream:
         "_waiter",
         "confirmed",
         "expected",
+        "num_running_choices",
         "on_first",
         "request_id",
-        "running",
         "sink",
     )
 
@@ -227,7 +227,7 @@ class OutputStream:
         self.request_id = request_id
         self.expected = expected
         self.confirmed = False
-        self.running = len(expected.positions)
+        self.num_running_choices = len(expected.positions)
         self.on_first: Callable[[], None] | None = None
         self.sink: Callable[[Output], bool] | None = None
         self._on_cancel = on_cancel
@@ -271,10 +271,10 @@ class OutputStream:
         """Records that the engine has ended a choice, or with ERROR all of them; ``running`` are left."""
         choice = self._choices.get(index)
         if reason is FinishReason.ERROR:
-            self.running = 0
+            self.num_running_choices = 0
         elif choice is not None and choice.running:
             choice.running = False
-            self.running -= 1
+            self.num_running_choices -= 1
 
     def is_open(self, index: int) -> bool:
         """Whether more of a choice is expected."""
@@ -337,7 +337,7 @@ class OutputStream:
         self._ready.clear()
         self._delivered = True
         self.sink = None  # the request refers to this stream: the cycle would wait for the collector
-        if self.running:
+        if self.num_running_choices:
             self._on_cancel(self.request_id, None)
 
     def __aiter__(self) -> Self:

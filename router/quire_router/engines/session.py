@@ -274,7 +274,7 @@ class Session:
 
     def _on_end(self, stream: OutputStream, index: int, reason: FinishReason) -> None:
         stream.on_engine_end(index, reason)
-        if not stream.running:
+        if not stream.num_running_choices:
             del self._streams[stream.request_id]
             self._cancel_duplicate(stream.request_id)
 
@@ -287,10 +287,10 @@ class Session:
                 self.commands.cancel(request_id)
 
     def _prune_duplicates(self) -> None:
-        """Most of them the engine never ran twice, so that it says of none that it has ended. A batch that comes once
-        their Cancel is on its way says that the stream held: that is enough.
+        """Forgets duplicates whose Cancel was sent. The engine sends no end for a duplicate that it never ran; a batch
+        that arrives once the Cancel is sent shows that the stream held, which is enough.
         """
-        self._maybe_duplicated = {name: None for name in self._maybe_duplicated if self.commands.has_cancel(name)}
+        self._maybe_duplicated = {each: None for each in self._maybe_duplicated if self.commands.has_cancel(each)}
 
     def _on_cancelled_end(self, request_id: str, reason: FinishReason) -> None:
         left = self._cancelled.get(request_id, 0) - 1
@@ -305,7 +305,7 @@ class Session:
         if refused and not self.draining and not stream.confirmed:
             stream.refuse("it cannot take it now")
         elif refused or (reason is FinishReason.ABORT and stream.is_open(output.index)):
-            # Nobody asked for this end: the engine is shutting down.
+            # This router did not cancel it: the engine is shutting down.
             output.finish_reason = output.error = None
             stream.push(output)
             stream.fail_over(
@@ -334,7 +334,9 @@ class Session:
             self.commands.cancel(request_id)
 
     def _remember_cancel(self, stream: OutputStream) -> bool:
-        """False when the engine cannot have heard of the request."""
+        """Notes that the outputs of a cancelled request are to be dropped. Returns False when its Submit was not sent
+        yet, so that the engine needs no Cancel.
+        """
         self._unconfirmed.pop(stream.request_id, None)
         repeated = stream.request_id in self._resubmitted
         self._resubmitted.discard(stream.request_id)
@@ -342,7 +344,7 @@ class Session:
             return False
         if repeated:
             self._maybe_duplicated[stream.request_id] = None
-        self._cancelled[stream.request_id] = stream.running
+        self._cancelled[stream.request_id] = stream.num_running_choices
         if len(self._cancelled) > MAX_PENDING_CANCELS:
             self._cancelled.popitem(last=False)
         return True

@@ -144,7 +144,7 @@ class Dispatcher:
         """Hashes the blocks of a prompt, and lets the event loop run after each part of a long one. Returns False if
         the request was cancelled by then. Raises the error that it was interrupted with.
         """
-        for _ in self._placer.compute_hashes(state.generation, self._rows(state), state.names):
+        for _ in self._placer.compute_hashes(state.generation, self._rows(state), state.block_hashes):
             await asyncio.sleep(0)
             if state.interrupted.done():
                 break
@@ -188,7 +188,7 @@ class Dispatcher:
         span = route_span(state)
         rows = self._rows(state)
         explained = self._explain or span.is_recording()
-        decision = self._placer.place(state.generation, rows, state.names, explained=explained)
+        decision = self._placer.place(state.generation, rows, state.block_hashes, explained=explained)
         span.set_attribute(Attribute.POLICY, self._policy)
         _describe(span, decision, len(rows))
         span.end()

@@ -33,8 +33,6 @@ from quire_router.requests.choices import (
     yielding_to_loop,
 )
 
-"""Seconds that a client should wait before it tries again."""
-
 _BY_SEVERITY = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
 
 
@@ -119,7 +117,7 @@ class RequestState:
         self.cached_tokens: int | None = None
         self.finish_reason: FinishReason | None = None
         self.refused_by: set[str] = set()
-        self.names: HashesByNamespace = {}
+        self.block_hashes: HashesByNamespace = {}
         self.attempt = 0
         self.interrupted: asyncio.Future[QuireError | None] = asyncio.get_running_loop().create_future()
         self._text = text
@@ -297,7 +295,7 @@ class RequestState:
         return True
 
     def finish_open_choices(self, reason: FinishReason) -> list[Delta]:
-        """Finishes a request whose choices end without an output that ends them; returns its last deltas."""
+        """Ends every open choice with ``reason`` where no output of an engine will end it; returns the last deltas."""
         return self._emit([choice.finish(reason) for choice in self._choices if choice.finish_reason is None])
 
     def finish_complete_choices(self) -> list[Delta]:

@@ -113,7 +113,7 @@ class RedisWriter:
         if not self._scripts_loaded:
             await self._load_scripts()
         if asyncio.get_running_loop().time() >= self._next_heartbeat:
-            await self._heartbeat()
+            await self._renew_leases()
         with suppress(TimeoutError):
             async with asyncio.timeout_at(self._next_heartbeat):
                 await self._buffer.wait_dirty()
@@ -128,8 +128,11 @@ class RedisWriter:
             await self._client.script_load(script.source)
         self._scripts_loaded = True
 
-    async def _heartbeat(self) -> None:
-        """Renews every lease, and notices that Redis is gone or refuses writes even if there is nothing to write."""
+    async def _renew_leases(self) -> None:
+        """Renews every lease: marks the records that were not written lately dirty, so that the next flush sends an
+        ``append.lua`` for each, which renews it. Notices that Redis is gone or refuses writes even if there is nothing
+        to write.
+        """
         with self._health.track_exchange(writes=True):
             refusal = await self._health.check()
         if refusal is not None:

@@ -357,6 +357,6 @@ async def test_a_request_that_is_cancelled_while_its_blocks_are_hashed_is_not_pl
     await asyncio.sleep(0)
     progress.interrupted.set_result(None)
     assert await routed is None
-    assert len(list(stage.placer.compute_hashes(progress.generation, stage.rows, progress.names))) > 1, (
+    assert len(list(stage.placer.compute_hashes(progress.generation, stage.rows, progress.block_hashes))) > 1, (
         "names were left"
     )
