@@ -22,7 +22,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from quire_engine.config import EngineConfig
 from quire_engine.kernels import build
-from quire_engine.kernels import build as levels
 from quire_proto.cli import read_settings, reject_unknown_env
 from quire_proto.telemetry import Attribute
 from quire_router.config import Settings
@@ -267,7 +266,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="there i
 def ahead(tmp_path, monkeypatch) -> Path:
     """A folder of kernels for the two least kinds of processors, compiled in a hurry."""
     folder = tmp_path / "ahead"
-    few = [level for level in levels.levels_of("x86_64") if level.name in ("avx2", "x86-64")]
+    few = [level for level in build.levels_of("x86_64") if level.name in ("avx2", "x86-64")]
     monkeypatch.setattr(build, "AHEAD_FOLDER", folder)
     monkeypatch.setattr(build, "_FLAGS", ("-std=c++17", "-O0", "-fPIC", "-shared", "-fopenmp"))
     monkeypatch.setattr(build, "levels_of", lambda machine: few)
@@ -280,12 +279,12 @@ def ahead(tmp_path, monkeypatch) -> Path:
 @pytest.mark.skipif(build.platform.machine() != "x86_64", reason="the levels are those of x86-64")
 def test_kernels_that_were_compiled_ahead_are_found_without_a_compiler(ahead, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(build, "_features", frozenset)
+    monkeypatch.setattr(build, "_cpu_features", frozenset)
     least = build.shared_object()
     assert least.parent == ahead
     assert least.stem.endswith("-x86-64")
     assert ctypes.CDLL(str(least)).quire_attention
-    monkeypatch.setattr(build, "_features", lambda: levels.X86[-2].required_features | {"other"})
+    monkeypatch.setattr(build, "_cpu_features", lambda: build.X86[-2].required_features | {"other"})
     assert build.shared_object().stem.endswith("-avx2")
     monkeypatch.setattr(build, "_source_text", lambda: b"other sources")
     with pytest.raises(build.BuildError):
@@ -295,7 +294,7 @@ def test_kernels_that_were_compiled_ahead_are_found_without_a_compiler(ahead, tm
 
 def test_the_best_level_comes_first_and_the_last_runs_everywhere():
     for machine in ("x86_64", "AMD64", "aarch64"):
-        found = levels.levels_of(machine)
+        found = build.levels_of(machine)
         assert found[-1].runs_on(frozenset())
         for better, worse in itertools.pairwise(found):
             assert not better.required_features <= worse.required_features
@@ -304,7 +303,7 @@ def test_the_best_level_comes_first_and_the_last_runs_everywhere():
 
 @needs_compiler
 @pytest.mark.skipif(build.platform.machine() != "x86_64", reason="the levels are those of x86-64")
-@pytest.mark.parametrize("level", levels.X86, ids=lambda level: level.name)
+@pytest.mark.parametrize("level", build.X86, ids=lambda level: level.name)
 def test_a_level_asks_for_every_instruction_set_that_its_code_may_use(level):
     """What the compiler turns on beyond plain x86-64, as Linux calls it."""
 
@@ -315,7 +314,7 @@ def test_a_level_asks_for_every_instruction_set_that_its_code_may_use(level):
 
     named = {"lzcnt": "abm", "bmi": "bmi1", "avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"}
     used = {named.get(name, name) for name in defined(level.flags) - defined(("-march=x86-64",))}
-    assert used - {"avx"} <= level.needs  # whatever has avx2 has avx
+    assert used - {"avx"} <= level.required_features  # whatever has avx2 has avx
 
 
 # One machine.
