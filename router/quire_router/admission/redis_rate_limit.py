@@ -253,4 +253,4 @@ def _keys(tenant: str) -> list[str]:
     return [f"quire:limits:{{t:{tenant}}}:{name}" for name in ("requests", "tokens", "running")]
 
 
-_RELEASE, _RENEW = lua_source(__package__, "release"), lua_source(__package__, "renew")
+_RELEASE, _RENEW = lua_source(__package__, "release"), lua_source(__package__, "renew_running")
