@@ -19,7 +19,7 @@ from statistics import median
 from time import perf_counter, process_time
 
 import uvloop
-from quire_router.clients.kube_access import KubeAccess
+from quire_router.clients.kube_client import KubeAccess
 from quire_router.discovery.base import KubernetesService
 from quire_router.discovery.kubernetes import KubernetesDiscovery, WatchSettings
 from quire_router.engines.pool import EnginePool

@@ -25,7 +25,7 @@ from quire_router.autoscale.external_metrics import ExternalMetrics
 from quire_router.autoscale.keda import KedaServer, Scaler
 from quire_router.autoscale.load_totals import Load
 from quire_router.autoscale.proxy_auth import PEER, FrontProxy, TlsPeer, from_cluster, from_file
-from quire_router.clients.kube_access import pod_namespace
+from quire_router.clients.kube_client import KubeAccess, own_namespace
 from quire_router.config import Settings, labels_of
 from quire_router.core.retry import supervise
 
@@ -56,7 +56,7 @@ def _start_external_metrics(settings: Settings, load: Load, stack: AsyncExitStac
         else from_file(settings.scaling_client_ca, settings.scaling_client_name)
     )
     certificates = ReloadingSslContext(settings.scaling_identity, lambda: proxy.authorities)
-    namespace = settings.scaling_namespace or pod_namespace()
+    namespace = settings.scaling_namespace or namespace_of_pod(KubeAccess())
     app = ExternalMetrics(load, labels_of(settings.models), namespace, proxy)
     server = TlsServer(
         app,
@@ -69,6 +69,14 @@ def _start_external_metrics(settings: Settings, load: Load, stack: AsyncExitStac
     for kind, follow in (("front proxy", proxy.follow), ("certificates", certificates.follow)):
         stack.push_async_callback(supervise(kind, follow).stop)
     log.info("autoscaling: external metrics on %s:%d", settings.host, server.port)
+
+
+def namespace_of_pod(pod: KubeAccess) -> str:
+    """The namespace whose metrics are served unless a setting names one. Raises ``ValueError`` outside of a pod."""
+    try:
+        return own_namespace(pod)
+    except OSError as error:
+        raise ValueError("--scaling-port needs --scaling-namespace: this does not run in a pod") from error
 
 
 async def _start_keda(settings: Settings, load: Load, stack: AsyncExitStack) -> None:

@@ -1,17 +1,36 @@
-"""Clients of the Kubernetes API: each component that uses it has one of its own.
+"""Where the Kubernetes API is, with which credentials, and clients of it: each component that uses it has its own.
 
 The library takes half a second to import, and 20 MB: it is imported where a client is made, before anything is served.
 """
 
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
-
-from quire_router.clients.kube_access import KubeAccess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from kubernetes.aio.client import ApiClient
+
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+
+@dataclass(frozen=True, slots=True)
+class KubeAccess:
+    """Access with the file ``kubeconfig``; None: as the pod whose service account's files are in ``account``."""
+
+    kubeconfig: str | None = None
+    account: Path = SERVICE_ACCOUNT
+
+    @classmethod
+    def of_environment(cls) -> Self:
+        """From ``KUBECONFIG``, or the pod's. Raises ``ValueError`` if that variable is not set and this is no pod."""
+        kubeconfig = os.environ.get("KUBECONFIG")
+        if not kubeconfig and not os.environ.get("KUBERNETES_SERVICE_HOST"):
+            raise ValueError("the Kubernetes API can be asked from a pod only, or with the variable KUBECONFIG")
+        return cls(kubeconfig or None)
 
 
 @asynccontextmanager
@@ -35,7 +54,9 @@ async def kube_client(access: KubeAccess) -> AsyncIterator["ApiClient"]:
 
 
 def own_namespace(access: KubeAccess) -> str:
-    """The pod's, or that of the file's current context. Raises as ``kube_client`` does."""
+    """The pod's namespace, which needs no client, or that of the file's current context. Raises as ``kube_client``
+    does: ``OSError`` outside of a pod.
+    """
     if access.kubeconfig is None:
         return (access.account / "namespace").read_text(encoding="ascii").strip()
     from kubernetes.aio.config import list_kube_config_contexts

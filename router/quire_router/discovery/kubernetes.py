@@ -25,8 +25,7 @@ from aiohttp import ClientError, ClientResponse
 from kubernetes.aio.client import DiscoveryV1Api
 from kubernetes.aio.config import ConfigException
 
-from quire_router.clients.kube_access import KubeAccess
-from quire_router.clients.kube_client import kube_client, own_namespace
+from quire_router.clients.kube_client import KubeAccess, kube_client, own_namespace
 from quire_router.core.retry import Backoff, pause_after
 from quire_router.discovery.base import Endpoint, KubernetesService, SourceHealth, format_address, merge_endpoints
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from quire_proto.cli import read_settings
 from quire_proto.tls import ServerTls
-from quire_router.clients.kube_access import pod_namespace
+from quire_router.autoscale.scaling_server import namespace_of_pod
+from quire_router.clients.kube_client import KubeAccess
 from quire_router.config import Settings
 
 from tests.support.autoscalers import NAMESPACE, PROXY_NAME, Cluster
@@ -71,10 +72,9 @@ def test_models_with_one_label_are_no_matter_where_nobody_asks() -> None:
     assert len(settings(model="a/b=folder,a_b=folder").models) == 2
 
 
-def test_a_namespace_is_needed_outside_of_a_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "namespace"
-    monkeypatch.setattr("quire_router.clients.kube_access._NAMESPACE_FILE", file)
+def test_a_namespace_is_needed_outside_of_a_pod(tmp_path: Path) -> None:
+    pod = KubeAccess(account=tmp_path)
     with pytest.raises(ValueError, match="--scaling-port needs --scaling-namespace"):
-        pod_namespace()
-    file.write_text("serving\n")
-    assert pod_namespace() == "serving"
+        namespace_of_pod(pod)
+    (tmp_path / "namespace").write_text("serving\n")
+    assert namespace_of_pod(pod) == "serving"

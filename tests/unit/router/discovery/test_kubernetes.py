@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
-from quire_router.clients.kube_access import KubeAccess
+from quire_router.clients.kube_client import KubeAccess
 from quire_router.discovery.base import Endpoint, KubernetesService
 from quire_router.discovery.combined import CombinedDiscovery, StaticDiscovery, create_discovery
 from quire_router.discovery.kubernetes import KubernetesDiscovery, WatchSettings

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from quire_router.clients.kube_access import KubeAccess
+from quire_router.clients.kube_client import KubeAccess
 from quire_router.discovery import kubernetes
 from quire_router.discovery.base import SourceHealth
 from quire_router.discovery.kubernetes import EndpointSlices, KubernetesDiscovery, WatchSettings

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from quire.v1 import engine_pb2, types_pb2
-from quire_router.clients.kube_access import KubeAccess
+from quire_router.clients.kube_client import KubeAccess
 from quire_router.discovery.base import Endpoint, KubernetesService
 from quire_router.discovery.kubernetes import KubernetesDiscovery, WatchSettings
 from quire_router.engines.connection import (
