@@ -77,7 +77,7 @@ def admission(policy: Policy, waiting: int) -> float:
     def step(number: int) -> None:
         plan = scheduler.schedule()
         scheduler.update_from_output(
-            plan, ModelOutput({draw.sequence_id: 5 for chunk in plan.chunks for draw in chunk.draws})
+            plan, ModelOutput({request.sequence_id: 5 for chunk in plan.chunks for request in chunk.sample_requests})
         )
         scheduler.add_request(request(number))
 

@@ -76,19 +76,22 @@ def parse_options() -> argparse.Namespace:
 
 def make_step(options: argparse.Namespace, wanted: dict[str, object], logits: torch.Tensor) -> Callable[[], None]:
     """One step of a batch whose rows all want the same, each time with one more token behind it."""
-    sampler, draws = Sampler(options.vocab), [make_draw(options, id, wanted) for id in range(options.rows)]
+    sampler, sample_requests = (
+        Sampler(options.vocab),
+        [make_sample_request(options, id, wanted) for id in range(options.rows)],
+    )
 
     def step() -> None:
         result = ModelOutput()
-        sampler.sample(sampler.prepare(draws), logits, range(len(draws))).fetch_into(result)
+        sampler.sample(sampler.prepare(sample_requests), logits, range(len(sample_requests))).fetch_into(result)
         assert not result.errors
-        for draw in draws:
-            draw.token_ids.append(result.token_ids.get(draw.sequence_id, 0))
+        for sample_request in sample_requests:
+            sample_request.token_ids.append(result.token_ids.get(sample_request.sequence_id, 0))
 
     return step
 
 
-def make_draw(options: argparse.Namespace, id: int, wanted: dict[str, object]) -> SampleRequest:
+def make_sample_request(options: argparse.Namespace, id: int, wanted: dict[str, object]) -> SampleRequest:
     tokens = random.Random(id).choices(range(options.vocab), k=options.prompt + options.output)
     fields = {name: value for name, value in wanted.items() if name not in ("grammar", "num_candidates")}
     return SampleRequest(

@@ -14,7 +14,7 @@ from tests.model.engine import load, run
 from tests.model.models import OUTPUT_TOKENS, SmallModels
 from tests.model.test_bfloat16 import PARAMS, check_close, theirs
 from tests.support.executors import load_executor
-from tests.support.sampling_inputs import make_draw
+from tests.support.sampling_inputs import make_sample_request
 
 pytestmark = pytest.mark.gpu
 PRESSURES = {"no pressure": (200, 0), "recompute": (24, 0), "swap": (24, 200)}
@@ -56,15 +56,17 @@ def test_nothing_waits_between_the_launch_of_a_step_and_its_result(
     """Greedy and random draws with and without filters, as steps of one token that follow each other."""
     executor = load(model_folders["qwen3"], 60, 20, "bfloat16", device="cuda", enforce_eager=enforce_eager)
     styles = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 20}, {"temperature": 1.0, "top_p": 0.9}]
-    draws = [make_draw(id, [5, 6, id + 7], seed=id, **style) for id, style in enumerate(styles)]
+    sample_requests = [make_sample_request(id, [5, 6, id + 7], seed=id, **style) for id, style in enumerate(styles)]
     first = SchedulerOutput(
-        0, [ScheduledChunk(id, draws[id].token_ids[:], 0, [id + 1], (draws[id],)) for id in range(4)]
+        0,
+        [ScheduledChunk(id, sample_requests[id].token_ids[:], 0, [id + 1], (sample_requests[id],)) for id in range(4)],
     )
     last = executor.execute_model_async(first)
     last.sample_tokens()
     for step in range(1, 8):
         plan = SchedulerOutput(
-            step, [ScheduledChunk(id, [PLACEHOLDER_TOKEN_ID], 2 + step, [id + 1], (draws[id],)) for id in range(4)]
+            step,
+            [ScheduledChunk(id, [PLACEHOLDER_TOKEN_ID], 2 + step, [id + 1], (sample_requests[id],)) for id in range(4)],
         )
         # The first of these steps learns shapes and compiles; what comes after it is what a step is.
         torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
@@ -72,7 +74,7 @@ def test_nothing_waits_between_the_launch_of_a_step_and_its_result(
             launched = executor.execute_model_async(plan)
             torch.cuda.set_sync_debug_mode("default")
             for id, token_id in last.get_output().token_ids.items():
-                draws[id].token_ids.append(token_id)
+                sample_requests[id].token_ids.append(token_id)
             torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
             launched.sample_tokens()
         finally:
@@ -95,9 +97,9 @@ def test_an_engine_that_sizes_itself_stays_within_its_part_and_gives_it_back(mod
     capacity = executor.kv_cache_config
     assert capacity.host_blocks == 64 * MIB // capacity.block_bytes
     tokens = [3 + place % 200 for place in range(200)]
-    draw = make_draw(0, tokens)
+    sample_request = make_sample_request(0, tokens)
     assert executor.execute_model(
-        SchedulerOutput(0, [ScheduledChunk(0, tokens, 0, list(range(1, 14)), (draw,))])
+        SchedulerOutput(0, [ScheduledChunk(0, tokens, 0, list(range(1, 14)), (sample_request,))])
     ).token_ids
     executor.close()
     del executor
@@ -108,8 +110,12 @@ def test_an_engine_that_sizes_itself_stays_within_its_part_and_gives_it_back(mod
 def test_a_token_outside_of_the_vocabulary_ends_its_step_and_not_the_gpu(model_folders: dict[str, Path]) -> None:
     executor = load(model_folders["llama3"], 20, 0, "bfloat16", device="cuda")
     with pytest.raises(IndexError):
-        executor.execute_model(SchedulerOutput(0, [ScheduledChunk(0, [1 << 20], 0, [1], (make_draw(0, [1 << 20]),))]))
-    assert executor.execute_model(SchedulerOutput(1, [ScheduledChunk(1, [5], 0, [1], (make_draw(1, [5]),))])).token_ids
+        executor.execute_model(
+            SchedulerOutput(0, [ScheduledChunk(0, [1 << 20], 0, [1], (make_sample_request(0, [1 << 20]),))])
+        )
+    assert executor.execute_model(
+        SchedulerOutput(1, [ScheduledChunk(1, [5], 0, [1], (make_sample_request(1, [5]),))])
+    ).token_ids
     executor.close()
 
 

@@ -73,9 +73,11 @@ class Driver:
         if missing > len(self._free):
             return []
         one.blocks += [self._free.pop() for _ in range(missing)]
-        draw = SampleRequest(one.id, one.sampling, one.sampling.seed, one.tokens, len(one.tokens) - len(one.output))
-        draws = (draw,) if end == len(one.tokens) else ()
-        chunk = ScheduledChunk(one.id, one.tokens[one.computed : end], one.computed, one.blocks, draws)
+        sample_request = SampleRequest(
+            one.id, one.sampling, one.sampling.seed, one.tokens, len(one.tokens) - len(one.output)
+        )
+        sample_requests = (sample_request,) if end == len(one.tokens) else ()
+        chunk = ScheduledChunk(one.id, one.tokens[one.computed : end], one.computed, one.blocks, sample_requests)
         one.computed = end
         return [chunk]
 

@@ -10,7 +10,7 @@ from quire_proto.errors import ErrorCode
 from quire_proto.sampling import TokenLogprobs
 
 from tests.model.models import VOCAB_SIZE
-from tests.support.sampling_inputs import ModuloGrammar, make_draw
+from tests.support.sampling_inputs import ModuloGrammar, make_sample_request
 
 # Sequences have blocks of their own, enough for all their tokens.
 BLOCKS_EACH = 6
@@ -20,7 +20,7 @@ BLOCKS_EACH = 6
 class Sequence:
     """What is known of a sequence's tokens, how many are computed, and what came of it."""
 
-    draw: SampleRequest
+    sample_request: SampleRequest
     wanted: int
     computed: int = 0
     pending: bool = False
@@ -30,7 +30,7 @@ class Sequence:
 
     @property
     def output(self) -> list[int]:
-        return self.draw.token_ids[self.draw.num_prompt_tokens :]
+        return self.sample_request.token_ids[self.sample_request.num_prompt_tokens :]
 
     @property
     def is_done(self) -> bool:
@@ -38,18 +38,21 @@ class Sequence:
 
     def chunk(self, most: int) -> ScheduledChunk:
         """The next tokens, the pending one among them."""
-        id, known = self.draw.sequence_id, self.draw.token_ids + [PLACEHOLDER_TOKEN_ID] * self.pending
+        id, known = (
+            self.sample_request.sequence_id,
+            self.sample_request.token_ids + [PLACEHOLDER_TOKEN_ID] * self.pending,
+        )
         end = min(len(known), self.computed + most)
         first, start = 1 + id * BLOCKS_EACH, self.computed
-        targets = self.draw.token_ids[start + 1 : min(end + 1, self.draw.num_prompt_tokens)]
-        draws = (self.draw,) if end == len(known) else ()
+        targets = self.sample_request.token_ids[start + 1 : min(end + 1, self.sample_request.num_prompt_tokens)]
+        sample_requests = (self.sample_request,) if end == len(known) else ()
         self.computed = end
         return ScheduledChunk(
             id,
             known[start:end],
             start,
             list(range(first, first + BLOCKS_EACH)),
-            draws,
+            sample_requests,
             prompt_logprob_targets=targets,
             num_prompt_logprobs=2,
         )
@@ -60,7 +63,7 @@ class Loop:
 
     def __init__(self, executor: TorchExecutor, sequences: list[Sequence], seed: int) -> None:
         self._executor = executor
-        self._sequences = {one.draw.sequence_id: one for one in sequences}
+        self._sequences = {one.sample_request.sequence_id: one for one in sequences}
         self._random = random.Random(seed)
         self.num_pending = 0
 
@@ -90,7 +93,7 @@ class Loop:
         plan = SchedulerOutput(0, [one.chunk(self._random.randint(1, 40)) for one in self._some(alive)])
         for chunk in plan.chunks:
             self.num_pending += chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID
-            self._sequences[chunk.sequence_id].pending = bool(chunk.draws)
+            self._sequences[chunk.sequence_id].pending = bool(chunk.sample_requests)
         return plan
 
     def _some(self, alive: list[Sequence]) -> list[Sequence]:
@@ -98,16 +101,16 @@ class Loop:
 
     def _commit(self, result: ModelOutput, launched: SchedulerOutput | None = None) -> None:
         """``launched`` is already under way: what it draws is pending."""
-        under_way = {chunk.sequence_id for chunk in launched.chunks if chunk.draws} if launched else set()
+        under_way = {chunk.sequence_id for chunk in launched.chunks if chunk.sample_requests} if launched else set()
         for one in self._sequences.values():
-            id = one.draw.sequence_id
+            id = one.sample_request.sequence_id
             one.prompt_logprobs += result.prompt_logprobs.get(id, [])
             if one.error is not None:
                 continue
             if id in result.errors:
                 one.error = result.errors[id].code
             if id in result.token_ids:
-                one.draw.token_ids.append(result.token_ids[id])
+                one.sample_request.token_ids.append(result.token_ids[id])
                 one.logprobs += [result.logprobs[id]] if id in result.logprobs else []
             one.pending = id in under_way
 
@@ -127,7 +130,10 @@ def some_sequences(prompts: list[list[int]]) -> list[Sequence]:
         {"bad_words": ((7, 9), (3,)), "logit_bias": ((7, 5.0), (3, 50.0)), "temperature": 1.0},
         {"min_tokens": 4, "stop_token_ids": frozenset({2}), "logit_bias": ((2, 100.0),)},
     ]
-    return [Sequence(make_draw(id, prompts[id], seed=id << 33, **style), wanted=14) for id, style in enumerate(styles)]
+    return [
+        Sequence(make_sample_request(id, prompts[id], seed=id << 33, **style), wanted=14)
+        for id, style in enumerate(styles)
+    ]
 
 
 @dataclass

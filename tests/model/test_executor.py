@@ -27,10 +27,10 @@ def executor(small_models: SmallModels) -> TorchExecutor:
 def chunk(
     tokens: list[int], blocks: list[int], id: int = 0, sampling: SamplingParams | None = GREEDY
 ) -> ScheduledChunk:
-    return ScheduledChunk(id, tokens, 0, blocks, () if sampling is None else draws(tokens, id))
+    return ScheduledChunk(id, tokens, 0, blocks, () if sampling is None else sample_requests(tokens, id))
 
 
-def draws(tokens: list[int], id: int = 0) -> tuple[SampleRequest, ...]:
+def sample_requests(tokens: list[int], id: int = 0) -> tuple[SampleRequest, ...]:
     return (SampleRequest(id, GREEDY, 0, tokens, len(tokens)),)
 
 
@@ -51,7 +51,9 @@ def test_a_step_that_samples_nothing_still_stores_its_keys(executor: TorchExecut
     whole = executor.execute_model(SchedulerOutput(0, [chunk([9, 8, 7, 6], [1])])).token_ids
     assert executor.execute_model(SchedulerOutput(1, [chunk([9, 8, 7], [2], sampling=None)])).token_ids == {}
     assert (
-        executor.execute_model(SchedulerOutput(2, [ScheduledChunk(0, [6], 3, [2], draws([9, 8, 7, 6]))])).token_ids
+        executor.execute_model(
+            SchedulerOutput(2, [ScheduledChunk(0, [6], 3, [2], sample_requests([9, 8, 7, 6]))])
+        ).token_ids
         == whole
     )
 
@@ -78,7 +80,7 @@ def test_blocks_come_back_from_the_host_as_they_went(executor: TorchExecutor) ->
     executor.execute_model(SchedulerOutput(1, [chunk(tokens[:-1], [4, 5, 6], sampling=None)]))
     executor.execute_model(SchedulerOutput(2, blocks_to_swap_out=[BlockCopy(4, 9), BlockCopy(5, 0), BlockCopy(6, 4)]))
     executor.execute_model(SchedulerOutput(3, [chunk([50] * 48, [4, 5, 6])]))
-    last = ScheduledChunk(0, tokens[-1:], len(tokens) - 1, [5, 6, 4], draws(tokens))
+    last = ScheduledChunk(0, tokens[-1:], len(tokens) - 1, [5, 6, 4], sample_requests(tokens))
     plan = SchedulerOutput(4, [last], blocks_to_swap_in=[BlockCopy(9, 5), BlockCopy(0, 6), BlockCopy(4, 4)])
     assert executor.execute_model(plan).token_ids == expected
 

@@ -12,7 +12,7 @@ from quire_proto.sampling import TokenLogprobs
 
 from tests.model.models import VOCAB_SIZE, SmallModels, oracle_model
 from tests.support.executors import load_executor
-from tests.support.sampling_inputs import ModuloGrammar, ModuloMatcher, make_draw
+from tests.support.sampling_inputs import ModuloGrammar, ModuloMatcher, make_sample_request
 
 POOL = 4 << 20
 BLOCKS = [5, 3, 9, 2]
@@ -29,8 +29,10 @@ def oracle_logprobs(small_models: SmallModels, tokens: Sequence[int]) -> torch.T
     return model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
 
 
-def whole(tokens: Sequence[int], draws: Sequence[SampleRequest], id: int = 0, **more: object) -> ScheduledChunk:
-    return ScheduledChunk(id, list(tokens), 0, BLOCKS, tuple(draws), **more)
+def whole(
+    tokens: Sequence[int], sample_requests: Sequence[SampleRequest], id: int = 0, **more: object
+) -> ScheduledChunk:
+    return ScheduledChunk(id, list(tokens), 0, BLOCKS, tuple(sample_requests), **more)
 
 
 # Several draws from one prompt
@@ -39,12 +41,14 @@ def whole(tokens: Sequence[int], draws: Sequence[SampleRequest], id: int = 0, **
 def test_all_draws_of_a_chunk_are_made_from_its_last_logits(executor: TorchExecutor, small_models: SmallModels) -> None:
     tokens = small_models.prompts[4]
     styles = [{"temperature": 2.0, "top_k": 40}, {"temperature": 2.0, "repetition_penalty": 1.2}, {"temperature": 0}]
-    draws = [make_draw(id, tokens, seed=id, **styles[id % 3]) for id in range(12)]
+    sample_requests = [make_sample_request(id, tokens, seed=id, **styles[id % 3]) for id in range(12)]
     apart = ModelOutput()
-    for draw in draws:
-        apart.add(executor.execute_model(SchedulerOutput(0, [whole(tokens, [draw], draw.sequence_id)])))
+    for sample_request in sample_requests:
+        apart.add(
+            executor.execute_model(SchedulerOutput(0, [whole(tokens, [sample_request], sample_request.sequence_id)]))
+        )
     together = executor.execute_model(
-        SchedulerOutput(1, [whole(small_models.prompts[5], []), whole(tokens, draws, 11)])
+        SchedulerOutput(1, [whole(small_models.prompts[5], []), whole(tokens, sample_requests, 11)])
     )
     assert together.token_ids == apart.token_ids
     assert len(set(together.token_ids.values())) > 3
@@ -54,8 +58,10 @@ def test_chunks_with_none_one_and_many_draws_share_a_step(executor: TorchExecuto
     prompts = [[3, 4, 5], [6, 7], [8], [9, 10, 11, 12]]
     counts, plans = (2, 0, 1, 3), []
     for index, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
-        draws = [make_draw(10 * index + place, prompt, seed=place, temperature=1.5) for place in range(count)]
-        plans.append(ScheduledChunk(10 * index, prompt, 0, [index + 1], tuple(draws)))
+        sample_requests = [
+            make_sample_request(10 * index + place, prompt, seed=place, temperature=1.5) for place in range(count)
+        ]
+        plans.append(ScheduledChunk(10 * index, prompt, 0, [index + 1], tuple(sample_requests)))
     apart = ModelOutput()
     for one in plans:
         apart.add(executor.execute_model(SchedulerOutput(0, [one])))
@@ -68,8 +74,8 @@ def test_chunks_with_none_one_and_many_draws_share_a_step(executor: TorchExecuto
 
 def test_output_logprobs_are_those_of_transformers(executor: TorchExecutor, small_models: SmallModels) -> None:
     tokens = small_models.prompts[6]
-    draw = make_draw(0, tokens, seed=3, temperature=2.0, logprobs=5, presence_penalty=1.0)
-    made = executor.execute_model(SchedulerOutput(0, [whole(tokens, [draw])]))
+    sample_request = make_sample_request(0, tokens, seed=3, temperature=2.0, logprobs=5, presence_penalty=1.0)
+    made = executor.execute_model(SchedulerOutput(0, [whole(tokens, [sample_request])]))
     expected = oracle_logprobs(small_models, tokens)[-1]
     assert made.logprobs[0].logprob == pytest.approx(expected[made.token_ids[0]].item(), abs=1e-4)
     assert [token_id for token_id, _ in made.logprobs[0].top] == expected.topk(5).indices.tolist()
@@ -85,13 +91,15 @@ def test_prompt_logprobs_are_those_of_transformers_however_the_prompt_is_cut(
     for start in range(0, len(tokens), size):
         part = tokens[start : start + size]
         targets = tokens[start + 1 : start + size + 1]
-        draws = (make_draw(1, tokens),) if start + size >= len(tokens) else ()
+        sample_requests = (make_sample_request(1, tokens),) if start + size >= len(tokens) else ()
         beside = ScheduledChunk(9, other[:20], 0, [11, 12], prompt_logprob_targets=other[1:4])
-        mine = ScheduledChunk(1, part, start, BLOCKS, draws, prompt_logprob_targets=targets, num_prompt_logprobs=3)
+        mine = ScheduledChunk(
+            1, part, start, BLOCKS, sample_requests, prompt_logprob_targets=targets, num_prompt_logprobs=3
+        )
         result = executor.execute_model(SchedulerOutput(start, [beside, mine]))
         made += result.prompt_logprobs.get(1, [])
         assert len(result.prompt_logprobs[9]) == 3
-        assert set(result.token_ids) == {draw.sequence_id for draw in draws}
+        assert set(result.token_ids) == {request.sequence_id for request in sample_requests}
     expected = oracle_logprobs(small_models, tokens)
     assert len(made) == len(tokens) - 1
     for place, one in enumerate(made):
@@ -105,7 +113,7 @@ def test_prompt_logprobs_are_those_of_transformers_however_the_prompt_is_cut(
 def test_candidates_are_the_most_probable_of_transformers(executor: TorchExecutor, small_models: SmallModels) -> None:
     tokens = small_models.prompts[7]
     made = executor.execute_model(
-        SchedulerOutput(0, [whole(tokens, [make_draw(0, tokens, num_candidates=8)])])
+        SchedulerOutput(0, [whole(tokens, [make_sample_request(0, tokens, num_candidates=8)])])
     ).candidates[0]
     expected = oracle_logprobs(small_models, tokens)[-1].topk(8)
     assert made.token_ids == expected.indices.tolist()
@@ -136,13 +144,13 @@ def test_masks_are_filled_while_the_model_computes(executor: TorchExecutor, monk
         return forward(*args)
 
     monkeypatch.setattr(executor._runner._model, "forward", watched)
-    draw = make_draw(0, [5, 6], grammar=Grammar(2, VOCAB_SIZE))
-    assert executor.execute_model(SchedulerOutput(0, [whole([5, 6], [draw])])).token_ids[0] % 2 == 1
+    sample_request = make_sample_request(0, [5, 6], grammar=Grammar(2, VOCAB_SIZE))
+    assert executor.execute_model(SchedulerOutput(0, [whole([5, 6], [sample_request])])).token_ids[0] % 2 == 1
 
 
 def test_a_step_that_failed_is_run_again_with_its_grammars(executor: TorchExecutor) -> None:
     grammar = ModuloGrammar(7, VOCAB_SIZE)
-    held, broken = make_draw(0, [5, 6], [9], grammar=grammar), make_draw(1, [999], grammar=grammar)
+    held, broken = make_sample_request(0, [5, 6], [9], grammar=grammar), make_sample_request(1, [999], grammar=grammar)
     good, bad = ScheduledChunk(0, [5, 6, 9], 0, [1], (held,)), ScheduledChunk(1, [999], 0, [2], (broken,))
     with pytest.raises(IndexError):
         executor.execute_model(SchedulerOutput(0, [good, bad]))
@@ -153,16 +161,18 @@ def test_a_step_that_failed_is_run_again_with_its_grammars(executor: TorchExecut
         executor.execute_model(SchedulerOutput(1, [ScheduledChunk(0, [first], 3, [1], (held,)), bad]))
     second = executor.execute_model(SchedulerOutput(1, [ScheduledChunk(0, [first], 3, [1], (held,))])).token_ids[0]
     known = [5, 6, 9, first]
-    anew = make_draw(2, known[:2], known[2:], grammar=grammar)
+    anew = make_sample_request(2, known[:2], known[2:], grammar=grammar)
     assert (
         executor.execute_model(SchedulerOutput(2, [ScheduledChunk(2, known, 0, [3], (anew,))])).token_ids[2] == second
     )
 
 
 def test_what_was_kept_for_a_sequence_goes_when_it_ends(executor: TorchExecutor) -> None:
-    draws = [make_draw(id, [5], frequency_penalty=1.0) for id in range(3)]
+    sample_requests = [make_sample_request(id, [5], frequency_penalty=1.0) for id in range(3)]
     executor.execute_model(
-        SchedulerOutput(0, [ScheduledChunk(id, [5], 0, [id + 1], (draw,)) for id, draw in enumerate(draws)])
+        SchedulerOutput(
+            0, [ScheduledChunk(id, [5], 0, [id + 1], (request,)) for id, request in enumerate(sample_requests)]
+        )
     )
     kept = executor._sampler._states
     assert len(kept) == 3
@@ -171,7 +181,7 @@ def test_what_was_kept_for_a_sequence_goes_when_it_ends(executor: TorchExecutor)
 
 
 def test_a_grammar_without_a_way_out_ends_its_sequence_and_no_other(executor: TorchExecutor) -> None:
-    stuck, free = make_draw(0, [5], grammar=ModuloGrammar(1, VOCAB_SIZE)), make_draw(1, [5])
+    stuck, free = make_sample_request(0, [5], grammar=ModuloGrammar(1, VOCAB_SIZE)), make_sample_request(1, [5])
     made = executor.execute_model(
         SchedulerOutput(0, [ScheduledChunk(0, [5], 0, [1], (stuck,)), ScheduledChunk(1, [5], 0, [2], (free,))])
     )

@@ -21,7 +21,7 @@ from tests.model.engine import run as run_engine
 from tests.model.models import OUTPUT_TOKENS, VOCAB_SIZE, SmallModels, small_model
 from tests.model.overlapping import Loop, Sequence, assert_equal, came_of, some_sequences
 from tests.support.executors import load_executor
-from tests.support.sampling_inputs import ModuloGrammar, make_draw
+from tests.support.sampling_inputs import ModuloGrammar, make_sample_request
 
 POOL = 4 << 20
 
@@ -51,7 +51,7 @@ def test_overlapped_steps_make_what_steps_make_one_after_the_other(
     assert {one.error for one in apart} == {None, ErrorCode.INVALID}
     assert [len(one.output) for one in apart].count(14) == len(apart) - 2
     for one, other in zip(overlapped, apart, strict=True):
-        assert len(one.prompt_logprobs) == one.draw.num_prompt_tokens - 1
+        assert len(one.prompt_logprobs) == one.sample_request.num_prompt_tokens - 1
         assert_equal(one.logprobs, other.logprobs)
         assert_equal(one.prompt_logprobs, other.prompt_logprobs)
 
@@ -59,15 +59,18 @@ def test_overlapped_steps_make_what_steps_make_one_after_the_other(
 def test_a_sequence_whose_numbers_are_not_finite_ends_alone(tmp_path: Path, small_models: SmallModels) -> None:
     folder = small_model("llama2", tmp_path)
     weights = load_file(folder / "model.safetensors")
-    sound = Sequence(make_draw(0, [5, 6]), wanted=8)
+    sound = Sequence(make_sample_request(0, [5, 6]), wanted=8)
     whole = load(folder)
     Loop(whole, [sound], seed=0).run()
     whole.close()
     weights["model.embed_tokens.weight"][sound.output[3]] = torch.nan
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     executor = load(folder)
-    first, second = Sequence(make_draw(0, [5, 6]), wanted=8), Sequence(make_draw(1, [9, 4, 8]), wanted=8)
-    apart = Sequence(make_draw(1, [9, 4, 8]), wanted=8)
+    first, second = (
+        Sequence(make_sample_request(0, [5, 6]), wanted=8),
+        Sequence(make_sample_request(1, [9, 4, 8]), wanted=8),
+    )
+    apart = Sequence(make_sample_request(1, [9, 4, 8]), wanted=8)
     Loop(executor, [apart], seed=0).run()
     Loop(executor, [first, second], seed=1).run_overlapped()
     executor.close()
@@ -78,7 +81,10 @@ def test_a_sequence_whose_numbers_are_not_finite_ends_alone(tmp_path: Path, smal
 
 def test_a_launch_that_fails_leaves_the_step_before_it_as_it_was(executor: TorchExecutor) -> None:
     """And that one can still be gone on from: its tokens are found by the next launch that works."""
-    one, oracle = Sequence(make_draw(0, [5, 6, 7]), wanted=3), Sequence(make_draw(0, [5, 6, 7]), wanted=3)
+    one, oracle = (
+        Sequence(make_sample_request(0, [5, 6, 7]), wanted=3),
+        Sequence(make_sample_request(0, [5, 6, 7]), wanted=3),
+    )
     Loop(executor, [oracle], seed=0).run()
     first = executor.execute_model_async(SchedulerOutput(0, [one.chunk(40)]))
     first.sample_tokens()
@@ -87,7 +93,7 @@ def test_a_launch_that_fails_leaves_the_step_before_it_as_it_was(executor: Torch
     with pytest.raises(IndexError):
         executor.execute_model_async(SchedulerOutput(1, [good, ScheduledChunk(1, [VOCAB_SIZE], 0, [30], ())]))
     second = executor.execute_model_async(SchedulerOutput(1, [good]))
-    one.draw.token_ids.append(first.get_output().token_ids[0])
+    one.sample_request.token_ids.append(first.get_output().token_ids[0])
     second.sample_tokens()
     assert [*one.output, second.get_output().token_ids[0]] == oracle.output[:2]
 
@@ -98,7 +104,7 @@ def test_what_goes_wrong_in_the_draws_is_said_with_the_result(
     def fail(*_: object) -> None:
         raise ValueError("no draw")
 
-    one = Sequence(make_draw(0, [5, 6, 7]), wanted=3)
+    one = Sequence(make_sample_request(0, [5, 6, 7]), wanted=3)
     first = executor.execute_model_async(SchedulerOutput(0, [one.chunk(40)]))
     with monkeypatch.context() as patch:
         patch.setattr(executor._sampler, "sample", fail)
@@ -118,7 +124,7 @@ def test_a_device_that_fails_ends_the_engine(
     def fail(*_: object, **__: object) -> None:
         raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
-    plan = SchedulerOutput(0, [Sequence(make_draw(0, [5, 6]), wanted=3).chunk(40)])
+    plan = SchedulerOutput(0, [Sequence(make_sample_request(0, [5, 6]), wanted=3).chunk(40)])
     target = {
         "launch": (executor._runner, "forward"),
         "draw": (executor._sampler, "sample"),
@@ -142,7 +148,7 @@ def test_copies_wait_for_a_forward_pass_that_failed_too(
 
     monkeypatch.setattr(executor._runner._model, "forward", fail)
     with pytest.raises(ValueError, match="no memory"):
-        executor.execute_model(SchedulerOutput(0, [Sequence(make_draw(0, [5, 6]), wanted=3).chunk(40)]))
+        executor.execute_model(SchedulerOutput(0, [Sequence(make_sample_request(0, [5, 6]), wanted=3).chunk(40)]))
     assert said == ["half of it", "computed"]
 
 
@@ -152,21 +158,25 @@ def test_masks_of_known_tokens_are_filled_while_the_model_computes_and_others_wh
     begun: list[list[int]] = []
     prepare = executor._sampler.prepare
 
-    def watched(draws: list[SampleRequest]) -> object:
-        begun.append([draw.sequence_id for draw in draws])
-        return prepare(draws)
+    def watched(sample_requests: list[SampleRequest]) -> object:
+        begun.append([request.sequence_id for request in sample_requests])
+        return prepare(sample_requests)
 
     monkeypatch.setattr(executor._sampler, "prepare", watched)
     grammar = ModuloGrammar(3, VOCAB_SIZE)
-    draws = [make_draw(0, [5, 6], grammar=grammar), make_draw(1, [7, 8], grammar=grammar), make_draw(2, [9])]
-    one, two, three = (Sequence(draw, wanted=9) for draw in draws)
+    sample_requests = [
+        make_sample_request(0, [5, 6], grammar=grammar),
+        make_sample_request(1, [7, 8], grammar=grammar),
+        make_sample_request(2, [9]),
+    ]
+    one, two, three = (Sequence(request, wanted=9) for request in sample_requests)
     first = executor.execute_model_async(SchedulerOutput(0, [one.chunk(40)]))
     assert begun == [[0]]
     first.sample_tokens()
     one.pending = True
     second = executor.execute_model_async(SchedulerOutput(1, [one.chunk(40), two.chunk(40), three.chunk(40)]))
     assert begun == [[0], [1]]
-    draws[0].token_ids.append(first.get_output().token_ids[0])
+    sample_requests[0].token_ids.append(first.get_output().token_ids[0])
     second.sample_tokens()
     assert begun == [[0], [1], [0, 2]]
     made = second.get_output().token_ids

@@ -61,7 +61,7 @@ def normal(plan: SchedulerOutput) -> Any:
             chunk.start,
             chunk.end,
             tuple(chunk.block_ids),
-            tuple(draw.sequence_id for draw in chunk.draws),
+            tuple(request.sequence_id for request in chunk.sample_requests),
             len(chunk.prompt_logprob_targets),
         )
         for chunk in plan.chunks

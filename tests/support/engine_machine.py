@@ -106,7 +106,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert all(chunk.sequence_id in self.ran_before for chunk in plan.chunks)
         assert plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
         assert len({chunk.sequence_id for chunk in plan.chunks}) == len(plan.chunks)
-        self.drawn.update(draw.sequence_id for chunk in plan.chunks for draw in chunk.draws)
+        self.drawn.update(request.sequence_id for chunk in plan.chunks for request in chunk.sample_requests)
         self.check_ended(plan)
 
     def check_ended(self, plan: SchedulerOutput) -> None:

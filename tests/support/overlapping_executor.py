@@ -113,7 +113,7 @@ class OverlappingPagedExecutor(PagedExecutor):
 
     def _forget(self, plan: SchedulerOutput) -> None:
         for sequence_id in plan.finished_seq_ids:
-            drawing = (d.sequence_id for step in self.under_way for c in step.plan.chunks for d in c.draws)
+            drawing = (d.sequence_id for step in self.under_way for c in step.plan.chunks for d in c.sample_requests)
             require(sequence_id not in drawing, "the end of a sequence was told while it is drawn for")
             require(sequence_id not in self.ended, "the end of a sequence was told twice")
             self.states.discard(sequence_id)
@@ -144,11 +144,11 @@ class PagedStep:
         require(self._executor.under_way[0] is self, "drawn before the result of the step before was taken")
         self.is_drawn = True
         self._executor.events.append(("draw", self.plan.step))
-        draws = [draw for chunk in self.plan.chunks for draw in chunk.draws]
-        for draw in draws:
-            require(draw.sequence_id not in self._executor.ended, "a draw for a sequence whose end was told")
-            self._executor.states.add(draw.sequence_id)
-        known = {draw.sequence_id: [*draw.token_ids] for draw in draws}
+        sample_requests = [request for chunk in self.plan.chunks for request in chunk.sample_requests]
+        for sample_request in sample_requests:
+            require(sample_request.sequence_id not in self._executor.ended, "a draw for a sequence whose end was told")
+            self._executor.states.add(sample_request.sequence_id)
+        known = {request.sequence_id: [*request.token_ids] for request in sample_requests}
         self._executor.queue(partial(self.sample, known))
         self._executor.check("draw", self.plan)
 
@@ -181,15 +181,15 @@ class PagedStep:
 
     def sample(self, known: dict[int, list[int]]) -> None:
         for chunk in self.plan.chunks:
-            for draw in chunk.draws:
-                token_ids = known[draw.sequence_id]
+            for sample_request in chunk.sample_requests:
+                token_ids = known[sample_request.sequence_id]
                 assert len(token_ids) <= chunk.end, "a draw after a token that is not computed"
                 if chunk.sequence_id not in self._prefixes or len(token_ids) < chunk.end:
                     self._executor.wasted += 1
-                    self._result.token_ids[draw.sequence_id] = GARBAGE
-                    self._result.candidates[draw.sequence_id] = BeamCandidates([GARBAGE], [0.0])
+                    self._result.token_ids[sample_request.sequence_id] = GARBAGE
+                    self._result.candidates[sample_request.sequence_id] = BeamCandidates([GARBAGE], [0.0])
                 else:
-                    self._executor.draw(draw, token_ids, self._prefixes[chunk.sequence_id], self._result)
+                    self._executor.draw(sample_request, token_ids, self._prefixes[chunk.sequence_id], self._result)
         self._executor.drawn = self, self._result.token_ids
         self.is_done = True
 

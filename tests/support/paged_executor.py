@@ -87,8 +87,8 @@ class PagedExecutor:
         result = ModelOutput()
         for chunk in plan.chunks:
             prefix = self.compute(chunk, result)
-            for draw in chunk.draws:
-                self.draw(draw, draw.token_ids, prefix, result)
+            for sample_request in chunk.sample_requests:
+                self.draw(sample_request, sample_request.token_ids, prefix, result)
         return result
 
     def close(self) -> None:
@@ -117,17 +117,17 @@ class PagedExecutor:
         for position in range(chunk.start, chunk.end):
             self._write(chunk.block_ids, position, b"spoilt")
 
-    def draw(self, draw: SampleRequest, token_ids: list[int], prefix: bytes, result: ModelOutput) -> None:
+    def draw(self, sample_request: SampleRequest, token_ids: list[int], prefix: bytes, result: ModelOutput) -> None:
         """From the sequence's tokens, and the prefix that was computed of them."""
         assert prefix_digests(token_ids)[-1] == prefix, "the draw is not of what was computed"
-        if draw.num_candidates:
-            result.candidates[draw.sequence_id] = candidates(prefix, draw.num_candidates)
+        if sample_request.num_candidates:
+            result.candidates[sample_request.sequence_id] = candidates(prefix, sample_request.num_candidates)
             return
-        is_early = len(token_ids) - draw.num_prompt_tokens < draw.params.min_tokens
-        token_id = next_token(prefix, draw.seed, draw.stop_token_ids if is_early else ())
-        result.token_ids[draw.sequence_id] = token_id
-        if draw.params.wants_logprobs:
-            result.logprobs[draw.sequence_id] = TokenLogprobs(logprob(prefix, token_id))
+        is_early = len(token_ids) - sample_request.num_prompt_tokens < sample_request.params.min_tokens
+        token_id = next_token(prefix, sample_request.seed, sample_request.stop_token_ids if is_early else ())
+        result.token_ids[sample_request.sequence_id] = token_id
+        if sample_request.params.wants_logprobs:
+            result.logprobs[sample_request.sequence_id] = TokenLogprobs(logprob(prefix, token_id))
 
     def _read(self, block_ids: list[int], length: int) -> bytes:
         """The prefix of ``length`` tokens, after every slot of it was held against the tokens that led there."""

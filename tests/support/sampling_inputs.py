@@ -59,18 +59,18 @@ def some_tokens(count: int, vocab_size: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(vocab_size), k=count)
 
 
-def make_draw(id: int, prompt: Sequence[int], output: Sequence[int] = (), **wanted: object) -> SampleRequest:
-    """A draw for the token after ``prompt`` and ``output``; fields of the request by name, others are parameters'."""
+def make_sample_request(id: int, prompt: Sequence[int], output: Sequence[int] = (), **wanted: object) -> SampleRequest:
+    """A request for the token after ``prompt`` and ``output``; its fields by name, others are parameters'."""
     names = ("seed", "stop_token_ids", "grammar", "num_candidates")
     fields = {name: wanted.pop(name) for name in names if name in wanted}
     params = wanted.pop("params", None) or SamplingParams(**{"temperature": 0, "max_tokens": 1000} | wanted)
     return SampleRequest(id, params, fields.pop("seed", 0), [*prompt, *output], len(prompt), **fields)
 
 
-def run_step(sampler: Sampler, draws: Sequence[SampleRequest], logits: torch.Tensor) -> ModelOutput:
-    """One step with a row of logits for each draw."""
+def run_step(sampler: Sampler, sample_requests: Sequence[SampleRequest], logits: torch.Tensor) -> ModelOutput:
+    """One step with a row of logits for each request."""
     result = ModelOutput()
-    sampler.sample(sampler.prepare(draws), logits, range(len(draws))).fetch_into(result)
+    sampler.sample(sampler.prepare(sample_requests), logits, range(len(sample_requests))).fetch_into(result)
     return result
 
 

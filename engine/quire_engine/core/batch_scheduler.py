@@ -165,8 +165,8 @@ class BatchScheduler:
         end = start + length
         self._kv_cache_manager.allocate_slots(sequence.table, start, end)
         token_ids = known[start:end] or [PLACEHOLDER_TOKEN_ID]
-        draws = sequence.draws if end >= len(known) else ()
-        chunk = ScheduledChunk(sequence.id, token_ids, start, sequence.table.block_ids, draws)
+        sample_requests = sequence.sample_requests if end >= len(known) else ()
+        chunk = ScheduledChunk(sequence.id, token_ids, start, sequence.table.block_ids, sample_requests)
         if start < sequence.group.num_prompt_tokens and self._needs_prompt_logprobs(sequence.group):
             chunk.prompt_logprob_targets = sequence.token_ids[
                 start + 1 : min(end + 1, sequence.group.num_prompt_tokens)

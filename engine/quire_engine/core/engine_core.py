@@ -333,5 +333,5 @@ def _trace(
         swapped_blocks=len(scheduler_output.blocks_to_swap_out) + len(scheduler_output.blocks_to_swap_in),
         failed=bool(model_output.errors),
         request_ids=request_ids,
-        num_draws=sum([len(chunk.draws) for chunk in scheduler_output.chunks]),
+        num_draws=sum([len(chunk.sample_requests) for chunk in scheduler_output.chunks]),
     )

@@ -72,13 +72,14 @@ class AsyncModelOutput(Protocol):
     A sequence may end after the launch, by the token that was pending then or because it was aborted: its chunk was
     computed for nothing, and nobody looks at what is drawn for it, an error included. If the step before fails, this
     one has computed garbage: it is drawn and taken all the same, what it returns or raises is thrown away (but for an
-    ``ExecutorError``), and its chunks are run again. In both cases the draw's list may lack the pending token.
+    ``ExecutorError``), and its chunks are run again. In both cases the sample request's list may lack the pending
+    token.
     """
 
     def sample_tokens(self) -> None:
-        """Has the tokens drawn. By now the lists of the plan's draws hold every token before the one to be drawn, those
-        that were pending at the launch included: grammars, penalties and whatever else looks at them is done here.
-        Returns without waiting for the device, as far as that can be.
+        """Has the tokens drawn. By now the lists of the sample requests hold every token before the one to be drawn,
+        those that were pending at the launch included: grammars, penalties and whatever else looks at them is done
+        here. Returns without waiting for the device, as far as that can be.
         """
         ...
 
@@ -95,8 +96,8 @@ class AsyncExecutor(Executor, Protocol):
     With depth 2, a round of the loop is: plan, launch it, take the result of the step before and commit that, and then
     have this step's tokens drawn. So when a step is launched, the one before it has had its ``sample_tokens`` but not
     its ``get_output``, and nothing else is under way; or nothing is, and then no token is ``PLACEHOLDER_TOKEN_ID``.
-    What the plan holds is to be read in ``execute_model_async``, but for the token lists of its draws: block tables
-    change afterwards. ``execute_model`` may be called when nothing is in flight.
+    What the plan holds is to be read in ``execute_model_async``, but for the token lists of its sample requests: block
+    tables change afterwards. ``execute_model`` may be called when nothing is in flight.
     """
 
     def execute_model_async(self, plan: SchedulerOutput) -> AsyncModelOutput:

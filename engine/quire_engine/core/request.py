@@ -134,14 +134,13 @@ class Sequence:
     ``token_ids``: all known tokens, prompt and output. ``num_computed_tokens`` of them are in KV memory, and
     ``num_scheduled_tokens`` will be once the steps in flight are done. Everything the scheduler decides follows from
     these three: there is no prefill phase and no decode phase. ``index``: the choice that it is an output of.
-    ``draws``: how its next token is sampled, one for each output that is forked from it then. At ``limit`` tokens it
-    ends. ``num_slots``: how many sequences it counts as against ``max_num_seqs``. ``num_output_sent``: output tokens
-    that were published. ``preemption_key`` orders admitted sequences: the largest is preempted first. ``queue_key``
-    orders waiting ones; ``served_at_arrival``: tokens that the engine had computed before it arrived.
+    ``sample_requests``: how its next token is sampled, one for each output that is forked from it then. At ``limit``
+    tokens it ends. ``num_slots``: how many sequences it counts as against ``max_num_seqs``. ``num_output_sent``: output
+    tokens that were published. ``preemption_key`` orders admitted sequences: the largest is preempted first.
+    ``queue_key`` orders waiting ones; ``served_at_arrival``: tokens that the engine had computed before it arrived.
     """
 
     __slots__ = (
-        "draws",
         "group",
         "id",
         "index",
@@ -152,6 +151,7 @@ class Sequence:
         "num_slots",
         "preemption_key",
         "queue_key",
+        "sample_requests",
         "served_at_arrival",
         "status",
         "table",
@@ -176,7 +176,7 @@ class Sequence:
         self.token_ids = token_ids
         self.table = table
         self.timings = timings
-        self.draws: tuple[SampleRequest, ...] = ()
+        self.sample_requests: tuple[SampleRequest, ...] = ()
         self.limit = limit
         self.num_slots = 1
         self.num_computed_tokens = 0
@@ -213,7 +213,7 @@ class Sequence:
     @property
     def _runs_ahead(self) -> bool:
         goes_on = len(self.token_ids) + 1 < self.limit
-        return goes_on and len(self.draws) == 1 and self.group.beam_search is None
+        return goes_on and len(self.sample_requests) == 1 and self.group.beam_search is None
 
     @property
     def num_output(self) -> int:

@@ -203,11 +203,11 @@ class Scheduler:
         self.stats.computed_tokens += num_computed_tokens
         if chunk.prompt_logprob_targets:
             self._emit_prompt_logprobs(sequence.group, chunk.start + 1, result.prompt_logprobs[sequence.id])
-        if not chunk.draws:
+        if not chunk.sample_requests:
             return
         if sequence.group.beam_search is not None:
             self._collect(sequence, result.candidates[sequence.id])
-        elif len(chunk.draws) == 1:
+        elif len(chunk.sample_requests) == 1:
             self._commit_token(sequence, result.token_ids[sequence.id], result.logprobs.get(sequence.id))
         elif sequence.status is SequenceStatus.RUNNING:
             self._fork_choices(sequence, chunk, result)
@@ -220,9 +220,9 @@ class Scheduler:
         self._registry.split(root)
         self.running.push(root)
         children = [root]
-        for index, draw in enumerate(chunk.draws):
+        for index, sample_request in enumerate(chunk.sample_requests):
             if index and index in root.group.unfinished:
-                children.append(self._registry.fork(root, draw.sequence_id, index))
+                children.append(self._registry.fork(root, sample_request.sequence_id, index))
                 self._batch_scheduler.start(children[-1])
         if root.index not in root.group.unfinished:
             self._remove(children.pop(0))
@@ -230,7 +230,7 @@ class Scheduler:
             self._commit_token(sequence, result.token_ids[sequence.id], result.logprobs.get(sequence.id))
 
     def _commit_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        if token_id in sequence.draws[0].stop_token_ids:
+        if token_id in sequence.sample_requests[0].stop_token_ids:
             self._end(sequence, FinishReason.STOP)
             return
         self._append(sequence, token_id)
@@ -429,7 +429,7 @@ class Registry:
         child.num_computed_tokens, child.num_scheduled_tokens = parent.num_computed_tokens, parent.num_scheduled_tokens
         child.num_output_sent = parent.num_output_sent
         child.preemption_key = (*parent.preemption_key[:2], child.id)
-        child.draws = (self._draw(child, index),)
+        child.sample_requests = (self._sample_request(child, index),)
         self._register(child)
         return child
 
@@ -437,16 +437,16 @@ class Registry:
         """``root`` is from now on the output of its own choice only. Choices that have ended were drawn for until now,
         and get no sequences.
         """
-        group, others = root.group, root.draws[1:]
+        group, others = root.group, root.sample_requests[1:]
         self.finished_seq_ids += [
-            draw.sequence_id for index, draw in enumerate(others, 1) if index not in group.unfinished
+            request.sequence_id for index, request in enumerate(others, 1) if index not in group.unfinished
         ]
-        root.draws, root.num_slots = root.draws[:1], 1
+        root.sample_requests, root.num_slots = root.sample_requests[:1], 1
 
     def free(self, sequence: Sequence) -> None:
         """Forgets a sequence, all that it draws for, and its request with the last one."""
         del self.sequences[sequence.id]
-        self.finished_seq_ids += [draw.sequence_id for draw in sequence.draws]
+        self.finished_seq_ids += [request.sequence_id for request in sequence.sample_requests]
         group = sequence.group
         del group.sequences[sequence.id]
         if not group.sequences:
@@ -456,7 +456,9 @@ class Registry:
         """Ids of the sequences that finished since the last call, but for those that a step in flight draws for: they
         are returned later, because that draw would make anew what the executor drops.
         """
-        drawn = {draw.sequence_id for plan in in_flight for chunk in plan.chunks for draw in chunk.draws}
+        drawn = {
+            request.sequence_id for plan in in_flight for chunk in plan.chunks for request in chunk.sample_requests
+        }
         ended = [each for each in self.finished_seq_ids if each not in drawn]
         self.finished_seq_ids = [each for each in self.finished_seq_ids if each in drawn]
         return ended
@@ -468,8 +470,9 @@ class Registry:
             root.num_slots = group.beam_search.width
         elif width > 1:
             root.num_slots = width
-            own = root.draws[0]
-            root.draws = (own, *(self._draw(root, i, self._next_sequence_id()) for i in range(1, width)))
+            own = root.sample_requests
+            others = (self._sample_request(root, i, self._next_sequence_id()) for i in range(1, width))
+            root.sample_requests = (*own, *others)
         return root
 
     def _new_sequence(self, group: SequenceGroup, index: int, output: list[int]) -> Sequence:
@@ -479,7 +482,7 @@ class Registry:
         limit = min(group.num_prompt_tokens + request.sampling.max_tokens, self._config.max_model_len)
         timings = SequenceTimings(arrived=self._clock())
         sequence = Sequence(self._next_sequence_id(), group, index, tokens, table=table, timings=timings, limit=limit)
-        sequence.draws = (self._draw(sequence, index),)
+        sequence.sample_requests = (self._sample_request(sequence, index),)
         self._register(sequence)
         return sequence
 
@@ -487,7 +490,7 @@ class Registry:
         self.sequences[sequence.id] = sequence
         sequence.group.sequences[sequence.id] = sequence
 
-    def _draw(self, sequence: Sequence, index: int, sequence_id: int | None = None) -> SampleRequest:
+    def _sample_request(self, sequence: Sequence, index: int, sequence_id: int | None = None) -> SampleRequest:
         group = sequence.group
         request = group.request
         return SampleRequest(
@@ -528,7 +531,7 @@ def _output_delta(sequence: Sequence, logprobs: TokenLogprobs | None) -> EngineC
 
 def _error_of(chunk: ScheduledChunk, result: ModelOutput) -> QuireError | None:
     """The first error of what the chunk computes or draws."""
-    concerned = (chunk.sequence_id, *(draw.sequence_id for draw in chunk.draws))
+    concerned = (chunk.sequence_id, *(request.sequence_id for request in chunk.sample_requests))
     return next((result.errors[each] for each in concerned if each in result.errors), None)
 
 

@@ -37,7 +37,7 @@ class GrammarMatcher(Protocol):
 
 class Grammar(Protocol):
     """A compiled grammar: constant, shared by all outputs that are held to it, safe to use from any thread. Implemented
-    in ``structured_output``, by a library; the core only passes it from requests to draws.
+    in ``structured_output``, by a library; the core only passes it from requests to sample requests.
     """
 
     def new_matcher(self) -> GrammarMatcher:
@@ -86,18 +86,18 @@ class ScheduledChunk:
     ``block_ids[p // block_size]``. It is the scheduler's own list: read it when the step is launched or run, never keep
     or change it.
 
-    ``draws`` is filled when the chunk reaches the sequence's last known token: token ``end`` is then to be drawn, once
-    for each draw, all from the same logits. There are several where one prompt has several outputs, and before they
-    part. ``prompt_logprob_targets`` are the tokens whose log-probabilities are asked for: ``prompt_logprob_targets[i]``
-    follows ``token_ids[i]``, and there are none for tokens that follow the prompt; ``num_prompt_logprobs`` most
-    probable tokens are told beside each.
+    ``sample_requests`` is filled when the chunk reaches the sequence's last known token: token ``end`` is then to be
+    drawn, once for each of them, all from the same logits. There are several where one prompt has several outputs, and
+    before they part. ``prompt_logprob_targets`` are the tokens whose log-probabilities are asked for:
+    ``prompt_logprob_targets[i]`` follows ``token_ids[i]``, and there are none for tokens that follow the prompt;
+    ``num_prompt_logprobs`` most probable tokens are told beside each.
     """
 
     sequence_id: int
     token_ids: list[int]
     start: int
     block_ids: list[int]
-    draws: tuple[SampleRequest, ...] = ()
+    sample_requests: tuple[SampleRequest, ...] = ()
     prompt_logprob_targets: list[int] = field(default_factory=list)
     num_prompt_logprobs: int = 0
 
@@ -112,13 +112,13 @@ class ScheduledChunk:
         """The same chunk without ``PLACEHOLDER_TOKEN_ID``: what that stood for has been drawn by now."""
         if PLACEHOLDER_TOKEN_ID not in self.token_ids[-1:]:
             return self
-        (draw,) = self.draws
-        return replace(self, token_ids=[*self.token_ids[:-1], draw.token_ids[self.end - 1]])
+        (sample_request,) = self.sample_requests
+        return replace(self, token_ids=[*self.token_ids[:-1], sample_request.token_ids[self.end - 1]])
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """What one step does, in this order: the copies, then the chunks, then the draws.
+    """What one step does, in this order: the copies, then the chunks, then the sample requests.
 
     Blocks are copied first from the device to the host (``blocks_to_swap_out``), then within the device
     (``blocks_to_copy``), then from the host to the device (``blocks_to_swap_in``), each list in its own order: a block
@@ -192,8 +192,8 @@ class BeamCandidates:
 class ModelOutput:
     """What a step made, keyed by sequence id.
 
-    For each draw, one of: a token (with its log-probabilities, where ``params.wants_logprobs``), candidates, or an
-    error. For each chunk with targets, one entry of ``prompt_logprobs`` for each target.
+    For each sample request, one of: a token (with its log-probabilities, where ``params.wants_logprobs``), candidates,
+    or an error. For each chunk with targets, one entry of ``prompt_logprobs`` for each target.
     """
 
     token_ids: dict[int, int] = field(default_factory=dict)

@@ -160,8 +160,8 @@ class TorchExecutor:
             if chunks:
                 step.launch(prepare_inputs(chunks, self._block_size), self._previous_step)
             if len(chunks) < len(plan.chunks):  # a chunk without tokens has nothing to draw from
-                drawn = [draw for chunk in plan.chunks if not chunk.token_ids for draw in chunk.draws]
-                step.output.errors.update((draw.sequence_id, internal()) for draw in drawn)
+                drawn = [request for chunk in plan.chunks if not chunk.token_ids for request in chunk.sample_requests]
+                step.output.errors.update((request.sequence_id, internal()) for request in drawn)
             step.output.timings.swap, step.output.timings.forward = copied - start, perf_counter() - copied
         self._previous_step = step
         return step
@@ -187,8 +187,8 @@ def device_errors() -> Iterator[None]:
 @dataclass(slots=True)
 class ForwardPass:
     """A forward pass that was launched, and what is sampled from it: ``hidden`` [T, hidden], and ``logits`` [S,
-    vocabulary], None without draws. ``prepared`` are draws that were prepared for the sampler, by their indices in the
-    batch, and ``unprepared`` those that will be when they are sampled.
+    vocabulary], None without sample requests. ``prepared`` are those that were prepared for the sampler, by their
+    indices in the batch, and ``unprepared`` those that will be when they are sampled.
     """
 
     batch: InputBatch
@@ -218,17 +218,18 @@ class AsyncStep:
     def launch(self, batch: InputBatch, previous: "AsyncStep | None") -> None:
         """Launches the forward pass of ``batch``, whose pending tokens are sampled by ``previous``.
 
-        A draw with a grammar is prepared as soon as its tokens are known, so that its bitmask is filled while the model
-        computes. The others would gain nothing, and are prepared together; all are at once where no token is pending.
+        A sample request with a grammar is prepared as soon as its tokens are known, so that its bitmask is filled while
+        the model computes. The others would gain nothing, and are prepared together; all are at once where no token is
+        pending.
         """
-        early, late, pending = list(range(len(batch.draws))), list[int](), None
+        early, late, pending = list(range(len(batch.sample_requests))), list[int](), None
         if batch.pending_sequence_ids:
             assert previous is not None, "a token is pending, and no step samples it"
             pending = previous.sampled_token_ids(batch.pending_sequence_ids)
             early, late = _split_by_readiness(batch)
-        prepared = [(early, self._sampler.prepare([batch.draws[index] for index in early]))] if early else []
+        prepared = [(early, self._sampler.prepare([batch.sample_requests[index] for index in early]))] if early else []
         hidden = self._runner.forward(batch.model_input, pending)
-        logits = self._runner.logits(hidden, batch.model_input.sampled_rows) if batch.draws else None
+        logits = self._runner.logits(hidden, batch.model_input.sampled_rows) if batch.sample_requests else None
         self._forward = ForwardPass(batch, prepared, late, hidden, logits)
 
     def sample_tokens(self) -> None:
@@ -278,25 +279,26 @@ class AsyncStep:
         return token_ids.index_select(0, upload(torch.tensor(rows), self._device))
 
     def _sample(self, forward: ForwardPass) -> None:
-        batch, draws, prepared, logits = forward.batch, forward.batch.draws, forward.prepared, forward.logits
+        batch, prepared, logits = forward.batch, forward.prepared, forward.logits
+        sample_requests = batch.sample_requests
         if batch.prompt_logprob_chunks:
             logits_of, rows = partial(self._runner.logits, forward.hidden), batch.model_input.prompt_logprob_rows
             compute_prompt_logprobs(batch.prompt_logprob_chunks, rows, self._sampler.vocab_size, logits_of, self.output)
         if forward.unprepared:
-            draws_of = [draws[index] for index in forward.unprepared]
-            prepared = [*prepared, (forward.unprepared, self._sampler.prepare(draws_of))]
+            late_requests = [sample_requests[index] for index in forward.unprepared]
+            prepared = [*prepared, (forward.unprepared, self._sampler.prepare(late_requests))]
         if logits is not None:
-            self._sampled_seq_ids = [draws[index].sequence_id for indices, _ in prepared for index in indices]
+            self._sampled_seq_ids = [sample_requests[index].sequence_id for indices, _ in prepared for index in indices]
             self._sampled = [
-                self._sampler.sample(inputs, logits, [batch.draw_rows[index] for index in indices])
+                self._sampler.sample(inputs, logits, [batch.logits_rows[index] for index in indices])
                 for indices, inputs in prepared
             ]
 
 
 def _split_by_readiness(batch: InputBatch) -> tuple[list[int], list[int]]:
-    """The indices of the draws that have a grammar and no pending token, and of all others."""
+    """The indices of the sample requests that have a grammar and no pending token, and of all others."""
     early: list[int] = []
     late: list[int] = []
-    for index, (draw, is_pending) in enumerate(zip(batch.draws, batch.awaits_token, strict=True)):
-        (late if draw.grammar is None or is_pending else early).append(index)
+    for index, (sample_request, is_pending) in enumerate(zip(batch.sample_requests, batch.awaits_token, strict=True)):
+        (late if sample_request.grammar is None or is_pending else early).append(index)
     return early, late

@@ -33,22 +33,22 @@ class GrammarState:
     ``take_new_tokens`` is called on the thread of the steps, which owns the tokens, and ``fill`` on the filler's.
     """
 
-    __slots__ = ("_draw", "_error", "_matcher", "_num_tokens_taken")
+    __slots__ = ("_error", "_matcher", "_num_tokens_taken", "_sample_request")
 
-    def __init__(self, draw: SampleRequest) -> None:
-        self._draw = draw
-        self._num_tokens_taken = draw.num_prompt_tokens
+    def __init__(self, sample_request: SampleRequest) -> None:
+        self._sample_request = sample_request
+        self._num_tokens_taken = sample_request.num_prompt_tokens
         self._matcher: GrammarMatcher | None = None
         self._error: QuireError | None = None
 
     @property
     def sequence_id(self) -> int:
         """The id of the output's sequence."""
-        return self._draw.sequence_id
+        return self._sample_request.sequence_id
 
     def take_new_tokens(self) -> list[int]:
         """The output tokens since the last call, to be passed to ``fill`` exactly once."""
-        new = self._draw.token_ids[self._num_tokens_taken :]
+        new = self._sample_request.token_ids[self._num_tokens_taken :]
         self._num_tokens_taken += len(new)
         return new
 
@@ -61,13 +61,13 @@ class GrammarState:
     def _try_to_fill(self, new: Sequence[int], mask: memoryview) -> QuireError | None:
         try:
             if self._matcher is None:
-                assert self._draw.grammar is not None
-                self._matcher = self._draw.grammar.new_matcher()
+                assert self._sample_request.grammar is not None
+                self._matcher = self._sample_request.grammar.new_matcher()
             if new:
                 self._matcher.accept_tokens(new)
             self._matcher.fill_bitmask(mask)
         except GrammarError as error:
-            return invalid(grammar_param(self._draw), f"The output cannot go on under its grammar: {error}")
+            return invalid(grammar_param(self._sample_request), f"The output cannot go on under its grammar: {error}")
         except BaseException:  # a panic inside a native library is no Exception
             log.exception("the grammar of sequence %d failed", self.sequence_id)
             return internal()
@@ -143,9 +143,9 @@ def _byte_biases(device: torch.device) -> torch.Tensor:
     return upload_arrays((_BYTE_BIASES,), device)[0]
 
 
-def grammar_param(draw: SampleRequest) -> str:
-    """What REST calls the parameter that asked for the draw's grammar."""
-    structured = draw.params.structured
+def grammar_param(sample_request: SampleRequest) -> str:
+    """What REST calls the parameter that asked for the grammar."""
+    structured = sample_request.params.structured
     return "response_format" if structured is None else structured.param
 
 

@@ -69,9 +69,9 @@ class Penalties:
 
     __slots__ = (
         "_counts",
-        "_draw",
         "_num_counted",
         "_prompt",
+        "_sample_request",
         "_slots",
         "_tokens",
         "frequency",
@@ -79,27 +79,27 @@ class Penalties:
         "repetition",
     )
 
-    def __init__(self, draw: SampleRequest) -> None:
-        params = draw.params
+    def __init__(self, sample_request: SampleRequest) -> None:
+        params = sample_request.params
         # A penalty that float32 rounds to 0 would divide by it.
         self.repetition = max(params.repetition_penalty, _TINY)
         self.frequency, self.presence = params.frequency_penalty, params.presence_penalty
-        self._draw = draw
+        self._sample_request = sample_request
         self._prompt = (
-            np.unique(np.array(draw.token_ids[: draw.num_prompt_tokens], np.int64))
+            np.unique(np.array(sample_request.token_ids[: sample_request.num_prompt_tokens], np.int64))
             if self.has_repetition
             else _NO_TOKENS
         )
-        self._num_counted = draw.num_prompt_tokens
+        self._num_counted = sample_request.num_prompt_tokens
         self._slots: dict[int, int] = {}
         self._tokens, self._counts = np.zeros(16, dtype=np.int64), np.zeros(16, dtype=np.float32)
 
     @classmethod
-    def from_request(cls, draw: SampleRequest) -> "Penalties | None":
-        """The penalties that the draw's parameters ask for; None if there are none."""
-        params = draw.params
+    def from_request(cls, sample_request: SampleRequest) -> "Penalties | None":
+        """The penalties that the request's parameters ask for; None if there are none."""
+        params = sample_request.params
         asked = params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty
-        return cls(draw) if asked else None
+        return cls(sample_request) if asked else None
 
     @property
     def has_repetition(self) -> bool:
@@ -123,7 +123,7 @@ class Penalties:
 
     def update(self) -> None:
         """Counts the output tokens that were added since the last call."""
-        new = self._draw.token_ids[self._num_counted :]
+        new = self._sample_request.token_ids[self._num_counted :]
         for token_id in new:
             slot = self._slots.setdefault(token_id, len(self._slots))
             if slot == len(self._tokens):
@@ -181,32 +181,33 @@ class TokenBans:
     vLLM.
     """
 
-    __slots__ = ("_draw", "_min_length", "_single_token_words", "_stops", "_words_by_second_last")
+    __slots__ = ("_min_length", "_sample_request", "_single_token_words", "_stops", "_words_by_second_last")
 
-    def __init__(self, draw: SampleRequest) -> None:
-        self._draw = draw
-        self._min_length = draw.num_prompt_tokens + draw.params.min_tokens
-        self._stops = sorted(draw.stop_token_ids)
-        self._single_token_words = [word[0] for word in draw.params.bad_words if len(word) == 1]
+    def __init__(self, sample_request: SampleRequest) -> None:
+        self._sample_request = sample_request
+        self._min_length = sample_request.num_prompt_tokens + sample_request.params.min_tokens
+        self._stops = sorted(sample_request.stop_token_ids)
+        self._single_token_words = [word[0] for word in sample_request.params.bad_words if len(word) == 1]
         # By the token before the last: in most steps none of a sequence's words comes into question.
         self._words_by_second_last: dict[int, list[tuple[int, ...]]] = {}
-        for word in draw.params.bad_words:
+        for word in sample_request.params.bad_words:
             if len(word) > 1:
                 self._words_by_second_last.setdefault(word[-2], []).append(word)
 
     @classmethod
-    def from_request(cls, draw: SampleRequest) -> "TokenBans | None":
-        """The bans that the draw's parameters ask for; None if they never ban a token."""
-        asked = draw.params.bad_words or (draw.params.min_tokens and draw.stop_token_ids)
-        return cls(draw) if asked else None
+    def from_request(cls, sample_request: SampleRequest) -> "TokenBans | None":
+        """The bans that the request's parameters ask for; None if they never ban a token."""
+        asked = sample_request.params.bad_words or (sample_request.params.min_tokens and sample_request.stop_token_ids)
+        return cls(sample_request) if asked else None
 
     def token_ids(self) -> list[int]:
-        """The tokens that are banned for the next draw; in most steps none."""
+        """The tokens that are banned next; in most steps none."""
         tokens = self._single_token_words + self._bad_word_endings()
-        return tokens + self._stops if len(self._draw.token_ids) < self._min_length else tokens
+        return tokens + self._stops if len(self._sample_request.token_ids) < self._min_length else tokens
 
     def _bad_word_endings(self) -> list[int]:
-        known, length = self._draw.token_ids, len(self._draw.token_ids) - self._draw.num_prompt_tokens
+        known = self._sample_request.token_ids
+        length = len(known) - self._sample_request.num_prompt_tokens
         if not length:
             return []
         return [
@@ -227,32 +228,32 @@ def apply_bans(scores: torch.Tensor, banned: Sequence[tuple[int, TokenBans]]) ->
 class SequenceSamplingState:
     """One sequence's parameters in the form that the logits processors read; None for each that it does not use. A
     cache: it can be made again from the ``SampleRequest`` at any time. ``has_processors``: whether a logits processor
-    changes the logits of every draw. ``bans`` change those of some draws: where ``bans.token_ids()`` is not empty.
+    changes the logits in every step. ``bans`` change them in some steps: where ``bans.token_ids()`` is not empty.
     """
 
     __slots__ = (
         "bans",
         "bias",
-        "draw",
         "grammar_state",
         "greedy",
         "has_processors",
         "is_beam",
         "penalties",
+        "sample_request",
         "sequence_id",
         "wants_logprobs",
     )  # fmt: skip
 
-    def __init__(self, draw: SampleRequest, vocab_size: int) -> None:
-        self.draw = draw
-        self.sequence_id = draw.sequence_id
-        self.greedy = draw.params.greedy
-        self.is_beam = draw.num_candidates > 0
-        self.wants_logprobs = draw.params.wants_logprobs
-        self.bias = LogitBias.from_params(draw.params, vocab_size)
-        self.penalties = Penalties.from_request(draw)
-        self.bans = TokenBans.from_request(draw)
-        self.grammar_state = None if draw.grammar is None else GrammarState(draw)
+    def __init__(self, sample_request: SampleRequest, vocab_size: int) -> None:
+        self.sample_request = sample_request
+        self.sequence_id = sample_request.sequence_id
+        self.greedy = sample_request.params.greedy
+        self.is_beam = sample_request.num_candidates > 0
+        self.wants_logprobs = sample_request.params.wants_logprobs
+        self.bias = LogitBias.from_params(sample_request.params, vocab_size)
+        self.penalties = Penalties.from_request(sample_request)
+        self.bans = TokenBans.from_request(sample_request)
+        self.grammar_state = None if sample_request.grammar is None else GrammarState(sample_request)
         self.has_processors = bool(self.bias or self.penalties or self.grammar_state)
 
 

@@ -1,8 +1,8 @@
 """Draws the tokens of one step from its logits.
 
-Draws are sorted into groups that are made alike, so that a draw pays for what it asks for and nothing else: a greedy
-one is an argmax of the model's own logits, only rows that a logits processor changes are copied, and only rows that ask
-for log-probabilities are normalised.
+Sample requests are sorted into groups that are sampled alike, so that each pays for what it asks for and nothing else:
+a greedy one is an argmax of the model's own logits, only rows that a logits processor changes are copied, and only rows
+that ask for log-probabilities are normalised.
 
 On a GPU the step's forward pass may still run when its tokens are drawn, so nothing is read from the device on the way:
 whatever can go wrong becomes a flag that is read with the tokens. On the CPU there is nothing to wait for, and results
@@ -42,53 +42,57 @@ from quire_engine.sampling.sample_ops import (
 
 
 @dataclass(frozen=True, slots=True)
-class DrawGroup:
-    """Draws that are made alike: the state of each one's sequence, its index among the step's draws, and its row of the
-    logits.
+class SamplingGroup:
+    """Sample requests that are sampled alike: the state of each one's sequence, its index among the step's sample
+    requests, and its row of the logits.
     """
 
     states: list[SequenceSamplingState] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
 
-    def without(self, sequence_ids: Container[int]) -> "DrawGroup":
-        """The draws of all other sequences."""
-        kept = [place for place, state in enumerate(self.states) if state.sequence_id not in sequence_ids]
-        return DrawGroup(
-            [self.states[place] for place in kept],
-            [self.indices[place] for place in kept],
-            [self.rows[place] for place in kept],
+    def without(self, sequence_ids: Container[int]) -> "SamplingGroup":
+        """The sample requests of all other sequences."""
+        kept = [i for i, state in enumerate(self.states) if state.sequence_id not in sequence_ids]
+        return SamplingGroup(
+            [self.states[i] for i in kept],
+            [self.indices[i] for i in kept],
+            [self.rows[i] for i in kept],
         )
 
     def select(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits of each draw, [D, V]; ``logits`` itself, not copied, if they are all of its rows in order."""
+        """The logits of each sample request, [D, V]; ``logits`` itself, not copied, if they are all of its rows in
+        order.
+        """
         return select_rows(logits, self.rows)
 
     def select_copy(self, logits: torch.Tensor) -> torch.Tensor:
-        """A copy of the logits of each draw, float32 [D, V]."""
+        """A copy of the logits of each sample request, float32 [D, V]."""
         taken = self.select(logits)
         return taken.to(torch.float32, copy=taken is logits)
 
     def sampling_metadata(self) -> SamplingMetadata:
-        """The sampling parameters of each draw."""
-        draws = [state.draw for state in self.states]
-        seeds, positions = [draw.seed for draw in draws], [len(draw.token_ids) for draw in draws]
-        return SamplingMetadata.from_params([draw.params for draw in draws], seeds, positions)
+        """The sampling parameters of each sample request."""
+        requests = [state.sample_request for state in self.states]
+        seeds, positions = [request.seed for request in requests], [len(request.token_ids) for request in requests]
+        return SamplingMetadata.from_params([request.params for request in requests], seeds, positions)
 
 
 @dataclass(frozen=True, slots=True)
-class DrawGroups:
-    """The draws of a step, grouped by how they are made. Those of ``with_logprobs`` are in another group too."""
+class SamplingGroups:
+    """The sample requests of a step, grouped by how they are sampled. Those of ``with_logprobs`` are in another group
+    too.
+    """
 
-    greedy: DrawGroup = field(default_factory=DrawGroup)
-    random: DrawGroup = field(default_factory=DrawGroup)
-    processed: DrawGroup = field(default_factory=DrawGroup)
-    beams: DrawGroup = field(default_factory=DrawGroup)
-    with_logprobs: DrawGroup = field(default_factory=DrawGroup)
+    greedy: SamplingGroup = field(default_factory=SamplingGroup)
+    random: SamplingGroup = field(default_factory=SamplingGroup)
+    processed: SamplingGroup = field(default_factory=SamplingGroup)
+    beams: SamplingGroup = field(default_factory=SamplingGroup)
+    with_logprobs: SamplingGroup = field(default_factory=SamplingGroup)
 
     @classmethod
-    def from_states(cls, states: Sequence[SequenceSamplingState], rows: Sequence[int]) -> "DrawGroups":
-        """Sorts the draws of ``states``, each from its row of ``rows``."""
+    def from_states(cls, states: Sequence[SequenceSamplingState], rows: Sequence[int]) -> "SamplingGroups":
+        """Sorts the sample requests of ``states``, each sampled from its row of ``rows``."""
         groups = cls()
         for index, (state, row) in enumerate(zip(states, rows, strict=True)):
             if state.is_beam:
@@ -103,7 +107,7 @@ class DrawGroups:
                 each.rows.append(row)
         return groups
 
-    def without(self, failed: Container[int]) -> "DrawGroups":
+    def without(self, failed: Container[int]) -> "SamplingGroups":
         """The groups without the sequences ``failed``, whose grammars have failed."""
         return replace(self, processed=self.processed.without(failed), beams=self.beams.without(failed))
 
@@ -122,12 +126,12 @@ def index_array(indices: Sequence[int]) -> TokenArray:
 
 @dataclass(frozen=True, slots=True)
 class HostCopies:
-    """What is copied to the host; None for what no draw asks for.
+    """What is copied to the host; None for what no sample request asks for.
 
     ``sampled``: the token ids [D] int64, and which rows of the logits are finite, [R] bool. ``allowed`` [D] bool: for
-    which draws of the group ``processed`` any token is allowed. ``candidates``: log-probabilities and token ids of the
-    group ``beams``, both [D, C], and for which of them any token is allowed, [D] bool. ``logprobs``: of the group
-    ``with_logprobs``, as ``compute_logprobs`` returns them.
+    which sample requests of the group ``processed`` any token is allowed. ``candidates``: log-probabilities and token
+    ids of the group ``beams``, both [D, C], and for which of them any token is allowed, [D] bool. ``logprobs``: of the
+    group ``with_logprobs``, as ``compute_logprobs`` returns them.
     """
 
     sampled: HostCopy
@@ -138,20 +142,20 @@ class HostCopies:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """The draws of a step. ``token_ids`` [D] int64 are on the device of the logits, in the order of the draws, for the
-    next step to read; a draw that fails or that is a beam's has token 0.
+    """What was sampled in a step. ``token_ids`` [D] int64 are on the device of the logits, in the order of the sample
+    requests, for the next step to read; one that fails or that is a beam's has token 0.
     """
 
     token_ids: torch.Tensor
     _states: Sequence[SequenceSamplingState]
     _rows: Sequence[int]
-    _groups: DrawGroups
+    _groups: SamplingGroups
     _grammar_errors: Mapping[int, QuireError]
     _copies: HostCopies
 
     def fetch_into(self, result: ModelOutput) -> None:
-        """Waits until the draws are made, and writes into ``result`` what came of each: a token, with its
-        log-probabilities where they are asked for, candidates, or an error. A draw that has an error there already is
+        """Waits until the tokens are drawn, and writes into ``result`` what came of each sample request: a token, with
+        its log-probabilities where they are asked for, candidates, or an error. One that has an error there already is
         left out.
         """
         copies = self._copies
@@ -169,7 +173,7 @@ class SamplerOutput:
             self._fetch_candidates(copies.candidates, result)
 
     def _fetch_errors(self, row_is_finite: Sequence[bool], result: ModelOutput) -> None:
-        """Writes what went wrong, for each draw the first error."""
+        """Writes what went wrong, for each sample request the first error."""
         for state, row in zip(self._states, self._rows, strict=True):
             if not row_is_finite[row]:
                 result.errors.setdefault(state.sequence_id, non_finite_error())
@@ -180,7 +184,7 @@ class SamplerOutput:
             if copy is not None:
                 for state, is_allowed in zip(group.states, copy.wait()[-1].tolist(), strict=True):
                     if not is_allowed:
-                        result.errors.setdefault(state.sequence_id, _no_token_allowed_error(state.draw))
+                        result.errors.setdefault(state.sequence_id, _no_token_allowed_error(state.sample_request))
 
     def _fetch_logprobs(self, copy: HostCopy, result: ModelOutput) -> None:
         group = self._groups.with_logprobs
@@ -193,13 +197,13 @@ class SamplerOutput:
         values, ids = (part.tolist() for part in copy.wait()[:2])
         for state, token_ids, logprobs in zip(self._groups.beams.states, ids, values, strict=True):
             if state.sequence_id not in result.errors:
-                count = min(state.draw.num_candidates, sum(logprob > -torch.inf for logprob in logprobs))
+                count = min(state.sample_request.num_candidates, sum(logprob > -torch.inf for logprob in logprobs))
                 result.candidates[state.sequence_id] = BeamCandidates(token_ids[:count], logprobs[:count])
 
 
-def num_top_logprobs(group: DrawGroup) -> list[int]:
-    """How many of the most probable tokens each draw wants with its own."""
-    return [state.draw.params.logprobs or 0 for state in group.states]
+def num_top_logprobs(group: SamplingGroup) -> list[int]:
+    """How many of the most probable tokens each sample request wants with its own."""
+    return [state.sample_request.params.logprobs or 0 for state in group.states]
 
 
 def non_finite_error() -> QuireError:
@@ -207,15 +211,15 @@ def non_finite_error() -> QuireError:
     return QuireError(ErrorCode.INTERNAL, "The model computed numbers that are not finite for this request.")
 
 
-def _no_token_allowed_error(draw: SampleRequest) -> QuireError:
-    param = grammar_param(draw) if draw.grammar else "bad_words" if draw.params.bad_words else "min_tokens"
+def _no_token_allowed_error(request: SampleRequest) -> QuireError:
+    param = grammar_param(request) if request.grammar else "bad_words" if request.params.bad_words else "min_tokens"
     return invalid(param, f"The output cannot go on: {param} and what it is combined with allow no token any more.")
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerInput:
-    """The draws of a step whose logits are being computed, and the grammar bitmask that is being filled meanwhile; None
-    where no draw has a grammar.
+    """The sample requests of a step whose logits are being computed, and the grammar bitmask that is being filled
+    meanwhile; None where none has a grammar.
     """
 
     states: list[SequenceSamplingState]
@@ -226,9 +230,9 @@ MAX_CACHED_SEQUENCES = 1 << 16
 
 
 class Sampler:
-    """Makes the draws of one step after the other, and caches what their sequences need for the next. Used by one
-    thread. ``allow_sync``: whether a draw may wait for the device where that saves it work; by default only on the CPU.
-    It makes no difference to what is drawn.
+    """Samples the tokens of one step after the other, and caches what their sequences need for the next. Used by one
+    thread. ``allow_sync``: whether sampling may wait for the device where that saves it work; by default only on the
+    CPU. It makes no difference to what is drawn.
     """
 
     def __init__(self, vocab_size: int, *, allow_sync: bool | None = None) -> None:
@@ -243,15 +247,15 @@ class Sampler:
             self._states.pop(sequence_id, None)
 
     def prepare(self, sample_requests: Sequence[SampleRequest]) -> SamplerInput:
-        """Looks up the state of each draw's sequence, and starts to fill the bitmask of those that have a grammar. The
-        token lists of these must hold every token before the one to be drawn.
+        """Looks up the state of each sample request's sequence, and starts to fill the bitmask of those that have a
+        grammar. The token lists of these must hold every token before the one to be drawn.
         """
         states = []
-        for draw in sample_requests:
-            state = self._states.get(draw.sequence_id)
+        for request in sample_requests:
+            state = self._states.get(request.sequence_id)
             # Cached state is for the same SampleRequest object only: another scheduler may use the same sequence ids.
-            if state is None or state.draw is not draw:
-                state = self._states[draw.sequence_id] = SequenceSamplingState(draw, self.vocab_size)
+            if state is None or state.sample_request is not request:
+                state = self._states[request.sequence_id] = SequenceSamplingState(request, self.vocab_size)
                 if len(self._states) > MAX_CACHED_SEQUENCES:
                     del self._states[next(iter(self._states))]
             states.append(state)
@@ -259,32 +263,36 @@ class Sampler:
         return SamplerInput(states, self._filler.start(grammars) if grammars else None)
 
     def sample(self, prepared: SamplerInput, logits: torch.Tensor, rows: Sequence[int]) -> SamplerOutput:
-        """Makes each draw from its row of ``logits`` [R, V], any float dtype: ``rows[i]`` is the row of draw i.
+        """Samples from ``logits`` [R, V], any float dtype: ``rows[i]`` is the row that sample request i draws from.
 
         Everything is enqueued on the device of ``logits``, which is not waited for; the bitmask, which the host fills,
         is. From then on ``logits`` may be overwritten by what is enqueued later.
         """
         allow_sync = logits.device.type == "cpu" if self._allow_sync is None else self._allow_sync
         token_ids = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
-        draws = _SamplingPass(logits, token_ids, allow_sync)
-        groups, bitmask = DrawGroups.from_states(prepared.states, rows), NO_GRAMMARS
+        sampling_pass = _SamplingPass(logits, token_ids, allow_sync)
+        groups, bitmask = SamplingGroups.from_states(prepared.states, rows), NO_GRAMMARS
         if groups.greedy.states:
-            draws.write_tokens(groups.greedy, lowest_argmax(groups.greedy.select(logits), allow_sync=allow_sync))
+            sampling_pass.write_tokens(
+                groups.greedy, lowest_argmax(groups.greedy.select(logits), allow_sync=allow_sync)
+            )
         if groups.random.states:
-            draws.write_tokens(groups.random, draws.sample(groups.random, groups.random.select_copy(logits)))
+            sampling_pass.write_tokens(
+                groups.random, sampling_pass.sample(groups.random, groups.random.select_copy(logits))
+            )
         if prepared.bitmask is not None:  # it was being filled meanwhile
             bitmask = prepared.bitmask.wait()
             if bitmask.errors:
                 groups = groups.without(bitmask.errors)
         finite = finite_rows(logits, allow_sync=allow_sync)
-        allowed = draws.sample_processed(groups.processed, bitmask) if groups.processed.states else None
-        candidates = draws.beam_candidates(groups.beams, bitmask) if groups.beams.states else None
+        allowed = sampling_pass.sample_processed(groups.processed, bitmask) if groups.processed.states else None
+        candidates = sampling_pass.beam_candidates(groups.beams, bitmask) if groups.beams.states else None
         token_ids.mul_(select_rows(finite, rows))
         copies = HostCopies(
             sampled=HostCopy([token_ids, finite]),
             allowed=None if allowed is None else HostCopy([allowed]),
             candidates=None if candidates is None else HostCopy(candidates),
-            logprobs=HostCopy(draws.logprobs(groups.with_logprobs)) if groups.with_logprobs.states else None,
+            logprobs=HostCopy(sampling_pass.logprobs(groups.with_logprobs)) if groups.with_logprobs.states else None,
         )
         return SamplerOutput(token_ids, prepared.states, rows, groups, bitmask.errors, copies)
 
@@ -301,37 +309,37 @@ class _SamplingPass:
     token_ids: torch.Tensor
     allow_sync: bool
 
-    def write_tokens(self, group: DrawGroup, token_ids: torch.Tensor) -> None:
-        """Takes the tokens [D] of a group's draws."""
+    def write_tokens(self, group: SamplingGroup, token_ids: torch.Tensor) -> None:
+        """Writes the tokens [D] of a group."""
         if len(group.indices) == len(self.token_ids):
             self.token_ids.copy_(token_ids)
         else:
             (indices,) = upload_arrays((index_array(group.indices),), self.token_ids.device)
             self.token_ids.index_copy_(0, indices, token_ids)
 
-    def sample(self, group: DrawGroup, scores: torch.Tensor) -> torch.Tensor:
-        """Draws one token from each row of ``scores``, with the parameters of the group's draws."""
+    def sample(self, group: SamplingGroup, scores: torch.Tensor) -> torch.Tensor:
+        """Draws one token from each row of ``scores``, with the parameters of the group's sample requests."""
         return sample(scores, group.sampling_metadata(), allow_sync=self.allow_sync)
 
-    def sample_processed(self, group: DrawGroup, bitmask: GrammarBitmask) -> torch.Tensor:
-        """Makes the draws that have logits processors. Returns for which of them any token is allowed, [D] bool."""
+    def sample_processed(self, group: SamplingGroup, bitmask: GrammarBitmask) -> torch.Tensor:
+        """Samples those that have logits processors. Returns for which of them any token is allowed, [D] bool."""
         scores = group.select_copy(self.logits)
         apply_logits_processors(scores, group.states, bitmask)
         allowed = scores.amax(-1) > -torch.inf
         self.write_tokens(group, self.sample(group, scores).mul_(allowed))
         return allowed
 
-    def beam_candidates(self, group: DrawGroup, bitmask: GrammarBitmask) -> list[torch.Tensor]:
-        """The best candidates of each draw: log-probabilities and token ids, both [D, C], and for which draws any token
+    def beam_candidates(self, group: SamplingGroup, bitmask: GrammarBitmask) -> list[torch.Tensor]:
+        """The best candidates of each beam: log-probabilities and token ids, both [D, C], and for which beams any token
         is allowed, [D] bool. Normalised first and processed then, as in transformers' beam search.
         """
         scores = group.select(self.logits).float().log_softmax(-1)
         apply_logits_processors(scores, group.states, bitmask)
-        count = max(state.draw.num_candidates for state in group.states)
+        count = max(state.sample_request.num_candidates for state in group.states)
         allowed = scores.amax(-1) > -torch.inf
         return [*stable_topk(scores, count, allow_sync=self.allow_sync), allowed]
 
-    def logprobs(self, group: DrawGroup) -> list[torch.Tensor]:
+    def logprobs(self, group: SamplingGroup) -> list[torch.Tensor]:
         """The log-probabilities of a group's drawn tokens, as ``compute_logprobs`` returns them."""
         token_ids = select_rows(self.token_ids, group.indices)
         num_top = max(num_top_logprobs(group))
@@ -375,5 +383,5 @@ def _write_result(chunk: ScheduledChunk, made: Sequence[TokenLogprobs | None], r
     if len(logprobs) == len(made):
         result.prompt_logprobs[chunk.sequence_id] = logprobs
         return
-    ids = (chunk.sequence_id, *(draw.sequence_id for draw in chunk.draws))
+    ids = (chunk.sequence_id, *(request.sequence_id for request in chunk.sample_requests))
     result.errors.update((sequence_id, non_finite_error()) for sequence_id in ids)

@@ -63,7 +63,7 @@ class LatencyModel:
 
     def timings(self, plan: SchedulerOutput, block_size: int, block_bytes: int) -> StepTimings:
         """Seconds of each part of the step, before jitter and without the overhead."""
-        num_draws = sum(len(chunk.draws) for chunk in plan.chunks)
+        num_draws = sum(len(chunk.sample_requests) for chunk in plan.chunks)
         return StepTimings(
             swap=plan.num_swapped_blocks * block_bytes / self.bytes_per_second
             + len(plan.blocks_to_copy) * 2 * block_size * self.context_seconds,
@@ -132,8 +132,8 @@ class SimulatedExecutor:
         """The output of the step, without its timings."""
         result = ModelOutput()
         for chunk in plan.chunks:
-            for draw in chunk.draws:
-                self._draw(chunk, draw, result)
+            for request in chunk.sample_requests:
+                self._sample(chunk, request, result)
             if chunk.prompt_logprob_targets:
                 result.prompt_logprobs[chunk.sequence_id] = self._score(chunk)
         return result
@@ -153,23 +153,23 @@ class SimulatedExecutor:
     def close(self) -> None:
         """Does nothing, as nothing is allocated."""
 
-    def _draw(self, chunk: ScheduledChunk, draw: SampleRequest, result: ModelOutput) -> None:
-        greedy = draw.params.greedy or draw.num_candidates > 0
-        place = splitmix(self._seed, chunk.end, _last_token(chunk, draw), 0 if greedy else draw.seed + 1)
-        banned = _banned(draw)
-        if draw.num_candidates:
-            ranking = self._ranking(place, draw.num_candidates, banned)
+    def _sample(self, chunk: ScheduledChunk, request: SampleRequest, result: ModelOutput) -> None:
+        greedy = request.params.greedy or request.num_candidates > 0
+        place = splitmix(self._seed, chunk.end, _last_token(chunk, request), 0 if greedy else request.seed + 1)
+        banned = _banned(request)
+        if request.num_candidates:
+            ranking = self._ranking(place, request.num_candidates, banned)
             token_ids, logprobs = zip(*ranking, strict=True)
-            result.candidates[draw.sequence_id] = BeamCandidates(list(token_ids), list(logprobs))
+            result.candidates[request.sequence_id] = BeamCandidates(list(token_ids), list(logprobs))
             return
-        if not (banned or draw.params.wants_logprobs):
-            result.token_ids[draw.sequence_id] = place % self._vocab_size
+        if not (banned or request.params.wants_logprobs):
+            result.token_ids[request.sequence_id] = place % self._vocab_size
             return
-        ranking = self._ranking(place, max(1, draw.params.logprobs or 0), banned)
-        result.token_ids[draw.sequence_id] = ranking[0][0]
-        if draw.params.wants_logprobs:
-            top = tuple(ranking[: draw.params.logprobs or 0])
-            result.logprobs[draw.sequence_id] = TokenLogprobs(ranking[0][1], top)
+        ranking = self._ranking(place, max(1, request.params.logprobs or 0), banned)
+        result.token_ids[request.sequence_id] = ranking[0][0]
+        if request.params.wants_logprobs:
+            top = tuple(ranking[: request.params.logprobs or 0])
+            result.logprobs[request.sequence_id] = TokenLogprobs(ranking[0][1], top)
 
     def _ranking(self, place: int, count: int, banned: frozenset[int]) -> Ranking:
         """The ``count`` most probable tokens at a place, or all of a smaller vocabulary, best first."""
@@ -215,16 +215,16 @@ class SimulatedStep:
         return self._result
 
 
-def _last_token(chunk: ScheduledChunk, draw: SampleRequest) -> int:
+def _last_token(chunk: ScheduledChunk, request: SampleRequest) -> int:
     """The token before the one to be sampled. May be any token if the sequence ended before it was sampled."""
     last = chunk.token_ids[-1]
-    return draw.token_ids[-1] if last == PLACEHOLDER_TOKEN_ID else last
+    return request.token_ids[-1] if last == PLACEHOLDER_TOKEN_ID else last
 
 
-def _banned(draw: SampleRequest) -> frozenset[int]:
+def _banned(request: SampleRequest) -> frozenset[int]:
     """The stop tokens, as long as the output has fewer than ``min_tokens``."""
-    is_early = len(draw.token_ids) - draw.num_prompt_tokens < draw.params.min_tokens
-    return draw.stop_token_ids if is_early else frozenset()
+    is_early = len(request.token_ids) - request.num_prompt_tokens < request.params.min_tokens
+    return request.stop_token_ids if is_early else frozenset()
 
 
 def _logprob(place: int, rank: int) -> float:

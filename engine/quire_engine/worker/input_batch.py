@@ -19,8 +19,9 @@ class ModelInput:
     """The tokens of a step, packed in the order of its chunks: all that a forward pass needs, as plain numbers.
 
     ``token_ids`` [T] int64. ``sampled_rows`` [S] int64 are the places in the batch of the tokens whose logits are drawn
-    from, the last of each chunk with draws; ``prompt_logprob_rows`` [N] int64 those of the tokens that targets follow.
-    ``pending_rows`` [P] int64 are the places of tokens that are not known yet, as they are drawn by the step before.
+    from, the last of each chunk with sample requests; ``prompt_logprob_rows`` [N] int64 those of the tokens that
+    targets follow. ``pending_rows`` [P] int64 are the places of tokens that are not known yet, as they are drawn by the
+    step before.
     """
 
     token_ids: torch.Tensor
@@ -50,15 +51,15 @@ class ModelInput:
 class InputBatch:
     """What a step computes and what is made of it.
 
-    ``draws`` are all of the step's; ``draw_rows`` says from which of the S sampled rows each one is, and
+    ``sample_requests`` are all of the step's; ``logits_rows`` says from which of the S sampled rows each one draws, and
     ``awaits_token`` whether a token before it is pending. ``prompt_logprob_chunks`` are those with
     targets. ``pending_sequence_ids`` are the sequences whose last token is pending, in the order of ``ModelInput``'s
     ``pending_rows``.
     """
 
     model_input: ModelInput
-    draws: list[SampleRequest]
-    draw_rows: list[int]
+    sample_requests: list[SampleRequest]
+    logits_rows: list[int]
     awaits_token: list[bool]
     prompt_logprob_chunks: list[ScheduledChunk]
     pending_sequence_ids: list[int]
@@ -77,21 +78,21 @@ def prepare_inputs(chunks: Sequence[ScheduledChunk], block_size: int) -> InputBa
     page_lists = [chunk.block_ids[:count] for chunk, count in zip(chunks, page_counts.tolist(), strict=True)]
     page_ids = np.fromiter(chain.from_iterable(page_lists), np.int32, int(page_indptr[-1]))
     of_attention = query_indptr, page_indptr, page_ids, last_page_len, context_lens, positions
-    sampled = [chunk for chunk in chunks if chunk.draws]
+    sampled = [chunk for chunk in chunks if chunk.sample_requests]
     pending = [chunk for chunk in chunks if chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID]
     prompt_logprob_chunks = [chunk for chunk in chunks if chunk.prompt_logprob_targets]
     model_input = ModelInput(
         token_ids=torch.from_numpy(token_ids),
         attention=AttentionBatch(*[torch.from_numpy(array.astype(np.int32, copy=False)) for array in of_attention]),
-        sampled_rows=torch.from_numpy((query_indptr[1:] - 1)[[bool(chunk.draws) for chunk in chunks]]),
+        sampled_rows=torch.from_numpy((query_indptr[1:] - 1)[[bool(chunk.sample_requests) for chunk in chunks]]),
         prompt_logprob_rows=_prompt_logprob_rows(chunks, query_indptr) if prompt_logprob_chunks else _NO_ROWS,
         pending_rows=torch.from_numpy(np.flatnonzero(token_ids == PLACEHOLDER_TOKEN_ID)) if pending else _NO_ROWS,
     )
     return InputBatch(
         model_input,
-        draws=[draw for chunk in sampled for draw in chunk.draws],
-        draw_rows=[row for row, chunk in enumerate(sampled) for _ in chunk.draws],
-        awaits_token=[chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID for chunk in sampled for _ in chunk.draws],
+        sample_requests=[request for chunk in sampled for request in chunk.sample_requests],
+        logits_rows=[row for row, chunk in enumerate(sampled) for _ in chunk.sample_requests],
+        awaits_token=[chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID for chunk in sampled for _ in chunk.sample_requests],
         prompt_logprob_chunks=prompt_logprob_chunks,
         pending_sequence_ids=[chunk.sequence_id for chunk in pending],
     )

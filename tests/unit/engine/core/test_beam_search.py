@@ -138,7 +138,7 @@ class Forbidding(PagedExecutor):
         result = super().execute_model(plan)
         for chunk in plan.chunks:
             allowed = 1 if chunk.end < 8 else 0
-            for found in (result.candidates[draw.sequence_id] for draw in chunk.draws):
+            for found in (result.candidates[request.sequence_id] for request in chunk.sample_requests):
                 del found.token_ids[allowed:], found.logprobs[allowed:]
         return result
 

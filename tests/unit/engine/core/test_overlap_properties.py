@@ -78,7 +78,12 @@ class OverlapMachine(EngineMachine):
     def check_plan(self, plan: SchedulerOutput) -> None:
         super().check_plan(plan)
         pending = [chunk for chunk in plan.chunks if PLACEHOLDER_TOKEN_ID in chunk.token_ids]
-        under_way = {draw.sequence_id for step in self.executor.under_way for c in step.plan.chunks for draw in c.draws}
+        under_way = {
+            request.sequence_id
+            for step in self.executor.under_way
+            for c in step.plan.chunks
+            for request in c.sample_requests
+        }
         assert all(chunk.sequence_id in under_way for chunk in pending), "nothing draws the token that is pending"
 
     @rule(pace=st.sampled_from([*PACES]), seed=st.integers(0, 99))

@@ -72,7 +72,9 @@ class Bench:
     def step(self) -> SchedulerOutput:
         plan = self.scheduler.schedule()
         self.order += [name for name in self.scheduler.request_ids(plan) if name not in self.order]
-        self.scheduler.update_from_output(plan, ModelOutput({d.sequence_id: 9 for c in plan.chunks for d in c.draws}))
+        self.scheduler.update_from_output(
+            plan, ModelOutput({d.sequence_id: 9 for c in plan.chunks for d in c.sample_requests})
+        )
         return plan
 
     def drain(self) -> list[str]:

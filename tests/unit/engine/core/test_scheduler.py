@@ -31,7 +31,9 @@ class Bench:
 
     def step(self) -> SchedulerOutput:
         plan = self.scheduler.schedule()
-        self.scheduler.update_from_output(plan, ModelOutput({d.sequence_id: 9 for c in plan.chunks for d in c.draws}))
+        self.scheduler.update_from_output(
+            plan, ModelOutput({d.sequence_id: 9 for c in plan.chunks for d in c.sample_requests})
+        )
         return plan
 
     def step_until(self, condition: Callable[[SchedulerOutput], object]) -> SchedulerOutput:
@@ -60,13 +62,13 @@ def test_decodes_come_before_a_long_prompt_which_takes_what_is_left_of_the_budge
     assert lengths(bench.step()) == [(0, 1), (1, 1), (2, 8)]
     last = bench.step()
     assert lengths(last) == [(0, 1), (1, 1), (2, 1)]
-    assert last.chunks[2].draws, "the last token of the prompt draws the first of the output"
+    assert last.chunks[2].sample_requests, "the last token of the prompt draws the first of the output"
 
 
 def test_a_chunk_that_does_not_reach_the_end_draws_nothing() -> None:
     bench = Bench(max_num_batched_tokens=10)
     bench.add("a", 25)
-    assert [bool(bench.step().chunks[0].draws) for _ in range(3)] == [False, False, True]
+    assert [bool(bench.step().chunks[0].sample_requests) for _ in range(3)] == [False, False, True]
 
 
 def test_a_prompt_is_admitted_only_when_all_of_it_fits() -> None:

@@ -11,7 +11,7 @@ from quire_engine.sampling.sample_ops import MAX_ROWS, MAX_VALUES, max_rows_at_o
 from quire_engine.sampling.sampler import compute_prompt_logprobs
 from quire_proto.errors import ErrorCode
 
-from tests.support.sampling_inputs import make_draw, some_logits, some_tokens
+from tests.support.sampling_inputs import make_sample_request, some_logits, some_tokens
 
 VOCAB = 30
 
@@ -69,7 +69,7 @@ def test_a_piece_is_bounded_in_rows_and_in_numbers(vocab_size: int) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_prompt_whose_logits_are_not_finite_ends_alone_with_all_that_is_drawn_from_it(bad: float) -> None:
     chunks = [chunk(0, 4, 4, 2), chunk(1, 4, 4, 2), chunk(2, 4, 4, 2)]
-    chunks[1].draws = (make_draw(1, [1]), make_draw(7, [1]))
+    chunks[1].sample_requests = (make_sample_request(1, [1]), make_sample_request(7, [1]))
     logits = some_logits(12, VOCAB)
     expected = scored(chunks, logits)[0].prompt_logprobs
     logits[6, 3] = bad

@@ -30,8 +30,8 @@ def executor(seed: int = 0, latency: LatencyModel = LATENCY) -> tuple[SimulatedE
 
 
 @st.composite
-def draws(draw: st.DrawFn, sequence_id: int, token_ids: list[int]) -> SampleRequest:
-    """A draw of any kind, somewhere in an output."""
+def sample_requests(draw: st.DrawFn, sequence_id: int, token_ids: list[int]) -> SampleRequest:
+    """A sample request of any kind, somewhere in an output."""
     logprobs = draw(st.sampled_from([None, 0, 3]))
     min_tokens = draw(st.integers(0, 3))
     params = SamplingParams(
@@ -59,7 +59,7 @@ def chunks(draw: st.DrawFn, sequence_id: int) -> ScheduledChunk:
         token_ids[start:],
         start,
         list(range(1, 6)),
-        tuple(draw(draws(1000 * sequence_id + index, token_ids)) for index in range(count)),
+        tuple(draw(sample_requests(1000 * sequence_id + index, token_ids)) for index in range(count)),
         prompt_logprob_targets=[draw(st.integers(0, VOCAB_SIZE - 1)) for _ in range(num_targets)],
         num_prompt_logprobs=draw(st.sampled_from([0, 2])),
     )
@@ -80,10 +80,10 @@ def plans(draw: st.DrawFn) -> SchedulerOutput:
 @given(plans())
 def test_every_draw_has_exactly_one_answer_and_every_target_a_score(plan: SchedulerOutput) -> None:
     result = executor()[0].execute_model(plan)
-    asked = [draw for chunk in plan.chunks for draw in chunk.draws]
-    assert set(result.token_ids) == {draw.sequence_id for draw in asked if not draw.num_candidates}
-    assert set(result.candidates) == {draw.sequence_id for draw in asked if draw.num_candidates}
-    scored = {draw.sequence_id for draw in asked if draw.params.wants_logprobs and not draw.num_candidates}
+    asked = [request for chunk in plan.chunks for request in chunk.sample_requests]
+    assert set(result.token_ids) == {request.sequence_id for request in asked if not request.num_candidates}
+    assert set(result.candidates) == {request.sequence_id for request in asked if request.num_candidates}
+    scored = {request.sequence_id for request in asked if request.params.wants_logprobs and not request.num_candidates}
     assert set(result.logprobs) == scored
     assert not result.errors
     targets = {
@@ -113,23 +113,23 @@ def test_counts_of_candidates_and_top_tokens_are_those_asked_for(plan: Scheduler
         assert all(
             len(score.top) == chunk.num_prompt_logprobs for score in result.prompt_logprobs.get(chunk.sequence_id, [])
         )
-        for draw in chunk.draws:
-            if draw.num_candidates:
-                assert len(result.candidates[draw.sequence_id].token_ids) == draw.num_candidates
-            elif draw.params.logprobs:
-                score = result.logprobs[draw.sequence_id]
-                assert len(score.top) == draw.params.logprobs
-                assert score.top[0] == (result.token_ids[draw.sequence_id], score.logprob)
+        for sample_request in chunk.sample_requests:
+            if sample_request.num_candidates:
+                assert len(result.candidates[sample_request.sequence_id].token_ids) == sample_request.num_candidates
+            elif sample_request.params.logprobs:
+                score = result.logprobs[sample_request.sequence_id]
+                assert len(score.top) == sample_request.params.logprobs
+                assert score.top[0] == (result.token_ids[sample_request.sequence_id], score.logprob)
 
 
 @given(plans())
 def test_nothing_that_ends_a_sequence_is_drawn_before_min_tokens(plan: SchedulerOutput) -> None:
     result = executor()[0].execute_model(plan)
-    for draw in (draw for chunk in plan.chunks for draw in chunk.draws):
-        drawn = result.candidates[draw.sequence_id].token_ids if draw.num_candidates else []
-        drawn = drawn or [result.token_ids[draw.sequence_id]]
-        if len(draw.token_ids) - draw.num_prompt_tokens < draw.params.min_tokens:
-            assert not draw.stop_token_ids.intersection(drawn)
+    for sample_request in (each for chunk in plan.chunks for each in chunk.sample_requests):
+        drawn = result.candidates[sample_request.sequence_id].token_ids if sample_request.num_candidates else []
+        drawn = drawn or [result.token_ids[sample_request.sequence_id]]
+        if len(sample_request.token_ids) - sample_request.num_prompt_tokens < sample_request.params.min_tokens:
+            assert not sample_request.stop_token_ids.intersection(drawn)
 
 
 @given(plans())
@@ -148,9 +148,11 @@ def test_tokens_differ_by_seed_and_position_and_greedy_ones_by_position_alone() 
         run = SimulatedExecutor(CAPACITY, LATENCY, seed=seed, sleep=lambda _: None).execute_model
         tokens = []
         for position in range(1, 9):
-            draw = SampleRequest(0, SamplingParams(temperature=temperature), draw_seed, [5] * position, 1)
+            sample_request = SampleRequest(0, SamplingParams(temperature=temperature), draw_seed, [5] * position, 1)
             tokens.append(
-                run(SchedulerOutput(1, [ScheduledChunk(0, [5], position - 1, [1, 2, 3], (draw,))])).token_ids[0]
+                run(SchedulerOutput(1, [ScheduledChunk(0, [5], position - 1, [1, 2, 3], (sample_request,))])).token_ids[
+                    0
+                ]
             )
         return tokens
 
@@ -173,7 +175,7 @@ def test_a_step_takes_the_time_of_the_formula(plan: SchedulerOutput) -> None:
     assert timings.forward == pytest.approx(forward)
     copies = len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in)
     assert timings.swap == pytest.approx(copies * 1000 / 1e6 + len(plan.blocks_to_copy) * 2 * 4 * 1e-4)
-    assert timings.sample == pytest.approx(1e-3 * sum(len(chunk.draws) for chunk in plan.chunks))
+    assert timings.sample == pytest.approx(1e-3 * sum(len(chunk.sample_requests) for chunk in plan.chunks))
     assert slept == pytest.approx([timings.swap + timings.forward + timings.sample + 0.002])
 
 

@@ -25,7 +25,7 @@ def test_the_largest_step_has_as_many_tokens_and_sequences_as_are_allowed(
     for chunk in plan.chunks:
         assert 1 <= len(chunk.token_ids) <= length
         assert len(chunk.block_ids) * block_size >= chunk.end
-        assert len(chunk.draws) == 1
+        assert len(chunk.sample_requests) == 1
         assert all(0 <= token < VOCAB for token in chunk.token_ids)
     assert len({chunk.sequence_id for chunk in plan.chunks}) == len(plan.chunks)
 
