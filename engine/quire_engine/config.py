@@ -89,9 +89,7 @@ class ExecutorConfig(_Frozen):
     tensor_parallel_size: int = Field(
         default=1, ge=1, le=64, description="Processes (on CUDA: GPUs) that share the model's layers."
     )
-    enforce_eager: bool = Field(
-        default=False, description="Never record decode steps, as CUDA graphs or, on the CPU, as tapes."
-    )
+    enforce_eager: bool = Field(default=False, description="Never capture decode steps, as CUDA graphs or CPU graphs.")
     async_scheduling: bool | None = Field(
         default=None, description="Plan a step while the one before it runs; by default where the device is a GPU."
     )

@@ -10,6 +10,11 @@ from typing import Protocol
 
 import torch
 
+MAX_GRAPH_BATCH_SIZE = 512
+"""The largest batch size of a CUDA graph: FlashInfer's shared workspace has room for it, and beyond it the kernels are
+long enough to hide their launches.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
@@ -70,10 +75,11 @@ class GraphAttention(AttentionBackend, Protocol):
     def for_graph(self, batch_size: int, max_pages: int) -> AttentionBackend:
         """A backend for the graph of one batch size: its ``forward`` can be captured, on memory that never moves.
 
-        ``prepare`` takes exactly ``batch_size`` chunks of one token with at most ``max_pages`` page ids in all, pads
-        included. A pad is a chunk of the null page: position 0, context 1, last_page_len 1. ``prepare`` runs outside
-        of the graph, before the capture and before every replay, on the stream that the graph runs on. ``forward`` has
-        to run once uncaptured before the capture, as every window that a layer asks for is learned there.
+        ``batch_size`` is at most ``MAX_GRAPH_BATCH_SIZE``. ``prepare`` takes exactly that many chunks of one token with
+        at most ``max_pages`` page ids in all, pads included. A pad is a chunk of the null page: position 0, context 1,
+        last_page_len 1. ``prepare`` runs outside of the graph, before the capture and before every replay, on the
+        stream that the graph runs on. ``forward`` has to run once uncaptured before the capture, as every window that a
+        layer asks for is learned there.
 
         The backends of all graphs and this one share memory for what is planned and computed: only what was prepared
         last may run.

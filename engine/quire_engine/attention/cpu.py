@@ -43,7 +43,7 @@ class CpuAttention:
         if use_kernel and self._kernels is None:
             raise RuntimeError("the CPU attention kernel is not available")
         self._plan: _Plan | None = None
-        # All calls point here, recorded ones too (see ``kernels.tape``): what stands here is the plan of the step.
+        # All calls point here, those of a CPU graph too: what stands here is the plan of the step.
         self._current = AttentionPlan()
 
     @property

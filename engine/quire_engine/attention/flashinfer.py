@@ -12,13 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire_engine.attention.base import AttentionBackend, AttentionBatch, AttentionShape
+from quire_engine.attention.base import MAX_GRAPH_BATCH_SIZE, AttentionBackend, AttentionBatch, AttentionShape
 from quire_engine.device.accelerator import stage_arrays
 
 LAYOUT = "HND"
 """FlashInfer's name for pages [kv_heads, block_size, head_dim]."""
-MAX_GRAPH_BATCH_SIZE = 512
-"""The largest batch size of a graph that the shared workspace has room for."""
 MIN_WORKSPACE_BYTES = 128 << 20
 """Bytes that FlashInfer recommends for it."""
 _BACKEND = "fa2"
@@ -160,7 +158,7 @@ class FlashInferAttention(_PlannedAttention):
         self._wrappers: dict[tuple[bool, int | None], Any] = {}
 
     def for_graph(self, batch_size: int, max_pages: int) -> AttentionBackend:
-        """See ``GraphAttention.for_graph``. ``batch_size`` is at most ``MAX_GRAPH_BATCH_SIZE``."""
+        """See ``GraphAttention.for_graph``."""
         if not 0 < batch_size <= MAX_GRAPH_BATCH_SIZE:
             raise ValueError(f"a graph's batch size is 1 to {MAX_GRAPH_BATCH_SIZE}, not {batch_size}")
         return _GraphDecode(self._shared, batch_size, max_pages)

@@ -1,8 +1,8 @@
-"""Tapes of decode steps on the CPU: recorded when a batch size first comes, replayed whenever it comes again.
+"""CPU graphs of decode steps: captured when a batch size first comes, replayed whenever it comes again.
 
 A decode step of a small model is hundreds of short kernels, and between two of them the interpreter takes as long as
-they do. What CUDA graphs are on a GPU (see ``cuda_graph``); but recording costs no more than the step itself, so sizes
-need no ladder and batches no padding.
+they do. They are what CUDA graphs are on a GPU (see ``cuda_graph``); but a capture costs no more than the step itself,
+so sizes need no ladder and batches no padding.
 """
 
 import ctypes
@@ -30,9 +30,9 @@ KERNELS = (
     *("quire_attention", "quire_linear", "quire_int8_linear"),
     *("quire_rms_norm", "quire_silu_mul", "quire_rotate"),
 )
-"""Those that can be recorded, as in ``tape.cpp``."""
+"""Those that can be captured, as in ``cpu_graph.cpp``."""
 
-# What torch may be asked for while a tape records: memory, and other views of it.
+# What torch may be asked for during a capture: memory, and other views of it.
 _ALLOCATIONS = ("empty", "new_empty", "empty_like")
 _VIEWS = (
     *("view", "_unsafe_view", "reshape", "split", "split_with_sizes", "tensor_split", "chunk", "unbind", "slice"),
@@ -44,11 +44,11 @@ _Listener = Callable[[None, object, tuple[object, ...]], None]
 
 
 class NotCapturableError(RuntimeError):
-    """A function does what a tape cannot repeat; the text says what."""
+    """A function does what a graph cannot repeat; the text says what."""
 
 
 class CpuGraph:
-    """The calls of the compiled kernels that a function made, recorded once with the memory that they used, and then
+    """The calls of the compiled kernels that a function made, captured once with the memory that they used, and then
     made again in one call, which costs the interpreter nothing. ``result`` is what the function returned, and where
     each replay puts it.
     """
@@ -65,23 +65,23 @@ class CpuGraph:
 
 
 def capture(work: Callable[[], torch.Tensor]) -> CpuGraph:
-    """Runs ``work`` once, and records what it asks of the kernels.
+    """Runs ``work`` once, and captures what it asks of the kernels.
 
     ``work`` may call kernels, make new tensors and take views of tensors. Memory that it lets go of is used again
-    within the tape, and nowhere else; what it did not make itself must outlive the tape. Raises ``NotCapturableError``
-    where it asks torch for anything else, after what it did before that.
+    within the graph, and nowhere else; what it did not make itself must outlive the graph. Raises
+    ``NotCapturableError`` where it asks torch for anything else, after what it did before that.
     """
     kernels = library()
     if kernels is None:
         raise NotCapturableError("the kernels are not compiled")
-    recording = _Capture()
-    with recording.listen(kernels), _CaptureMode(recording.allocator):
+    active = _Capture()
+    with active.listen(kernels), _CaptureMode(active.allocator):
         result = work()
-    return CpuGraph(kernels, recording.calls, [recording.structs, recording.allocator], result)
+    return CpuGraph(kernels, active.calls, [active.structs, active.allocator], result)
 
 
 class _Call(ctypes.Structure):
-    """A call of a kernel as numbers: field by field the struct of that name in ``tape.cpp``."""
+    """A call of a kernel as numbers: field by field the struct of that name in ``cpu_graph.cpp``."""
 
     _fields_ = (("play", ctypes.c_void_p), ("slots", ctypes.c_int64 * _SLOTS))
 
@@ -99,8 +99,8 @@ class _Capture:
 
     @classmethod
     def of_this_thread(cls) -> "_Capture | None":
-        """The recording whose ``listening`` this thread is in."""
-        return getattr(cls._of_this_thread, "recording", None)
+        """The capture in whose ``listen`` this thread is."""
+        return getattr(cls._of_this_thread, "active", None)
 
     @contextmanager
     def listen(self, kernels: ctypes.CDLL) -> Iterator[None]:
@@ -109,7 +109,7 @@ class _Capture:
         """
         functions = [getattr(kernels, name) for name in KERNELS]
         with self._one_at_a_time:
-            self._of_this_thread.recording = self
+            self._of_this_thread.active = self
             try:
                 for name, function in zip(KERNELS, functions, strict=True):
                     function.errcheck = _call_listener(kernels.quire_player(name.encode()))
@@ -117,7 +117,7 @@ class _Capture:
             finally:
                 for function in functions:
                     del function.errcheck
-                del self._of_this_thread.recording
+                del self._of_this_thread.active
 
     def add_call(self, play: int, arguments: tuple[object, ...]) -> None:
         """Notes a call that ``play`` can make again."""
@@ -143,19 +143,19 @@ def _call_listener(play: int) -> _Listener:
     """Tells of calls that ``play`` can make again."""
 
     def listen(_result: None, _function: object, arguments: tuple[object, ...]) -> None:
-        recording = _Capture.of_this_thread()
-        if recording is not None:
-            recording.add_call(play, arguments)
+        active = _Capture.of_this_thread()
+        if active is not None:
+            active.add_call(play, arguments)
 
     return listen
 
 
 class _CaptureMode(TorchDispatchMode):  # type: ignore[misc] # torch gives it no type
-    """Gives out memory of the arena, and lets nothing compute but the kernels."""
+    """Gives out memory of the graph, and lets nothing compute but the kernels."""
 
-    def __init__(self, arena: "_CaptureAllocator") -> None:
+    def __init__(self, allocator: "_CaptureAllocator") -> None:
         super().__init__()
-        self._arena = arena
+        self._allocator = allocator
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -165,12 +165,12 @@ class _CaptureMode(TorchDispatchMode):  # type: ignore[misc] # torch gives it no
         if name in _VIEWS:
             return func(*args, **options)
         if name in _ALLOCATIONS:
-            return self._arena.allocate_like(func(*args, **{**options, "device": "meta"}))
+            return self._allocator.allocate_like(func(*args, **{**options, "device": "meta"}))
         raise NotCapturableError(f"{name} is not one of the compiled kernels")
 
 
 class _CaptureAllocator:
-    """The memory of one tape. What a tensor had is given out again once nobody holds the tensor any more."""
+    """The memory of one graph. What a tensor had is given out again once nobody holds the tensor any more."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[ctypes.Array[ctypes.c_char]]] = {}
@@ -188,19 +188,19 @@ class _CaptureAllocator:
 
 # Beyond this the kernels are long enough to hide the interpreter.
 LARGEST_BATCH = 256
-# A tape takes about as much memory as one layer does while it computes.
+# A graph takes about as much memory as one layer does while it computes.
 MAX_GRAPHS = 64
 
 
 class _CapturedStep(NamedTuple):
-    """A tape, and where it reads what is new in each step."""
+    """A graph, and where it reads what is new in each step."""
 
     graph: CpuGraph
     inputs: LayerInputs
 
 
 def make_cpu_graphs(model: Model, kv: torch.Tensor, attention: AttentionBackend) -> "CpuGraphRunner | None":
-    """The tapes of ``model`` over ``kv``; None where it computes with more than the compiled kernels."""
+    """The graphs of ``model`` over ``kv``; None where it computes with more than the compiled kernels."""
     compiled = isinstance(attention, CpuAttention) and attention.is_compiled
     if not (compiled and model.capturable and hasattr(model, "layers")):
         return None
@@ -208,7 +208,7 @@ def make_cpu_graphs(model: Model, kv: torch.Tensor, attention: AttentionBackend)
 
 
 class CpuGraphRunner:
-    """The tapes of one model over one KV memory. Used by one thread, in inference mode."""
+    """The graphs of one model over one KV memory. Used by one thread, in inference mode."""
 
     def __init__(self, model: LayeredModel, kv: torch.Tensor, attention: CpuAttention) -> None:
         self._model = model
@@ -218,7 +218,7 @@ class CpuGraphRunner:
         self._not_capturable = False
 
     def can_run(self, size: int) -> bool:
-        """Whether a step of one token of each of ``size`` sequences may run from a tape."""
+        """Whether a step of one token of each of ``size`` sequences may run from a graph."""
         return size <= LARGEST_BATCH and not self._not_capturable
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -239,13 +239,13 @@ class CpuGraphRunner:
     def _capture(self, inputs: LayerInputs) -> torch.Tensor:
         states = inputs.hidden_states.clone()
         try:
-            tape = capture(lambda: self._model.layers(inputs, self._kv, self._attention))
+            graph = capture(lambda: self._model.layers(inputs, self._kv, self._attention))
         except NotCapturableError as error:
             log.info("decode steps are not recorded: %s", error)
             self._not_capturable = True
             # What was computed so far only wrote what is now written again.
             return self._model.layers(inputs._replace(hidden_states=states), self._kv, self._attention)
-        self._graphs[len(states)] = _CapturedStep(tape, inputs)
+        self._graphs[len(states)] = _CapturedStep(graph, inputs)
         if len(self._graphs) > MAX_GRAPHS:
             self._graphs.popitem(last=False)
-        return tape.result
+        return graph.result

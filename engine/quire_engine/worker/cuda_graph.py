@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 import torch
 
-from quire_engine.attention.base import AttentionBackend, GraphAttention
+from quire_engine.attention.base import MAX_GRAPH_BATCH_SIZE, AttentionBackend, GraphAttention
 from quire_engine.device.accelerator import pin
 from quire_engine.errors import first_line
 from quire_engine.models.base import Model
@@ -22,8 +22,6 @@ from quire_engine.worker.input_batch import ModelInput, dummy_decode, pad_decode
 
 log = logging.getLogger(__name__)
 NO_GRAPHS = "no CUDA graphs: %s; short steps take longer to launch"
-# Beyond this the kernels are long enough to hide their launches.
-MAX_GRAPH_BATCH = 512
 
 
 class CapturedGraph(Protocol):
@@ -43,8 +41,8 @@ class GraphCaptureError(RuntimeError):
 
 
 def capture_sizes(largest: int) -> list[int]:
-    """Batch sizes to capture: 1, 2, 4, the multiples of 8, and ``largest``, none above ``MAX_GRAPH_BATCH``."""
-    top = min(largest, MAX_GRAPH_BATCH)
+    """Batch sizes to capture: 1, 2, 4, the multiples of 8, and ``largest``, none above ``MAX_GRAPH_BATCH_SIZE``."""
+    top = min(largest, MAX_GRAPH_BATCH_SIZE)
     return sorted({size for size in (1, 2, 4, *range(8, top, 8), top) if 1 <= size <= top})
 
 

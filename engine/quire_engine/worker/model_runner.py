@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model, its attention and its limits: all that a ``ModelRunner`` is made of but the KV memory. ``max_model_len``
-    is the longest sequence in tokens. ``graph_sizes`` are the batch sizes of decode steps that are recorded as graphs
-    on a GPU, where model and attention allow it; where there are any, the CPU records tapes.
+    is the longest sequence in tokens. ``graph_sizes`` are the batch sizes of decode steps that are captured as CUDA
+    graphs, where model and attention allow it; where there are any, the CPU captures CPU graphs of the sizes that come.
     """
 
     config: ModelConfig

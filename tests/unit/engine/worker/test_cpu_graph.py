@@ -1,4 +1,4 @@
-"""A tape does what it recorded, again and on the same memory, and refuses to record what it could not repeat."""
+"""A CPU graph does what it captured, again and on the same memory, and refuses to capture what it could not repeat."""
 
 import sys
 import threading
@@ -63,35 +63,35 @@ def inputs(rows: int, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]
 def test_every_replay_is_the_work_itself(rows: int, seeds: list[int], dtype: torch.dtype) -> None:
     layers, places = Layers.random(dtype), inputs(rows, 7, dtype)
     expected = layers.run(*(place.clone() for place in places))
-    tape = capture(lambda: layers.run(*places))
-    assert torch.equal(tape.result, expected), "recording does the work too"
+    graph = capture(lambda: layers.run(*places))
+    assert torch.equal(graph.result, expected), "capturing does the work too"
     for seed in seeds:
         fresh = inputs(rows, seed, dtype)
         for place, new in zip(places, fresh, strict=True):
             place.copy_(new)
-        tape.replay()
-        assert torch.equal(tape.result, layers.run(*fresh))
+        graph.replay()
+        assert torch.equal(graph.result, layers.run(*fresh))
 
 
-def test_memory_is_used_again_within_a_tape_and_by_nobody_else() -> None:
+def test_memory_is_used_again_within_a_graph_and_by_nobody_else() -> None:
     def held(count: int) -> int:
         layers = Layers.random(torch.bfloat16, count)
         states = inputs(8, 0, torch.bfloat16)
-        tape = capture(lambda: layers.run(*states))
-        tapes.append((tape, layers, states))
-        return sum(size * len(free) for size, free in tape._kept[1]._free.items())  # type: ignore[attr-defined]
+        graph = capture(lambda: layers.run(*states))
+        graphs.append((graph, layers, states))
+        return sum(size * len(free) for size, free in graph._kept[1]._free.items())  # type: ignore[attr-defined]
 
-    tapes: list[tuple[CpuGraph, Layers, tuple[torch.Tensor, ...]]] = []
+    graphs: list[tuple[CpuGraph, Layers, tuple[torch.Tensor, ...]]] = []
     assert held(20) == held(3), "more layers need no more memory"
-    before = [tape.result.clone() for tape, _, _ in tapes]
-    for tape, _, (states, _, _) in tapes:
+    before = [graph.result.clone() for graph, _, _ in graphs]
+    for graph, _, (states, _, _) in graphs:
         states.zero_()
-        tape.replay()
-        assert not tape.result.any()
+        graph.replay()
+        assert not graph.result.any()
         states.copy_(inputs(8, 0, torch.bfloat16)[0])
-    for (tape, _, _), result in zip(tapes, before, strict=True):
-        tape.replay()
-        assert torch.equal(tape.result, result), "another tape's replay changed nothing here"
+    for (graph, _, _), result in zip(graphs, before, strict=True):
+        graph.replay()
+        assert torch.equal(graph.result, result), "another graph's replay changed nothing here"
 
 
 @pytest.mark.parametrize(
@@ -121,14 +121,14 @@ def test_nothing_is_heard_after_a_recording_or_from_other_threads() -> None:
         other.join()
         return fused.rms_norm(states, norm, 1e-5)
 
-    tape = capture(work)
-    assert len(tape._calls) == 1
+    graph = capture(work)
+    assert len(graph._calls) == 1
     kernels = library()
     assert kernels is not None
     for name in KERNELS:
         assert not hasattr(getattr(kernels, name), "errcheck") or getattr(kernels, name).errcheck is None
     fused.rms_norm(states, norm, 1e-5)
-    assert len(tape._calls) == 1
+    assert len(graph._calls) == 1
 
 
 def test_several_threads_record_and_compute_at_once() -> None:
@@ -143,8 +143,8 @@ def test_several_threads_record_and_compute_at_once() -> None:
     def record_often() -> None:
         states = torch.randn(4, HIDDEN)
         for _ in range(150):
-            tape = capture(lambda: [fused.rms_norm(states, norm, 1e-5) for _ in range(8)][-1])
-            counts.append(len(tape._calls))
+            graph = capture(lambda: [fused.rms_norm(states, norm, 1e-5) for _ in range(8)][-1])
+            counts.append(len(graph._calls))
 
     recorders = [threading.Thread(target=record_often) for _ in range(2)]
     computers = [threading.Thread(target=compute, daemon=True) for _ in range(2)]

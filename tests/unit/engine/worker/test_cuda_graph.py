@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from quire_engine.attention.base import MAX_GRAPH_BATCH_SIZE
 from quire_engine.attention.flashinfer import FlashInferAttention
 from quire_engine.attention.reference import ReferenceAttention
 from quire_engine.config import EngineArgs
@@ -22,7 +23,7 @@ from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ScheduledChunk
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.kernels import bindings
 from quire_engine.models.loader import read_model_config
-from quire_engine.worker.cuda_graph import MAX_GRAPH_BATCH, CapturedGraph, CudaGraphCapturer, capture_sizes
+from quire_engine.worker.cuda_graph import CapturedGraph, CudaGraphCapturer, capture_sizes
 from quire_engine.worker.input_batch import dummy_decode, pad_decode, prepare_inputs
 from quire_engine.worker.memory import CacheSizes
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner, load_model_and_attention
@@ -72,12 +73,12 @@ def decode_chunks(lengths: list[int], first_block: int = 1) -> list[ScheduledChu
 # The ladder
 
 
-@given(st.integers(1, 2 * MAX_GRAPH_BATCH))
+@given(st.integers(1, 2 * MAX_GRAPH_BATCH_SIZE))
 def test_every_batch_size_has_a_graph_that_is_little_larger(largest: int) -> None:
     sizes = capture_sizes(largest)
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1
-    assert sizes[-1] == min(largest, MAX_GRAPH_BATCH)
+    assert sizes[-1] == min(largest, MAX_GRAPH_BATCH_SIZE)
     for size in range(1, sizes[-1] + 1):
         chosen = min(one for one in sizes if one >= size)
         assert chosen < size + 8

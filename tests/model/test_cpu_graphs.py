@@ -1,4 +1,4 @@
-"""Decode steps from tapes are the steps themselves, bit for bit: tokens and log-probabilities, in every batch."""
+"""Decode steps from CPU graphs are the steps themselves, bit for bit: tokens and log-probabilities, in every batch."""
 
 from pathlib import Path
 
@@ -15,64 +15,64 @@ from tests.support.kernels import cpu_path
 pytestmark = pytest.mark.skipif(library() is None, reason="the kernels cannot be compiled here")
 # Outputs of all lengths, so that batches of all sizes come, and come again.
 PARAMS = [SamplingParams(temperature=0, max_tokens=4 + 5 * place, logprobs=3, ignore_eos=True) for place in range(10)]
-TAPED = [name for name in OWN if name not in ("mixtral", "qwen3-moe")]
+CAPTURED = [name for name in OWN if name not in ("mixtral", "qwen3-moe")]
 
 
 def outputs(executor: TorchExecutor, prompts: list[list[int]]) -> Run:
     return run(executor, prompts[: len(PARAMS)], PARAMS[: len(prompts)], chunk=32)
 
 
-def recorded(executor: TorchExecutor) -> set[int]:
+def captured(executor: TorchExecutor) -> set[int]:
     held = executor._runner._cpu_graphs  # type: ignore[union-attr]
     return set() if held is None else set(held._graphs)
 
 
 @pytest.mark.parametrize("pools", [(200, 0), (24, 100)], ids=["room", "swap"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model_name", TAPED)
-def test_tapes_change_nothing(small_models: SmallModels, model_name: str, dtype: str, pools: tuple[int, int]) -> None:
+@pytest.mark.parametrize("model_name", CAPTURED)
+def test_graphs_change_nothing(small_models: SmallModels, model_name: str, dtype: str, pools: tuple[int, int]) -> None:
     folder, prompts = small_models.folder(model_name), small_models.prompts
-    taped, eager = (load(folder, *pools, dtype, enforce_eager=each) for each in (False, True))
+    with_graphs, eager = (load(folder, *pools, dtype, enforce_eager=each) for each in (False, True))
     expected = outputs(eager, prompts)
-    for _ in range(2):  # recorded, then replayed from the first step on
-        made = outputs(taped, prompts)
+    for _ in range(2):  # captured, then replayed from the first step on
+        made = outputs(with_graphs, prompts)
         assert made.choices == expected.choices
-    assert recorded(taped) >= {1, 2, 3}
-    assert not recorded(eager)
+    assert captured(with_graphs) >= {1, 2, 3}
+    assert not captured(eager)
 
 
-def test_only_so_many_tapes_are_kept(small_models: SmallModels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_so_many_graphs_are_kept(small_models: SmallModels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_graph, "MAX_GRAPHS", 2)
     folder, prompts = small_models.folder("llama3"), small_models.prompts
-    taped = load(folder, 200, 0)
-    assert outputs(taped, prompts).choices == outputs(load(folder, 200, 0, enforce_eager=True), prompts).choices
-    assert len(recorded(taped)) == 2
+    with_graphs = load(folder, 200, 0)
+    assert outputs(with_graphs, prompts).choices == outputs(load(folder, 200, 0, enforce_eager=True), prompts).choices
+    assert len(captured(with_graphs)) == 2
 
 
 @pytest.mark.parametrize(
     ("model_name", "settings"), [("mixtral", {}), ("gpt2", {}), ("llama3", {"attention": "reference"})]
 )
-def test_what_computes_with_more_than_kernels_runs_without_tapes(
+def test_what_computes_with_more_than_kernels_runs_without_graphs(
     small_models: SmallModels, model_name: str, settings: dict[str, str]
 ) -> None:
     executor = load(small_models.folder(model_name), 200, 0, **settings)
     assert executor._runner._cpu_graphs is None  # type: ignore[union-attr]
 
 
-def test_without_kernels_there_are_no_tapes(small_models: SmallModels) -> None:
+def test_without_kernels_there_are_no_graphs(small_models: SmallModels) -> None:
     with cpu_path("torch"):
         executor = load(small_models.folder("llama3"), 200, 0)
         assert executor._runner._cpu_graphs is None  # type: ignore[union-attr]
 
 
-def test_what_turns_out_not_to_be_recordable_is_computed_all_the_same(
+def test_what_turns_out_not_to_be_capturable_is_computed_all_the_same(
     small_models: SmallModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder: Path = small_models.folder("qwen3")
     prompts = small_models.prompts
     expected = outputs(load(folder, 200, 0, enforce_eager=True), prompts).choices
-    taped = load(folder, 200, 0)
-    last = taped._runner._model._layers[-1]  # type: ignore[union-attr]
+    with_graphs = load(folder, 200, 0)
+    last = with_graphs._runner._model._layers[-1]  # type: ignore[union-attr]
     down = last._mlp.down_proj
 
     class Doubled:
@@ -86,5 +86,5 @@ def test_what_turns_out_not_to_be_recordable_is_computed_all_the_same(
         "__call__",
         lambda mlp, x: (Doubled() if mlp.down_proj is down else mlp.down_proj)(mlp.gate_up_proj.forward_silu_mul(x)),
     )
-    assert outputs(taped, prompts).choices == expected
-    assert not recorded(taped)
+    assert outputs(with_graphs, prompts).choices == expected
+    assert not captured(with_graphs)

@@ -1,5 +1,5 @@
-// Calls of kernels that were recorded once, made again in one call: what a graph is on a GPU. Between two short kernels
-// the interpreter takes as long as they do.
+// Replays a CPU graph (worker/cpu_graph.py): makes calls of kernels that were captured once again, all in one call. Between
+// two short kernels the interpreter takes as long as they do.
 
 #include <cstddef>
 #include <cstdint>
@@ -75,7 +75,7 @@ constexpr Player kPlayers[] = {
 
 extern "C" {
 
-// What makes the calls of a kernel, by its name; null for one that cannot be recorded.
+// What makes the calls of a kernel, by its name; null for one that cannot be captured.
 void* quire_player(const char* name) {
   for (const Player& player : kPlayers)
     if (!std::strcmp(player.name, name)) return reinterpret_cast<void*>(player.play);
