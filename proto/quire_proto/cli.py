@@ -1,7 +1,7 @@
 """The services' command lines: settings from flags and environment variables, with one-line errors and readable help.
 
 ``CliSettings`` is the base of each command's settings, ``read_settings`` reads them, and ``reject_unknown_env`` rejects
-misspelt variables. ``FlagParser`` words the help and the errors of flags.
+misspelt variables. ``FlagParser`` writes the help and the error messages of flags.
 """
 
 import os

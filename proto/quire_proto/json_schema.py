@@ -1,7 +1,8 @@
-"""JSON Schemas in fewer words, for a grammar library that refuses each word that it does not know.
+"""JSON Schemas with fewer keywords, for a grammar library that refuses every keyword that it does not support.
 
-``simplify`` leaves out words that constrain nothing, among them ``format``s that are no more than annotations, and says
-``propertyNames`` in words that the library has. What is valid under the result is valid under the schema.
+``simplify`` removes keywords that constrain nothing, among them ``format``s that are no more than annotations, and
+rewrites ``propertyNames`` with keywords that the library supports. What is valid under the result is valid under the
+schema.
 """
 
 import re
@@ -37,18 +38,18 @@ _ANNOTATIONS = frozenset(
     ["title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"]
 )
 _MAX_REFERENCES = 8
-_MAX_NAMES = 256  # that are listed in place of a reference to them, which may stand in many places
+_MAX_NAMES = 256  # that are listed in place of a reference to them, which may occur many times
 
 _MAX_PLACE = 200
 _MAX_COUNT = 1 << 16
 _UNIMPLEMENTED = re.compile(r'Unimplemented keys: \["([^"]+)"')
-# What a client can do who wants a keyword that there is not.
+# What a client can do instead of using an unsupported keyword.
 _INSTEAD = {"uniqueItems": "leave it out, and drop what the answer has twice"}
 # Keywords whose value holds data, not schemas.
 _DATA = frozenset(["const", "default", "enum", "examples"])
 Schema = Mapping[str, Any]
-# When a keyword says nothing: of its value, and of the schema that it stands in.
-_NOTHING: dict[str, Callable[[Any, Schema], bool]] = {
+# When a keyword constrains nothing: a predicate of its value and of the schema that it is in.
+_CONSTRAINS_NOTHING: dict[str, Callable[[Any, Schema], bool]] = {
     "format": lambda value, schema: str(value) not in FORMATS or "enum" in schema or "const" in schema,
     "uniqueItems": lambda value, schema: value is False or schema.get("maxItems") in (0, 1),
     "unevaluatedItems": lambda value, _: value in (True, {}),
@@ -66,7 +67,9 @@ _NOTHING: dict[str, Callable[[Any, Schema], bool]] = {
 
 
 def simplify(schema: Any) -> Any:
-    """The same schema without words that say nothing. Raises ``RecursionError`` for one that is nested too deeply."""
+    """The same schema without keywords that constrain nothing. Raises ``RecursionError`` for one that is nested too
+    deeply.
+    """
     return _simplify(schema, schema)
 
 
@@ -96,9 +99,9 @@ def _simplify(schema: Any, root: Any) -> Any:
         return [_simplify(entry, root) for entry in schema]
     if not isinstance(schema, dict):
         return schema
-    said = {keyword: _within(keyword, value, root) for keyword, value in schema.items()}
-    said = {keyword: value for keyword, value in said.items() if not _says_nothing(keyword, said)}
-    return _with_names(said, root) if "propertyNames" in said else said
+    simpler = {keyword: _within(keyword, value, root) for keyword, value in schema.items()}
+    simpler = {keyword: value for keyword, value in simpler.items() if not _constrains_nothing(keyword, simpler)}
+    return _with_names(simpler, root) if "propertyNames" in simpler else simpler
 
 
 def _within(keyword: str, value: Any, root: Any) -> Any:
@@ -107,9 +110,9 @@ def _within(keyword: str, value: Any, root: Any) -> Any:
     return _simplify(value, root) if keyword in _SCHEMAS else value
 
 
-def _says_nothing(keyword: str, schema: Mapping[str, Any]) -> bool:
+def _constrains_nothing(keyword: str, schema: Mapping[str, Any]) -> bool:
     """Whether the schema means the same without the keyword."""
-    condition = _NOTHING.get(keyword)
+    condition = _CONSTRAINS_NOTHING.get(keyword)
     return condition is not None and condition(schema[keyword], schema)
 
 
@@ -138,7 +141,9 @@ def _with_names(schema: dict[str, Any], root: Any) -> dict[str, Any]:
 
 
 def _resolved(schema: Any, root: Any) -> Any:
-    """What a reference within ``root`` comes to; without what stands beside it, which is not looked at."""
+    """The schema that a reference within ``root`` leads to, without keywords that constrain nothing. A reference with
+    other keywords beside it is returned as it is.
+    """
     for _ in range(_MAX_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, dict) and len(schema) == 1 else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
@@ -148,7 +153,7 @@ def _resolved(schema: Any, root: Any) -> Any:
             schema = schema.get(name) if isinstance(schema, dict) else None
     if not isinstance(schema, dict):
         return schema
-    return {keyword: value for keyword, value in schema.items() if not _says_nothing(keyword, schema)}
+    return {keyword: value for keyword, value in schema.items() if not _constrains_nothing(keyword, schema)}
 
 
 def _list(words: Mapping[str, Any]) -> dict[str, None] | None:
@@ -169,9 +174,9 @@ def _listed(schema: dict[str, Any], names: Mapping[str, None]) -> dict[str, Any]
 
 
 def _pattern(words: Mapping[str, Any]) -> str | None:
-    """The regular expression of names that ``words`` allow; None where they say more than one can."""
+    """The regular expression of the names that ``words`` allow; None where one regular expression is not enough."""
     if words.keys() <= {"pattern", "format"} and isinstance(words.get("pattern"), str):
-        return str(words["pattern"])  # which says the format too, where a library writes both
+        return str(words["pattern"])  # libraries that write both put the format into the pattern
     if words.keys() <= {"minLength", "maxLength"}:
         least, most = words.get("minLength", 0), words.get("maxLength", "")
         return f"^(?s:.){{{least},{most}}}$" if all(isinstance(each, int) for each in words.values()) else None

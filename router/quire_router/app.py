@@ -439,7 +439,7 @@ async def _trim_memory() -> None:
 
 
 def _resident_memory() -> int:
-    """Resident memory of the process in bytes; 0 if the system does not tell."""
+    """Resident memory of the process in bytes; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE
     except OSError:

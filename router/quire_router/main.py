@@ -19,7 +19,7 @@ def main() -> None:
         return
     for number in SIGNALS:
         signal.signal(number, _exit)
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else gRPC writes a line for each engine that goes away
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else gRPC writes a line for each engine that disconnects
     from quire_router.app import run
 
     run(sys.argv[1:])

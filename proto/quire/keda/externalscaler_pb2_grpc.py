@@ -60,7 +60,7 @@ class ExternalScalerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def IsActive(self, request, context):
-        """Whether there is anything to do: what decides between no replica and one.
+        """Whether there is any load, which decides between no replica and one.
         Errors: INVALID_ARGUMENT (the trigger's metadata), NOT_FOUND (no such model), UNAVAILABLE (the load is not known).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -68,8 +68,8 @@ class ExternalScalerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamIsActive(self, request, context):
-        """The same, told once it is known and whenever it has changed. Stays open.
-        Errors: INVALID_ARGUMENT, NOT_FOUND, RESOURCE_EXHAUSTED (too many streams). While the load is not known, nothing is told.
+        """The same as a stream: sends a message as soon as the load is known, then one at each change. Stays open, and sends nothing while
+        the load is not known. Errors: INVALID_ARGUMENT, NOT_FOUND, RESOURCE_EXHAUSTED (too many streams).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,7 @@ class _KvTierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvTier.ValueTy
     KV_TIER_HOST: _KvTier.ValueType  # 2
 
 class KvTier(_KvTier, metaclass=_KvTierEnumTypeWrapper):
-    """Where a cached block lies."""
+    """Where a cached block is held."""
 
 KV_TIER_UNSPECIFIED: KvTier.ValueType  # 0
 KV_TIER_DEVICE: KvTier.ValueType  # 1
@@ -127,7 +127,7 @@ class Submit(_message.Message):
     traceparent: _builtins.str
     """W3C trace context of the attempt's span; empty when it is not traced."""
     priority: _builtins.int
-    """With `--scheduling-policy priority`, requests with a smaller number go first; otherwise without meaning."""
+    """With `--scheduling-policy priority`, requests with a smaller number go first; ignored by the other policies."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt. At least one token."""
@@ -198,8 +198,8 @@ Global___Delivered: _TypeAlias = Delivered  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):
-    """Ends a request early, or some of its choices. Their blocks are free after the next step. Unknown ids are ignored: the request may
-    just have ended.
+    """Ends a request early, or some of its choices. Their blocks are freed after the next step. Unknown ids are ignored, because the
+    request may just have ended.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -287,13 +287,13 @@ class Snapshot(_message.Message):
     CACHED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
-    """Random, new with each start of the engine: a changed generation means that all former requests and blocks are gone."""
+    """Random, new with each start of the engine: a changed generation means that all earlier requests and blocks are lost."""
     sequence: _builtins.int
     """The sequence that this snapshot stands at: the next StepBatch has sequence + 1."""
     resumed: _builtins.bool
     """True when the session goes on: nothing was lost, and `cached` is left empty because the deltas continue."""
     draining: _builtins.bool
-    """The engine is shutting down: it ends what runs, and takes nothing new."""
+    """The engine is shutting down: it finishes what runs, and accepts nothing new."""
     @_builtins.property
     def load(self) -> Global___Load: ...
     @_builtins.property
@@ -320,8 +320,8 @@ Global___Snapshot: _TypeAlias = Snapshot  # noqa: Y015
 
 @_typing.final
 class StepBatch(_message.Message):
-    """All that one step made for one session, or that several did of which it has no outputs. While the session has live requests, an empty one comes at least every second, so that
-    a router can tell a long step from an engine that is gone.
+    """The outputs of one step for one session, or one batch for several steps in which the session has no outputs. While the session has
+    live requests, the engine sends an empty one at least every second, so that a router can distinguish a long step from a lost engine.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -335,9 +335,9 @@ class StepBatch(_message.Message):
     sequence: _builtins.int
     """Counts the batches of this session, from 1, without gaps."""
     step: _builtins.int
-    """The engine's step number; 0 when no step was needed (a refusal, a sign of life)."""
+    """The engine's step number; 0 when no step was needed (a refusal, a heartbeat)."""
     draining: _builtins.bool
-    """As in Snapshot; told to every session as soon as it begins."""
+    """As in Snapshot; sent to every session as soon as draining starts."""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceOutput]: ...
     @_builtins.property
@@ -369,8 +369,8 @@ Global___StepBatch: _TypeAlias = StepBatch  # noqa: Y015
 @_typing.final
 class SequenceOutput(_message.Message):
     """New tokens of one choice of a request, its end, or both. A token that ends the output is not part of it. A request has ended when
-    each choice that was to be run has a finish_reason, or with the first FINISH_REASON_ERROR. Of best_of, every choice is told, and
-    the router chooses; of a beam search, the n best are told when it has ended.
+    each choice that was to be run has a finish_reason, or with the first FINISH_REASON_ERROR. With best_of every choice is sent, and
+    the router chooses; of a beam search the n best are sent when it has ended.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -388,7 +388,7 @@ class SequenceOutput(_message.Message):
     SCORE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     position: _builtins.int
-    """Index in the choice's output of token_ids[0]; counts what the Submit said was delivered."""
+    """Index in the choice's output of token_ids[0]; counts the tokens that the Submit named as delivered."""
     finish_reason: _types_pb2.FinishReason.ValueType
     cached_tokens: _builtins.int
     """Prompt tokens that were found in the prefix cache when the request was admitted."""
@@ -409,7 +409,7 @@ class SequenceOutput(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]:
-        """Of the prompt's tokens from prompt_position on, where they were asked for; told once, piece by piece, with any choice."""
+        """Of the prompt's tokens from prompt_position on, where they were asked for; sent once, piece by piece, with any choice."""
 
     def __init__(
         self,
@@ -492,8 +492,8 @@ Global___Load: _TypeAlias = Load  # noqa: Y015
 
 @_typing.final
 class Pace(_message.Message):
-    """How long an engine's steps take, as a sum that was fitted to its last steps: `step_seconds`, and for each token that the step
-    computes of a prompt, and each sequence that it draws a token for, so much more.
+    """How long an engine's steps take, fitted to its last steps: `step_seconds`, plus `token_seconds` for each token of a prompt that the
+    step computes, plus `sequence_seconds` for each sequence that it draws a token for.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -658,11 +658,11 @@ class DescribeResponse(_message.Message):
     prefix_caching: _builtins.bool
     tokenizer_digest: _builtins.bytes
     """Which token each id stands for: 16 bytes, as quire_proto.text.tokenizer computes them of the folder's tokenizer. A router gives
-    nothing to an engine whose digest is not its own. Empty where the engine has no tokenizer; it is then taken at its word.
+    nothing to an engine whose digest is not its own. Empty where the engine has no tokenizer; it is then not compared.
     """
     config_digest: _builtins.bytes
     """Which architecture of which size the model is: 16 bytes, as quire_proto.text.tokenizer computes them of the folder's config.json.
-    A router that has another config.json gives nothing to the engine. Empty where the engine does not tell; it is then not compared.
+    A router that has another config.json gives nothing to the engine. Empty where the engine does not report it; it is then not compared.
     """
     @_builtins.property
     def served_model_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

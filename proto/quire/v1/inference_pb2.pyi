@@ -84,8 +84,8 @@ class GenerateRequest(_message.Message):
     echo: _builtins.bool
     """Begin the first piece of each choice with the prompt's text (and its log-probabilities, if sampling.logprobs or sampling.prompt_logprobs is set)."""
     background: _builtins.bool
-    """Run without a listener: the stream ends after one message that names the request. Resume attaches to it, GetRequest asks after it.
-    It goes on when its router dies, and its answer is kept for the router's retention time.
+    """Run in the background: the stream ends after one message that names the request. Resume attaches to it, GetRequest polls it.
+    It continues when its router dies, and its answer is kept for the router's retention time.
     """
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds:
@@ -212,10 +212,10 @@ class ChatMessage(_message.Message):
     tool_call_id: _builtins.str
     """Of a tool's message: the id of the call that it answers."""
     reasoning: _builtins.str
-    """What the assistant thought before its content, where the model's template has a place for it."""
+    """The assistant's reasoning before its content, where the model's template has a place for it."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """What an assistant's message called."""
+        """The calls that an assistant's message made."""
 
     def __init__(
         self,
@@ -352,7 +352,7 @@ class ChatRequest(_message.Message):
     """More than one call in one answer. Default true."""
     background: _builtins.bool
     separate_reasoning: _builtins.bool
-    """Tell what the model thought apart from its answer, where the model marks it. Default true."""
+    """Return the model's reasoning apart from its answer, where the model marks it. Default true."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """At least one."""
@@ -428,7 +428,7 @@ class ChatResponse(_message.Message):
     score: _builtins.float
     event_id: _builtins.str
     reasoning: _builtins.str
-    """What the model thought, apart from `text`."""
+    """The model's reasoning, apart from `text`."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -597,7 +597,7 @@ class TokenizeRequest(_message.Message):
     add_generation_prompt: _builtins.bool
     """With messages: end where the assistant's answer begins. Default true."""
     return_token_strs: _builtins.bool
-    """Also say the text of each token."""
+    """Also return the text of each token."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     @_builtins.property
@@ -636,7 +636,7 @@ class TokenizeResponse(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     TOKEN_STRS_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
-    """Most tokens of prompt and output together; 0 while no engine has told it."""
+    """Most tokens of prompt and output together; 0 until the first engine has reported it."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -782,7 +782,7 @@ class Model(_message.Message):
     ready_engines: _builtins.int
     """Engines that can run it now."""
     max_model_len: _builtins.int
-    """Most tokens of prompt and output together; 0 while no engine has told it."""
+    """Most tokens of prompt and output together; 0 until the first engine has reported it."""
     def __init__(
         self,
         *,

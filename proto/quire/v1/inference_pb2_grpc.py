@@ -95,8 +95,8 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Goes on with the answer to an earlier request of either API, at this router or at any other: what came after `after`, then what is
-        still to come. A request whose router died, or whose client left, is taken up from where it stood.
+        """Continues the answer to an earlier request of either API, at this router or at any other: sends what came after `after`, then what
+        is still to come. A request whose router died, or whose client left, continues from where it stood.
         Errors: as Generate, and NOT_FOUND (unknown, forgotten, or of another caller), INVALID_ARGUMENT (`after` is no place in this answer).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

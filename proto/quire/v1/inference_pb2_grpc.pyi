@@ -47,8 +47,8 @@ class InferenceStub:
     Chat: _grpc.UnaryStreamMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.ChatResponse]
     """Answers a conversation, with the model's chat template. Errors as Generate."""
     Resume: _grpc.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.ResumeResponse]
-    """Goes on with the answer to an earlier request of either API, at this router or at any other: what came after `after`, then what is
-    still to come. A request whose router died, or whose client left, is taken up from where it stood.
+    """Continues the answer to an earlier request of either API, at this router or at any other: sends what came after `after`, then what
+    is still to come. A request whose router died, or whose client left, continues from where it stood.
     Errors: as Generate, and NOT_FOUND (unknown, forgotten, or of another caller), INVALID_ARGUMENT (`after` is no place in this answer).
     """
     GetRequest: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetRequestRequest, _inference_pb2.GetRequestResponse]
@@ -72,8 +72,8 @@ class InferenceAsyncStub(InferenceStub):
     Chat: _aio.UnaryStreamMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.ChatResponse]  # type: ignore[assignment]
     """Answers a conversation, with the model's chat template. Errors as Generate."""
     Resume: _aio.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.ResumeResponse]  # type: ignore[assignment]
-    """Goes on with the answer to an earlier request of either API, at this router or at any other: what came after `after`, then what is
-    still to come. A request whose router died, or whose client left, is taken up from where it stood.
+    """Continues the answer to an earlier request of either API, at this router or at any other: sends what came after `after`, then what
+    is still to come. A request whose router died, or whose client left, continues from where it stood.
     Errors: as Generate, and NOT_FOUND (unknown, forgotten, or of another caller), INVALID_ARGUMENT (`after` is no place in this answer).
     """
     GetRequest: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetRequestRequest, _inference_pb2.GetRequestResponse]  # type: ignore[assignment]
@@ -112,8 +112,8 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.ResumeResponse], _abc.AsyncIterator[_inference_pb2.ResumeResponse]]:
-        """Goes on with the answer to an earlier request of either API, at this router or at any other: what came after `after`, then what is
-        still to come. A request whose router died, or whose client left, is taken up from where it stood.
+        """Continues the answer to an earlier request of either API, at this router or at any other: sends what came after `after`, then what
+        is still to come. A request whose router died, or whose client left, continues from where it stood.
         Errors: as Generate, and NOT_FOUND (unknown, forgotten, or of another caller), INVALID_ARGUMENT (`after` is no place in this answer).
         """
 

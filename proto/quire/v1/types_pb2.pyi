@@ -59,11 +59,11 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens or the model's length was reached."""
     FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
-    """The client cancelled or went away."""
+    """The client cancelled or disconnected."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 4
-    """The request failed; the error beside this says why."""
+    """The request failed; `error` in the same message says why."""
     FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 5
-    """Chat only, told by routers: the answer ends with the tool calls in it."""
+    """Chat only, set by routers: the answer ends with the tool calls in it."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why an output ended."""
@@ -75,11 +75,11 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the model's length was reached."""
 FINISH_REASON_ABORT: FinishReason.ValueType  # 3
-"""The client cancelled or went away."""
+"""The client cancelled or disconnected."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 4
-"""The request failed; the error beside this says why."""
+"""The request failed; `error` in the same message says why."""
 FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 5
-"""Chat only, told by routers: the answer ends with the tool calls in it."""
+"""Chat only, set by routers: the answer ends with the tool calls in it."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _ErrorCode:
@@ -371,7 +371,7 @@ class Structured(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     json_object: _builtins.bool
-    """Any JSON object. Only true means anything."""
+    """Any JSON object. Only true is accepted."""
     json_schema: _builtins.str
     """JSON that this JSON Schema describes."""
     regex: _builtins.str

@@ -174,7 +174,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.tests[name] = _bounded_test(self.tests[name])
 
     def counted(self, source: str) -> nodes.Template:
-        """A template's source, such that it looks at the clock in each turn of a loop and in each call of a macro."""
+        """Parses a template, and makes it check the clock in each turn of a loop and in each call of a macro."""
         tree = _Counted().visit(self.parse(source))
         assert isinstance(tree, nodes.Template)
         tree.set_environment(self)
@@ -182,8 +182,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     @property
     def tick(self) -> None:
-        """A turn of a loop. An attribute, since compiled templates come by these without a call through the sandbox.
-        Raises ``SandboxLimitError``.
+        """Checks the clock, once a turn of a loop. An attribute, as compiled templates read attributes without a call
+        through the sandbox. Raises ``SandboxLimitError``.
         """
         _budget().check()
 
@@ -219,8 +219,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Counted(NodeTransformer):
-    """Puts ``Sandbox.tick`` at the beginning of what can be run again and again, and has ``~``, comparisons, slices and
-    keys of dictionaries ask before.
+    """Puts ``Sandbox.tick`` at the beginning of loops, macros and call blocks, and checks the operands of ``~``,
+    comparisons, slices and keys of dictionaries before they are used.
     """
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
@@ -238,16 +238,16 @@ class _Counted(NodeTransformer):
         return nodes.Filter(values, _CONCAT, [], [], None, None, lineno=node.lineno)
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:  # noqa: N802
-        """Asks only about what could be large: most comparisons of templates are with a constant."""
+        """Checks only operands that could be large: most comparisons of templates are with a constant."""
         self.generic_visit(node)
         sides = [node.expr, *(operand.expr for operand in node.ops)]
-        asked = {
+        checks = {
             at: _SEARCHED if at == len(node.ops) and node.ops[-1].op in ("in", "notin") else _COMPARED
             for earlier, (left, right) in enumerate(pairwise(sides))
             if not (_is_plain(left) or _is_plain(right))
             for at in (earlier, earlier + 1)
         }
-        for at, name in asked.items():
+        for at, name in checks.items():
             if at:
                 node.ops[at - 1].expr = _filtered(sides[at], name)
             else:
@@ -279,14 +279,16 @@ def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
 
 
 def _is_plain(node: nodes.Expr) -> bool:
-    """Whether comparing with it takes next to no time, whatever the other side is."""
+    """Whether comparing with it takes next to no time, whatever the other operand is."""
     if isinstance(node, (nodes.List, nodes.Tuple)):
         return all(isinstance(each, nodes.Const) for each in node.items)
     return isinstance(node, nodes.Const)
 
 
 def compared(value: Any) -> Any:
-    """A value that is about to be compared or hashed. Raises ``SandboxLimitError`` where that would take too long."""
+    """Returns a value that is about to be compared or hashed. Raises ``SandboxLimitError`` where that would take too
+    long.
+    """
     if isinstance(value, (str, int, float)):
         return value
     budget = _budget()
@@ -296,7 +298,7 @@ def compared(value: Any) -> Any:
 
 
 def _searched(value: Any) -> Any:
-    """What ``in`` is about to look into."""
+    """Returns the container that ``in`` is about to search. Raises as ``compared``."""
     return value if isinstance(value, Mapping) else compared(value)
 
 

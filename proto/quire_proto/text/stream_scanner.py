@@ -136,7 +136,9 @@ class MarkerSearch:
         return pending
 
     def _read_across(self, source: StreamReader, end: int) -> tuple[str, bool]:
-        """Searches across the boundary: ``pending`` and as much of the text as can complete a marker begun there."""
+        """Searches across the boundary: ``pending`` and as much of the text as can complete a marker that starts
+        there.
+        """
         pending, stop = self.take(), min(end, source.at + len(self._marker) - 1)
         window = pending + source.text[source.at : stop]
         at = window.find(self._marker)

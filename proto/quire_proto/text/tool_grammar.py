@@ -100,8 +100,8 @@ def _calls_or(tool_format: ToolFormat, parallel: bool, reply: Mapping[str, Any] 
 
 def _free(tool_format: ToolFormat, markers: _Markers, parallel: bool) -> list[str]:
     if tool_format is ToolFormat.HERMES:
-        answer = "answer: (begun body)* TEXT" if parallel else "answer: TEXT | begun body"
-        return [answer, markers.until("begun", TOOL_CALL_BEGIN)]
+        answer = "answer: (opening body)* TEXT" if parallel else "answer: TEXT | opening body"
+        return [answer, markers.until("opening", TOOL_CALL_BEGIN)]
     calls = 'call ("; " call)*' if parallel else "call"
     return [f"answer: PLAIN | {calls}", r"PLAIN: /([^{< \t\r\n](.|\n)*)?/"]
 

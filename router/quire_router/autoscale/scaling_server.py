@@ -174,7 +174,7 @@ class TlsServer:
         self._accepting = supervise("connections of autoscalers", self._accept)
 
     async def stop(self) -> None:
-        """Sends responses that have begun, within a bounded time, and closes every connection."""
+        """Finishes responses that have started, within a bounded time, and closes every connection."""
         if self._accepting is not None:
             await self._accepting.stop()
         for task in self._handshaking:

@@ -30,8 +30,8 @@ class Endpoint:
     One that is ``terminating`` gets nothing new, and what runs there goes on. ``ready`` is a hint: the connection knows
     sooner and better whether an engine would run a request, as the engine reports every step, than a probe that asks
     every few seconds and fails while the engine is merely busy. So an engine with an open session is chosen whatever
-    ``ready`` says, and one that becomes ready is connected to at once. Sources that cannot tell say that all are
-    ready. ``zone`` is that of its node, None if unknown.
+    ``ready`` says, and one that becomes ready is connected to at once. Sources that have no readiness report True.
+    ``zone`` is that of its node, None if unknown.
     """
 
     address: str

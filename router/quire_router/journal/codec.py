@@ -1,7 +1,7 @@
 """How a record is stored: a hash of few fields, and its token log as packed little-endian int32.
 
 The request is JSON in one field of the hash. It is read field by field, so that each value has the type that it had;
-its prompt is packed in another field, and a checksum over both (``seal``) tells a damaged record.
+its prompt is packed in another field, and a checksum over both (``seal``) detects a damaged record.
 """
 
 import json

@@ -129,7 +129,7 @@ class TokenLogReader:
 
     def read(self, values: "array[int]", start: int = 0, limit: int | None = None) -> tuple[list[RecordedDelta], int]:
         """The deltas in the log from ``start`` on, and how many values they are: the rest is a delta that is not
-        complete and has to be passed again with the next call. After ``limit`` values no other delta is begun, nor one
+        complete and has to be passed again with the next call. After ``limit`` values no other delta is read, nor one
         that is larger than that but the first. Raises ``ValueError`` if the values are no such log.
         """
         deltas: list[RecordedDelta] = []

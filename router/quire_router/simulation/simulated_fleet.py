@@ -300,7 +300,7 @@ class SimulatedEngine:
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a step has begun and not ended."""
+        """Whether a step has started and not ended."""
         return self._step is not None
 
     def report(self) -> engine_pb2.Load:
@@ -341,7 +341,7 @@ class SimulatedEngine:
     def end(self) -> tuple[EngineCoreOutputs, engine_pb2.Load]:
         """Ends the step. Returns its outputs and the load after it."""
         step, self._step = self._step, None
-        assert step is not None, "no step has begun"
+        assert step is not None, "no step has started"
         return step, load_to_proto(step.load, self._step_times.model)
 
     def _measure(self, seconds: float) -> None:

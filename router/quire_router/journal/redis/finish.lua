@@ -11,7 +11,7 @@ local length = tonumber(ARGV[7])
 if length >= 0 and redis.call('STRLEN', TOKENS) ~= length then
   return LOST
 end
-if record.cancelled then -- the reply to cancel said that it would be
+if record.cancelled then -- ABORT was the reply to cancel
   finish(record, 'abort', '', ARGV[6], ARGV[3])
 else
   finish(record, ARGV[4], ARGV[5], ARGV[6], ARGV[3])

@@ -1,4 +1,4 @@
-"""What the journal sends to Redis and hears from it: Lua scripts, keys, pipelined commands, its health and its errors.
+"""The journal's exchanges with Redis: Lua scripts, keys, pipelined commands, Redis' health and its errors.
 
 Each script changes a record atomically; Redis knows it by the SHA-1 of its source. Many commands go in one write over a
 ``PipelinedConnection``. ``RedisHealth`` keeps track of whether Redis was available all the time, and still has the data
@@ -175,7 +175,7 @@ class RedisHealth:
     def _check_run_id(self, info: dict[str, Any]) -> None:
         run_id = str(info.get("run_id", ""))
         if run_id and run_id == self._run_id:
-            return  # its uptime says nothing new, and follows a clock that may go back, even to before the start
+            return  # its uptime adds nothing, and follows a clock that may go back, even to before the start
         if self._run_id:
             self.mark_unavailable()
         self._run_id = run_id

@@ -96,7 +96,7 @@ class RedisStore:
         try:
             return await operation()
         except RedisConnectionError:
-            # The pool may hold connections that died with a former Redis; a fresh one tells whether it is there.
+            # The pool may hold connections that died with a former Redis; a fresh one shows whether it is there.
             await self._client.connection_pool.disconnect(inuse_connections=False)
             return await operation()
 
@@ -148,7 +148,7 @@ class RedisStore:
         return (fields, packed or b"", to_milliseconds(time)) if fields else None
 
     async def statuses(self, request_ids: Sequence[str]) -> list[tuple[dict[bytes, bytes], int, int]]:
-        """Of each record the fields that say how it is with it, the bytes of its prompt, and Redis' time in ms."""
+        """Of each record its ``STATUS_FIELDS``, the bytes of its prompt, and Redis' time in ms."""
         pipeline = self._client.pipeline(transaction=False)
         pipeline.time()
         for record, _ in map(keys, request_ids):
@@ -193,7 +193,7 @@ class RedisFollower:
     """The position of one reader of a record. ``read_update`` takes names of fields and an offset in bytes.
 
     The log may be lost with Redis' data and be written again, also by another router; then nothing is new until it is
-    as long as what was read. The record's checksum is of the whole log, so it tells whether the log continues what was
+    as long as what was read. The record's checksum is of the whole log, so it shows whether the log continues what was
     read; if not, the record counts as damaged.
     """
 
