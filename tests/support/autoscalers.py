@@ -11,7 +11,7 @@ import grpc
 import httpx
 import trustme
 from quire_proto.tls import CertKeyFiles
-from quire_router.autoscale.load_totals import unknown_load
+from quire_router.core.errors import load_redis_away
 
 NAMESPACE = "serving"
 RESOURCE = f"/apis/external.metrics.k8s.io/v1beta1/namespaces/{NAMESPACE}/quire_load"
@@ -29,7 +29,7 @@ class KnownLoad:
     async def read(self) -> Mapping[str, int]:
         self.reads += 1
         if not self.known:
-            raise unknown_load("The load of all routers is not known, because Redis does not answer.")
+            raise load_redis_away()
         return self.load
 
     async def close(self) -> None:

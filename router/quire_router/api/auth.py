@@ -10,7 +10,7 @@ from quire_proto.errors import QuireError
 
 from quire_router.admission.tenants import Tenant, Tenants
 from quire_router.admission.tenants_file import TenantsFile
-from quire_router.core.errors import model_forbidden, unauthenticated
+from quire_router.core.errors import key_invalid, key_missing, model_forbidden, several_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +110,10 @@ class StaticKeys:
 
 def _credentials_error(authorizations: Sequence[str]) -> QuireError:
     if not any(value.lower().startswith("bearer ") for value in authorizations):
-        return unauthenticated("An API key is needed: send the header Authorization: Bearer KEY.")
+        return key_missing()
     if len(authorizations) > 1:
-        return unauthenticated("There is more than one Authorization header.")
-    return unauthenticated("This API key is not valid.")
+        return several_keys()
+    return key_invalid()
 
 
 def _derive(key: bytes) -> tuple[str, bytes]:

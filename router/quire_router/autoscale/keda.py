@@ -24,14 +24,15 @@ from quire.keda.externalscaler_pb2 import (
 )
 from quire.keda.externalscaler_pb2_grpc import ExternalScalerServicer, add_ExternalScalerServicer_to_server
 from quire_proto.certificates import ReloadingServerCredentials
-from quire_proto.errors import ErrorCode, QuireError, invalid
+from quire_proto.errors import QuireError, invalid
 from quire_proto.tls import ServerTls
 
 from quire_router.api.request_limits import ConnectionShares, peer_key
 from quire_router.api.rest.http_server import listen
 from quire_router.api.rpc.context import Context, status_code
 from quire_router.api.rpc.grpc_server import CallLimits, bind, connection_options, server_options
-from quire_router.autoscale.load_totals import METRIC, Load, no_such_model
+from quire_router.autoscale.load_totals import METRIC, Load
+from quire_router.core.errors import model_not_scaled, router_busy, unknown_metric
 
 MODEL, TARGET, ACTIVATION = "model", "target", "activation"
 DEFAULT_TARGET = 16.0
@@ -97,7 +98,7 @@ class Scaler(ExternalScalerServicer):
         async with _abort_on_error(context):
             trigger = self._trigger(request.scaledObjectRef)
             if request.metricName != METRIC:
-                raise QuireError(ErrorCode.NOT_FOUND, f"There is no metric {request.metricName[:64]!r}.")
+                raise unknown_metric(request.metricName)
             load = (await self._load.read())[trigger.model]
             value = MetricValue(metricName=METRIC, metricValue=load, metricValueFloat=load)
             return GetMetricsResponse(metricValues=[value])
@@ -121,8 +122,7 @@ class Scaler(ExternalScalerServicer):
     @contextmanager
     def _stream_slot(self) -> Iterator[None]:
         if self._streams >= _MAX_STREAMS:
-            message = f"{_MAX_STREAMS} streams are open, which is the most that this router takes."
-            raise QuireError(ErrorCode.OVERLOADED, message)
+            raise router_busy(f"{_MAX_STREAMS} streams are open")
         self._streams += 1
         try:
             yield
@@ -137,7 +137,7 @@ class Scaler(ExternalScalerServicer):
             raise invalid(MODEL, f"The trigger's metadata need {MODEL!r}, the name of a model.")
         model = self._models.get(name)
         if model is None:
-            raise no_such_model(name[:128])
+            raise model_not_scaled(name[:128])
         target = _number(metadata, TARGET, DEFAULT_TARGET)
         if target == 0:
             raise invalid(TARGET, f"{TARGET!r} of the trigger's metadata must be greater than 0.")

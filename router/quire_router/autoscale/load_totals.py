@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from typing import Protocol
 from uuid import uuid4
 
-from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.errors import QuireError
 from quire_proto.supervise import SupervisedTask
 from redis.exceptions import RedisError
 
 from quire_router.clients.redis_client import RedisAccess, lua_source, redis_client
+from quire_router.core.errors import load_damaged, load_redis_away, load_settling, load_too_many_routers
 from quire_router.core.retry import supervise
 
 log = logging.getLogger(__name__)
@@ -68,16 +69,6 @@ class LocalLoad:
     def now(self) -> dict[str, int]:
         """This router's requests of each model at this moment."""
         return {model: self._count(model) for model in self._models}
-
-
-def unknown_load(message: str) -> QuireError:
-    """The error if the load is not known. It has no ``retry_after``, as autoscalers ask again by themselves."""
-    return QuireError(ErrorCode.UNAVAILABLE, message)
-
-
-def no_such_model(model: str) -> QuireError:
-    """The error for a model that is not configured, whatever engines there are."""
-    return QuireError(ErrorCode.NOT_FOUND, f"There is no model {model!r}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +172,7 @@ class RedisLoad:
                 self._read_at = read_at
             known = self._known
         if isinstance(known, QuireError):
-            raise QuireError(known.code, known.message)
+            raise known.with_traceback(None)  # without the frames of the call that it was raised in before
         return known
 
     async def close(self) -> None:
@@ -194,15 +185,15 @@ class RedisLoad:
                 settled, routers, payloads = await self._script(keys=KEYS, args=[MAX_ROUTERS])
         except _FAILURES as error:
             log.debug("the load cannot be read: %s", type(error).__name__)
-            return unknown_load("The load of all routers is not known, because Redis does not answer.")
+            return load_redis_away()
         if settled < self._settings.settle * 1000:
-            return unknown_load("The load of all routers is not known yet: they are only now being heard.")
+            return load_settling()
         if routers > MAX_ROUTERS:
-            return unknown_load(f"More than {MAX_ROUTERS} routers tell their load.")
+            return load_too_many_routers(MAX_ROUTERS)
         try:
             return _add_up(map(decode, payloads), self._models)
         except InvalidSnapshotError:
-            return unknown_load("What a router told of its load cannot be read.")
+            return load_damaged()
 
 
 def _add_up(snapshots: Iterable[Mapping[str, int]], models: Iterable[str]) -> dict[str, int]:

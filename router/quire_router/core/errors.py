@@ -1,14 +1,18 @@
-"""The errors of the router that clients see: each one's message, code, reason and Retry-After.
+"""The errors of the router that clients see: each one's message, code, reason and Retry-After. ``docs/api.md`` and
+``docs/admission.md`` list them for clients.
 
-An error of one parameter's value is made where that is checked, by ``quire_proto.errors.invalid``; what only HTTP knows
-(routes, methods, sizes) is in ``api.rest.http``. All that a package beside the API may raise is here, so that one
-glance shows what a client can meet. Every function returns the error; the caller raises it. Times are in seconds.
+Three kinds are elsewhere. A parameter's or a body's value is refused where it is checked, with ``invalid`` or
+``invalid_body`` and a message that names the limit. A failure of our own is ``quire_proto.errors.internal``, without
+its reason. What only HTTP knows (routes, methods, sizes) is in ``api.rest.http``. What an engine reports comes through
+``from_engine``.
+
+Every function returns the error; the caller raises it. Times are in seconds.
 """
 
 from enum import StrEnum
 from typing import Final
 
-from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.errors import ErrorCode, QuireError, internal
 
 
 class RefusalReason(StrEnum):
@@ -44,9 +48,20 @@ _RETRY_STOPPING = 5.0  # another replica, or the next start
 # Who may ask, and for what.
 
 
-def unauthenticated(message: str) -> QuireError:
-    """The request has no API key, more than one, or a wrong one."""
+def key_missing() -> QuireError:
+    """The request has no API key."""
+    message = "An API key is needed: send the header Authorization: Bearer KEY."
     return QuireError(ErrorCode.UNAUTHENTICATED, message)
+
+
+def several_keys() -> QuireError:
+    """The request has more than one Authorization header, at least one of them with a key."""
+    return QuireError(ErrorCode.UNAUTHENTICATED, "There is more than one Authorization header.")
+
+
+def key_invalid() -> QuireError:
+    """The API key is nobody's."""
+    return QuireError(ErrorCode.UNAUTHENTICATED, "This API key is not valid.")
 
 
 def model_forbidden(model: str) -> QuireError:
@@ -167,9 +182,20 @@ def engines_full() -> QuireError:
     return QuireError(code, message, retry_after=RETRY_AFTER[code], reason="engines_full")
 
 
-def unavailable(message: str) -> QuireError:
-    """A failure that passes, here or elsewhere."""
-    return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_AFTER[ErrorCode.UNAVAILABLE])
+def engines_lost() -> QuireError:
+    """As many engines as may were lost with the request, without a token between them."""
+    code, message = ErrorCode.UNAVAILABLE, "The engines that ran this request were lost."
+    return QuireError(code, message, retry_after=RETRY_AFTER[code])
+
+
+def from_engine(error: QuireError) -> QuireError:
+    """An engine's error as the client gets it: an id in use at the engine is INTERNAL, and an error after which the
+    client may try again says when.
+    """
+    if error.code is ErrorCode.CONFLICT:
+        return internal()
+    wait = RETRY_AFTER.get(error.code)
+    return QuireError(error.code, error.message, param=error.param, retry_after=wait, reason=error.reason)
 
 
 # Deadlines, and clients that are too slow.
@@ -201,7 +227,24 @@ def stream_unread(seconds: float) -> QuireError:
     return QuireError(ErrorCode.DEADLINE, f"The client left its stream unread for {seconds:g} seconds.")
 
 
+def output_unread() -> QuireError:
+    """A client left its tokens unread for as long as it may (``--slow-client-timeout``)."""
+    code, message = ErrorCode.OVERLOADED, "The client did not read its tokens in time."
+    return QuireError(code, message, retry_after=RETRY_AFTER[code])
+
+
 # Stored requests and idempotency keys.
+
+
+def journal_unavailable() -> QuireError:
+    """The journal's database does not answer."""
+    return QuireError(ErrorCode.UNAVAILABLE, "Request state cannot be read now.", retry_after=1.0)
+
+
+def lease_lost() -> QuireError:
+    """The lease of the request's record expired, and another router has claimed it."""
+    code, message = ErrorCode.UNAVAILABLE, "Another router goes on with this request."
+    return QuireError(code, message, retry_after=RETRY_AFTER[code])
 
 
 def request_not_found() -> QuireError:
@@ -235,3 +278,40 @@ def key_unavailable() -> QuireError:
     """A request of this idempotency key can be neither started nor found."""
     message = "The request of this idempotency key is neither to be begun nor to be found now."
     return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=1.0)
+
+
+# What autoscalers get: these have no ``retry_after``, as they ask again by themselves.
+
+
+def model_not_scaled(model: str) -> QuireError:
+    """The model is not configured, whatever engines there are."""
+    return QuireError(ErrorCode.NOT_FOUND, f"There is no model {model!r}.")
+
+
+def unknown_metric(name: str) -> QuireError:
+    """KEDA asks for a metric of another name."""
+    return QuireError(ErrorCode.NOT_FOUND, f"There is no metric {name[:64]!r}.")
+
+
+def load_redis_away() -> QuireError:
+    """The load of all routers is unknown: Redis does not answer."""
+    return _load_unknown("The load of all routers is not known, because Redis does not answer.")
+
+
+def load_settling() -> QuireError:
+    """The load of all routers is unknown: some may not have published theirs since Redis started or lost it."""
+    return _load_unknown("The load of all routers is not known yet: they are only now being heard.")
+
+
+def load_too_many_routers(limit: int) -> QuireError:
+    """The load of all routers is unknown: there are more than are read."""
+    return _load_unknown(f"More than {limit} routers tell their load.")
+
+
+def load_damaged() -> QuireError:
+    """The load of all routers is unknown: what a router published cannot be decoded."""
+    return _load_unknown("What a router told of its load cannot be read.")
+
+
+def _load_unknown(message: str) -> QuireError:
+    return QuireError(ErrorCode.UNAVAILABLE, message)

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from quire.v1 import engine_pb2, types_pb2
-from quire_proto.errors import ErrorCode, QuireError, internal
+from quire_proto.errors import QuireError, internal
 from quire_proto.sampling import FinishReason, TokenLogprobs
 
+from quire_router.core.errors import output_unread
 from quire_router.core.generation import Delta
 
 log = logging.getLogger(__name__)
@@ -449,7 +450,7 @@ class OutputStream:
         if remaining > 0:
             self._timer = self._loop.call_later(remaining, self._check_reader)
         else:
-            self.fail(QuireError(ErrorCode.OVERLOADED, "The client did not read its tokens in time."))
+            self.fail(output_unread())
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

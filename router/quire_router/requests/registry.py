@@ -14,7 +14,7 @@ from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
 
 from quire_router.core import metrics
-from quire_router.core.errors import background_full, request_timed_out, shutting_down, unavailable
+from quire_router.core.errors import background_full, lease_lost, request_timed_out, shutting_down
 from quire_router.core.generation import Delta, GenerationRequest
 from quire_router.requests.state import RequestState
 
@@ -114,7 +114,7 @@ class RequestRegistry:
         """Interrupts a request that another router continues, as the lease of this one had expired."""
         state = self._requests.get(request_id)
         if state is not None:
-            state.interrupt(unavailable("Another router goes on with this request."))
+            state.interrupt(lease_lost())
 
     def _count(self, model: str, more: int) -> None:
         self._of_model[model] += more

@@ -14,7 +14,7 @@ from quire_proto.tracing import traceparent
 from quire_router.admission.limits import RateLimiter, Reservation
 from quire_router.admission.tenants import Tenants
 from quire_router.core import metrics
-from quire_router.core.errors import unavailable
+from quire_router.core.errors import engines_lost
 from quire_router.core.generation import (
     Delta,
     DeltaStream,
@@ -292,7 +292,7 @@ class RequestRunner:
         log.warning("attempt %d of request %s lost engine %s: %s", state.attempt, state.id, engine_id, problem)
         state.count_loss()
         if state.losses >= self._max_attempts:
-            raise unavailable("The engines that ran this request were lost.")
+            raise engines_lost()
 
     # Begin and end
 

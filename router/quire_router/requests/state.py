@@ -12,14 +12,14 @@ from uuid import uuid4
 
 from quire.v1 import engine_pb2
 from quire_proto.convert import sampling_to_proto
-from quire_proto.errors import ErrorCode, QuireError, internal
+from quire_proto.errors import QuireError
 from quire_proto.sampling import FinishReason, TokenLogprobs
 from quire_proto.text.detokenizer import OutputTextStream
 from quire_proto.text.tokenizer import ModelTokenizer
 
 from quire_router.admission.limits import Reservation
 from quire_router.core import metrics
-from quire_router.core.errors import RETRY_AFTER, consumer_deadline_exceeded
+from quire_router.core.errors import consumer_deadline_exceeded, from_engine
 from quire_router.core.generation import Delta, GenerationRequest, ResponseConsumer, Usage
 from quire_router.engines.output_stream import Output, OutputStream
 from quire_router.journal.base import Journal, Lease, RecordedDelta, RequestRecord
@@ -265,7 +265,7 @@ class RequestState:
         Raises the error that the output ends with.
         """
         if output.error is not None:
-            raise _client_error(output.error)
+            raise from_engine(output.error)
         if output.deltas is not None:
             return output.deltas
         if self.cached_tokens is None:
@@ -418,16 +418,6 @@ def _delivered(choice: Choice) -> engine_pb2.Delivered:
 def _attempt_id(request_id: str) -> str:
     """Returns an id for a later attempt, at most 64 characters: the engine may still run an earlier one."""
     return f"{request_id[:31]}-{uuid4().hex}"
-
-
-def _client_error(error: QuireError) -> QuireError:
-    """Returns an output's error as the client gets it: an id in use at the engine is INTERNAL, and an error after which
-    the client may try again says when.
-    """
-    if error.code is ErrorCode.CONFLICT:
-        return internal()
-    wait = RETRY_AFTER.get(error.code)
-    return QuireError(error.code, error.message, param=error.param, retry_after=wait, reason=error.reason)
 
 
 FLUSH_PERIOD = 0.1  # seconds

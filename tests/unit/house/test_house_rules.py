@@ -219,6 +219,27 @@ def beginners_of_tasks(nodes: Iterable[ast.AST], within: str = "") -> Iterator[s
         yield from beginners_of_tasks(ast.iter_child_nodes(node), name)
 
 
+ERROR_FILES = {
+    "QuireError": {
+        "router/quire_router/core/errors.py",
+        "router/quire_router/journal/base.py",
+    },  # which decodes
+    "HttpError": {"router/quire_router/api/rest/http.py"},
+}
+"""Where the errors that the router's clients see are constructed. ``invalid`` and ``internal`` are called anywhere."""
+
+
+@pytest.mark.parametrize("name", ERROR_FILES)
+def test_the_errors_that_clients_of_the_router_see_are_constructed_in_one_file(name: str) -> None:
+    found = {str(path.relative_to(ROOT)) for path in own_modules("router") if name in called_names(path)}
+    assert found == ERROR_FILES[name]
+
+
+def called_names(path: Path) -> set[str]:
+    calls = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    return {each.id for each in calls if isinstance(each, ast.Name)}
+
+
 NAMES_THAT_REPEAT = {"__init__", "base", "config"}
 
 

@@ -1,5 +1,7 @@
 """The pages that list something list what there is, every flag and every metric, and nothing else."""
 
+import ast
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -23,7 +25,7 @@ from quire_engine.simulation.config import SimulationConfig
 from quire_engine.structured_output.compiler import CompileOutcome
 from quire_proto.cli import read_settings
 from quire_router.config import Settings
-from quire_router.core import metrics
+from quire_router.core import errors, metrics
 from quire_router.simulation.config import FleetSettings
 
 from tests.support import pages
@@ -89,6 +91,14 @@ def test_no_page_names_a_metric_that_there_is_not() -> None:
     for page in PAGES:
         named = set(re.findall(r"\bquire_[a-z0-9_]*[a-z0-9]\b", page.read_text())) - PACKAGES
         assert not named - known, page.name
+
+
+def test_the_page_of_admission_lists_the_reasons_of_errors() -> None:
+    calls = (node for node in ast.walk(ast.parse(inspect.getsource(errors))) if isinstance(node, ast.Call))
+    values = (keyword.value for call in calls for keyword in call.keywords if keyword.arg == "reason")
+    reasons = {value.value for value in values if isinstance(value, ast.Constant)} | set(errors.RefusalReason)
+    rows = pages.rows(pages.section(pages.ROOT / "docs/admission.md", "What a client sees"))
+    assert {reason for row in rows for reason in re.findall(r"`(\w+)`", row[0])} == reasons
 
 
 @pytest.mark.parametrize("settings", [SimulationConfig, FleetSettings, BenchConfig])

@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any
 
 from hiredis import pack_command
-from quire_proto.errors import ErrorCode, QuireError, internal
+from quire_proto.errors import QuireError, internal
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
@@ -191,11 +191,6 @@ def to_milliseconds(time: tuple[int, int]) -> int:
 def is_corruption(error: Exception) -> bool:
     """Whether an error is of one record's keys, and will come again, rather than of Redis, which may pass."""
     return isinstance(error, ResponseError) and any(sign in str(error) for sign in _CORRUPTION_MESSAGES)
-
-
-def unavailable_error() -> QuireError:
-    """The error if Redis does not reply."""
-    return QuireError(ErrorCode.UNAVAILABLE, "Request state cannot be read now.", retry_after=1.0)
 
 
 def corrupt_record_error(request_id: str) -> QuireError:

@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 
 from quire_router.clients.redis_client import RedisAccess, redis_client
 from quire_router.core import metrics
+from quire_router.core.errors import journal_unavailable
 from quire_router.core.generation import NO_USAGE, GenerationRequest, Usage
 from quire_router.core.retry import supervise
 from quire_router.journal.base import (
@@ -44,7 +45,6 @@ from quire_router.journal.redis.redis_connection import (
     RedisHealth,
     corrupt_record_error,
     is_corruption,
-    unavailable_error,
 )
 from quire_router.journal.redis.store import OrphanFinder, RawRecordUpdate, RedisFollower, RedisStore
 from quire_router.journal.redis.writer import RedisWriter
@@ -170,7 +170,7 @@ class RedisJournal:
         if not await self._is_not_leased_here(request_id) or await self._may_reappear(request_id):
             return None
         if self._buffer.is_full:
-            raise unavailable_error()
+            raise journal_unavailable()
         name = uuid4().hex
         claimed = await self._store.call(request_id, lambda: self._store.claim(request_id, self._owner, name))
         return None if claimed is None else await self._resume_claimed(request_id, *claimed)
@@ -187,7 +187,7 @@ class RedisJournal:
             )
             return record
         if await self._may_reappear(request_id):
-            raise unavailable_error()
+            raise journal_unavailable()
         return None
 
     async def statuses(self, request_ids: Sequence[str], *, confirm_missing: bool = True) -> list[RequestRecord | None]:
@@ -197,7 +197,7 @@ class RedisJournal:
             stored = await self._store.call(first, lambda: self._store.statuses(request_ids))
         records = [await self._status(*each) for each in zip(request_ids, stored, strict=True)]
         if confirm_missing and None in records and await self._may_reappear(first):
-            raise unavailable_error()
+            raise journal_unavailable()
         return records
 
     async def _status(self, request_id: str, stored: tuple[dict[bytes, bytes], int, int]) -> RequestRecord | None:
@@ -322,7 +322,7 @@ class RedisJournal:
         try:
             request = await self._restore(lease, fields, packed)
             if not self._buffer.add(request):
-                raise unavailable_error()  # the lease expires by itself
+                raise journal_unavailable()  # the lease expires by itself
             record, *_ = await read_record(request_id, fields, packed)
         except CorruptRecordError:
             await self._fail_corrupt(lease)
@@ -360,7 +360,7 @@ class RedisJournal:
             async with asyncio.timeout(MAX_REDIS_WAIT):
                 await self._writer.wait_written(request)
         except TimeoutError:
-            raise unavailable_error() from None
+            raise journal_unavailable() from None
         return True
 
     def _writable_request(self, lease: Lease) -> BufferedRequest | None:

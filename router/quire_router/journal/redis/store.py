@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError
 
+from quire_router.core.errors import journal_unavailable
 from quire_router.core.generation import GenerationRequest
 from quire_router.journal.base import MAX_ORPHANS, Lease, RecordUpdate, encode_error, partial_update
 from quire_router.journal.codec import (
@@ -47,7 +48,6 @@ from quire_router.journal.redis.redis_connection import (
     is_corruption,
     keys,
     to_milliseconds,
-    unavailable_error,
 )
 from quire_router.journal.redis.writer import open_arguments
 from quire_router.journal.token_log import TokenLogReader, log_checksum, read_chunk
@@ -89,7 +89,7 @@ class RedisStore:
         except CorruptRecordError:
             raise corrupt_record_error(request_id) from None
         except (RedisError, OSError, TimeoutError) as error:
-            raise (corrupt_record_error(request_id) if is_corruption(error) else unavailable_error()) from None
+            raise (corrupt_record_error(request_id) if is_corruption(error) else journal_unavailable()) from None
 
     async def call_with_retry(self, operation: Callable[[], Awaitable[T]]) -> T:
         """What ``operation`` returns, at its second try if the first finds a dead connection."""
