@@ -1,5 +1,9 @@
-"""TLS credentials of a gRPC server. The files are read again for every connection, so that certificates can be replaced
-without a restart. Open connections keep the certificates that they were opened with.
+"""Certificates that are replaced while a server runs. ``ReloadingCertificates`` reads the files again for every
+connection; open connections keep the certificates that they were opened with.
+
+A replaced pair that cannot be used, such as a key that is not of its certificate, changes nothing: the last pair that
+could stays in use, and the log says so once. ``ReloadingServerCredentials`` is its form for gRPC; for HTTPS it is the
+router's ``ReloadingSslContext``.
 """
 
 import logging
@@ -13,47 +17,37 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Contents:
+class ServerCertificates:
+    """The server's certificate and key, and the authority of its clients, None without mTLS."""
+
     identity: Identity
     client_ca: bytes | None
 
 
-class ReloadingServerCredentials:
-    """The server's certificate and key, and the authority of its clients. Raises ``TlsError`` if the files cannot be
-    used.
-
-    If replaced files cannot be used, the server keeps the last ones that could, and logs the problem once.
+class ReloadingCertificates:
+    """``current`` holds the last contents of ``files`` that could be used. Raises ``TlsError`` if they cannot be used
+    at the start. Any thread may call ``refresh``.
     """
 
     def __init__(self, files: ServerTls) -> None:
         self._files = files
-        self._read_contents, self._active = files.contents, _read(files)
+        self._read_contents, self.current = files.contents, _read(files)
         self._problem = ""
 
-    def credentials(self) -> grpc.ServerCredentials:
-        """The credentials for a port, also one of ``grpc.aio``."""
-        return grpc.dynamic_ssl_server_credentials(
-            _configuration(self._active),
-            self._refresh,  # type: ignore[arg-type]  # the library documents None, and its stubs do not know it
-            self._files.client_ca is not None,
-        )
-
-    def _refresh(self) -> grpc.ServerCertificateConfiguration | None:
-        """The configuration of a new connection; None if it has not changed. Called on gRPC's threads, which would end
-        the connection if this raised.
-        """
+    def refresh(self) -> bool:
+        """Reads the files; returns whether ``current`` was replaced. Never raises for files that cannot be used."""
         try:
             contents = self._files.contents
             if contents == self._read_contents:  # also if rejected: checking them for every connection is too expensive
-                return None
+                return False
             self._read_contents = contents
-            self._active = _read(self._files)
+            self.current = _read(self._files)
         except TlsError as error:
             self._log_problem(str(error))
-            return None
+            return False
         self._problem = ""
         log.info("new certificates are used from %s", self._files.identity.certificate)
-        return _configuration(self._active)
+        return True
 
     def _log_problem(self, problem: str) -> None:
         if problem != self._problem:
@@ -61,11 +55,35 @@ class ReloadingServerCredentials:
             log.warning("%s: the certificates from before stay in use", problem)
 
 
-def _read(files: ServerTls) -> _Contents:
+class ReloadingServerCredentials:
+    """Credentials of a gRPC server that show each client the current certificates. Raises ``TlsError`` if the files
+    cannot be used.
+    """
+
+    def __init__(self, files: ServerTls) -> None:
+        self._certificates = ReloadingCertificates(files)
+        self._requires_client_cert = files.client_ca is not None
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """The credentials for a port, also one of ``grpc.aio``."""
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(self._certificates.current),
+            self._refresh,  # type: ignore[arg-type]  # the library documents None, and its stubs do not know it
+            self._requires_client_cert,
+        )
+
+    def _refresh(self) -> grpc.ServerCertificateConfiguration | None:
+        """The configuration of a new connection; None if it has not changed. Called on gRPC's threads, which would end
+        the connection if this raised.
+        """
+        return _configuration(self._certificates.current) if self._certificates.refresh() else None
+
+
+def _read(files: ServerTls) -> ServerCertificates:
     client_ca = None if files.client_ca is None else read_ca(files.client_ca)
-    return _Contents(read_cert_key(files.identity), client_ca)
+    return ServerCertificates(read_cert_key(files.identity), client_ca)
 
 
-def _configuration(contents: _Contents) -> grpc.ServerCertificateConfiguration:
-    identity = contents.identity
-    return grpc.ssl_server_certificate_configuration([(identity.key, identity.chain)], contents.client_ca)
+def _configuration(certificates: ServerCertificates) -> grpc.ServerCertificateConfiguration:
+    identity = certificates.identity
+    return grpc.ssl_server_certificate_configuration([(identity.key, identity.chain)], certificates.client_ca)

@@ -14,8 +14,9 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
+from quire_proto.certificates import ReloadingCertificates
 from quire_proto.supervise import SupervisedTask
-from quire_proto.tls import CertKeyFiles, Identity, TlsError, read_cert_key
+from quire_proto.tls import CertKeyFiles, ServerTls, TlsError
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
@@ -32,7 +33,6 @@ from quire_router.core.retry import supervise
 log = logging.getLogger(__name__)
 
 _LIMITS = ConnectionLimits(connections=256, head=10.0)
-_PERIOD = 5.0  # seconds between two checks of the certificate files
 _SHUTDOWN_TIMEOUT = 1.0  # seconds for responses to be sent
 _ACCEPT_PAUSE = 0.1  # seconds after a connection could not be accepted
 
@@ -66,8 +66,7 @@ def _start_external_metrics(settings: Settings, load: Load, stack: AsyncExitStac
     )
     server.start()
     stack.push_async_callback(server.stop)
-    for kind, follow in (("front proxy", proxy.follow), ("certificates", certificates.follow)):
-        stack.push_async_callback(supervise(kind, follow).stop)
+    stack.push_async_callback(supervise("front proxy", proxy.follow).stop)
     log.info("autoscaling: external metrics on %s:%d", settings.host, server.port)
 
 
@@ -89,44 +88,31 @@ async def _start_keda(settings: Settings, load: Load, stack: AsyncExitStack) -> 
 
 
 class ReloadingSslContext:
-    """The SSL context of a server with the certificate in ``files``; ``authorities`` returns the PEM certificates that
-    may sign client certificates. Those are optional, but verified if sent. Raises ``TlsError`` if the files are
-    invalid.
+    """The SSL context of an HTTPS server with the certificate in ``files`` (see ``ReloadingCertificates``);
+    ``authorities`` returns the PEM certificates that may sign client certificates. Those are optional, but verified if
+    sent. Raises ``TlsError`` if the files are invalid.
     """
 
     def __init__(self, files: CertKeyFiles, authorities: Callable[[], bytes]) -> None:
         self._files = files
         self._authorities = authorities
-        self._identity = read_cert_key(files)
-        self._context_inputs: tuple[Identity, bytes] | None = None
-        self._context = self._make_context(self._identity, b"")
+        self._certificates = ReloadingCertificates(ServerTls(files))
+        inputs = (self._certificates.current.identity, b"")
+        self._made = inputs, self._make_context(b"")  # one value, so that threads see what belongs together
 
     def current(self) -> tuple[ssl.SSLContext, bytes]:
-        """The context for a new connection, and the authorities in it. Raises ``TlsError``."""
-        authorities = self._authorities()
-        if self._context_inputs != (self._identity, authorities):
-            self._context = self._make_context(self._identity, authorities)
-        return self._context, authorities
+        """The context for a new connection, and the authorities in it. Reads files; any thread may call it. Raises
+        ``TlsError``.
+        """
+        self._certificates.refresh()
+        inputs = (self._certificates.current.identity, self._authorities())
+        made_of, context = self._made
+        if made_of != inputs:
+            context = self._make_context(inputs[1])
+            self._made = inputs, context
+        return context, inputs[1]
 
-    async def follow(self) -> None:
-        """Polls the files. Never returns."""
-        while True:
-            await asyncio.sleep(_PERIOD)
-            await self.refresh()
-
-    async def refresh(self) -> None:
-        """Reads the files once; invalid ones leave the context as it is."""
-        try:
-            identity = await asyncio.to_thread(read_cert_key, self._files)
-            if identity != self._identity:
-                self._context = self._make_context(identity, self._authorities())
-                log.info("the certificate %s is another one, and is shown from now on", self._files.certificate)
-        except TlsError as error:
-            log.warning("the certificate stays as it was: %s", error)
-            return
-        self._identity = identity
-
-    def _make_context(self, identity: Identity, authorities: bytes) -> ssl.SSLContext:
+    def _make_context(self, authorities: bytes) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
@@ -140,7 +126,6 @@ class ReloadingSslContext:
                 context.verify_mode = ssl.CERT_OPTIONAL
         except OSError as error:
             raise TlsError(f"{self._files.certificate} cannot be used just now") from error
-        self._context_inputs = (identity, authorities)
         return context
 
 
@@ -214,7 +199,7 @@ class TlsServer:
 
     async def _shake_hands(self, connection: socket.socket) -> None:
         try:
-            context, authorities = self._certificates.current()
+            context, authorities = await asyncio.to_thread(self._certificates.current)
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: _PeerHttpProtocol(self._config, self._state, authorities),
                 connection,
@@ -225,6 +210,9 @@ class TlsServer:
         except (OSError, TimeoutError, TlsError) as error:
             log.debug("a connection did not become one of TLS: %s", type(error).__name__)
             connection.close()
+        except asyncio.CancelledError:
+            connection.close()
+            raise
 
 
 class _PeerHttpProtocol(LimitedHttpProtocol):
