@@ -14,7 +14,7 @@ __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParam
 
 
 def __getattr__(name: str) -> Any:
-    """The offline API, imported when it is first asked for: whoever imports the core alone does not pay for it."""
+    """Imports the offline API at its first use, so that a program that imports the core alone does not pay for it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from quire_engine import llm

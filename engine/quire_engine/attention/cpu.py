@@ -61,7 +61,7 @@ class CpuAttention:
         self._plan = _Plan(batch, self._shape, self._current)
 
     def check_pages(self, kv: torch.Tensor) -> None:
-        """For who repeats recorded calls on ``kv``, a layer's view or the whole memory.
+        """Checks the prepared plan before captured calls are replayed on ``kv``, a layer's view or the whole memory.
 
         Raises:
             ValueError: the prepared plan names a page that is not there.

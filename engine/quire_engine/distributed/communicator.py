@@ -79,7 +79,7 @@ def largest_shard_size(total: int, communicator: Communicator) -> int:
 class TensorParallelGroup:
     """The ``Communicator`` of one of several ranks. Collectives work after ``connect``.
 
-    ``num_collectives`` counts those that this rank has begun. With ``ordered``, sums are added in the order of the
+    ``num_collectives`` counts those that this rank has started. With ``ordered``, sums are added in the order of the
     ranks at every position of a tensor: with NCCL, and with gloo for more than two ranks, the order depends on the
     position. Two numbers have one sum, so two ranks need nothing for it.
     """

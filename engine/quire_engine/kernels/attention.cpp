@@ -136,7 +136,7 @@ inline Floats power(Floats x) {
 }
 
 // One row of scores -> unnormalised probabilities of the keys first <= key <= last. Returns what the row's sums so far
-// are to be multiplied by. A row that sees none of the keys changes nothing, so it matters not which tiles it is shown.
+// are to be multiplied by. A row that sees none of the keys changes nothing, so any further tiles may be passed to it.
 template <typename T, bool all>
 inline float soften(float* scores, float scale, int64_t first, int64_t last, float& peak, Floats& sum) {
   constexpr int n = kKeys / kLanes;

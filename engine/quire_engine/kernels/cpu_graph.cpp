@@ -1,5 +1,5 @@
-// Replays a CPU graph (worker/cpu_graph.py): makes calls of kernels that were captured once again, all in one call. Between
-// two short kernels the interpreter takes as long as they do.
+// Replays a CPU graph (worker/cpu_graph.py): repeats the captured calls of kernels, all in one call from Python. With a
+// call for each, the interpreter would take as long between two short kernels as they do.
 
 #include <cstddef>
 #include <cstdint>
@@ -75,7 +75,7 @@ constexpr Player kPlayers[] = {
 
 extern "C" {
 
-// What makes the calls of a kernel, by its name; null for one that cannot be captured.
+// The function that repeats calls of a kernel, by the kernel's name; null for one that cannot be captured.
 void* quire_player(const char* name) {
   for (const Player& player : kPlayers)
     if (!std::strcmp(player.name, name)) return reinterpret_cast<void*>(player.play);

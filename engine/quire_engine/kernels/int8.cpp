@@ -21,7 +21,7 @@
 #include <emmintrin.h>
 #endif
 
-struct Int8Call {  // field by field as in library.py
+struct Int8Call {  // field by field as in bindings.py
   const uint8_t* panels;
   const float *scales, *bias;  // [panels, 2, kSide]
   const void* x;               // [rows, inputs], with `stride` numbers from row to row
@@ -37,7 +37,7 @@ constexpr int64_t kGroup = 128;
 constexpr int kTile = kLanes == 16 ? 12 : kLanes == 8 ? 3 : 2;
 // Rows that are rounded at once: they stay in the second level cache while all panels pass by.
 constexpr int64_t kBlock = 240;
-constexpr int64_t kDistance = 8192;  // bytes between what a lone tile multiplies by and what it asks for
+constexpr int64_t kDistance = 8192;  // bytes between what a lone tile multiplies by and what it prefetches
 constexpr int64_t kWorthSharing = 32768;  // numbers to round; below, waking the other threads costs more
 
 typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
@@ -151,14 +151,14 @@ void round_tile(const T* x, int64_t stride, int64_t first, int64_t rows, int64_t
 inline int64_t tiles_of(int64_t rows) { return (rows + kTile - 1) / kTile; }
 inline int64_t tile_begin(int64_t rows, int64_t tile) { return rows * tile / tiles_of(rows); }
 
-// What is asked for while a tile multiplies: `pace` bytes of the weight for every four inputs.
+// What is prefetched while a tile multiplies: `pace` bytes of the weight for every four inputs.
 struct Ahead {
   const uint8_t* from;
   int64_t pace;
 };
 
-// A lone tile asks for what it will need itself. Several share the asking for the next panel, as only the first of them
-// waits for memory.
+// A lone tile prefetches what it will need itself. Several share the prefetching of the next panel, as only the first
+// of them waits for memory.
 inline Ahead ahead_of(const uint8_t* panel, int64_t words, int64_t tile, int64_t tiles) {
   if (tiles == 1) return {panel + kDistance, kStepBytes};
   const int64_t pace = (kStepBytes + tiles - 1) / tiles;

@@ -10,12 +10,12 @@
 
 #include "vectors.h"
 
-struct LinearLayer {  // field by field as in library.py
+struct LinearLayer {  // field by field as in bindings.py
   const uint32_t* weight;
   const void* bias;  // [outputs], or null
   int64_t inputs, outputs, bf16;
-  int64_t bytes, paired, fast;  // what quire_linear_describe tells
-  const void* x;                // and the rest is of one call: [rows], with `stride` numbers from row to row
+  int64_t bytes, paired, fast;  // set by quire_linear_describe
+  const void* x;                // this and the rest are of one call: [rows], with `stride` numbers from row to row
   void* out;
   int64_t stride, rows, gated, threads;
 };
@@ -32,7 +32,7 @@ constexpr int kMostRows = 6;
 constexpr int64_t kDepth = 768;             // words: so much of a panel stays in the second cache
 constexpr int64_t kGroupBytes = 1 << 19;    // of x, which stay there while the panels pass by
 constexpr int kMostTiles = 12;              // in a group of rows
-constexpr int64_t kAhead = 1 << 13;         // bytes of a panel between what is read and what is asked for
+constexpr int64_t kAhead = 1 << 13;         // bytes of a panel between what is read and what is prefetched
 constexpr int64_t kWorthSharing = 1 << 16;  // below so many products, waking threads costs more than they save
 
 int64_t words_of(const LinearLayer& layer) { return layer.bf16 ? (layer.inputs + 1) / 2 : layer.inputs; }
@@ -65,7 +65,7 @@ void pack_vector(const T* weight, int64_t inputs, int64_t outputs, uint32_t* pac
 }
 
 // sums[rows][2] of x[rows][depth] against a panel, going on from what they are. `ahead` is what will be read next from
-// memory: each word of depth asks for `pace` more bytes of it, so that its way here is hidden behind the products.
+// memory: each word of depth prefetches `pace` more bytes of it, so that the products hide the latency.
 template <typename T, int rows>
 void tile(const char* x, int64_t stride, const uint32_t* panel, int64_t depth, const char* ahead, int64_t pace,
           Floats* sums) {
@@ -145,7 +145,7 @@ class Product {
                 Floats* sums) const {
     const uint32_t* at = layer_.weight + (panel * words_ + from) * kSpan;
     const int64_t pace = (4 * kSpan + count - 1) / count;
-    // Several tiles share in asking for what comes after this part. One alone asks for what it will soon read itself.
+    // Several tiles share the prefetching of what comes after this part. A lone one prefetches what it will read soon.
     const char* ahead = (const char*)at + (count == 1 ? kAhead : (to - from) * (4 * kSpan + i * pace));
     tile_of<T>(rows, Rows{})(x_ + row * stride_ + 4 * from, stride_, at, to - from, ahead, pace, sums);
   }

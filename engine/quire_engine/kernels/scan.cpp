@@ -1,4 +1,4 @@
-// What a draw looks at in a row of logits, in one pass: its highest number, and whether all are finite.
+// What sampling needs of a row of logits, in one pass: its highest number, and whether all are finite.
 
 #include "vectors.h"
 

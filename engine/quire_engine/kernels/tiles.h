@@ -1,4 +1,4 @@
-// Tiles of keys and values as the pages hold them, and rearranged for products. Knows rows, neither pages nor softmax.
+// Tiles of keys and values: rows as the pages hold them, and the same rearranged for products.
 #pragma once
 
 #include "vectors.h"
@@ -13,8 +13,8 @@ struct KeyTile {
   const char *keys[kRuns], *values[kRuns];
 };
 
-// Pages are scattered, which hides them from the processor's own prefetching; so the tile ahead is asked for in step
-// with the work on this one, as asking for all of it at once stalls that.
+// Pages are scattered, so the processor's own prefetching does not find them. The next tile is prefetched piece by piece
+// along with the work on this one, as prefetching all of it at once stalls that work.
 inline void fetch(const char* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }

@@ -126,11 +126,11 @@ def _matmul_row_by_row(matmul: MatMul) -> MatMul:
 
 
 def _onednn_packed_matmul(weight: torch.Tensor, bias: torch.Tensor | None) -> MatMul | None:
-    """The product with a packed weight, or None where there is no such thing or its result is not the plain
-    one's.
+    """The product with a weight that oneDNN has packed. None where oneDNN does not support it, or where the result
+    differs from ``F.linear``'s.
 
-    torch's packing operators are private, and may be missing or change. Hence whatever they raise means: do
-    without.
+    torch's packing operators are private, and may be missing or change. Hence any error of theirs counts as not
+    supported.
     """
     if weight.device.type != "cpu" or weight.dtype not in _TOLERANCE or weight.numel() == 0:
         return None

@@ -346,7 +346,8 @@ def paged_attention(
 ) -> AttentionOutput:
     """``query`` [1, heads, T, head_dim], ``key`` and ``value`` [1, kv_heads, T, head_dim] -> [1, T, heads, head_dim].
 
-    No mask is made for a name that is not among the masks, and none is needed: the backend knows the sequences.
+    transformers makes no mask for an attention function without a mask function of the same name. None is needed, as
+    the attention backend has the bounds of the sequences.
     """
     layer = module.layer_idx
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))

@@ -117,7 +117,7 @@ class GrammarCompiler:
         return future
 
     def withdraw(self, structured: Structured) -> None:
-        """Undoes one ``submit``. A grammar without waiters is cancelled if its compilation has not begun."""
+        """Undoes one ``submit``. A grammar without waiters is cancelled if its compilation has not started."""
         with self._lock:
             if structured not in self._waiters:
                 return  # it has just been compiled

@@ -87,7 +87,7 @@ class _Call(ctypes.Structure):
 
 
 class _Capture:
-    """What one thread asks of the kernels while it listens."""
+    """The calls of kernels that one thread makes inside ``listen``."""
 
     _one_at_a_time = threading.Lock()  # all threads call the same functions, and each of those has one listener
     _of_this_thread = threading.local()
@@ -104,8 +104,8 @@ class _Capture:
 
     @contextmanager
     def listen(self, kernels: ctypes.CDLL) -> Iterator[None]:
-        """Within, every call of a kernel by this thread is noted. ctypes shows a finished call to its function's
-        ``errcheck``.
+        """Records every call of a kernel that this thread makes inside the context. ctypes passes a finished call to
+        its function's ``errcheck``.
         """
         functions = [getattr(kernels, name) for name in KERNELS]
         with self._one_at_a_time:
@@ -120,7 +120,7 @@ class _Capture:
                 del self._of_this_thread.active
 
     def add_call(self, play: int, arguments: tuple[object, ...]) -> None:
-        """Notes a call that ``play`` can make again."""
+        """Records a call that ``play`` can make again."""
         self.calls.append(_Call(play, (ctypes.c_int64 * _SLOTS)(*map(self._slot, arguments))))
 
     def _slot(self, argument: object) -> int:
@@ -138,9 +138,9 @@ class _Capture:
         raise NotCapturableError(f"a kernel was called with {argument!r}")
 
 
-@functools.cache  # never freed: ctypes does not hold it during a call of another thread, and shows it the call after
+@functools.cache  # never freed: ctypes holds no reference during a call of another thread, and calls it after that
 def _call_listener(play: int) -> _Listener:
-    """Tells of calls that ``play`` can make again."""
+    """Returns an ``errcheck`` that records calls which ``play`` can make again."""
 
     def listen(_result: None, _function: object, arguments: tuple[object, ...]) -> None:
         active = _Capture.of_this_thread()
@@ -151,7 +151,7 @@ def _call_listener(play: int) -> _Listener:
 
 
 class _CaptureMode(TorchDispatchMode):  # type: ignore[misc] # torch gives it no type
-    """Gives out memory of the graph, and lets nothing compute but the kernels."""
+    """Allocates from the graph's memory. Raises ``NotCapturableError`` for any torch operation that computes."""
 
     def __init__(self, allocator: "_CaptureAllocator") -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class _CaptureMode(TorchDispatchMode):  # type: ignore[misc] # torch gives it no
 
 
 class _CaptureAllocator:
-    """The memory of one graph. What a tensor had is given out again once nobody holds the tensor any more."""
+    """The memory of one graph. The memory of a tensor is reused once the tensor is freed."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[ctypes.Array[ctypes.c_char]]] = {}

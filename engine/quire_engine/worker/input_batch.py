@@ -112,7 +112,7 @@ def _prompt_logprob_rows(chunks: Sequence[ScheduledChunk], query_indptr: np.ndar
 
 def pad_decode(batch: AttentionBatch, size: int) -> AttentionBatch:
     """The same batch, of chunks of one token, with as many more as make it ``size``: each the first token of a sequence
-    whose only page is the null page. What they store there means nothing to anybody.
+    whose only page is the null page. What they store there is never read.
     """
     missing = size - len(batch.context_lens)
     if not missing:

@@ -1,4 +1,4 @@
-"""How a peer's script talks: JSON lines on what was its standard output. Needs nothing but Python."""
+"""The protocol of a peer's script: JSON lines on what was its standard output. Needs nothing but Python."""
 
 import json
 import os
@@ -33,11 +33,11 @@ def serve(answers: TextIO, name: str, run: Run) -> None:
 
 
 def say(answers: TextIO, **answer: object) -> None:
-    """One line."""
+    """Writes one line."""
     answers.write(json.dumps(answer) + "\n")
     answers.flush()
 
 
 def settings() -> Any:
-    """What this script was told."""
+    """The settings of this script, from its command line."""
     return json.loads(sys.argv[1])

@@ -19,17 +19,17 @@ Entry = tuple[int, int, int, bool]
 
 def main() -> None:
     """Serves until there are no more workloads."""
-    answers, told = lines.take_output(), lines.settings()
-    config = json.loads((Path(told["model"]) / "config.json").read_text())
+    answers, settings = lines.take_output(), lines.settings()
+    config = json.loads((Path(settings["model"]) / "config.json").read_text())
     if config.get("model_type") != "llama" or config.get("rope_scaling"):
         lines.say(answers, error="Only plain Llama shapes can be given to llama.cpp here.")
         return
     with tempfile.TemporaryDirectory(prefix="quire-gguf-") as folder:
         path = Path(folder) / "model.gguf"
-        write_gguf(Path(told["model"]), config, path, told["dtype"])
+        write_gguf(Path(settings["model"]), config, path, settings["dtype"])
         import llama_cpp  # type: ignore[import-not-found]
 
-        engine = Engine(llama_cpp, path, told, config["vocab_size"])
+        engine = Engine(llama_cpp, path, settings, config["vocab_size"])
         lines.serve(answers, f"llama.cpp (llama-cpp-python {llama_cpp.__version__})", engine.run)
 
 
@@ -104,20 +104,20 @@ def gguf_name(name: str) -> str:
 class Engine:
     """A model and one context of llama.cpp."""
 
-    def __init__(self, library: Any, path: Path, told: dict[str, Any], vocab_size: int) -> None:
+    def __init__(self, library: Any, path: Path, settings: dict[str, Any], vocab_size: int) -> None:
         self.library = library
         self.vocab_size = vocab_size
         library.llama_backend_init()
         model_params = library.llama_model_default_params()
-        model_params.n_gpu_layers = 0 if told["device"] == "cpu" else 999
+        model_params.n_gpu_layers = 0 if settings["device"] == "cpu" else 999
         self.model = library.llama_model_load_from_file(str(path).encode(), model_params)
         params = library.llama_context_default_params()
-        params.n_ctx = told["max_num_seqs"] * told["max_model_len"]
-        params.n_ctx = min(params.n_ctx, max(KV_TOKENS, told["max_model_len"]))
-        self.size = max(LEAST_BATCH, told["max_model_len"])
+        params.n_ctx = settings["max_num_seqs"] * settings["max_model_len"]
+        params.n_ctx = min(params.n_ctx, max(KV_TOKENS, settings["max_model_len"]))
+        self.size = max(LEAST_BATCH, settings["max_model_len"])
         params.n_batch = params.n_ubatch = self.size
-        params.n_seq_max = told["max_num_seqs"]
-        params.n_threads = params.n_threads_batch = told["threads"]
+        params.n_seq_max = settings["max_num_seqs"]
+        params.n_threads = params.n_threads_batch = settings["threads"]
         params.kv_unified = True
         self.context = library.llama_init_from_model(self.model, params)
         self.batch = library.llama_batch_init(self.size, 0, 1)

@@ -7,14 +7,14 @@ import lines  # type: ignore[import-not-found] # beside this script
 
 def main() -> None:
     """Serves until there are no more workloads."""
-    answers, told = lines.take_output(), lines.settings()
+    answers, settings = lines.take_output(), lines.settings()
     import torch
     import transformers
 
-    torch.set_num_threads(told["threads"])
-    device = torch.device(told["device"])
+    torch.set_num_threads(settings["threads"])
+    device = torch.device(settings["device"])
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        told["model"], dtype=getattr(torch, told["dtype"]), local_files_only=True
+        settings["model"], dtype=getattr(torch, settings["dtype"]), local_files_only=True
     )
     model = model.to(device).eval()
     model.generation_config.eos_token_id = None

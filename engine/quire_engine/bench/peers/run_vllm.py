@@ -9,23 +9,23 @@ KV_GIB = 2
 
 def main() -> None:
     """Serves until there are no more workloads."""
-    answers, told = lines.take_output(), lines.settings()
+    answers, settings = lines.take_output(), lines.settings()
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if told["device"] == "cpu":
-        cores = sorted(os.sched_getaffinity(0))[: told["threads"]]
+    if settings["device"] == "cpu":
+        cores = sorted(os.sched_getaffinity(0))[: settings["threads"]]
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(KV_GIB))
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
     import vllm  # type: ignore[import-not-found]
 
     engine = vllm.LLM(
-        told["model"],
+        settings["model"],
         skip_tokenizer_init=True,
-        dtype=told["dtype"],
-        max_model_len=told["max_model_len"],
-        max_num_seqs=told["max_num_seqs"],
+        dtype=settings["dtype"],
+        max_model_len=settings["max_model_len"],
+        max_num_seqs=settings["max_num_seqs"],
         enable_prefix_caching=False,
-        tensor_parallel_size=told["tensor_parallel_size"],
+        tensor_parallel_size=settings["tensor_parallel_size"],
     )
 
     def run(prompts: list[list[int]], outputs: list[int]) -> int:
