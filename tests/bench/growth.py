@@ -75,9 +75,12 @@ def admission(policy: Policy, waiting: int) -> float:
     scheduler = queue(policy, waiting)
 
     def step(number: int) -> None:
-        plan = scheduler.schedule()
+        scheduler_output = scheduler.schedule()
         scheduler.update_from_output(
-            plan, ModelOutput({request.sequence_id: 5 for chunk in plan.chunks for request in chunk.sample_requests})
+            scheduler_output,
+            ModelOutput(
+                {request.sequence_id: 5 for chunk in scheduler_output.chunks for request in chunk.sample_requests}
+            ),
         )
         scheduler.add_request(request(number))
 

@@ -82,11 +82,11 @@ def make_step(options: argparse.Namespace, wanted: dict[str, object], logits: to
     )
 
     def step() -> None:
-        result = ModelOutput()
-        sampler.sample(sampler.prepare(sample_requests), logits, range(len(sample_requests))).fetch_into(result)
-        assert not result.errors
+        model_output = ModelOutput()
+        sampler.sample(sampler.prepare(sample_requests), logits, range(len(sample_requests))).fetch_into(model_output)
+        assert not model_output.errors
         for sample_request in sample_requests:
-            sample_request.token_ids.append(result.token_ids.get(sample_request.sequence_id, 0))
+            sample_request.token_ids.append(model_output.token_ids.get(sample_request.sequence_id, 0))
 
     return step
 

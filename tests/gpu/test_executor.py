@@ -64,14 +64,14 @@ def test_nothing_waits_between_the_launch_of_a_step_and_its_result(
     last = executor.execute_model_async(first)
     last.sample_tokens()
     for step in range(1, 8):
-        plan = SchedulerOutput(
+        scheduler_output = SchedulerOutput(
             step,
             [ScheduledChunk(id, [PLACEHOLDER_TOKEN_ID], 2 + step, [id + 1], (sample_requests[id],)) for id in range(4)],
         )
         # The first of these steps learns shapes and compiles; what comes after it is what a step is.
         torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
         try:
-            launched = executor.execute_model_async(plan)
+            launched = executor.execute_model_async(scheduler_output)
             torch.cuda.set_sync_debug_mode("default")
             for id, token_id in last.get_output().token_ids.items():
                 sample_requests[id].token_ids.append(token_id)

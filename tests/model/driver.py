@@ -54,17 +54,19 @@ class Driver:
         return [one.output for one in sequences]
 
     def _plan(self, alive: list[Sequence]) -> SchedulerOutput:
-        plan = SchedulerOutput(self._steps)
+        scheduler_output = SchedulerOutput(self._steps)
         self._steps += 1
         chosen = self._random.sample(alive, self._random.randint(1, len(alive)))
         if self._random.random() < self._swapping:
-            plan.blocks_to_swap_out = [copy for one in alive if one not in chosen for copy in self._swap_out(one)]
+            scheduler_output.blocks_to_swap_out = [
+                copy for one in alive if one not in chosen for copy in self._swap_out(one)
+            ]
         for one in chosen:
-            if one.host_blocks and not plan.blocks_to_swap_out:
-                plan.blocks_to_swap_in += self._swap_in(one)
+            if one.host_blocks and not scheduler_output.blocks_to_swap_out:
+                scheduler_output.blocks_to_swap_in += self._swap_in(one)
             if not one.host_blocks:
-                plan.chunks += self._chunk(one)
-        return plan
+                scheduler_output.chunks += self._chunk(one)
+        return scheduler_output
 
     def _chunk(self, one: Sequence) -> list[ScheduledChunk]:
         size = self._executor.kv_cache_config.block_size
@@ -104,11 +106,11 @@ class Driver:
         free += blocks
         self._random.shuffle(free)
 
-    def _apply(self, sequences: list[Sequence], result: ModelOutput) -> None:
-        assert not result.errors
+    def _apply(self, sequences: list[Sequence], model_output: ModelOutput) -> None:
+        assert not model_output.errors
         for one in sequences:
-            if one.id in result.token_ids:
-                one.output.append(result.token_ids[one.id])
+            if one.id in model_output.token_ids:
+                one.output.append(model_output.token_ids[one.id])
 
     def _release(self, sequences: list[Sequence]) -> None:
         for one in sequences:

@@ -69,49 +69,49 @@ class Loop:
 
     def run(self) -> None:
         """Step by step."""
-        while plan := self._plan():
-            self._commit(self._executor.execute_model(plan))
+        while scheduler_output := self._schedule():
+            self._commit(self._executor.execute_model(scheduler_output))
 
     def run_overlapped(self) -> None:
         """Each step is launched before the result of the last one is taken."""
         last: AsyncStep | None = None
         while True:
-            plan = self._plan()
-            launched = self._executor.execute_model_async(plan) if plan else None
+            scheduler_output = self._schedule()
+            launched = self._executor.execute_model_async(scheduler_output) if scheduler_output else None
             if last is not None:
-                self._commit(last.get_output(), launched=plan)
+                self._commit(last.get_output(), launched=scheduler_output)
             if launched is not None:
                 launched.sample_tokens()
             elif last is None:
                 return
             last = launched
 
-    def _plan(self) -> SchedulerOutput | None:
+    def _schedule(self) -> SchedulerOutput | None:
         alive = [one for one in self._sequences.values() if not one.is_done]
         if not alive:
             return None
-        plan = SchedulerOutput(0, [one.chunk(self._random.randint(1, 40)) for one in self._some(alive)])
-        for chunk in plan.chunks:
+        scheduler_output = SchedulerOutput(0, [one.chunk(self._random.randint(1, 40)) for one in self._some(alive)])
+        for chunk in scheduler_output.chunks:
             self.num_pending += chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID
             self._sequences[chunk.sequence_id].pending = bool(chunk.sample_requests)
-        return plan
+        return scheduler_output
 
     def _some(self, alive: list[Sequence]) -> list[Sequence]:
         return self._random.sample(alive, self._random.randint(1, len(alive)))
 
-    def _commit(self, result: ModelOutput, launched: SchedulerOutput | None = None) -> None:
+    def _commit(self, model_output: ModelOutput, launched: SchedulerOutput | None = None) -> None:
         """``launched`` is already under way: what it draws is pending."""
         under_way = {chunk.sequence_id for chunk in launched.chunks if chunk.sample_requests} if launched else set()
         for one in self._sequences.values():
             id = one.sample_request.sequence_id
-            one.prompt_logprobs += result.prompt_logprobs.get(id, [])
+            one.prompt_logprobs += model_output.prompt_logprobs.get(id, [])
             if one.error is not None:
                 continue
-            if id in result.errors:
-                one.error = result.errors[id].code
-            if id in result.token_ids:
-                one.sample_request.token_ids.append(result.token_ids[id])
-                one.logprobs += [result.logprobs[id]] if id in result.logprobs else []
+            if id in model_output.errors:
+                one.error = model_output.errors[id].code
+            if id in model_output.token_ids:
+                one.sample_request.token_ids.append(model_output.token_ids[id])
+                one.logprobs += [model_output.logprobs[id]] if id in model_output.logprobs else []
             one.pending = id in under_way
 
 

@@ -35,16 +35,16 @@ def sample_requests(tokens: list[int], id: int = 0) -> tuple[SampleRequest, ...]
 
 
 def test_a_step_with_nothing_in_it_makes_nothing(executor: TorchExecutor) -> None:
-    result = executor.execute_model(SchedulerOutput(0))
-    assert (result.token_ids, result.errors) == ({}, {})
+    model_output = executor.execute_model(SchedulerOutput(0))
+    assert (model_output.token_ids, model_output.errors) == ({}, {})
 
 
 def test_a_chunk_without_tokens_is_an_error_of_that_request_alone(executor: TorchExecutor) -> None:
-    result = executor.execute_model(
+    model_output = executor.execute_model(
         SchedulerOutput(0, [chunk([], [], id=1), chunk([5], [1], id=2), chunk([], [], 3, None)])
     )
-    assert set(result.errors) == {1}
-    assert set(result.token_ids) == {2}
+    assert set(model_output.errors) == {1}
+    assert set(model_output.token_ids) == {2}
 
 
 def test_a_step_that_samples_nothing_still_stores_its_keys(executor: TorchExecutor) -> None:
@@ -81,8 +81,8 @@ def test_blocks_come_back_from_the_host_as_they_went(executor: TorchExecutor) ->
     executor.execute_model(SchedulerOutput(2, blocks_to_swap_out=[BlockCopy(4, 9), BlockCopy(5, 0), BlockCopy(6, 4)]))
     executor.execute_model(SchedulerOutput(3, [chunk([50] * 48, [4, 5, 6])]))
     last = ScheduledChunk(0, tokens[-1:], len(tokens) - 1, [5, 6, 4], sample_requests(tokens))
-    plan = SchedulerOutput(4, [last], blocks_to_swap_in=[BlockCopy(9, 5), BlockCopy(0, 6), BlockCopy(4, 4)])
-    assert executor.execute_model(plan).token_ids == expected
+    scheduler_output = SchedulerOutput(4, [last], blocks_to_swap_in=[BlockCopy(9, 5), BlockCopy(0, 6), BlockCopy(4, 4)])
+    assert executor.execute_model(scheduler_output).token_ids == expected
 
 
 def test_a_failed_step_can_be_run_again_chunk_by_chunk(executor: TorchExecutor) -> None:
@@ -103,9 +103,9 @@ def test_a_request_whose_numbers_are_not_finite_ends_alone(tmp_path: Path) -> No
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     executor = load_executor(folder, kv_cache_memory=POOL, swap_bytes=0)
     alone = executor.execute_model(SchedulerOutput(0, [chunk([5, 6], [1])])).token_ids[0]
-    result = executor.execute_model(SchedulerOutput(1, [chunk([5, 7], [2], id=1), chunk([5, 6], [3], id=2)]))
-    assert result.token_ids == {2: alone}
-    assert result.errors[1].code == ErrorCode.INTERNAL
+    model_output = executor.execute_model(SchedulerOutput(1, [chunk([5, 7], [2], id=1), chunk([5, 6], [3], id=2)]))
+    assert model_output.token_ids == {2: alone}
+    assert model_output.errors[1].code == ErrorCode.INTERNAL
     # The blocks that hold its keys are used again by others, who see only what they wrote themselves.
     assert executor.execute_model(SchedulerOutput(2, [chunk([5, 6], [2])])).token_ids == {0: alone}
 

@@ -56,16 +56,16 @@ def test_all_draws_of_a_chunk_are_made_from_its_last_logits(executor: TorchExecu
 
 def test_chunks_with_none_one_and_many_draws_share_a_step(executor: TorchExecutor) -> None:
     prompts = [[3, 4, 5], [6, 7], [8], [9, 10, 11, 12]]
-    counts, plans = (2, 0, 1, 3), []
+    counts, chunks = (2, 0, 1, 3), []
     for index, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
         sample_requests = [
             make_sample_request(10 * index + place, prompt, seed=place, temperature=1.5) for place in range(count)
         ]
-        plans.append(ScheduledChunk(10 * index, prompt, 0, [index + 1], tuple(sample_requests)))
+        chunks.append(ScheduledChunk(10 * index, prompt, 0, [index + 1], tuple(sample_requests)))
     apart = ModelOutput()
-    for one in plans:
+    for one in chunks:
         apart.add(executor.execute_model(SchedulerOutput(0, [one])))
-    assert executor.execute_model(SchedulerOutput(1, plans)).token_ids == apart.token_ids
+    assert executor.execute_model(SchedulerOutput(1, chunks)).token_ids == apart.token_ids
     assert list(apart.token_ids) == [0, 1, 20, 30, 31, 32]
 
 
@@ -96,10 +96,10 @@ def test_prompt_logprobs_are_those_of_transformers_however_the_prompt_is_cut(
         mine = ScheduledChunk(
             1, part, start, BLOCKS, sample_requests, prompt_logprob_targets=targets, num_prompt_logprobs=3
         )
-        result = executor.execute_model(SchedulerOutput(start, [beside, mine]))
-        made += result.prompt_logprobs.get(1, [])
-        assert len(result.prompt_logprobs[9]) == 3
-        assert set(result.token_ids) == {request.sequence_id for request in sample_requests}
+        model_output = executor.execute_model(SchedulerOutput(start, [beside, mine]))
+        made += model_output.prompt_logprobs.get(1, [])
+        assert len(model_output.prompt_logprobs[9]) == 3
+        assert set(model_output.token_ids) == {request.sequence_id for request in sample_requests}
     expected = oracle_logprobs(small_models, tokens)
     assert len(made) == len(tokens) - 1
     for place, one in enumerate(made):

@@ -86,9 +86,9 @@ def test_the_largest_step_is_as_large_as_it_may_be(
     ran: list[SchedulerOutput] = []
     run_step = TorchExecutor.execute_model
 
-    def watched(self: TorchExecutor, plan: SchedulerOutput) -> object:
-        ran.append(plan)
-        return run_step(self, plan)
+    def watched(self: TorchExecutor, scheduler_output: SchedulerOutput) -> object:
+        ran.append(scheduler_output)
+        return run_step(self, scheduler_output)
 
     monkeypatch.setattr(TorchExecutor, "execute_model", watched)
     settings = {"swap_bytes": 0, "max_num_batched_tokens": 700, "max_num_seqs": 9}
@@ -97,11 +97,13 @@ def test_the_largest_step_is_as_large_as_it_may_be(
     assert executor.execute_model(ran[0]).errors == {}, "what was tried can be run"
     ran.clear()
     load_executor(folder, kv_cache_memory=MIB, **settings)
-    assert all(not chunk.sample_requests for plan in ran for chunk in plan.chunks), "a given size needs no such step"
+    assert all(not chunk.sample_requests for scheduler_output in ran for chunk in scheduler_output.chunks), (
+        "a given size needs no such step"
+    )
 
 
 def test_a_step_that_cannot_be_run_is_refused(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    def fail(self: TorchExecutor, plan: SchedulerOutput) -> None:
+    def fail(self: TorchExecutor, scheduler_output: SchedulerOutput) -> None:
         raise RuntimeError("out of memory: tried to allocate 80 GiB.\nmore")
 
     monkeypatch.setattr(TorchExecutor, "execute_model", fail)

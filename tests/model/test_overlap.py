@@ -124,7 +124,7 @@ def test_a_device_that_fails_ends_the_engine(
     def fail(*_: object, **__: object) -> None:
         raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
-    plan = SchedulerOutput(0, [Sequence(make_sample_request(0, [5, 6]), wanted=3).chunk(40)])
+    scheduler_output = SchedulerOutput(0, [Sequence(make_sample_request(0, [5, 6]), wanted=3).chunk(40)])
     target = {
         "launch": (executor._runner, "forward"),
         "draw": (executor._sampler, "sample"),
@@ -132,7 +132,7 @@ def test_a_device_that_fails_ends_the_engine(
     }
     monkeypatch.setattr(*target[when], fail)
     with pytest.raises(ExecutorError, match=r"^The device failed: CUDA error"):
-        executor.execute_model(plan)
+        executor.execute_model(scheduler_output)
 
 
 def test_copies_wait_for_a_forward_pass_that_failed_too(

@@ -40,20 +40,20 @@ class Noting:
     depth = 1
 
     def __init__(self, executor: Executor) -> None:
-        self.plans: list[Any] = []
+        self.scheduler_outputs: list[Any] = []
         self._executor = executor
         self.kv_cache_config = executor.kv_cache_config
         self.rates = executor.rates
 
-    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
-        self.plans.append(normal(plan))
-        return self._executor.execute_model(plan)
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
+        self.scheduler_outputs.append(normal(scheduler_output))
+        return self._executor.execute_model(scheduler_output)
 
     def close(self) -> None:
         pass
 
 
-def normal(plan: SchedulerOutput) -> Any:
+def normal(scheduler_output: SchedulerOutput) -> Any:
     """All of a plan except which tokens were drawn."""
     chunks = [
         (
@@ -64,15 +64,15 @@ def normal(plan: SchedulerOutput) -> Any:
             tuple(request.sequence_id for request in chunk.sample_requests),
             len(chunk.prompt_logprob_targets),
         )
-        for chunk in plan.chunks
+        for chunk in scheduler_output.chunks
     ]
     return (
         chunks,
-        plan.blocks_to_swap_out,
-        plan.blocks_to_copy,
-        plan.blocks_to_swap_in,
-        plan.finished_seq_ids,
-        plan.num_preempted,
+        scheduler_output.blocks_to_swap_out,
+        scheduler_output.blocks_to_copy,
+        scheduler_output.blocks_to_swap_in,
+        scheduler_output.finished_seq_ids,
+        scheduler_output.num_preempted,
     )
 
 
@@ -137,7 +137,7 @@ def requests(draw: st.DrawFn, greedy: bool) -> Request:
     return Request("", prompt, params, priority=draw(st.integers(0, 1)))
 
 
-def plans(executor: Executor, scenario: Scenario) -> list[Any]:
+def scheduler_outputs(executor: Executor, scenario: Scenario) -> list[Any]:
     """Every plan of a run to the end."""
     noting = Noting(executor)
     memory = KVCacheManager(
@@ -151,7 +151,7 @@ def plans(executor: Executor, scenario: Scenario) -> list[Any]:
         if core.scheduler.has_work:
             core.step()
         elif not due:
-            return noting.plans
+            return noting.scheduler_outputs
     raise AssertionError("the engine made no progress")
 
 
@@ -177,7 +177,7 @@ def test_the_simulator_and_the_real_executor_are_given_the_same_plans(
     simulated = SimulatedExecutor(
         scenario.capacity, PRESETS["cpu"].latency, seed=seed, vocab_size=VOCAB_SIZE, sleep=lambda _: None
     )
-    assert plans(simulated, scenario) == plans(real, scenario)
+    assert scheduler_outputs(simulated, scenario) == scheduler_outputs(real, scenario)
 
 
 def test_the_comparison_sees_a_difference_of_one_block(real: TorchExecutor) -> None:
@@ -186,4 +186,4 @@ def test_the_comparison_sees_a_difference_of_one_block(real: TorchExecutor) -> N
     scenario = Scenario(limits, KVCacheConfig(BLOCK_SIZE, 12, 0), Rates(1, 1), True, True, ((0, request),))
     less = replace(scenario, limits=limits.model_copy(update={"max_num_batched_tokens": 39}))
     simulated = SimulatedExecutor(scenario.capacity, PRESETS["cpu"].latency, sleep=lambda _: None)
-    assert plans(simulated, scenario) == plans(real, scenario) != plans(real, less)
+    assert scheduler_outputs(simulated, scenario) == scheduler_outputs(real, scenario) != scheduler_outputs(real, less)

@@ -53,9 +53,9 @@ class CheckedExecutor(PagedExecutor):
         super().__init__(capacity)
         self._check = check
 
-    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
-        self._check(plan)
-        return super().execute_model(plan)
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
+        self._check(scheduler_output)
+        return super().execute_model(scheduler_output)
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -97,21 +97,21 @@ class EngineMachine(RuleBasedStateMachine):
         self.limit = min(MAX_MODEL_LEN, self.memory.device_pool.num_blocks * block_size)
 
     def make_executor(self, capacity: KVCacheConfig) -> PagedExecutor:
-        return CheckedExecutor(capacity, self.check_plan)
+        return CheckedExecutor(capacity, self.check_scheduler_output)
 
-    def check_plan(self, plan: SchedulerOutput) -> None:
+    def check_scheduler_output(self, scheduler_output: SchedulerOutput) -> None:
         """A step that preempts takes nobody in."""
-        if plan.num_preempted:
-            assert not plan.blocks_to_swap_in
-            assert all(chunk.sequence_id in self.ran_before for chunk in plan.chunks)
-        assert plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
-        assert len({chunk.sequence_id for chunk in plan.chunks}) == len(plan.chunks)
-        self.drawn.update(request.sequence_id for chunk in plan.chunks for request in chunk.sample_requests)
-        self.check_ended(plan)
+        if scheduler_output.num_preempted:
+            assert not scheduler_output.blocks_to_swap_in
+            assert all(chunk.sequence_id in self.ran_before for chunk in scheduler_output.chunks)
+        assert scheduler_output.num_tokens <= self.scheduler.config.max_num_batched_tokens
+        assert len({chunk.sequence_id for chunk in scheduler_output.chunks}) == len(scheduler_output.chunks)
+        self.drawn.update(request.sequence_id for chunk in scheduler_output.chunks for request in chunk.sample_requests)
+        self.check_ended(scheduler_output)
 
-    def check_ended(self, plan: SchedulerOutput) -> None:
-        assert self.told.isdisjoint(plan.finished_seq_ids), "an end was told twice"
-        self.told.update(plan.finished_seq_ids)
+    def check_ended(self, scheduler_output: SchedulerOutput) -> None:
+        assert self.told.isdisjoint(scheduler_output.finished_seq_ids), "an end was told twice"
+        self.told.update(scheduler_output.finished_seq_ids)
 
     @rule(
         count=st.integers(1, 4),

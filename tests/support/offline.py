@@ -29,21 +29,21 @@ class PagedModel:
 
 
 class OfflineExecutor(PagedExecutor):
-    """Calls ``before`` with each plan, counts what it ran, and knows whether it was closed."""
+    """Calls ``before`` with each step, counts what it ran, and knows whether it was closed."""
 
     config = PagedModel()
     max_model_len = MAX_MODEL_LEN
 
     def __init__(self, capacity: KVCacheConfig) -> None:
         super().__init__(capacity)
-        self.before: Callable[[SchedulerOutput], None] = lambda plan: None
-        self.plans = 0
+        self.before: Callable[[SchedulerOutput], None] = lambda scheduler_output: None
+        self.steps = 0
         self.closed = False
 
-    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
-        self.before(plan)
-        self.plans += 1
-        return super().execute_model(plan)
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
+        self.before(scheduler_output)
+        self.steps += 1
+        return super().execute_model(scheduler_output)
 
     def close(self) -> None:
         self.closed = True

@@ -55,7 +55,7 @@ class OverlappingPagedExecutor(PagedExecutor):
     def __init__(self, capacity: KVCacheConfig) -> None:
         super().__init__(capacity)
         self.pace: Callable[[int], int] = lambda queued: 0
-        self.fails: Callable[[str, SchedulerOutput], bool] = lambda where, plan: False
+        self.fails: Callable[[str, SchedulerOutput], bool] = lambda where, scheduler_output: False
         self.under_way: deque[PagedStep] = deque()
         self.states: set[int] = set()
         self.ended: set[int] = set()
@@ -65,27 +65,30 @@ class OverlappingPagedExecutor(PagedExecutor):
         self.drawn: tuple[PagedStep | None, dict[int, int]] = None, {}
         self._stream: deque[Callable[[], None]] = deque()
 
-    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         require(not self.under_way, "run while a step is under way")
-        require(all(PLACEHOLDER_TOKEN_ID not in chunk.token_ids for chunk in plan.chunks), "run with a pending token")
-        self.events.append(("run", plan.step))
+        require(
+            all(PLACEHOLDER_TOKEN_ID not in chunk.token_ids for chunk in scheduler_output.chunks),
+            "run with a pending token",
+        )
+        self.events.append(("run", scheduler_output.step))
         self._start_over()
-        self._forget(plan)
-        self.check("run", plan)
+        self._forget(scheduler_output)
+        self.check("run", scheduler_output)
         with misuse():
-            return super().execute_model(plan)
+            return super().execute_model(scheduler_output)
 
-    def execute_model_async(self, plan: SchedulerOutput) -> "PagedStep":
+    def execute_model_async(self, scheduler_output: SchedulerOutput) -> "PagedStep":
         require(len(self.under_way) < self.depth, "too many steps are under way")
         require(all(step.is_drawn for step in self.under_way), "launched before the draws of the step before")
-        require(not plan.is_empty, "there is nothing to launch")
-        self.events.append(("launch", plan.step))
+        require(not scheduler_output.is_empty, "there is nothing to launch")
+        self.events.append(("launch", scheduler_output.step))
         if not self.under_way:
             self._start_over()
-        self._forget(plan)
-        step = PagedStep(self, as_given(plan), self.under_way[-1] if self.under_way else None)
+        self._forget(scheduler_output)
+        step = PagedStep(self, as_given(scheduler_output), self.under_way[-1] if self.under_way else None)
         self.queue(step.copy)
-        self.check("launch", plan)
+        self.check("launch", scheduler_output)
         self.under_way.append(step)
         self.queue(step.compute)
         return step
@@ -106,14 +109,19 @@ class OverlappingPagedExecutor(PagedExecutor):
             require(bool(self._stream), "the result of a step that was never drawn")
             self.advance()
 
-    def check(self, where: str, plan: SchedulerOutput) -> None:
-        if self.fails(where, plan):
-            self.events.append((f"failed {where}", plan.step))
-            raise FailureError(f"step {plan.step} failed: {where}")
+    def check(self, where: str, scheduler_output: SchedulerOutput) -> None:
+        if self.fails(where, scheduler_output):
+            self.events.append((f"failed {where}", scheduler_output.step))
+            raise FailureError(f"step {scheduler_output.step} failed: {where}")
 
-    def _forget(self, plan: SchedulerOutput) -> None:
-        for sequence_id in plan.finished_seq_ids:
-            drawing = (d.sequence_id for step in self.under_way for c in step.plan.chunks for d in c.sample_requests)
+    def _forget(self, scheduler_output: SchedulerOutput) -> None:
+        for sequence_id in scheduler_output.finished_seq_ids:
+            drawing = (
+                d.sequence_id
+                for step in self.under_way
+                for c in step.scheduler_output.chunks
+                for d in c.sample_requests
+            )
             require(sequence_id not in drawing, "the end of a sequence was told while it is drawn for")
             require(sequence_id not in self.ended, "the end of a sequence was told twice")
             self.states.discard(sequence_id)
@@ -128,14 +136,16 @@ class OverlappingPagedExecutor(PagedExecutor):
 class PagedStep:
     """A plan under way: what it was given when, and what came of it."""
 
-    def __init__(self, executor: OverlappingPagedExecutor, plan: SchedulerOutput, before: "PagedStep | None") -> None:
-        self.plan = plan
+    def __init__(
+        self, executor: OverlappingPagedExecutor, scheduler_output: SchedulerOutput, before: "PagedStep | None"
+    ) -> None:
+        self.scheduler_output = scheduler_output
         self.is_drawn = False
         self.is_done = False
         self.copy_fails = False
         self._executor = executor
         self._before = before
-        self._result = ModelOutput()
+        self._model_output = ModelOutput()
         self._prefixes: dict[int, bytes] = {}
         self._failure: Exception | None = None
 
@@ -143,54 +153,59 @@ class PagedStep:
         require(not self.is_drawn, "drawn twice")
         require(self._executor.under_way[0] is self, "drawn before the result of the step before was taken")
         self.is_drawn = True
-        self._executor.events.append(("draw", self.plan.step))
-        sample_requests = [request for chunk in self.plan.chunks for request in chunk.sample_requests]
+        self._executor.events.append(("draw", self.scheduler_output.step))
+        sample_requests = [request for chunk in self.scheduler_output.chunks for request in chunk.sample_requests]
         for sample_request in sample_requests:
             require(sample_request.sequence_id not in self._executor.ended, "a draw for a sequence whose end was told")
             self._executor.states.add(sample_request.sequence_id)
         known = {request.sequence_id: [*request.token_ids] for request in sample_requests}
         self._executor.queue(partial(self.sample, known))
-        self._executor.check("draw", self.plan)
+        self._executor.check("draw", self.scheduler_output)
 
     def get_output(self) -> ModelOutput:
         require(self._executor.under_way[0] is self, "steps are taken out of order, or twice")
         self._executor.finish(self)
         self._executor.under_way.popleft()
-        self._executor.events.append(("result", self.plan.step))
+        self._executor.events.append(("result", self.scheduler_output.step))
         if self.copy_fails:
-            raise CopyError(f"step {self.plan.step} could not copy")
+            raise CopyError(f"step {self.scheduler_output.step} could not copy")
         if self._failure is not None:
             raise self._failure
-        return self._result
+        return self._model_output
 
     def copy(self) -> None:
-        self._executor.copy(self.plan)
+        self._executor.copy(self.scheduler_output)
 
     def compute(self) -> None:
         try:
             if not self._executor.spoilt:
-                plan = replace(self.plan, chunks=[self._with_drawn_token(chunk) for chunk in self.plan.chunks])
-                self._executor.check("forward", plan)
-                for chunk in plan.chunks:
-                    self._prefixes[chunk.sequence_id] = self._executor.compute(chunk, self._result)
+                scheduler_output = replace(
+                    self.scheduler_output,
+                    chunks=[self._with_drawn_token(chunk) for chunk in self.scheduler_output.chunks],
+                )
+                self._executor.check("forward", scheduler_output)
+                for chunk in scheduler_output.chunks:
+                    self._prefixes[chunk.sequence_id] = self._executor.compute(chunk, self._model_output)
                 return
         except FailureError as failure:
             self._executor.spoilt, self._failure = True, failure
-        for chunk in self.plan.chunks:
+        for chunk in self.scheduler_output.chunks:
             self._executor.spoil(chunk)
 
     def sample(self, known: dict[int, list[int]]) -> None:
-        for chunk in self.plan.chunks:
+        for chunk in self.scheduler_output.chunks:
             for sample_request in chunk.sample_requests:
                 token_ids = known[sample_request.sequence_id]
                 assert len(token_ids) <= chunk.end, "a draw after a token that is not computed"
                 if chunk.sequence_id not in self._prefixes or len(token_ids) < chunk.end:
                     self._executor.wasted += 1
-                    self._result.token_ids[sample_request.sequence_id] = GARBAGE
-                    self._result.candidates[sample_request.sequence_id] = BeamCandidates([GARBAGE], [0.0])
+                    self._model_output.token_ids[sample_request.sequence_id] = GARBAGE
+                    self._model_output.candidates[sample_request.sequence_id] = BeamCandidates([GARBAGE], [0.0])
                 else:
-                    self._executor.draw(sample_request, token_ids, self._prefixes[chunk.sequence_id], self._result)
-        self._executor.drawn = self, self._result.token_ids
+                    self._executor.draw(
+                        sample_request, token_ids, self._prefixes[chunk.sequence_id], self._model_output
+                    )
+        self._executor.drawn = self, self._model_output.token_ids
         self.is_done = True
 
     def _with_drawn_token(self, chunk: ScheduledChunk) -> ScheduledChunk:
@@ -202,7 +217,7 @@ class PagedStep:
         return replace(chunk, token_ids=[*chunk.token_ids[:-1], token_ids[chunk.sequence_id]])
 
 
-def as_given(plan: SchedulerOutput) -> SchedulerOutput:
+def as_given(scheduler_output: SchedulerOutput) -> SchedulerOutput:
     """What a device is given at the launch: the scheduler's lists as they are now, but for the draws'."""
     chunks = [
         replace(
@@ -211,7 +226,10 @@ def as_given(plan: SchedulerOutput) -> SchedulerOutput:
             block_ids=[*chunk.block_ids],
             prompt_logprob_targets=[*chunk.prompt_logprob_targets],
         )
-        for chunk in plan.chunks
+        for chunk in scheduler_output.chunks
     ]
-    copies = {name: [*getattr(plan, name)] for name in ("blocks_to_swap_out", "blocks_to_copy", "blocks_to_swap_in")}
-    return replace(plan, chunks=chunks, **copies)
+    copies = {
+        name: [*getattr(scheduler_output, name)]
+        for name in ("blocks_to_swap_out", "blocks_to_copy", "blocks_to_swap_in")
+    }
+    return replace(scheduler_output, chunks=chunks, **copies)

@@ -82,24 +82,24 @@ class PagedExecutor:
         self.device: list[list[bytes]] = [[b""] * size for _ in range(capacity.device_blocks)]
         self.host: list[list[bytes]] = [[b""] * size for _ in range(capacity.host_blocks)]
 
-    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
-        self.copy(plan)
-        result = ModelOutput()
-        for chunk in plan.chunks:
-            prefix = self.compute(chunk, result)
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
+        self.copy(scheduler_output)
+        model_output = ModelOutput()
+        for chunk in scheduler_output.chunks:
+            prefix = self.compute(chunk, model_output)
             for sample_request in chunk.sample_requests:
-                self.draw(sample_request, sample_request.token_ids, prefix, result)
-        return result
+                self.draw(sample_request, sample_request.token_ids, prefix, model_output)
+        return model_output
 
     def close(self) -> None:
         pass
 
-    def copy(self, plan: SchedulerOutput) -> None:
-        _copy(plan.blocks_to_swap_out, self.device, self.host)
-        _copy(plan.blocks_to_copy, self.device, self.device)
-        _copy(plan.blocks_to_swap_in, self.host, self.device)
+    def copy(self, scheduler_output: SchedulerOutput) -> None:
+        _copy(scheduler_output.blocks_to_swap_out, self.device, self.host)
+        _copy(scheduler_output.blocks_to_copy, self.device, self.device)
+        _copy(scheduler_output.blocks_to_swap_in, self.host, self.device)
 
-    def compute(self, chunk: ScheduledChunk, result: ModelOutput) -> bytes:
+    def compute(self, chunk: ScheduledChunk, model_output: ModelOutput) -> bytes:
         """Fills the chunk's slots; returns the prefix that ends in it."""
         prefix = self._read(chunk.block_ids, chunk.start)
         for position, token_id in enumerate(chunk.token_ids, chunk.start):
@@ -109,7 +109,7 @@ class PagedExecutor:
         if chunk.prompt_logprob_targets:
             pairs = zip(chunk.prompt_logprob_targets, range(chunk.start, chunk.end), strict=False)
             told = [TokenLogprobs(float(position + 1), ((token_id, 0.0),)) for token_id, position in pairs]
-            result.prompt_logprobs[chunk.sequence_id] = told
+            model_output.prompt_logprobs[chunk.sequence_id] = told
         return prefix
 
     def spoil(self, chunk: ScheduledChunk) -> None:
@@ -117,17 +117,19 @@ class PagedExecutor:
         for position in range(chunk.start, chunk.end):
             self._write(chunk.block_ids, position, b"spoilt")
 
-    def draw(self, sample_request: SampleRequest, token_ids: list[int], prefix: bytes, result: ModelOutput) -> None:
+    def draw(
+        self, sample_request: SampleRequest, token_ids: list[int], prefix: bytes, model_output: ModelOutput
+    ) -> None:
         """From the sequence's tokens, and the prefix that was computed of them."""
         assert prefix_digests(token_ids)[-1] == prefix, "the draw is not of what was computed"
         if sample_request.num_candidates:
-            result.candidates[sample_request.sequence_id] = candidates(prefix, sample_request.num_candidates)
+            model_output.candidates[sample_request.sequence_id] = candidates(prefix, sample_request.num_candidates)
             return
         is_early = len(token_ids) - sample_request.num_prompt_tokens < sample_request.params.min_tokens
         token_id = next_token(prefix, sample_request.seed, sample_request.stop_token_ids if is_early else ())
-        result.token_ids[sample_request.sequence_id] = token_id
+        model_output.token_ids[sample_request.sequence_id] = token_id
         if sample_request.params.wants_logprobs:
-            result.logprobs[sample_request.sequence_id] = TokenLogprobs(logprob(prefix, token_id))
+            model_output.logprobs[sample_request.sequence_id] = TokenLogprobs(logprob(prefix, token_id))
 
     def _read(self, block_ids: list[int], length: int) -> bytes:
         """The prefix of ``length`` tokens, after every slot of it was held against the tokens that led there."""

@@ -69,9 +69,9 @@ def make_sample_request(id: int, prompt: Sequence[int], output: Sequence[int] = 
 
 def run_step(sampler: Sampler, sample_requests: Sequence[SampleRequest], logits: torch.Tensor) -> ModelOutput:
     """One step with a row of logits for each request."""
-    result = ModelOutput()
-    sampler.sample(sampler.prepare(sample_requests), logits, range(len(sample_requests))).fetch_into(result)
-    return result
+    model_output = ModelOutput()
+    sampler.sample(sampler.prepare(sample_requests), logits, range(len(sample_requests))).fetch_into(model_output)
+    return model_output
 
 
 def row_keys(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""What the next step computes: hands out one token budget, and decides who gives way when memory runs out.
+"""What the next step computes: hands out one token budget, and decides what is preempted when memory runs out.
 
 There is no prefill phase and no decode phase: a sequence has tokens known and tokens computed, and a step computes some
-of the difference. While a step is under way, what it computes counts as computed, and a token that it draws as known,
-though nobody knows it yet. Order: running, then what has given way, by precedence, then waiting in the policy's order.
+of the difference. While a step is in flight, what it computes counts as computed, and a token that it draws as known,
+though nobody knows it yet. Order: running, then what was preempted, by precedence, then waiting in the policy's order.
 Nothing is admitted in a step that preempted, or while anything that was admitted is off the device: that is what keeps
 preemption from thrashing. The unified budget is vLLM V1's idea, after Sarathi's chunked prefill.
 """
@@ -69,7 +69,7 @@ class BatchScheduler:
         self.waiting.push(sequence)
 
     def start(self, sequence: Sequence) -> None:
-        """A sequence that parted from a running one runs too."""
+        """A sequence that was forked from a running one runs too."""
         sequence.status = SequenceStatus.RUNNING
         self.running.push(sequence)
 
@@ -89,33 +89,31 @@ class BatchScheduler:
 
     def schedule(self, step: int, *, ahead: bool = False) -> SchedulerOutput:
         """The next step. Empty when nothing can be computed. ``ahead``: the step before it is still in flight."""
-        plan = SchedulerOutput(step)
+        scheduler_output = SchedulerOutput(step)
         self.out_of_memory.clear()
-        budget = self._schedule_running(plan, self._config.max_num_batched_tokens)
-        if not plan.num_preempted:
+        budget = self._schedule_running(scheduler_output, self._config.max_num_batched_tokens)
+        if not scheduler_output.num_preempted:
             if self.swapped or self.preempted:
-                budget = self._schedule_preempted(plan, budget)
+                budget = self._schedule_preempted(scheduler_output, budget)
             if self.waiting.sequences and not self.swapped and not self.preempted and self._can_admit():
-                self._schedule_waiting(plan, budget)
+                self._schedule_waiting(scheduler_output, budget)
         if not (
             ahead
-            or plan.chunks
-            or plan.num_preempted
+            or scheduler_output.chunks
+            or scheduler_output.num_preempted
             or self.out_of_memory
             or self._kv_cache_manager.has_pending_copies
         ):
-            self._break_beam_deadlock(plan)
+            self._break_beam_deadlock(scheduler_output)
         copies = self._kv_cache_manager.take_pending_copies()
-        plan.blocks_to_swap_out, plan.blocks_to_copy, plan.blocks_to_swap_in = (
-            copies.blocks_to_swap_out,
-            copies.blocks_to_copy,
-            copies.blocks_to_swap_in,
-        )
-        return plan
+        scheduler_output.blocks_to_swap_out = copies.blocks_to_swap_out
+        scheduler_output.blocks_to_copy = copies.blocks_to_copy
+        scheduler_output.blocks_to_swap_in = copies.blocks_to_swap_in
+        return scheduler_output
 
     # Running
 
-    def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
+    def _schedule_running(self, scheduler_output: SchedulerOutput, budget: int) -> int:
         search: SequenceGroup | None = None
         running = SequenceStatus.RUNNING  # a member of an enumeration is slow to look up
         for sequence in self.running.copy():
@@ -123,16 +121,16 @@ class BatchScheduler:
                 break  # victims are those of the least precedence, so whatever follows a victim is one too
             group = sequence.group
             if group.beam_search is not None and group is not search:
-                # Room for all of them is made at once: none can give way when others have been scheduled.
+                # Room for all of them is made at once: none can be preempted when others have been scheduled.
                 search = group
-                if not self._preempt_until_fits(_running_beams(group), budget, plan):
+                if not self._preempt_until_fits(_running_beams(group), budget, scheduler_output):
                     continue
             length = min(sequence.num_unscheduled_tokens, budget)
-            if length and self._preempt_until_fits([sequence], length, plan):
-                budget -= self._schedule(sequence, length, plan)
+            if length and self._preempt_until_fits([sequence], length, scheduler_output):
+                budget -= self._schedule(sequence, length, scheduler_output)
         return budget
 
-    def _preempt_until_fits(self, unit: list[Sequence], budget: int, plan: SchedulerOutput) -> bool:
+    def _preempt_until_fits(self, unit: list[Sequence], budget: int, scheduler_output: SchedulerOutput) -> bool:
         """Preempts until all of ``unit`` can grow; False when it had to go itself."""
         pool = self._kv_cache_manager.device_pool
         while (needed := self._num_blocks_needed(unit, budget)) and needed > pool.num_free:
@@ -141,7 +139,7 @@ class BatchScheduler:
                 self.out_of_memory.append(unit[0])
                 return False
             for victim in victims:
-                self._preempt(victim, plan)
+                self._preempt(victim, scheduler_output)
             if unit[0] in victims:
                 return False
         return True
@@ -156,11 +154,11 @@ class BatchScheduler:
         return missing
 
     def _preempted_with(self, victim: Sequence) -> list[Sequence]:
-        """Who gives way with ``victim``, the least precedence first: beams can only go on together."""
+        """The sequences preempted with ``victim``, the least precedence first: beams can only go on together."""
         return [victim] if victim.group.beam_search is None else _running_beams(victim.group)[::-1]
 
-    def _schedule(self, sequence: Sequence, length: int, plan: SchedulerOutput) -> int:
-        """Adds the sequence's next chunk to the plan and returns its length. There is room for it."""
+    def _schedule(self, sequence: Sequence, length: int, scheduler_output: SchedulerOutput) -> int:
+        """Adds the sequence's next chunk to the step and returns its length. There is room for it."""
         start, known = sequence.num_scheduled_tokens, sequence.token_ids
         end = start + length
         self._kv_cache_manager.allocate_slots(sequence.table, start, end)
@@ -172,23 +170,23 @@ class BatchScheduler:
                 start + 1 : min(end + 1, sequence.group.num_prompt_tokens)
             ]
             chunk.num_prompt_logprobs = sequence.request.sampling.prompt_logprobs or 0
-        plan.chunks.append(chunk)
+        scheduler_output.chunks.append(chunk)
         sequence.num_scheduled_tokens = end
         return length
 
     def _needs_prompt_logprobs(self, group: SequenceGroup) -> bool:
-        """Whether log-probabilities of the prompt are still to be told: then all of it is computed, whatever is
+        """Whether log-probabilities of the prompt are still to be computed: then all of it is computed, whatever is
         cached.
         """
         return (
             group.request.sampling.prompt_logprobs is not None and group.next_prompt_logprob < group.num_prompt_tokens
         )
 
-    # Giving way
+    # Preemption
 
-    def _preempt(self, victim: Sequence, plan: SchedulerOutput) -> None:
+    def _preempt(self, victim: Sequence, scheduler_output: SchedulerOutput) -> None:
         """Takes a running sequence off the device, the cheaper way."""
-        plan.num_preempted += 1
+        scheduler_output.num_preempted += 1
         self.running.remove(victim)
         way, reason = choose_preemption_mode(
             self._kv_cache_manager.swap_cost(victim.table, victim.num_scheduled_tokens),
@@ -218,9 +216,9 @@ class BatchScheduler:
         self.preempted.push(victim)
         self._record_event(victim, "recompute", 0, reason)
 
-    def _break_beam_deadlock(self, plan: SchedulerOutput) -> None:
+    def _break_beam_deadlock(self, scheduler_output: SchedulerOutput) -> None:
         """Nothing can be computed although something is there: beams wait for others of their search that do not fit
-        beside what runs. The newest search gives way; one that is alone, and the next to return, ends.
+        beside what runs. The newest search is preempted; one that is alone, and the next to return, ends.
         """
         returning = self._next_preempted()
         if self.running:
@@ -230,20 +228,20 @@ class BatchScheduler:
                 self.out_of_memory.append(newest[-1])
                 return
             for victim in newest:
-                self._preempt(victim, plan)
+                self._preempt(victim, scheduler_output)
         elif returning is not None:
             self.out_of_memory.append(returning)
 
     # Coming back
 
-    def _schedule_preempted(self, plan: SchedulerOutput, budget: int) -> int:
-        """What was admitted and gave way comes back by precedence, however it went: nobody passes another."""
+    def _schedule_preempted(self, scheduler_output: SchedulerOutput, budget: int) -> int:
+        """What was preempted comes back by precedence, whether swapped out or not: nothing passes another."""
         while budget and (sequence := self._next_preempted()) is not None and self._has_free_slots(sequence):
             is_swapped = sequence.status is SequenceStatus.SWAPPED
             if not (self._swap_in(sequence, budget) if is_swapped else self._readmit(sequence)):
                 break
             if sequence.num_unscheduled_tokens:
-                budget -= self._schedule(sequence, min(sequence.num_unscheduled_tokens, budget), plan)
+                budget -= self._schedule(sequence, min(sequence.num_unscheduled_tokens, budget), scheduler_output)
         return budget
 
     def _next_preempted(self) -> Sequence | None:
@@ -278,7 +276,7 @@ class BatchScheduler:
             return True
         return not any(sequence.timings.first_token for sequence in self.running)
 
-    def _schedule_waiting(self, plan: SchedulerOutput, budget: int) -> None:
+    def _schedule_waiting(self, scheduler_output: SchedulerOutput, budget: int) -> None:
         if self._by_length:
             self._reorder_some()
         while self.waiting.sequences and budget:
@@ -288,8 +286,8 @@ class BatchScheduler:
                 break
             self.waiting.remove_admitted(sequence)
             self._admit(sequence, hits)
-            self._record_admission(sequence, hits, plan.step)
-            budget -= self._schedule(sequence, min(sequence.num_unscheduled_tokens, budget), plan)
+            self._record_admission(sequence, hits, scheduler_output.step)
+            budget -= self._schedule(sequence, min(sequence.num_unscheduled_tokens, budget), scheduler_output)
 
     def _cached_blocks_if_fits(self, sequence: Sequence) -> list[CachedBlock] | None:
         """What is cached of a sequence that can be admitted now; None when it has to wait.

@@ -60,11 +60,11 @@ Command = AddRequest | AbortRequest | GetSnapshot | Shutdown
 @dataclass(slots=True)
 class StepTrace:
     """What a step did and how long it took. ``started`` in nanoseconds since 1970, the durations in seconds, and
-    ``elapsed`` are those from the start of its planning to its end.
+    ``elapsed`` are those from the start of its scheduling to its end.
 
-    ``num_decode`` counts the chunks of one token, which the last of a prompt may be too, and ``num_draws`` the tokens
-    that were to be drawn. Where steps overlap, others are planned and ended in the ``pause`` between the launch of a
-    step and the wait for what it makes.
+    ``num_decode`` counts the chunks of one token, which the last of a prompt may be too, and ``num_sample_requests``
+    the tokens that were to be drawn. Where steps overlap, others are scheduled and ended in the ``pause`` between the
+    launch of a step and the wait for what it makes.
     """
 
     step: int
@@ -80,7 +80,7 @@ class StepTrace:
     swapped_blocks: int
     failed: bool
     request_ids: list[str]
-    num_draws: int = 0
+    num_sample_requests: int = 0
 
     @property
     def duration(self) -> float:
@@ -115,7 +115,7 @@ class EngineCore:
 
     def __init__(self, scheduler: Scheduler, executor: Executor, publish: Callable[[EngineCoreOutputs], None]) -> None:
         self.scheduler = scheduler
-        assert executor.depth <= MAX_DEPTH, f"plans can be made for a depth of {MAX_DEPTH} at most"
+        assert executor.depth <= MAX_DEPTH, f"steps can be scheduled for a depth of {MAX_DEPTH} at most"
         self._executor = executor
         self._publish = publish
         self._in_flight: deque[InFlightStep] = deque()
@@ -204,16 +204,16 @@ class EngineCore:
     def _run_one_by_one(self, failed: SchedulerOutput) -> ModelOutput:
         """Runs each sequence of a failed step alone: only a sequence that fails alone ends with an error."""
         merged = ModelOutput()
-        for part in self.scheduler.split_for_retry(failed):
+        for single in self.scheduler.split_for_retry(failed):
             try:
-                result = self._executor.execute_model(part)
+                model_output = self._executor.execute_model(single)
             except ExecutorError:
                 raise
             except Exception:
-                log.exception("sequence %d failed alone", part.chunks[0].sequence_id)
-                merged.errors[part.chunks[0].sequence_id] = internal()
+                log.exception("sequence %d failed alone", single.chunks[0].sequence_id)
+                merged.errors[single.chunks[0].sequence_id] = internal()
             else:
-                merged.add(result)
+                merged.add(model_output)
         return merged
 
     def _process_commands(self) -> None:
@@ -333,5 +333,5 @@ def _trace(
         swapped_blocks=len(scheduler_output.blocks_to_swap_out) + len(scheduler_output.blocks_to_swap_in),
         failed=bool(model_output.errors),
         request_ids=request_ids,
-        num_draws=sum([len(chunk.sample_requests) for chunk in scheduler_output.chunks]),
+        num_sample_requests=sum([len(chunk.sample_requests) for chunk in scheduler_output.chunks]),
     )

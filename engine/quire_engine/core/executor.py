@@ -33,7 +33,7 @@ class CopyError(ExecutorError):
 
 
 class Executor(Protocol):
-    """Carries out plans, one after the other, on one device."""
+    """Executes scheduler outputs, one after the other, on one device."""
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:
@@ -47,12 +47,12 @@ class Executor(Protocol):
 
     @property
     def depth(self) -> int:
-        """Plans that may be under way at once. Constant: 1 runs step by step, and what has 2 is an
+        """Steps that may be in flight at once. Constant: 1 runs step by step, and what has 2 is an
         ``AsyncExecutor``.
         """
         ...
 
-    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """Copies, computes and samples.
 
         Raises ``ExecutorError`` when the engine cannot go on, as when a copy failed. Any other exception means that the
@@ -67,7 +67,7 @@ class Executor(Protocol):
 
 
 class AsyncModelOutput(Protocol):
-    """A plan that is in flight. ``sample_tokens`` is called once, then ``get_output`` once.
+    """A step that is in flight. ``sample_tokens`` is called once, then ``get_output`` once.
 
     A sequence may end after the launch, by the token that was pending then or because it was aborted: its chunk was
     computed for nothing, and nobody looks at what is drawn for it, an error included. If the step before fails, this
@@ -89,19 +89,19 @@ class AsyncModelOutput(Protocol):
 
 
 class AsyncExecutor(Executor, Protocol):
-    """Computes a step while the next one is planned. Steps are carried out in the order of their launch: what one
+    """Computes a step while the next one is scheduled. Steps are carried out in the order of their launch: what one
     writes, the next one reads, and what one reads or writes, copies in either direction included, only later ones
     overwrite. The scheduler relies on it: blocks are given to others while a step in flight still uses them.
 
-    With depth 2, a round of the loop is: plan, launch it, take the result of the step before and commit that, and then
-    have this step's tokens drawn. So when a step is launched, the one before it has had its ``sample_tokens`` but not
-    its ``get_output``, and nothing else is under way; or nothing is, and then no token is ``PLACEHOLDER_TOKEN_ID``.
-    What the plan holds is to be read in ``execute_model_async``, but for the token lists of its sample requests: block
-    tables change afterwards. ``execute_model`` may be called when nothing is in flight.
+    With depth 2, a round of the loop is: schedule a step, launch it, update from the output of the step before, and
+    then have this step's tokens drawn. So when a step is launched, the one before it has had its ``sample_tokens`` but
+    not its ``get_output``, and nothing else is in flight; or nothing is, and then no token is ``PLACEHOLDER_TOKEN_ID``.
+    What ``scheduler_output`` holds is to be read in ``execute_model_async``, but for the token lists of its sample
+    requests: block tables change afterwards. ``execute_model`` may be called when nothing is in flight.
     """
 
-    def execute_model_async(self, plan: SchedulerOutput) -> AsyncModelOutput:
-        """Begins with the copies and the forward pass. Raises as ``Executor.execute_model``; then nothing of the plan
-        but its copies is under way.
+    def execute_model_async(self, scheduler_output: SchedulerOutput) -> AsyncModelOutput:
+        """Begins with the copies and the forward pass. Raises as ``Executor.execute_model``; then nothing of the step
+        but its copies is in flight.
         """
         ...

@@ -2,12 +2,12 @@
 
 Each block that a table holds is released on one path only (``free``), whatever ended the sequence.
 
-Bookkeeping runs ahead of the contents: what it decides during a plan is collected as copies, which the executor carries
-out before it computes, first those to the host, then those within the device, then those from the host. So that this
-order is right whatever was decided when, a host block that is to be read is held until the plan is complete
-(``take_pending_copies``): nothing can be written over it meanwhile. On the device nothing needs holding: only sequences
-that the plan has not reached yet give way, so no block that the plan writes is freed by it. Nor is anything held for a
-step that is in flight while the next one is planned: it is carried out first, copies and all.
+Bookkeeping runs ahead of the contents: what it decides while a step is scheduled is collected as copies, which the
+executor carries out before it computes, first those to the host, then those within the device, then those from the
+host. So that this order is right whatever was decided when, a host block that is to be read is held until the step is
+scheduled (``take_pending_copies``): nothing can be written over it meanwhile. On the device nothing needs holding: only
+sequences that have no chunk in the step yet are preempted, so no block that the step writes is freed by it. Nor is
+anything held for a step that is in flight while the next one is scheduled: it is carried out first, copies and all.
 """
 
 from collections import OrderedDict
@@ -49,7 +49,7 @@ class BlockTable:
     tail_shared: bool = False
 
     def copy(self) -> "BlockTable":
-        """The same blocks for a sequence that parts from this one; whoever copies adds the references."""
+        """The same blocks for a sequence that is forked from this one; whoever copies adds the references."""
         return BlockTable(
             self.extra_key, [*self.block_ids], [], [*self.block_hashes], self.num_cached_blocks, self.tail_shared
         )
@@ -267,7 +267,7 @@ class KVCacheManager:
         )
 
     def take_pending_copies(self) -> BlockCopies:
-        """What has to be copied for all that was decided since the last call: the plan is complete."""
+        """What has to be copied for all that was decided since the last call: the step is scheduled."""
         copies, self._pending_copies = self._pending_copies, BlockCopies()
         for block_id in reversed(self._pinned_host_blocks):
             self.host_pool.decref(block_id)

@@ -89,7 +89,7 @@ class SequenceTimings:
     events: list[SequenceEvent] = field(default_factory=list)
 
     def copy(self) -> "SequenceTimings":
-        """The same past for a sequence that parts from this one."""
+        """The same past for a sequence that is forked from this one."""
         return replace(self, events=[*self.events])
 
 
@@ -129,7 +129,7 @@ class SequenceGroup:
 
 
 class Sequence:
-    """The tokens of one output being made, or of several that have not parted yet.
+    """The tokens of one output being made, or of several that are not forked yet.
 
     ``token_ids``: all known tokens, prompt and output. ``num_computed_tokens`` of them are in KV memory, and
     ``num_scheduled_tokens`` will be once the steps in flight are done. Everything the scheduler decides follows from
@@ -205,7 +205,7 @@ class Sequence:
     @property
     def num_unscheduled_tokens(self) -> int:
         """Tokens that a step can be given next: the known ones that no step has been given, or else the one that is
-        being drawn. For that one nothing is planned if the sequence certainly ends with it, parts there into several,
+        being drawn. For that one nothing is scheduled if the sequence certainly ends with it, is forked there,
         or is a beam, which waits for the others.
         """
         return len(self.token_ids) - self.num_scheduled_tokens or int(self._runs_ahead)
@@ -279,7 +279,7 @@ def _check_width(request: Request, config: "SchedulerConfig", memory: KVCacheMan
     if sampling.beam_width > config.vocab_size:
         raise invalid("beam_width", f"beam_width must be at most {config.vocab_size}, the tokens that there are.")
     if sampling.beam_width:
-        own = memory.num_blocks_for(sampling.max_tokens) + 2  # the blocks that the prompt ends in, and that are parted
+        own = memory.num_blocks_for(sampling.max_tokens) + 2  # the block that the prompt ends in, and the copy of it
         blocks = len(request.prompt_token_ids) // memory.block_size + sampling.beam_width * own
         if blocks > memory.device_pool.num_blocks:
             raise invalid("beam_width", "The engine's KV memory cannot hold so many beams of this length.")

@@ -34,11 +34,11 @@ class AdmittedQueue(list[Sequence]):
         self.num_slots += sequence.num_slots
 
     def first(self) -> Sequence:
-        """The one that gives way last."""
+        """The one that is preempted last."""
         return self[0]
 
     def last(self) -> Sequence:
-        """The one that gives way first."""
+        """The one that is preempted first."""
         return self[-1]
 
     def remove(self, sequence: Sequence) -> None:

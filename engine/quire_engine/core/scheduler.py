@@ -112,48 +112,52 @@ class Scheduler:
         assert len(self._in_flight) < MAX_DEPTH, "more than one step ahead"
         self._step += 1
         ahead = bool(self._in_flight)
-        plan = self._batch_scheduler.schedule(self._step, ahead=ahead)
+        scheduler_output = self._batch_scheduler.schedule(self._step, ahead=ahead)
         if not ahead:  # the step in flight may end what holds the memory
             for sequence in self._batch_scheduler.out_of_memory:
                 self.stats.out_of_memory += 1
                 self._fail(sequence.group, _out_of_memory())
         if self._registry.finished_seq_ids:
-            plan.finished_seq_ids = self._registry.take_finished(self._in_flight)
-        if not plan.is_empty:
-            self._in_flight.append(plan)
-        return plan
+            scheduler_output.finished_seq_ids = self._registry.take_finished(self._in_flight)
+        if not scheduler_output.is_empty:
+            self._in_flight.append(scheduler_output)
+        return scheduler_output
 
-    def split_for_retry(self, plan: SchedulerOutput) -> list[SchedulerOutput]:
-        """One plan for each chunk of a step that failed, the oldest that is in flight, to be run alone. Chunks whose
-        sequence no longer has its blocks are struck from ``plan``.
+    def split_for_retry(self, scheduler_output: SchedulerOutput) -> list[SchedulerOutput]:
+        """One step for each chunk of a step that failed, the oldest that is in flight, to be run alone. Chunks whose
+        sequence no longer has its blocks are struck from ``scheduler_output``.
         """
         live = self._registry.sequences
-        plan.chunks = [chunk for chunk in plan.chunks if self._can_retry(live.get(chunk.sequence_id))]
-        return plan.split()
+        scheduler_output.chunks = [
+            chunk for chunk in scheduler_output.chunks if self._can_retry(live.get(chunk.sequence_id))
+        ]
+        return scheduler_output.split()
 
-    def update_from_output(self, plan: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_output: ModelOutput
+    ) -> list[EngineCoreOutput]:
         """Adds the step's tokens to their sequences. Returns the outputs, with those of requests that ended otherwise
         since the last update.
         """
-        if self._in_flight and self._in_flight[0] is plan:
+        if self._in_flight and self._in_flight[0] is scheduler_output:
             self._in_flight.popleft()
-        self._last_step = plan.step
-        self.stats.blocks_parted += len(plan.blocks_to_copy)
-        self.stats.blocks_copied_out += len(plan.blocks_to_swap_out)
-        self.stats.blocks_copied_in += len(plan.blocks_to_swap_in)
-        for chunk in plan.chunks:
+        self._last_step = scheduler_output.step
+        self.stats.blocks_parted += len(scheduler_output.blocks_to_copy)
+        self.stats.blocks_copied_out += len(scheduler_output.blocks_to_swap_out)
+        self.stats.blocks_copied_in += len(scheduler_output.blocks_to_swap_in)
+        for chunk in scheduler_output.chunks:
             sequence = self._registry.sequences.get(chunk.sequence_id)
             if sequence is not None:  # None: it has ended meanwhile, or another choice of its request has failed
-                self._commit_chunk(sequence, chunk, result)
+                self._commit_chunk(sequence, chunk, model_output)
         if self._complete_searches:
             self._advance_beams()
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def request_ids(self, plan: SchedulerOutput) -> list[str]:
-        """Whose tokens the plan computes, in its order."""
+    def request_ids(self, scheduler_output: SchedulerOutput) -> list[str]:
+        """The requests whose tokens the step computes, in its order."""
         live = self._registry.sequences
-        sequences = [live.get(chunk.sequence_id) for chunk in plan.chunks]
+        sequences = [live.get(chunk.sequence_id) for chunk in scheduler_output.chunks]
         return list(dict.fromkeys([each.group.request.request_id for each in sequences if each is not None]))
 
     def get_load(self) -> EngineLoad:
@@ -191,8 +195,8 @@ class Scheduler:
             self._batch_scheduler.invalidate_kv(sequence)
         return sequence.status is SequenceStatus.RUNNING
 
-    def _commit_chunk(self, sequence: Sequence, chunk: ScheduledChunk, result: ModelOutput) -> None:
-        error = _error_of(chunk, result) if result.errors else None
+    def _commit_chunk(self, sequence: Sequence, chunk: ScheduledChunk, model_output: ModelOutput) -> None:
+        error = _error_of(chunk, model_output) if model_output.errors else None
         if error is not None:
             self._fail(sequence.group, error)
             return
@@ -202,19 +206,19 @@ class Scheduler:
             self.kv_cache_manager.cache_full_blocks(sequence.table, sequence.token_ids, end)
         self.stats.computed_tokens += num_computed_tokens
         if chunk.prompt_logprob_targets:
-            self._emit_prompt_logprobs(sequence.group, chunk.start + 1, result.prompt_logprobs[sequence.id])
+            self._emit_prompt_logprobs(sequence.group, chunk.start + 1, model_output.prompt_logprobs[sequence.id])
         if not chunk.sample_requests:
             return
         if sequence.group.beam_search is not None:
-            self._collect(sequence, result.candidates[sequence.id])
+            self._collect(sequence, model_output.candidates[sequence.id])
         elif len(chunk.sample_requests) == 1:
-            self._commit_token(sequence, result.token_ids[sequence.id], result.logprobs.get(sequence.id))
+            self._commit_token(sequence, model_output.token_ids[sequence.id], model_output.logprobs.get(sequence.id))
         elif sequence.status is SequenceStatus.RUNNING:
-            self._fork_choices(sequence, chunk, result)
+            self._fork_choices(sequence, chunk, model_output)
         else:  # preempted, with no blocks to share: the same tokens are sampled when it runs again
             self._batch_scheduler.invalidate_kv(sequence)
 
-    def _fork_choices(self, root: Sequence, chunk: ScheduledChunk, result: ModelOutput) -> None:
+    def _fork_choices(self, root: Sequence, chunk: ScheduledChunk, model_output: ModelOutput) -> None:
         """Forks the root into a sequence for each choice, with the first token of each."""
         self.running.remove(root)
         self._registry.split(root)
@@ -227,7 +231,7 @@ class Scheduler:
         if root.index not in root.group.unfinished:
             self._remove(children.pop(0))
         for sequence in children:
-            self._commit_token(sequence, result.token_ids[sequence.id], result.logprobs.get(sequence.id))
+            self._commit_token(sequence, model_output.token_ids[sequence.id], model_output.logprobs.get(sequence.id))
 
     def _commit_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         if token_id in sequence.sample_requests[0].stop_token_ids:
@@ -285,7 +289,7 @@ class Scheduler:
             self._end_search(group)
 
     def _continue(self, group: SequenceGroup, beams: list[Sequence], continuations: list[Continuation]) -> None:
-        """Beams that go on more than once part, and those that do not go on leave."""
+        """Beams that go on more than once are forked, and those that do not go on are removed."""
         for beam in beams:
             if beam.num_slots > 1:
                 self.running.remove(beam)
@@ -333,7 +337,7 @@ class Scheduler:
         self._remove(sequence)
 
     def _abort_choice(self, group: SequenceGroup, index: int) -> None:
-        """Ends one choice of several. Before they part there is no sequence of its own to end."""
+        """Ends one choice of several. Before the fork there is no sequence of its own to end."""
         own = next((each for each in group.sequences.values() if each.index == index and each.num_slots == 1), None)
         sequence = own or next(iter(group.sequences.values()))
         self._finish_choice(self._finish_output(sequence, index, FinishReason.ABORT), group)
@@ -416,7 +420,7 @@ class Registry:
         return [self._new_sequence(group, i, [*history[i].token_ids] if i in history else []) for i in group.unfinished]
 
     def fork(self, parent: Sequence, sequence_id: int | None = None, index: int = 0) -> Sequence:
-        """A sequence that parts from ``parent`` with all its tokens and blocks. It runs as soon as it is queued."""
+        """A sequence forked from ``parent`` with all its tokens and blocks. It runs as soon as it is queued."""
         child = Sequence(
             self._next_sequence_id() if sequence_id is None else sequence_id,
             parent.group,
@@ -457,7 +461,7 @@ class Registry:
         are returned later, because that draw would make anew what the executor drops.
         """
         drawn = {
-            request.sequence_id for plan in in_flight for chunk in plan.chunks for request in chunk.sample_requests
+            request.sequence_id for step in in_flight for chunk in step.chunks for request in chunk.sample_requests
         }
         ended = [each for each in self.finished_seq_ids if each not in drawn]
         self.finished_seq_ids = [each for each in self.finished_seq_ids if each in drawn]
@@ -529,10 +533,10 @@ def _output_delta(sequence: Sequence, logprobs: TokenLogprobs | None) -> EngineC
     )
 
 
-def _error_of(chunk: ScheduledChunk, result: ModelOutput) -> QuireError | None:
+def _error_of(chunk: ScheduledChunk, model_output: ModelOutput) -> QuireError | None:
     """The first error of what the chunk computes or draws."""
     concerned = (chunk.sequence_id, *(request.sequence_id for request in chunk.sample_requests))
-    return next((result.errors[each] for each in concerned if each in result.errors), None)
+    return next((model_output.errors[each] for each in concerned if each in model_output.errors), None)
 
 
 def _is_ready(beam: Sequence) -> bool:

@@ -1,6 +1,6 @@
-"""The plan of one step and its result: plain data, the only thing that scheduler and executor share.
+"""What a step is to do and what came of it: plain data, the only thing that scheduler and executor share.
 
-Nothing here refers to a sequence or a pool, so a plan can be logged, replayed and sent to other ranks.
+Nothing here refers to a sequence or a pool, so a step can be logged, replayed and sent to other ranks.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class GrammarError(Exception):
 
 
 class GrammarMatcher(Protocol):
-    """One output's place in a grammar. Made and used by one thread, which is not that of the steps."""
+    """One output's state in a grammar. Made and used by one thread, which is not that of the steps."""
 
     def accept_tokens(self, token_ids: Sequence[int]) -> None:
         """Takes in tokens that the output got. Raises ``GrammarError``."""
@@ -29,7 +29,7 @@ class GrammarMatcher(Protocol):
     def fill_bitmask(self, mask: memoryview) -> None:
         """Writes which tokens may come next into ``mask``: contiguous int32 words, as many as the model's vocabulary
         needs and all 0 before, where bit b of word w allows token 32 w + b (``np.frombuffer(mask, np.int32)`` shares
-        them). Words that it leaves alone allow nothing. May be called again for the same place. Raises
+        them). Words that it leaves alone allow nothing. May be called again in the same state. Raises
         ``GrammarError``.
         """
         ...
@@ -41,7 +41,7 @@ class Grammar(Protocol):
     """
 
     def new_matcher(self) -> GrammarMatcher:
-        """The place before the first token of an output."""
+        """The state before the first token of an output."""
         ...
 
 
@@ -90,7 +90,7 @@ class ScheduledChunk:
     drawn, once for each of them, all from the same logits. There are several where one prompt has several outputs, and
     before they part. ``prompt_logprob_targets`` are the tokens whose log-probabilities are asked for:
     ``prompt_logprob_targets[i]`` follows ``token_ids[i]``, and there are none for tokens that follow the prompt;
-    ``num_prompt_logprobs`` most probable tokens are told beside each.
+    ``num_prompt_logprobs`` most probable tokens are returned beside each.
     """
 
     sequence_id: int
@@ -157,7 +157,7 @@ class SchedulerOutput:
         )
 
     def split(self) -> list["SchedulerOutput"]:
-        """One plan for each chunk, without the copies: to find the request that makes a step fail. Nothing in them is
+        """One step for each chunk, without the copies: to find the request that makes a step fail. Nothing in them is
         ``PLACEHOLDER_TOKEN_ID``.
         """
         return [SchedulerOutput(self.step, [chunk.resolve_placeholder()]) for chunk in self.chunks]
@@ -204,7 +204,7 @@ class ModelOutput:
     timings: StepTimings = field(default_factory=StepTimings)
 
     def add(self, other: "ModelOutput") -> None:
-        """Takes in what another part of the same step made."""
+        """Adds what other sequences of the same step made."""
         self.token_ids.update(other.token_ids)
         self.logprobs.update(other.logprobs)
         self.candidates.update(other.candidates)

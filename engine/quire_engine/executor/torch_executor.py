@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 
 
 class TorchExecutor:
-    """Carries out plans one after the other. Used by one thread. An ``AsyncExecutor``.
+    """Executes one step after the other. Used by one thread. An ``AsyncExecutor``.
 
-    ``depth`` is constant: plans that may be under way at once. ``config`` is the model's, ``max_model_len`` the longest
+    ``depth`` is constant: steps that may be in flight at once. ``config`` is the model's, ``max_model_len`` the longest
     sequence in tokens, and ``rates`` are measured once it is loaded.
     """
 
@@ -136,31 +136,44 @@ class TorchExecutor:
         """What weights and KV memory are held in: ``float32`` or ``bfloat16``."""
         return str(self._runner.dtype).removeprefix("torch.")
 
-    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """See ``Executor.execute_model``."""
-        launched = self.execute_model_async(plan)
+        launched = self.execute_model_async(scheduler_output)
         launched.sample_tokens()
         return launched.get_output()
 
-    def execute_model_async(self, plan: SchedulerOutput) -> "AsyncStep":
+    def execute_model_async(self, scheduler_output: SchedulerOutput) -> "AsyncStep":
         """See ``AsyncExecutor.execute_model_async``. On the CPU the forward pass is over when this returns.
 
         ``timings`` are the host's: on CUDA ``swap`` and ``sample`` are launches, and ``forward`` is the launch and the
         wait for the step, whatever it is that takes long there.
         """
         step = AsyncStep(self._runner, self._sampler, self._device)
-        if plan.finished_seq_ids:
-            self._sampler.remove_finished(plan.finished_seq_ids)
+        if scheduler_output.finished_seq_ids:
+            self._sampler.remove_finished(scheduler_output.finished_seq_ids)
         with device_errors(), inference_on(self._device):
             start = perf_counter()
-            if plan.blocks_to_swap_out or plan.blocks_to_copy or plan.blocks_to_swap_in:
-                self._runner.copy(plan.blocks_to_swap_out, plan.blocks_to_copy, plan.blocks_to_swap_in)
+            if (
+                scheduler_output.blocks_to_swap_out
+                or scheduler_output.blocks_to_copy
+                or scheduler_output.blocks_to_swap_in
+            ):
+                self._runner.copy(
+                    scheduler_output.blocks_to_swap_out,
+                    scheduler_output.blocks_to_copy,
+                    scheduler_output.blocks_to_swap_in,
+                )
             copied = perf_counter()
-            chunks = [chunk for chunk in plan.chunks if chunk.token_ids]
+            chunks = [chunk for chunk in scheduler_output.chunks if chunk.token_ids]
             if chunks:
                 step.launch(prepare_inputs(chunks, self._block_size), self._previous_step)
-            if len(chunks) < len(plan.chunks):  # a chunk without tokens has nothing to draw from
-                drawn = [request for chunk in plan.chunks if not chunk.token_ids for request in chunk.sample_requests]
+            if len(chunks) < len(scheduler_output.chunks):  # a chunk without tokens has nothing to draw from
+                drawn = [
+                    request
+                    for chunk in scheduler_output.chunks
+                    if not chunk.token_ids
+                    for request in chunk.sample_requests
+                ]
                 step.output.errors.update((request.sequence_id, internal()) for request in drawn)
             step.output.timings.swap, step.output.timings.forward = copied - start, perf_counter() - copied
         self._previous_step = step

@@ -153,7 +153,7 @@ class SamplerOutput:
     _grammar_errors: Mapping[int, QuireError]
     _copies: HostCopies
 
-    def fetch_into(self, result: ModelOutput) -> None:
+    def fetch_into(self, model_output: ModelOutput) -> None:
         """Waits until the tokens are drawn, and writes into ``result`` what came of each sample request: a token, with
         its log-probabilities where they are asked for, candidates, or an error. One that has an error there already is
         left out.
@@ -163,42 +163,42 @@ class SamplerOutput:
         row_is_finite = finite.tolist()
         may_forbid = copies.allowed is not None or copies.candidates is not None
         if may_forbid or self._grammar_errors or not all(row_is_finite):
-            self._fetch_errors(row_is_finite, result)
+            self._fetch_errors(row_is_finite, model_output)
         for state, token_id in zip(self._states, token_ids.tolist(), strict=True):
-            if not state.is_beam and state.sequence_id not in result.errors:
-                result.token_ids[state.sequence_id] = token_id
+            if not state.is_beam and state.sequence_id not in model_output.errors:
+                model_output.token_ids[state.sequence_id] = token_id
         if copies.logprobs is not None:
-            self._fetch_logprobs(copies.logprobs, result)
+            self._fetch_logprobs(copies.logprobs, model_output)
         if copies.candidates is not None:
-            self._fetch_candidates(copies.candidates, result)
+            self._fetch_candidates(copies.candidates, model_output)
 
-    def _fetch_errors(self, row_is_finite: Sequence[bool], result: ModelOutput) -> None:
+    def _fetch_errors(self, row_is_finite: Sequence[bool], model_output: ModelOutput) -> None:
         """Writes what went wrong, for each sample request the first error."""
         for state, row in zip(self._states, self._rows, strict=True):
             if not row_is_finite[row]:
-                result.errors.setdefault(state.sequence_id, non_finite_error())
+                model_output.errors.setdefault(state.sequence_id, non_finite_error())
             elif state.sequence_id in self._grammar_errors:
-                result.errors.setdefault(state.sequence_id, self._grammar_errors[state.sequence_id])
+                model_output.errors.setdefault(state.sequence_id, self._grammar_errors[state.sequence_id])
         groups = (self._groups.processed, self._copies.allowed), (self._groups.beams, self._copies.candidates)
         for group, copy in groups:
             if copy is not None:
                 for state, is_allowed in zip(group.states, copy.wait()[-1].tolist(), strict=True):
                     if not is_allowed:
-                        result.errors.setdefault(state.sequence_id, _no_token_allowed_error(state.sample_request))
+                        model_output.errors.setdefault(state.sequence_id, _no_token_allowed_error(state.sample_request))
 
-    def _fetch_logprobs(self, copy: HostCopy, result: ModelOutput) -> None:
+    def _fetch_logprobs(self, copy: HostCopy, model_output: ModelOutput) -> None:
         group = self._groups.with_logprobs
         logprobs_of = to_token_logprobs(copy.wait(), num_top_logprobs(group))
         for state, logprobs in zip(group.states, logprobs_of, strict=True):
-            if state.sequence_id in result.token_ids:
-                result.logprobs[state.sequence_id] = logprobs
+            if state.sequence_id in model_output.token_ids:
+                model_output.logprobs[state.sequence_id] = logprobs
 
-    def _fetch_candidates(self, copy: HostCopy, result: ModelOutput) -> None:
+    def _fetch_candidates(self, copy: HostCopy, model_output: ModelOutput) -> None:
         values, ids = (part.tolist() for part in copy.wait()[:2])
         for state, token_ids, logprobs in zip(self._groups.beams.states, ids, values, strict=True):
-            if state.sequence_id not in result.errors:
+            if state.sequence_id not in model_output.errors:
                 count = min(state.sample_request.num_candidates, sum(logprob > -torch.inf for logprob in logprobs))
-                result.candidates[state.sequence_id] = BeamCandidates(token_ids[:count], logprobs[:count])
+                model_output.candidates[state.sequence_id] = BeamCandidates(token_ids[:count], logprobs[:count])
 
 
 def num_top_logprobs(group: SamplingGroup) -> list[int]:
@@ -351,7 +351,7 @@ def compute_prompt_logprobs(
     rows: torch.Tensor,
     vocab_size: int,
     logits_of: Callable[[torch.Tensor], torch.Tensor],
-    result: ModelOutput,
+    model_output: ModelOutput,
 ) -> None:
     """Writes ``result.prompt_logprobs`` of ``chunks``, all of which have targets. ``rows`` [N] int64 are the batch rows
     of the tokens that the targets follow, chunk after chunk, and ``logits_of`` computes the logits [R, V] of some
@@ -366,7 +366,7 @@ def compute_prompt_logprobs(
         logprobs += _logprobs_if_finite(logits_of(rows[part]), targets[part], num_top[part])
     remaining = iter(logprobs)
     for chunk in chunks:
-        _write_result(chunk, list(islice(remaining, len(chunk.prompt_logprob_targets))), result)
+        _write_result(chunk, list(islice(remaining, len(chunk.prompt_logprob_targets))), model_output)
 
 
 def _logprobs_if_finite(
@@ -378,10 +378,10 @@ def _logprobs_if_finite(
     return [one if good else None for one, good in zip(made, finite, strict=True)]
 
 
-def _write_result(chunk: ScheduledChunk, made: Sequence[TokenLogprobs | None], result: ModelOutput) -> None:
+def _write_result(chunk: ScheduledChunk, made: Sequence[TokenLogprobs | None], model_output: ModelOutput) -> None:
     logprobs = [one for one in made if one is not None]
     if len(logprobs) == len(made):
-        result.prompt_logprobs[chunk.sequence_id] = logprobs
+        model_output.prompt_logprobs[chunk.sequence_id] = logprobs
         return
     ids = (chunk.sequence_id, *(request.sequence_id for request in chunk.sample_requests))
-    result.errors.update((sequence_id, non_finite_error()) for sequence_id in ids)
+    model_output.errors.update((sequence_id, non_finite_error()) for sequence_id in ids)

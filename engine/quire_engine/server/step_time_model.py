@@ -81,7 +81,7 @@ class StepTimeEstimator:
         self._ended = ended
         if not trace.failed:
             prompt_tokens = trace.num_tokens - trace.num_decode
-            self.observe(prompt_tokens, trace.num_draws, duration / 1e9 - trace.timings.swap, ended / 1e9)
+            self.observe(prompt_tokens, trace.num_sample_requests, duration / 1e9 - trace.timings.swap, ended / 1e9)
 
     def observe(self, prompt_tokens: int, sequences: int, seconds: float, ended: float = 0.0) -> None:
         """Adds one step. ``seconds`` are without block copies. ``ended`` is in seconds since a fixed time."""

@@ -61,19 +61,19 @@ class LatencyModel:
         """The rates that an engine would measure at start."""
         return Rates(self.tokens_per_second, self.bytes_per_second)
 
-    def timings(self, plan: SchedulerOutput, block_size: int, block_bytes: int) -> StepTimings:
+    def timings(self, scheduler_output: SchedulerOutput, block_size: int, block_bytes: int) -> StepTimings:
         """Seconds of each part of the step, before jitter and without the overhead."""
-        num_draws = sum(len(chunk.sample_requests) for chunk in plan.chunks)
+        num_sample_requests = sum(len(chunk.sample_requests) for chunk in scheduler_output.chunks)
         return StepTimings(
-            swap=plan.num_swapped_blocks * block_bytes / self.bytes_per_second
-            + len(plan.blocks_to_copy) * 2 * block_size * self.context_seconds,
-            forward=self._forward(plan) if plan.chunks else 0.0,
-            sample=num_draws * self.draw_seconds,
+            swap=scheduler_output.num_swapped_blocks * block_bytes / self.bytes_per_second
+            + len(scheduler_output.blocks_to_copy) * 2 * block_size * self.context_seconds,
+            forward=self._forward(scheduler_output) if scheduler_output.chunks else 0.0,
+            sample=num_sample_requests * self.draw_seconds,
         )
 
-    def _forward(self, plan: SchedulerOutput) -> float:
-        linear = max(self.weights_seconds, plan.num_tokens / self.tokens_per_second)
-        return linear + sum(map(self._attention, plan.chunks))
+    def _forward(self, scheduler_output: SchedulerOutput) -> float:
+        linear = max(self.weights_seconds, scheduler_output.num_tokens / self.tokens_per_second)
+        return linear + sum(map(self._attention, scheduler_output.chunks))
 
     def _attention(self, chunk: ScheduledChunk) -> float:
         length, end = len(chunk.token_ids), chunk.end
@@ -118,34 +118,34 @@ class SimulatedExecutor:
         """Those of the latency model."""
         return self._latency.rates
 
-    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """See ``Executor.execute_model``. Never fails."""
-        result = self.compute(plan)
-        self.spend_time(plan, result)
-        return result
+        model_output = self.compute(scheduler_output)
+        self.spend_time(scheduler_output, model_output)
+        return model_output
 
-    def execute_model_async(self, plan: SchedulerOutput) -> "SimulatedStep":
+    def execute_model_async(self, scheduler_output: SchedulerOutput) -> "SimulatedStep":
         """See ``AsyncExecutor.execute_model_async``. Never fails."""
-        return SimulatedStep(self, plan)
+        return SimulatedStep(self, scheduler_output)
 
-    def compute(self, plan: SchedulerOutput) -> ModelOutput:
+    def compute(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """The output of the step, without its timings."""
-        result = ModelOutput()
-        for chunk in plan.chunks:
+        model_output = ModelOutput()
+        for chunk in scheduler_output.chunks:
             for request in chunk.sample_requests:
-                self._sample(chunk, request, result)
+                self._sample(chunk, request, model_output)
             if chunk.prompt_logprob_targets:
-                result.prompt_logprobs[chunk.sequence_id] = self._score(chunk)
-        return result
+                model_output.prompt_logprobs[chunk.sequence_id] = self._score(chunk)
+        return model_output
 
-    def spend_time(self, plan: SchedulerOutput, result: ModelOutput) -> None:
+    def spend_time(self, scheduler_output: SchedulerOutput, model_output: ModelOutput) -> None:
         """Sleeps for the time of the step, and writes its timings into ``result``."""
-        timings = self._latency.timings(plan, self._capacity.block_size, self._capacity.block_bytes)
-        factor = 1 + self._latency.jitter * (2 * uniform(self._seed, plan.step) - 1)
+        timings = self._latency.timings(scheduler_output, self._capacity.block_size, self._capacity.block_bytes)
+        factor = 1 + self._latency.jitter * (2 * uniform(self._seed, scheduler_output.step) - 1)
         timings.swap *= factor
         timings.forward *= factor
         timings.sample *= factor
-        result.timings = timings
+        model_output.timings = timings
         device = timings.swap + timings.forward + timings.sample
         overhead = self._latency.overhead_seconds * factor
         self._sleep(device + overhead if self.depth == 1 else max(device, overhead))
@@ -153,23 +153,23 @@ class SimulatedExecutor:
     def close(self) -> None:
         """Does nothing, as nothing is allocated."""
 
-    def _sample(self, chunk: ScheduledChunk, request: SampleRequest, result: ModelOutput) -> None:
+    def _sample(self, chunk: ScheduledChunk, request: SampleRequest, model_output: ModelOutput) -> None:
         greedy = request.params.greedy or request.num_candidates > 0
         place = splitmix(self._seed, chunk.end, _last_token(chunk, request), 0 if greedy else request.seed + 1)
         banned = _banned(request)
         if request.num_candidates:
             ranking = self._ranking(place, request.num_candidates, banned)
             token_ids, logprobs = zip(*ranking, strict=True)
-            result.candidates[request.sequence_id] = BeamCandidates(list(token_ids), list(logprobs))
+            model_output.candidates[request.sequence_id] = BeamCandidates(list(token_ids), list(logprobs))
             return
         if not (banned or request.params.wants_logprobs):
-            result.token_ids[request.sequence_id] = place % self._vocab_size
+            model_output.token_ids[request.sequence_id] = place % self._vocab_size
             return
         ranking = self._ranking(place, max(1, request.params.logprobs or 0), banned)
-        result.token_ids[request.sequence_id] = ranking[0][0]
+        model_output.token_ids[request.sequence_id] = ranking[0][0]
         if request.params.wants_logprobs:
             top = tuple(ranking[: request.params.logprobs or 0])
-            result.logprobs[request.sequence_id] = TokenLogprobs(ranking[0][1], top)
+            model_output.logprobs[request.sequence_id] = TokenLogprobs(ranking[0][1], top)
 
     def _ranking(self, place: int, count: int, banned: frozenset[int]) -> Ranking:
         """The ``count`` most probable tokens at a place, or all of a smaller vocabulary, best first."""
@@ -200,19 +200,19 @@ class SimulatedExecutor:
 class SimulatedStep:
     """A step in flight. Its output is computed in ``sample_tokens``, and its time passes in ``get_output``."""
 
-    def __init__(self, executor: SimulatedExecutor, plan: SchedulerOutput) -> None:
+    def __init__(self, executor: SimulatedExecutor, scheduler_output: SchedulerOutput) -> None:
         self._executor = executor
-        self._plan = plan
-        self._result = ModelOutput()
+        self._scheduler_output = scheduler_output
+        self._model_output = ModelOutput()
 
     def sample_tokens(self) -> None:
         """See ``AsyncModelOutput.sample_tokens``."""
-        self._result = self._executor.compute(self._plan)
+        self._model_output = self._executor.compute(self._scheduler_output)
 
     def get_output(self) -> ModelOutput:
         """See ``AsyncModelOutput.get_output``."""
-        self._executor.spend_time(self._plan, self._result)
-        return self._result
+        self._executor.spend_time(self._scheduler_output, self._model_output)
+        return self._model_output
 
 
 def _last_token(chunk: ScheduledChunk, request: SampleRequest) -> int:

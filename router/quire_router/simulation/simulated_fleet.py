@@ -349,7 +349,9 @@ class SimulatedEngine:
         assert self._step is not None, "every step is published"
         trace = self._step.trace
         prompt_tokens = trace.num_tokens - trace.num_decode
-        self._step_times.observe(prompt_tokens, trace.num_draws, seconds - trace.timings.swap, self._now / NANOSECONDS)
+        self._step_times.observe(
+            prompt_tokens, trace.num_sample_requests, seconds - trace.timings.swap, self._now / NANOSECONDS
+        )
 
     def _receive(self, step: EngineCoreOutputs) -> None:
         self._step = step

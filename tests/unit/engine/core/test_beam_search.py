@@ -134,13 +134,13 @@ def test_the_beams_of_a_search_give_way_together() -> None:
 class Forbidding(PagedExecutor):
     """Leaves a beam one token to go on with, and none after three."""
 
-    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
-        result = super().execute_model(plan)
-        for chunk in plan.chunks:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
+        model_output = super().execute_model(scheduler_output)
+        for chunk in scheduler_output.chunks:
             allowed = 1 if chunk.end < 8 else 0
-            for found in (result.candidates[request.sequence_id] for request in chunk.sample_requests):
+            for found in (model_output.candidates[request.sequence_id] for request in chunk.sample_requests):
                 del found.token_ids[allowed:], found.logprobs[allowed:]
-        return result
+        return model_output
 
 
 def test_a_search_that_finds_fewer_outputs_than_were_asked_for_ends_with_a_typed_error() -> None:

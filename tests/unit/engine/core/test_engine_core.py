@@ -26,10 +26,10 @@ class PoisonedExecutor(PagedExecutor):
 
     poison = 13
 
-    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
-        if any(self.poison in chunk.token_ids for chunk in plan.chunks):
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
+        if any(self.poison in chunk.token_ids for chunk in scheduler_output.chunks):
             raise RuntimeError("the kernel cannot do this")
-        return super().execute_model(plan)
+        return super().execute_model(scheduler_output)
 
 
 class Engine:
@@ -93,7 +93,7 @@ def test_a_request_that_makes_the_step_fail_ends_alone() -> None:
 
 def test_a_failed_copy_ends_the_engine() -> None:
     class BrokenCopies(PagedExecutor):
-        def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
+        def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
             raise CopyError("no such memory")
 
     engine = Engine(BrokenCopies(CAPACITY))
@@ -140,10 +140,10 @@ def test_only_a_loop_that_has_something_to_do_can_hang() -> None:
     entered, released = Event(), Event()
 
     class HangingExecutor(PagedExecutor):
-        def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
+        def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
             entered.set()
             assert released.wait(30)
-            return super().execute_model(plan)
+            return super().execute_model(scheduler_output)
 
     engine = Engine(HangingExecutor(CAPACITY))
     thread = Thread(target=engine.core.run)

@@ -36,13 +36,13 @@ class Engine:
         self.scheduler = Scheduler(SchedulerConfig(**settings), self.memory)
         self.steps: list[EngineCoreOutputs] = []
         self.core = EngineCore(self.scheduler, self.executor, self.steps.append)
-        self.plans: list[SchedulerOutput] = []
-        make, self.scheduler.schedule = self.scheduler.schedule, self.plan
+        self.scheduler_outputs: list[SchedulerOutput] = []
+        make, self.scheduler.schedule = self.scheduler.schedule, self.schedule
         self._make: Callable[[], SchedulerOutput] = make
 
-    def plan(self) -> SchedulerOutput:
-        self.plans.append(self._make())
-        return self.plans[-1]
+    def schedule(self) -> SchedulerOutput:
+        self.scheduler_outputs.append(self._make())
+        return self.scheduler_outputs[-1]
 
     def add(self, request_id: str, prompt: list[int] = PROMPT, **params: object) -> Request:
         sampling = SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **params})
@@ -71,7 +71,7 @@ class Engine:
 
     @property
     def chunks(self) -> list[list[ScheduledChunk]]:
-        return [plan.chunks for plan in self.plans]
+        return [scheduler_output.chunks for scheduler_output in self.scheduler_outputs]
 
 
 def tokens(outputs: list[EngineCoreOutput]) -> list[int]:
@@ -113,7 +113,7 @@ def test_an_output_that_ends_by_its_length_has_nothing_computed_in_vain() -> Non
         (outputs,) = engine.run().values()
         assert len(tokens(outputs)) == 5
         assert engine.executor.wasted == 0
-        assert sum(plan.num_tokens for plan in engine.plans) == len(PROMPT) + 4
+        assert sum(scheduler_output.num_tokens for scheduler_output in engine.scheduler_outputs) == len(PROMPT) + 4
 
 
 def test_an_output_that_ends_by_its_token_costs_one_chunk_that_nobody_hears_of() -> None:
@@ -137,8 +137,14 @@ def test_the_end_of_a_sequence_is_told_when_nothing_draws_for_it_any_more() -> N
     engine.add("a", max_tokens=20, stop_token_ids=(stop,))
     engine.add("b", [5, 6], max_tokens=12)
     engine.run()
-    (told,) = [plan.step for plan in engine.plans if 0 in plan.finished_seq_ids]
-    last = max(plan.step for plan in engine.plans if any(chunk.sequence_id == 0 for chunk in plan.chunks))
+    (told,) = [
+        scheduler_output.step for scheduler_output in engine.scheduler_outputs if 0 in scheduler_output.finished_seq_ids
+    ]
+    last = max(
+        scheduler_output.step
+        for scheduler_output in engine.scheduler_outputs
+        if any(chunk.sequence_id == 0 for chunk in scheduler_output.chunks)
+    )
     order = [event for event in engine.executor.events if event in (("result", last), ("launch", told))]
     assert order == [("result", last), ("launch", told)]
     engine.add("c", [7], max_tokens=1)
@@ -156,8 +162,12 @@ def test_the_end_of_choices_that_are_aborted_before_they_part_is_told_too(
     engine.step(2 if engine.executor.depth > 1 else 1)
     engine.core._handle_command(AbortRequest("many", aborted))
     engine.run()
-    engine.plan()
-    told = [sequence_id for plan in engine.plans for sequence_id in plan.finished_seq_ids]
+    engine.schedule()
+    told = [
+        sequence_id
+        for scheduler_output in engine.scheduler_outputs
+        for sequence_id in scheduler_output.finished_seq_ids
+    ]
     assert sorted(told) == [0, 1, 2, 3]
 
 
@@ -205,10 +215,10 @@ def test_a_block_is_found_only_when_its_step_is_done() -> None:
     engine.add("b", list(range(9)), max_tokens=3)
     engine.step()
     assert len(engine.memory.stored_blocks()) == 2
-    assert engine.plans[-1].chunks[-1].start == 0, "what is only being computed was taken for cached"
+    assert engine.scheduler_outputs[-1].chunks[-1].start == 0, "what is only being computed was taken for cached"
     engine.add("c", list(range(9)), max_tokens=3)
     engine.step()
-    assert engine.plans[-1].chunks[-1].start == 8
+    assert engine.scheduler_outputs[-1].chunks[-1].start == 8
     engine.run()
 
 
@@ -304,7 +314,7 @@ def test_the_loop_takes_what_is_under_way_when_it_is_stopped() -> None:
     engine.core.send(Shutdown())
     engine.core.run()
     assert not engine.executor.under_way
-    assert len(tokens([output for step in engine.steps for output in step.outputs])) == len(engine.plans)
+    assert len(tokens([output for step in engine.steps for output in step.outputs])) == len(engine.scheduler_outputs)
 
 
 @pytest.mark.parametrize("make_executor", [OverlappingPagedExecutor, PagedExecutor])
@@ -355,8 +365,8 @@ class PoisonedExecutor(OverlappingPagedExecutor):
         super().__init__(CAPACITY)
         self.fails = self.is_poisoned
 
-    def is_poisoned(self, where: str, plan: SchedulerOutput) -> bool:
-        return where != "draw" and any(self.poison in chunk.token_ids for chunk in plan.chunks)
+    def is_poisoned(self, where: str, scheduler_output: SchedulerOutput) -> bool:
+        return where != "draw" and any(self.poison in chunk.token_ids for chunk in scheduler_output.chunks)
 
 
 def prompt_of(fits: Callable[[list[int], list[int]], bool]) -> list[int]:
@@ -417,8 +427,8 @@ class FailingOnce(OverlappingPagedExecutor):
         self.where, self.step = where, step
         self.fails = self.fails_now
 
-    def fails_now(self, where: str, plan: SchedulerOutput) -> bool:
-        fails = (where, plan.step) == (self.where, self.step)
+    def fails_now(self, where: str, scheduler_output: SchedulerOutput) -> bool:
+        fails = (where, scheduler_output.step) == (self.where, self.step)
         self.failed = self.failed or fails
         return fails
 
@@ -461,13 +471,13 @@ class BrokenCopies(OverlappingPagedExecutor):
         super().__init__(CAPACITY)
         self.where = where
 
-    def execute_model_async(self, plan: SchedulerOutput) -> PagedStep:
-        step = super().execute_model_async(plan)
-        step.copy_fails = plan.step == 2 and self.where == "result"
+    def execute_model_async(self, scheduler_output: SchedulerOutput) -> PagedStep:
+        step = super().execute_model_async(scheduler_output)
+        step.copy_fails = scheduler_output.step == 2 and self.where == "result"
         return step
 
-    def check(self, where: str, plan: SchedulerOutput) -> None:
-        if plan.step == 2 and where == self.where:
+    def check(self, where: str, scheduler_output: SchedulerOutput) -> None:
+        if scheduler_output.step == 2 and where == self.where:
             raise CopyError("no such memory")
 
 
@@ -483,9 +493,9 @@ def test_a_failed_copy_ends_the_engine(where: str) -> None:
 
 def test_a_failed_copy_of_a_step_that_is_given_up_ends_the_engine_too() -> None:
     class Both(FailingOnce):
-        def execute_model_async(self, plan: SchedulerOutput) -> PagedStep:
-            step = super().execute_model_async(plan)
-            step.copy_fails = plan.step == 2
+        def execute_model_async(self, scheduler_output: SchedulerOutput) -> PagedStep:
+            step = super().execute_model_async(scheduler_output)
+            step.copy_fails = scheduler_output.step == 2
             return step
 
     engine = Engine(Both("forward", 1))

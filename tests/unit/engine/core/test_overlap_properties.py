@@ -59,29 +59,29 @@ class OverlapMachine(EngineMachine):
     def check_still(self, block_ids: list[int]) -> None:
         """What comes to be shared is written by no step under way."""
         size = self.memory.block_size
-        for plan in self.scheduler._in_flight:
-            for chunk in plan.chunks:
+        for scheduler_output in self.scheduler._in_flight:
+            for chunk in scheduler_output.chunks:
                 if self.scheduler._registry.sequences.get(chunk.sequence_id) is not None:
                     written = chunk.block_ids[chunk.start // size : -(-chunk.end // size)]
                     assert set(block_ids).isdisjoint(written), "a block is shared while it is written"
 
-    def fails(self, where: str, plan: SchedulerOutput) -> bool:
+    def fails(self, where: str, scheduler_output: SchedulerOutput) -> bool:
         if where == "launch":
-            self.check_plan(plan)
+            self.check_scheduler_output(scheduler_output)
         if where == "run" and self.blames:
             self.blames = False
-            self.blamed.update(self.scheduler.request_ids(plan))
+            self.blamed.update(self.scheduler.request_ids(scheduler_output))
             return True
         fails, self.failing = where == self.failing, None if where == self.failing else self.failing
         return fails
 
-    def check_plan(self, plan: SchedulerOutput) -> None:
-        super().check_plan(plan)
-        pending = [chunk for chunk in plan.chunks if PLACEHOLDER_TOKEN_ID in chunk.token_ids]
+    def check_scheduler_output(self, scheduler_output: SchedulerOutput) -> None:
+        super().check_scheduler_output(scheduler_output)
+        pending = [chunk for chunk in scheduler_output.chunks if PLACEHOLDER_TOKEN_ID in chunk.token_ids]
         under_way = {
             request.sequence_id
             for step in self.executor.under_way
-            for c in step.plan.chunks
+            for c in step.scheduler_output.chunks
             for request in c.sample_requests
         }
         assert all(chunk.sequence_id in under_way for chunk in pending), "nothing draws the token that is pending"

@@ -70,12 +70,13 @@ class Bench:
         self.scheduler.add_request(Request(request_id, tokens, params, **fields))
 
     def step(self) -> SchedulerOutput:
-        plan = self.scheduler.schedule()
-        self.order += [name for name in self.scheduler.request_ids(plan) if name not in self.order]
+        scheduler_output = self.scheduler.schedule()
+        self.order += [name for name in self.scheduler.request_ids(scheduler_output) if name not in self.order]
         self.scheduler.update_from_output(
-            plan, ModelOutput({d.sequence_id: 9 for c in plan.chunks for d in c.sample_requests})
+            scheduler_output,
+            ModelOutput({d.sequence_id: 9 for c in scheduler_output.chunks for d in c.sample_requests}),
         )
-        return plan
+        return scheduler_output
 
     def drain(self) -> list[str]:
         for _ in range(10_000):

@@ -30,25 +30,26 @@ class Bench:
         return list(group.sequences.values()) if group else []
 
     def step(self) -> SchedulerOutput:
-        plan = self.scheduler.schedule()
+        scheduler_output = self.scheduler.schedule()
         self.scheduler.update_from_output(
-            plan, ModelOutput({d.sequence_id: 9 for c in plan.chunks for d in c.sample_requests})
+            scheduler_output,
+            ModelOutput({d.sequence_id: 9 for c in scheduler_output.chunks for d in c.sample_requests}),
         )
-        return plan
+        return scheduler_output
 
     def step_until(self, condition: Callable[[SchedulerOutput], object]) -> SchedulerOutput:
         for _ in range(200):
-            if condition(plan := self.step()):
-                return plan
+            if condition(scheduler_output := self.step()):
+                return scheduler_output
         raise AssertionError("it never happened")
 
 
-def preempted(plan: SchedulerOutput) -> bool:
-    return plan.num_preempted > 0
+def preempted(scheduler_output: SchedulerOutput) -> bool:
+    return scheduler_output.num_preempted > 0
 
 
-def lengths(plan: SchedulerOutput) -> list[tuple[int, int]]:
-    return [(chunk.sequence_id, len(chunk.token_ids)) for chunk in plan.chunks]
+def lengths(scheduler_output: SchedulerOutput) -> list[tuple[int, int]]:
+    return [(chunk.sequence_id, len(chunk.token_ids)) for chunk in scheduler_output.chunks]
 
 
 def test_decodes_come_before_a_long_prompt_which_takes_what_is_left_of_the_budget() -> None:
@@ -88,13 +89,13 @@ def test_the_newest_gives_way_and_nothing_is_admitted_in_that_step() -> None:
     one, two = bench.add("one", 15), bench.add("two", 13)
     bench.step()
     waiting = bench.add("three", 1)
-    plan = bench.step_until(preempted)
+    scheduler_output = bench.step_until(preempted)
     assert (one.status, two.status, waiting.status) == (
         SequenceStatus.RUNNING,
         SequenceStatus.SWAPPED,
         SequenceStatus.WAITING,
     )
-    assert [chunk.sequence_id for chunk in plan.chunks] == [one.id]
+    assert [chunk.sequence_id for chunk in scheduler_output.chunks] == [one.id]
     bench.step()
     assert waiting.status is SequenceStatus.WAITING, "admitted although a sequence is swapped out"
 
@@ -137,9 +138,12 @@ def test_a_step_that_copies_out_copies_nothing_in() -> None:
         bench.add(str(index), 7, max_tokens=30)
     seen_in = seen_out = 0
     for _ in range(500):
-        plan = bench.step()
-        assert not (plan.blocks_to_swap_in and plan.blocks_to_swap_out)
-        seen_in, seen_out = seen_in + len(plan.blocks_to_swap_in), seen_out + len(plan.blocks_to_swap_out)
+        scheduler_output = bench.step()
+        assert not (scheduler_output.blocks_to_swap_in and scheduler_output.blocks_to_swap_out)
+        seen_in, seen_out = (
+            seen_in + len(scheduler_output.blocks_to_swap_in),
+            seen_out + len(scheduler_output.blocks_to_swap_out),
+        )
     assert not bench.scheduler.has_work
     assert seen_in
     assert seen_out

@@ -249,13 +249,13 @@ def test_a_seed_of_the_engine_makes_runs_repeatable_and_prompts_different(tmp_pa
     ],
 )
 def test_all_prompts_are_checked_before_any_is_run(offline, prompts, params, param, words):
-    before = offline.executor.plans
+    before = offline.executor.steps
 
     with pytest.raises(QuireError, match=words) as refusal:
         quiet(offline.llm, prompts, SamplingParams(**params))
 
     assert (refusal.value.code, refusal.value.param) == (ErrorCode.INVALID, param)
-    assert offline.executor.plans == before
+    assert offline.executor.steps == before
     offline.assert_idle()
 
 

@@ -72,9 +72,9 @@ def drawn(sampler: Sampler, sample_requests: list[SampleRequest], logits: torch.
         return sampler.sample(sampler.prepare(sample_requests), logits, range(len(sample_requests)))
 
 
-def told(result: ModelOutput) -> tuple[object, ...]:
-    errors = {id: (error.code, error.message, error.param) for id, error in result.errors.items()}
-    return result.token_ids, result.logprobs, result.candidates, errors
+def told(model_output: ModelOutput) -> tuple[object, ...]:
+    errors = {id: (error.code, error.message, error.param) for id, error in model_output.errors.items()}
+    return model_output.token_ids, model_output.logprobs, model_output.candidates, errors
 
 
 # What is enqueued

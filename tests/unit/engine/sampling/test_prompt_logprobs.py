@@ -25,7 +25,7 @@ def chunk(id: int, count: int, num_targets: int, num_top: int = 0) -> ScheduledC
 
 def scored(chunks: list[ScheduledChunk], logits: torch.Tensor) -> tuple[ModelOutput, list[int]]:
     """The result, and how many rows of ``logits`` were asked for at a time. Each chunk's rows follow the last one's."""
-    result, asked, rows, start = ModelOutput(), [], [], 0
+    model_output, asked, rows, start = ModelOutput(), [], [], 0
     for one in chunks:
         rows += range(start, start + len(one.prompt_logprob_targets))
         start += len(one.token_ids)
@@ -35,9 +35,13 @@ def scored(chunks: list[ScheduledChunk], logits: torch.Tensor) -> tuple[ModelOut
         return logits[part]
 
     compute_prompt_logprobs(
-        [one for one in chunks if one.prompt_logprob_targets], torch.tensor(rows), logits.shape[1], logits_of, result
+        [one for one in chunks if one.prompt_logprob_targets],
+        torch.tensor(rows),
+        logits.shape[1],
+        logits_of,
+        model_output,
     )
-    return result, asked
+    return model_output, asked
 
 
 @settings(max_examples=60, deadline=None)
@@ -45,16 +49,16 @@ def scored(chunks: list[ScheduledChunk], logits: torch.Tensor) -> tuple[ModelOut
 def test_each_target_has_the_logprob_that_the_row_before_it_gives(shapes: list[tuple[int, int, int]]) -> None:
     chunks = [chunk(id, count, min(count, targets), top) for id, (count, targets, top) in enumerate(shapes)]
     logits = some_logits(sum(len(one.token_ids) for one in chunks), VOCAB).round()
-    result, asked = scored(chunks, logits)
+    model_output, asked = scored(chunks, logits)
     assert all(count <= MAX_ROWS for count in asked)
     assert sum(asked) == sum(len(one.prompt_logprob_targets) for one in chunks)
     start = 0
     for one in chunks:
         expected = logits[start : start + len(one.prompt_logprob_targets)].log_softmax(-1).tolist()
         start += len(one.token_ids)
-        assert (one.sequence_id in result.prompt_logprobs) == bool(one.prompt_logprob_targets)
+        assert (one.sequence_id in model_output.prompt_logprobs) == bool(one.prompt_logprob_targets)
         for made, target, row in zip(
-            result.prompt_logprobs.get(one.sequence_id, []), one.prompt_logprob_targets, expected, strict=True
+            model_output.prompt_logprobs.get(one.sequence_id, []), one.prompt_logprob_targets, expected, strict=True
         ):
             ranked = sorted(enumerate(row), key=lambda pair: (-pair[1], pair[0]))[: one.num_prompt_logprobs]
             assert (made.logprob, made.top) == (row[target], tuple(ranked))
@@ -73,9 +77,12 @@ def test_a_prompt_whose_logits_are_not_finite_ends_alone_with_all_that_is_drawn_
     logits = some_logits(12, VOCAB)
     expected = scored(chunks, logits)[0].prompt_logprobs
     logits[6, 3] = bad
-    result = scored(chunks, logits)[0]
-    assert {id: error.code for id, error in result.errors.items()} == {1: ErrorCode.INTERNAL, 7: ErrorCode.INTERNAL}
-    assert result.prompt_logprobs == {0: expected[0], 2: expected[2]}
+    model_output = scored(chunks, logits)[0]
+    assert {id: error.code for id, error in model_output.errors.items()} == {
+        1: ErrorCode.INTERNAL,
+        7: ErrorCode.INTERNAL,
+    }
+    assert model_output.prompt_logprobs == {0: expected[0], 2: expected[2]}
 
 
 @settings(max_examples=200, deadline=None)

@@ -63,9 +63,9 @@ def sample_requests(draw: st.DrawFn, id: int = 0) -> SampleRequest:
 
 def alone(sample_request: SampleRequest, logits: torch.Tensor) -> ModelOutput:
     sampler = Sampler(len(logits))
-    result = run_step(sampler, [sample_request], logits[None])
+    model_output = run_step(sampler, [sample_request], logits[None])
     sampler.close()
-    return result
+    return model_output
 
 
 def assert_same(made: ModelOutput, expected: ModelOutput) -> None:
@@ -81,10 +81,10 @@ def told(error: QuireError) -> tuple[ErrorCode, str, str | None]:
     return error.code, error.message, error.param
 
 
-def merged(results: Sequence[ModelOutput]) -> ModelOutput:
+def merged(model_outputs: Sequence[ModelOutput]) -> ModelOutput:
     whole = ModelOutput()
-    for result in results:
-        whole.add(result)
+    for model_output in model_outputs:
+        whole.add(model_output)
     return whole
 
 
@@ -289,10 +289,10 @@ def test_masks_are_filled_while_the_step_goes_on() -> None:
         def new_matcher(self) -> ModuloMatcher:
             return Slow(self)
 
-    pending, result = sampler.prepare([make_sample_request(0, [1], grammar=Grammar(2))]), ModelOutput()
+    pending, model_output = sampler.prepare([make_sample_request(0, [1], grammar=Grammar(2))]), ModelOutput()
     may_fill.set()
-    sampler.sample(pending, torch.arange(float(VOCAB))[None], [0]).fetch_into(result)
-    assert result.token_ids == {0: 49}
+    sampler.sample(pending, torch.arange(float(VOCAB))[None], [0]).fetch_into(model_output)
+    assert model_output.token_ids == {0: 49}
 
 
 def test_a_step_that_was_begun_and_never_finished_can_be_begun_again() -> None:
@@ -320,12 +320,12 @@ def test_a_matcher_takes_an_output_in_order_however_long_a_step_before_took() ->
 
     sample_request, logits = make_sample_request(0, [1], [2, 3], grammar=Grammar(5)), some_logits(1, VOCAB)
     sampler.prepare([sample_request])
-    pending, result = sampler.prepare([sample_request]), ModelOutput()
+    pending, model_output = sampler.prepare([sample_request]), ModelOutput()
     assert pending.bitmask is not None
     assert not wait([pending.bitmask.errors], timeout=0.05).done
     may_accept.set()
-    sampler.sample(pending, logits, [0]).fetch_into(result)
-    assert_same(result, alone(make_sample_request(0, [1], [2, 3], grammar=ModuloGrammar(5)), logits[0]))
+    sampler.sample(pending, logits, [0]).fetch_into(model_output)
+    assert_same(model_output, alone(make_sample_request(0, [1], [2, 3], grammar=ModuloGrammar(5)), logits[0]))
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def steps(latency: LatencyModel, count: int, seed: int) -> Iterator[Step]:
 def taken(step: EngineCoreOutputs, latency: LatencyModel) -> Step:
     trace, times = step.trace, step.trace.timings
     seconds = times.forward + times.sample + latency.overhead_seconds
-    return trace.num_tokens - trace.num_decode, trace.num_draws, seconds
+    return trace.num_tokens - trace.num_decode, trace.num_sample_requests, seconds
 
 
 def learned(latency: LatencyModel, rates: Rates, count: int = 400) -> tuple[StepTimeModel, list[Step]]:
@@ -161,7 +161,7 @@ def test_one_step_that_was_held_up_changes_little() -> None:
 
 
 def trace(started: float, passed: float, **fields: object) -> StepTrace:
-    values = {"num_prefill": 0, "num_decode": 4, "num_tokens": 4, "num_draws": 4, "failed": False, **fields}
+    values = {"num_prefill": 0, "num_decode": 4, "num_tokens": 4, "num_sample_requests": 4, "failed": False, **fields}
     timings = StepTimings(swap=values.pop("swap", 0.0))
     nanoseconds = int(1e9 * started)
     return StepTrace(1, nanoseconds, timings, 0.0, 0.0, passed, preempted=0, swapped_blocks=0, request_ids=[], **values)

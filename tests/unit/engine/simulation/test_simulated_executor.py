@@ -66,7 +66,7 @@ def chunks(draw: st.DrawFn, sequence_id: int) -> ScheduledChunk:
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> SchedulerOutput:
+def scheduler_outputs(draw: st.DrawFn) -> SchedulerOutput:
     copies = st.lists(st.builds(BlockCopy, st.integers(1, 9), st.integers(0, 9)), max_size=3)
     return SchedulerOutput(
         draw(st.integers(1, 100)),
@@ -77,27 +77,29 @@ def plans(draw: st.DrawFn) -> SchedulerOutput:
     )
 
 
-@given(plans())
-def test_every_draw_has_exactly_one_answer_and_every_target_a_score(plan: SchedulerOutput) -> None:
-    result = executor()[0].execute_model(plan)
-    asked = [request for chunk in plan.chunks for request in chunk.sample_requests]
-    assert set(result.token_ids) == {request.sequence_id for request in asked if not request.num_candidates}
-    assert set(result.candidates) == {request.sequence_id for request in asked if request.num_candidates}
+@given(scheduler_outputs())
+def test_every_draw_has_exactly_one_answer_and_every_target_a_score(scheduler_output: SchedulerOutput) -> None:
+    model_output = executor()[0].execute_model(scheduler_output)
+    asked = [request for chunk in scheduler_output.chunks for request in chunk.sample_requests]
+    assert set(model_output.token_ids) == {request.sequence_id for request in asked if not request.num_candidates}
+    assert set(model_output.candidates) == {request.sequence_id for request in asked if request.num_candidates}
     scored = {request.sequence_id for request in asked if request.params.wants_logprobs and not request.num_candidates}
-    assert set(result.logprobs) == scored
-    assert not result.errors
+    assert set(model_output.logprobs) == scored
+    assert not model_output.errors
     targets = {
-        chunk.sequence_id: len(chunk.prompt_logprob_targets) for chunk in plan.chunks if chunk.prompt_logprob_targets
+        chunk.sequence_id: len(chunk.prompt_logprob_targets)
+        for chunk in scheduler_output.chunks
+        if chunk.prompt_logprob_targets
     }
-    assert {key: len(scores) for key, scores in result.prompt_logprobs.items()} == targets
+    assert {key: len(scores) for key, scores in model_output.prompt_logprobs.items()} == targets
 
 
-@given(plans())
-def test_candidates_and_top_tokens_are_distinct_and_fall_as_probabilities_do(plan: SchedulerOutput) -> None:
-    result = executor()[0].execute_model(plan)
-    rankings = [list(zip(c.token_ids, c.logprobs, strict=True)) for c in result.candidates.values()]
-    rankings += [list(score.top) for score in result.logprobs.values()]
-    rankings += [list(score.top) for scores in result.prompt_logprobs.values() for score in scores]
+@given(scheduler_outputs())
+def test_candidates_and_top_tokens_are_distinct_and_fall_as_probabilities_do(scheduler_output: SchedulerOutput) -> None:
+    model_output = executor()[0].execute_model(scheduler_output)
+    rankings = [list(zip(c.token_ids, c.logprobs, strict=True)) for c in model_output.candidates.values()]
+    rankings += [list(score.top) for score in model_output.logprobs.values()]
+    rankings += [list(score.top) for scores in model_output.prompt_logprobs.values() for score in scores]
     for ranking in rankings:
         token_ids, logprobs = [token_id for token_id, _ in ranking], [logprob for _, logprob in ranking]
         assert len(set(token_ids)) == len(token_ids)
@@ -106,37 +108,40 @@ def test_candidates_and_top_tokens_are_distinct_and_fall_as_probabilities_do(pla
         assert sum(map(exp, logprobs)) < 1
 
 
-@given(plans())
-def test_counts_of_candidates_and_top_tokens_are_those_asked_for(plan: SchedulerOutput) -> None:
-    result = executor()[0].execute_model(plan)
-    for chunk in plan.chunks:
+@given(scheduler_outputs())
+def test_counts_of_candidates_and_top_tokens_are_those_asked_for(scheduler_output: SchedulerOutput) -> None:
+    model_output = executor()[0].execute_model(scheduler_output)
+    for chunk in scheduler_output.chunks:
         assert all(
-            len(score.top) == chunk.num_prompt_logprobs for score in result.prompt_logprobs.get(chunk.sequence_id, [])
+            len(score.top) == chunk.num_prompt_logprobs
+            for score in model_output.prompt_logprobs.get(chunk.sequence_id, [])
         )
         for sample_request in chunk.sample_requests:
             if sample_request.num_candidates:
-                assert len(result.candidates[sample_request.sequence_id].token_ids) == sample_request.num_candidates
+                assert (
+                    len(model_output.candidates[sample_request.sequence_id].token_ids) == sample_request.num_candidates
+                )
             elif sample_request.params.logprobs:
-                score = result.logprobs[sample_request.sequence_id]
+                score = model_output.logprobs[sample_request.sequence_id]
                 assert len(score.top) == sample_request.params.logprobs
-                assert score.top[0] == (result.token_ids[sample_request.sequence_id], score.logprob)
+                assert score.top[0] == (model_output.token_ids[sample_request.sequence_id], score.logprob)
 
 
-@given(plans())
-def test_nothing_that_ends_a_sequence_is_drawn_before_min_tokens(plan: SchedulerOutput) -> None:
-    result = executor()[0].execute_model(plan)
-    for sample_request in (each for chunk in plan.chunks for each in chunk.sample_requests):
-        drawn = result.candidates[sample_request.sequence_id].token_ids if sample_request.num_candidates else []
-        drawn = drawn or [result.token_ids[sample_request.sequence_id]]
+@given(scheduler_outputs())
+def test_nothing_that_ends_a_sequence_is_drawn_before_min_tokens(scheduler_output: SchedulerOutput) -> None:
+    model_output = executor()[0].execute_model(scheduler_output)
+    for sample_request in (each for chunk in scheduler_output.chunks for each in chunk.sample_requests):
+        drawn = model_output.candidates[sample_request.sequence_id].token_ids if sample_request.num_candidates else []
+        drawn = drawn or [model_output.token_ids[sample_request.sequence_id]]
         if len(sample_request.token_ids) - sample_request.num_prompt_tokens < sample_request.params.min_tokens:
             assert not sample_request.stop_token_ids.intersection(drawn)
 
 
-@given(plans())
-def test_an_answer_depends_on_nothing_else_in_the_step(plan: SchedulerOutput) -> None:
-    whole = executor()[0].execute_model(plan)
+@given(scheduler_outputs())
+def test_an_answer_depends_on_nothing_else_in_the_step(scheduler_output: SchedulerOutput) -> None:
+    whole = executor()[0].execute_model(scheduler_output)
     apart = ModelOutput()
-    for part in reversed(plan.split()):
+    for part in reversed(scheduler_output.split()):
         part.step += 1
         apart.add(executor()[0].execute_model(part))
     for name in ("token_ids", "logprobs", "candidates", "prompt_logprobs"):
@@ -161,31 +166,31 @@ def test_tokens_differ_by_seed_and_position_and_greedy_ones_by_position_alone() 
     assert len(set(drawn(0, 0, 0))) > 1
 
 
-@given(plans())
+@given(scheduler_outputs())
 @settings(max_examples=50)
-def test_a_step_takes_the_time_of_the_formula(plan: SchedulerOutput) -> None:
+def test_a_step_takes_the_time_of_the_formula(scheduler_output: SchedulerOutput) -> None:
     run, slept = executor()
-    timings = run.execute_model(plan).timings
+    timings = run.execute_model(scheduler_output).timings
     forward = 0.0
-    if plan.chunks:
-        forward = max(0.01, sum(len(chunk.token_ids) for chunk in plan.chunks) / 1000)
-        for chunk in plan.chunks:
+    if scheduler_output.chunks:
+        forward = max(0.01, sum(len(chunk.token_ids) for chunk in scheduler_output.chunks) / 1000)
+        for chunk in scheduler_output.chunks:
             pairs = sum(position + 1 for position in range(chunk.start, chunk.end))
             forward += max(chunk.end * 1e-4, pairs * 1e-5)
     assert timings.forward == pytest.approx(forward)
-    copies = len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in)
-    assert timings.swap == pytest.approx(copies * 1000 / 1e6 + len(plan.blocks_to_copy) * 2 * 4 * 1e-4)
-    assert timings.sample == pytest.approx(1e-3 * sum(len(chunk.sample_requests) for chunk in plan.chunks))
+    copies = len(scheduler_output.blocks_to_swap_out) + len(scheduler_output.blocks_to_swap_in)
+    assert timings.swap == pytest.approx(copies * 1000 / 1e6 + len(scheduler_output.blocks_to_copy) * 2 * 4 * 1e-4)
+    assert timings.sample == pytest.approx(1e-3 * sum(len(chunk.sample_requests) for chunk in scheduler_output.chunks))
     assert slept == pytest.approx([timings.swap + timings.forward + timings.sample + 0.002])
 
 
 def test_jitter_stays_in_its_bounds_and_comes_from_the_seed() -> None:
-    plan = [SchedulerOutput(step, [ScheduledChunk(0, [1], 0, [1])]) for step in range(200)]
+    steps = [SchedulerOutput(step, [ScheduledChunk(0, [1], 0, [1])]) for step in range(200)]
     exact, shaken = LATENCY, LatencyModel(**{**vars_of(LATENCY), "jitter": 0.2})
 
     def seconds(seed: int, latency: LatencyModel) -> list[float]:
         run, slept = executor(seed, latency)
-        for one in plan:
+        for one in steps:
             run.execute_model(one)
         return slept
 

@@ -226,12 +226,12 @@ class Interrupted(SimulatedExecutor):
         super().__init__(capacity, LATENCY, seed=seed, vocab_size=VOCAB_SIZE, depth=depth, sleep=lambda _: None)
         self._soak = soak
 
-    def compute(self, plan: SchedulerOutput) -> ModelOutput:
+    def compute(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         self._soak.abort_some(0.03)
-        result = super().compute(plan)
+        model_output = super().compute(scheduler_output)
         self._soak.abort_some(0.03)
         self._soak.check_busy()
-        return result
+        return model_output
 
 
 def soak(requests: int, depth: int) -> list[Soak]:

@@ -18,16 +18,16 @@ VOCAB = 50
 def test_the_largest_step_has_as_many_tokens_and_sequences_as_are_allowed(
     tokens: int, sequences: int, length: int, block_size: int
 ) -> None:
-    plan = largest_step(tokens, sequences, length, block_size, VOCAB)
-    assert len(plan.chunks) == min(sequences, tokens)
-    assert plan.num_tokens == min(tokens, len(plan.chunks) * length)
-    assert {block for chunk in plan.chunks for block in chunk.block_ids} == {1}
-    for chunk in plan.chunks:
+    scheduler_output = largest_step(tokens, sequences, length, block_size, VOCAB)
+    assert len(scheduler_output.chunks) == min(sequences, tokens)
+    assert scheduler_output.num_tokens == min(tokens, len(scheduler_output.chunks) * length)
+    assert {block for chunk in scheduler_output.chunks for block in chunk.block_ids} == {1}
+    for chunk in scheduler_output.chunks:
         assert 1 <= len(chunk.token_ids) <= length
         assert len(chunk.block_ids) * block_size >= chunk.end
         assert len(chunk.sample_requests) == 1
         assert all(0 <= token < VOCAB for token in chunk.token_ids)
-    assert len({chunk.sequence_id for chunk in plan.chunks}) == len(plan.chunks)
+    assert len({chunk.sequence_id for chunk in scheduler_output.chunks}) == len(scheduler_output.chunks)
 
 
 class Machine:
@@ -44,15 +44,16 @@ class Machine:
     def clock(self) -> float:
         return self.now
 
-    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
-        for chunk in plan.chunks:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
+        for chunk in scheduler_output.chunks:
             assert all(1 <= block < self.kv_cache_config.device_blocks for block in chunk.block_ids)
-        assert all(copy.target < self.kv_cache_config.host_blocks for copy in plan.blocks_to_swap_out)
+        assert all(copy.target < self.kv_cache_config.host_blocks for copy in scheduler_output.blocks_to_swap_out)
         seconds = (
-            plan.num_tokens * self._token + plan.num_swapped_blocks * self.kv_cache_config.block_bytes * self._byte
+            scheduler_output.num_tokens * self._token
+            + scheduler_output.num_swapped_blocks * self.kv_cache_config.block_bytes * self._byte
         )
         self.now += seconds + self._noise[len(self.runs) % len(self._noise)]
-        self.runs.append(plan)
+        self.runs.append(scheduler_output)
         return ModelOutput()
 
 
@@ -92,4 +93,4 @@ def test_a_slow_machine_is_not_kept_waiting(timed: Callable[[Machine], Machine])
 def test_only_a_few_blocks_are_touched(timed: Callable[[Machine], Machine]) -> None:
     machine = timed(Machine(KVCacheConfig(16, 1 << 20, 1 << 20, 1 << 20), noise=[0.0]))
     measure_rates(machine, 2048, VOCAB)
-    assert max(plan.num_swapped_blocks for plan in machine.runs) <= 16
+    assert max(scheduler_output.num_swapped_blocks for scheduler_output in machine.runs) <= 16
