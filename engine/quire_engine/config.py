@@ -1,9 +1,11 @@
 """The engine's configuration: every flag is also an environment variable ``QUIRE_ENGINE_…``. Names are those of vLLM's
 flags.
 
-``EngineArgs`` is all that concerns the engine itself, in parts (``ExecutorConfig``, ``SchedulerArgs`` and
-``CacheConfig``); ``EngineConfig`` adds the command line and the server. Wherever several settings are needed, a part or
-the whole is passed on as it is, and a rank's process gets the whole as JSON.
+``EngineArgs`` is all that concerns the engine itself, in parts (``ServedModel``, ``ExecutorConfig``, ``SchedulerArgs``
+and ``CacheConfig``); ``EngineConfig`` adds the command line and the server. A setting stands once, in its part, with
+its default, range and help: the offline ``LLM`` takes the fields of ``EngineArgs``, and the simulators' settings
+inherit ``SchedulerArgs`` and ``CacheConfig``. Wherever several settings are needed, a part or the whole is passed on as
+it is, and a rank's process gets the whole as JSON.
 """
 
 from collections.abc import Mapping
@@ -33,27 +35,16 @@ _SEEN = "tool calls and thoughts are read as the model's chat template writes th
 Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 
 
-# Settings that the simulators have too, under the same names and with the same ranges and help.
-MaxModelLen = Annotated[
-    int | None,
-    Field(ge=1, description="Most tokens of prompt and output; by default what model and KV memory allow."),
-]
+# Range and help of settings that another command has with a default or a help text of its own.
+ModelFolder = Annotated[Path, Field(description="Folder of the model, as Hugging Face lays it out.")]
 MaxNumSeqs = Annotated[int, Field(ge=1, le=65536, description="Sequences that run at once.")]
-MaxNumBatchedTokens = Annotated[int, Field(ge=1, le=1 << 20, description="Tokens that one step computes.")]
 MaxWaiting = Annotated[int, Field(ge=1, description="Requests that may wait; more are refused.")]
-MaxOvertakes = Annotated[
-    int, Field(ge=1, description="How often later requests can overtake one, with --scheduling-policy sjf.")
-]
-MaxSwapped = Annotated[int, Field(ge=0, description="Sequences that may be swapped out at once.")]
-SchedulingPolicy = Annotated[
-    Policy, Field(description="Who is admitted next: first come, the shortest job, or by priority.")
-]
 BlockSize = Annotated[int, Field(ge=1, le=256, description="Tokens of one KV block.")]
-EnablePrefixCaching = Annotated[bool, Field(description="Share KV blocks between equal prefixes.")]
-EnableHostCaching = Annotated[
-    bool,
-    Field(description="Keep blocks used twice in the host's pool when they leave the device's, and take them back."),
+KVCacheMemory = Annotated[
+    int | None,
+    Field(ge=1, description="Bytes of the device's KV pool, instead of what measuring finds room for."),
 ]
+SwapSpace = Annotated[float, Field(ge=0, description="GiB that the host's KV pool may take; 0 turns swapping off.")]
 
 
 class _Frozen(BaseModel):
@@ -63,7 +54,7 @@ class _Frozen(BaseModel):
 class ServedModel(_Frozen):
     """Which model is run, and what it is called."""
 
-    model: Path = Field(description="Folder of the model, as Hugging Face lays it out.")
+    model: ModelFolder
     served_model_name: Names = Field(
         default=[], description="Names that clients may ask for; the folder's name when none is given."
     )
@@ -75,7 +66,7 @@ class ServedModel(_Frozen):
 
 
 class ExecutorConfig(_Frozen):
-    """Where and how the model is loaded and run."""
+    """Where and how the model is loaded and run, and the memory that this takes in all."""
 
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="What the model runs on; auto is a GPU where there is one."
@@ -101,7 +92,13 @@ class ExecutorConfig(_Frozen):
     attention: Literal["auto", "cpu", "flashinfer", "reference"] = Field(
         default="auto", description="Attention backend; auto takes the fastest that works here."
     )
-    max_model_len: MaxModelLen = None
+    gpu_memory_utilization: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Part of the memory that the engine takes in all, of the GPU's or of the container's limit (0.9 by "
+        "default), else of the machine's (by default the KV pools take a quarter of what is left, at most 4 GiB).",
+    )
 
 
 class SchedulerArgs(_Frozen):
@@ -112,12 +109,21 @@ class SchedulerArgs(_Frozen):
     static, nothing is admitted between the first token of a batch and the end of its last sequence.
     """
 
+    max_model_len: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most tokens of prompt and output; by default what model and KV memory allow.",
+    )
     max_num_seqs: MaxNumSeqs = 64
-    max_num_batched_tokens: MaxNumBatchedTokens = 2048
+    max_num_batched_tokens: int = Field(default=2048, ge=1, le=1 << 20, description="Tokens that one step computes.")
     max_waiting: MaxWaiting = 16384
-    max_overtakes: MaxOvertakes = 64
-    max_swapped: MaxSwapped = 64
-    scheduling_policy: SchedulingPolicy = "fcfs"
+    max_overtakes: int = Field(
+        default=64, ge=1, description="How often later requests can overtake one, with --scheduling-policy sjf."
+    )
+    max_swapped: int = Field(default=64, ge=0, description="Sequences that may be swapped out at once.")
+    scheduling_policy: Policy = Field(
+        default="fcfs", description="Who is admitted next: first come, the shortest job, or by priority."
+    )
     batching: Batching = Field(
         default="continuous", description="static takes nothing in until a whole batch has ended; for comparisons."
     )
@@ -127,21 +133,13 @@ class CacheConfig(_Frozen):
     """The KV blocks: their size, their memory and what is shared among requests."""
 
     block_size: BlockSize = 16
-    gpu_memory_utilization: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="Part of the memory that the engine takes in all, of the GPU's or of the container's limit (0.9 by "
-        "default), else of the machine's (by default the KV pools take a quarter of what is left, at most 4 GiB).",
+    kv_cache_memory: KVCacheMemory = None
+    swap_space: SwapSpace = 0.5
+    enable_prefix_caching: bool = Field(default=True, description="Share KV blocks between equal prefixes.")
+    enable_host_caching: bool = Field(
+        default=True,
+        description="Keep blocks used twice in the host's pool when they leave the device's, and take them back.",
     )
-    kv_cache_memory: int | None = Field(
-        default=None, ge=1, description="Bytes of the device's KV pool, instead of what measuring finds room for."
-    )
-    swap_space: float = Field(
-        default=0.5, ge=0, description="GiB that the host's KV pool may take; 0 turns swapping off."
-    )
-    enable_prefix_caching: EnablePrefixCaching = True
-    enable_host_caching: EnableHostCaching = True
 
     @property
     def swap_bytes(self) -> int:

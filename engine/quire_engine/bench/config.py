@@ -9,7 +9,7 @@ from pydantic_settings import SettingsConfigDict
 
 from quire_engine.bench.measure import Figure
 from quire_engine.bench.workload import SHAPES, Lengths
-from quire_engine.config import EngineConfig, Names
+from quire_engine.config import EngineConfig, ModelFolder, Names
 
 PEERS = ("transformers", "vllm", "llama.cpp")
 # What the engine can be measured with beside its own settings.
@@ -36,7 +36,7 @@ class BenchConfig(EngineConfig):
         "--shape": "SHAPE",
     }
 
-    model: Path = Field(default=Path(), description="Folder of the model, as Hugging Face lays it out.")
+    model: ModelFolder = Path()
     shape: str | None = Field(
         default=None,
         description=f"Random weights of a shape instead: {', '.join(SHAPES)}, a config.json, or the text of one.",

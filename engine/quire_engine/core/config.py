@@ -2,7 +2,7 @@
 
 from typing import Any, Self
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from quire_engine.config import SchedulerArgs
 
@@ -21,6 +21,6 @@ class SchedulerConfig(SchedulerArgs):
     model_revision: str = ""
 
     @classmethod
-    def of(cls, args: BaseModel, **facts: Any) -> Self:
+    def of(cls, args: SchedulerArgs, **facts: Any) -> Self:
         """The scheduler's settings among ``args``, with the ``facts`` that they do not have, or instead of them."""
         return cls(**{**args.model_dump(include=set(SchedulerArgs.model_fields)), **facts})

@@ -9,21 +9,22 @@ import logging
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import Parameter, Signature
 from pathlib import Path
 from random import Random, SystemRandom
 from threading import Lock
 from time import perf_counter
 from types import FrameType, TracebackType
-from typing import Literal, Self, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Self, TypeVar
 
 from pydantic import ValidationError
 from quire_proto.errors import ErrorCode, QuireError, invalid
 from quire_proto.text.tokenizer import ModelTokenizer
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from quire_engine.config import Batching, EngineConfig, Policy, Quantization
+from quire_engine.config import EngineArgs, EngineConfig, ServedModel
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
 from quire_engine.factory import load_executor, make_grammar_compiler, make_scheduler
 from quire_engine.llm.processor import (
@@ -43,49 +44,35 @@ log = logging.getLogger(__name__)
 _LOOKAHEAD = 4  # waiting requests for each that may run: enough to choose from under any policy
 T = TypeVar("T")
 Params = SamplingParams | Sequence[SamplingParams] | None
-
-
 Priority = int | Sequence[int] | None
 
 
-class LLMArgs(TypedDict, total=False):
-    """Keyword arguments of ``LLM``: the engine's settings that apply without a server. Names, defaults and ranges are
-    those of ``EngineConfig``; ``quire-engine --help`` explains each.
-    """
-
-    device: Literal["auto", "cpu", "cuda"]
-    dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    quantization: Quantization | None
-    tensor_parallel_size: int
-    enforce_eager: bool
-    async_scheduling: bool | None
-    deterministic: bool
-    attention: Literal["auto", "cpu", "flashinfer", "reference"]
-    max_model_len: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_waiting: int
-    max_overtakes: int
-    max_swapped: int
-    scheduling_policy: Policy
-    batching: Batching
-    block_size: int
-    kv_cache_memory: int | None
-    gpu_memory_utilization: float | None
-    swap_space: float
-    enable_prefix_caching: bool
-    enable_host_caching: bool
+# What ``LLM`` takes as keyword arguments: all that concerns the engine itself but the model, which is an argument.
+LLM_SETTINGS = tuple(name for name in EngineArgs.model_fields if name not in ServedModel.model_fields)
 
 
 class LLM:
-    """The model in the folder ``model``, with the engine's ``settings``.
+    """The model in the folder ``model``, with the engine's ``settings``: the fields of ``EngineArgs`` but those of
+    ``ServedModel``, with the same defaults and ranges; ``quire-engine --help`` explains each.
+
+    They are ``**settings: Any``, as in vLLM, and checked when the ``LLM`` is made: type checkers read no ``TypedDict``
+    that is derived from ``EngineArgs``, and one written by hand would repeat the name and type of every flag.
+    ``help(LLM)``, IPython and notebooks show them all, with types and defaults, from ``__signature__``.
 
     ``seed`` seeds the random seeds of prompts without one: the same calls in the same order then give the same outputs.
     Raises ``QuireError`` INVALID for wrong settings, and ``ModelError`` or ``TokenizerLoadError``, with one sentence,
     for a folder that cannot be used. May be called from any thread; calls wait for each other.
     """
 
-    def __init__(self, model: str | Path, *, seed: int | None = None, **settings: Unpack[LLMArgs]) -> None:
+    __signature__ = Signature(
+        [
+            Parameter("model", Parameter.POSITIONAL_OR_KEYWORD, annotation=str | Path),
+            Parameter("seed", Parameter.KEYWORD_ONLY, default=None, annotation=int | None),
+            *map(EngineArgs.__signature__.parameters.__getitem__, LLM_SETTINGS),
+        ]
+    )
+
+    def __init__(self, model: str | Path, *, seed: int | None = None, **settings: Any) -> None:
         config = engine_config(model, settings)
         self._text = ModelTokenizer.load(config.model)
         self._executor = load_executor(config)
@@ -188,16 +175,15 @@ class LLM:
             self._current_run.on_step(step)
 
 
-def engine_config(model: str | Path, settings: LLMArgs) -> EngineConfig:
+def engine_config(model: str | Path, settings: Mapping[str, object]) -> EngineConfig:
     """The checked settings. Those not given come from ``QUIRE_ENGINE_…`` in the environment, or are the defaults.
     Raises ``QuireError`` INVALID that names the first one at fault.
     """
-    given = cast("dict[str, object]", settings)
-    for name in given:
-        if name not in LLMArgs.__annotations__:
+    for name in settings:
+        if name not in LLM_SETTINGS:
             raise invalid(name, f"LLM has no setting named {name}.")
     try:
-        return EngineConfig.model_validate({"model": Path(model), **given})
+        return EngineConfig.model_validate({"model": Path(model), **settings})
     except ValidationError as error:
         problem = error.errors()[0]
         name = str(problem["loc"][0]) if problem["loc"] else "settings"

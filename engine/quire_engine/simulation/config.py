@@ -1,5 +1,5 @@
-"""The simulator's settings: limits with the engine's names and environment variables, and presets of the latency and
-memory of a device with a model, whose sources are in ``docs/simulator.md``.
+"""The simulator's settings: those of the engine's scheduler and KV blocks, and presets of the latency and memory of a
+device with a model, whose sources are in ``docs/simulator.md``.
 """
 
 from collections.abc import Mapping
@@ -13,25 +13,19 @@ from quire_proto.cli import CliSettings
 
 from quire_engine.config import (
     PREFIX,
-    Batching,
-    BlockSize,
-    EnableHostCaching,
-    EnablePrefixCaching,
-    MaxModelLen,
-    MaxNumBatchedTokens,
+    CacheConfig,
+    KVCacheMemory,
     MaxNumSeqs,
-    MaxOvertakes,
-    MaxSwapped,
     MaxWaiting,
     Names,
     Policy,
-    SchedulingPolicy,
+    SchedulerArgs,
+    SwapSpace,
 )
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.simulation.simulated_executor import VOCAB_SIZE, LatencyModel
 
-GIB = 1 << 30
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 PresetName = Literal["cpu", "a100-8b", "h100-8b"]
 
@@ -94,8 +88,10 @@ PRESETS: Mapping[PresetName, Preset] = {
 }
 
 
-class SimulatedEngineConfig(CliSettings):
-    """The settings of a simulated engine: its limits, its memory, and the latency of its steps."""
+class SimulatedEngineConfig(CliSettings, CacheConfig, SchedulerArgs):
+    """The settings of a simulated engine: its limits and its memory, which are the engine's, and the latency of its
+    steps.
+    """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX)
     metavars: ClassVar[Mapping[str, str]] = {
@@ -105,25 +101,13 @@ class SimulatedEngineConfig(CliSettings):
         "--plot": "FILE",
     }
 
-    seed: int = Field(default=0, ge=0, lt=1 << 63, description="Decides all that is made up; equal seeds, equal runs.")
-
-    scheduling_policy: SchedulingPolicy = "fcfs"
-    batching: Batching = Field(
-        default="continuous", description="static takes nothing in until a whole batch has ended."
-    )
     max_num_seqs: MaxNumSeqs = 256
-    max_num_batched_tokens: MaxNumBatchedTokens = 2048
-    max_model_len: MaxModelLen = None
     max_waiting: MaxWaiting = 1 << 20
-    max_overtakes: MaxOvertakes = 64
-    max_swapped: MaxSwapped = 64
-    block_size: BlockSize = 16
-    kv_cache_memory: int | None = Field(default=None, ge=1, description="Bytes of the device's KV pool.")
+    kv_cache_memory: KVCacheMemory = Field(default=None, description="Bytes of the device's KV pool.")
     num_gpu_blocks_override: int | None = Field(default=None, ge=1, description="Blocks of the device's KV pool.")
-    swap_space: float = Field(default=4.0, ge=0, description="GiB of the host's KV pool; 0 turns swapping off.")
-    enable_prefix_caching: EnablePrefixCaching = True
-    enable_host_caching: EnableHostCaching = True
+    swap_space: SwapSpace = 4.0
 
+    seed: int = Field(default=0, ge=0, lt=1 << 63, description="Decides all that is made up; equal seeds, equal runs.")
     preset: PresetName = Field(default="a100-8b", description="Device and model whose speed and memory are assumed.")
     tokens_per_second: float | None = Field(default=None, gt=0, description="Tokens that full steps compute a second.")
     weights_seconds: float | None = Field(default=None, ge=0, description="Least time of a step that computes.")
@@ -152,7 +136,7 @@ class SimulatedEngineConfig(CliSettings):
         """The pools. The device has the null block in addition to the blocks asked for."""
         block_bytes = self._preset.token_bytes * self.block_size
         blocks = self.num_gpu_blocks_override or (self.kv_cache_memory or self._preset.kv_bytes) // block_bytes
-        return KVCacheConfig(self.block_size, 1 + blocks, int(self.swap_space * GIB) // block_bytes, block_bytes)
+        return KVCacheConfig(self.block_size, 1 + blocks, self.swap_bytes // block_bytes, block_bytes)
 
     def scheduler_config(self, policy: Policy) -> SchedulerConfig:
         """The scheduler's limits under ``policy``."""

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
-from quire_engine.config import Names
+from quire_engine.config import BlockSize, Names
 from quire_engine.simulation.config import SimulatedEngineConfig
 from quire_engine.simulation.simulator import NANOSECONDS
 
@@ -80,7 +80,7 @@ class FleetSettings(SimulatedEngineConfig):
     )
     max_tokens: Count = Field(default=1024, description="Tokens that every request allows its output to have.")
 
-    block_size: int = Field(default=64, ge=1, le=256, description="Tokens of one KV block.")
+    block_size: BlockSize = 64
 
     as_json: bool = Field(default=False, alias="json", description="Print JSON instead of tables.")
     plot: Path | None = Field(default=None, description="Picture to write (needs the extra 'plot').")

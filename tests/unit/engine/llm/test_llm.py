@@ -7,8 +7,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Thread
-from typing import get_type_hints
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +18,7 @@ from quire_engine.config import EngineConfig
 from quire_engine.core.executor import CopyError
 from quire_engine.core.request import Request, Sequence
 from quire_engine.core.step import SchedulerOutput
-from quire_engine.llm.llm import LLMArgs, OfflineRun
+from quire_engine.llm.llm import LLM_SETTINGS, OfflineRun, engine_config
 from quire_engine.llm.processor import PreparedRequest
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import SamplingParams as EngineParams
@@ -381,10 +381,19 @@ SERVICE_ONLY = {
 
 
 def test_every_setting_of_the_engine_is_one_of_the_llm_unless_it_is_the_services():
-    offered = get_type_hints(LLMArgs)
+    assert set(EngineConfig.model_fields) - SERVICE_ONLY == set(LLM_SETTINGS)
 
-    assert offered == {name: hint for name, hint in get_type_hints(EngineConfig).items() if name in offered}
-    assert offered.keys() | SERVICE_ONLY == EngineConfig.model_fields.keys()
+    defaults = {name: EngineConfig.model_fields[name].default for name in LLM_SETTINGS}
+    assert engine_config("m", defaults) == EngineConfig(model=Path("m"))
+
+
+def test_the_llms_signature_shows_every_setting_with_its_default():
+    model, seed, *others = inspect.signature(LLM).parameters.values()
+
+    assert (model.name, model.kind, seed.name) == ("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, "seed")
+    assert {other.name: other.default for other in others} == {
+        name: EngineConfig.model_fields[name].default for name in LLM_SETTINGS
+    }
 
 
 # When something goes wrong while it runs
