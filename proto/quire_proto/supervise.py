@@ -1,4 +1,6 @@
-"""``SupervisedTask``: an asyncio task that lives as long as its process, and is restarted when it fails."""
+"""``SupervisedTask``, an asyncio task that lives as long as its process and is restarted when it fails, and
+``Backoff``, the growing delay between two tries of anything.
+"""
 
 import asyncio
 import logging
@@ -84,7 +86,7 @@ class SupervisedTask:
         return monotonic() - self._started >= self._settings.steady
 
     async def _run(self) -> None:
-        delay = self._settings.backoff
+        backoff = Backoff(self._settings.backoff, self._settings.max_backoff)
         while not self._stopping:
             self._started = monotonic()
             try:
@@ -96,16 +98,42 @@ class SupervisedTask:
             except Exception:
                 log.exception("%s failed and is started again", self.name)
             if self._is_steady:
-                self._failures, delay = 0, self._settings.backoff
+                self._failures = 0
+                backoff.reset()
             self._failures += 1
             if self._failures == self._settings.most:
                 log.error("%s failed %d times in a row", self.name, self._failures)
             self._on_restart()
             self._started = monotonic()  # the pause does not count as a steady run
-            await asyncio.sleep(delay * random.uniform(0.5, 1.0))  # noqa: S311 - spreads restarts, needs no secrecy
-            delay = min(2 * delay, self._settings.max_backoff)
+            await asyncio.sleep(backoff.next())
 
 
 def _is_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+class Backoff:
+    """Waits from ``first`` up to ``last`` seconds, doubling, and less than that by up to a half, so that many that
+    failed together do not try again together.
+    """
+
+    def __init__(self, first: float, last: float) -> None:
+        self._first = first
+        self._last = last
+        self._delay = first
+
+    def next(self, last: float = 0.0) -> float:
+        """Seconds until the next try, where they may grow up to ``last`` now if that is more."""
+        delay = jittered(self._delay)
+        self._delay = min(2 * self._delay, max(last, self._last))
+        return delay
+
+    def reset(self) -> None:
+        """Starts again from ``first``, after a success."""
+        self._delay = self._first
+
+
+def jittered(seconds: float) -> float:
+    """Returns between a half and all of ``seconds``, at random, so that what many wait for does not come at once."""
+    return seconds * random.uniform(0.5, 1.0)  # noqa: S311 - spreads tries, hides nothing

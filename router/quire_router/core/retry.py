@@ -1,9 +1,8 @@
-"""When something is done again: after a failure (``Backoff``, ``supervise``), after a change (``CpuThrottle``), or at a
-bounded rate (``PublishRate``).
+"""When something is done again: after a failure (``supervise``), after a change (``CpuThrottle``), or at a bounded rate
+(``PublishRate``). The growing delay between two tries is ``quire_proto.supervise.Backoff``.
 """
 
 import asyncio
-import random
 from collections.abc import Callable, Coroutine
 from time import monotonic, thread_time
 from typing import Any
@@ -12,33 +11,6 @@ from weakref import WeakSet
 from quire_proto.supervise import RestartSettings, SupervisedTask
 
 from quire_router.core import metrics
-
-
-def jittered(seconds: float) -> float:
-    """Returns between a half and all of ``seconds``, at random, so that what many wait for does not come at once."""
-    return seconds * random.uniform(0.5, 1.0)  # noqa: S311 - spreads tries, hides nothing
-
-
-class Backoff:
-    """Waits from ``first`` up to ``last`` seconds, doubling, and less than that by up to a half, so that many that
-    failed together do not try again together.
-    """
-
-    def __init__(self, first: float, last: float) -> None:
-        self._first = first
-        self._last = last
-        self._delay = first
-
-    def next(self, last: float = 0.0) -> float:
-        """Seconds until the next try, where they may grow up to ``last`` now if that is more."""
-        delay = jittered(self._delay)
-        self._delay = min(2 * self._delay, max(last, self._last))
-        return delay
-
-    def reset(self) -> None:
-        """Starts again from ``first``, after a success."""
-        self._delay = self._first
-
 
 _PAUSE_RATIO = 20
 _MAX_PAUSE = 0.25  # seconds

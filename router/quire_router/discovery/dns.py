@@ -7,8 +7,8 @@ from dns.asyncresolver import Resolver
 from dns.exception import DNSException
 from dns.rdatatype import AAAA, A, RdataType
 from dns.resolver import NXDOMAIN, NoAnswer
+from quire_proto.supervise import jittered
 
-from quire_router.core.retry import jittered
 from quire_router.discovery.base import DnsName, Endpoint, SourceHealth, format_address
 
 _TIMEOUT = 2.0  # seconds for one response, of whichever server

@@ -24,9 +24,10 @@ from typing import Any
 from aiohttp import ClientError, ClientResponse
 from kubernetes.aio.client import DiscoveryV1Api
 from kubernetes.aio.config import ConfigException
+from quire_proto.supervise import Backoff
 
 from quire_router.clients.kube_client import KubeAccess, kube_client, own_namespace
-from quire_router.core.retry import Backoff, pause_after
+from quire_router.core.retry import pause_after
 from quire_router.discovery.base import Endpoint, KubernetesService, SourceHealth, format_address, merge_endpoints
 
 log = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from typing import Self
 import grpc
 from quire.v1 import engine_pb2
 from quire.v1.engine_pb2_grpc import EngineStub
-from quire_proto.supervise import SupervisedTask
+from quire_proto.supervise import Backoff, SupervisedTask
 from quire_proto.tls import ClientTls, Contents, TlsError, read_ca, read_cert_key
 
-from quire_router.core.retry import Backoff, supervise
+from quire_router.core.retry import supervise
 from quire_router.engines.output_stream import EngineLost, OutputStream
 from quire_router.engines.session import KvListener, LoadListener, SequenceGap, Session
 from quire_router.engines.settings import ConnectionSettings

@@ -13,13 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from uuid import uuid4
 
-from quire_proto.supervise import SupervisedTask
+from quire_proto.supervise import Backoff, SupervisedTask
 from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
 from quire_router.clients.redis_client import RedisAccess, redis_client
 from quire_router.core import metrics
-from quire_router.core.retry import Backoff, PublishRate, supervise
+from quire_router.core.retry import PublishRate, supervise
 from quire_router.engines.load import MAX_PEERS, LoadLedger
 from quire_router.engines.load_messages import (
     MAX_PAYLOAD_BYTES,

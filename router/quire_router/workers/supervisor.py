@@ -19,6 +19,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from quire_proto.cli import join_host_port
+from quire_proto.supervise import Backoff
 from starlette.types import Receive, Scope, Send
 
 from quire_router.api.rest.http import JSON_HEADERS, ClientDisconnectedError, Header, HttpResponse
@@ -99,7 +100,7 @@ class Supervisor:
 
     async def _keep_running(self, context: WorkerContext, folder: str) -> None:
         number = context.number
-        delay, loop = _FIRST_DELAY, asyncio.get_running_loop()
+        backoff, loop = Backoff(_FIRST_DELAY, _LAST_DELAY), asyncio.get_running_loop()
         while not self._stopping.is_set():
             began = loop.time()
             try:
@@ -112,8 +113,9 @@ class Supervisor:
                 if self._stopping.is_set():
                     return
                 log.error("worker %d ended with %d and is started again", number, status)
-            delay = _FIRST_DELAY if loop.time() - began > _STABLE else min(2 * delay, _LAST_DELAY)
-            await _sleep_unless(self._stopping, delay)
+            if loop.time() - began > _STABLE:
+                backoff.reset()
+            await _sleep_unless(self._stopping, backoff.next())
 
     async def _wait_for_exit(self, number: int, worker: asyncio.subprocess.Process) -> int:
         """The exit status of a worker that was just started."""

@@ -10,12 +10,12 @@ from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
 
+from quire_proto.supervise import Backoff
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from quire_router.core import metrics
 from quire_router.core.generation import GenerationRequest
-from quire_router.core.retry import Backoff
 from quire_router.journal.base import LeaseListener
 from quire_router.journal.codec import TOKEN_BYTES, JournalSettings, encode_request_fields, encode_usage
 from quire_router.journal.redis.redis_connection import (
