@@ -31,7 +31,7 @@ def test_no_text_that_is_a_bad_word_or_a_space_before_one_can_be_written_as_the_
 @pytest.mark.parametrize("tokenizer", TEXTS.values(), ids=TEXTS.keys())
 @settings(deadline=None)
 @given(words=WORDS)
-def test_what_is_forbidden_says_a_bad_word_and_nothing_is_forbidden_twice(tokenizer, words):
+def test_every_forbidden_sequence_writes_a_bad_word_and_is_listed_once(tokenizer, words):
     forbidden = encode_bad_words(words, ModelTokenizer(tokenizer, None))
 
     for tokens in forbidden:
@@ -39,7 +39,7 @@ def test_what_is_forbidden_says_a_bad_word_and_nothing_is_forbidden_twice(tokeni
     assert len(set(forbidden)) == len(forbidden)
 
 
-def test_a_form_that_ends_with_another_is_not_told_apart_because_the_other_forbids_it():
+def test_a_sequence_that_ends_with_another_forbidden_one_is_left_out():
     forbidden = encode_bad_words(["hello"], ModelTokenizer(sentencepiece_like(), None))
 
     assert len(forbidden) == 1

@@ -226,6 +226,6 @@ def test_finish_reasons_survive_the_wire(reason: FinishReason | None) -> None:
     assert finish_from_proto(finish_to_proto(reason)) is reason
 
 
-def test_what_a_newer_peer_says_is_taken_as_an_error_of_ours() -> None:
+def test_an_unknown_error_of_a_newer_peer_is_an_internal_error() -> None:
     assert error_from_proto(pb.Error(code=99, message="?")).code is ErrorCode.INTERNAL
     assert finish_from_proto(99) is FinishReason.ERROR

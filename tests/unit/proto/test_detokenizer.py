@@ -37,7 +37,7 @@ def byte_level_ids(text: str) -> list[int]:
 
 @settings(deadline=None)
 @given(IDS, CUTS)
-def test_any_tokens_in_any_pieces_give_the_text_of_decoding_them_at_once(ids, cuts):
+def test_any_split_of_the_tokens_gives_the_text_of_decoding_them_at_once(ids, cuts):
     prompt = byte_level_ids("how are")
 
     assert streamed(BYTE_LEVEL, prompt, ids, cuts) == byte_level().decode(ids, skip_special_tokens=True)
@@ -81,7 +81,7 @@ def test_a_sentencepiece_output_keeps_the_space_between_prompt_and_output(text, 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, sentencepiece_like().get_vocab_size() - 1), max_size=40), CUTS)
-def test_any_sentencepiece_tokens_give_some_text_and_nothing_is_held_for_ever(ids, cuts):
+def test_any_sentencepiece_tokens_give_text_and_none_is_held_back_for_ever(ids, cuts):
     stream = SENTENCEPIECE.new_output_stream([1], ())
     for piece in pieces_of(ids, cuts):
         stream.push(piece)
@@ -89,7 +89,7 @@ def test_any_sentencepiece_tokens_give_some_text_and_nothing_is_held_for_ever(id
     assert len(stream.finish().encode()) <= 3 * 12
 
 
-def test_a_character_is_told_only_when_it_is_whole():
+def test_a_character_is_emitted_only_when_it_is_complete():
     stream = BYTE_LEVEL.new_output_stream(byte_level_ids("x"), ())
     letters = byte_letters()
     ids = [byte_level().token_to_id(letters[byte]) for byte in "a😀b".encode()]
@@ -132,7 +132,7 @@ def test_special_tokens_are_text_where_they_are_not_skipped(ids, cuts):
 
 @settings(deadline=None)
 @given(TEXTS, st.lists(st.sampled_from([0, 1, 2]), max_size=3), st.data())
-def test_sentencepiece_special_tokens_are_text_at_any_place_and_in_any_pieces(text, specials, data):
+def test_sentencepiece_special_tokens_are_text_at_any_place_and_in_any_split(text, specials, data):
     ids = sentencepiece_like().encode(text).ids
     for special in specials:
         ids.insert(data.draw(st.integers(0, len(ids))), special)
@@ -147,7 +147,7 @@ def test_sentencepiece_special_tokens_are_text_at_any_place_and_in_any_pieces(te
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([0x80, 0xE2, 0xF0, 0x9F]), min_size=100, max_size=200))
-def test_endless_broken_bytes_never_make_a_token_dear(raw):
+def test_endless_broken_bytes_do_not_make_a_token_expensive(raw):
     longest = 0
 
     def decode(token_ids):
@@ -184,7 +184,7 @@ def naive(text: str, stops: list[str]) -> tuple[str, bool]:
 @settings(deadline=None)
 @given(st.text(ALPHABET, max_size=30), STOPS, CUTS)
 @example("aab", ["ab", "aac"], [1, 1, 1])
-def test_stop_strings_are_found_in_any_pieces_as_in_the_whole_text(text, stops, cuts):
+def test_stop_strings_are_found_in_any_split_as_in_the_whole_text(text, stops, cuts):
     matcher = StopMatcher(stops)
     emitted = "".join(matcher.push(piece) for piece in pieces_of(text, cuts))
     emitted += "" if matcher.stopped else matcher.finish()
@@ -213,7 +213,7 @@ def test_an_included_stop_string_ends_the_text_and_nothing_is_held_back(text, st
 
 @settings(deadline=None)
 @given(st.text(ALPHABET, max_size=30), STOPS, CUTS)
-def test_no_more_is_held_back_than_a_stop_string_could_need(text, stops, cuts):
+def test_no_more_text_is_held_back_than_a_stop_string_could_need(text, stops, cuts):
     matcher = StopMatcher(stops)
     pushed = emitted = ""
     for piece in pieces_of(text, cuts):

@@ -117,7 +117,7 @@ def control_tokens(text, token_ids):
 @example(("awkward", "between brackets"), ["INST", "user", "left", "mask", "x"], {}, "")
 @example(("awkward", "demo"), ["", "", "", "", ""], {}, "")
 @example(("demo", "side by side"), ["s", "u", "<|im_", "end|>", "<|im_end|>"], {}, "")
-def test_whatever_is_said_control_tokens_are_the_templates_and_all_the_text_is_there(which, contents, arguments, more):
+def test_control_tokens_come_only_from_the_template_and_no_text_is_lost(which, contents, arguments, more):
     text, messages, tools = MODELS[which], conversation(contents, arguments), tools_of(more)
     harmless = conversation(["x" if content.strip() else content for content in contents], {})
     token_ids = text.encode_chat(messages, tools=tools)
@@ -182,7 +182,7 @@ def test_a_text_that_the_model_itself_takes_for_a_special_token_is_refused():
     assert (refusal.value.code, refusal.value.param) == (ErrorCode.INVALID, "messages")
 
 
-def test_nobody_can_use_up_the_marks():
+def test_a_conversation_cannot_exhaust_the_placeholder_characters():
     nonsense = "".join(map(chr, range(0xFDD0, 0xFDF0)))
 
     assert model("demo", "demo").encode_chat([{"role": "user", "content": nonsense}])

@@ -46,12 +46,12 @@ def damaged(file: Path) -> Path:
     return copy
 
 
-def test_what_is_whole_is_read_as_it_is(authority: Authority, issued: CertKeyFiles) -> None:
+def test_a_valid_file_is_read_unchanged(authority: Authority, issued: CertKeyFiles) -> None:
     assert read_ca(authority.ca) == authority.ca.read_bytes()
     assert read_cert_key(issued) == Identity(issued.certificate.read_bytes(), issued.key.read_bytes())
 
 
-def test_authorities_may_be_several_and_said_what_of(authority: Authority, tmp_path: Path) -> None:
+def test_a_file_may_hold_several_authorities_with_text_between_them(authority: Authority, tmp_path: Path) -> None:
     both = tmp_path / "both.pem"
     both.write_bytes("# ältere\n".encode() + authority.ca.read_bytes() + Authority(tmp_path, "new").ca.read_bytes())
     assert read_ca(both) == both.read_bytes()
@@ -61,7 +61,7 @@ def test_authorities_may_be_several_and_said_what_of(authority: Authority, tmp_p
     ("contents", "words"),
     [(b"", "has no certificate"), (b"\xff\x00", "has no certificate"), (b"-----BEGIN CERTIFICATE-----", "is damaged")],
 )
-def test_what_is_no_certificate_is_no_authority(tmp_path: Path, contents: bytes, words: str) -> None:
+def test_a_file_without_certificates_is_refused_as_an_authority(tmp_path: Path, contents: bytes, words: str) -> None:
     file = tmp_path / "ca.pem"
     file.write_bytes(contents)
     with pytest.raises(TlsError, match=words) as refusal:
@@ -87,7 +87,7 @@ def test_a_key_of_another_certificate_is_refused(authority: Authority, issued: C
 
 
 @pytest.mark.parametrize("form", [PrivateFormat.TraditionalOpenSSL, PrivateFormat.PKCS8])
-def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(
+def test_a_key_with_a_password_is_refused_without_a_prompt(
     issued: CertKeyFiles, tmp_path: Path, form: PrivateFormat
 ) -> None:
     key = load_pem_private_key(issued.key.read_bytes(), None)
@@ -97,7 +97,7 @@ def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(
         read_key(encrypted)
 
 
-def test_an_identity_that_is_replaced_between_its_two_files_is_not_taken(
+def test_a_certificate_and_key_replaced_between_two_reads_are_not_mixed(
     authority: Authority, issued: CertKeyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = Path.read_bytes
@@ -140,7 +140,7 @@ def test_settings_name_the_files(authority: Authority, issued: CertKeyFiles) -> 
     assert read_settings(Settings, ["--model", "/m", *flags[:2]]).engine_tls == ClientTls(authority.ca)
 
 
-def test_nothing_is_encrypted_where_nothing_is_said() -> None:
+def test_without_settings_nothing_is_encrypted() -> None:
     assert read_settings(EngineConfig, ["--model", "/m"]).tls is None
     assert read_settings(Settings, ["--model", "/m"]).engine_tls is None
 
@@ -169,7 +169,7 @@ def test_nothing_is_encrypted_where_nothing_is_said() -> None:
         ),
     ],
 )
-def test_what_cannot_be_used_is_one_line(
+def test_an_unusable_file_is_a_one_line_error(
     authority: Authority,
     issued: CertKeyFiles,
     tmp_path: Path,

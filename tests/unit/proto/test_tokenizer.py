@@ -88,7 +88,7 @@ def test_other_threads_go_on_while_a_long_text_is_encoded():
         assert turns > 20, "an encoding that keeps the interpreter's lock leaves one or two"
 
 
-def test_half_a_surrogate_pair_is_refused_in_words():
+def test_half_a_surrogate_pair_is_refused_with_a_message():
     with pytest.raises(QuireError, match="surrogate") as refusal:
         ModelTokenizer(byte_level(), None).encode("a\ud800b")
     assert refusal.value.code == ErrorCode.INVALID
@@ -160,7 +160,7 @@ def test_the_template_file_counts_more_than_the_configuration(tmp_path):
     assert ModelTokenizer.load(folder).encode_chat([USER]) == byte_level().encode("hello", add_special_tokens=False).ids
 
 
-def test_what_a_template_refuses_is_told_in_its_own_words(tmp_path):
+def test_a_template_that_raises_is_refused_with_its_own_message(tmp_path):
     folder = write_model_folder(tmp_path, template="{{ raise_exception('Roles must alternate') }}")
 
     with pytest.raises(QuireError, match="Roles must alternate") as refusal:
@@ -308,13 +308,13 @@ def test_a_template_that_takes_too_much_time_or_memory_is_a_refusal(source):
     assert thread_time() - begun < 10
 
 
-def test_unique_looks_at_what_a_namespace_held_then():
+def test_unique_compares_a_namespaces_values_at_that_time():
     source = TUPLES + "{% set a = namespace(s=1) %}{% set found = [a] | unique(attribute='s') %}{% set a.s = ns.s %}"
     source += "{% for each in found %}{{ each }}{% endfor %}"
     assert ChatTemplate(source, {}, "the test").render([USER]) == "<Namespace>"
 
 
-def test_texts_that_a_template_lets_go_do_not_count():
+def test_texts_that_a_template_discards_do_not_count():
     source = HOLD + "{% set ns.s = 'a' * 100000 ~ i %}{% endfor %}{{ ns.s | length }}"
     template = ChatTemplate("{% if messages | length > 1 %}" + source + "{% endif %}", {}, "the test")
     assert template.render([USER] * 1000) == "100004"
@@ -333,23 +333,23 @@ def test_texts_that_a_template_lets_go_do_not_count():
         "{{ 'a' in 'abc' }} {{ messages[0].role in messages[0] }} {{ [1, 2].index(2) }} {{ 5 - 2.5 }}",
     ],
 )
-def test_what_is_compared_in_bounds_is_rendered_as_jinja_does(source):
+def test_comparisons_within_the_bounds_render_as_in_jinja(source):
     source = source.replace("", "")
     messages = [USER, {"role": "assistant", "content": "No."}, dict(USER)]
     expected = ImmutableSandboxedEnvironment().from_string(source).render(messages=messages, tools=None)
     assert ChatTemplate(source, {}, "the test").render(messages) == expected
 
 
-def test_a_template_that_is_slow_is_known_to_be_before_anybody_asks():
+def test_a_slow_template_is_found_before_the_first_request():
     assert ChatTemplate(EXCESSES["nested loops"], {}, "the test").is_slow
     assert not ChatTemplate(CHAT_TEMPLATE, {}, "the test").is_slow
 
 
-def test_a_namespace_is_written_without_what_it_holds():
+def test_a_namespace_is_written_without_its_values():
     assert ChatTemplate(NEST + "{{ ns }}", {}, "the test").render([USER]) == "<Namespace>"
 
 
-def test_memory_that_cannot_be_had_is_a_refusal(monkeypatch):
+def test_a_memory_error_is_a_refusal(monkeypatch):
     def fail(*_args, **_kwargs):
         raise MemoryError
 

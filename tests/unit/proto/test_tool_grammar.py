@@ -111,7 +111,7 @@ def test_forced_calls_are_calls_by_their_schemas(model, tool_format, parallel):
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_a_forced_call_may_be_thought_about(model, opened):
+def test_reasoning_may_precede_a_forced_call(model, opened):
     how = {"tool_format": ToolFormat.HERMES, "tools": TOOLS, "forced": True, "parallel": False}
     grammar = compiled(model, **how, thinking=ReasoningState(marked=True, opened=opened))
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -123,7 +123,7 @@ def test_a_forced_call_may_be_thought_about(model, opened):
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_free_text_may_be_thought_about_too(model, opened):
+def test_reasoning_may_precede_free_text_too(model, opened):
     how = {"tool_format": ToolFormat.HERMES, "tools": TOOLS, "forced": False, "parallel": False}
     grammar = compiled(model, **how, thinking=ReasoningState(marked=True, opened=opened))
     for text in ("hello world", "hello " + hermes(call("{}", name="now"))):
@@ -153,7 +153,7 @@ def hermes(*bodies):
         ("hello <tool_call> world", False, False),
     ],
 )
-def test_strict_tools_leave_text_free_and_hold_calls(model, text, parallel, let_through):
+def test_strict_tools_leave_text_free_and_constrain_calls(model, text, parallel, let_through):
     grammar = compiled(model, tool_format=ToolFormat.HERMES, tools=TOOLS, forced=False, parallel=parallel)
     assert accepts(model, grammar, text) is let_through
 
@@ -183,7 +183,7 @@ REPLY = {
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_a_reply_may_be_thought_about_as_a_call_may(model, opened):
+def test_reasoning_may_precede_a_reply_as_it_may_a_call(model, opened):
     how = {"tool_format": ToolFormat.HERMES, "tools": TOOLS, "forced": False, "parallel": True, "reply": REPLY}
     grammar = compiled(model, **how, thinking=ReasoningState(marked=True, opened=opened))
     reply = '{"mood":"good"}'
@@ -235,12 +235,12 @@ def test_a_reply_that_has_a_tools_name_is_no_call(cut):
 
 
 @pytest.mark.parametrize("tool_format", list(ToolFormat))
-def test_a_forced_call_leaves_no_room_for_a_reply(model, tool_format):
+def test_a_forced_call_allows_no_reply(model, tool_format):
     grammar = compiled(model, tool_format=tool_format, tools=TOOLS, forced=True, parallel=True, reply=REPLY)
     assert not accepts(model, grammar, '{"mood":"good"}')
 
 
-def test_the_lines_of_a_grammar_say_whose_schema_they_have():
+def test_the_rules_of_a_grammar_name_the_tool_of_their_schema():
     for tool_format in ToolFormat:
         grammar = tool_call_grammar(tool_format, TOOLS, forced=False, parallel=True, reply=REPLY)
         lines = range(grammar.count("\n") + 3)

@@ -76,7 +76,7 @@ def calls(tool_format, text, cuts=()):
 
 @FORMATS
 @given(TEXTS, CUTS)
-def test_what_comes_out_does_not_depend_on_the_cuts(tool_format, text, cuts):
+def test_the_result_does_not_depend_on_the_cuts(tool_format, text, cuts):
     whole = calls(tool_format, text)
     assert calls(tool_format, text, cuts) == whole
     assert calls(tool_format, text, range(len(text))) == whole
@@ -95,7 +95,7 @@ def test_how_far_it_has_come_does_not_depend_on_the_cuts(tool_format, text, cuts
 
 @FORMATS
 @given(TEXTS)
-def test_text_without_calls_is_told_whole(tool_format, text):
+def test_text_without_calls_is_content_unchanged(tool_format, text):
     pieces = calls(tool_format, text)
     if not any(isinstance(piece, ToolCallStart) for piece in pieces):
         assert "".join(piece.text for piece in pieces) == text
@@ -198,7 +198,7 @@ def test_llama_calls_are_what_was_written(items, gap, cuts):
         ('{"name": "get", "parameters": {}}', None),
     ],
 )
-def test_what_hermes_models_get_wrong_is_mended_or_stays_text(text, expected):
+def test_malformed_hermes_calls_are_repaired_or_stay_text(text, expected):
     assert calls(HERMES, text) == ([Content(text)] if expected is None else expected)
 
 
@@ -219,11 +219,11 @@ def test_what_hermes_models_get_wrong_is_mended_or_stays_text(text, expected):
         ('{"name": "get", "parameters": 5}', None),
     ],
 )
-def test_what_llama_models_get_wrong_is_mended_or_stays_text(text, expected):
+def test_malformed_llama_calls_are_repaired_or_stay_text(text, expected):
     assert calls(LLAMA, text) == ([Content(text)] if expected is None else expected)
 
 
-def test_a_call_is_told_while_it_comes():
+def test_a_call_is_streamed_as_it_arrives():
     parser = new_tool_parser(HERMES, NAMES)
     assert parser.push('Hi\n<tool_call>\n{"name": "get", "arguments":') == [Content("Hi")]
     assert parser.push(' {"a"') == [ToolCallStart("get"), ToolCallArguments('{"a"')]
@@ -232,13 +232,13 @@ def test_a_call_is_told_while_it_comes():
     assert parser.finish() == []
 
 
-def test_a_call_may_begin_with_much_space():
+def test_a_call_may_begin_with_long_whitespace():
     begin = '<tool_call>{"name": "get", "arguments":' + " " * 400
     assert new_tool_parser(HERMES, NAMES).push(begin + '{"a"') == [ToolCallStart("get"), ToolCallArguments('{"a"')]
 
 
 @FORMATS
-def test_what_is_held_back_is_bounded(tool_format):
+def test_the_held_back_text_is_bounded(tool_format):
     parser = new_tool_parser(tool_format, NAMES)
     begin = '<tool_call>{"name": "x' if tool_format is HERMES else '{"type": "'
     emitted = "".join(piece.text for _ in range(2) for piece in parser.push(begin + "y" * MAX_CALL_CHARS))
@@ -246,14 +246,14 @@ def test_what_is_held_back_is_bounded(tool_format):
 
 
 @given(TEXTS, CUTS, st.booleans())
-def test_thoughts_do_not_depend_on_the_cuts(text, cuts, opened):
+def test_reasoning_does_not_depend_on_the_cuts(text, cuts, opened):
     whole = read(ReasoningParser(opened=opened), text)
     assert read(ReasoningParser(opened=opened), text, cuts) == whole
     assert read(ReasoningParser(opened=opened), text, range(len(text))) == whole
 
 
 @given(TEXTS, st.booleans())
-def test_thoughts_are_what_one_look_at_the_whole_finds(text, opened):
+def test_reasoning_equals_that_of_the_whole_text_at_once(text, opened):
     thoughts, rest, marked = [], text, opened
     while marked or rest.lstrip(" \n").startswith("<think>"):
         thought, _, rest = re.sub(r"^[ \n]*<think>", "", rest).partition("</think>")
@@ -265,7 +265,7 @@ def test_thoughts_are_what_one_look_at_the_whole_finds(text, opened):
     assert read(ReasoningParser(opened=opened), text) == [piece for piece in expected if piece.text]
 
 
-def test_thoughts_come_as_they_are_thought():
+def test_reasoning_is_streamed_as_it_arrives():
     assert ReasoningParser(opened=False).push("\n<think>\nwell ") == [Reasoning("well")]
     parser = ReasoningParser(opened=True)
     assert parser.push("\nfirst") == [Reasoning("first")]
@@ -275,7 +275,7 @@ def test_thoughts_come_as_they_are_thought():
 
 
 @pytest.mark.parametrize(("prompt", "opened"), [("a<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)])
-def test_a_prompt_may_open_the_thoughts(prompt, opened):
+def test_a_prompt_may_open_the_reasoning(prompt, opened):
     assert opens_reasoning(prompt) is opened
 
 
@@ -289,5 +289,5 @@ def test_a_prompt_may_open_the_thoughts(prompt, opened):
         ("[TOOL_CALLS]", None),
     ],
 )
-def test_the_format_is_seen_in_the_template(template, expected):
+def test_the_format_is_detected_from_the_template(template, expected):
     assert detect_tool_format(template) is expected

@@ -87,7 +87,7 @@ def read(open_, text, cuts=(), *, ended=True):
 @PARSERS
 @settings(deadline=None)
 @given(TEXTS, CUTS, st.booleans())
-def test_at_the_limits_of_what_is_held_back_the_result_does_not_depend_on_the_cuts(open_, text, cuts, ended):
+def test_at_the_limits_of_the_held_back_text_the_result_does_not_depend_on_the_cuts(open_, text, cuts, ended):
     with small_bounds():
         whole = read(open_, text, ended=ended)
         assert read(open_, text, cuts, ended=ended) == whole
@@ -97,7 +97,7 @@ def test_at_the_limits_of_what_is_held_back_the_result_does_not_depend_on_the_cu
 @pytest.mark.parametrize("name", MARKS)
 @settings(deadline=None)
 @given(TEXTS, CUTS)
-def test_at_the_limits_of_what_is_held_back_no_text_is_lost(name, text, cuts):
+def test_at_the_limits_of_the_held_back_text_no_text_is_lost(name, text, cuts):
     with small_bounds():
         pieces = read(OPENERS[name], text, cuts)
     if not any(isinstance(piece, ToolCallStart) for piece in pieces):
@@ -258,13 +258,13 @@ def test_parsing_takes_linear_time(open_, unit):
 
 @PARSERS
 @pytest.mark.parametrize("unit", [" " * 64, "word ", '<tool_call>{"type":\\"'])
-def test_ten_thousand_pieces_cost_ten_times_what_a_thousand_do(open_, unit):
+def test_ten_thousand_deltas_cost_ten_times_as_much_as_a_thousand(open_, unit):
     thousand, all_ = (work_of(open_, ["x", *[unit] * pieces]) for pieces in (1_000, 10_000))
     assert all_ <= 11 * thousand
 
 
 @PARSERS
-def test_what_is_held_back_is_bounded_for_any_text(open_):
+def test_the_held_back_text_is_bounded_for_any_text(open_):
     """Markers, and the space beside them, are never emitted: so only units without them are counted."""
     begins = ("x", '<tool_call>{"type": "', "x<|python_tag|>{", '<tool_call>{"name": "get')
     with small_bounds():
@@ -275,7 +275,7 @@ def test_what_is_held_back_is_bounded_for_any_text(open_):
                 assert len(begin) + count * len(unit) - emitted <= 45 + 5 + 40 + len(begin) + len(unit), (begin, unit)
 
 
-def test_much_space_is_a_part_of_what_it_stands_in():
+def test_long_whitespace_belongs_to_the_text_around_it():
     much, most = " " * (MAX_MARKER_SPACE + 1), " " * MAX_MARKER_SPACE
     call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
     call_parts = [ToolCallStart("now"), ToolCallArguments("{}")]

@@ -89,7 +89,7 @@ def expected(request: Request) -> list[tuple[list[int], float | None]]:
     RATES,
 )
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-def test_searches_under_pressure_find_what_they_find_alone(
+def test_beam_searches_under_memory_pressure_find_the_same_as_alone(
     params: list[SamplingParams], size: int, tokens: int, host: int, budget: int, caching: str, rates: Rates
 ) -> None:
     capacity = KVCacheConfig(size, 1 + tokens // size, host, block_bytes=100)
@@ -113,7 +113,7 @@ def search(width: int, max_tokens: int) -> SamplingParams:
     )
 
 
-def test_the_beams_of_a_search_give_way_together() -> None:
+def test_the_beams_of_a_search_are_preempted_together() -> None:
     engine = Engine(KVCacheConfig(2, 28, 90, block_bytes=1), "device", Rates(1.0, 1e9))
     requests = [Request("old", [1] * 26, SamplingParams(max_tokens=26, ignore_eos=True))]
     requests += [Request("search", [2, 3, 4], search(3, 12))]
@@ -143,7 +143,7 @@ class Forbidding(PagedExecutor):
         return model_output
 
 
-def test_a_search_that_finds_fewer_outputs_than_were_asked_for_ends_with_a_typed_error() -> None:
+def test_a_search_that_finds_fewer_than_n_outputs_ends_with_a_typed_error() -> None:
     engine = Engine(KVCacheConfig(4, 60, 0), "device", Rates(1.0, 1.0))
     engine.core = EngineCore(engine.scheduler, Forbidding(KVCacheConfig(4, 60, 0)), engine.receive)
     request = Request("search", [1] * 5, search(3, 8))
@@ -152,7 +152,7 @@ def test_a_search_that_finds_fewer_outputs_than_were_asked_for_ends_with_a_typed
     assert engine.outputs["search"][-1].ends_request
 
 
-def test_a_search_that_is_alone_and_does_not_fit_ends_with_a_typed_error_and_others_go_on() -> None:
+def test_a_search_that_does_not_fit_alone_ends_with_a_typed_error_and_others_continue() -> None:
     # Without the prefix cache, beams that are computed again share nothing, and these do not fit so.
     engine = Engine(KVCacheConfig(1, 61, 0), "none", Rates(1.0, 1.0), max_num_batched_tokens=64)
     requests = [Request("old", [1] * 30, SamplingParams(max_tokens=25, ignore_eos=True))]

@@ -136,7 +136,7 @@ def test_a_snapshot_is_taken_between_two_steps() -> None:
     assert len(seen[1][1]) == 6
 
 
-def test_only_a_loop_that_has_something_to_do_can_hang() -> None:
+def test_only_a_loop_with_pending_work_counts_as_hanging() -> None:
     entered, released = Event(), Event()
 
     class HangingExecutor(PagedExecutor):
@@ -161,7 +161,7 @@ def test_only_a_loop_that_has_something_to_do_can_hang() -> None:
     thread.join(30)
 
 
-def test_a_step_says_what_it_did() -> None:
+def test_a_step_reports_what_it_did() -> None:
     engine = Engine(PagedExecutor(CAPACITY))
     engine.add("a", [1] * 20, max_tokens=2)
     engine.add("b", [2] * 10, max_tokens=2)

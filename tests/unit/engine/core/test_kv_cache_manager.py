@@ -25,14 +25,14 @@ def on_device(hits: list[CachedBlock]) -> list[int]:
     return [hit.block_id for hit in hits]
 
 
-def test_the_null_page_is_never_handed_out() -> None:
+def test_the_null_block_is_never_allocated() -> None:
     kv = memory(device=4)
     table = filled(kv, list(range(12)))
     assert sorted(table.block_ids) == [1, 2, 3]
     assert kv.device_pool.num_free == 0
 
 
-def test_blocks_without_a_name_are_reused_before_named_ones() -> None:
+def test_blocks_without_a_hash_are_reused_before_hashed_ones() -> None:
     pool = BlockPool(4, Tier.DEVICE)
     blocks = [pool.allocate() for _ in range(4)]
     pool.cache_block(blocks[0], b"a" * 16)
@@ -42,7 +42,7 @@ def test_blocks_without_a_name_are_reused_before_named_ones() -> None:
     assert [pool.allocate() for _ in range(4)] == [blocks[3], blocks[1], blocks[0], blocks[2]]
 
 
-def test_a_prefix_outlives_what_follows_it() -> None:
+def test_a_prefix_is_evicted_after_the_blocks_that_follow_it() -> None:
     kv = memory(device=5, host=0)
     tokens = list(range(16))
     kv.free(filled(kv, tokens))
@@ -72,13 +72,13 @@ def test_a_full_hit_leaves_a_token_to_compute() -> None:
     assert len(kv.get_cached_blocks(BlockTable(b""), tokens)) == 1
 
 
-def test_requests_with_another_salt_share_nothing() -> None:
+def test_requests_with_different_salts_share_no_blocks() -> None:
     kv = memory()
     filled(kv, list(range(9)))
     assert kv.get_cached_blocks(BlockTable(b"other"), list(range(9))) == []
 
 
-def test_what_is_swapped_out_and_in_again_is_copied_once_each_way() -> None:
+def test_blocks_swapped_out_and_in_are_copied_once_each_way() -> None:
     kv = memory()
     table = filled(kv, list(range(10)))
     assert kv.swap_out(table, 10) == 3
@@ -93,7 +93,7 @@ def test_what_is_swapped_out_and_in_again_is_copied_once_each_way() -> None:
     kv.check_integrity()
 
 
-def test_blocks_that_are_still_there_are_not_copied_again() -> None:
+def test_blocks_that_are_still_cached_are_not_copied_again() -> None:
     kv = memory()
     table = filled(kv, list(range(10)))
     out = kv.swap_out(table, 10)
@@ -106,7 +106,7 @@ def test_blocks_that_are_still_there_are_not_copied_again() -> None:
 
 @pytest.mark.parametrize("evicted", [0, 9, 19])
 @pytest.mark.parametrize("num_tokens", [10, 12, 13, 20])
-def test_what_a_swap_in_will_take_is_known_before(evicted: int, num_tokens: int) -> None:
+def test_the_blocks_that_a_swap_in_needs_are_counted_beforehand(evicted: int, num_tokens: int) -> None:
     kv = memory()
     table = filled(kv, list(range(10)))
     sharing = filled(kv, list(range(5))) if evicted == 9 else None
@@ -119,7 +119,7 @@ def test_what_a_swap_in_will_take_is_known_before(evicted: int, num_tokens: int)
     assert sharing is None or missing == kv.num_blocks_for(num_tokens) - 1
 
 
-def test_blocks_that_came_back_can_be_hit_again() -> None:
+def test_blocks_that_were_swapped_in_can_be_hit_again() -> None:
     kv = memory(host_caching=False)
     table = filled(kv, list(range(10)))
     kv.swap_out(table, 10)
@@ -141,7 +141,7 @@ def test_two_sequences_swap_a_shared_prefix_once() -> None:
     assert kv.host_pool.num_free == kv.host_pool.num_blocks
 
 
-def test_events_tell_exactly_what_can_be_hit() -> None:
+def test_events_match_exactly_the_blocks_that_can_be_hit() -> None:
     kv = memory(device=4, host=0)
     kv.free(filled(kv, list(range(12))))
     assert kv.take_events() == kv.stored_blocks()
@@ -157,7 +157,7 @@ def filler(start: int = 50, blocks: int = 4) -> list[int]:
     return [start + token for token in range(blocks * SIZE)]
 
 
-def test_what_was_used_once_is_given_up_without_a_copy() -> None:
+def test_a_block_used_once_is_evicted_without_a_copy() -> None:
     kv = memory(device=5)
     for start in range(0, 1000, 20):
         kv.free(filled(kv, filler(start)))
@@ -165,7 +165,7 @@ def test_what_was_used_once_is_given_up_without_a_copy() -> None:
     assert kv.host_pool.stored_blocks() == []
 
 
-def test_what_is_computed_again_after_it_was_given_up_is_kept_the_second_time() -> None:
+def test_a_block_recomputed_after_its_eviction_is_kept_the_second_time() -> None:
     kv = memory(device=5)
     for _ in range(2):
         kv.free(filled(kv, list(range(13))))
@@ -176,14 +176,14 @@ def test_what_is_computed_again_after_it_was_given_up_is_kept_the_second_time() 
     assert [hit.tier for hit in hits] == [Tier.HOST] * 3
 
 
-def test_the_names_of_what_was_given_up_are_bounded() -> None:
+def test_the_hashes_of_evicted_blocks_are_bounded() -> None:
     kv = memory(device=5, host=3)
     for start in range(0, 4000, 20):
         kv.free(filled(kv, filler(start)))
     assert len(kv._evicted_after_one_use) <= 8
 
 
-def test_what_a_block_held_before_says_nothing_about_what_it_holds_now() -> None:
+def test_a_reused_block_does_not_inherit_its_former_use_count() -> None:
     kv = memory(device=5)
     for _ in range(2):
         kv.free(filled(kv, list(range(13))))
@@ -193,7 +193,7 @@ def test_what_a_block_held_before_says_nothing_about_what_it_holds_now() -> None
     assert kv.take_pending_copies().blocks_to_swap_out == []
 
 
-def test_what_the_device_gives_up_after_a_second_use_comes_back_from_the_host_by_copy() -> None:
+def test_a_block_evicted_from_the_device_after_a_second_use_is_copied_back_from_the_host() -> None:
     kv = memory(device=5)
     tokens = list(range(13))
     for _ in range(2):
@@ -231,7 +231,7 @@ def test_a_host_block_that_is_to_be_read_is_not_written_in_the_same_plan() -> No
     assert not {copy.target for copy in copies.blocks_to_swap_out} & {copy.source for copy in copies.blocks_to_swap_in}
 
 
-def test_events_of_both_tiers_tell_what_can_be_hit() -> None:
+def test_events_of_both_tiers_match_the_blocks_that_can_be_hit() -> None:
     kv = memory(device=5, host=3)
     known: set[BlockStored] = set()
     for start in range(0, 400, 16):
@@ -243,7 +243,7 @@ def test_events_of_both_tiers_tell_what_can_be_hit() -> None:
     assert {event.tier for event in known} == {Tier.DEVICE, Tier.HOST}
 
 
-def test_sequences_that_part_share_all_but_the_block_that_one_of_them_writes() -> None:
+def test_forked_sequences_share_all_but_the_block_that_one_of_them_writes() -> None:
     kv = memory()
     table = filled(kv, list(range(10)))
     forks = [kv.fork(table) for _ in range(3)]
@@ -263,7 +263,7 @@ def test_sequences_that_part_share_all_but_the_block_that_one_of_them_writes() -
     assert kv.device_pool.num_free == kv.device_pool.num_blocks
 
 
-def test_sequences_that_part_at_the_end_of_a_block_copy_nothing() -> None:
+def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:
     kv = memory()
     table = filled(kv, list(range(8)))
     fork = kv.fork(table)
@@ -272,7 +272,7 @@ def test_sequences_that_part_at_the_end_of_a_block_copy_nothing() -> None:
     assert kv.take_pending_copies().blocks_to_copy == []
 
 
-def test_what_others_hold_costs_nothing_to_compute_again() -> None:
+def test_blocks_that_others_reference_cost_nothing_to_recompute() -> None:
     kv = KVCacheManager(KVCacheConfig(SIZE, 20, 20, block_bytes=100))
     one, two = filled(kv, [*range(8), 20]), filled(kv, [*range(8), 30])
     assert kv.swap_cost(one, 9) == SwapCost(bytes_to_move=600, uncached_tokens=1)
@@ -284,7 +284,7 @@ def test_what_others_hold_costs_nothing_to_compute_again() -> None:
     assert kv.swap_cost(one, 9) == SwapCost(bytes_to_move=400, uncached_tokens=1)
 
 
-def test_without_prefix_caching_nothing_is_named_or_found() -> None:
+def test_without_prefix_caching_nothing_is_hashed_or_hit() -> None:
     kv = memory(prefix_caching=False)
     kv.free(filled(kv, list(range(12))))
     assert kv.get_cached_blocks(BlockTable(b""), list(range(12))) == []

@@ -39,7 +39,7 @@ def counted(scheduler: Scheduler) -> KVCacheFragmentation:
     prefix_caching=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_waste_is_what_a_count_of_all_slots_says_and_no_block_is_unreachable(
+def test_waste_equals_a_count_of_all_slots_and_no_block_is_unreachable(
     lengths: list[tuple[int, int, int]], budget: int, blocks: int, prefix_caching: bool
 ) -> None:
     capacity = KVCacheConfig(SIZE, 1 + blocks, 20, block_bytes=1)
@@ -59,7 +59,7 @@ def test_waste_is_what_a_count_of_all_slots_says_and_no_block_is_unreachable(
     assert not scheduler.has_work
 
 
-def test_a_block_that_nobody_holds_is_unreachable_in_either_pool() -> None:
+def test_a_block_in_use_that_no_table_references_is_unreachable_in_either_pool() -> None:
     memory = KVCacheManager(KVCacheConfig(SIZE, 10, 10))
     table = BlockTable(b"")
     table.block_ids += [memory.device_pool.allocate(), memory.device_pool.allocate()]
@@ -69,7 +69,7 @@ def test_a_block_that_nobody_holds_is_unreachable_in_either_pool() -> None:
     assert count_leaked_blocks(memory, [table]) == 2
 
 
-def test_a_block_that_tables_share_is_as_full_as_the_fullest_has_it() -> None:
+def test_a_shared_block_is_as_full_as_in_the_table_that_fills_it_most() -> None:
     memory = KVCacheManager(KVCacheConfig(SIZE, 10, 0))
     one, two = BlockTable(b""), BlockTable(b"")
     block_id = memory.device_pool.allocate()

@@ -116,7 +116,7 @@ def test_an_output_that_ends_by_its_length_has_nothing_computed_in_vain() -> Non
         assert sum(scheduler_output.num_tokens for scheduler_output in engine.scheduler_outputs) == len(PROMPT) + 4
 
 
-def test_an_output_that_ends_by_its_token_costs_one_chunk_that_nobody_hears_of() -> None:
+def test_an_output_that_ends_at_a_stop_token_costs_one_discarded_chunk() -> None:
     stop, expected = stop_after(3)
     counts: list[tuple[int, int]] = []
     for executor in (OverlappingPagedExecutor(CAPACITY), PagedExecutor(CAPACITY)):
@@ -131,7 +131,7 @@ def test_an_output_that_ends_by_its_token_costs_one_chunk_that_nobody_hears_of()
     assert counts[0] == counts[1], "what was computed in vain is counted as used"
 
 
-def test_the_end_of_a_sequence_is_told_when_nothing_draws_for_it_any_more() -> None:
+def test_a_sequence_is_reported_finished_once_no_step_in_flight_samples_for_it() -> None:
     stop, _ = stop_after(3)
     engine = Engine()
     engine.add("a", max_tokens=20, stop_token_ids=(stop,))
@@ -154,7 +154,7 @@ def test_the_end_of_a_sequence_is_told_when_nothing_draws_for_it_any_more() -> N
 
 @pytest.mark.parametrize("make_executor", [OverlappingPagedExecutor, PagedExecutor])
 @pytest.mark.parametrize("aborted", [(1, 2), (0, 2), (0, 1, 2), (0, 1, 2, 3)])
-def test_the_end_of_choices_that_are_aborted_before_they_part_is_told_too(
+def test_choices_aborted_before_they_fork_are_reported_finished_too(
     make_executor: Callable[[KVCacheConfig], PagedExecutor], aborted: tuple[int, ...]
 ) -> None:
     engine = Engine(make_executor(CAPACITY), max_num_batched_tokens=2)
@@ -171,7 +171,7 @@ def test_the_end_of_choices_that_are_aborted_before_they_part_is_told_too(
     assert sorted(told) == [0, 1, 2, 3]
 
 
-def test_an_abort_frees_everything_at_once_and_its_step_is_thrown_away() -> None:
+def test_an_abort_frees_all_blocks_at_once_and_discards_its_step() -> None:
     engine = Engine()
     engine.add("a", [1] * 20, max_tokens=50)
     engine.step(5)
@@ -222,7 +222,7 @@ def test_a_block_is_found_only_when_its_step_is_done() -> None:
     engine.run()
 
 
-def test_outputs_that_part_wait_for_their_first_tokens_and_run_ahead_then() -> None:
+def test_forking_outputs_wait_for_their_first_tokens_and_overlap_afterwards() -> None:
     engine = Engine()
     engine.add("a", n=3, max_tokens=4)
     (outputs,) = engine.run().values()
@@ -233,7 +233,7 @@ def test_outputs_that_part_wait_for_their_first_tokens_and_run_ahead_then() -> N
         assert tokens(own) == expected_output(PROMPT, choice_seed(0, index), 4)
 
 
-def test_beams_wait_for_each_other_while_others_run_ahead() -> None:
+def test_beams_wait_for_each_other_while_other_requests_overlap() -> None:
     engine = Engine()
     search = engine.add("search", beam_width=2, n=2, max_tokens=5)
     engine.add("a", [4, 5], max_tokens=12)
@@ -248,7 +248,7 @@ def test_beams_wait_for_each_other_while_others_run_ahead() -> None:
     assert len(pending) == 11
 
 
-def test_nobody_runs_out_of_memory_before_the_token_that_may_end_it_is_known() -> None:
+def test_no_request_runs_out_of_blocks_before_a_pending_token_that_may_end_it() -> None:
     engine = Engine(capacity=KVCacheConfig(4, 4, 0))
     request = engine.add("a", list(range(8)), max_tokens=4)
     sequence = engine.scheduler.waiting.first()
@@ -260,7 +260,7 @@ def test_nobody_runs_out_of_memory_before_the_token_that_may_end_it_is_known() -
 
 
 @pytest.mark.parametrize(("host_blocks", "way"), [(0, SequenceStatus.PREEMPTED), (40, SequenceStatus.SWAPPED)])
-def test_a_prompt_that_gives_way_while_its_first_tokens_are_drawn_draws_them_again(
+def test_a_prompt_that_is_preempted_while_its_first_tokens_are_sampled_samples_them_again(
     host_blocks: int, way: SequenceStatus
 ) -> None:
     ways: list[SequenceStatus] = []
@@ -283,7 +283,7 @@ def test_a_prompt_that_gives_way_while_its_first_tokens_are_drawn_draws_them_aga
     assert set(ways) == {way}
 
 
-def test_what_a_step_under_way_computes_is_swapped_out_with_the_rest() -> None:
+def test_what_a_step_in_flight_computes_is_swapped_out_with_the_rest() -> None:
     engine = Engine(capacity=KVCacheConfig(2, 12, 40))
     for number in range(2):
         engine.add(str(number), [number] * 6, max_tokens=12)
@@ -294,7 +294,7 @@ def test_what_a_step_under_way_computes_is_swapped_out_with_the_rest() -> None:
         assert tokens(outputs[str(number)]) == expected_output([number] * 6, choice_seed(0, 0), 12)
 
 
-def test_a_snapshot_is_of_what_was_told_although_a_step_is_under_way() -> None:
+def test_a_snapshot_agrees_with_the_published_events_while_a_step_is_in_flight() -> None:
     engine = Engine()
     engine.add("a", list(range(9)), max_tokens=5)
     engine.step()
@@ -306,7 +306,7 @@ def test_a_snapshot_is_of_what_was_told_although_a_step_is_under_way() -> None:
     assert tokens(outputs["a"]) == expected_output(list(range(9)), choice_seed(0, 0), 5)
 
 
-def test_the_loop_takes_what_is_under_way_when_it_is_stopped() -> None:
+def test_stopping_the_loop_takes_the_steps_in_flight() -> None:
     engine = Engine()
     engine.add("a", max_tokens=50)
     engine.step(3)
@@ -318,7 +318,7 @@ def test_the_loop_takes_what_is_under_way_when_it_is_stopped() -> None:
 
 
 @pytest.mark.parametrize("make_executor", [OverlappingPagedExecutor, PagedExecutor])
-def test_an_output_says_which_step_made_its_last_token(make_executor: Callable[[KVCacheConfig], PagedExecutor]) -> None:
+def test_an_output_carries_the_step_of_its_last_token(make_executor: Callable[[KVCacheConfig], PagedExecutor]) -> None:
     engine = Engine(make_executor(CAPACITY))
     stop, _ = stop_after(3)
     engine.add("stops", max_tokens=20, stop_token_ids=(stop,))
@@ -331,7 +331,7 @@ def test_an_output_says_which_step_made_its_last_token(make_executor: Callable[[
         assert output.timings.last_step == step
 
 
-def test_a_step_lasts_until_it_is_told_and_holds_the_planning_of_the_next_one() -> None:
+def test_a_step_lasts_until_it_is_published_and_includes_the_scheduling_of_the_next() -> None:
     engine = Engine()
     engine.add("a", max_tokens=9)
     engine.run()
@@ -342,7 +342,7 @@ def test_a_step_lasts_until_it_is_told_and_holds_the_planning_of_the_next_one() 
         assert trace.pause >= following.schedule
 
 
-def test_every_refusal_and_every_end_is_told_with_or_without_a_step_under_way() -> None:
+def test_every_rejection_and_every_end_is_published_with_or_without_a_step_in_flight() -> None:
     engine = Engine(max_waiting=1)
     engine.add("a", max_tokens=4)
     engine.add("refused")
@@ -405,7 +405,7 @@ def test_a_request_that_makes_a_step_fail_ends_alone(bad: list[int], delay: int)
     assert tokens(outputs["bad"]) == expected[: len(tokens(outputs["bad"]))]
 
 
-def test_what_a_failed_step_should_have_filled_is_never_found() -> None:
+def test_blocks_that_a_failed_step_should_have_filled_are_never_hit() -> None:
     engine = Engine(PoisonedExecutor())
     shared = list(range(20, 28))
     engine.add("bad", [*shared, PoisonedExecutor.poison])
@@ -435,7 +435,7 @@ class FailingOnce(OverlappingPagedExecutor):
 
 @pytest.mark.parametrize("where", ["launch", "forward", "draw"])
 @pytest.mark.parametrize("step", [1, 2, 3, 4])
-def test_a_step_that_fails_once_costs_nobody_anything(where: str, step: int) -> None:
+def test_a_step_that_fails_once_ends_no_request(where: str, step: int) -> None:
     executor = FailingOnce(where, step)
     engine = Engine(executor)
     stop, expected = stop_after(3)
@@ -450,7 +450,7 @@ def test_a_step_that_fails_once_costs_nobody_anything(where: str, step: int) -> 
 
 
 @pytest.mark.parametrize("host_blocks", [0, 40])
-def test_who_gave_way_while_its_step_failed_is_computed_again(host_blocks: int) -> None:
+def test_a_sequence_preempted_while_its_step_failed_is_recomputed(host_blocks: int) -> None:
     capacity = KVCacheConfig(2, 12, host_blocks)
     for step in range(1, 12):
         executor = FailingOnce("forward", step, capacity)
@@ -491,7 +491,7 @@ def test_a_failed_copy_ends_the_engine(where: str) -> None:
     assert tokens(told) == expected_output(PROMPT, choice_seed(0, 0), 1), "what was done before is not told"
 
 
-def test_a_failed_copy_of_a_step_that_is_given_up_ends_the_engine_too() -> None:
+def test_a_failed_copy_of_an_abandoned_step_ends_the_engine_too() -> None:
     class Both(FailingOnce):
         def execute_model_async(self, scheduler_output: SchedulerOutput) -> PagedStep:
             step = super().execute_model_async(scheduler_output)
@@ -524,7 +524,7 @@ def test_simulated_steps_that_overlap_answer_the_same_in_less_time() -> None:
     assert seconds[0] - seconds[1] == pytest.approx(0.001)
 
 
-def test_a_depth_that_plans_cannot_be_made_for_is_refused() -> None:
+def test_an_unsupported_overlap_depth_is_refused() -> None:
     class TooDeep(OverlappingPagedExecutor):
         depth = 3
 

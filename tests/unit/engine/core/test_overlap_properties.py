@@ -16,7 +16,7 @@ from quire_engine.core.kv_cache_manager import CachedBlock
 from quire_engine.core.outputs import EngineLoad
 from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, SchedulerOutput
 
-from tests.support.engine_machine import Client, EngineMachine
+from tests.support.engine_state_machine import Client, EngineStateMachine
 from tests.support.overlapping_executor import Misuse, OverlappingPagedExecutor
 from tests.support.paged_executor import PagedExecutor
 from tests.support.scenario import Choice, Run, Scenario
@@ -32,15 +32,15 @@ PACES: Mapping[str, Callable[[Random], Callable[[int], int]]] = {
 
 @contextmanager
 def no_misuse() -> Iterator[None]:
-    """Shows a breach of the protocol to hypothesis, which then looks for a shorter way to it."""
+    """Turns a breach of the executor protocol into an AssertionError, which hypothesis shrinks."""
     try:
         yield
     except Misuse as breach:
         raise AssertionError(str(breach)) from breach
 
 
-class OverlapMachine(EngineMachine):
-    """The engine of the other machine, on an executor that overlaps steps and sometimes fails one."""
+class OverlapStateMachine(EngineStateMachine):
+    """The same engine, on an executor that overlaps steps and sometimes fails one."""
 
     def make_executor(self, capacity: KVCacheConfig) -> OverlappingPagedExecutor:
         self.executor = OverlappingPagedExecutor(capacity)
@@ -49,15 +49,15 @@ class OverlapMachine(EngineMachine):
         self.blames = False
         self.blamed: set[str] = set()
         fork, admit = self.memory.fork, self.memory.attach_cached_blocks
-        self.memory.fork = lambda table: self.check_still(table.block_ids) or fork(table)
+        self.memory.fork = lambda table: self.check_not_being_written(table.block_ids) or fork(table)
         self.memory.attach_cached_blocks = lambda table, hits: self.check_hits(hits) or admit(table, hits)
         return self.executor
 
     def check_hits(self, hits: Sequence[CachedBlock]) -> None:
-        self.check_still([hit.block_id for hit in hits if hit.tier is Tier.DEVICE])
+        self.check_not_being_written([hit.block_id for hit in hits if hit.tier is Tier.DEVICE])
 
-    def check_still(self, block_ids: list[int]) -> None:
-        """What comes to be shared is written by no step under way."""
+    def check_not_being_written(self, block_ids: list[int]) -> None:
+        """No step in flight writes to a block that becomes shared."""
         size = self.memory.block_size
         for scheduler_output in self.scheduler._in_flight:
             for chunk in scheduler_output.chunks:
@@ -78,13 +78,13 @@ class OverlapMachine(EngineMachine):
     def check_scheduler_output(self, scheduler_output: SchedulerOutput) -> None:
         super().check_scheduler_output(scheduler_output)
         pending = [chunk for chunk in scheduler_output.chunks if PLACEHOLDER_TOKEN_ID in chunk.token_ids]
-        under_way = {
+        in_flight = {
             request.sequence_id
             for step in self.executor.under_way
             for c in step.scheduler_output.chunks
             for request in c.sample_requests
         }
-        assert all(chunk.sequence_id in under_way for chunk in pending), "nothing draws the token that is pending"
+        assert all(chunk.sequence_id in in_flight for chunk in pending), "no step in flight samples the pending token"
 
     @rule(pace=st.sampled_from([*PACES]), seed=st.integers(0, 99))
     def change_pace(self, pace, seed):
@@ -92,12 +92,12 @@ class OverlapMachine(EngineMachine):
 
     @rule(where=st.sampled_from(PLACES))
     def fail_once(self, where):
-        """A failure that nobody is to blame for harms nobody."""
+        """A failure that does not recur ends no request."""
         self.failing, self.blames = where, False
 
     @rule(where=st.sampled_from(PLACES))
     def fail_by_one(self, where):
-        """Who fails alone too ends alone."""
+        """A request whose step fails again when it runs alone is the only one that ends."""
         self.failing, self.blames = where, True
 
     def check_client(self, client: Client) -> None:
@@ -114,7 +114,7 @@ class OverlapMachine(EngineMachine):
 
     def check_snapshot(self, load: EngineLoad, stored: list[BlockStored]) -> None:
         assert not self.executor.under_way
-        assert set(stored) == self.cached, "a snapshot holds what was not told, or will be told again"
+        assert set(stored) == self.cached, "a snapshot and the events before it disagree"
         assert load == self.scheduler.get_load()
 
     def step_once(self) -> None:
@@ -128,27 +128,27 @@ class OverlapMachine(EngineMachine):
             assert not self.executor.under_way
 
 
-OverlapMachine.TestCase.settings = settings(
+OverlapStateMachine.TestCase.settings = settings(
     max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
-TestOverlappingEngine = OverlapMachine.TestCase
+TestOverlappingEngine = OverlapStateMachine.TestCase
 
 
 @given(seed=st.integers(0, 2**32), pace=st.sampled_from([*PACES]))
 @settings(max_examples=150, deadline=None)
-def test_a_step_ahead_changes_nothing_that_is_told(seed: int, pace: str) -> None:
+def test_overlapping_steps_changes_no_output(seed: int, pace: str) -> None:
     compare(seed, pace)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_a_step_ahead_changes_nothing_that_is_told_in_many_runs() -> None:
+def test_overlapping_steps_changes_no_output_in_many_runs() -> None:
     for seed in range(4_000):
         compare(seed, [*PACES][seed % len(PACES)])
 
 
 def compare(seed: int, pace: str) -> None:
-    """Runs one scenario step by step, and with a step ahead."""
+    """Runs one scenario synchronously and with overlapping steps, and compares the outputs."""
     scenario = Scenario(seed)
     executor = OverlappingPagedExecutor(scenario.capacity)
     executor.pace = PACES[pace](Random(seed))

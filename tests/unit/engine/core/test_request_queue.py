@@ -26,7 +26,7 @@ JOBS = st.builds(QueuedRequest, st.integers(1, 10_000), st.integers(0, 10**9), s
 
 
 @given(JOBS, JOBS)
-def test_policies_rank_as_they_are_called(one: QueuedRequest, other: QueuedRequest) -> None:
+def test_policies_rank_as_their_names_say(one: QueuedRequest, other: QueuedRequest) -> None:
     assert fcfs(one) == fcfs(other)
     assert (priority(one) < priority(other)) == (one.priority < other.priority)
     shorter = one.uncached_tokens <= other.uncached_tokens and one.served_at_arrival <= other.served_at_arrival
@@ -150,7 +150,7 @@ def test_smaller_numbers_go_first_and_equal_ones_in_the_order_of_arrival() -> No
     assert bench.drain() == ["1", "3", "2", "0"]
 
 
-def test_who_has_the_largest_number_gives_way() -> None:
+def test_the_largest_priority_number_is_preempted() -> None:
     bench = Bench(device=12, scheduling_policy="priority")
     bench.add("unimportant", 12, max_tokens=30, priority=9)
     bench.step()
@@ -192,7 +192,7 @@ def test_a_static_batch_stays_closed_until_its_last_sequence_has_ended() -> None
         (40, Rates(1, 1e9), 0, PreemptionReason.TOO_MANY_SWAPPED, SequenceStatus.PREEMPTED),
     ],
 )
-def test_a_victim_goes_the_way_that_costs_least_and_says_why(
+def test_a_victim_is_preempted_the_cheapest_way_and_the_reason_is_recorded(
     host: int, rates: Rates, max_swapped: int, reason: PreemptionReason, status: SequenceStatus
 ) -> None:
     bench = Bench(device=10, host=host, rates=rates, max_swapped=max_swapped)

@@ -52,7 +52,7 @@ def lengths(scheduler_output: SchedulerOutput) -> list[tuple[int, int]]:
     return [(chunk.sequence_id, len(chunk.token_ids)) for chunk in scheduler_output.chunks]
 
 
-def test_decodes_come_before_a_long_prompt_which_takes_what_is_left_of_the_budget() -> None:
+def test_decodes_are_scheduled_before_a_long_prompt_which_takes_the_rest_of_the_budget() -> None:
     bench = Bench(max_num_batched_tokens=10)
     bench.add("a", 3)
     bench.add("b", 4)
@@ -66,7 +66,7 @@ def test_decodes_come_before_a_long_prompt_which_takes_what_is_left_of_the_budge
     assert last.chunks[2].sample_requests, "the last token of the prompt draws the first of the output"
 
 
-def test_a_chunk_that_does_not_reach_the_end_draws_nothing() -> None:
+def test_a_chunk_that_does_not_reach_the_end_samples_nothing() -> None:
     bench = Bench(max_num_batched_tokens=10)
     bench.add("a", 25)
     assert [bool(bench.step().chunks[0].sample_requests) for _ in range(3)] == [False, False, True]
@@ -84,7 +84,7 @@ def test_a_prompt_is_admitted_only_when_all_of_it_fits() -> None:
     assert late.status is SequenceStatus.RUNNING
 
 
-def test_the_newest_gives_way_and_nothing_is_admitted_in_that_step() -> None:
+def test_the_newest_is_preempted_and_nothing_is_admitted_in_that_step() -> None:
     bench = Bench(device=10, host=20)
     one, two = bench.add("one", 15), bench.add("two", 13)
     bench.step()
@@ -100,7 +100,7 @@ def test_the_newest_gives_way_and_nothing_is_admitted_in_that_step() -> None:
     assert waiting.status is SequenceStatus.WAITING, "admitted although a sequence is swapped out"
 
 
-def test_swap_is_preferred_while_the_host_has_room() -> None:
+def test_swap_is_preferred_while_the_host_has_free_blocks() -> None:
     for host, expected in ((20, SequenceStatus.SWAPPED), (2, SequenceStatus.PREEMPTED), (0, SequenceStatus.PREEMPTED)):
         bench = Bench(device=10, host=host)
         bench.add("one", 15)
@@ -118,7 +118,7 @@ def test_a_preempted_sequence_is_the_next_to_run() -> None:
     assert bench.scheduler.preempted.first() is two
 
 
-def test_of_two_victims_the_older_comes_back_first() -> None:
+def test_of_two_preempted_sequences_the_older_resumes_first() -> None:
     bench = Bench(device=14, host=40)
     sequences = [bench.add(str(index), 15, max_tokens=30) for index in range(3)]
     bench.step_until(lambda _: len(bench.scheduler.swapped) == 2)
@@ -132,7 +132,7 @@ def test_a_prompt_that_takes_the_whole_pool_runs_when_it_is_alone() -> None:
     assert sequence.status is SequenceStatus.FINISHED
 
 
-def test_a_step_that_copies_out_copies_nothing_in() -> None:
+def test_a_step_that_swaps_out_swaps_nothing_in() -> None:
     bench = Bench(device=12, host=40, max_num_batched_tokens=16)
     for index in range(6):
         bench.add(str(index), 7, max_tokens=30)
@@ -149,7 +149,7 @@ def test_a_step_that_copies_out_copies_nothing_in() -> None:
     assert seen_out
 
 
-def test_a_sequence_ends_at_the_models_length() -> None:
+def test_a_sequence_ends_at_the_maximum_model_length() -> None:
     bench = Bench(device=200)
     sequence = bench.add("a", 390, max_tokens=10)
     bench.step_until(lambda _: not bench.scheduler.has_work)

@@ -1,10 +1,10 @@
-"""Whatever arrives, is aborted, finishes or is preempted: outputs are right and every block comes back."""
+"""Whichever requests arrive, are aborted, finish or are preempted: outputs are right and every block is freed."""
 
 from hypothesis import HealthCheck, settings
 
-from tests.support.engine_machine import EngineMachine
+from tests.support.engine_state_machine import EngineStateMachine
 
-EngineMachine.TestCase.settings = settings(
+EngineStateMachine.TestCase.settings = settings(
     max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
-TestEngine = EngineMachine.TestCase
+TestEngine = EngineStateMachine.TestCase

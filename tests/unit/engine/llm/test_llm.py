@@ -163,7 +163,7 @@ def test_beams_come_best_first_with_their_scores(offline):
     offline.assert_idle()
 
 
-def test_log_probabilities_are_told_by_token_with_its_text_and_rank(offline):
+def test_log_probabilities_have_each_tokens_text_and_rank(offline):
     params = seeded(5, max_tokens=6, logprobs=1, prompt_logprobs=1)
     (result,) = quiet(offline.llm, [7, 8, 9, 10], params)
 
@@ -178,7 +178,7 @@ def test_log_probabilities_are_told_by_token_with_its_text_and_rank(offline):
     assert result.prompt_logprobs[1][8].rank == 1
 
 
-def test_a_text_is_tokenised_and_told_back(offline):
+def test_a_text_is_tokenized_and_decoded(offline):
     (result,) = quiet(offline.llm, "hello world", seeded(1))
 
     assert result.prompt == "hello world"
@@ -291,7 +291,7 @@ def test_parameters_out_of_range_are_refused_where_they_are_written(params, para
         {"regex": ""},
     ],
 )
-def test_structured_outputs_are_asked_for_in_exactly_one_way(given):
+def test_structured_outputs_need_exactly_one_kind_of_constraint(given):
     with pytest.raises(QuireError) as refusal:
         StructuredOutputsParams(**given)
     assert refusal.value.code == ErrorCode.INVALID
@@ -308,7 +308,7 @@ def test_structured_outputs_are_asked_for_in_exactly_one_way(given):
         ({"grammar": "start: A"}, "grammar", "start: A"),
     ],
 )
-def test_structured_outputs_reach_the_engine_as_they_were_asked_for(given, kind, text):
+def test_structured_outputs_reach_the_engine_as_requested(given, kind, text):
     params = SamplingParams(structured_outputs=StructuredOutputsParams(**given))
 
     assert params.resolve(seed=1, max_output=9, bad_words=()).structured == Structured(StructuredKind(kind), text)
@@ -321,7 +321,7 @@ ENGINES = {
 }  # fmt: skip
 
 
-def test_what_both_know_reaches_the_engine_unchanged():
+def test_shared_parameters_reach_the_engine_unchanged():
     params = SamplingParams(**ENGINES, logit_bias={9: 1.5, 4: -2.0}, stop_token_ids=[8])
 
     resolved = params.resolve(seed=99, max_output=100, bad_words=((3, 4),))
@@ -331,7 +331,7 @@ def test_what_both_know_reaches_the_engine_unchanged():
     )
 
 
-def test_what_is_left_open_is_filled_in():
+def test_unset_parameters_get_defaults():
     resolved = SamplingParams(max_tokens=None, top_k=-1).resolve(seed=99, max_output=100, bad_words=())
 
     assert (resolved.seed, resolved.max_tokens, resolved.top_k) == (99, 100, 0)
@@ -495,7 +495,7 @@ def test_a_process_that_ignores_interrupts_goes_on_ignoring_them(tmp_path):
     assert result.outputs[0].token_ids == expected_output([3, 4], 1, 16)
 
 
-def test_memory_that_cannot_be_trusted_ends_the_llm(tmp_path):
+def test_a_failed_block_copy_ends_the_llm(tmp_path):
     offline = Offline(tmp_path)
 
     def fail(plan: SchedulerOutput) -> None:
@@ -509,7 +509,7 @@ def test_memory_that_cannot_be_trusted_ends_the_llm(tmp_path):
     assert refusal.value.code == ErrorCode.UNAVAILABLE
 
 
-def test_a_closed_llm_gives_its_memory_back_and_refuses(tmp_path):
+def test_a_closed_llm_frees_its_memory_and_refuses_requests(tmp_path):
     offline = Offline(tmp_path)
     with offline.llm as llm:
         quiet(llm, [3, 4])
@@ -567,7 +567,7 @@ def test_nothing_of_a_call_is_kept_after_it(offline):
     assert alive() <= before
 
 
-def test_more_waiting_than_the_engine_allows_is_never_handed_to_it(tmp_path):
+def test_the_engine_never_gets_more_waiting_requests_than_it_allows(tmp_path):
     offline = Offline(tmp_path, max_num_seqs=8, max_waiting=1, blocks=40)
 
     prompts, params = [[number] * 20 for number in range(3, 23)], seeded(1, max_tokens=30, n=3, ignore_eos=True)
@@ -607,7 +607,7 @@ def test_the_progress_bar_counts_prompts_and_tokens_a_second(offline, capsys):
     assert shown.count("tok/s") >= 2
 
 
-def test_nothing_is_shown_where_nobody_wants_to_see_it(offline, capfd):
+def test_no_progress_bar_is_shown_when_it_is_disabled(offline, capfd):
     quiet(offline.llm, [3])
 
     assert capfd.readouterr() == ("", "")
@@ -624,7 +624,7 @@ def test_nothing_is_shown_where_nobody_wants_to_see_it(offline, capfd):
         ("from quire_engine import LLM, SamplingParams; SamplingParams()", {"torch", "grpc", "transformers"}),
     ],
 )
-def test_importing_costs_no_library_that_is_not_needed_yet(script, unwanted):
+def test_importing_loads_no_library_before_it_is_needed(script, unwanted):
     code = f"{script}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
     names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
 

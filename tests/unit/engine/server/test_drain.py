@@ -96,7 +96,7 @@ async def served(*, shutdown_delay: float = 0.0) -> AsyncIterator[tuple[Served, 
                     await asyncio.wait([serving])
 
 
-async def test_an_engine_that_leaves_serves_on_and_is_not_ready() -> None:
+async def test_an_engine_in_its_shutdown_delay_still_serves_and_is_not_ready() -> None:
     async with served(shutdown_delay=LONG) as (engine, serving):
         assert await engine.probes() == [200, 200, 200]
         signal.raise_signal(signal.SIGTERM)
@@ -108,7 +108,7 @@ async def test_an_engine_that_leaves_serves_on_and_is_not_ready() -> None:
         assert not engine.link.ready
 
 
-async def test_who_asks_an_engine_for_a_clients_page_is_sent_to_the_router() -> None:
+async def test_a_client_path_on_an_engine_points_to_the_router() -> None:
     async with served() as (engine, _):
         status, said = await asyncio.to_thread(fetch, engine.metrics_port, "/v1/models")
 
@@ -123,7 +123,7 @@ async def test_an_engine_whose_port_is_taken_ends_with_its_address(port: str) ->
         await engine.serving
 
 
-async def test_an_engine_that_drains_ends_what_it_runs_and_takes_nothing_new() -> None:
+async def test_a_draining_engine_finishes_its_requests_and_admits_no_new_ones() -> None:
     async with served() as (engine, serving):
         running = asyncio.create_task(engine.tokens("a", 300))
         await until(lambda: engine.load.running > 0)
@@ -134,7 +134,7 @@ async def test_an_engine_that_drains_ends_what_it_runs_and_takes_nothing_new() -
 
 
 @pytest.mark.parametrize("delay", [0.0, LONG])
-async def test_an_engine_whose_core_fails_while_it_leaves_waits_for_nobody(delay: float) -> None:
+async def test_an_engine_whose_core_fails_during_shutdown_does_not_wait_for_requests(delay: float) -> None:
     async with served(shutdown_delay=delay) as (engine, serving):
         running = asyncio.create_task(engine.tokens("a", 3000))
         await until(lambda: engine.load.running > 0)
@@ -153,7 +153,7 @@ async def until_probes(engine: Served, expected: list[int]) -> None:
             pass
 
 
-async def test_a_router_that_vanishes_without_a_word_leaves_no_session_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_router_that_vanishes_leaves_no_session_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connection stays open on the engine's side, and nothing more comes over it."""
     monkeypatch.setattr(server_module, "KEEPALIVE_SECONDS", 0.3)
     async with served() as (engine, _), cut_off(engine.port) as (port, dead):

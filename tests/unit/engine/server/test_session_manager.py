@@ -93,7 +93,7 @@ def outputs_of(batches: list[pb.StepBatch]) -> list[pb.SequenceOutput]:
     return [output for batch in batches for output in batch.outputs]
 
 
-async def test_two_routers_may_choose_the_same_id_and_each_hears_its_own() -> None:
+async def test_two_routers_may_choose_the_same_id_and_each_gets_its_own_outputs() -> None:
     engine = Engine()
     (one, first, _), (two, second, _) = await engine.open("one"), await engine.open("two")
     engine.submit(one, "same")
@@ -118,7 +118,7 @@ OPERATIONS = st.lists(
 
 
 @given(OPERATIONS)
-def test_what_is_told_together_is_what_is_told_step_by_step(operations: list[tuple]) -> None:
+def test_merged_batches_equal_the_batches_of_single_steps(operations: list[tuple]) -> None:
     """Every session hears the same tokens, changes of the cache and last load, in the same order and without a gap."""
     every_step, together = asyncio.run(heard(operations, 0.0)), asyncio.run(heard(operations, 3600.0))
     happened = every_step.pop("all")
@@ -183,7 +183,7 @@ def hashes_of(batches: list[pb.StepBatch]) -> list[tuple[str, int, bytes]]:
     ]
 
 
-async def test_a_session_without_requests_hears_of_many_steps_at_once_and_one_with_requests_of_each() -> None:
+async def test_a_session_without_requests_gets_many_steps_in_one_batch_and_one_with_requests_gets_each() -> None:
     engine = Engine()
     (busy, _, _), (idle, _, _) = await engine.open("busy"), await engine.open("idle")
     engine.submit(busy, "r", max_tokens=20)
@@ -199,7 +199,7 @@ async def test_a_session_without_requests_hears_of_many_steps_at_once_and_one_wi
     assert idle.sequence == 5
 
 
-async def test_tokens_are_handed_over_even_when_tracing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tokens_are_delivered_even_when_tracing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("the tracer is broken")
 
@@ -213,7 +213,7 @@ async def test_tokens_are_handed_over_even_when_tracing_fails(monkeypatch: pytes
     assert len(batch.outputs[0].token_ids) == 1
 
 
-async def test_a_waiting_session_gets_signs_of_life_and_an_idle_one_none(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_waiting_session_gets_keepalives_and_an_idle_one_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_manager, "HEARTBEAT_INTERVAL", 0.01)
     engine = Engine()
     (busy, number, _), (idle, _, _) = await engine.open("busy"), await engine.open("idle")
@@ -276,7 +276,7 @@ async def test_an_id_can_be_submitted_again_while_its_last_use_is_still_ending()
 
 
 @pytest.mark.parametrize("bound", ["MAX_UNACKNOWLEDGED", "MAX_UNACKNOWLEDGED_BYTES"])
-async def test_what_is_kept_for_a_router_is_bounded(monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
+async def test_the_batches_kept_for_a_router_are_bounded(monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
     monkeypatch.setattr(f"quire_engine.server.session.{bound}", 3)
     session = Session("s", 1)
 
@@ -302,7 +302,7 @@ async def test_an_acknowledgement_from_the_future_harms_only_its_sender() -> Non
 # Pace and drain
 
 
-async def test_the_load_says_how_fast_the_engine_is_once_it_is_warm() -> None:
+async def test_the_load_includes_the_engines_speed_once_it_is_warm() -> None:
     engine = Engine()
     session, number, snapshot = await engine.open("s")
     assert not snapshot.load.HasField("pace")
@@ -318,7 +318,7 @@ async def test_the_load_says_how_fast_the_engine_is_once_it_is_warm() -> None:
     assert later.load.HasField("pace")
 
 
-async def test_every_session_hears_at_once_that_the_engine_drains_and_later_ones_hear_it_first() -> None:
+async def test_every_session_gets_draining_at_once_and_later_ones_get_it_first() -> None:
     engine = Engine()
     (busy, number, snapshot), (idle, other, _) = await engine.open("busy"), await engine.open("idle")
     assert not snapshot.draining
@@ -333,7 +333,7 @@ async def test_every_session_hears_at_once_that_the_engine_drains_and_later_ones
     assert (again.resumed, again.draining, late.resumed, late.draining) == (True, True, False, True)
 
 
-def test_what_a_long_step_is_split_into_says_of_each_part_that_the_engine_drains(
+def test_every_part_of_a_split_batch_carries_draining(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("quire_engine.server.session.MAX_BATCH_BYTES", 10)
@@ -345,7 +345,7 @@ def test_what_a_long_step_is_split_into_says_of_each_part_that_the_engine_drains
 # Several choices
 
 
-async def test_each_choice_is_told_under_its_index_and_the_request_lives_until_the_last_has_ended() -> None:
+async def test_each_choice_is_sent_under_its_index_and_the_request_lasts_until_the_last_choice_ends() -> None:
     engine = Engine()
     session, number, _ = await engine.open("s")
     engine.submit(session, "r", n=3, max_tokens=4)
@@ -374,7 +374,7 @@ def test_a_submit_is_read_with_its_deliveries_and_its_priority() -> None:
     assert request.priority == -3
 
 
-def test_an_output_is_told_whole() -> None:
+def test_every_field_of_an_output_is_sent() -> None:
     scored = TokenLogprobs(-0.5, ((3, -0.25), (4, -0.5)))
     output = EngineCoreOutput("k", [4], position=2, index=1, logprobs=[scored], score=-1.5)
     (message,) = output_to_proto(output, "r")
@@ -384,7 +384,7 @@ def test_an_output_is_told_whole() -> None:
     assert not output_to_proto(EngineCoreOutput("k", [4]), "r")[0].HasField("score")
 
 
-async def test_what_is_told_of_a_long_prompt_comes_in_pieces_and_no_message_is_long(
+async def test_prompt_logprobs_of_a_long_prompt_are_split_into_bounded_messages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(messages, "PROMPT_LOGPROBS_PER_MESSAGE", 100)
@@ -417,7 +417,7 @@ def change(came: bool, name: bytes, tier: Tier) -> KVCacheEvent:
 
 
 @given(st.lists(st.builds(change, st.booleans(), st.binary(min_size=1, max_size=1), st.sampled_from(Tier))))
-def test_changes_of_the_cache_are_told_whole_and_in_their_order(changes: list[KVCacheEvent]) -> None:
+def test_cache_events_are_sent_completely_and_in_order(changes: list[KVCacheEvent]) -> None:
     sent_changes = []
     for event in messages.events_to_proto(changes):
         kind, blocks = (BlockStored, event.stored) if event.HasField("stored") else (BlockRemoved, event.removed)
@@ -426,7 +426,7 @@ def test_changes_of_the_cache_are_told_whole_and_in_their_order(changes: list[KV
     assert sent_changes == changes
 
 
-def test_a_snapshot_names_what_is_cached_tier_by_tier() -> None:
+def test_a_snapshot_lists_the_cached_blocks_by_tier() -> None:
     stored = [BlockStored(b"a", Tier.HOST), BlockStored(b"b", Tier.DEVICE), BlockStored(b"c", Tier.HOST)]
     assert [(each.tier, list(each.block_hashes)) for each in cached_to_proto(stored)] == [
         (pb.KV_TIER_DEVICE, [b"b"]),
@@ -453,7 +453,7 @@ async def test_a_request_reaches_the_core_with_its_grammar_and_others_do_not_wai
     assert slow.request.grammar.structured.text == "a+"
 
 
-async def test_a_grammar_that_is_known_lets_its_request_start_at_once() -> None:
+async def test_a_cached_grammar_lets_its_request_start_at_once() -> None:
     engine = Engine()
     session, _, _ = await engine.open("s")
     engine.submit_structured(session, "first")
@@ -468,7 +468,7 @@ async def test_a_grammar_that_is_known_lets_its_request_start_at_once() -> None:
     ("regex", "code", "param"),
     [("bad", types.ERROR_CODE_INVALID, "regex"), ("broken", types.ERROR_CODE_INTERNAL, "")],
 )
-async def test_a_request_whose_grammar_cannot_be_had_is_refused_and_its_id_is_free(
+async def test_a_request_whose_grammar_fails_to_compile_is_refused_and_its_id_is_free(
     regex: str, code: int, param: str
 ) -> None:
     engine = Engine()
@@ -568,7 +568,7 @@ def is_replaced(engine: Engine, session: Session) -> None:
 
 
 @pytest.mark.parametrize("lost", [is_closed, is_replaced])
-async def test_nothing_comes_of_a_grammar_whose_session_was_lost_meanwhile(
+async def test_a_grammar_whose_session_was_closed_meanwhile_is_discarded(
     lost: Callable[[Engine, Session], None],
 ) -> None:
     engine = Engine()
@@ -618,7 +618,7 @@ async def test_a_request_whose_grammar_is_one_too_many_is_refused_at_once(monkey
     await engine.compile()
 
 
-async def test_requests_whose_grammars_an_engine_will_not_compile_any_more_can_go_elsewhere() -> None:
+async def test_requests_whose_grammars_a_stopping_engine_does_not_compile_are_retryable() -> None:
     engine = Engine()
     session, number, _ = await engine.open("s")
     for index in range(8):

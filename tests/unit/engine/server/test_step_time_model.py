@@ -133,29 +133,29 @@ def mixed(number: int) -> Step:
     return 100 * (1 + number % 5), 10, 0.01 + 10e-4 + 100 * (1 + number % 5) * 2e-5
 
 
-def test_what_no_step_has_shown_stays_what_was_measured_at_the_start() -> None:
+def test_a_coefficient_that_no_step_informs_keeps_its_warm_up_value() -> None:
     pace = fed((500, decode))
     assert pace.token_seconds == pytest.approx(1e-3)
     assert pace.host_block_seconds == 2e-3
     assert pace.predict(0, 20) == pytest.approx(0.012, rel=0.01)
 
 
-def test_a_load_that_never_varies_is_predicted_though_its_parts_cannot_be_told_apart() -> None:
+def test_a_constant_load_is_predicted_although_its_coefficients_are_not_identifiable() -> None:
     pace = fed((500, lambda _: (0, 8, 0.02)))
     assert pace.predict(0, 8) == pytest.approx(0.02, rel=0.01)
 
 
-def test_a_long_spell_of_decoding_does_not_blur_what_is_known_of_prompts() -> None:
+def test_a_long_run_of_decodes_does_not_change_the_prefill_estimate() -> None:
     pace = fed((300, mixed), (20_000, decode))
     assert pace.token_seconds == pytest.approx(2e-5, rel=0.05)
 
 
-def test_an_engine_that_became_slower_is_known_to_be() -> None:
+def test_an_engine_that_became_slower_is_predicted_slower() -> None:
     pace = fed((1000, decode), (2000, lambda number: (*decode(number)[:2], 3 * decode(number)[2])))
     assert pace.predict(0, 20) == pytest.approx(0.036, rel=0.02)
 
 
-def test_one_step_that_was_held_up_changes_little() -> None:
+def test_one_delayed_step_changes_little() -> None:
     pace = fed((500, decode), (1, lambda _: (0, 8, 5.0)), (16, decode))
     assert pace.predict(0, 20) == pytest.approx(0.012, rel=0.05)
 
@@ -175,7 +175,7 @@ def test_steps_that_overlap_last_from_the_end_of_the_one_before() -> None:
     assert meter.model.predict(0, 4) == pytest.approx(0.01, rel=0.05)
 
 
-def test_block_copies_and_pauses_between_steps_do_not_count_and_failed_steps_tell_nothing() -> None:
+def test_block_copies_and_pauses_do_not_count_and_failed_steps_are_ignored() -> None:
     meter = StepTimeEstimator(Rates(1000, 1e6), 1, warm=0)
     for number in range(300):
         meter.on_step(trace(number, 0.05, swap=0.04))
@@ -197,7 +197,7 @@ def test_the_first_prompts_cost_more_than_later_ones_and_are_not_learned_from() 
 
 
 @pytest.mark.parametrize(("idle", "steps"), [(3600.0, 3), (60.0, 6)])
-def test_an_engine_that_was_slow_and_then_idle_is_soon_known_to_be_fast(idle: float, steps: int) -> None:
+def test_an_engine_that_was_slow_and_then_idle_is_soon_predicted_fast(idle: float, steps: int) -> None:
     """What was learned in a slow minute weighs little once the engine has rested; without that it would take hundreds
     of steps.
     """
@@ -215,7 +215,7 @@ def test_an_engine_that_was_slow_and_then_idle_is_soon_known_to_be_fast(idle: fl
     assert meter.model.predict(0, 10) < 1.6 * decode(9)[2]
 
 
-def test_an_engine_that_rests_keeps_what_it_knew_of_what_it_does_not_do_again() -> None:
+def test_estimates_of_work_that_does_not_recur_are_kept() -> None:
     meter, now = StepTimeEstimator(Rates(1000, 1e6), 2000, warm=0), 0.0
     for number in range(300):
         meter.observe(*mixed(number), now)

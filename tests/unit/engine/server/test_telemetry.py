@@ -82,7 +82,7 @@ def summary(span: ReadableSpan) -> tuple[object, int | None]:
     return span.attributes[Attribute.CHOICE], span.end_time
 
 
-def test_grammars_are_counted_by_what_became_of_them() -> None:
+def test_grammars_are_counted_by_outcome() -> None:
     metrics = EngineMetrics("demo", SchedulerStats(), lambda: 0.0)
     for outcome, seconds in (
         (CompileOutcome.COMPILED, 0.004),

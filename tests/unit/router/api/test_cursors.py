@@ -1,4 +1,4 @@
-"""An answer that was cut anywhere and goes on from its last event is the undisturbed one, event for event."""
+"""A response that breaks off anywhere and is resumed after its last event has the events of an unbroken one."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -19,44 +19,44 @@ from tests.support.scripted_api import MODEL, TEXT, as_had, events_of, logprobs_
 
 
 @dataclass
-class Told:
-    """An answer as a runner gives it, and the request that it belongs to."""
+class RecordedAnswer:
+    """The deltas that a runner yields for one request, and that request."""
 
-    admitted: PreparedRequest
+    prepared: PreparedRequest
     deltas: list[Delta]
 
-    def pieces(self, mark: StreamCursor) -> list[Delta]:
-        """The answer once more, for a reader who stands at ``mark``."""
-        ends = [0] * self.admitted.num_choices
-        had = []
+    def deltas_after(self, cursor: StreamCursor) -> list[Delta]:
+        """The deltas again, for a client that resumes at ``cursor``: those that it has already are marked replayed."""
+        ends = [0] * self.prepared.num_choices
+        resumed = []
         for delta in self.deltas:
             ends[delta.index] += len(delta.token_ids)
-            piece = as_had(delta, ends[delta.index], mark)
-            if not piece.replayed or piece.token_ids or piece.prompt_logprobs or piece.usage:
-                had.append(piece)
-        return had
+            seen = as_had(delta, ends[delta.index], cursor)
+            if not seen.replayed or seen.token_ids or seen.prompt_logprobs or seen.usage:
+                resumed.append(seen)
+        return resumed
 
 
 @st.composite
 def choices(draw, index: int, logprobs: bool) -> list[Delta]:
-    """The pieces of one choice, of one token or of several, whose end comes with the last tokens or alone."""
+    """The deltas of one choice, of one to four tokens each; the finish reason is in the last or in one of its own."""
     token_ids = TEXT.encode_plain(draw(st.text("aé😀", max_size=5)))
-    output, pieces = TEXT.new_output_stream([], ()), [Delta("", [], index=index)] * draw(st.integers(0, 1))
+    output, deltas = TEXT.new_output_stream([], ()), [Delta("", [], index=index)] * draw(st.integers(0, 1))
     while token_ids:
         count = draw(st.integers(1, 4))
         taken, token_ids = list(token_ids[:count]), token_ids[count:]
         shown = [logprobs_of(each, 2) for each in taken] if logprobs else []
-        pieces.append(Delta(output.push(taken), taken, index=index, logprobs=shown))
-    if pieces and draw(st.booleans()):
-        pieces[-1] = replace(pieces[-1], text=pieces[-1].text + output.finish(), finish_reason=FinishReason.STOP)
+        deltas.append(Delta(output.push(taken), taken, index=index, logprobs=shown))
+    if deltas and draw(st.booleans()):
+        deltas[-1] = replace(deltas[-1], text=deltas[-1].text + output.finish(), finish_reason=FinishReason.STOP)
     else:
-        pieces.append(Delta(output.finish(), [], FinishReason.LENGTH, index=index))
-    return pieces
+        deltas.append(Delta(output.finish(), [], FinishReason.LENGTH, index=index))
+    return deltas
 
 
 @st.composite
-def answers(draw) -> Told:
-    """Answers of both kinds, whose choices mingle."""
+def recorded_answers(draw) -> RecordedAnswer:
+    """Chat and text completions, whose choices' deltas are interleaved."""
     operation = draw(st.sampled_from(["chat", "text_completion"]))
     n, logprobs = draw(st.integers(1, 3)), draw(st.sampled_from([None, 2]))
     echo = operation != "chat" and draw(st.booleans())
@@ -67,48 +67,47 @@ def answers(draw) -> Told:
         GenerationRequest(f"r_{number}", MODEL, prompt, params, echo=echo, operation=operation, created=1)
         for number in range(prompts)
     )
-    with_usage, each_time = draw(st.sampled_from([(False, False), (True, False), (True, True)]))
-    shape = ResponseOptions(include_usage=with_usage, continuous_usage=each_time, logprobs=logprobs)
+    with_usage, continuous = draw(st.sampled_from([(False, False), (True, False), (True, True)]))
+    options = ResponseOptions(include_usage=with_usage, continuous_usage=continuous, logprobs=logprobs)
     waiting = [draw(choices(index, logprobs is not None)) for index in range(n * prompts)]
     for index in range(0, n * prompts, n):
-        about_prompt = [logprobs_of(each, 2) for each in prompt[1:]] if echo and logprobs else []
-        waiting[index][0] = replace(waiting[index][0], prompt_logprobs=about_prompt)
-    firsts = [waiting[index].pop(0) for index in range(0, n * prompts, n)]  # the first choice tells of the prompt
+        prompt_logprobs = [logprobs_of(each, 2) for each in prompt[1:]] if echo and logprobs else []
+        waiting[index][0] = replace(waiting[index][0], prompt_logprobs=prompt_logprobs)
+    firsts = [waiting[index].pop(0) for index in range(0, n * prompts, n)]  # the first choices carry prompt logprobs
     deltas = [*firsts]
     while any(waiting):
         deltas.append(draw(st.sampled_from([each for each in waiting if each])).pop(0))
     usage, alone = Usage(3, 9, 1), draw(st.booleans())
     deltas = [*deltas, Delta("", [], usage=usage)] if alone else [*deltas[:-1], replace(deltas[-1], usage=usage)]
-    return Told(PreparedRequest(generations, shape, TEXT, event_ids=True), deltas)
+    return RecordedAnswer(PreparedRequest(generations, options, TEXT, event_ids=True), deltas)
 
 
-async def played(deltas: list[Delta]) -> AsyncGenerator[Delta]:
+async def stream(deltas: list[Delta]) -> AsyncGenerator[Delta]:
     for delta in deltas:
         yield delta
 
 
-def answer_from(told: Told, after: str) -> Response:
-    admitted, mark = told.admitted, StreamCursor.parse(after, told.admitted.num_choices)
-    deltas = played(told.pieces(StreamCursor.parse(after, admitted.num_choices)))
-    if admitted.first.echo:
-        deltas = with_prompt_echo(deltas, admitted.generations, TEXT, started_choices(mark, admitted.num_choices))
-    return Response(admitted, deltas, mark)
+def response_after(answer: RecordedAnswer, after: str) -> Response:
+    prepared, cursor = answer.prepared, StreamCursor.parse(after, answer.prepared.num_choices)
+    deltas = stream(answer.deltas_after(cursor))
+    if prepared.first.echo:
+        deltas = with_prompt_echo(deltas, prepared.generations, TEXT, started_choices(cursor, prepared.num_choices))
+    return Response(prepared, deltas, cursor)
 
 
-def over_rest(told: Told, after: str = "") -> list[tuple[str | None, object]]:
-    """The events of the answer from a mark on."""
+def rest_events(answer: RecordedAnswer, after: str = "") -> list[tuple[str | None, object]]:
+    """The server-sent events after the event id ``after``: each one's id and data."""
 
     async def write() -> bytes:
-        answer = answer_from(told, after)
-        chunks = SseEncoder(
-            CHAT if told.admitted.first.operation == "chat" else COMPLETION, told.admitted, answer.cursor
-        )
+        response = response_after(answer, after)
+        kind = CHAT if answer.prepared.first.operation == "chat" else COMPLETION
+        encoder = SseEncoder(kind, answer.prepared, response.cursor)
         data = b""
-        async for delta in answer.deltas:
-            if chunks.logprobs is not None:
-                await chunks.logprobs.read_prompt(delta)
-            data = data or chunks.opening()
-            data += chunks.encode(delta)
+        async for delta in response.deltas:
+            if encoder.logprobs is not None:
+                await encoder.logprobs.read_prompt(delta)
+            data = data or encoder.opening()
+            data += encoder.encode(delta)
         return data
 
     data = asyncio.run(write())
@@ -116,65 +115,65 @@ def over_rest(told: Told, after: str = "") -> list[tuple[str | None, object]]:
     return events_of(data)
 
 
-def over_grpc(told: Told, after: str = "") -> list[object]:
-    """The messages of the answer from a mark on."""
+def grpc_messages(answer: RecordedAnswer, after: str = "") -> list[object]:
+    """The messages of the gRPC stream after the event id ``after``."""
 
     async def write() -> list[object]:
-        answer = answer_from(told, after)
-        pieces = DeltaMessages(answer, messages.resume_response)
-        return [message async for delta in answer.deltas if (message := pieces.message(delta)) is not None]
+        response = response_after(answer, after)
+        encoder = DeltaMessages(response, messages.resume_response)
+        return [message async for delta in response.deltas if (message := encoder.message(delta)) is not None]
 
     return asyncio.run(write())
 
 
-def inner(message):
+def payload(message):
     return getattr(message, message.WhichOneof("response"))
 
 
 @settings(deadline=None, max_examples=150)
-@given(answers())
-def test_events_before_a_cut_and_events_from_its_last_id_on_are_all_events(told):
-    whole = over_rest(told)
+@given(recorded_answers())
+def test_events_before_a_cut_and_those_resumed_after_its_last_id_are_all_events(answer):
+    whole = rest_events(answer)
     assert all(event_id for event_id, data in whole if data != "[DONE]")
-    assert len({event_id for event_id, _ in whole}) == len(whole), "two events with one id cannot be told apart"
+    assert len({event_id for event_id, _ in whole}) == len(whole), "two events have one id"
     for cut in range(len(whole)):
         after = whole[cut - 1][0] if cut else ""
-        assert over_rest(told, after) == whole[cut:]
+        assert rest_events(answer, after) == whole[cut:]
 
 
 @settings(deadline=None, max_examples=80)
-@given(answers())
-def test_messages_before_a_cut_and_messages_from_its_last_id_on_are_all_messages(told):
-    whole = over_grpc(told)
+@given(recorded_answers())
+def test_messages_before_a_cut_and_those_resumed_after_its_last_id_are_all_messages(answer):
+    whole = grpc_messages(answer)
     for cut in range(len(whole) + 1):
-        after = inner(whole[cut - 1]).event_id if cut else ""
-        again = over_grpc(told, after)
-        assert [text_of(again, index) for index in range(told.admitted.num_choices)] == [
-            text_of(whole[cut:], index) for index in range(told.admitted.num_choices)
+        after = payload(whole[cut - 1]).event_id if cut else ""
+        resumed = grpc_messages(answer, after)
+        assert [text_of(resumed, index) for index in range(answer.prepared.num_choices)] == [
+            text_of(whole[cut:], index) for index in range(answer.prepared.num_choices)
         ]
-        assert ends_of(again) == ends_of(whole[cut:])
-        assert [inner(each).event_id for each in again] == [inner(each).event_id for each in whole[cut:]]
+        assert finish_reasons_of(resumed) == finish_reasons_of(whole[cut:])
+        assert [payload(each).event_id for each in resumed] == [payload(each).event_id for each in whole[cut:]]
 
 
 @settings(deadline=None, max_examples=80)
-@given(answers(), st.data())
-def test_an_answer_that_began_over_rest_goes_on_over_grpc(told, data):
-    events = over_rest(told)
+@given(recorded_answers(), st.data())
+def test_a_stream_that_started_over_rest_resumes_over_grpc(answer, data):
+    events = rest_events(answer)
     cut = data.draw(st.integers(0, len(events) - 1))
-    again = over_grpc(told, events[cut - 1][0] if cut else "")
-    for index in range(told.admitted.num_choices):
+    resumed = grpc_messages(answer, events[cut - 1][0] if cut else "")
+    for index in range(answer.prepared.num_choices):
         before = [
             choice.get("text") or choice.get("delta", {}).get("content") or ""
             for _, event in events[:cut]
             for choice in event["choices"]
             if choice["index"] == index
         ]
-        assert "".join(before) + text_of(again, index) == text_of(over_grpc(told), index)
+        assert "".join(before) + text_of(resumed, index) == text_of(grpc_messages(answer), index)
 
 
-def text_of(found, index: int) -> str:
-    return "".join(inner(message).text for message in found if inner(message).index == index)
+def text_of(received, index: int) -> str:
+    return "".join(payload(message).text for message in received if payload(message).index == index)
 
 
-def ends_of(found) -> list[tuple[int, int]]:
-    return [(inner(each).index, inner(each).finish_reason) for each in found if inner(each).finish_reason]
+def finish_reasons_of(received) -> list[tuple[int, int]]:
+    return [(payload(each).index, payload(each).finish_reason) for each in received if payload(each).finish_reason]

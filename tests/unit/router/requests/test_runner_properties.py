@@ -1,5 +1,5 @@
-"""Whatever happens between a router and its engine, and in whatever order choices come: the client gets what it would
-have got undisturbed.
+"""Whatever fails between a router and its engine, and in whichever order the choices' tokens come, the client gets the
+output of an undisturbed run.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ DISTURBED = [*CALM, "replay", "lost commands", "restart", "give back", "gap"]
 
 
 class DirectLink:
-    """A link without a network: the test moves what passes over it."""
+    """A connection without a network: the test delivers commands and batches itself."""
 
     address = "engine"
     ready = True
@@ -56,14 +56,14 @@ class DirectLink:
         return self.session.submit(message)
 
     def deliver_commands(self) -> None:
-        for command in waiting(self.session.commands):
+        for command in pending_commands(self.session.commands):
             self.engine.receive(command)
 
     def step(self, counts: dict[int, int]) -> None:
         take_all(self.session, self.engine.step(counts))
 
     def replay(self, back: int) -> None:
-        """The stream breaks, and the engine goes on where it is ``back`` batches behind."""
+        """The stream breaks, and the engine resumes it ``back`` batches earlier."""
         sequence = max(0, self.session.sequence - back)
         snapshot = engine_pb2.Snapshot(generation=self.engine.generation, resumed=True, sequence=sequence)
         self.session.begin(snapshot)
@@ -75,14 +75,14 @@ class DirectLink:
         self.session.begin(engine_pb2.Snapshot(generation=self.engine.generation))
 
     def gap(self) -> None:
-        """A batch is lost for good, so what came of it cannot be trusted, and a new session begins."""
+        """A batch is lost: the session's state is invalidated, and a new session begins."""
         self.session.invalidate()
         self.engine.batches = []
         self.session.begin(engine_pb2.Snapshot(generation=self.engine.generation))
 
 
-def waiting(outbox: CommandQueue) -> Iterator[engine_pb2.SessionRequest]:
-    """Takes out what can be had without waiting."""
+def pending_commands(outbox: CommandQueue) -> Iterator[engine_pb2.SessionRequest]:
+    """Takes the commands that are queued now."""
     while True:
         taking = outbox.next()
         try:
@@ -95,7 +95,7 @@ def waiting(outbox: CommandQueue) -> Iterator[engine_pb2.SessionRequest]:
 
 
 class OneEngine:
-    """A fleet of one, in which nobody waits."""
+    """A fleet of one engine whose admission never waits."""
 
     def __init__(self, link: DirectLink) -> None:
         self.table = EngineTable()
@@ -121,7 +121,7 @@ class OneEngine:
 
 @dataclass
 class Client:
-    """What one client gets."""
+    """Reads one request's stream and keeps its deltas."""
 
     deltas: list[Delta] = field(default_factory=list)
 
@@ -149,8 +149,8 @@ class Client:
 
 
 @dataclass
-class Play:
-    """One request from its beginning to its end, disturbed as ``data`` says."""
+class DisturbedRun:
+    """One request from beginning to end, with the disturbances that ``data`` draws."""
 
     script: Script
     generation: GenerationRequest
@@ -166,7 +166,7 @@ class Play:
         )
         self.client = Client()
         self.events = draw(st.sampled_from([CALM, DISTURBED]), label="events")
-        self.everything_was_heard = True
+        self.no_command_was_lost = True
 
     async def run(self) -> None:
         self.link, self.journal = DirectLink(self.engine), MemoryJournal()
@@ -183,13 +183,13 @@ class Play:
         for _ in range(200):
             if reading.done():
                 break
-            await self.go_on()
+            await self.advance()
         await asyncio.wait_for(reading, 10)
         await self.check_nothing_is_left(lifecycle, fleet)
 
     async def disturb(self) -> None:
         link, event = self.link, self.data.draw(st.sampled_from(self.events), label="event")
-        self.everything_was_heard &= event not in ("lost commands", "gap")
+        self.no_command_was_lost &= event not in ("lost commands", "gap")
         if event == "tokens":
             indexes = st.integers(0, len(self.script.choices) - 1)
             link.step(self.data.draw(st.dictionaries(indexes, st.integers(0, 3)), label="tokens"))
@@ -198,7 +198,7 @@ class Play:
         elif event == "replay":
             link.replay(self.data.draw(st.integers(0, 3), label="batches"))
         elif event == "lost commands":
-            list(waiting(link.session.commands))
+            list(pending_commands(link.session.commands))
             link.replay(0)
         elif event == "restart":
             link.restart()
@@ -209,7 +209,7 @@ class Play:
         else:
             await settle()
 
-    async def go_on(self) -> None:
+    async def advance(self) -> None:
         self.link.deliver_commands()
         self.link.step(dict.fromkeys(range(len(self.script.choices)), 2))
         await settle()
@@ -221,12 +221,12 @@ class Play:
         assert fleet.engine.in_flight == fleet.table.requests.sum() == fleet.table.decoding.sum() == 0
         self.link.replay(0)
         self.link.deliver_commands()
-        assert not self.engine.runs, "the engine is still at work"
+        assert not self.engine.runs, "the engine still runs a request"
         self.link.step({})
         assert self.link.session.in_flight == 0
         self.link.replay(0)
-        if self.everything_was_heard:
-            assert not list(waiting(self.link.session.commands)), "what has ended is cancelled again"
+        if self.no_command_was_lost:
+            assert not list(pending_commands(self.link.session.commands)), "a request that has ended is cancelled"
         record = await self.journal.read("r")
         assert record is not None
         for index, choice in enumerate(record.choices):
@@ -241,13 +241,13 @@ def make_lifecycle(fleet: OneEngine, journal: Journal, text: ModelTokenizer = TE
 
 
 async def settle() -> None:
-    """Lets everybody do what there is to do."""
+    """Lets every task run until it waits."""
     for _ in range(8):
         await asyncio.sleep(0)
 
 
 def undisturbed(output: str, stops: tuple[str, ...], max_tokens: int) -> tuple[str, str, FinishReason]:
-    """A choice's text, all that belongs to it, and why it ended: by looking for stop strings in the whole of it."""
+    """A choice's text, the same with its stop string, and its finish reason, by searching the whole output."""
     for end in range(1, len(output) + 1):
         found = [len(stop) for stop in stops if output[:end].endswith(stop)]
         if found:
@@ -261,29 +261,31 @@ stop_strings = st.lists(st.text("abX", min_size=1, max_size=3), max_size=2).map(
 
 @st.composite
 def answers(draw: st.DrawFn, most: int = 4) -> tuple[list[str], tuple[str, ...], int]:
-    """What each choice would be without stop strings, the stop strings, and ``max_tokens``."""
+    """Each choice's output without stop strings, the stop strings, and ``max_tokens``."""
     made = draw(st.lists(outputs, min_size=1, max_size=most))
     longest = max(1, *map(len, made))
     return made, draw(stop_strings), longest + draw(st.integers(0, 1))
 
 
-def play(made: list[str], stop: tuple[str, ...], max_tokens: int, data: st.DataObject, **params: Any) -> Play:
+def run_disturbed(
+    made: list[str], stop: tuple[str, ...], max_tokens: int, data: st.DataObject, **params: Any
+) -> DisturbedRun:
     cancel_at = params.pop("cancel_at", None)
     sampling = SamplingParams(seed=7, max_tokens=max_tokens, **params)
     generation = GenerationRequest("r", "m", tokens(PROMPT), sampling, stop)
-    done = Play(Script([tokens(text) for text in made], max_tokens), generation, data, cancel_at)
+    done = DisturbedRun(Script([tokens(text) for text in made], max_tokens), generation, data, cancel_at)
     asyncio.run(done.run())
     return done
 
 
 @given(answers(), st.booleans(), st.booleans(), st.data())
 @settings(max_examples=200, deadline=None)
-def test_each_choice_is_what_it_would_have_been_undisturbed(
+def test_each_choice_equals_that_of_an_undisturbed_run(
     answer: tuple[list[str], tuple[str, ...], int], logprobs: bool, prompt_logprobs: bool, data: st.DataObject
 ) -> None:
     made, stop, max_tokens = answer
-    asked = {"logprobs": 0 if logprobs else None, "prompt_logprobs": 0 if prompt_logprobs else None}
-    done = play(made, stop, max_tokens, data, n=len(made), **asked)
+    wanted_logprobs = {"logprobs": 0 if logprobs else None, "prompt_logprobs": 0 if prompt_logprobs else None}
+    done = run_disturbed(made, stop, max_tokens, data, n=len(made), **wanted_logprobs)
     expected = [undisturbed(output, stop, max_tokens) for output in made]
     client, script = done.client, done.script
     for index, (text, whole, reason) in enumerate(expected):
@@ -298,22 +300,22 @@ def test_each_choice_is_what_it_would_have_been_undisturbed(
     check_prompt_logprobs(client, prompt_logprobs)
 
 
-def check_prompt_logprobs(client: Client, asked: bool) -> None:
-    """All of them with the first piece, and none with any other."""
-    told = [[each.logprob for each in delta.prompt_logprobs] for delta in client.deltas]
-    assert told[0] == ([-float(position) for position in range(1, len(PROMPT))] if asked else [])
-    assert not any(told[1:])
+def check_prompt_logprobs(client: Client, requested: bool) -> None:
+    """All of them are in the first delta, and none in any other."""
+    by_delta = [[each.logprob for each in delta.prompt_logprobs] for delta in client.deltas]
+    assert by_delta[0] == ([-float(position) for position in range(1, len(PROMPT))] if requested else [])
+    assert not any(by_delta[1:])
 
 
 @given(answers(most=5), st.booleans(), st.booleans(), st.data())
 @settings(max_examples=150, deadline=None)
-def test_the_best_of_several_are_those_with_the_highest_mean_logprob_undisturbed(
+def test_best_of_returns_the_choices_with_the_highest_mean_logprob_whatever_fails(
     answer: tuple[list[str], tuple[str, ...], int], logprobs: bool, prompt_logprobs: bool, data: st.DataObject
 ) -> None:
     made, stop, max_tokens = [*answer[0], "ba"], answer[1], max(2, answer[2])
     n = data.draw(st.integers(1, len(made) - 1), label="n")
-    asked = {"logprobs": 0 if logprobs else None, "prompt_logprobs": 0 if prompt_logprobs else None}
-    done = play(made, stop, max_tokens, data, n=n, best_of=len(made), **asked)
+    wanted_logprobs = {"logprobs": 0 if logprobs else None, "prompt_logprobs": 0 if prompt_logprobs else None}
+    done = run_disturbed(made, stop, max_tokens, data, n=n, best_of=len(made), **wanted_logprobs)
     expected = [undisturbed(output, stop, max_tokens) for output in made]
     client, script = done.client, done.script
 
@@ -323,13 +325,13 @@ def test_the_best_of_several_are_those_with_the_highest_mean_logprob_undisturbed
 
     ranked = sorted(range(len(made)), key=lambda index: (-mean(index), index))[:n]
     assert [delta.index for delta in client.deltas] == list(range(n))
-    for told, candidate in enumerate(ranked):
+    for rank, candidate in enumerate(ranked):
         text, whole, reason = expected[candidate]
-        assert client.text(told) == text
-        assert client.token_ids(told) == tokens(whole)
-        assert client.of(told)[-1].finish_reason is reason
+        assert client.text(rank) == text
+        assert client.token_ids(rank) == tokens(whole)
+        assert client.of(rank)[-1].finish_reason is reason
         given_logprobs = [script.logprob(candidate, position) for position in range(len(whole))]
-        assert client.logprobs(told) == (given_logprobs if logprobs else [])
+        assert client.logprobs(rank) == (given_logprobs if logprobs else [])
     usage = client.deltas[-1].usage
     assert usage is not None
     assert usage.completion_tokens == sum(len(whole) for _, whole, _ in expected)
@@ -338,24 +340,24 @@ def test_the_best_of_several_are_those_with_the_highest_mean_logprob_undisturbed
 
 @given(st.lists(outputs, min_size=1, max_size=3), st.booleans(), st.data())
 @settings(max_examples=100, deadline=None)
-def test_the_beams_that_are_told_are_all_of_one_search(
+def test_all_beams_that_a_client_gets_are_of_one_search(
     made: list[str], prompt_logprobs: bool, data: st.DataObject
 ) -> None:
-    asked = 0 if prompt_logprobs else None
-    done = play(made, (), 10, data, n=len(made), beam_width=4, prompt_logprobs=asked)
-    client, told = done.client, done.client.deltas
-    assert [delta.index for delta in told] == list(range(len(made)))
-    searches = {delta.token_ids[-1] for delta in told}
+    top = 0 if prompt_logprobs else None
+    done = run_disturbed(made, (), 10, data, n=len(made), beam_width=4, prompt_logprobs=top)
+    client, deltas = done.client, done.client.deltas
+    assert [delta.index for delta in deltas] == list(range(len(made)))
+    searches = {delta.token_ids[-1] for delta in deltas}
     assert len(searches) == 1
-    assert [delta.token_ids for delta in told] == done.script.beams(searches.pop(), len(made))
-    assert [delta.score for delta in told] == [-1.0 - index for index in range(len(made))]
+    assert [delta.token_ids for delta in deltas] == done.script.beams(searches.pop(), len(made))
+    assert [delta.score for delta in deltas] == [-1.0 - index for index in range(len(made))]
     check_prompt_logprobs(client, prompt_logprobs)
 
 
 @pytest.mark.parametrize("kind", ["drawn", "best_of", "beams"])
 @given(answers(), st.integers(0, 15), st.data())
 @settings(max_examples=60, deadline=None)
-def test_a_cancelled_request_ends_every_choice_and_tells_no_token_that_is_not_its_own(
+def test_cancelling_ends_every_choice_and_delivers_only_its_own_tokens(
     kind: str, answer: tuple[list[str], tuple[str, ...], int], cancel_at: int, data: st.DataObject
 ) -> None:
     made, stop, max_tokens = answer
@@ -364,7 +366,7 @@ def test_a_cancelled_request_ends_every_choice_and_tells_no_token_that_is_not_it
         stop = ()
     else:
         params = {"n": len(made)} if kind == "drawn" else {"n": 1, "best_of": len(made)}
-    done = play(made, stop, max_tokens + 1, data, cancel_at=cancel_at, **params)
+    done = run_disturbed(made, stop, max_tokens + 1, data, cancel_at=cancel_at, **params)
     expected = [undisturbed(output, stop, max_tokens + 1) for output in made]
     client = done.client
     for index in range(params["n"]):

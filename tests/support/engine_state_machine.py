@@ -1,5 +1,5 @@
-"""A state machine that drives a whole engine, step by step: whatever arrives, is aborted, finishes or is preempted,
-outputs are right and every block comes back.
+"""A hypothesis state machine that drives a whole engine step by step. Whichever requests arrive, are aborted, finish or
+are preempted, outputs are right and every block is freed.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ MAX_MODEL_LEN = 40
 
 @dataclass
 class Choice:
-    """What one client has seen of one choice."""
+    """What one client has received of one choice."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: int = 0
@@ -37,17 +37,17 @@ class Choice:
 
 @dataclass
 class Client:
-    """What one client sent and has seen."""
+    """What one client sent and has received."""
 
     request: Request
     choices: dict[int, Choice]
-    told: int = 1
+    prompt_position: int = 1  # of the next prompt log-probability; the first token has none
     ended: bool = False
     error: QuireError | None = None
 
 
 class CheckedExecutor(PagedExecutor):
-    """Shows each plan to a check before it runs."""
+    """Passes each plan to a check before it runs."""
 
     def __init__(self, capacity: KVCacheConfig, check: Callable[[SchedulerOutput], None]) -> None:
         super().__init__(capacity)
@@ -58,7 +58,7 @@ class CheckedExecutor(PagedExecutor):
         return super().execute_model(scheduler_output)
 
 
-class EngineMachine(RuleBasedStateMachine):
+class EngineStateMachine(RuleBasedStateMachine):
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
         pool_tokens=st.integers(30, 70),
@@ -92,26 +92,28 @@ class EngineMachine(RuleBasedStateMachine):
         self.clients: dict[str, Client] = {}
         self.cached: set[BlockStored] = set()
         self.ran_before: set[int] = set()
-        self.drawn: set[int] = set()
-        self.told: set[int] = set()
+        self.sampled: set[int] = set()
+        self.freed: set[int] = set()
         self.limit = min(MAX_MODEL_LEN, self.memory.device_pool.num_blocks * block_size)
 
     def make_executor(self, capacity: KVCacheConfig) -> PagedExecutor:
         return CheckedExecutor(capacity, self.check_scheduler_output)
 
     def check_scheduler_output(self, scheduler_output: SchedulerOutput) -> None:
-        """A step that preempts takes nobody in."""
+        """A step that preempts admits no sequence."""
         if scheduler_output.num_preempted:
             assert not scheduler_output.blocks_to_swap_in
             assert all(chunk.sequence_id in self.ran_before for chunk in scheduler_output.chunks)
         assert scheduler_output.num_tokens <= self.scheduler.config.max_num_batched_tokens
         assert len({chunk.sequence_id for chunk in scheduler_output.chunks}) == len(scheduler_output.chunks)
-        self.drawn.update(request.sequence_id for chunk in scheduler_output.chunks for request in chunk.sample_requests)
+        self.sampled.update(
+            request.sequence_id for chunk in scheduler_output.chunks for request in chunk.sample_requests
+        )
         self.check_ended(scheduler_output)
 
     def check_ended(self, scheduler_output: SchedulerOutput) -> None:
-        assert self.told.isdisjoint(scheduler_output.finished_seq_ids), "an end was told twice"
-        self.told.update(scheduler_output.finished_seq_ids)
+        assert self.freed.isdisjoint(scheduler_output.finished_seq_ids), "a sequence was freed twice"
+        self.freed.update(scheduler_output.finished_seq_ids)
 
     @rule(
         count=st.integers(1, 4),
@@ -147,7 +149,7 @@ class EngineMachine(RuleBasedStateMachine):
         length_penalty=st.sampled_from([0.0, 1.0, 2.0]),
         early_stopping=st.sampled_from([True, False, "never"]),
     )
-    def search(self, shared, own, **settings):
+    def arrive_beam_search(self, shared, own, **settings):
         prompt = [token % VOCAB_SIZE for token in range(shared)] + own
         self.add(Request(f"r{len(self.clients)}", prompt, SamplingParams(**settings)), [[]] * settings["n"])
 
@@ -178,30 +180,30 @@ class EngineMachine(RuleBasedStateMachine):
                 self.cached.add(entry)
             else:
                 self.cached.remove(entry)
-        for news in output.outputs:
-            client = self.clients[news.request_id]
+        for received in output.outputs:
+            client = self.clients[received.request_id]
             assert not client.ended, "an output came after the end"
-            client.ended = news.ends_request
-            client.error = news.error
-            if news.error is None:
-                self.receive_choice(client, news)
+            client.ended = received.ends_request
+            client.error = received.error
+            if received.error is None:
+                self.receive_choice(client, received)
 
-    def receive_choice(self, client: Client, news: EngineCoreOutput) -> None:
-        choice = client.choices[news.index]
+    def receive_choice(self, client: Client, received: EngineCoreOutput) -> None:
+        choice = client.choices[received.index]
         assert choice.finish_reason is None, "an output came after its choice ended"
-        if news.prompt_logprobs:
-            assert news.prompt_position == client.told
-            for position, told in enumerate(news.prompt_logprobs, news.prompt_position):
-                assert told.logprob == position
-                assert told.top[0][0] == client.request.prompt_token_ids[position]
-            client.told += len(news.prompt_logprobs)
-        if news.token_ids:
-            assert news.position == len(choice.token_ids), "a token was lost or repeated"
-        choice.token_ids += news.token_ids
-        choice.logprobs += len(news.logprobs)
-        choice.finish_reason, choice.score = news.finish_reason, news.score
+        if received.prompt_logprobs:
+            assert received.prompt_position == client.prompt_position
+            for position, token in enumerate(received.prompt_logprobs, received.prompt_position):
+                assert token.logprob == position
+                assert token.top[0][0] == client.request.prompt_token_ids[position]
+            client.prompt_position += len(received.prompt_logprobs)
+        if received.token_ids:
+            assert received.position == len(choice.token_ids), "a token was lost or repeated"
+        choice.token_ids += received.token_ids
+        choice.logprobs += len(received.logprobs)
+        choice.finish_reason, choice.score = received.finish_reason, received.score
         if client.request.sampling.logprobs is not None:
-            assert len(news.logprobs) == len(news.token_ids)
+            assert len(received.logprobs) == len(received.token_ids)
 
     def stops(self, params):
         return frozenset() if params.ignore_eos else frozenset({EOS})
@@ -210,20 +212,21 @@ class EngineMachine(RuleBasedStateMachine):
         return expected_output(prompt, choice_seed(params.seed, index), params.max_tokens, self.stops(params))
 
     @invariant()
-    def every_block_is_in_one_place(self):
+    def every_block_is_referenced_as_often_as_tables_hold_it(self):
         if not hasattr(self, "memory"):
             return
         self.memory.check_integrity()
-        held = [b for queue in self.queues() for s in queue for b in s.table.block_ids]
-        assert all((count := held.count(b)) == self.memory.device_pool._ref_counts[b] for b in set(held)), count
+        referenced = [b for queue in self.queues() for s in queue for b in s.table.block_ids]
+        for block_id in set(referenced):
+            assert referenced.count(block_id) == self.memory.device_pool._ref_counts[block_id]
         in_use = self.memory.device_pool.num_blocks - self.memory.device_pool.num_free
-        assert in_use == len(set(held)), "a block is held by nobody"
+        assert in_use == len(set(referenced)), "a block in use is in no sequence's table"
         on_host = [b for queue in self.queues() for s in queue for b in s.table.host_block_ids]
         assert self.memory.host_pool.num_blocks - self.memory.host_pool.num_free == len(set(on_host))
         known = set(self.cached)
         for event in self.memory._events:
             (known.add if isinstance(event, BlockStored) else known.remove)(BlockStored(event.block_hash, event.tier))
-        assert set(self.memory.stored_blocks()) == known, "routers are told something else than what is cached"
+        assert set(self.memory.stored_blocks()) == known, "the events disagree with what is cached"
 
     def queues(self):
         scheduler = self.scheduler
@@ -258,12 +261,12 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.memory.device_pool.num_free == self.memory.device_pool.num_blocks
         assert self.memory.host_pool.num_free == self.memory.host_pool.num_blocks
         self.check_ended(self.scheduler.schedule())
-        assert self.drawn <= self.told, "an executor keeps what it drew for an output that is gone"
+        assert self.sampled <= self.freed, "an executor keeps the state of a sequence that has ended"
 
     def check_client(self, client: Client) -> None:
         assert client.ended, "a request never ended"
         if client.error is not None:
-            assert not self.fits(client.request) or self.may_starve(client.request), client.error.message
+            assert not self.fits(client.request) or self.may_run_out_of_blocks(client.request), client.error.message
             return
         if client.request.sampling.beam_width:
             self.check_beams(client)
@@ -277,12 +280,13 @@ class EngineMachine(RuleBasedStateMachine):
         fits = 0 < prompt <= self.limit - params.max_tokens and delivered < params.max_tokens
         if params.beam_width:
             own = self.memory.num_blocks_for(params.max_tokens) + 2
-            room = prompt // self.memory.block_size + params.beam_width * own <= self.memory.device_pool.num_blocks
-            return fits and room and params.beam_width <= self.scheduler.config.max_num_seqs
+            num_blocks = prompt // self.memory.block_size + params.beam_width * own
+            blocks_suffice = num_blocks <= self.memory.device_pool.num_blocks
+            return fits and blocks_suffice and params.beam_width <= self.scheduler.config.max_num_seqs
         return fits and params.n <= self.scheduler.config.max_num_seqs
 
-    def may_starve(self, request: Request) -> bool:
-        """Without the prefix cache, beams that are computed again share nothing."""
+    def may_run_out_of_blocks(self, request: Request) -> bool:
+        """Without the prefix cache, beams share no blocks after a preemption with recomputation."""
         return bool(request.sampling.beam_width) and not self.memory.prefix_caching
 
     def check_choice(self, request: Request, index: int, choice: Choice) -> None:
