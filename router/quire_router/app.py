@@ -57,8 +57,8 @@ from quire_router.journal.codec import JournalSettings
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis.redis_journal import RedisJournal
 from quire_router.placement.placer import Placer
+from quire_router.placement.policies import PlacementSettings
 from quire_router.placement.prefix_index import PrefixIndex
-from quire_router.placement.query import PlacementSettings
 from quire_router.requests.dispatch import Dispatcher
 from quire_router.requests.runner import RequestRunner
 from quire_router.requests.state import FLUSH_PERIOD, flush_token_metrics

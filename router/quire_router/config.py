@@ -32,7 +32,7 @@ from quire_router.admission.tenants_file import TenantsFile, read_tenants
 from quire_router.clients.kube_client import KubeAccess
 from quire_router.clients.redis_client import RedisAccess, read_password
 from quire_router.discovery.base import KubernetesService, parse_source
-from quire_router.placement.query import PolicyName
+from quire_router.placement.policies import PolicyName
 
 log = logging.getLogger(__name__)
 

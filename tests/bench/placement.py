@@ -17,8 +17,8 @@ from quire_proto.sampling import SamplingParams
 from quire_router.core.generation import GenerationRequest
 from quire_router.placement.engine_table import EngineTable, StepTimes
 from quire_router.placement.placer import Placer
+from quire_router.placement.policies import PlacementSettings, PolicyName
 from quire_router.placement.prefix_index import BlockNamespace, PrefixIndex, Tier
-from quire_router.placement.query import PlacementSettings, PolicyName
 
 NAMESPACE = BlockNamespace("bench", 16)
 PACE = (7e-3, 3e-5, 2e-4, 4e-5)

@@ -7,8 +7,7 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import strategies as st
 from quire_router.placement.engine_table import EngineColumns, EngineTable, StepTimes
-from quire_router.placement.query import PlacementQuery, PrefixMatches
-from quire_router.placement.scorers import CandidateView
+from quire_router.placement.policies import CandidateView, PlacementQuery, PrefixMatches
 
 PACE = StepTimes(step_seconds=0.01, token_seconds=1e-4, sequence_seconds=1e-4, host_block_seconds=2e-4)
 Engine = Mapping[str, float]

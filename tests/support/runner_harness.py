@@ -16,8 +16,8 @@ from quire_router.engines.settings import ConnectionSettings
 from quire_router.journal.base import Journal
 from quire_router.journal.memory import MemoryJournal
 from quire_router.placement.engine_table import EngineTable, Rows
+from quire_router.placement.placer import PlacementDecision
 from quire_router.placement.prefix_index import HashesByNamespace
-from quire_router.placement.query import PlacementDecision
 from quire_router.requests.dispatch import Dispatcher
 from quire_router.requests.runner import RequestRunner
 

@@ -6,6 +6,7 @@ I/O.
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from zlib import crc32
 
@@ -13,7 +14,14 @@ import numpy as np
 
 from quire_router.core.generation import GenerationRequest
 from quire_router.placement.engine_table import ArrayCache, Column, EngineTable, Rows
-from quire_router.placement.policies import make_policy
+from quire_router.placement.policies import (
+    CandidateView,
+    PlacementQuery,
+    PlacementSettings,
+    PrefixMatches,
+    make_policy,
+    make_scorers,
+)
 from quire_router.placement.prefix_index import (
     MAX_PROMPT_BLOCKS,
     BlockHashes,
@@ -21,8 +29,6 @@ from quire_router.placement.prefix_index import (
     HashesByNamespace,
     PrefixIndex,
 )
-from quire_router.placement.query import PlacementDecision, PlacementQuery, PlacementSettings, PrefixMatches
-from quire_router.placement.scorers import CandidateView, make_scorers
 
 SessionKey = tuple[str, str]
 """A tenant and its name for the session: a tenant cannot refer to another one's."""
@@ -95,7 +101,7 @@ class Placer:
         hashes: HashesByNamespace | None = None,
         *,
         explained: bool = False,
-    ) -> PlacementDecision | None:
+    ) -> "PlacementDecision | None":
         """Returns where to run the request, of the ``rows`` that may; None if there are none. ``hashes`` has those that
         are computed already. ``explained`` fills in the decision's scores.
         """
@@ -115,7 +121,7 @@ class Placer:
             block_hashes=hashes[self._namespace_of(row)],
         )
 
-    def record_dispatch(self, decision: PlacementDecision, generation: GenerationRequest) -> None:
+    def record_dispatch(self, decision: "PlacementDecision", generation: GenerationRequest) -> None:
         """Records that the request was sent where the decision says: its blocks are expected there from now on, and so
         is the next request of its session.
         """
@@ -182,6 +188,21 @@ class Placer:
         engine_id = self._table.ids[row]
         assert engine_id is not None, "a row that may run a request has an engine"
         return engine_id
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementDecision:
+    """``engine_id`` is where to run. ``scores`` has for some of the best engines what each scorer returned for them, in
+    seconds, best first, as an explanation. ``cached_tokens`` are those of the prompt that should be cached there, and
+    ``block_hashes`` those of all its full blocks there.
+    """
+
+    engine_id: str
+    row: int
+    policy: str
+    cached_tokens: int
+    scores: Sequence[tuple[str, dict[str, float]]] = field(default=())
+    block_hashes: Iterable[bytes] = field(default=(), repr=False)
 
 
 def _get_hashes(hashes: HashesByNamespace, namespace: BlockNamespace, generation: GenerationRequest) -> BlockHashes:

@@ -24,8 +24,7 @@ from quire_router.core.generation import GenerationRequest
 from quire_router.engines.output_stream import EngineFull, EngineLost
 from quire_router.engines.pool import EnginePool
 from quire_router.placement.engine_table import Rows
-from quire_router.placement.placer import Placer, route_attributes
-from quire_router.placement.query import PlacementDecision
+from quire_router.placement.placer import PlacementDecision, Placer, route_attributes
 from quire_router.requests.state import RequestState
 
 tracer = trace.get_tracer("quire.router")

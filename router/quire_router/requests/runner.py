@@ -27,8 +27,7 @@ from quire_router.core.generation import (
 from quire_router.engines.output_stream import EngineFull, EngineLost
 from quire_router.engines.pool import EnginePool
 from quire_router.journal.base import Journal, Lease, RequestRecord, encode_error
-from quire_router.placement.placer import Placer, route_header
-from quire_router.placement.query import PlacementDecision
+from quire_router.placement.placer import PlacementDecision, Placer, route_header
 from quire_router.requests.dispatch import Dispatcher, attempt_span
 from quire_router.requests.registry import BackgroundRequests, RequestRegistry
 from quire_router.requests.resume import RequestResumer

@@ -15,7 +15,7 @@ from quire_engine.simulation.simulator import NANOSECONDS
 from quire_router.admission.queue import QueueSettings
 from quire_router.engines.load import CAPACITY_SECONDS
 from quire_router.engines.load_sharing import LoadSharingSettings
-from quire_router.placement.query import PlacementSettings, PolicyName
+from quire_router.placement.policies import PlacementSettings, PolicyName
 from quire_router.simulation.simulated_fleet import FleetShape
 from quire_router.simulation.simulated_router import Delays
 from quire_router.simulation.workload import SharedPrefix

@@ -30,7 +30,7 @@ from quire_router.core.generation import GenerationRequest
 from quire_router.engines.load import LedgerEntry
 from quire_router.engines.load_messages import LoadMessage
 from quire_router.placement import prefix_index
-from quire_router.placement.query import PlacementSettings
+from quire_router.placement.policies import PlacementSettings
 from quire_router.simulation.report import RequestTrace, RunRecord
 from quire_router.simulation.simulated_router import (
     CacheChange,

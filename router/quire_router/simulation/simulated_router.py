@@ -21,9 +21,9 @@ from quire_router.engines.load import LedgerEntry, LoadLedger
 from quire_router.engines.load_messages import LoadMessage, SpeculativeBlocks
 from quire_router.engines.pool import any_has_capacity, has_spare_capacity
 from quire_router.placement.engine_table import EngineTable
-from quire_router.placement.placer import Placer
+from quire_router.placement.placer import PlacementDecision, Placer
+from quire_router.placement.policies import PlacementSettings
 from quire_router.placement.prefix_index import BlockNamespace, PrefixIndex, Tier
-from quire_router.placement.query import PlacementDecision, PlacementSettings
 
 Item = TypeVar("Item")
 

@@ -8,19 +8,26 @@ from itertools import count
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_router.placement.engine_speed import OUTLIER_THRESHOLD, SHORT_PROMPT, SPEED_TTL, STEP_TIMES_TTL
-from quire_router.placement.engine_table import EngineTable, StepTimes
-from quire_router.placement.policies import MUTUAL_DELAY, TIE_TOLERANCE, CostPolicy, choose_by_water_filling
-from quire_router.placement.query import (
-    PlacementQuery,
-    PlacementSettings,
-    PrefixMatches,
+from quire_router.placement.engine_table import (
+    OUTLIER_THRESHOLD,
+    SHORT_PROMPT,
+    SPEED_TTL,
+    STEP_TIMES_TTL,
+    EngineTable,
+    StepTimes,
 )
-from quire_router.placement.scorers import (
+from quire_router.placement.policies import (
     DECODE_WEIGHT,
     DELAYED_BY_DUPLICATES,
     DELAYED_PER_QUEUED,
+    MUTUAL_DELAY,
+    TIE_TOLERANCE,
     TYPICAL_OUTPUT,
+    CostPolicy,
+    PlacementQuery,
+    PlacementSettings,
+    PrefixMatches,
+    choose_by_water_filling,
     make_scorers,
 )
 

@@ -24,12 +24,13 @@ from quire_router.placement.placer import (
     BLOCKS_HASHED_AT_ONCE,
     MAX_EXPLAINED_ENGINES,
     MAX_ROUTE_HEADER_BYTES,
+    PlacementDecision,
     Placer,
     route_attributes,
     route_header,
 )
+from quire_router.placement.policies import PlacementSettings, PolicyName
 from quire_router.placement.prefix_index import BlockNamespace, PrefixIndex, Tier
-from quire_router.placement.query import PlacementDecision, PlacementSettings, PolicyName
 from quire_router.requests.dispatch import Dispatcher
 from quire_router.requests.state import RequestState
 

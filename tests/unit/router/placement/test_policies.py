@@ -12,16 +12,14 @@ from quire_router.placement.engine_table import EngineTable
 from quire_router.placement.policies import (
     TIE_TOLERANCE,
     CostPolicy,
-    argmin_breaking_ties,
-    choose_by_water_filling,
-    make_policy,
-)
-from quire_router.placement.query import (
     PlacementQuery,
     PlacementSettings,
     PolicyName,
+    argmin_breaking_ties,
+    choose_by_water_filling,
+    make_policy,
+    make_scorers,
 )
-from quire_router.placement.scorers import make_scorers
 
 from tests.support.placement import IDLE, Engine, fleet, fleets
 

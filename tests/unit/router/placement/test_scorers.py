@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_router.placement.engine_speed import STEP_TIMES_TTL
-from quire_router.placement.engine_table import EngineTable
-from quire_router.placement.query import PlacementSettings
-from quire_router.placement.scorers import (
+from quire_router.placement.engine_table import STEP_TIMES_TTL, EngineTable
+from quire_router.placement.policies import (
     CandidateView,
+    PlacementSettings,
     affinity_bound,
     make_scorers,
     memory,
