@@ -23,13 +23,12 @@ from time import time_ns
 from typing import TYPE_CHECKING
 
 from quire_proto.errors import ErrorCode, QuireError
-from quire_proto.hashing import extra_key
-from quire_proto.sampling import FinishReason, TokenLogprobs, choice_seed
+from quire_proto.sampling import FinishReason, TokenLogprobs
 
 from quire_engine.core.batch_scheduler import BatchScheduler
-from quire_engine.core.beam_search import BeamSearch, Continuation
+from quire_engine.core.beam_search import Continuation
 from quire_engine.core.executor import UNMEASURED, Rates
-from quire_engine.core.kv_cache_manager import BlockTable, KVCacheManager
+from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.outputs import (
     EngineCoreOutput,
     EngineLoad,
@@ -38,8 +37,15 @@ from quire_engine.core.outputs import (
     count_leaked_blocks,
     measure_fragmentation,
 )
-from quire_engine.core.request import Request, Sequence, SequenceGroup, SequenceStatus, SequenceTimings, check_request
-from quire_engine.core.step import BeamCandidates, ModelOutput, SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.core.request import (
+    Request,
+    Sequence,
+    SequenceGroup,
+    SequenceRegistry,
+    SequenceStatus,
+    check_request,
+)
+from quire_engine.core.step import BeamCandidates, ModelOutput, ScheduledChunk, SchedulerOutput
 
 if TYPE_CHECKING:
     from quire_engine.core.config import SchedulerConfig
@@ -64,7 +70,7 @@ class Scheduler:
         self.kv_cache_manager = kv_cache_manager
         self.stats = SchedulerStats()
         self._clock = clock
-        self._registry = Registry(config, kv_cache_manager, clock)
+        self._registry = SequenceRegistry(config, kv_cache_manager, clock)
         self._batch_scheduler = BatchScheduler(config, kv_cache_manager, rates, self.stats, clock)
         self.waiting = self._batch_scheduler.waiting
         self.running = self._batch_scheduler.running
@@ -387,135 +393,6 @@ class Scheduler:
         self._batch_scheduler.remove(sequence)
         self.kv_cache_manager.free(sequence.table)
         self._registry.free(sequence)
-
-
-class Registry:
-    """All live requests and the sequences that each of them is made of: created, forked, freed. ``groups`` by request
-    id, ``sequences`` by sequence id. Ids of sequences only grow, in the order of arrival. ``finished_seq_ids`` have
-    finished since the executor last heard of any.
-    """
-
-    def __init__(self, config: "SchedulerConfig", memory: KVCacheManager, clock: Callable[[], int]) -> None:
-        self._config = config
-        self._kv_cache_manager = memory
-        self._clock = clock
-        self._next_id = 0
-        self.groups: dict[str, SequenceGroup] = {}
-        self.sequences: dict[int, Sequence] = {}
-        self.finished_seq_ids: list[int] = []
-
-    def create(self, request: Request) -> list[Sequence]:
-        """The sequences that a request begins with: one for all its choices, or one for each that an earlier attempt
-        left unfinished.
-        """
-        stops = self._stop_token_ids(request)
-        beams = BeamSearch(request.sampling, stops) if request.sampling.beam_width else None
-        group = SequenceGroup(request, beams)
-        self.groups[request.request_id] = group
-        history = {delivered.index: delivered for delivered in request.all_resumed_outputs}
-        choices = range(request.sampling.num_returned)
-        group.unfinished = {i: None for i in choices if i not in history or not history[i].finished}
-        if not history:
-            return [self._new_root(group, len(choices))]
-        return [self._new_sequence(group, i, [*history[i].token_ids] if i in history else []) for i in group.unfinished]
-
-    def fork(self, parent: Sequence, sequence_id: int | None = None, index: int = 0) -> Sequence:
-        """A sequence forked from ``parent`` with all its tokens and blocks. It runs as soon as it is queued."""
-        child = Sequence(
-            self._next_sequence_id() if sequence_id is None else sequence_id,
-            parent.group,
-            index,
-            [*parent.token_ids],
-            table=self._kv_cache_manager.fork(parent.table),
-            timings=parent.timings.copy(),
-            limit=parent.limit,
-        )
-        child.num_computed_tokens, child.num_scheduled_tokens = parent.num_computed_tokens, parent.num_scheduled_tokens
-        child.num_output_sent = parent.num_output_sent
-        child.preemption_key = (*parent.preemption_key[:2], child.id)
-        child.sample_requests = (self._sample_request(child, index),)
-        self._register(child)
-        return child
-
-    def split(self, root: Sequence) -> None:
-        """``root`` is from now on the output of its own choice only. Choices that have ended were drawn for until now,
-        and get no sequences.
-        """
-        group, others = root.group, root.sample_requests[1:]
-        self.finished_seq_ids += [
-            request.sequence_id for index, request in enumerate(others, 1) if index not in group.unfinished
-        ]
-        root.sample_requests, root.num_slots = root.sample_requests[:1], 1
-
-    def free(self, sequence: Sequence) -> None:
-        """Forgets a sequence, all that it draws for, and its request with the last one."""
-        del self.sequences[sequence.id]
-        self.finished_seq_ids += [request.sequence_id for request in sequence.sample_requests]
-        group = sequence.group
-        del group.sequences[sequence.id]
-        if not group.sequences:
-            del self.groups[group.request.request_id]
-
-    def take_finished(self, in_flight: Iterable[SchedulerOutput]) -> list[int]:
-        """Ids of the sequences that finished since the last call, but for those that a step in flight draws for: they
-        are returned later, because that draw would make anew what the executor drops.
-        """
-        drawn = {
-            request.sequence_id for step in in_flight for chunk in step.chunks for request in chunk.sample_requests
-        }
-        ended = [each for each in self.finished_seq_ids if each not in drawn]
-        self.finished_seq_ids = [each for each in self.finished_seq_ids if each in drawn]
-        return ended
-
-    def _new_root(self, group: SequenceGroup, width: int) -> Sequence:
-        """One sequence for all choices, whose ids it reserves."""
-        root = self._new_sequence(group, 0, [])
-        if group.beam_search is not None:
-            root.num_slots = group.beam_search.width
-        elif width > 1:
-            root.num_slots = width
-            own = root.sample_requests
-            others = (self._sample_request(root, i, self._next_sequence_id()) for i in range(1, width))
-            root.sample_requests = (*own, *others)
-        return root
-
-    def _new_sequence(self, group: SequenceGroup, index: int, output: list[int]) -> Sequence:
-        request = group.request
-        table = BlockTable(extra_key(self._config.model_revision, request.cache_salt))
-        tokens = [*request.prompt_token_ids, *output]
-        limit = min(group.num_prompt_tokens + request.sampling.max_tokens, self._config.max_model_len)
-        timings = SequenceTimings(arrived=self._clock())
-        sequence = Sequence(self._next_sequence_id(), group, index, tokens, table=table, timings=timings, limit=limit)
-        sequence.sample_requests = (self._sample_request(sequence, index),)
-        self._register(sequence)
-        return sequence
-
-    def _register(self, sequence: Sequence) -> None:
-        self.sequences[sequence.id] = sequence
-        sequence.group.sequences[sequence.id] = sequence
-
-    def _sample_request(self, sequence: Sequence, index: int, sequence_id: int | None = None) -> SampleRequest:
-        group = sequence.group
-        request = group.request
-        return SampleRequest(
-            sequence_id=sequence.id if sequence_id is None else sequence_id,
-            params=request.sampling,
-            seed=choice_seed(request.sampling.seed, index),
-            token_ids=sequence.token_ids,
-            num_prompt_tokens=group.num_prompt_tokens,
-            stop_token_ids=self._stop_token_ids(request),
-            grammar=request.grammar,
-            num_candidates=group.beam_search.num_candidates if group.beam_search is not None else 0,
-        )
-
-    def _stop_token_ids(self, request: Request) -> frozenset[int]:
-        sampling = request.sampling
-        ends = frozenset() if sampling.ignore_eos else self._config.eos_token_ids
-        return ends.union(sampling.stop_token_ids) if sampling.stop_token_ids else ends
-
-    def _next_sequence_id(self) -> int:
-        self._next_id += 1
-        return self._next_id - 1
 
 
 def _output_delta(sequence: Sequence, logprobs: TokenLogprobs | None) -> EngineCoreOutput:

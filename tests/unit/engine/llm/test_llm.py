@@ -400,15 +400,15 @@ def test_the_llms_signature_shows_every_setting_with_its_default():
 
 
 def test_a_request_that_fails_is_returned_with_its_error_and_the_others_are_right(offline, caplog):
-    def fail(plan: SchedulerOutput) -> None:
-        if any(chunk.start == 0 and chunk.token_ids[0] == 13 for chunk in plan.chunks):
+    def fail(scheduler_output: SchedulerOutput) -> None:
+        if any(chunk.start == 0 and chunk.token_ids[0] == 13 for chunk in scheduler_output.chunks):
             raise RuntimeError("this one")
 
     offline.executor.before = fail
     try:
         results = quiet(offline.llm, [[3, 4], [13, 4], [4, 4]], seeded(1, n=2))
     finally:
-        offline.executor.before = lambda plan: None
+        offline.executor.before = lambda scheduler_output: None
 
     assert [result.error is None for result in results] == [True, False, True]
     assert results[1].error.code == ErrorCode.INTERNAL
@@ -442,10 +442,10 @@ def test_an_interrupt_ends_everything_between_two_steps_and_the_llm_goes_on(tmp_
     offline = Offline(tmp_path, max_num_seqs=4)
     finished: list[int] = []
 
-    def interrupt(plan: SchedulerOutput) -> None:
-        if plan.step == at:
+    def interrupt(scheduler_output: SchedulerOutput) -> None:
+        if scheduler_output.step == at:
             signal.raise_signal(signal.SIGINT)
-            finished.append(plan.step)
+            finished.append(scheduler_output.step)
 
     offline.executor.before = interrupt
     with pytest.raises(KeyboardInterrupt):
@@ -462,7 +462,7 @@ def test_an_interrupt_ends_everything_between_two_steps_and_the_llm_goes_on(tmp_
 def test_a_second_interrupt_does_not_wait_for_a_step_that_hangs(tmp_path):
     offline = Offline(tmp_path)
 
-    def hang(plan: SchedulerOutput) -> None:
+    def hang(scheduler_output: SchedulerOutput) -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         pytest.fail("the step went on")
@@ -478,7 +478,9 @@ def test_an_interrupt_goes_to_the_handler_that_the_process_has(tmp_path):
     heard: list[int] = []
     with handling_sigint(lambda number, frame: heard.append(number)):
         offline = Offline(tmp_path)
-        offline.executor.before = lambda plan: signal.raise_signal(signal.SIGINT) if plan.step == 2 else None
+        offline.executor.before = lambda scheduler_output: (
+            signal.raise_signal(signal.SIGINT) if scheduler_output.step == 2 else None
+        )
         (result,) = quiet(offline.llm, [3, 4], seeded(1, ignore_eos=True))
 
     assert heard == [signal.SIGINT]
@@ -488,7 +490,7 @@ def test_an_interrupt_goes_to_the_handler_that_the_process_has(tmp_path):
 def test_a_process_that_ignores_interrupts_goes_on_ignoring_them(tmp_path):
     with handling_sigint(signal.SIG_IGN):
         offline = Offline(tmp_path)
-        offline.executor.before = lambda plan: signal.raise_signal(signal.SIGINT)
+        offline.executor.before = lambda scheduler_output: signal.raise_signal(signal.SIGINT)
         (result,) = quiet(offline.llm, [3, 4], seeded(1, ignore_eos=True))
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
@@ -498,7 +500,7 @@ def test_a_process_that_ignores_interrupts_goes_on_ignoring_them(tmp_path):
 def test_a_failed_block_copy_ends_the_llm(tmp_path):
     offline = Offline(tmp_path)
 
-    def fail(plan: SchedulerOutput) -> None:
+    def fail(scheduler_output: SchedulerOutput) -> None:
         raise CopyError("lost")
 
     offline.executor.before = fail
@@ -526,7 +528,7 @@ def test_however_many_prompts_there_are_only_a_few_wait_in_the_engine(tmp_path):
     offline = Offline(tmp_path, max_num_seqs=4)
     most = 0
 
-    def watch(plan: SchedulerOutput) -> None:
+    def watch(scheduler_output: SchedulerOutput) -> None:
         nonlocal most
         most = max(most, len(offline.llm._current_run._live))
 
@@ -544,8 +546,8 @@ def test_with_priorities_all_prompts_are_in_order_however_many_there_are(tmp_pat
     offline = Offline(tmp_path, max_num_seqs=1, scheduling_policy="priority")
     started: list[int] = []
 
-    def watch(plan: SchedulerOutput) -> None:
-        started.extend(chunk.token_ids[0] for chunk in plan.chunks if chunk.start == 0)
+    def watch(scheduler_output: SchedulerOutput) -> None:
+        started.extend(chunk.token_ids[0] for chunk in scheduler_output.chunks if chunk.start == 0)
 
     offline.executor.before = watch
     prompts = list(range(3, 43))

@@ -36,10 +36,10 @@ class Executor(PagedExecutor):
 
     broken = False
 
-    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         if self.broken:
             raise ExecutorError("a block copy failed")
-        return super().execute_model(plan)
+        return super().execute_model(scheduler_output)
 
 
 class Served:
