@@ -1,5 +1,5 @@
 """Writes what the comments in the chart's values.yaml say into the table of its README and into the descriptions of its
-schema.
+schema, and the engine's settings into the schema as a model's ``flags``.
 
 Without arguments both files are written; with ``--check`` nothing is, and the status is 1 where one of them is stale.
 """
@@ -13,10 +13,22 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from pydantic.alias_generators import to_camel
+from quire_engine.config import EngineConfig
+
 CHART = Path(__file__).resolve().parent.parent / "charts" / "quire"
 BEGIN, END = "<!-- values -->", "<!-- end of values -->"
 _ENTRY = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z0-9_./-]+):(?: +(?P<value>.*))?")
 _LONGEST = 60
+# Settings of the engine that are no flags of a model: they have a value of their own, or the chart decides them.
+NOT_FLAGS = frozenset(
+    {
+        *("model", "served_model_name", "dtype", "max_model_len", "tensor_parallel_size"),
+        *("host", "port", "metrics_port", "tls_cert", "tls_key", "tls_client_ca", "shutdown_delay", "shutdown_timeout"),
+    }
+)
+# What is taken over from the settings' schema; a type beside an enumeration says nothing.
+_BOUNDS = ("type", "minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 
 Schema = dict[str, Any]
 
@@ -150,11 +162,31 @@ def _follow(schema: Schema, reference: str) -> Any:
     return found
 
 
+def with_flags(schema: Schema) -> Schema:
+    """``schema`` with all settings of the engine but ``NOT_FLAGS`` as the properties of a model's ``flags``: names in
+    camel case, what they take, without null, and their help.
+    """
+    engine = EngineConfig.model_json_schema()
+    schema["definitions"]["model"]["properties"]["flags"]["properties"] = {
+        to_camel(name): {**_taken(setting), "description": setting["description"]}
+        for name, setting in engine["properties"].items()
+        if name not in NOT_FLAGS
+    }
+    return schema
+
+
+def _taken(setting: Schema) -> Schema:
+    (kind,) = (kind for kind in setting.get("anyOf", [setting]) if kind.get("type") != "null")
+    if "const" in kind or "enum" in kind:
+        return {"enum": kind.get("enum") or [kind["const"]]}
+    return {name: kind[name] for name in _BOUNDS if name in kind}
+
+
 def main(arguments: Sequence[str]) -> int:
     """The command's status."""
     values = read_values((CHART / "values.yaml").read_text(encoding="utf-8"))
     readme, schema = CHART / "README.md", CHART / "values.schema.json"
-    described = with_descriptions(json.loads(schema.read_text(encoding="utf-8")), values)
+    described = with_descriptions(with_flags(json.loads(schema.read_text(encoding="utf-8"))), values)
     wanted = {
         readme: with_table(readme.read_text(encoding="utf-8"), values),
         schema: json.dumps(described, indent=2, ensure_ascii=False) + "\n",
@@ -162,7 +194,7 @@ def main(arguments: Sequence[str]) -> int:
     stale = [path for path, text in wanted.items() if path.read_text(encoding="utf-8") != text]
     if "--check" in arguments:
         for path in stale:
-            print(f"{path} is stale: run scripts/chart_values.py")
+            print(f"{path} is stale: run .venv/bin/python scripts/chart_values.py")
         return 1 if stale else 0
     for path in stale:
         path.write_text(wanted[path], encoding="utf-8")

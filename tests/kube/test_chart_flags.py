@@ -10,17 +10,17 @@ import yaml
 from quire_engine.config import EngineConfig
 from quire_router.config import Settings
 
+from scripts.chart_values import NOT_FLAGS
 from tests.kube.helm import CHART
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
-FLAGS = SCHEMA["definitions"]["model"]["properties"]["flags"]["properties"]
+MODEL = SCHEMA["definitions"]["model"]["properties"]
+FLAGS = MODEL["flags"]["properties"]
+TEMPLATES = "".join(path.read_text() for path in (CHART / "templates").rglob("*") if path.is_file())
 ENGINE = EngineConfig.model_json_schema()
-SET_FOR_ENGINES = {
-    "model", "served_model_name", "dtype", "max_model_len", "tensor_parallel_size", "host", "port", "metrics_port",
-    "tls_cert", "tls_key", "tls_client_ca", "shutdown_delay", "shutdown_timeout",
-}  # fmt: skip
-"""Settings of the engine that have a value of their own, or that the chart decides."""
+SET_FOR_ENGINES = {"port", "metrics_port"}
+"""Settings of the engine that the chart leaves as they are."""
 SET_FOR_ROUTERS = {
     "engine_dns_period", "http_port", "grpc_port", "metrics_port", "scaling_client_ca", "scaling_client_name",
     "scaling_namespace",
@@ -33,14 +33,25 @@ def snake(name: str) -> str:
     return re.sub(r"(?<=[a-z])([A-Z])", r"_\1", name).lower()
 
 
-def test_every_setting_of_the_engine_can_be_given() -> None:
-    assert {snake(flag) for flag in FLAGS} == set(EngineConfig.model_fields) - SET_FOR_ENGINES
+def test_every_setting_of_the_engine_is_a_flag_or_has_a_value_or_is_the_charts() -> None:
+    flags = {snake(flag) for flag in FLAGS}
+    named = {name.lower() for name in re.findall(r"QUIRE_ENGINE_([A-Z_]+[A-Z])", TEMPLATES)}
+    [picked] = re.findall(r'"QUIRE_ENGINE_" "settings" \(pick \$model ([^)]*)\)', TEMPLATES)
+    named |= {snake(name) for name in re.findall(r'"(\w+)"', picked)}
+    assert named | SET_FOR_ENGINES == NOT_FLAGS
+    assert flags == set(EngineConfig.model_fields) - NOT_FLAGS, "run .venv/bin/python scripts/chart_values.py"
 
 
 @pytest.mark.parametrize("flag", FLAGS)
 def test_a_flag_takes_what_the_engine_takes(flag: str) -> None:
     assert _bounds(FLAGS[flag]) == _bounds(ENGINE["properties"][snake(flag)])
     assert FLAGS[flag]["description"] == EngineConfig.model_fields[snake(flag)].description
+
+
+@pytest.mark.parametrize("value", ["dtype", "maxModelLen", "tensorParallelSize"])
+def test_a_value_takes_what_the_engine_takes(value: str) -> None:
+    taken = MODEL[value] | ({"type": "integer"} if "minimum" in MODEL[value] else {})
+    assert _bounds(taken) == _bounds(ENGINE["properties"][snake(value)])
 
 
 def _bounds(schema: dict[str, Any]) -> dict[str, Any]:
@@ -57,10 +68,10 @@ def _bounds(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_every_setting_of_the_router_can_be_given_or_is_the_charts() -> None:
-    templates = "".join(path.read_text() for path in (CHART / "templates").rglob("*") if path.is_file())
-    named = {name.lower() for name in re.findall(r"QUIRE_ROUTER_([A-Z_]+[A-Z])", templates)}
-    named |= {snake(name) for name in re.findall(r'"(\w+)" \$router', templates)}
-    assert set(Settings.model_fields) - named - set(map(snake, _names(DEFAULTS["router"]))) == SET_FOR_ROUTERS
+    named = {name.lower() for name in re.findall(r"QUIRE_ROUTER_([A-Z_]+[A-Z])", TEMPLATES)}
+    named |= {snake(name) for name in re.findall(r'"(\w+)" \$router', TEMPLATES)}
+    left = set(Settings.model_fields) - named - set(map(snake, _names(DEFAULTS["router"])))
+    assert left == SET_FOR_ROUTERS, "needs a value (values.yaml, values.schema.json, templates/router), or a line above"
 
 
 def _names(values: dict[str, Any]) -> Iterator[str]:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from quire_engine.config import EngineConfig
+from quire_engine.config import EngineArgs, EngineConfig
 from quire_engine.core.executor import CopyError
 from quire_engine.core.request import Request, Sequence
 from quire_engine.core.step import SchedulerOutput
@@ -374,17 +374,18 @@ def test_wrong_settings_are_named(tmp_path, settings, param):
     assert (refusal.value.code, refusal.value.param) == (ErrorCode.INVALID, param)
 
 
-SERVICE_ONLY = {
-    "model", "served_model_name", "host", "port", "metrics_port", "tls_cert", "tls_key", "tls_client_ca",
-    "session_grace", "shutdown_delay", "shutdown_timeout", "stall_timeout", "trace_step_interval", "log_level",
-}  # fmt: skip
-
-
-def test_every_setting_of_the_engine_is_one_of_the_llm_unless_it_is_the_services():
-    assert set(EngineConfig.model_fields) - SERVICE_ONLY == set(LLM_SETTINGS)
-
+def test_every_setting_of_the_engine_is_one_of_the_llm():
     defaults = {name: EngineConfig.model_fields[name].default for name in LLM_SETTINGS}
+
     assert engine_config("m", defaults) == EngineConfig(model=Path("m"))
+    assert set(LLM_SETTINGS) == EngineArgs.model_fields.keys() - {"model", "served_model_name"}
+
+
+@pytest.mark.parametrize("name", sorted(EngineConfig.model_fields.keys() - set(LLM_SETTINGS)))
+def test_a_setting_of_the_server_is_none_of_the_llm(name):
+    with pytest.raises(QuireError, match=f"LLM has no setting named {name}.") as refusal:
+        engine_config("m", {name: EngineConfig.model_fields[name].default})
+    assert refusal.value.param == name
 
 
 def test_the_llms_signature_shows_every_setting_with_its_default():
