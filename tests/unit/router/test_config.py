@@ -74,7 +74,7 @@ def test_every_flag_is_also_a_variable(monkeypatch):
     assert KEY not in repr(settings)
 
 
-def test_a_variable_that_is_no_setting_ends_the_start_and_the_one_that_was_meant_is_named(monkeypatch, capsys):
+def test_an_unknown_variable_ends_the_start_and_the_closest_setting_is_suggested(monkeypatch, capsys):
     monkeypatch.setenv("QUIRE_ROUTER_API_KEYS", KEY)
     with pytest.raises(SystemExit) as end:
         command.reject_unknown_env(Settings)
@@ -85,7 +85,7 @@ def test_a_variable_that_is_no_setting_ends_the_start_and_the_one_that_was_meant
     )
 
 
-def test_a_variable_that_is_read_elsewhere_is_none_of_those(monkeypatch):
+def test_a_variable_that_is_read_elsewhere_is_not_unknown(monkeypatch):
     monkeypatch.setenv("QUIRE_ENGINE_KERNEL", "off")
 
     command.reject_unknown_env(EngineConfig, ["kernel"])
@@ -130,7 +130,7 @@ def test_a_variable_of_a_port_is_still_a_setting_beside_them(monkeypatch):
 
 
 @pytest.mark.parametrize("program", COMMANDS)
-def test_help_says_what_values_are_and_not_which_type_holds_them(program, capsys):
+def test_help_shows_values_and_not_python_types(program, capsys):
     with pytest.raises(SystemExit) as end:
         command.read_settings(COMMANDS[program], ["--help"])
     told = capsys.readouterr().out
@@ -150,7 +150,7 @@ def test_help_says_what_values_are_and_not_which_type_holds_them(program, capsys
         (["frobnicate", "--x"], "frobnicate is no flag"),
     ],
 )
-def test_a_flag_that_does_not_exist_is_told_in_one_line(program, arguments, told, capsys):
+def test_an_unknown_flag_is_a_one_line_error(program, arguments, told, capsys):
     with pytest.raises(SystemExit) as end:
         command.read_settings(COMMANDS[program], arguments)
     line = capsys.readouterr().err
@@ -159,7 +159,7 @@ def test_a_flag_that_does_not_exist_is_told_in_one_line(program, arguments, told
     assert re.fullmatch(rf"{program}: {told}\. {program} --help tells them all\.\n", line)
 
 
-def test_a_flag_that_is_nearly_one_is_put_right(capsys):
+def test_a_misspelt_flag_gets_a_suggestion(capsys):
     with pytest.raises(SystemExit):
         read_settings(["--modle", "/m"])
 
@@ -175,7 +175,7 @@ def test_a_flag_that_is_nearly_one_is_put_right(capsys):
         ("quire-engine", "--trust-remote-code=true", "no code of a model's folder is run"),
     ],
 )
-def test_a_flag_of_another_server_is_answered_with_what_there_is_instead(program, flag, instead, capsys):
+def test_a_flag_of_another_server_names_the_flag_to_use_instead(program, flag, instead, capsys):
     with pytest.raises(SystemExit) as end:
         command.read_settings(COMMANDS[program], [flag, "3"])
 
@@ -185,7 +185,7 @@ def test_a_flag_of_another_server_is_answered_with_what_there_is_instead(program
 
 
 @pytest.mark.parametrize("settings", COMMANDS.values())
-def test_what_another_servers_flag_is_answered_with_are_flags_that_there_are(settings):
+def test_the_flags_suggested_instead_of_another_servers_exist(settings):
     own = {"--" + name.replace("_", "-") for name in settings.model_fields}
 
     assert not own & set(settings.foreign_flags)
@@ -194,7 +194,7 @@ def test_what_another_servers_flag_is_answered_with_are_flags_that_there_are(set
 
 
 @pytest.mark.parametrize("program", ["quire-router", "quire-engine"])
-def test_help_leads_to_the_simulator(program, capsys):
+def test_help_names_the_simulator(program, capsys):
     with pytest.raises(SystemExit):
         command.read_settings(COMMANDS[program], ["--help"])
 
@@ -202,7 +202,7 @@ def test_help_leads_to_the_simulator(program, capsys):
 
 
 @pytest.mark.parametrize("program", COMMANDS)
-def test_a_program_tells_its_version(program, capsys):
+def test_a_program_prints_its_version(program, capsys):
     with pytest.raises(SystemExit) as end:
         command.read_settings(COMMANDS[program], ["--version"])
 
@@ -275,7 +275,7 @@ def test_each_wrong_setting_has_a_line(capsys):
     ]
 
 
-def test_a_key_of_sixteen_characters_will_do_and_a_shorter_one_is_told_so(capsys):
+def test_a_key_of_sixteen_characters_is_accepted_and_a_shorter_one_refused(capsys):
     assert read_settings(["--model", "/m", "--api-key", "sixteen-letters!"]).api_key
     with pytest.raises(SystemExit):
         read_settings(["--model", "/m", "--api-key", "fifteen-letters"])

@@ -68,7 +68,7 @@ def get(port: int, path: str) -> dict:
         return json.load(answer)
 
 
-def test_a_router_without_engines_tells_its_models_and_stays_small(tmp_path):
+def test_a_router_without_engines_lists_its_models_and_stays_small(tmp_path):
     with running(write_model_folder(tmp_path), "--engine", "127.0.0.1:9") as (process, ports):
         models = get(ports[0], "/v1/models")["data"]
         status = Path(f"/proc/{process.pid}/status").read_text()
@@ -184,7 +184,7 @@ asyncio.run(app._serve(Settings(model=[sys.argv[1]]), [], None))
 """
 
 
-def test_the_loop_waits_less_than_a_millisecond_for_its_turn_while_a_thread_computes(tmp_path):
+def test_the_event_loop_waits_less_than_a_millisecond_while_a_thread_computes(tmp_path):
     folder = str(write_model_folder(tmp_path))
     output = subprocess.check_output([sys.executable, "-c", SWITCHING, folder], env=ENVIRONMENT, text=True)
     assert float(output) < 0.001

@@ -67,7 +67,7 @@ def connected() -> float | None:
     return REGISTRY.get_sample_value("quire_discovery_connected", {"source": str(SOURCE)})
 
 
-async def test_every_address_is_an_engine_and_their_order_is_nothing_new() -> None:
+async def test_every_address_is_an_engine_and_another_order_is_no_change() -> None:
     async with dns_server() as server:
         server.records[NAME] = {"A": ["10.0.0.2", "10.0.0.1"]}
         async with asking(server) as seen:
@@ -82,7 +82,7 @@ async def test_every_address_is_an_engine_and_their_order_is_nothing_new() -> No
 
 
 @pytest.mark.parametrize("trouble", ["silent", "fails"])
-async def test_what_is_known_stays_while_nobody_says_otherwise(trouble: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_known_engines_stay_while_no_server_answers(trouble: str, caplog: pytest.LogCaptureFixture) -> None:
     async with dns_server() as server:
         server.records[NAME] = {"A": ["10.0.0.1"]}
         async with asking(server) as seen:
@@ -98,7 +98,7 @@ async def test_what_is_known_stays_while_nobody_says_otherwise(trouble: str, cap
 
 
 @pytest.mark.parametrize("trouble", ["silent", "fails"])
-async def test_a_server_that_has_said_nothing_yet_has_not_said_that_there_is_nothing(trouble: str) -> None:
+async def test_no_answer_yet_does_not_mean_no_engines(trouble: str) -> None:
     async with dns_server() as server:
         setattr(server, trouble, True)
         async with asking(server) as seen:
@@ -107,7 +107,7 @@ async def test_a_server_that_has_said_nothing_yet_has_not_said_that_there_is_not
 
 
 @pytest.mark.parametrize("records", [{}, {NAME: {}}, {NAME: {"TXT": ["x"]}}])
-async def test_no_address_is_none_where_the_server_says_so(records: dict[str, dict[str, list[str]]]) -> None:
+async def test_an_empty_answer_means_no_engines(records: dict[str, dict[str, list[str]]]) -> None:
     async with dns_server() as server:
         server.records[NAME] = {"A": ["10.0.0.1"]}
         async with asking(server) as seen:
@@ -117,7 +117,7 @@ async def test_no_address_is_none_where_the_server_says_so(records: dict[str, di
             assert connected() == 1
 
 
-async def test_servers_that_do_not_agree_yet_make_no_engine_come_and_go() -> None:
+async def test_servers_that_disagree_make_no_engine_flap() -> None:
     async with dns_server() as server:
         server.records[NAME] = {"A": ["10.0.0.1", "10.0.0.2"]}
         async with asking(server) as seen:
@@ -149,7 +149,7 @@ async def test_ipv6_counts_where_there_is_no_ipv4() -> None:
             await until(lambda: seen.addresses == ["10.0.0.1:9000"])
 
 
-async def test_an_answer_that_is_too_long_for_a_datagram_comes_whole() -> None:
+async def test_an_answer_too_long_for_a_datagram_is_fetched_over_tcp() -> None:
     async with dns_server() as server:
         addresses = [f"10.0.0.{number}" for number in range(200)]
         server.patience = 10

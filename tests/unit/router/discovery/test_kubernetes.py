@@ -92,7 +92,7 @@ async def test_engines_come_change_and_go_with_what_is_known_of_each(tmp_path: P
             await until(lambda: seen.view == ())
 
 
-async def test_other_services_and_namespaces_are_none_of_its_business(tmp_path: Path) -> None:
+async def test_other_services_and_namespaces_are_ignored(tmp_path: Path) -> None:
     async with kube_api() as server:
         server.put(slice_of("a", engines("10.0.0.1")))
         async with watched(server, tmp_path) as seen:
@@ -127,7 +127,7 @@ async def test_a_list_of_many_pages_is_one_list(tmp_path: Path) -> None:
         assert len(lists) == 3
 
 
-async def test_after_a_disconnect_it_goes_on_from_the_last_word_without_a_list(tmp_path: Path) -> None:
+async def test_after_a_disconnect_it_watches_from_the_last_resource_version_without_a_list(tmp_path: Path) -> None:
     async with kube_api() as server:
         server.put(slice_of("a", engines("10.0.0.1")))
         async with watched(server, tmp_path) as seen:
@@ -150,7 +150,7 @@ async def test_a_watch_that_lasted_is_opened_again_as_soon_as_the_first_time(tmp
         assert len([request for request in server.requests if "watch" not in request]) == 1
 
 
-async def test_an_event_that_breaks_in_the_middle_is_heard_again(tmp_path: Path) -> None:
+async def test_an_event_that_breaks_in_the_middle_is_received_again(tmp_path: Path) -> None:
     async with kube_api() as server, watched(server, tmp_path) as seen:
         for breaks_after in (0, 1, 60, 150):
             server.breaks_after = breaks_after
@@ -160,7 +160,7 @@ async def test_an_event_that_breaks_in_the_middle_is_heard_again(tmp_path: Path)
 
 
 @pytest.mark.parametrize("as_event", [False, True])
-async def test_what_was_missed_is_listed_when_the_version_is_gone(
+async def test_an_expired_resource_version_leads_to_a_new_list(
     as_event: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with kube_api() as server:
@@ -245,7 +245,7 @@ async def test_a_server_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> N
             await until(lambda: seen.addresses == ["10.0.0.1:9000"])
 
 
-async def test_it_waits_as_long_as_it_is_asked_to(tmp_path: Path) -> None:
+async def test_it_waits_as_long_as_retry_after_says(tmp_path: Path) -> None:
     async with kube_api() as server:
         server.refuse(429, **{"Retry-After": "20"})
         access = KubeAccess(server.kubeconfig(tmp_path))
@@ -256,14 +256,14 @@ async def test_it_waits_as_long_as_it_is_asked_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("conditions", [{"ready": None}, {}, {"serving": True}, {"ready": False, "serving": True}])
-async def test_what_is_not_said_means_ready(conditions: dict[str, bool], tmp_path: Path) -> None:
+async def test_missing_conditions_mean_ready(conditions: dict[str, bool], tmp_path: Path) -> None:
     async with kube_api() as server:
         server.put(slice_of("a", [endpoint("10.0.0.1", **conditions)]))
         async with watched(server, tmp_path) as seen:
             assert seen.view == (Endpoint("10.0.0.1:9000"),)
 
 
-async def test_an_engine_in_two_slices_is_one_and_the_one_that_lives_counts(tmp_path: Path) -> None:
+async def test_an_engine_in_two_slices_is_one_and_the_live_entry_counts(tmp_path: Path) -> None:
     async with kube_api() as server:
         server.put(slice_of("a", engines("10.0.0.1", ready=False, terminating=True)))
         server.put(slice_of("b", engines("10.0.0.1", ready=False)))
@@ -304,7 +304,7 @@ async def test_a_slice_without_the_port_is_warned_of_once(tmp_path: Path, caplog
         assert caplog.text.count("no port 'grpc' in a") == 1
 
 
-async def test_a_pod_asks_with_its_service_account_and_reads_a_new_token_and_authority(
+async def test_a_pod_uses_its_service_account_and_reads_a_rotated_token_and_authority(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     account = tmp_path / "account"
@@ -466,7 +466,7 @@ def test_whatever_happens_to_the_server_discovery_agrees_with_it_in_the_end(
     asyncio.run(story())
 
 
-async def test_a_watch_that_is_begun_again_says_what_there_is_although_nothing_changed(tmp_path: Path) -> None:
+async def test_a_restarted_watch_yields_the_current_engines_although_nothing_changed(tmp_path: Path) -> None:
     async with kube_api() as server:
         server.put(slice_of("a", engines("10.0.0.1")))
         discovery = KubernetesDiscovery(SERVICE, KubeAccess(server.kubeconfig(tmp_path)), QUICK)

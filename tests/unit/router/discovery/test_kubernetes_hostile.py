@@ -137,7 +137,7 @@ LISTS = {
 
 
 @pytest.mark.parametrize("item", NO_SLICES.values(), ids=NO_SLICES)
-def test_what_is_no_slice_is_not_taken_in_part(item: Any) -> None:
+def test_a_malformed_slice_is_ignored_as_a_whole(item: Any) -> None:
     slices = EndpointSlices("grpc")
     slices.put(slice_of("a", engines("10.0.0.1")))
     for take in (slices.put, lambda item: slices.replace([slice_of("b", engines("10.0.0.2")), item])):
@@ -146,9 +146,7 @@ def test_what_is_no_slice_is_not_taken_in_part(item: Any) -> None:
         assert [each.address for each in slices.endpoints()] == KNOWN
 
 
-async def test_no_event_of_a_watch_changes_what_is_known_wrongly(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_no_malformed_watch_event_corrupts_the_view(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with Stage(tmp_path) as (server, seen):
         for what, server.watched in EVENTS.items():
             server.disconnect()
@@ -161,7 +159,7 @@ async def test_no_event_of_a_watch_changes_what_is_known_wrongly(
         await until(lambda: seen.addresses == ["10.0.0.2:9000"])
 
 
-async def test_no_list_changes_what_is_known_wrongly(
+async def test_no_malformed_list_corrupts_the_view(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kubernetes, "_MAX_PAGES", 5)
@@ -186,7 +184,7 @@ async def asked_again(server: HostileServer) -> None:
     await until(lambda: len(server.requests) >= before + 3)
 
 
-async def test_an_event_without_an_end_is_given_up(
+async def test_an_endless_event_is_aborted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kubernetes, "_MAX_EVENT", 4096)
@@ -197,7 +195,7 @@ async def test_an_event_without_an_end_is_given_up(
         assert seen.addresses == KNOWN
 
 
-async def test_events_in_another_order_than_they_happened_end_in_what_is(tmp_path: Path) -> None:
+async def test_events_out_of_order_end_in_the_current_state(tmp_path: Path) -> None:
     async with Stage(tmp_path) as (server, seen):
         newer, older = (
             line("MODIFIED", changed(metadata={"name": "a", "resourceVersion": version})) for version in ("900", "800")
@@ -212,7 +210,7 @@ async def test_events_in_another_order_than_they_happened_end_in_what_is(tmp_pat
 
 
 @pytest.mark.parametrize("cut", [True, False])
-async def test_a_server_that_breaks_off_after_each_event_is_not_asked_all_the_time(cut: bool, tmp_path: Path) -> None:
+async def test_a_server_that_disconnects_after_each_event_is_retried_with_backoff(cut: bool, tmp_path: Path) -> None:
     how = WatchSettings(backoff=0.001, max_backoff=600, steady=600)
     async with Stage(tmp_path, how) as (server, seen):
         server.watched, server.cut = line("MODIFIED", changed()), cut
@@ -252,7 +250,7 @@ async def test_watches_that_all_end_at_once_are_logged(tmp_path: Path, caplog: p
 
 
 @pytest.mark.parametrize("wait", ["Fri, 31 Dec 1999 23:59:59 GMT", "-5", "\u00b2", ""])
-async def test_a_time_to_wait_that_is_no_number_is_none(wait: str, tmp_path: Path) -> None:
+async def test_a_retry_after_that_is_no_number_is_ignored(wait: str, tmp_path: Path) -> None:
     async with Stage(tmp_path) as (server, seen):
         server.refuse(429, **{"Retry-After": wait})
         server.disconnect()

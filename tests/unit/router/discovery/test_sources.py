@@ -50,7 +50,7 @@ def test_an_entry_names_an_engine_or_where_engines_are_found(entry: str, source:
         "kubernetes://e:UPPER", "k8s://e", "[fd00::1::2]:9000", "[10.0.0.1]:9000",
     ],
 )  # fmt: skip
-def test_what_is_none_of_them_is_refused_with_what_there_is(entry: str) -> None:
+def test_an_unknown_kind_of_source_is_refused_with_those_that_exist(entry: str) -> None:
     with pytest.raises(ValueError, match="is not HOST:PORT, dns://NAME:PORT or kubernetes://"):
         parse_source(entry)
 
@@ -62,7 +62,7 @@ def test_settings_take_all_kinds_and_each_once(monkeypatch: pytest.MonkeyPatch) 
     assert settings.engine == ["a:1", "kubernetes://e:grpc", "dns://n:2"]
 
 
-def test_a_service_cannot_be_asked_from_outside_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kubernetes_service_is_refused_outside_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBECONFIG", raising=False)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(ValidationError, match="from a pod only"):
@@ -95,7 +95,7 @@ ENDPOINTS = st.lists(
 
 
 @given(ENDPOINTS)
-def test_of_one_address_the_best_that_is_said_counts(endpoints: list[Endpoint]) -> None:
+def test_of_several_entries_for_one_address_the_best_counts(endpoints: list[Endpoint]) -> None:
     found = merge_endpoints(endpoints)
     assert [each.address for each in found] == list(dict.fromkeys(each.address for each in endpoints))
     for each in found:
@@ -106,7 +106,7 @@ def test_of_one_address_the_best_that_is_said_counts(endpoints: list[Endpoint]) 
         assert each.ready == any(other.ready for other in alive)
 
 
-async def test_a_source_that_failed_is_asked_again() -> None:
+async def test_a_source_that_failed_is_retried() -> None:
     class Failing:
         times = 0
 
@@ -120,7 +120,7 @@ async def test_a_source_that_failed_is_asked_again() -> None:
         assert await anext(views) == (Endpoint("f:1"),)
 
 
-async def test_of_a_name_that_leads_to_a_whole_cluster_only_so_many_are_engines(
+async def test_the_engines_of_one_name_are_bounded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(combined, "MAX_ENGINES", 2)
@@ -147,7 +147,7 @@ async def test_views_that_change_all_the_time_are_yielded_at_the_consumers_pace(
     assert heard <= 5
 
 
-async def test_what_is_asked_for_all_the_time_is_done_at_once_then_at_a_pace_and_after_the_last_time() -> None:
+async def test_frequent_triggers_run_at_once_then_at_a_bounded_rate_and_once_after_the_last() -> None:
     asked, done = 0, []
 
     def work() -> None:
@@ -170,7 +170,7 @@ def burn(seconds: float) -> None:
         pass
 
 
-async def test_sources_are_heard_one_by_one_and_one_that_fails_leaves_what_it_said(
+async def test_a_source_that_fails_keeps_its_last_view_beside_the_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Failing:

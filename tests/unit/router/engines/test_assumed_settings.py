@@ -25,13 +25,13 @@ CONFIG = {"max_position_embeddings": 64, "vocab_size": 100, "hidden_size": 8}
         *({**CONFIG, "vocab_size": value} for value in (None, 0, "1", 1.5, True)),
     ],
 )
-def test_a_folder_that_says_nothing_of_use_says_nothing(content, tmp_path):
+def test_a_folder_without_usable_settings_assumes_none(content, tmp_path):
     if content is not None:
         (tmp_path / "config.json").write_text(content if isinstance(content, str) else json.dumps(content))
     assert assumed_limits({"m": tmp_path}) == {}
 
 
-async def test_the_folder_counts_until_an_engine_has_told(tmp_path):
+async def test_the_folders_settings_count_until_an_engine_reports_its_own(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     engine = ScriptedEngine(max_model_len=32, vocab_size=99)
     address = await engine.start()

@@ -88,7 +88,7 @@ changes = st.lists(
 
 @given(changes, st.sampled_from([2, 65_536]))
 @settings(max_examples=80, deadline=None)
-def test_the_index_has_what_the_engines_said_in_its_order(script: list[tuple[str, object]], most: int) -> None:
+def test_the_index_applies_the_engines_events_in_order(script: list[tuple[str, object]], most: int) -> None:
     async def run(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cache_events, "MAX_WAITING", most)
         stage = Stage()
@@ -120,7 +120,7 @@ def play(held: dict[tuple[str, int], set[int]], engine_id: str, change: object) 
         held[engine_id, change.removed.tier] -= {int.from_bytes(each, "big") for each in change.removed.block_hashes}
 
 
-async def test_an_engine_is_not_believed_to_have_more_than_it_has_room_for() -> None:
+async def test_the_index_of_an_engine_is_bounded_by_its_blocks() -> None:
     stage = Stage()
     load = pb.Load(blocks_total=4, host_blocks_total=2)
     stage.events("a", pb.Snapshot(load=load, cached=[stored(*range(9))]))
@@ -129,7 +129,7 @@ async def test_an_engine_is_not_believed_to_have_more_than_it_has_room_for() -> 
     assert stage.index.counts.dropped == 3
 
 
-async def test_what_came_from_an_engine_that_left_does_not_count_for_the_next_in_its_row() -> None:
+async def test_events_of_an_engine_that_left_do_not_count_for_the_next_one_in_its_row() -> None:
     stage = Stage()
     stage.events("a", pb.Snapshot(cached=[stored(*range(20))]))
     stage.events("a", pb.Snapshot())
@@ -140,7 +140,7 @@ async def test_what_came_from_an_engine_that_left_does_not_count_for_the_next_in
     assert stage.has("c", range(20)) == (set(), set())
 
 
-async def test_what_waits_of_a_snapshot_is_forgotten_with_it() -> None:
+async def test_pending_parts_of_an_abandoned_snapshot_are_dropped() -> None:
     stage = Stage()
     stage.events("a", pb.Snapshot(cached=[stored(*range(20))]))
     stage.events("a", pb.Snapshot(cached=[stored(30)]))
@@ -148,7 +148,7 @@ async def test_what_waits_of_a_snapshot_is_forgotten_with_it() -> None:
     assert stage.has("a", range(31)) == ({30}, set())
 
 
-async def test_a_tier_that_is_not_known_here_is_left_out_and_damaged_names_are_counted(
+async def test_an_unknown_tier_is_ignored_and_damaged_hashes_are_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cache_events, "_TELL_SECONDS", 0.0)
@@ -162,7 +162,7 @@ async def test_a_tier_that_is_not_known_here_is_left_out_and_damaged_names_are_c
     assert cache_events.metrics.INDEX_BLOCKS._value.get() == 1
 
 
-def test_a_session_that_is_resumed_after_it_was_given_up_is_begun_anew() -> None:
+def test_a_session_resumed_after_it_was_abandoned_starts_with_a_snapshot() -> None:
     heard: list[pb.Snapshot | pb.KvEvent] = []
     session = Session(ConnectionSettings(), heard.append)
     session.begin(pb.Snapshot(generation=1, cached=[stored(1)]))
@@ -174,7 +174,7 @@ def test_a_session_that_is_resumed_after_it_was_given_up_is_begun_anew() -> None
     assert len(heard) == 1
 
 
-async def test_a_fleet_tells_the_index_of_snapshots_events_new_generations_and_lost_engines() -> None:
+async def test_the_index_follows_snapshots_events_new_generations_and_lost_engines() -> None:
     engine, index = ScriptedEngine(), PrefixIndex()
     engine.cached = [stored(1, 2, 3, 4, 5), stored(6, tier=HOST)]
     address = await engine.start()

@@ -28,13 +28,15 @@ def engines(
 
 
 @given(st.lists(st.sampled_from([0, 1, 4, 5, 99, 100, 500]), max_size=12))
-def test_room_is_where_there_is_little_to_compute_and_to_spare_where_a_quarter_stays_clear(pending: list[int]) -> None:
+def test_an_engine_has_capacity_with_little_pending_work_and_spare_capacity_with_a_quarter_free(
+    pending: list[int],
+) -> None:
     _, accounts = engines(pending)
     assert any_has_capacity(accounts) == any(tokens < CAPACITY for tokens in pending)
     assert has_spare_capacity(accounts) == (sum(tokens < CAPACITY / 20 for tokens in pending) - 1 >= len(pending) // 4)
 
 
-def test_an_engine_that_runs_as_much_as_it_can_has_no_room_to_spare() -> None:
+def test_an_engine_at_its_maximum_of_sequences_has_no_spare_capacity() -> None:
     ledger, accounts = engines([0])
     for _ in range(SEQUENCES):
         assert has_spare_capacity(accounts)
@@ -43,7 +45,7 @@ def test_an_engine_that_runs_as_much_as_it_can_has_no_room_to_spare() -> None:
 
 
 @pytest.mark.parametrize("tokens", [50, 150])
-def test_whoever_waits_is_told_when_an_engine_is_clear_though_it_had_room_before(tokens: int) -> None:
+def test_waiters_are_signalled_when_an_engine_gets_spare_capacity_though_it_had_capacity_before(tokens: int) -> None:
     told: list[None] = []
     ledger, accounts = engines([0], lambda: told.append(None))
     request = ledger.begin("e0:1", pending_tokens=tokens)

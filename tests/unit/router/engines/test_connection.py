@@ -70,7 +70,7 @@ async def submitted(engine: ScriptedEngine, link: EngineConnection, message: eng
     return stream
 
 
-async def test_tokens_that_nobody_reads_yet_come_together() -> None:
+async def test_tokens_that_are_not_read_yet_are_merged() -> None:
     async with linked() as (engine, link):
         stream = await submitted(engine, link, submit("a"))
         engine.send(output("a", [5], 0, cached_tokens=2))
@@ -104,7 +104,7 @@ async def test_each_request_gets_its_own_tokens() -> None:
         assert await rest(second) == ([2, 4], Output([2, 4], 0, FinishReason.LENGTH))
 
 
-async def test_a_broken_stream_is_resumed_and_nobody_notices() -> None:
+async def test_a_broken_stream_is_resumed_without_a_lost_token() -> None:
     async with linked() as (engine, link):
         stream = await submitted(engine, link, submit("a"))
         engine.send(output("a", [1], 0))
@@ -142,7 +142,7 @@ async def test_batches_that_are_replayed_are_not_delivered_twice() -> None:
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-async def test_others_have_their_turn_within_a_large_batch_and_it_is_handed_out_whole(interrupted: bool) -> None:
+async def test_a_large_batch_is_delivered_completely_and_yields_to_other_tasks(interrupted: bool) -> None:
     handed, turns = [], []
 
     def outputs() -> Iterator[None]:
@@ -220,7 +220,7 @@ async def test_an_engine_that_stays_away_longer_than_the_grace_is_lost() -> None
             link.submit(submit("b"))
 
 
-async def test_an_engine_where_nobody_listens_any_more_is_not_waited_for() -> None:
+async def test_an_engine_that_refuses_connections_is_lost_without_the_grace() -> None:
     async with linked(ConnectionSettings(grace=3600, refused_grace=0.05, backoff=0.01)) as (engine, link):
         stream = await submitted(engine, link, submit("a"))
         await engine.stop()
@@ -229,7 +229,7 @@ async def test_an_engine_where_nobody_listens_any_more_is_not_waited_for() -> No
                 await anext(stream)
 
 
-async def test_an_engine_that_falls_silent_gets_no_new_work_until_it_speaks_again() -> None:
+async def test_a_silent_engine_gets_no_new_requests_until_its_next_batch() -> None:
     changes: list[None] = []
     settings = ConnectionSettings(silence=0.05, stall=3600)
     async with linked(settings, on_change=lambda: changes.append(None)) as (engine, link):
@@ -260,12 +260,12 @@ async def test_an_engine_without_requests_may_be_silent() -> None:
         assert engine.opened.empty()
 
 
-async def test_an_engine_that_is_still_starting_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_engine_that_is_still_starting_logs_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "quire_router")
     assert await levels_told(ConnectionSettings(backoff=0.001, max_backoff=0.001), caplog, 1) == [logging.INFO]
 
 
-async def test_an_engine_that_does_not_come_is_a_reason_to_warn_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_engine_that_never_connects_logs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "quire_router")
     settings = ConnectionSettings(backoff=0.001, max_backoff=0.001, start_patience=0.05)
     assert await levels_told(settings, caplog, 2) == [logging.INFO, logging.WARNING]
@@ -285,7 +285,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [record for record in caplog.records if "nobody listens there" in record.getMessage()]
 
 
-async def test_what_was_given_up_is_cancelled_when_the_engine_comes_back() -> None:
+async def test_abandoned_requests_are_cancelled_when_the_engine_returns() -> None:
     async with linked(ConnectionSettings(grace=0.05, backoff=0.01)) as (engine, link):
         stream = await submitted(engine, link, submit("a"))
         engine.send(output("a", [1], 0))
@@ -414,7 +414,7 @@ async def test_a_cancel_that_was_lost_with_the_stream_is_repeated() -> None:
         assert engine.commands.empty()
 
 
-async def test_an_aborted_output_ends_with_what_had_come() -> None:
+async def test_an_aborted_output_ends_with_its_tokens_so_far() -> None:
     async with linked() as (engine, link):
         stream = await submitted(engine, link, submit("a"))
         engine.send(output("a", [1], 0))
@@ -444,7 +444,7 @@ async def test_a_client_that_reads_is_not_cut_off_however_long_it_takes() -> Non
         assert await rest(stream) == ([2], Output([2], 1, FinishReason.STOP))
 
 
-async def test_an_engine_that_sends_more_than_was_asked_for_is_stopped() -> None:
+async def test_a_request_with_more_tokens_than_max_tokens_is_cancelled() -> None:
     async with linked() as (engine, link):
         stream = await submitted(engine, link, submit("a", max_tokens=2))
         engine.send(output("a", [1, 2, 3], 0))
@@ -455,7 +455,7 @@ async def test_an_engine_that_sends_more_than_was_asked_for_is_stopped() -> None
 
 
 @pytest.mark.parametrize("token_id", [-1, 1000, 2**31 - 1])
-async def test_an_engine_that_sends_what_is_no_token_of_its_model_is_stopped(token_id: int) -> None:
+async def test_a_request_with_a_token_outside_of_the_vocabulary_is_cancelled(token_id: int) -> None:
     async with linked() as (engine, link):
         stream = await submitted(engine, link, submit("a"))
         engine.send(output("a", [0, 999], 0))
@@ -478,7 +478,7 @@ async def test_an_engines_error_comes_with_the_last_output() -> None:
         assert str(last.error) == "Full."
 
 
-async def test_an_engine_that_takes_no_more_requests_says_so_before_anything_else() -> None:
+async def test_an_engines_refusal_comes_before_any_output() -> None:
     async with linked() as (engine, link):
         stream = await submitted(engine, link, submit("a"))
         engine.send(output("a", [], 0, ERROR, types_pb2.Error(code=types_pb2.ERROR_CODE_OVERLOADED)))
@@ -507,7 +507,7 @@ async def test_an_engine_that_cannot_take_one_request_now_gets_others() -> None:
 
 
 @pytest.mark.parametrize("delivered", [(), (1, 2)])
-async def test_what_another_engine_wrote_is_no_mistake_of_the_client(delivered: tuple[int, ...]) -> None:
+async def test_invalid_resumed_tokens_are_no_client_error(delivered: tuple[int, ...]) -> None:
     """An engine that refuses a request with the tokens of another engine in it loses it; otherwise it is the client
     who hears of it.
     """
@@ -524,7 +524,7 @@ async def test_what_another_engine_wrote_is_no_mistake_of_the_client(delivered: 
         assert link.ready
 
 
-async def test_an_engine_that_is_going_away_gives_requests_back_and_gets_no_more() -> None:
+async def test_a_stopping_engine_gives_requests_back_and_gets_no_more() -> None:
     async with linked() as (engine, link):
         stream = await submitted(engine, link, submit("a"))
         engine.draining = True
@@ -534,7 +534,7 @@ async def test_an_engine_that_is_going_away_gives_requests_back_and_gets_no_more
         assert not link.ready
 
 
-async def test_an_abort_that_nobody_asked_for_gives_the_request_back() -> None:
+async def test_an_unrequested_abort_gives_the_request_back() -> None:
     async with linked() as (engine, link):
         stream = await submitted(engine, link, submit("a"))
         engine.send(output("a", [1], 0, ABORT))
@@ -553,7 +553,7 @@ async def test_batches_are_acknowledged_by_number_and_by_time() -> None:
         assert await engine.ack() == 1
 
 
-async def test_load_is_what_the_last_batch_said() -> None:
+async def test_the_load_is_that_of_the_last_batch() -> None:
     load = engine_pb2.Load()
     async with linked(on_load=load.CopyFrom) as (engine, _):
         engine.send(load=engine_pb2.Load(running=3, blocks_free=7))

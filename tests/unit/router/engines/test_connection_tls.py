@@ -77,7 +77,7 @@ async def warning_of(link: EngineConnection, caplog: pytest.LogCaptureFixture) -
     return record.getMessage()
 
 
-async def test_both_believe_each_other_and_tokens_flow(server: ServerTls, client: ClientTls) -> None:
+async def test_both_peers_authenticate_and_tokens_flow(server: ServerTls, client: ClientTls) -> None:
     async with meeting(server, client) as (engine, link):
         await until(lambda: link.ready)
         stream = await submitted(engine, link, submit("a"))
@@ -85,14 +85,14 @@ async def test_both_believe_each_other_and_tokens_flow(server: ServerTls, client
         assert (await rest(stream))[0] == [5, 6]
 
 
-async def test_a_router_that_shows_nothing_is_enough_where_nothing_is_asked_for(
+async def test_a_router_without_a_certificate_is_accepted_where_none_is_required(
     server: ServerTls, client: ClientTls
 ) -> None:
     async with meeting(replace(server, client_ca=None), replace(client, identity=None)) as (_, link):
         await until(lambda: link.ready)
 
 
-async def test_without_a_name_the_address_is_what_a_certificate_is_for(
+async def test_without_a_server_name_the_certificate_must_match_the_address(
     authority: Authority, server: ServerTls, client: ClientTls
 ) -> None:
     by_address = replace(server, identity=authority.issue("127.0.0.1"))
@@ -131,7 +131,7 @@ async def test_an_engine_of_another_name_is_refused(
     await refused(server, replace(client, name=name), caplog, because)
 
 
-async def test_a_router_that_shows_nothing_is_refused(
+async def test_a_router_without_a_certificate_is_refused_where_one_is_required(
     server: ServerTls, client: ClientTls, caplog: pytest.LogCaptureFixture
 ) -> None:
     because = "it closes the connection at once; no certificate is shown to it (--engine-tls-cert)"
@@ -205,7 +205,7 @@ async def test_new_files_count_from_the_next_connection_on(
         assert link.ready
 
 
-async def test_a_link_that_was_refused_comes_in_once_its_files_are_right(
+async def test_a_refused_connection_succeeds_once_its_files_are_right(
     stranger: Authority, server: ServerTls, client: ClientTls, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong = stranger.issue(ROUTER_NAME)
@@ -215,7 +215,7 @@ async def test_a_link_that_was_refused_comes_in_once_its_files_are_right(
         await until(lambda: link.ready)
 
 
-async def test_a_link_says_which_of_its_files_it_cannot_read(
+async def test_an_unreadable_certificate_file_is_named(
     server: ServerTls, client: ClientTls, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved = client.ca.read_bytes()
@@ -226,7 +226,7 @@ async def test_a_link_says_which_of_its_files_it_cannot_read(
         await until(lambda: link.ready)
 
 
-async def test_an_engine_stays_with_what_it_has_while_its_files_are_wrong(
+async def test_an_engine_keeps_its_certificate_while_its_files_are_invalid(
     server: ServerTls, client: ClientTls, authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with meeting(server, client) as (engine, link):

@@ -24,7 +24,7 @@ async def drained(engine: ScriptedEngine, link: EngineConnection) -> None:
     await until(lambda: not link.ready)
 
 
-async def test_an_empty_batch_is_enough_to_be_told_and_what_runs_goes_on() -> None:
+async def test_an_empty_batch_announces_draining_and_running_requests_continue() -> None:
     changes: list[str] = []
     async with linked(on_change=lambda: changes.append("told")) as (engine, link):
         stream = await submitted(engine, link, submit("a", max_tokens=2))
@@ -46,7 +46,7 @@ async def test_an_engine_still_drains_when_its_session_is_resumed() -> None:
         assert not link.ready
 
 
-async def test_a_router_that_comes_late_hears_it_first() -> None:
+async def test_a_router_that_connects_late_gets_draining_first() -> None:
     engine = ScriptedEngine()
     engine.draining = True
     link = EngineConnection(await engine.start(), SETTINGS)
@@ -59,7 +59,7 @@ async def test_a_router_that_comes_late_hears_it_first() -> None:
         await engine.stop()
 
 
-async def test_an_engine_that_leaves_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_draining_engine_logs_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "quire_router")
     async with linked(SETTINGS) as (engine, link):
         await drained(engine, link)
@@ -78,14 +78,14 @@ async def test_an_engine_that_leaves_is_no_reason_to_warn(caplog: pytest.LogCapt
     ]
 
 
-async def test_an_engine_that_left_and_does_not_come_back_is_a_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_engine_that_drained_and_does_not_return_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     async with linked(replace(SETTINGS, start_patience=0.05)) as (engine, link):
         await drained(engine, link)
         await engine.stop()
         await until(lambda: "cannot be reached" in caplog.text)
 
 
-async def test_what_a_leaving_engine_did_not_end_is_told_from_what_another_loses() -> None:
+async def test_requests_that_a_draining_engine_aborts_count_apart_from_lost_ones() -> None:
     async with linked(SETTINGS) as (engine, link):
         running = await submitted(engine, link, submit("a"))
         lost = await submitted(engine, link, submit("b"))

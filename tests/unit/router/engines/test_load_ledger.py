@@ -180,7 +180,7 @@ class OneEngine:
         self.ledger.on_message(LoadMessage("peer", sequence, RouterLoad({"e:1": (1, pending, 0)})), 5)
 
 
-def test_a_long_prompt_counts_for_less_as_it_is_computed() -> None:
+def test_a_prompts_pending_tokens_shrink_as_it_is_computed() -> None:
     place = OneEngine()
     place.ledger.begin("e:1", pending_tokens=1000)
     assert place.pending == 1000
@@ -190,7 +190,7 @@ def test_a_long_prompt_counts_for_less_as_it_is_computed() -> None:
 
 
 @pytest.mark.parametrize("by_a_peer", [False, True])
-def test_what_a_report_cannot_know_yet_counts_beside_it(by_a_peer: bool) -> None:
+def test_dispatches_after_a_report_count_in_addition(by_a_peer: bool) -> None:
     place = OneEngine()
     place.ledger.begin("e:1", pending_tokens=1000)
     for _ in range(3):
@@ -208,7 +208,7 @@ def test_what_a_report_cannot_know_yet_counts_beside_it(by_a_peer: bool) -> None
     assert place.pending == 240
 
 
-def test_what_nobody_dispatched_counts_as_the_engine_says() -> None:
+def test_load_without_a_known_dispatch_counts_as_reported() -> None:
     place = OneEngine()
     place.report(500, running=20)
     assert place.pending == 480
@@ -216,7 +216,7 @@ def test_what_nobody_dispatched_counts_as_the_engine_says() -> None:
     assert place.pending == 0
 
 
-def test_a_request_that_was_heard_leaves_nothing_pending_although_the_report_is_late() -> None:
+def test_a_request_with_a_first_token_has_nothing_pending_although_the_report_is_late() -> None:
     place = OneEngine()
     entry = place.ledger.begin("e:1", pending_tokens=100)
     entry.on_first_output()
@@ -226,7 +226,7 @@ def test_a_request_that_was_heard_leaves_nothing_pending_although_the_report_is_
     assert place.ledger.local_load() == RouterLoad()
 
 
-def test_what_is_being_computed_is_known_from_the_beginning_of_each_step() -> None:
+def test_tokens_in_the_running_step_are_known_from_its_start() -> None:
     place = OneEngine()
     place.account.describe(engine_pb2.DescribeResponse(max_num_batched_tokens=1000))
     place.now = 5.0
@@ -247,7 +247,7 @@ def test_what_is_being_computed_is_known_from_the_beginning_of_each_step() -> No
     assert place.step == (6.2, 0)
 
 
-def test_what_others_send_while_a_share_is_on_its_way_is_their_rate_times_that_time() -> None:
+def test_load_that_others_add_during_a_shares_transit_is_their_rate_times_that_time() -> None:
     place = OneEngine()
     unseen = place.ledger.unseen
     for number in range(400):  # this router's shares take 20 ms, and a peer sends 100 tokens every 10 ms
@@ -288,7 +288,7 @@ def test_shares_that_come_back_late_out_of_order_or_never_are_timed_by_the_first
 
 
 @pytest.mark.parametrize(("pending_tokens", "has_room"), [(6, True), (7, False)])
-def test_each_step_takes_its_own_time_of_the_seconds_that_are_room(pending_tokens: int, has_room: bool) -> None:
+def test_each_step_takes_its_time_from_the_seconds_of_capacity(pending_tokens: int, has_room: bool) -> None:
     """With steps of 10 tokens and 0.5 s of their own a token takes 0.3 s."""
     place = OneEngine(capacity_seconds=2.0)
     place.account.describe(engine_pb2.DescribeResponse(max_num_batched_tokens=10))
@@ -297,7 +297,7 @@ def test_each_step_takes_its_own_time_of_the_seconds_that_are_room(pending_token
     assert place.account.has_capacity is has_room
 
 
-def test_room_is_told_when_it_comes_and_not_while_it_lasts() -> None:
+def test_capacity_is_signalled_when_it_appears_and_not_while_it_lasts() -> None:
     place = OneEngine()
     place.account.describe(engine_pb2.DescribeResponse(max_num_seqs=2))
     place.account.report(engine_pb2.Load(pace=engine_pb2.Pace(token_seconds=1)))
@@ -316,14 +316,14 @@ def test_room_is_told_when_it_comes_and_not_while_it_lasts() -> None:
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), -1.0, float("inf"), 1e9])
-def test_a_pace_that_is_none_is_not_taken(wrong: float) -> None:
+def test_an_invalid_step_time_is_ignored(wrong: float) -> None:
     place = OneEngine()
     before = place.table.token_seconds[0]
     place.account.report(engine_pb2.Load(pace=engine_pb2.Pace(step_seconds=0.5, token_seconds=wrong)))
     assert place.table.token_seconds[place.table.row_of("e:1")] == before
 
 
-def test_so_many_routers_are_believed_and_no_more() -> None:
+def test_the_number_of_peer_routers_is_bounded() -> None:
     place = OneEngine()
     taken = [
         place.ledger.on_message(LoadMessage(f"r{number}", 1, RouterLoad({"e:1": (1, 1, 1)})), 1)
@@ -332,7 +332,7 @@ def test_so_many_routers_are_believed_and_no_more() -> None:
     assert sum(taken) == MAX_PEERS == place.table.requests[place.table.row_of("e:1")]
 
 
-def test_an_engine_with_requests_cannot_be_forgotten() -> None:
+def test_an_engine_with_requests_cannot_be_removed() -> None:
     place = OneEngine()
     place.ledger.begin("e:1", pending_tokens=1)
     with pytest.raises(AssertionError):
@@ -343,12 +343,12 @@ def test_an_engine_with_requests_cannot_be_forgotten() -> None:
 
 
 @given(st.dictionaries(st.text(max_size=20), st.tuples(*[st.integers(0, 2**32 - 1)] * 3)))
-def test_a_share_arrives_as_it_was_sent(engines: Mapping[str, Counts]) -> None:
+def test_a_share_round_trips(engines: Mapping[str, Counts]) -> None:
     message = LoadMessage("router-1", 7, RouterLoad(engines))
     assert LoadMessage.decode(message.encode()) == message
 
 
-def test_more_tokens_than_fit_are_told_as_many() -> None:
+def test_token_counts_saturate_at_the_largest_that_fits() -> None:
     told = LoadMessage.decode(LoadMessage("r", 1, RouterLoad({"e:1": (1, 2**40, 1)})).encode())
     assert told.load.engines["e:1"] == (1, 2**32 - 1, 1)
 

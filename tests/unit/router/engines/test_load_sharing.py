@@ -80,7 +80,7 @@ async def replica(server: RedisServer, settings: LoadSharingSettings = QUICK) ->
         await peers.close()
 
 
-async def test_what_one_router_has_in_flight_the_others_count_too(server: RedisServer) -> None:
+async def test_requests_in_flight_at_one_router_count_at_the_others(server: RedisServer) -> None:
     async with replica(server) as first, replica(server) as second:
         await until(lambda: len(first.ledger) == len(second.ledger) == 1)
         entry = first.begin()
@@ -103,7 +103,7 @@ async def test_a_router_that_comes_later_knows_what_is_in_flight(server: RedisSe
             assert second.counted == (1, 10, 0)
 
 
-async def test_what_one_router_expects_the_others_do_too_but_not_those_that_come_later(server: RedisServer) -> None:
+async def test_speculative_blocks_of_one_router_reach_the_others_but_not_later_ones(server: RedisServer) -> None:
     async with replica(server) as first, replica(server) as second:
         await until(lambda: len(first.ledger) == len(second.ledger) == 1)
         first.expectations.add("e:1", [b"a" * 16, b"b" * 16])
@@ -116,7 +116,7 @@ async def test_what_one_router_expects_the_others_do_too_but_not_those_that_come
             assert not third.expects(b"a" * 16)
 
 
-async def test_what_was_expected_while_redis_was_away_is_not_told_afterwards() -> None:
+async def test_speculative_blocks_of_an_outage_are_not_published_afterwards() -> None:
     with redis_server() as server:
         async with replica(server) as first, replica(server) as second:
             await until(lambda: len(first.ledger) == len(second.ledger) == 1)
@@ -129,7 +129,7 @@ async def test_what_was_expected_while_redis_was_away_is_not_told_afterwards() -
             assert not second.expects(b"a" * 16)
 
 
-async def test_a_share_whose_expectations_are_damaged_counts_all_the_same(server: RedisServer) -> None:
+async def test_a_share_with_damaged_speculative_blocks_still_counts(server: RedisServer) -> None:
     async with replica(server) as first, Redis.from_url(server.url) as client:
         await until(lambda: first.peers.available)
         message = LoadMessage("other", 1, RouterLoad({"e:1": (7, 0, 0)}), (SpeculativePrefix("e:1", (b"a" * 15,)),))
@@ -174,7 +174,7 @@ async def test_a_router_that_closes_before_it_knows_the_others_is_forgotten_at_o
         await until(lambda: first.counted == (0, 0, 0))
 
 
-async def test_a_burst_of_changes_is_told_at_once_and_a_flood_of_them_seldom(server: RedisServer) -> None:
+async def test_a_burst_of_changes_is_published_at_once_and_a_flood_rarely(server: RedisServer) -> None:
     """While the cadence allows none, what changes is told together."""
     settings = LoadSharingSettings(interval=3600, heartbeat=7200, lease=7200)
     async with replica(server) as first, replica(server, settings) as second:
@@ -188,7 +188,7 @@ async def test_a_burst_of_changes_is_told_at_once_and_a_flood_of_them_seldom(ser
         assert first.counted[0] == BURST - 1, "shares with an engine in them cost a little more than one each"
 
 
-async def test_what_the_others_send_in_the_time_that_shares_take_is_known(server: RedisServer) -> None:
+async def test_load_that_others_add_while_shares_are_in_transit_is_estimated(server: RedisServer) -> None:
     async with replica(server) as first, replica(server) as second:
         await until(lambda: len(first.ledger) == len(second.ledger) == 1)
         assert first.table.unseen_tokens == 0
@@ -210,7 +210,7 @@ async def test_routers_whose_keys_have_expired_leave_the_set(server: RedisServer
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xff" * 100, b"\x08\x02", b"a" * 2**21])
-async def test_what_is_no_share_is_ignored_and_counted(server: RedisServer, payload: bytes) -> None:
+async def test_a_malformed_share_is_ignored_and_counted(server: RedisServer, payload: bytes) -> None:
     async with replica(server) as first, replica(server) as second, Redis.from_url(server.url) as client:
         await until(lambda: len(first.ledger) == 1 and first.peers.available)
         before = ignored()
@@ -233,7 +233,9 @@ async def test_a_share_that_arrives_late_is_ignored(server: RedisServer) -> None
         assert first.counted == (7, 0, 0)
 
 
-async def test_without_redis_each_counts_its_own_and_finds_the_others_again(caplog: pytest.LogCaptureFixture) -> None:
+async def test_without_redis_each_router_counts_its_own_load_and_finds_the_others_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO, "quire_router")
     with redis_server() as server:
         async with replica(server) as first, replica(server) as second:
@@ -252,7 +254,7 @@ async def test_without_redis_each_counts_its_own_and_finds_the_others_again(capl
     ] * 2
 
 
-async def test_a_redis_that_hangs_is_one_that_is_away(server: RedisServer) -> None:
+async def test_a_redis_that_hangs_counts_as_unavailable(server: RedisServer) -> None:
     async with replica(server) as first, replica(server) as second:
         second.begin()
         await until(lambda: first.counted == (1, 10, 0))
@@ -274,7 +276,7 @@ async def test_a_router_that_was_frozen_does_not_take_the_others_for_dead(server
             await asyncio.sleep(QUICK.interval)
 
 
-async def test_a_url_that_is_none_is_refused_without_its_password() -> None:
+async def test_a_malformed_url_is_refused_without_showing_its_password() -> None:
     with pytest.raises(ValueError, match="not of the form") as refusal:
         LoadSharing(
             "redis://:secret/word@host:x/0", LoadLedger(EngineTable()), SpeculativeBlocks(EngineTable(), PrefixIndex())

@@ -61,7 +61,7 @@ async def ended(stream: OutputStream) -> bool:
     return True
 
 
-async def test_the_pieces_of_each_choice_come_together_and_in_order() -> None:
+async def test_the_tokens_of_each_choice_are_merged_in_order() -> None:
     wire = Wire(submit(3))
     wire.tell(output("a", [20], 0, index=2), output("a", [1], 0, index=0))
     wire.tell(output("a", [21, 22], 1, STOP, index=2), output("a", [10], 0, index=1))
@@ -96,7 +96,7 @@ async def test_cancelling_one_choice_does_not_touch_the_others() -> None:
     assert not wire.sent()
 
 
-async def test_what_was_not_read_of_a_cancelled_choice_is_dropped() -> None:
+async def test_unread_tokens_of_a_cancelled_choice_are_dropped() -> None:
     wire = Wire(submit(2))
     wire.tell(output("a", [1], 0, index=0), output("a", [10], 0, index=1))
     wire.stream.cancel(0)
@@ -114,7 +114,7 @@ async def test_a_choice_is_cancelled_again_on_the_next_stream_until_the_engine_h
     assert wire.cancels() == [("a", [0])]
 
 
-async def test_cancelling_the_last_choice_ends_the_request_and_keeps_what_came_of_the_others() -> None:
+async def test_cancelling_the_last_choice_ends_the_request_and_keeps_the_others_tokens() -> None:
     wire = Wire(submit(2))
     wire.tell(output("a", [10], 0, STOP, index=1), output("a", [1], 0, index=0))
     wire.stream.cancel(0)
@@ -149,7 +149,7 @@ async def test_a_cancelled_request_is_remembered_until_each_of_its_choices_has_e
     assert not wire.sent()
 
 
-async def test_aborting_ends_every_choice_after_what_had_come() -> None:
+async def test_aborting_ends_every_choice_after_its_tokens_so_far() -> None:
     wire = Wire(submit(3))
     wire.tell(output("a", [1], 0, index=0), output("a", [10], 0, STOP, index=1))
     wire.stream.abort()
@@ -163,7 +163,7 @@ async def test_aborting_ends_every_choice_after_what_had_come() -> None:
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
-async def test_an_abort_of_one_choice_that_nobody_asked_for_gives_the_request_back(index: int) -> None:
+async def test_an_unrequested_abort_of_one_choice_gives_the_request_back(index: int) -> None:
     wire = Wire(submit(3))
     wire.tell(*(output("a", [each], 0, index=each) for each in range(3)))
     wire.tell(output("a", [7], 1, ABORT, index=index))
@@ -199,7 +199,7 @@ async def test_missing_tokens_of_one_choice_lose_the_request() -> None:
     assert wire.cancels() == [("a", [])]
 
 
-async def test_each_choice_goes_on_where_it_was_and_a_finished_one_is_not_awaited() -> None:
+async def test_each_choice_resumes_at_its_position_and_a_finished_one_is_not_awaited() -> None:
     wire = Wire(
         submit(
             4,
@@ -220,7 +220,7 @@ async def test_each_choice_goes_on_where_it_was_and_a_finished_one_is_not_awaite
 
 
 @pytest.mark.parametrize("index", [0, 9])
-async def test_what_is_told_of_a_choice_that_is_not_run_changes_nothing(index: int) -> None:
+async def test_an_output_of_a_choice_that_does_not_run_is_ignored(index: int) -> None:
     wire = Wire(submit(2, delivered=(engine_pb2.Delivered(index=0, token_ids=[1], finished=True),)))
     wire.tell(output("a", [5], 0, STOP, index=index))
     wire.tell(output("a", [10], 0, STOP, index=1))
@@ -228,7 +228,7 @@ async def test_what_is_told_of_a_choice_that_is_not_run_changes_nothing(index: i
     assert await ended(wire.stream)
 
 
-async def test_one_choice_with_more_tokens_than_were_asked_for_fails_the_request() -> None:
+async def test_one_choice_with_more_tokens_than_max_tokens_fails_the_request() -> None:
     wire = Wire(submit(2, max_tokens=2))
     wire.tell(output("a", [1, 2], 0, index=0), output("a", [10, 11, 12], 0, index=1))
     (last,) = [piece async for piece in wire.stream]
@@ -255,7 +255,7 @@ async def test_log_probabilities_stay_with_their_tokens_whatever_is_repeated() -
 
 
 @pytest.mark.parametrize("told", [0, 1, 3])
-async def test_log_probabilities_that_do_not_fit_their_tokens_are_our_fault(told: int) -> None:
+async def test_log_probabilities_that_do_not_match_their_tokens_are_an_internal_error(told: int) -> None:
     wire = Wire(submit(1, logprobs=0))
     wire.tell(output("a", [1, 2], 0, logprobs=logprobs(*[-1.0] * told)))
     (last,) = [piece async for piece in wire.stream]
@@ -263,7 +263,7 @@ async def test_log_probabilities_that_do_not_fit_their_tokens_are_our_fault(told
     assert last.error.code is ErrorCode.INTERNAL
 
 
-async def test_log_probabilities_that_nobody_asked_for_are_dropped() -> None:
+async def test_unrequested_log_probabilities_are_dropped() -> None:
     wire = Wire(submit(1))
     wire.tell(output("a", [1], 0, logprobs=logprobs(-1), prompt_logprobs=logprobs(-1), prompt_position=1))
     (piece,) = await read(wire.stream)
@@ -271,7 +271,7 @@ async def test_log_probabilities_that_nobody_asked_for_are_dropped() -> None:
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
-async def test_the_prompts_log_probabilities_come_whole_with_the_first_piece_of_any_choice(index: int) -> None:
+async def test_all_prompt_log_probabilities_come_with_the_first_delta_of_any_choice(index: int) -> None:
     finished = engine_pb2.Delivered(index=2, finished=True)
     wire = Wire(submit(3, prompt_logprobs=0, delivered=(finished,)))
     wire.tell(output("a", prompt_logprobs=logprobs(-1, -2), prompt_position=1, index=index))
@@ -300,7 +300,7 @@ async def test_missing_log_probabilities_of_the_prompt_lose_the_request(told: en
         await anext(wire.stream)
 
 
-async def test_a_request_that_is_aborted_in_its_prompt_is_told_nothing_of_it() -> None:
+async def test_a_request_aborted_during_prefill_gets_no_prompt_log_probabilities() -> None:
     wire = Wire(submit(1, prompt_logprobs=0))
     wire.tell(output("a", prompt_logprobs=logprobs(-1, -2), prompt_position=1))
     wire.stream.abort()
@@ -314,9 +314,7 @@ async def test_a_request_that_is_aborted_in_its_prompt_is_told_nothing_of_it() -
     ("sampling", "told", "made"),
     [({}, 1, 1), ({"n": 3}, 3, 3), ({"n": 2, "best_of": 5}, 5, 5), ({"n": 2, "beam_width": 4}, 2, 4)],
 )
-def test_as_many_choices_are_expected_as_are_told_and_counted_as_are_made(
-    sampling: dict[str, int], told: int, made: int
-) -> None:
+def test_n_choices_are_delivered_and_best_of_are_counted(sampling: dict[str, int], told: int, made: int) -> None:
     message = submit(**{"n": 0, **sampling})
     assert ExpectedOutput.of(message).positions == dict.fromkeys(range(told), 0)
     assert max_sequences(message) == made
@@ -328,7 +326,7 @@ def test_candidates_come_with_log_probabilities() -> None:
     assert ExpectedOutput.of(submit(2, logprobs=0)).logprobs
 
 
-async def test_cancels_of_choices_are_sent_together_and_give_way_to_one_of_the_request() -> None:
+async def test_cancels_of_choices_are_merged_and_superseded_by_one_of_the_request() -> None:
     outbox = CommandQueue(10)
     outbox.cancel("a", 1)
     outbox.cancel("a", 0, 1)

@@ -64,7 +64,7 @@ async def test_an_engine_belongs_to_the_models_that_it_names() -> None:
         assert not set(fleet.rows("m")) & set(fleet.rows("other"))
 
 
-async def test_limits_are_the_smallest_and_are_remembered_when_the_engines_are_gone() -> None:
+async def test_limits_are_the_smallest_and_are_kept_after_the_engines_left() -> None:
     small = ScriptedEngine(max_model_len=100, eos_token_ids=[2])
     large = ScriptedEngine(max_model_len=4000, eos_token_ids=[2])
     async with fleet_of(small, large) as fleet:
@@ -100,7 +100,7 @@ async def test_rows_are_the_same_array_until_an_engine_comes_or_goes() -> None:
             fleet.rows("m")[0] = 0
 
 
-async def test_what_an_engine_says_of_itself_stands_in_its_row() -> None:
+async def test_an_engines_description_is_in_its_row() -> None:
     engine = ScriptedEngine(model_revision="r", block_size=32, max_num_seqs=7, max_num_batched_tokens=10)
     async with fleet_of(engine) as fleet:
         await all_ready(fleet, 1)
@@ -120,7 +120,7 @@ async def test_what_an_engine_says_of_itself_stands_in_its_row() -> None:
         await until(lambda: fleet.has_capacity("m"))
 
 
-async def test_a_dispatch_counts_from_its_beginning_to_its_end() -> None:
+async def test_a_dispatch_counts_as_load_from_begin_to_end() -> None:
     engine = ScriptedEngine()
     async with fleet_of(engine) as fleet:
         await all_ready(fleet, 1)
@@ -162,7 +162,7 @@ async def test_a_dispatch_that_cannot_begin_is_not_counted() -> None:
             fleet.dispatch("nowhere:1", submit("c"), pending_tokens=3)
 
 
-async def test_room_is_where_requests_end_and_prompts_are_computed() -> None:
+async def test_capacity_appears_as_requests_end_and_prompts_are_computed() -> None:
     engine = ScriptedEngine(max_num_seqs=2)
     async with fleet_of(engine) as fleet:
         assert not fleet.has_capacity("m")
@@ -183,7 +183,7 @@ async def test_room_is_where_requests_end_and_prompts_are_computed() -> None:
         assert told[-1]
 
 
-async def test_what_a_lost_engine_said_counts_no_more() -> None:
+async def test_the_load_of_a_lost_engine_is_cleared() -> None:
     engine = ScriptedEngine()
     heard: list[tuple[str, Any]] = []
     async with fleet_of(engine, on_kv_event=lambda *change: heard.append(change)) as fleet:

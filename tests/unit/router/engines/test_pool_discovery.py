@@ -67,7 +67,7 @@ async def test_a_terminating_engine_ends_what_it_runs_and_gets_nothing_new() -> 
         assert not list(fleet.table)
 
 
-async def test_a_terminating_engine_is_let_go_of_when_it_is_idle_and_not_connected_again() -> None:
+async def test_a_terminating_engine_is_removed_when_it_is_idle_and_not_reconnected() -> None:
     async with announced() as (fleet, discovery, engine, there):
         discovery.publish(there)
         await until(lambda: fleet.ready("m") == 1)
@@ -82,7 +82,7 @@ async def test_a_terminating_engine_is_let_go_of_when_it_is_idle_and_not_connect
         await until(lambda: fleet.ready("m") == 1)
 
 
-async def test_an_engine_with_an_open_session_is_chosen_whatever_a_probe_says() -> None:
+async def test_an_engine_with_an_open_session_is_eligible_whatever_its_readiness_probe() -> None:
     async with announced() as (fleet, discovery, engine, there):
         discovery.publish(replace(there, ready=False))
         await until(lambda: fleet.ready("m") == 1)
@@ -109,7 +109,7 @@ async def test_an_engine_that_becomes_ready_is_connected_to_at_once() -> None:
         await until(lambda: fleet.ready("m") == 1)
 
 
-async def test_readiness_that_flaps_makes_no_storm_of_tries() -> None:
+async def test_flapping_readiness_causes_no_storm_of_connection_attempts() -> None:
     tries = 0
 
     async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -166,7 +166,7 @@ def test_a_large_fleet_that_is_away_is_tried_at_a_bounded_rate() -> None:
     assert outage.next_delay(away.spacing) <= settings.max_backoff
 
 
-async def test_engines_of_a_service_run_what_they_have_to_its_end_while_their_pods_terminate(tmp_path: Path) -> None:
+async def test_engines_finish_their_requests_while_their_pods_terminate(tmp_path: Path) -> None:
     engine = ScriptedEngine()
     host, _, port = (await engine.start()).rpartition(":")
     async with kube_api() as server:

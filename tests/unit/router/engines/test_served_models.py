@@ -47,13 +47,13 @@ async def told_of(
 
 
 @pytest.mark.parametrize("digest", [OURS.digest, b""], ids=["the same", "not told"])
-async def test_an_engine_with_the_same_tokens_or_that_does_not_tell_serves(
+async def test_an_engine_with_the_same_tokenizer_digest_or_none_serves(
     digest: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert await told_of(caplog, ScriptedEngine(tokenizer_digest=digest), {"m": 1}) == []
 
 
-async def test_an_engine_with_other_tokens_is_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_engine_with_another_tokenizer_digest_is_excluded_and_named(caplog: pytest.LogCaptureFixture) -> None:
     engine = ScriptedEngine(tokenizer_digest=b"t" * DIGEST_BYTES, models=["m", "free"])
     (line,) = await told_of(caplog, engine, {"m": 0, "free": 1})
     assert line.startswith(f"ERROR engine {engine.address} serves 'm' with another tokenizer")
@@ -67,7 +67,7 @@ async def test_an_engine_with_other_tokens_is_left_out_and_named(caplog: pytest.
         ({"config_digest": b"d" * DIGEST_BYTES}, "a model of another architecture or size"),
     ],
 )
-async def test_an_engine_of_another_model_with_the_same_tokens_is_left_out_and_named(
+async def test_an_engine_of_another_model_with_the_same_tokenizer_is_excluded_and_named(
     told: dict[str, object], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     ours = ModelIdentity(OURS.folder, OURS.digest, config_digest=b"c" * DIGEST_BYTES, size=1000)
@@ -77,7 +77,7 @@ async def test_an_engine_of_another_model_with_the_same_tokens_is_left_out_and_n
     assert str(OURS.folder) in line
 
 
-async def test_an_engine_that_does_not_tell_what_a_later_one_does_serves(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_engine_without_a_fact_that_a_later_one_reports_serves(caplog: pytest.LogCaptureFixture) -> None:
     ours = ModelIdentity(OURS.folder, OURS.digest, config_digest=b"c" * DIGEST_BYTES, size=1000)
     assert await told_of(caplog, ScriptedEngine(tokenizer_digest=ours.digest), {"m": 1}, ours) == []
 
@@ -96,7 +96,7 @@ SIZES = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "voca
         ({"model_type": "qwen2"}, False),
     ],
 )
-def test_models_of_other_sizes_are_told_apart_and_files_that_were_written_again_are_not(
+def test_models_of_other_sizes_differ_and_rewritten_files_do_not(
     changed: dict[str, object], same: bool, tmp_path: Path
 ) -> None:
     for name, config in (("one", SIZES), ("other", {**SIZES, **changed})):
@@ -108,7 +108,7 @@ def test_models_of_other_sizes_are_told_apart_and_files_that_were_written_again_
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"vocab_size": true}', "[" * 100_000, '{"vocab_size": 1}'])
-def test_a_folder_that_does_not_tell_its_sizes_is_compared_with_nothing(content: str, tmp_path: Path) -> None:
+def test_a_folder_without_sizes_is_not_compared(content: str, tmp_path: Path) -> None:
     assert folder_config_digest(tmp_path) == b""
     (tmp_path / "config.json").write_text(content)
     assert folder_config_digest(tmp_path) == b""

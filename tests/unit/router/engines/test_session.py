@@ -88,7 +88,7 @@ async def test_cancels_overtake_submits_and_only_the_newest_ack_is_sent() -> Non
     assert commands[2].ack.sequence == 2
 
 
-async def test_the_way_to_an_engine_is_bounded() -> None:
+async def test_the_commands_queued_for_an_engine_are_bounded() -> None:
     outbox = CommandQueue(2)
     outbox.submit(submit("a"))
     outbox.submit(submit("b"))

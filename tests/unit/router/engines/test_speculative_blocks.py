@@ -49,7 +49,7 @@ def message(*expected: SpeculativePrefix, engines: Sequence[str] = ENGINES) -> L
 
 @given(PROMPTS)
 @example([("a:1", MAX_PROMPT_HASHES), ("b:1", 3)] * 75)
-def test_what_is_noted_arrives_the_newest_first_and_bounded(prompts: list[tuple[str, int]]) -> None:
+def test_speculative_blocks_are_sent_newest_first_and_bounded(prompts: list[tuple[str, int]]) -> None:
     teller, hearer = Router(), Router()
     for number, (engine_id, count) in enumerate(prompts):
         teller.expectations.add(engine_id, names_of(number, count))
@@ -66,13 +66,13 @@ def test_what_is_noted_arrives_the_newest_first_and_bounded(prompts: list[tuple[
         assert hearer.expected(names_of(number, most)) == wanted
 
 
-def test_what_is_expected_of_an_engine_that_is_not_in_the_share_is_not_told() -> None:
+def test_speculative_blocks_of_an_engine_outside_of_the_share_are_not_sent() -> None:
     kept = SpeculativePrefix("b:1", (b"b" * 16,))
     told = message(SpeculativePrefix("a:1", (b"a" * 16,)), kept, engines=["b:1"])
     assert LoadMessage.decode(told.encode()).speculative == (kept,)
 
 
-def test_a_share_is_kept_without_what_is_expected() -> None:
+def test_a_share_is_stored_without_speculative_blocks() -> None:
     told = message(SpeculativePrefix("a:1", (b"a" * 16,)))
     assert LoadMessage.decode(told.encode_load()) == message()
 
@@ -106,7 +106,7 @@ FITTING: dict[str, Any] = {"expected_engines": [0, 2], "expected_blocks": [1, 2]
         ),
     ],
 )
-def test_what_does_not_fit_is_ignored_and_the_share_is_taken(
+def test_malformed_speculative_blocks_are_ignored_and_the_share_counts(
     change: dict[str, Any], heard: list[tuple[str, int]]
 ) -> None:
     payload = message().encode() + load_pb2.LoadShare(**{**FITTING, **change}).SerializeToString()
@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_ignored_and_the_share_is_taken(
 
 
 @given(st.integers(0, 200), st.binary(max_size=8))
-def test_damage_does_no_harm(position: int, noise: bytes) -> None:
+def test_damaged_bytes_are_ignored(position: int, noise: bytes) -> None:
     payload = message(
         SpeculativePrefix("a:1", tuple(names_of(1, 3))), SpeculativePrefix("b:1", tuple(names_of(2, 4)))
     ).encode()

@@ -35,7 +35,7 @@ async def test_closing_writes_what_is_pending(server: RedisServer) -> None:
         assert (record.choices[0].token_ids, record.finish_reason) == ([1], FinishReason.STOP)
 
 
-async def test_what_waits_is_bounded_in_requests_and_in_tokens() -> None:
+async def test_unwritten_records_are_bounded_in_requests_and_in_tokens() -> None:
     with redis_server(started=False) as server:
         async with journal_at(server, max_requests=2, max_tokens=100) as journal:
             before = counted("quire_journal_dropped_writes_total")
@@ -112,7 +112,7 @@ async def test_long_outputs_are_written_in_parts(server: RedisServer) -> None:
         assert record.finish_reason is FinishReason.LENGTH
 
 
-async def test_a_record_is_kept_long_while_it_runs_and_for_the_retention_time_afterwards(server: RedisServer) -> None:
+async def test_a_running_record_expires_late_and_a_finished_one_after_the_retention_time(server: RedisServer) -> None:
     settings = JournalSettings(retention=60, running_ttl=5000)
     async with journal_at(server, settings=settings) as journal, redis_at(server) as redis:
         lease = journal.open(small_request())

@@ -97,7 +97,7 @@ def test_a_damaged_record_is_recognised(broken: dict[bytes, bytes]) -> None:
 
 
 @pytest.mark.parametrize("unknown", [b"[]", b"{}", b"x", b'"x"', b"[" * 100_000])
-def test_what_was_sealed_and_is_no_request_is_recognised(unknown: bytes) -> None:
+def test_a_sealed_value_that_is_no_request_is_recognised(unknown: bytes) -> None:
     fields = stored(request()) | {b"request": unknown}
     fields[b"seal"] = b"%d" % request_checksum(unknown, fields[b"prompt"])
     with pytest.raises(CorruptRecordError):

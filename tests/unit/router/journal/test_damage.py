@@ -31,7 +31,7 @@ async def test_a_key_of_something_else_costs_only_its_own_request(server: RedisS
         assert await redis.get(keys("bad")[0]) == b"not a hash"
 
 
-async def test_a_damaged_record_is_our_fault(server: RedisServer) -> None:
+async def test_a_damaged_record_is_an_internal_error(server: RedisServer) -> None:
     async with journal_at(server) as journal, redis_at(server) as redis:
         journal.open(small_request())
         await flushed(journal)
@@ -52,7 +52,7 @@ BREAKAGE = {
 
 
 @pytest.mark.parametrize("kind", BREAKAGE)
-async def test_a_damaged_record_is_given_up_and_the_others_go_on(kind: str, server: RedisServer) -> None:
+async def test_a_damaged_record_is_skipped_and_the_others_continue(kind: str, server: RedisServer) -> None:
     async with journal_at(server) as journal, redis_at(server) as redis:
         leases = [journal.open(small_request(name)) for name in ("bad", "good")]
         await flushed(journal)

@@ -319,7 +319,7 @@ def server() -> Iterator[RedisServer]:
         yield running
 
 
-def test_only_who_holds_a_record_writes_it(server: RedisServer) -> None:
+def test_only_the_owner_of_a_record_writes_it(server: RedisServer) -> None:
     Fencing.server = server
     run_state_machine_as_test(
         Fencing,

@@ -53,7 +53,7 @@ def fresh(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_record_is_what_was_written(kind: str, redis: RedisServer, fresh: str) -> None:
+async def test_a_record_reads_as_it_was_written(kind: str, redis: RedisServer, fresh: str) -> None:
     async with journal_of(kind, redis) as journal:
         generation = request(fresh)
         lease = journal.open(generation)
@@ -111,7 +111,7 @@ async def flushed(journal: MemoryJournal | RedisJournal, request_id: str) -> Req
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_what_was_never_opened_is_unknown(kind: str, redis: RedisServer, fresh: str) -> None:
+async def test_a_record_that_was_never_opened_is_unknown(kind: str, redis: RedisServer, fresh: str) -> None:
     async with journal_of(kind, redis) as journal:
         append_tokens(journal, Lease(fresh, "me", 1), 0, [1])
         journal.finish(Lease(fresh, "me", 1), FinishReason.STOP)

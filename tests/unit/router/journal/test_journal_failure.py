@@ -14,7 +14,7 @@ def fields(error: QuireError) -> tuple[object, ...]:
 
 
 @given(st.sampled_from(ErrorCode), words, st.none() | words, st.none() | st.floats(0, 1e6), st.none() | words)
-def test_an_error_comes_back_whole(
+def test_an_error_round_trips(
     code: ErrorCode, message: str, param: str | None, retry_after: float | None, reason: str | None
 ) -> None:
     error = QuireError(code, message, param=param, retry_after=retry_after, reason=reason)
@@ -51,5 +51,5 @@ def test_an_error_of_a_former_version_can_be_read() -> None:
         ),
     ],
 )
-def test_what_is_no_error_is_an_inner_one(damage: str) -> None:
+def test_a_value_that_is_no_error_reads_as_an_internal_one(damage: str) -> None:
     assert decode_error(damage).code is ErrorCode.INTERNAL

@@ -84,7 +84,7 @@ async def test_a_leased_record_cannot_be_claimed_and_a_released_one_continues(
     assert await journal.claim(generation.request_id) is None
 
 
-async def test_what_was_released_a_moment_ago_can_be_claimed(journal: AnyJournal) -> None:
+async def test_a_record_released_a_moment_ago_can_be_claimed(journal: AnyJournal) -> None:
     generation = request()
     lease = journal.open(generation)
     append_tokens(journal, lease, 0, [5])
@@ -95,7 +95,7 @@ async def test_what_was_released_a_moment_ago_can_be_claimed(journal: AnyJournal
     assert claimed[0].choices[0].token_ids == [5]
 
 
-async def test_what_has_ended_stays_as_it_is(journal: AnyJournal) -> None:
+async def test_a_finished_record_does_not_change(journal: AnyJournal) -> None:
     generation = request()
     lease = journal.open(generation)
     journal.finish(lease, FinishReason.ERROR, "The engines were lost.", Usage(3, 1, 16))
@@ -110,7 +110,7 @@ async def test_what_has_ended_stays_as_it_is(journal: AnyJournal) -> None:
     assert await read(journal, generation) == expected
 
 
-async def test_what_is_unknown_can_neither_be_claimed_nor_cancelled_nor_followed(journal: AnyJournal) -> None:
+async def test_an_unknown_record_can_neither_be_claimed_nor_cancelled_nor_followed(journal: AnyJournal) -> None:
     assert await journal.claim("unknown") is None
     assert not await journal.cancel("unknown")
     assert await journal.follow("unknown").poll() is None
@@ -155,7 +155,7 @@ async def test_a_status_is_the_whole_record_without_its_deltas(journal: AnyJourn
 # Cancelling
 
 
-async def test_who_holds_a_record_hears_once_that_it_is_to_end(journal: AnyJournal, heard: Heard) -> None:
+async def test_the_owner_of_a_record_gets_one_cancellation(journal: AnyJournal, heard: Heard) -> None:
     generation = request()
     lease = journal.open(generation)
     await journal.flush()
@@ -197,7 +197,7 @@ async def cancelled_elsewhere(journal: AnyJournal, request_id: str) -> None:
         await journal._store.cancel(request_id)
 
 
-async def test_a_record_that_nobody_holds_ends_when_it_is_cancelled(journal: AnyJournal, heard: Heard) -> None:
+async def test_a_record_without_a_lease_ends_when_it_is_cancelled(journal: AnyJournal, heard: Heard) -> None:
     generation = request(background=True)
     lease = journal.open(generation)
     append_tokens(journal, lease, 0, [5])
@@ -212,7 +212,7 @@ async def test_a_record_that_nobody_holds_ends_when_it_is_cancelled(journal: Any
     assert heard == Heard()
 
 
-async def test_what_is_let_go_of_after_it_was_cancelled_has_ended(journal: AnyJournal, heard: Heard) -> None:
+async def test_a_record_released_after_its_cancellation_has_ended(journal: AnyJournal, heard: Heard) -> None:
     generation = request()
     lease = journal.open(generation)
     await journal.flush()
@@ -268,7 +268,7 @@ async def test_a_follower_gets_each_delta_once_and_the_end(journal: AnyJournal) 
 # Orphans
 
 
-async def test_background_requests_that_nobody_holds_are_orphans(journal: AnyJournal) -> None:
+async def test_background_requests_without_a_lease_are_orphans(journal: AnyJournal) -> None:
     held, released, ended = (request(background=True) for _ in range(3))
     watched = request()
     leases = {each.request_id: journal.open(each) for each in (held, released, ended, watched)}
@@ -288,7 +288,7 @@ async def test_background_requests_that_nobody_holds_are_orphans(journal: AnyJou
     assert await journal.orphans() == []
 
 
-async def test_some_orphans_are_named_at_once_and_then_the_others(journal: AnyJournal) -> None:
+async def test_orphans_are_listed_in_bounded_batches(journal: AnyJournal) -> None:
     """Whether or not anybody takes up the first ones: they may be of models that run elsewhere."""
     leases = [journal.open(request(background=True)) for _ in range(40)]
     for lease in leases:

@@ -23,7 +23,7 @@ def request(request_id: str = "r", prompt: list[int] | None = None, **params: An
     )
 
 
-async def test_finished_records_are_forgotten_after_the_retention_time() -> None:
+async def test_finished_records_are_dropped_after_the_retention_time() -> None:
     now = [0.0]
     journal = MemoryJournal(retention=10, clock=lambda: now[0])
     journal.finish(journal.open(request("done")), FinishReason.STOP)
@@ -37,7 +37,7 @@ async def test_finished_records_are_forgotten_after_the_retention_time() -> None
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=30))
 @settings(deadline=None)
-def test_memory_is_bounded_in_tokens_and_only_the_oldest_finished_records_make_room(
+def test_memory_is_bounded_in_tokens_and_the_oldest_finished_records_are_evicted(
     script: list[tuple[int, int, bool]],
 ) -> None:
     """Each request of ``script`` has a prompt, then an output, and then it may finish."""
@@ -84,7 +84,7 @@ async def test_a_running_record_is_kept_whole_however_long_it_grows() -> None:
     assert await journal.read("new") is None
 
 
-async def test_memory_is_bounded_and_finished_records_make_room_first() -> None:
+async def test_memory_is_bounded_and_finished_records_are_evicted_first() -> None:
     journal = MemoryJournal(max_records=2)
     journal.open(request("running"))
     journal.finish(journal.open(request("done")), FinishReason.STOP)

@@ -26,7 +26,7 @@ def server() -> Iterator[RedisServer]:
 
 
 @pytest.mark.parametrize("background", [False, True])
-async def test_who_leaves_while_a_record_is_opened_holds_nothing(server: RedisServer, *, background: bool) -> None:
+async def test_a_cancelled_open_leaves_no_lease(server: RedisServer, *, background: bool) -> None:
     """Cancelled after any number of steps of the loop, of which opening has fewer."""
     async with journal_at(server) as journal, journal_at(server, owner="you") as other:
         opened = 0
@@ -55,7 +55,9 @@ async def test_who_leaves_while_a_record_is_opened_holds_nothing(server: RedisSe
         assert opened < STEPS
 
 
-async def test_a_background_request_is_found_whose_router_died_before_it_wrote_anything(server: RedisServer) -> None:
+async def test_a_background_request_is_found_although_its_router_died_before_writing_anything(
+    server: RedisServer,
+) -> None:
     async with journal_at(server, settings=JournalSettings(lease=9, settle=0)) as dying, redis_at(server) as redis:
         lease = await dying.open_if_absent(replace(small_request("dead"), background=True))
         assert lease is not None
@@ -82,7 +84,7 @@ async def test_a_record_that_can_never_be_claimed_leaves_the_index(server: Redis
         await redis.delete(*keys("bad"), *keys("good"), BACKGROUND)
 
 
-async def test_a_background_request_that_comes_again_is_taken_up_where_its_router_left_it() -> None:
+async def test_a_repeated_background_request_is_adopted_where_its_router_left_it() -> None:
     async with open_runner() as place:
         left = GenerationRequest(
             "r", "m", tokens("x"), SamplingParams(seed=1, max_tokens=5), background=True, digest="ab"

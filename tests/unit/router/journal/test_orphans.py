@@ -63,7 +63,7 @@ async def test_the_index_of_background_requests_is_put_right(server: RedisServer
         assert sorted(await redis.zrange(BACKGROUND, 0, -1)) == [b"held", b"lost"]
 
 
-async def test_what_the_index_names_in_vain_holds_up_nobody(server: RedisServer) -> None:
+async def test_an_index_entry_without_a_record_delays_no_other(server: RedisServer) -> None:
     """However many before it have ended, are held again or were never there."""
     async with journal_at(server) as journal, redis_at(server) as redis:
         leases = {name: journal.open(replace(small_request(name), background=True)) for name in ("mine", "held")}
@@ -76,7 +76,7 @@ async def test_what_the_index_names_in_vain_holds_up_nobody(server: RedisServer)
         assert sorted(await redis.zrange(BACKGROUND, 0, -1)) == [b"held", b"mine"]
 
 
-async def test_orphans_that_nobody_takes_up_do_not_hide_those_that_come_later(server: RedisServer) -> None:
+async def test_orphans_that_no_router_adopts_do_not_hide_later_ones(server: RedisServer) -> None:
     async with journal_at(server) as journal:
         for number in range(100):
             journal.release(journal.open(replace(small_request(f"foreign-{number}"), background=True)))
@@ -160,7 +160,7 @@ async def test_no_moment_of_a_redis_that_forgets_its_scripts_leaves_a_background
         assert await redis.zcard(BACKGROUND) == 0
 
 
-async def test_a_former_owner_that_ends_what_another_holds_leaves_it_in_the_index(server: RedisServer) -> None:
+async def test_a_former_owner_that_ends_a_record_leased_by_another_leaves_it_in_the_index(server: RedisServer) -> None:
     async with journal_at(server) as former, journal_at(server, "you") as journal, redis_at(server) as redis:
         lease = await begun(former, "r")
         await expire(server, "r")
@@ -172,7 +172,7 @@ async def test_a_former_owner_that_ends_what_another_holds_leaves_it_in_the_inde
         assert await redis.zscore(BACKGROUND, "r") is not None
 
 
-async def test_a_clock_of_redis_that_goes_back_hides_no_orphan_and_takes_nothing_from_who_lives(
+async def test_a_redis_clock_that_goes_back_hides_no_orphan_and_expires_no_live_lease(
     server: RedisServer,
 ) -> None:
     """Who holds a record says so again within a lease; who is dead does not."""

@@ -86,7 +86,7 @@ UNWRITABLE = {
 
 
 @pytest.mark.parametrize("kind", UNWRITABLE)
-async def test_a_record_that_redis_does_not_take_is_not_unknown_to_a_router_that_writes_nothing(
+async def test_a_record_that_redis_refuses_is_not_unknown_to_a_router_that_writes_nothing(
     kind: str, server: RedisServer
 ) -> None:
     break_it, mend_it = UNWRITABLE[kind]
@@ -127,7 +127,7 @@ async def test_an_exchange_that_waits_while_others_are_answered_is_no_outage(
 
 @pytest.mark.parametrize("kind", UNWRITABLE)
 @pytest.mark.parametrize("background", [False, True])
-async def test_the_first_request_after_redis_began_to_refuse_writes_is_said_not_to_survive(
+async def test_the_first_request_after_redis_starts_to_refuse_writes_is_reported_as_not_durable(
     kind: str, server: RedisServer, *, background: bool
 ) -> None:
     break_it, mend_it = UNWRITABLE[kind]
@@ -172,7 +172,7 @@ async def calls(redis: Redis, command: str) -> dict[str, int]:
     return (await redis.info("commandstats"))[f"cmdstat_{command}"]
 
 
-async def test_what_a_redis_without_memory_lost_it_gets_again(server: RedisServer) -> None:
+async def test_records_that_a_redis_out_of_memory_lost_are_written_again(server: RedisServer) -> None:
     async with journal_at(server) as journal:
         generation = small_request()
         lease = journal.open(generation)
@@ -198,7 +198,7 @@ async def test_tokens_that_were_lost_alone_are_written_again(server: RedisServer
         assert (record.choices[0].token_ids, record.finish_reason) == ([1, 2, 3], FinishReason.STOP)
 
 
-async def test_scripts_that_redis_forgot_are_taught_again_without_a_pause(
+async def test_scripts_that_redis_flushed_are_loaded_again_without_a_pause(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with journal_at(server) as journal, redis_at(server) as redis:
@@ -213,7 +213,7 @@ async def test_scripts_that_redis_forgot_are_taught_again_without_a_pause(
         assert record.choices[0].token_ids == [1]
 
 
-async def test_redis_that_hangs_holds_up_nobody(server: RedisServer) -> None:
+async def test_a_redis_that_hangs_delays_no_running_request(server: RedisServer) -> None:
     journal = RedisJournal(server.url, owner="me", timeout=0.1)
     lease = journal.open(small_request())
     await flushed(journal)
@@ -249,7 +249,7 @@ async def test_without_redis_a_request_is_opened_once_at_each_router() -> None:
             assert seen(await journal.read("r")) == Seen(small_request(), "me", 1, [DeliveredChoice([1])])
 
 
-async def test_of_two_that_opened_a_request_without_redis_one_hears_that_it_is_not_its_own() -> None:
+async def test_of_two_routers_that_opened_a_request_without_redis_one_loses_its_lease() -> None:
     with redis_server(started=False) as server:
         async with journal_at(server) as mine, journal_at(server, owner="you") as yours:
             heard = {owner: Heard() for owner in ("me", "you")}
@@ -268,7 +268,7 @@ async def test_of_two_that_opened_a_request_without_redis_one_hears_that_it_is_n
             }
 
 
-async def test_a_redis_that_hangs_holds_up_a_new_request_for_a_moment_only(server: RedisServer) -> None:
+async def test_a_redis_that_hangs_delays_a_new_request_only_briefly(server: RedisServer) -> None:
     async with journal_at(server, timeout=60) as journal:
         server.signal(signal.SIGSTOP)
         try:
@@ -280,7 +280,7 @@ async def test_a_redis_that_hangs_holds_up_a_new_request_for_a_moment_only(serve
         assert await journal.read("r") is not None
 
 
-async def test_a_follower_has_no_news_until_what_was_lost_is_written_again(server: RedisServer) -> None:
+async def test_a_follower_gets_no_delta_until_lost_ones_are_written_again(server: RedisServer) -> None:
     async with journal_at(server, settings=JournalSettings()) as journal, redis_at(server) as redis:
         lease = journal.open(small_request())
         append_tokens(journal, lease, 0, [1, 2, 3])
@@ -302,7 +302,9 @@ async def test_a_follower_has_no_news_until_what_was_lost_is_written_again(serve
         assert tail.deltas == [RecordedDelta(0, [4])]
 
 
-async def test_what_redis_may_have_lost_is_not_unknown_before_routers_could_write_it_again(server: RedisServer) -> None:
+async def test_a_record_that_redis_may_have_lost_is_not_unknown_before_routers_could_rewrite_it(
+    server: RedisServer,
+) -> None:
     async with (
         journal_at(server) as journal,
         journal_at(server, owner="you", settings=JournalSettings(lease=1.0, settle=1.0)) as yours,
@@ -336,7 +338,7 @@ async def settled(journal: RedisJournal) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_what_is_not_there_after_redis_hung_is_not_unknown_yet(server: RedisServer) -> None:
+async def test_a_record_missing_after_redis_hung_is_not_unknown_yet(server: RedisServer) -> None:
     async with journal_at(server, settings=JournalSettings(settle=1.0)) as journal:
         journal.start()
         await settled(journal)
@@ -349,7 +351,7 @@ async def test_what_is_not_there_after_redis_hung_is_not_unknown_yet(server: Red
         assert caught.value.code is ErrorCode.UNAVAILABLE
 
 
-async def test_nothing_is_claimed_before_routers_could_write_again_what_they_hold() -> None:
+async def test_nothing_is_claimed_before_routers_could_rewrite_their_records() -> None:
     settings = JournalSettings(lease=0.2, settle=2.0)
     with redis_server(persistent=True) as server:
         async with (

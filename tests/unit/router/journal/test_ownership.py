@@ -73,7 +73,7 @@ async def test_two_routers_cannot_write_one_record(server: RedisServer) -> None:
         assert seen(await yours.read("r")) == Seen(generation, "me", 1, [DeliveredChoice([1])])
 
 
-async def test_a_lease_is_renewed_while_nothing_is_written_and_let_go_at_the_end(server: RedisServer) -> None:
+async def test_a_lease_is_renewed_while_nothing_is_written_and_released_at_the_end(server: RedisServer) -> None:
     async with journal_at(server, settings=JournalSettings(lease=0.3, settle=0)) as journal, redis_at(server) as redis:
         lease = journal.open(small_request())
         await flushed(journal)
@@ -127,7 +127,7 @@ async def test_a_router_learns_with_its_next_heartbeat_that_its_request_was_canc
         assert record.finish_reason is FinishReason.ABORT
 
 
-async def test_a_request_that_is_let_go_of_before_its_router_hears_that_it_was_cancelled_has_ended(
+async def test_a_request_released_before_its_router_learns_of_the_cancellation_has_ended(
     server: RedisServer,
 ) -> None:
     async with journal_at(server) as mine, journal_at(server, owner="you") as yours:
@@ -141,7 +141,7 @@ async def test_a_request_that_is_let_go_of_before_its_router_hears_that_it_was_c
         assert record.finish_reason is FinishReason.ABORT
 
 
-async def test_what_a_router_that_died_left_is_ended_when_it_is_cancelled_and_the_router_hears_when_it_is_back(
+async def test_cancelling_a_dead_routers_request_ends_it_and_the_router_learns_it_on_return(
     server: RedisServer,
 ) -> None:
     async with journal_at(server) as mine, journal_at(server, owner="you") as yours:
@@ -178,7 +178,7 @@ async def test_a_claim_whose_answer_was_lost_can_be_repeated(server: RedisServer
             assert not await store.open(replace(new, created=1.0), Lease("new", "you", 1))
 
 
-async def test_what_has_ended_is_not_opened_again(server: RedisServer) -> None:
+async def test_a_finished_request_is_not_opened_again(server: RedisServer) -> None:
     """A writer that does not know whether Redis saw its last words says them again."""
     settings = JournalSettings(retention=60)
     async with journal_at(server, settings=settings) as journal, redis_at(server) as redis, store_at(server) as store:
@@ -257,7 +257,7 @@ async def test_an_older_state_of_redis_does_not_undo_a_claim(server: RedisServer
         assert seen(await yours.read("r")) == Seen(small_request(), "you", 2, [DeliveredChoice([1, 2, 3])])
 
 
-async def test_what_has_ended_here_and_is_not_written_yet_has_ended_for_who_asks_and_is_not_cancelled() -> None:
+async def test_a_request_that_ended_here_and_is_not_written_yet_reads_as_finished_and_is_not_cancelled() -> None:
     with redis_server() as server:
         async with journal_at(server) as journal, redis_at(server) as redis:
             lease = journal.open(small_request())
@@ -275,7 +275,7 @@ async def test_what_has_ended_here_and_is_not_written_yet_has_ended_for_who_asks
 
 
 @pytest.mark.parametrize("skew", [-3600.0, 0.0, 3600.0])
-async def test_who_takes_a_request_up_gives_it_the_time_it_has_left_whatever_its_routers_clock_said(
+async def test_an_adopted_request_keeps_its_remaining_time_whatever_the_former_routers_clock(
     skew: float,
 ) -> None:
     with redis_server() as server:

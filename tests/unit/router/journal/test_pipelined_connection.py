@@ -55,7 +55,7 @@ def plain(answer: object) -> str:
 
 
 @pytest.mark.parametrize("how", ["in vain", "cancelled"])
-async def test_an_exchange_that_was_given_up_leaves_its_answers_to_nobody(server: RedisServer, how: str) -> None:
+async def test_an_abandoned_exchange_leaves_its_replies_to_no_other(server: RedisServer, how: str) -> None:
     async with redis_at(server) as redis:
         wire = PipelinedConnection(redis, 0.1 if how == "in vain" else 60.0)
         assert await wire.execute([encode_command("ECHO", "first")]) == [b"first"]
@@ -70,9 +70,7 @@ async def test_an_exchange_that_was_given_up_leaves_its_answers_to_nobody(server
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-async def test_one_limit_holds_for_the_whole_exchange_from_the_connection_on(
-    server: RedisServer, *, stopped: bool
-) -> None:
+async def test_one_timeout_covers_the_whole_exchange_with_its_connect(server: RedisServer, *, stopped: bool) -> None:
     """Also where the connection itself is not answered, and its client has no patience of its own."""
     redis = redis_client(server.url, timeout=60.0, limited_by_caller=True)
     if not stopped:

@@ -94,7 +94,7 @@ async def write(journal: Journal, request_id: str, *, ended: bool) -> list[Recor
 
 
 @pytest.mark.parametrize("kind", ["memory", "redis"])
-async def test_a_long_record_is_read_in_turns(kind: str, server: RedisServer) -> None:
+async def test_a_long_record_is_read_in_chunks(kind: str, server: RedisServer) -> None:
     async with journal_of(kind, server) as journal:
         sent = await write(journal, kind, ended=False)
         for brief in (True, False):
@@ -124,7 +124,7 @@ def holds(journal: Journal, request_id: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["memory", "redis"])
-async def test_who_leaves_while_a_record_is_claimed_holds_nothing(kind: str, server: RedisServer) -> None:
+async def test_a_cancelled_claim_leaves_no_lease(kind: str, server: RedisServer) -> None:
     async with journal_of(kind, server) as journal:
         name = f"{kind}-left"
         await write(journal, name, ended=False)
@@ -153,7 +153,7 @@ class Archive(ScriptedRunner):
         return self._resumption.resume(record.generation, ResponseConsumer(None, cursor=mark), mark)
 
 
-async def test_asking_how_it_is_with_requests_reads_no_answer_and_is_one_exchange() -> None:
+async def test_reading_statuses_reads_no_deltas_and_is_one_exchange() -> None:
     with redis_server() as server:
         async with journal_at(server) as journal, redis_at(server) as redis:
             names = [f"r-{number}" for number in range(30)]
@@ -180,7 +180,7 @@ async def test_a_record_of_an_older_version_is_counted_by_its_log() -> None:
 
 
 @pytest.mark.parametrize("path", ["", "/events"])
-async def test_a_long_answer_is_replayed_in_turns(path: str) -> None:
+async def test_a_long_output_is_replayed_in_chunks(path: str) -> None:
     journal = MemoryJournal()
     await write(journal, "long", ended=True)
     async with open_stage(runner=Archive(journal)) as stage:

@@ -69,7 +69,7 @@ End = Callable[[RedisJournal, RedisJournal, Lease], Awaitable[None]]
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize(("retention", "expected"), [(None, 3600), (0, MIN_RETENTION), (90_000.0, 90_000)])
-async def test_a_record_is_kept_for_as_long_as_its_request_says_whoever_ends_it(
+async def test_a_record_has_its_requests_retention_whichever_router_ends_it(
     server: RedisServer, redis: Redis, retention: float | None, expected: int, end: End
 ) -> None:
     async with journal_at(server, settings=SETTINGS) as journal, journal_at(server, "you", settings=SETTINGS) as other:
@@ -80,7 +80,7 @@ async def test_a_record_is_kept_for_as_long_as_its_request_says_whoever_ends_it(
         assert expected - 300 < await most_kept(redis) <= expected
 
 
-async def test_what_is_not_to_be_kept_does_not_outlive_its_router_for_long(server: RedisServer, redis: Redis) -> None:
+async def test_a_record_without_retention_soon_expires_after_its_router_died(server: RedisServer, redis: Redis) -> None:
     async with journal_at(server, settings=SETTINGS) as journal:
         append_tokens(journal, journal.open(replace(small_request(), retention=0)), 0, [1])
         await flushed(journal)
@@ -140,7 +140,7 @@ async def journal(request: pytest.FixtureRequest, server: RedisServer, redis: Re
     await journal.close()
 
 
-async def test_what_has_ended_is_deleted_at_once_and_its_id_is_free(journal: AnyJournal) -> None:
+async def test_deleting_a_finished_request_is_immediate_and_frees_its_id(journal: AnyJournal) -> None:
     assert not await journal.delete("r")
     journal.finish(journal.open(small_request()), FinishReason.STOP)
     await journal.flush()
@@ -150,7 +150,9 @@ async def test_what_has_ended_is_deleted_at_once_and_its_id_is_free(journal: Any
     assert await journal.open_if_absent(small_request()) is not None
 
 
-async def test_what_runs_is_cancelled_and_kept_only_until_its_end_was_seen(journal: AnyJournal, redis: Redis) -> None:
+async def test_deleting_a_running_request_cancels_it_and_keeps_it_until_its_end_was_read(
+    journal: AnyJournal, redis: Redis
+) -> None:
     heard = Heard()
     journal.set_listener(heard)
     lease = journal.open(small_request())
@@ -166,7 +168,9 @@ async def test_what_runs_is_cancelled_and_kept_only_until_its_end_was_seen(journ
     assert await most_kept(redis) <= MIN_RETENTION
 
 
-async def test_what_runs_at_another_router_is_deleted_when_that_ends_it(server: RedisServer, redis: Redis) -> None:
+async def test_a_deleted_request_that_runs_at_another_router_goes_when_it_ends_there(
+    server: RedisServer, redis: Redis
+) -> None:
     async with journal_at(server, settings=SETTINGS) as journal, journal_at(server, "you", settings=SETTINGS) as other:
         lease = journal.open(small_request())
         await flushed(journal)
@@ -177,7 +181,7 @@ async def test_what_runs_at_another_router_is_deleted_when_that_ends_it(server: 
         assert await most_kept(redis) <= MIN_RETENTION
 
 
-async def test_what_nobody_is_at_ends_when_it_is_deleted(server: RedisServer, redis: Redis) -> None:
+async def test_a_request_without_an_owner_ends_when_it_is_deleted(server: RedisServer, redis: Redis) -> None:
     async with journal_at(server, settings=SETTINGS) as journal, journal_at(server, "you", settings=SETTINGS) as other:
         lease = journal.open(replace(small_request(), background=True))
         journal.release(lease)

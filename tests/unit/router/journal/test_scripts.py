@@ -272,7 +272,7 @@ def test_each_script_does_what_the_model_says(server: RedisServer) -> None:
 
 
 @pytest.mark.parametrize("epoch", [b"", b"x", b"nan", b"inf", b"1.5", b"-1", b"1e3", b"9" * 16])
-def test_no_script_goes_on_with_an_epoch_that_is_none(server: RedisServer, epoch: bytes) -> None:
+def test_no_script_accepts_an_invalid_epoch(server: RedisServer, epoch: bytes) -> None:
     with redis.Redis.from_url(server.url) as client:
         client.flushall()
         client.hset(RECORD, mapping={"owner": "me", "epoch": epoch, "request": "A"})
@@ -298,7 +298,7 @@ def arguments(script: LuaScript) -> tuple[str | int | bytes, ...]:
 
 @pytest.mark.parametrize("cancelled", [False, True])
 @pytest.mark.parametrize("state", ["held", "released", "a stray log", "an older owner's"])
-def test_what_redis_refuses_for_want_of_memory_has_changed_nothing(
+def test_a_write_refused_for_lack_of_memory_changes_nothing(
     server: RedisServer, state: str, *, cancelled: bool
 ) -> None:
     with redis.Redis.from_url(server.url) as client:
@@ -328,7 +328,7 @@ def test_what_redis_refuses_for_want_of_memory_has_changed_nothing(
             assert refused or not grows
 
 
-def test_the_index_of_background_requests_says_when_each_lease_expires_and_expires(server: RedisServer) -> None:
+def test_the_index_of_background_requests_has_each_leases_expiry_and_expires(server: RedisServer) -> None:
     with redis.Redis.from_url(server.url) as client:
         client.flushall()
         assert client.eval(INDEX.source, 1, BACKGROUND, "r", LEASE, RUNNING) == 1
