@@ -6,7 +6,6 @@ header says; documents have their fields in the order in which the Kubernetes AP
 of ``labelSelector``, such as ``model in (a, b), !spare``.
 """
 
-import json
 import logging
 import re
 from collections.abc import Iterable, Mapping
@@ -21,6 +20,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from quire_router.api.rest.http import to_json
 from quire_router.autoscale.load_totals import METRIC, Load
 from quire_router.autoscale.proxy_auth import FrontProxy, peer_of
 
@@ -94,7 +94,8 @@ class ExternalMetrics:
             log.exception("a request for the load failed")
             status = HTTPStatus.INTERNAL_SERVER_ERROR
             document = failure(status, "The request failed because of an error inside the service.")
-        await Response(to_json(document), status, headers, "application/json")(scope, receive, send)
+        body = to_json(document) + b"\n"  # as the Kubernetes API ends it
+        await Response(body, status, headers, "application/json")(scope, receive, send)
 
     async def _handle(self, scope: Scope) -> Mapping[str, object]:
         path, method = str(scope["path"]), str(scope["method"])
@@ -157,11 +158,6 @@ def _parameters(scope: Scope) -> dict[str, str]:
     except ValueError:
         raise _StatusError(HTTPStatus.BAD_REQUEST, f"A request has at most {_MAX_PARAMETERS} parameters.") from None
     return dict(reversed(pairs))
-
-
-def to_json(document: object) -> bytes:
-    """Compact JSON in ASCII and a newline, as the Kubernetes API writes it."""
-    return json.dumps(document, separators=(",", ":")).encode("ascii") + b"\n"
 
 
 def api_groups() -> dict[str, Any]:

@@ -22,6 +22,7 @@ from quire_proto.errors import QuireError
 from quire_proto.supervise import SupervisedTask
 from redis.exceptions import RedisError
 
+from quire_router.api.rest.http import to_json
 from quire_router.clients.redis_client import RedisAccess, lua_source, redis_client
 from quire_router.core.errors import load_damaged, load_redis_away, load_settling, load_too_many_routers
 from quire_router.core.retry import supervise
@@ -210,9 +211,7 @@ class InvalidSnapshotError(ValueError):
 
 def encode(snapshot: Mapping[str, int]) -> bytes:
     """A router's snapshot: its requests of each model that it has any of."""
-    return json.dumps({model: count for model, count in snapshot.items() if count}, separators=(",", ":")).encode(
-        "ascii"
-    )
+    return to_json({model: count for model, count in snapshot.items() if count})
 
 
 def decode(payload: bytes | None) -> dict[str, int]:

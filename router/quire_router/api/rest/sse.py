@@ -98,7 +98,7 @@ class SseEncoder:
         if delta.finish_reason is not None:
             return self._encode_last(line, delta, logprobs)
         if any(logprobs):  # also without text: tokens may come before their text
-            text = self._before[delta.index] + json_text(delta.text) + self._style.delta_suffix
+            text = self._before[delta.index] + _quote(delta.text) + self._style.delta_suffix
             text += f',"logprobs":{self._logprobs_object(logprobs)}{self._end}'
             return f"{line}{text}".encode("ascii")
         if delta.text:  # once for each token, so it only joins strings
@@ -124,7 +124,7 @@ class SseEncoder:
         """Encodes the last delta of a choice, behind the ``line`` with its id."""
         logprobs_json = self._logprobs_object(logprobs)
         if delta.text or logprobs_json != "null":
-            choice = self._before[delta.index] + json_text(delta.text) + self._style.delta_suffix
+            choice = self._before[delta.index] + _quote(delta.text) + self._style.delta_suffix
         else:
             closing = _unclosed({"index": delta.index, **self._style.last_choice})
             choice = f'data: {_unclosed(self._head)},"choices":[{closing}'

@@ -142,7 +142,7 @@ def _sizes(tools: Sequence[Tool]) -> Iterator[int]:
         if parameters.get("type", "object") != "object":
             raise invalid(param, "parameters must be a JSON Schema of an object.")
         try:
-            size = len(json.dumps(parameters, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+            size = len(schema_text(parameters))
         except (ValueError, RecursionError):
             raise invalid(param, "parameters must be a JSON Schema.") from None
         if size > MAX_TEXT:
@@ -260,3 +260,10 @@ def _call_ids(message: ChatMessage, where: str) -> set[str]:
 
 def _misplaced(param: str, problem: str) -> QuireError:
     return invalid(param, f"{param} {problem}.")
+
+
+def schema_text(schema: Mapping[str, Any]) -> str:
+    """Returns a JSON Schema as compact text, in its order. Raises ``ValueError`` for a number that JSON has not, and
+    ``RecursionError``.
+    """
+    return json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

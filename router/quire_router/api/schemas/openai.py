@@ -5,7 +5,6 @@ would change the response are refused here too, with what to use instead (``UNSU
 said in OpenAI's words, in vLLM's newer and older ones and in SGLang's: all become one ``Structured``.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
@@ -40,6 +39,7 @@ from quire_router.api.schemas.conversation import (
     ToolChoice,
     check_messages,
     check_tools,
+    schema_text,
 )
 
 _OBJECT = TypeAdapter(dict[str, Any])
@@ -151,7 +151,7 @@ class _StructuredField:
             return self.value  # refused for its length without parsing it
         try:
             schema = _OBJECT.validate_json(self.value) if isinstance(self.value, str) else self.value
-            return json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+            return schema_text(schema)
         except (ValidationError, ValueError):
             raise invalid(self.param, f"{self.param} is not a JSON Schema: it must be a JSON object.") from None
 
