@@ -8,7 +8,7 @@ HELM   := $(VENV)-helm
 HELM_READY := $(HELM)/.ready
 SOURCES := proto/quire_proto engine/quire_engine router/quire_router scripts demo
 
-# Said before pip starts: on Linux its own index has torch with CUDA.
+# Printed before pip starts: on Linux its own index has torch with CUDA.
 define TORCH_SIZE
 This takes 5.4 GiB of disk, most of it torch's CUDA build, which pip takes on Linux whether there is a GPU or not. Without
 a GPU torch's CPU build does the same in 2 GiB: stop this (Ctrl-C) and run it with PIP_EXTRA_INDEX_URL=INDEX, where INDEX
@@ -105,7 +105,7 @@ bench-simulation: $(READY)
 bench-fleet: $(READY)
 	$(BIN)/python -m tests.bench.fleet $(TRACES) $(ARGS)
 
-# What both Dockerfiles are told; the indexes are explained in docker/README.md.
+# Build arguments of both Dockerfiles; docker/README.md explains the indexes.
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' router/pyproject.toml)
 DEVICES ?= cpu
 DOCKER  ?= docker

@@ -120,13 +120,13 @@ def train(network: Decoder, source: Iterator[Batch], options: argparse.Namespace
     """Train in place."""
     optimiser = Optimiser(network, matrix_rate=0.02, vector_rate=0.004, decay=0.03)
     gradients = Gradients(network, options.threads, options.eager or shutil.which("g++") is None)
-    begun, progress, step, average = time.monotonic(), 0.0, 0, 0.0
+    started, progress, step, average = time.monotonic(), 0.0, 0, 0.0
     while progress < 1:
         loss = gradients.of_batch(next(source))
         optimiser.step(options.rate * rate_scale(step, progress))
         average = 0.98 * average + 0.02 * loss
         step += 1
-        elapsed = (time.monotonic() - begun) / 60
+        elapsed = (time.monotonic() - started) / 60
         progress = max(step / options.steps, elapsed / options.minutes)
         if options.checkpoints and step % CHECKPOINT_STEPS == 0:
             save_weights(network, options.checkpoints / f"step-{step:06d}.safetensors")

@@ -49,7 +49,7 @@ class Value:
 
 
 class CommentError(ValueError):
-    """A value that nobody described."""
+    """A value without a comment."""
 
 
 def read_values(text: str) -> list[Value]:

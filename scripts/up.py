@@ -76,7 +76,7 @@ class Program:
             os.killpg(self._process.pid, number)
 
     def wait(self, timeout: float) -> bool:
-        """Whether it ended in time and all that it said is printed."""
+        """Whether it ended in time and all of its output is printed."""
         self._watcher.join(timeout)
         return not self._watcher.is_alive()
 
@@ -107,12 +107,12 @@ class Programs:
         return end.status if end.status >= 0 else 128 - end.status
 
     def stop(self, status: int) -> None:
-        """Begins the end. May be called from anywhere, and more than once."""
+        """Starts the shutdown. May be called from any thread or signal handler, and more than once."""
         self._ended.put(End(None, status))
 
     def _stop_all(self) -> None:
-        """The last one first, and those of one kind (engines) together: whoever is still asked for something by others
-        outlives them, so that a router hands its requests to engines that run, and writes them to a Redis that does.
+        """Stops the last one first, and those of one kind (engines) together. So a program outlives those that use it:
+        a router drains while its engines and Redis still run.
         """
         for _, alike in groupby(reversed(self._programs), key=lambda program: program.name.partition("-")[0]):
             programs = list(alike)
@@ -254,7 +254,7 @@ def unless_set(service: str, flag: str, value: str) -> list[str]:
 
 
 def announce(plan: Plan, programs: Programs) -> None:
-    """Tells how far the start is, then how to try it."""
+    """Prints how far the start is, then how to try it."""
     begin, last, explained = time.monotonic(), -1, False
     while time.monotonic() - begin < READY_TIMEOUT:
         ready = sum(is_up(port) for _, port in plan.engine_ports)
@@ -291,7 +291,7 @@ def how_to_try(plan: Plan) -> str:
 
 
 def variable_of_key() -> str:
-    """The first of the keys, as a shell reads it: not the key itself, which is nobody else's to see."""
+    """A shell expression for the first of the keys, so that the key itself is not printed."""
     several = "," in os.environ["QUIRE_ROUTER_API_KEY"]
     return "${QUIRE_ROUTER_API_KEY%%,*}" if several else "$QUIRE_ROUTER_API_KEY"
 

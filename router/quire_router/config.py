@@ -200,7 +200,7 @@ class Settings(CliSettings):
     scaling_cert: CertificateFile | None = Field(default=None, description="PEM file of the certificate shown there.")
     scaling_key: KeyFile | None = Field(default=None, description="PEM file of its key.")
     scaling_namespace: Annotated[str, AfterValidator(_namespace)] | None = Field(
-        default=None, description="The namespace whose autoscalers are told; none: the pod's own."
+        default=None, description="The namespace whose autoscalers get the load; none: the pod's own."
     )
     scaling_client_ca: CaFile | None = Field(
         default=None, description="PEM file of the authorities that vouch for who asks; none: as the cluster says."

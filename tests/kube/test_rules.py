@@ -13,7 +13,7 @@ from tests.support import queries
 from tests.support.pages import ROOT
 
 RULES = sorted((ROOT / "charts" / "quire" / "files" / "rules").glob("*.yaml"))
-GUIDE = ROOT / "docs" / "operations.md"
+GUIDE = ROOT / "docs" / "alerts.md"
 # scripts/promtool.sh puts it beside the environment's own programs.
 PROMTOOL = shutil.which("promtool", path=os.pathsep.join((str(ROOT / ".venv" / "bin"), os.environ.get("PATH", ""))))
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not here: scripts/promtool.sh fetches it")
@@ -186,12 +186,12 @@ def test_a_rule_asks_for_what_there_is(rule):
 
 def test_each_alert_has_one_section_in_the_guide_and_says_how_grave_it_is():
     alerts = [rule["alert"] for rule in rules()]
-    headings = re.findall(r"^### (Quire\w+)$", GUIDE.read_text(), re.MULTILINE)
+    headings = re.findall(r"^## (Quire\w+)$", GUIDE.read_text(), re.MULTILINE)
     assert sorted(headings) == sorted(alerts)
     assert len(set(alerts)) == len(alerts)
     for rule in rules():
         assert rule["labels"]["severity"] in ("warning", "critical")
-        assert rule["annotations"]["runbook"] == f"docs/operations.md#{anchor(rule['alert'])}"
+        assert rule["annotations"]["runbook"] == f"docs/alerts.md#{anchor(rule['alert'])}"
         assert rule["annotations"]["summary"].endswith(".")
 
 

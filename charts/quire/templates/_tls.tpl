@@ -1,4 +1,4 @@
-{{/* TLS between routers and engines: where the Secrets are and how the services are told. */}}
+{{/* TLS between routers and engines: the Secrets, and the services' flags for them. */}}
 
 {{/* The name that engines' certificates have, and that routers look for. Takes the root. */}}
 {{- define "quire.tlsName" -}}

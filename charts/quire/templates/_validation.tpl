@@ -1,4 +1,4 @@
-{{/* Values that contradict each other. What a single value may be is said by values.schema.json. */}}
+{{/* Checks for values that contradict each other. values.schema.json checks each value by itself. */}}
 
 {{/* Fails with advice, naming the values that do not go together. Takes the root. */}}
 {{- define "quire.validate" -}}

@@ -69,7 +69,7 @@ class FleetSettings(SimulatedEngineConfig):
     share_age: Annotated[float | None, BeforeValidator(lambda value: None if value == "none" else value)] = Field(
         default=LoadSharingSettings().interval,
         ge=0,
-        description="Seconds between two times that a router tells the others what it has in flight; none: never.",
+        description="Seconds between two messages of a router about what it has in flight; none: it sends none.",
     )
     share_delay: Seconds = Field(default=0.002, description="Seconds until the others hear of it.")
     load_age: Seconds = Field(default=0.01, description="Seconds until a router has an engine's report of its load.")
