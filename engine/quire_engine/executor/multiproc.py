@@ -1,6 +1,6 @@
 """A tensor-parallel model as rank 0 leads it: ``MultiprocLeader`` starts and ends the processes of the other ranks, and
-``MultiprocRunner`` has all ranks run each step together. ``SingleProcess`` is the same interface for a model in one
-process. At the end, the ranks' KV caches: one decision from what all of them measured.
+``MultiprocRunner`` has all ranks run each step together. At the end, the ranks' KV caches: one decision from what all
+of them measured.
 """
 
 import logging
@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from quire_engine.core.block_pool import BlockCopy, KVCacheConfig
 from quire_engine.device.accelerator import inference_on
-from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, TensorParallelGroup
+from quire_engine.distributed.communicator import Communicator, TensorParallelGroup
 from quire_engine.executor.rank_processes import RankWorkers
 from quire_engine.executor.rank_worker import RankSettings
 from quire_engine.executor.rpc import RpcArray, RpcMethod, batch_to_arrays, copies_to_arrays, json_to_array
@@ -27,57 +27,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class RankGroup(Protocol):
-    """The ranks of a model as its executor uses them, one or several."""
-
-    @property
-    def communicator(self) -> Communicator:
-        """The collectives of the ranks, for the model."""
-        ...
-
-    def connect(self) -> None:
-        """Waits until all ranks have loaded their weights, and connects them. Raises ``ModelError``, ``RankError``."""
-        ...
-
-    def profile_memory(
-        self, profiler: MemoryProfiler, largest_step: Callable[[], object] | None
-    ) -> list[MemoryProfile]:
-        """The memory profile of each rank, by rank. ``largest_step`` runs on all of them; None profiles without it."""
-        ...
-
-    def make_runner(self, model: LoadedModel, cache_sizes: CacheSizes) -> Runner:
-        """A runner with KV memory of ``cache_sizes`` bytes on each rank."""
-        ...
-
-    def close(self) -> None:
-        """Ends the other ranks. Nothing can be run afterwards."""
-        ...
-
-
-class SingleProcess:
-    """The ``RankGroup`` of a model in one process."""
-
-    communicator: Communicator = SINGLE_RANK
-
-    def connect(self) -> None:
-        """Does nothing: there is one rank."""
-
-    def profile_memory(
-        self, profiler: MemoryProfiler, largest_step: Callable[[], object] | None
-    ) -> list[MemoryProfile]:
-        """See ``RankGroup.profile_memory``."""
-        return [profiler.profile(largest_step)]
-
-    def make_runner(self, model: LoadedModel, cache_sizes: CacheSizes) -> Runner:
-        """See ``RankGroup.make_runner``."""
-        return ModelRunner(model, cache_sizes)
-
-    def close(self) -> None:
-        """Does nothing: there is one rank."""
-
-
 class MultiprocLeader:
-    """The ``RankGroup`` of a model in several processes. Starts the other ranks, which begin to load their weights.
+    """The ranks of a model in several processes. Starts the other ranks, which begin to load their weights.
 
     ``on_lost`` is called, on another thread, with the reason why the model cannot be run any more: a rank has died or
     has failed alone. Without ``on_lost`` the reason is logged. The other processes exist until then or until
@@ -102,11 +53,11 @@ class MultiprocLeader:
 
     @property
     def communicator(self) -> Communicator:
-        """See ``RankGroup.communicator``."""
+        """The collectives of the ranks, for the model."""
         return self._group
 
     def connect(self) -> None:
-        """See ``RankGroup.connect``."""
+        """Waits until all ranks have loaded their weights, and connects them. Raises ``ModelError``, ``RankError``."""
         self._workers.wait_for_replies(self._load_call)
         with inference_on(self._device):
             number, _ = call_all_ranks(
@@ -119,8 +70,9 @@ class MultiprocLeader:
     def profile_memory(
         self, profiler: MemoryProfiler, largest_step: Callable[[], object] | None
     ) -> list[MemoryProfile]:
-        """See ``RankGroup.profile_memory``. The other ranks handle the calls of the step within PROFILE_MEMORY, until
-        END_PROFILE."""
+        """The memory profile of each rank, by rank. ``largest_step`` runs on all of them, unless that is None: the
+        other ranks handle the calls of the step within PROFILE_MEMORY, until END_PROFILE.
+        """
         number = self._workers.request(RpcMethod.PROFILE_MEMORY, [json_to_array(largest_step is not None)])
         own = profiler.profile(largest_step)
         if largest_step is not None:
@@ -128,11 +80,11 @@ class MultiprocLeader:
         return [own, *(MemoryProfile(**answer) for answer in self._workers.wait_for_replies(number))]
 
     def make_runner(self, model: LoadedModel, cache_sizes: CacheSizes) -> Runner:
-        """See ``RankGroup.make_runner``."""
+        """A runner with KV memory of ``cache_sizes`` bytes on each rank."""
         return MultiprocRunner(self._workers, self._group, model, cache_sizes)
 
     def close(self) -> None:
-        """See ``RankGroup.close``."""
+        """Ends the other ranks. Nothing can be run afterwards."""
         self._workers.close()
         self._group.close()
         self._rendezvous_folder.cleanup()
@@ -148,11 +100,6 @@ class MultiprocLeader:
             log.error("%s", sentence)
         else:
             self._on_lost(sentence)
-
-
-def start_ranks(settings: RankSettings, on_lost: Callable[[str], None] | None = None) -> RankGroup:
-    """The ranks of a model with these settings; starts the processes of other ranks. See ``MultiprocLeader``."""
-    return SingleProcess() if settings.size == 1 else MultiprocLeader(settings, on_lost)
 
 
 class MultiprocRunner:

@@ -19,7 +19,8 @@ from quire_engine.core.executor import UNMEASURED, ExecutorError
 from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.device.accelerator import configure_threads, inference_on, resolve_device, upload, usable_threads
 from quire_engine.device.host import tune_malloc
-from quire_engine.executor.multiproc import RankGroup, compute_rank_cache_sizes, start_ranks, with_all_ranks_bytes
+from quire_engine.distributed.communicator import SINGLE_RANK
+from quire_engine.executor.multiproc import MultiprocLeader, compute_rank_cache_sizes, with_all_ranks_bytes
 from quire_engine.executor.rank_worker import RankSettings, check_tensor_parallel_size
 from quire_engine.models.loader import read_model_config
 from quire_engine.sampling.sampler import Sampler, SamplerInput, SamplerOutput, compute_prompt_logprobs
@@ -37,6 +38,8 @@ from quire_engine.worker.model_runner import LoadedModel, ModelRunner, Runner
 
 log = logging.getLogger(__name__)
 
+RunnerFactory = Callable[[LoadedModel, CacheSizes], Runner]
+
 
 class TorchExecutor:
     """Executes one step after the other. Used by one thread. An ``AsyncExecutor``.
@@ -48,10 +51,10 @@ class TorchExecutor:
     def __init__(
         self,
         model: LoadedModel,
-        sizes: CacheSizes,
+        cache_sizes: CacheSizes,
         *,
         depth: int = 1,
-        make_runner: Callable[[LoadedModel, CacheSizes], Runner] = ModelRunner,
+        make_runner: RunnerFactory = ModelRunner,
     ) -> None:
         self.config = model.config
         self.max_model_len = model.max_model_len
@@ -59,7 +62,7 @@ class TorchExecutor:
         self.depth = depth
         self._device = model.device
         with inference_on(model.device):
-            self._runner = make_runner(model, sizes)
+            self._runner = make_runner(model, cache_sizes)
         self._block_size = self._runner.kv_cache_config.block_size
         self._sampler = Sampler(model.config.vocab_size)
         self._previous_step: AsyncStep | None = None
@@ -82,49 +85,60 @@ class TorchExecutor:
         """
         size = config.tensor_parallel_size
         threads = (configure_threads if owns_process else usable_threads)(size)
-        model, device = read_model_config(config.model), resolve_device(config.device)
-        check_tensor_parallel_size(model, size, device)
-        settings = RankSettings(config, model, str(device), threads)
-        with ExitStack() as failing:
-            leading = start_ranks(settings, on_lost)
-            failing.callback(leading.close)
-            executor = cls._load(leading, settings, owns_process=owns_process)
-            failing.pop_all()
-        executor._close_ranks = weakref.finalize(executor, leading.close)
+        model_config, device = read_model_config(config.model), resolve_device(config.device)
+        check_tensor_parallel_size(model_config, size, device)
+        settings = RankSettings(config, model_config, str(device), threads)
+        if size == 1:
+            return cls._load(settings, None, owns_process=owns_process)
+        leader = MultiprocLeader(settings, on_lost)
+        try:
+            executor = cls._load(settings, leader, owns_process=owns_process)
+        except BaseException:
+            leader.close()
+            raise
+        executor._close_ranks = weakref.finalize(executor, leader.close)
         return executor
 
     @classmethod
-    def _load(cls, leading: RankGroup, settings: RankSettings, *, owns_process: bool) -> "TorchExecutor":
-        """Loads this process's part of the model, and makes pools on all ranks."""
-        config = settings.engine
-        request = CacheBudget(config.kv_cache_memory, config.swap_bytes, config.gpu_memory_utilization)
-        gauge = MemoryProfiler(settings.device_for(0))
-        parts = settings.load(leading.communicator)
-        if owns_process and parts.device.type == "cpu":
-            tune_malloc()
-        leading.connect()
-        with ExitStack() as trials:
-            make_trial = partial(cls, parts, parts.min_cache_sizes, make_runner=leading.make_runner)
-            largest = partial(cls._run_largest, make_trial, config, trials)
-            measures = leading.profile_memory(gauge, largest if request.kv_cache_bytes is None else None)
-        pools, measured = compute_rank_cache_sizes(request, measures, parts.min_cache_sizes)
-        overlaps = parts.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
-        executor = cls(parts, pools, depth=2 if overlaps else 1, make_runner=leading.make_runner)
-        tokens = min(config.max_num_batched_tokens, parts.max_model_len)
-        executor.rates = measure_rates(executor, tokens, parts.config.vocab_size)
-        capacity = with_all_ranks_bytes(executor.kv_cache_config, measures)
-        log.info("memory, as decided\n%s", format_memory_table(request, measured, capacity, parts.max_model_len))
-        return executor
-
-    @classmethod
-    def _run_largest(cls, make_trial: Callable[[], "TorchExecutor"], limits: SchedulerArgs, trials: ExitStack) -> None:
-        """Runs the largest step that ``limits`` allow on an executor with the least KV memory. It is closed with
-        ``trials``: not before its memory is read, as graphs are part of it.
+    def _load(cls, settings: RankSettings, leader: MultiprocLeader | None, *, owns_process: bool) -> "TorchExecutor":
+        """Loads the model, of several ranks' this one's shard, and makes an executor with KV pools of the size that the
+        memory has room for, on all ranks.
         """
-        trial = trials.enter_context(closing(make_trial()))
-        size, vocab_size = trial.kv_cache_config.block_size, trial.config.vocab_size
-        tokens, sequences = limits.max_num_batched_tokens, limits.max_num_seqs
-        trial.execute_model(largest_step(tokens, sequences, trial.max_model_len, size, vocab_size))
+        config = settings.engine
+        profiler = MemoryProfiler(settings.device_for(0))
+        model = settings.load(SINGLE_RANK if leader is None else leader.communicator)
+        if owns_process and model.device.type == "cpu":
+            tune_malloc()
+        if leader is not None:
+            leader.connect()
+        make_runner: RunnerFactory = ModelRunner if leader is None else leader.make_runner
+        budget = CacheBudget(config.kv_cache_memory, config.swap_bytes, config.gpu_memory_utilization)
+        with ExitStack() as profiled:
+            make_smallest = partial(cls, model, model.min_cache_sizes, make_runner=make_runner)
+            run_largest = partial(cls._run_largest_step, make_smallest, config, profiled)
+            work = run_largest if budget.kv_cache_bytes is None else None
+            profiles = [profiler.profile(work)] if leader is None else leader.profile_memory(profiler, work)
+        cache_sizes, deciding_profile = compute_rank_cache_sizes(budget, profiles, model.min_cache_sizes)
+        overlaps = model.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+        executor = cls(model, cache_sizes, depth=2 if overlaps else 1, make_runner=make_runner)
+        num_tokens = min(config.max_num_batched_tokens, model.max_model_len)
+        executor.rates = measure_rates(executor, num_tokens, model.config.vocab_size)
+        capacity = with_all_ranks_bytes(executor.kv_cache_config, profiles)
+        table = format_memory_table(budget, deciding_profile, capacity, model.max_model_len)
+        log.info("memory, as decided\n%s", table)
+        return executor
+
+    @classmethod
+    def _run_largest_step(
+        cls, make_executor: Callable[[], "TorchExecutor"], limits: SchedulerArgs, profiled: ExitStack
+    ) -> None:
+        """Runs the largest step that ``limits`` allow on an executor with the least KV memory. It is closed with
+        ``profiled``: not before its memory is read, as graphs are part of it.
+        """
+        executor = profiled.enter_context(closing(make_executor()))
+        block_size, vocab_size = executor.kv_cache_config.block_size, executor.config.vocab_size
+        num_tokens, num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
+        executor.execute_model(largest_step(num_tokens, num_seqs, executor.max_model_len, block_size, vocab_size))
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:
@@ -283,8 +297,8 @@ class AsyncStep:
         """
         if not self._sampled:
             return torch.zeros(len(sequence_ids), dtype=torch.int64, device=self._device)
-        parts = [sampled.token_ids for sampled in self._sampled]
-        token_ids = parts[0] if len(parts) == 1 else torch.cat(parts)
+        groups = [sampled.token_ids for sampled in self._sampled]
+        token_ids = groups[0] if len(groups) == 1 else torch.cat(groups)
         row_of = {sequence_id: row for row, sequence_id in enumerate(self._sampled_seq_ids)}
         rows = [row_of.get(sequence_id, 0) for sequence_id in sequence_ids]
         if rows == list(range(len(token_ids))):

@@ -5,6 +5,8 @@ They differ in biases, norms, windows and the feed-forward network only. ``Llama
 hidden states, and hidden states into logits. The attention backend knows the sequences, and what each token may see.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch.nn import functional as F
 
@@ -15,13 +17,25 @@ from quire_engine.layers.mlp import GatedMLP, MoE
 from quire_engine.layers.norm import RMSNorm
 from quire_engine.layers.rotary import RotaryEmbedding
 from quire_engine.layers.weight_loader import WeightLoader
-from quire_engine.models.base import LayerInputs
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
+class LayerInputs(NamedTuple):
+    """The input of a decoder's layers for T tokens: ``hidden_states`` [T, hidden] of the model's dtype, which the
+    layers overwrite, and ``cos`` and ``sin`` [T, head_dim / 2] float32 of the tokens' positions.
+    """
+
+    hidden_states: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
 class Llama:
-    """A decoder with its weights, or a rank's shard of it. A ``LayeredModel``."""
+    """A decoder with its weights, or a rank's shard of it. A ``Model`` whose ``forward`` is ``layers`` of ``inputs``.
+    Where it is ``capturable`` and on the CPU, its layers use torch for memory and views only: compiled kernels, where
+    there are any, compute everything.
+    """
 
     def __init__(self, config: DecoderConfig, weights: WeightLoader) -> None:
         self.dtype = weights.dtype
@@ -44,11 +58,11 @@ class Llama:
         return self.layers(self.inputs(token_ids, positions), kv, attention)
 
     def inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> LayerInputs:
-        """See ``LayeredModel.inputs``."""
+        """The layers' input for tokens [T] at positions [T], both integers. Raises ``IndexError`` as ``forward``."""
         return LayerInputs(F.embedding(token_ids, self._embedding), *self._rope.cos_sin(positions))
 
     def layers(self, inputs: LayerInputs, kv: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
-        """See ``LayeredModel.layers``."""
+        """Hidden states [T, hidden], as ``forward`` returns them."""
         residual, update, angles = inputs.hidden_states, None, (inputs.cos, inputs.sin)
         for layer, layer_kv in zip(self._layers, kv.unbind(1), strict=True):
             update = layer(residual, update, angles, layer_kv, attention)

@@ -28,7 +28,7 @@ from quire_engine.server.servicer import EngineServicer
 from quire_engine.server.session_manager import SessionManager
 from quire_engine.server.step_time_model import StepTimeEstimator
 from quire_engine.server.tracing import TraceExporter
-from quire_engine.structured_output.compiler import GrammarBackend, GrammarCompiler
+from quire_engine.structured_output.compiler import GrammarCompiler, ModelGrammars
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class EngineServer:
         executor: Executor,
         scheduler: Scheduler,
         description: engine_pb2.DescribeResponse,
-        grammars: GrammarBackend,
+        grammars: ModelGrammars,
         *,
         tracing: bool = False,
     ) -> None:

@@ -35,7 +35,8 @@ from quire_engine.server.messages import (
 from quire_engine.server.session import Session, SessionOverflowError
 from quire_engine.server.step_time_model import StepTimeEstimator
 from quire_engine.server.tracing import TraceExporter
-from quire_engine.structured_output.compiler import GrammarCompiler, SizedGrammar
+from quire_engine.structured_output.compiler import GrammarCompiler
+from quire_engine.structured_output.llguidance import CompiledGrammar
 
 log = logging.getLogger(__name__)
 MAX_SESSIONS = 256
@@ -340,7 +341,7 @@ class PendingGrammars:
         self._withdrawn = withdrawn
         self._waiting: dict[str, _Waiting] = {}
 
-    def start(self, request: Request, compiled: "Future[SizedGrammar]") -> None:
+    def start(self, request: Request, compiled: "Future[CompiledGrammar]") -> None:
         """Adds a request that waits for ``compiled``. Calls back at once if it is done."""
         loop = asyncio.get_running_loop()
         timer = loop.call_later(GRAMMAR_TIMEOUT_SECONDS, self._time_out, request.request_id)
@@ -365,7 +366,7 @@ class PendingGrammars:
         waiting.cancelled.append(indexes)
         return True
 
-    def _on_compiled(self, key: str, compiled: "Future[SizedGrammar]") -> None:
+    def _on_compiled(self, key: str, compiled: "Future[CompiledGrammar]") -> None:
         waiting = self._pop(key)
         if waiting is None:
             return
@@ -393,15 +394,15 @@ class PendingGrammars:
 
 def _on_loop(
     loop: asyncio.AbstractEventLoop,
-    callback: Callable[[str, "Future[SizedGrammar]"], None],
+    callback: Callable[[str, "Future[CompiledGrammar]"], None],
     key: str,
-    done: "Future[SizedGrammar]",
+    done: "Future[CompiledGrammar]",
 ) -> None:
     with suppress(RuntimeError):  # the loop is closed, and the request with it
         loop.call_soon_threadsafe(callback, key, done)
 
 
-def _error_of(compiled: "Future[SizedGrammar]") -> QuireError | None:
+def _error_of(compiled: "Future[CompiledGrammar]") -> QuireError | None:
     if compiled.cancelled():
         return QuireError(ErrorCode.UNAVAILABLE, "The engine is shutting down.", retry_after=1.0)
     error = compiled.exception()

@@ -14,12 +14,10 @@ from pathlib import Path
 from queue import LifoQueue
 from threading import Lock, RLock
 from time import perf_counter
-from typing import Protocol
 
 from quire_proto.errors import ErrorCode, QuireError, invalid
 from quire_proto.structured_output import Structured
 
-from quire_engine.core.step import Grammar
 from quire_engine.structured_output.llguidance import (
     CompiledGrammar,
     Guidance,
@@ -54,24 +52,6 @@ class CompileOutcome(StrEnum):
 Observer = Callable[[CompileOutcome, float], None]
 
 
-class SizedGrammar(Grammar, Protocol):
-    """A grammar whose size in memory is known."""
-
-    num_bytes: int
-
-
-class GrammarBackend(Protocol):
-    """Compiles grammars, such as ``ModelGrammars``."""
-
-    def compile(self, structured: Structured) -> SizedGrammar:
-        """May take seconds, on any thread. Raises ``QuireError`` INVALID for an invalid grammar."""
-        ...
-
-    def close(self) -> None:
-        """Frees all resources."""
-        ...
-
-
 class GrammarCompiler:
     """The grammars of one model, each compiled once. May be used from any thread.
 
@@ -81,19 +61,19 @@ class GrammarCompiler:
     """
 
     def __init__(
-        self, backend: GrammarBackend, observer: Observer = lambda *_: None, *, max_alive_bytes: int | None = None
+        self, backend: "ModelGrammars", observer: Observer = lambda *_: None, *, max_alive_bytes: int | None = None
     ) -> None:
         self.observer = observer
         self._max_alive_bytes = max_alive_bytes
         self._backend = backend
         self._pool = ThreadPoolExecutor(max_workers=NUM_THREADS, thread_name_prefix="grammars")
         self._lock = RLock()  # a grammar's finalizer may run on a thread that holds the lock
-        self._cache: OrderedDict[Structured, Future[SizedGrammar]] = OrderedDict()
+        self._cache: OrderedDict[Structured, Future[CompiledGrammar]] = OrderedDict()
         self._waiters: Counter[Structured] = Counter()
         self._num_pending = 0
         self._alive_bytes = 0
 
-    def submit(self, structured: Structured) -> "Future[SizedGrammar]":
+    def submit(self, structured: Structured) -> "Future[CompiledGrammar]":
         """A future of the compiled grammar, shared by equal grammars. It fails with ``QuireError`` INVALID for an
         invalid grammar. Call ``withdraw`` to stop waiting. Raises ``QuireError`` OVERLOADED when too many grammars are
         pending or in use.
@@ -130,7 +110,7 @@ class GrammarCompiler:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._backend.close()
 
-    def _compile(self, structured: Structured) -> SizedGrammar:
+    def _compile(self, structured: Structured) -> CompiledGrammar:
         begin = perf_counter()
         outcome, grammar, rejected = CompileOutcome.FAILED, None, None
         try:
@@ -148,7 +128,7 @@ class GrammarCompiler:
         self._track_memory(grammar, _num_bytes(structured, grammar))
         return grammar
 
-    def _track_memory(self, grammar: SizedGrammar, size: int) -> None:
+    def _track_memory(self, grammar: CompiledGrammar, size: int) -> None:
         with self._lock:
             self._alive_bytes += size
         weakref.finalize(grammar, self._release, size)
@@ -157,7 +137,7 @@ class GrammarCompiler:
         with self._lock:
             self._alive_bytes -= size
 
-    def _on_compiled(self, structured: Structured, done: "Future[SizedGrammar]") -> None:
+    def _on_compiled(self, structured: Structured, done: "Future[CompiledGrammar]") -> None:
         with self._lock:
             self._num_pending -= 1
             self._waiters.pop(structured, None)
@@ -176,7 +156,7 @@ class GrammarCompiler:
             del self._cache[oldest]
 
 
-def _is_cacheable(done: "Future[SizedGrammar]") -> bool:
+def _is_cacheable(done: "Future[CompiledGrammar]") -> bool:
     """Whether compiling again would have the same result."""
     if done.cancelled():
         return False
@@ -184,17 +164,17 @@ def _is_cacheable(done: "Future[SizedGrammar]") -> bool:
     return error is None or (isinstance(error, QuireError) and error.code is ErrorCode.INVALID)
 
 
-def _result_or_none(settled: "Future[SizedGrammar]") -> SizedGrammar | None:
+def _result_or_none(settled: "Future[CompiledGrammar]") -> CompiledGrammar | None:
     return None if settled.cancelled() or settled.exception() is not None else settled.result()
 
 
-def _num_bytes(structured: Structured, grammar: SizedGrammar | None) -> int:
+def _num_bytes(structured: Structured, grammar: CompiledGrammar | None) -> int:
     """Bytes in memory: the text, the least that a grammar takes, and the measured size of this one."""
     return len(structured.text) + 1024 + (0 if grammar is None else grammar.num_bytes)
 
 
 class ModelGrammars:
-    """The ``GrammarBackend`` of the model in ``folder``. The tokenizer is read, and sandboxes start, with the first
+    """Compiles grammars for the model in ``folder``. The tokenizer is read, and sandboxes start, with the first
     grammar. May be used from any thread; ``num_sandboxes`` grammars can be tried at once.
     """
 

@@ -14,7 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire_engine.attention.base import AttentionBackend
 from quire_engine.attention.cpu import CpuAttention
 from quire_engine.kernels.bindings import library
-from quire_engine.models.base import LayeredModel, LayerInputs, Model
+from quire_engine.models.base import Model
+from quire_engine.models.llama import LayerInputs, Llama
 
 log = logging.getLogger(__name__)
 
@@ -201,16 +202,17 @@ class _CapturedStep(NamedTuple):
 
 def make_cpu_graphs(model: Model, kv: torch.Tensor, attention: AttentionBackend) -> "CpuGraphRunner | None":
     """The graphs of ``model`` over ``kv``; None where it computes with more than the compiled kernels."""
-    compiled = isinstance(attention, CpuAttention) and attention.is_compiled
-    if not (compiled and model.capturable and hasattr(model, "layers")):
+    if not (isinstance(model, Llama) and model.capturable):
         return None
-    return CpuGraphRunner(cast(LayeredModel, model), kv, cast(CpuAttention, attention))
+    if not (isinstance(attention, CpuAttention) and attention.is_compiled):
+        return None
+    return CpuGraphRunner(model, kv, attention)
 
 
 class CpuGraphRunner:
     """The graphs of one model over one KV memory. Used by one thread, in inference mode."""
 
-    def __init__(self, model: LayeredModel, kv: torch.Tensor, attention: CpuAttention) -> None:
+    def __init__(self, model: Llama, kv: torch.Tensor, attention: CpuAttention) -> None:
         self._model = model
         self._kv = kv
         self._attention = attention
@@ -230,8 +232,8 @@ class CpuGraphRunner:
         if known is None:
             return self._capture(fresh)
         self._graphs.move_to_end(len(token_ids))
-        for place, new in zip(known.inputs, fresh, strict=True):
-            place.copy_(new)
+        for captured, new in zip(known.inputs, fresh, strict=True):
+            captured.copy_(new)
         self._attention.check_pages(self._kv)
         known.graph.replay()
         return known.graph.result
