@@ -1,13 +1,24 @@
-"""A model's chat template: messages in, prompt text out. Templates come from model folders only.
+"""A model's chat template: messages in, prompt text out; and the special tokens in conversations: those of the template
+are control tokens, those in messages and tools are text.
 
-Templates are programs, so they run in a sandbox (``quire_proto.text.sandbox``), with the helpers that Hugging Face
-templates expect.
+Templates come from model folders only. They are programs, so they run in a sandbox (``quire_proto.text.sandbox``), with
+the helpers that Hugging Face templates expect.
+
+A tokenizer cannot distinguish the template's special tokens from others in the rendered prompt. So before rendering, a
+mark, a character that no text contains, is inserted into every special token in the messages; special tokens in the
+rendered prompt are then the template's. They are replaced by random aliases, which a second tokenizer has in their
+place. It shares the first one's model, encodes special tokens as text, and splits the prompt at the aliases as the
+first one does at special tokens: everything else has the same tokens.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import lru_cache
+from secrets import token_hex
 from time import thread_time
 from typing import Any, NoReturn
 
@@ -16,9 +27,10 @@ from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
+from tokenizers import AddedToken, Tokenizer
 
 from quire_proto.errors import QuireError, TokenizerLoadError, invalid
-from quire_proto.text.reasoning import THINK_END
+from quire_proto.text.reasoning import THINK_BEGIN, THINK_END
 from quire_proto.text.sandbox import Sandbox, SandboxLimitError, bounded, checked, compared, size_of
 from quire_proto.text.tool_formats import ToolFormat, detect_tool_format
 
@@ -175,3 +187,233 @@ def _environment() -> Sandbox:
     environment.globals.update(_GLOBALS)
     environment.limit_filters()
     return environment
+
+
+Conversation = Sequence[Mapping[str, Any]]
+
+_NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode reserves them for internal use
+_RARE = "\U0010fffe\ue000"  # encoded as the unknown token by tokenizers without byte fallback
+_WORDS = frozenset({"role", "type"})
+_SHORT = 32  # texts of at most so many characters are cached: names of fields, roles and tools are frequent
+_CACHED_TEXTS = 4096
+_REASONING_MARKERS = frozenset({THINK_BEGIN, THINK_END})  # templates look for them in assistant messages
+
+
+class SpecialTokenEscaper:
+    """Escapes special tokens in the conversations of one tokenizer. Raises ``TokenizerLoadError`` if they cannot be
+    distinguished from text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        added = sorted(tokenizer.get_added_tokens_decoder().items())
+        special = {token.content: token_id for token_id, token in added if token.special and len(token.content) > 1}
+        self._by_length = sorted(special, key=len, reverse=True)
+        self._longest = len(self._by_length[0]) if special else 0
+        self._beginnings = {name[:end] for name in special for end in range(1, len(name))}
+        self._ends = {name[begin:] for name in special for begin in range(1, len(name))}
+        self._all = "\0".join(special)
+        self._by_head: dict[str, list[str]] = defaultdict(list)
+        for name in self._by_length:
+            self._by_head[name[:2]].append(name)
+        self._touches_short = lru_cache(_CACHED_TEXTS)(self._looks_touched)
+        # Normalisation may turn other texts into these.
+        self._always = any(token.normalized for _, token in added if token.special)
+        self._words = {
+            token.content: re.compile(rf"(?<!\w){re.escape(token.content)}(?!\w)")
+            for _, token in added
+            if token.single_word
+        }
+        self.tokenizer = _sharing_the_model(tokenizer)
+        self._secret = token_hex(16)
+        aliases = {name: f"<{self._secret}:{number}>" for number, name in enumerate(self._by_length)}
+        self._ids = _add_tokens(self.tokenizer, dict(added), aliases)
+        # A special token that the tokenizer finds only at the beginning of a text is text in a prompt.
+        self._aliases = {name: alias for name, alias in aliases.items() if self._sees(alias)}
+        self._named = frozenset(_id_of(self.tokenizer, alias) for alias in self._aliases.values())
+        known = {_id_of(self.tokenizer, name) for name in special}
+        self._forbidden = frozenset(known).difference(self._encoded(_RARE))
+
+    def marked(self, messages: Conversation, tools: Conversation) -> tuple[Conversation, Conversation, str]:
+        """Messages and tools with a mark in every special token in their texts, and the mark; unchanged with an empty
+        mark if there is none, so that the prompt can be encoded as it is. Raises ``QuireError`` INVALID.
+        """
+        try:
+            texts = list(_texts((messages, tools)))
+            contents = [text for message in messages for text in _contents(message)]
+            if not self._always and not any(map(self._touches, texts)) and not any(map(self._is_inside, contents)):
+                return messages, tools, ""
+            mark = _unused(texts)
+            marked = [self._marked_message(message, mark) for message in messages]
+            return marked, self._marked(tools, mark), mark
+        except RecursionError:
+            raise invalid("messages", "The messages are nested too deeply.") from None
+
+    def named(self, prompt: str, mark: str) -> tuple[str, int]:
+        """A rendered prompt for ``tokenizer``: aliases instead of the template's special tokens, and no marks; and the
+        number of aliases.
+        """
+        prompt = prompt.replace(_escaped(mark), mark)  # if the template wrote JSON in ASCII
+        for name in sorted(self._present(prompt), key=len, reverse=True):
+            if name in self._words:
+                prompt = self._words[name].sub(self._aliases[name], prompt)
+            elif name in self._aliases:
+                prompt = prompt.replace(name, self._aliases[name])
+        return prompt.replace(mark, ""), prompt.count(self._secret)
+
+    def ids(self, token_ids: Sequence[int], names: int) -> list[int]:
+        """The ids of ``tokenizer`` for a prompt with ``names`` aliases, as the first tokenizer's ids. Raises
+        ``QuireError`` INVALID if its model encoded text as a special token, or an alias as text.
+        """
+        known = self._ids
+        as_text = not self._forbidden.isdisjoint(token_ids)
+        if as_text or sum(token_id in self._named for token_id in token_ids) != names:
+            raise invalid("messages", "The messages hold a special token of this model that cannot be encoded as text.")
+        return [known.get(token_id, token_id) for token_id in token_ids]
+
+    def _encoded(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _sees(self, alias: str) -> bool:
+        return _id_of(self.tokenizer, alias) in self._encoded(f"a {alias} a")
+
+    def _marked_message(self, message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+        kept = _REASONING_MARKERS if message.get("role") == "assistant" else frozenset[str]()
+        marked: dict[str, Any] = self._marked(message, mark, kept)
+        for key in ("content", "reasoning_content"):
+            if isinstance(text := marked.get(key), str) and self._is_inside(text):
+                core = text.rstrip()
+                marked[key] = core + mark + text[len(core) :]
+        return marked
+
+    def _marked(self, value: Any, mark: str, kept: frozenset[str] = frozenset()) -> Any:
+        if isinstance(value, str):
+            return self._bounded(self._broken(value, mark, kept), mark)
+        if isinstance(value, Mapping):
+            return {self._broken(key, mark): self._field(key, each, mark, kept) for key, each in value.items()}
+        return [self._marked(each, mark, kept) for each in value] if isinstance(value, (list, tuple)) else value
+
+    def _field(self, name: str, value: Any, mark: str, kept: frozenset[str]) -> Any:
+        """Roles and types are only escaped inside, as templates compare them."""
+        is_word = name in _WORDS and isinstance(value, str)
+        return self._broken(value, mark) if is_word else self._marked(value, mark, kept)
+
+    def _broken(self, text: str, mark: str, kept: frozenset[str] = frozenset()) -> str:
+        """The text with a mark in each special token that it contains."""
+        for name in self._present(text):
+            while name not in kept and name in text:  # again where two overlap
+                text = text.replace(name, name[0] + mark + name[1:])
+        return text
+
+    def _bounded(self, text: str, mark: str) -> str:
+        """The text with a mark at each end that could form a special token with adjacent text, inside of the white
+        space around it, which templates trim.
+        """
+        core = text.strip()
+        at = text.find(core)
+        before = mark if self._continues(core) else ""
+        after = mark if self._begins(core) else ""
+        return text[:at] + before + core + after + text[at + len(core) :]
+
+    def _touches(self, text: str) -> bool:
+        """Whether a text contains a special token, begins with the end of one, or ends with the beginning of one."""
+        if len(text) <= _SHORT:
+            return self._touches_short(text)
+        return self._looks_touched(text)
+
+    def _looks_touched(self, text: str) -> bool:
+        core = text.strip()
+        return self._continues(core) or self._begins(core) or next(self._present(text), None) is not None
+
+    def _continues(self, text: str) -> bool:
+        return any(text[:end] in self._ends for end in range(1, min(self._longest, len(text) + 1)))
+
+    def _begins(self, text: str) -> bool:
+        return any(text[-end:] in self._beginnings for end in range(1, min(self._longest, len(text) + 1)))
+
+    def _is_inside(self, text: str) -> bool:
+        """Whether a template could make a special token of the text by writing something before and after it."""
+        core = text.strip()
+        return 0 < len(core) < self._longest and core in self._all
+
+    def _present(self, text: str) -> Iterator[str]:
+        """The special tokens in a text."""
+        for head, names in self._by_head.items():
+            if head in text:
+                yield from (name for name in names if name in text)
+
+
+def _sharing_the_model(tokenizer: Tokenizer) -> Tokenizer:
+    """Another tokenizer that splits texts in the same way, but has no added tokens."""
+    other = Tokenizer(tokenizer.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor"):
+        if getattr(tokenizer, part) is not None:
+            setattr(other, part, getattr(tokenizer, part))
+    other.encode_special_tokens = True
+    return other
+
+
+def _add_tokens(tokenizer: Tokenizer, added: Mapping[int, AddedToken], aliases: Mapping[str, str]) -> dict[int, int]:
+    """Adds the tokens, and the aliases with the properties of their tokens. Returns the ids that differ from the
+    original's.
+    """
+    ids: dict[int, int] = {}
+    for token_id, token in added.items():
+        (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
+        ids[_id_of(tokenizer, token.content)] = token_id
+    for token_id, token in added.items():
+        if token.content in aliases:
+            alias = _like(token, aliases[token.content])
+            tokenizer.add_tokens([alias])
+            number = _id_of(tokenizer, alias.content)
+            if tokenizer.model.id_to_token(number) is not None:
+                raise TokenizerLoadError(
+                    "The tokenizer's vocabulary has gaps where special tokens cannot be told from text."
+                )
+            ids[number] = token_id
+    return {here: there for here, there in ids.items() if here != there}
+
+
+def _id_of(tokenizer: Tokenizer, content: str) -> int:
+    token_id = tokenizer.token_to_id(content)
+    assert token_id is not None
+    return token_id
+
+
+def _like(token: AddedToken, content: str) -> AddedToken:
+    return AddedToken(
+        content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=False,
+    )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, names of fields included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _texts(key)
+            yield from _texts(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _texts(each)
+
+
+def _contents(message: Mapping[str, Any]) -> Iterator[str]:
+    return (text for key in ("content", "reasoning_content") if isinstance(text := message.get(key), str))
+
+
+def _unused(texts: Sequence[str]) -> str:
+    """A character that no text contains, not even escaped as in JSON."""
+    for mark in _NONCHARACTERS:
+        if not any(mark in text or _escaped(mark) in text for text in texts):
+            return mark
+    raise invalid("messages", "The messages hold special tokens and every noncharacter from U+FDD0 to U+FDEF.")
+
+
+def _escaped(mark: str) -> str:
+    return f"\\u{ord(mark):04x}"

@@ -17,10 +17,9 @@ from tokenizers import Encoding, Tokenizer, decoders
 
 from quire_proto.errors import TokenizerLoadError, invalid
 from quire_proto.sampling import MAX_BAD_WORDS
-from quire_proto.text.chat_template import ChatTemplate
+from quire_proto.text.chat_template import ChatTemplate, SpecialTokenEscaper
 from quire_proto.text.detokenizer import REPLACEMENT, Decode, OutputTextStream, StopMatcher
 from quire_proto.text.reasoning import THINK_BEGIN, THINK_END, opens_reasoning
-from quire_proto.text.special_tokens import SpecialTokenEscaper
 from quire_proto.text.tool_formats import TOOL_MARKERS, ToolFormat
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

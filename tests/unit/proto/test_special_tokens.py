@@ -7,8 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
-from quire_proto.text.chat_template import ChatTemplate
-from quire_proto.text.special_tokens import SpecialTokenEscaper
+from quire_proto.text.chat_template import ChatTemplate, SpecialTokenEscaper
 from quire_proto.text.tokenizer import ModelTokenizer
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
