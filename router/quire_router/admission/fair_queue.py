@@ -127,7 +127,7 @@ class FairQueue:
         """Charges a tenant for a request that is admitted, which need not have waited."""
         name, start = request.tenant, self._start_tag(request.tenant)
         self._virtual_time = max(self._virtual_time, start)
-        finish = start + request.tokens / self._tenants.get(name).weight
+        finish = start + request.tokens / self._tenants[name].weight
         if name in self._backlogs:
             self._start_tags.put(name, finish)
         self._finish_tags.put(name, finish)
@@ -138,7 +138,7 @@ class FairQueue:
         """Takes back the charge for a request that was admitted and did not run."""
         name = request.tenant
         if name in self._finish_tags:
-            finish = self._finish_tags.key(name) - request.tokens / self._tenants.get(name).weight
+            finish = self._finish_tags.key(name) - request.tokens / self._tenants[name].weight
             self._finish_tags.put(name, finish)
             if name in self._start_tags:
                 self._start_tags.put(name, finish)
@@ -164,7 +164,7 @@ class FairQueue:
         return True
 
     def _check(self, request: QueuedRequest) -> None:
-        tenant = self._tenants.get(request.tenant)
+        tenant = self._tenants[request.tenant]
         backlog = self._backlogs.get(request.tenant)
         if tenant.max_queued is not None and backlog is not None and len(backlog.requests) >= tenant.max_queued:
             raise tenant_queue_full(tenant.max_queued)
@@ -174,7 +174,7 @@ class FairQueue:
     def _insert(self, request: QueuedRequest) -> None:
         backlog = self._backlogs.get(request.tenant)
         if backlog is None:
-            backlog = self._backlogs[request.tenant] = _Backlog(self._tenants.get(request.tenant))
+            backlog = self._backlogs[request.tenant] = _Backlog(self._tenants[request.tenant])
             self._start_tags.put(request.tenant, self._start_tag(request.tenant))
         self._waiting[request.request_id] = request
         backlog.requests[request.request_id] = request

@@ -11,8 +11,7 @@ from typing import Protocol, Self
 
 from quire_proto.errors import QuireError, internal
 
-from quire_router.admission.rate_limit import RateLimitStatus, TenantUsage
-from quire_router.admission.tenants import Tenants
+from quire_router.admission.tenants import RateLimitStatus, Tenants, TenantUsage
 from quire_router.core import metrics
 
 
@@ -90,7 +89,7 @@ class RateLimiter:
         OVERLOADED with a reason, INVALID when it is more than the tenant may ever use at once.
         """
         usage = self._usage(tenant_id)
-        if not usage.tenant.is_limited:
+        if not usage.is_limited:
             return Reservation(tokens, _release_nothing)
         usage.check_size(1, tokens)
         with counting_refusals():
@@ -115,7 +114,7 @@ class RateLimiter:
     def check_size(self, tenant_id: str, tokens: Sequence[int]) -> None:
         """Raises ``QuireError`` INVALID for requests with so many tokens each that may never run together."""
         usage = self._usage(tenant_id)
-        if usage.tenant.is_limited:
+        if usage.is_limited:
             usage.check_size(len(tokens), sum(tokens))
 
     def check_rate(self, tenant_id: str) -> None:
@@ -159,12 +158,12 @@ class RateLimiter:
         routers may have admitted more. Returns None if it has no limits.
         """
         usage = self._usage(tenant_id)
-        return usage.status(self._clock()) if usage.tenant.is_limited else None
+        return usage.status(self._clock()) if usage.is_limited else None
 
     def _usage(self, tenant_id: str) -> TenantUsage:
         usage = self._usages.get(tenant_id)
         if usage is None:
-            usage = self._usages[tenant_id] = TenantUsage(self._tenants.get(tenant_id))
+            usage = self._usages[tenant_id] = TenantUsage(self._tenants[tenant_id])
         return usage
 
     async def _reserve(self, usage: TenantUsage, request_id: str, tokens: int) -> ReserveResult | None:

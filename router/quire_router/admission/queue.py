@@ -77,7 +77,7 @@ class AdmissionQueue:
         *,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        settings, tenants = settings or QueueSettings(), tenants or Tenants()
+        settings, tenants = settings or QueueSettings(), Tenants() if tenants is None else tenants
         self._queues = {model: _ModelQueue(model, capacity, tenants, settings, clock) for model in models}
         self._closed = False
         self.on_queued: Callable[[str], None] = lambda _: None

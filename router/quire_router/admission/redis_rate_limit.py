@@ -13,7 +13,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from quire_router.admission.limits import ReserveRequest, ReserveResult
-from quire_router.admission.rate_limit import MICROSECONDS, WINDOW
+from quire_router.admission.tenants import MICROSECONDS, WINDOW
 from quire_router.clients.redis_client import RedisAccess, lua_source, redis_client
 from quire_router.core import metrics
 from quire_router.core.retry import supervise

@@ -35,7 +35,7 @@ class TenantsFile:
         """Returns the models that tenants may use and that are not ``served``: each with the tenant's name, empty for
         tenants without an entry.
         """
-        policies = (self.tenants.get(""), *self.policies)
+        policies = (self.tenants[""], *self.policies)
         return [(each.id, model) for each in policies for model in sorted(each.models) if model not in served]
 
 

@@ -23,9 +23,13 @@ class Identity:
     cache_salt: bytes = b""
     policy: Tenant = field(default_factory=Tenant, compare=False)
 
+    def may_use(self, model: str) -> bool:
+        """Returns whether the caller may use this model."""
+        return not self.policy.models or model in self.policy.models
+
     def check_model(self, model: str) -> None:
         """Raises ``QuireError`` FORBIDDEN for a model that the caller may not use."""
-        if not self.policy.may_use(model):
+        if not self.may_use(model):
             raise model_forbidden(model)
 
 
@@ -53,7 +57,7 @@ class _KeyEntry:
         """Returns the identity of the key."""
         if self._caller is None:
             tenant, salt = _derive(self._first.encode())
-            policy = self._tenants.get(tenant) if self._policy is None else self._policy
+            policy = self._tenants[tenant] if self._policy is None else self._policy
             self._caller = Identity(tenant if self._policy is None else policy.id, salt, policy)
         return self._caller
 
@@ -69,11 +73,11 @@ class StaticKeys:
 
     def __init__(self, keys: Iterable[str], file: TenantsFile | None = None) -> None:
         file = file or TenantsFile()
-        self._anyone = Identity(policy=file.tenants.get(""))
+        self._anyone = Identity(policy=file.tenants[""])
         self._secret = token_bytes(32)
         self._entries: dict[bytes, _KeyEntry] = {}
         for name, own in file.keys.items():
-            entry = _KeyEntry(own[0], file.tenants.get(name), file.tenants)  # all keys of one tenant share it
+            entry = _KeyEntry(own[0], file.tenants[name], file.tenants)  # all keys of one tenant share it
             self._entries.update((self._digest(key), entry) for key in own)
         for key in keys:
             self._entries.setdefault(self._digest(key), _KeyEntry(key, None, file.tenants))

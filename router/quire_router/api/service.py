@@ -19,7 +19,7 @@ from quire_proto.text.tokenizer import ModelTokenizer
 from quire_proto.tracing import extract
 
 from quire_router.admission.limits import RateLimiter
-from quire_router.admission.rate_limit import rate_limit_headers
+from quire_router.admission.tenants import rate_limit_headers
 from quire_router.api.auth import ANONYMOUS, Identity, StaticKeys
 from quire_router.api.multi_prompt import MultiPromptRunner
 from quire_router.api.prepared_request import EnginePoolView, PreparedRequest, ResponseOptions, Runner
@@ -227,7 +227,7 @@ class ApiService:
 
     def models(self, caller: Identity = ANONYMOUS) -> list[ModelCard]:
         """Returns the configured models that the caller may use, in order."""
-        return [self._card(name) for name in self._models if caller.policy.may_use(name)]
+        return [self._card(name) for name in self._models if caller.may_use(name)]
 
     def model(self, name: str) -> ModelCard:
         """Returns one configured model. Raises ``QuireError`` NOT_FOUND."""

@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from quire_router.admission.rate_limit import WINDOW, GcraBucket
+from quire_router.admission.tenants import WINDOW, GcraBucket
 
 LIMITS = st.one_of(st.integers(1, 100), st.integers(1, 10**9))
 STEPS = st.lists(st.tuples(st.integers(0, 2 * WINDOW), st.integers(1, 10**6)), min_size=1, max_size=40)

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 from quire_proto.errors import ErrorCode, QuireError
 from quire_router.admission.limits import RateLimiter, ReserveRequest
-from quire_router.admission.rate_limit import MICROSECONDS, WINDOW, TenantUsage
 from quire_router.admission.redis_rate_limit import RedisRateLimiter
-from quire_router.admission.tenants import Tenant, Tenants
+from quire_router.admission.tenants import MICROSECONDS, WINDOW, Tenant, Tenants, TenantUsage
 
 from tests.support.redis_server import redis_server
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from quire_proto.cli import read_settings
 from quire_proto.errors import ErrorCode, QuireError
-from quire_router.admission.tenants import Tenant
+from quire_router.admission.tenants import Tenant, TenantUsage
 from quire_router.admission.tenants_file import TenantsFileError, read_tenants
 from quire_router.api.auth import Identity, StaticKeys
 from quire_router.config import Settings, log_startup_warnings
@@ -47,18 +47,19 @@ def entry(**fields):
 def test_a_file_names_tenants_their_keys_and_what_they_may_use(tmp_path):
     (tmp_path / "shop.key").write_text(f"{OTHER}\n")
     file = read_tenants(write(tmp_path, TOML))
-    research, shop = file.tenants.get("research"), file.tenants.get("shop")
+    research, shop = file.tenants["research"], file.tenants["shop"]
 
     assert file.keys == {"research": (KEY,), "shop": (OTHER,)}
     assert (research.weight, research.priority, research.allow_priority) == (2, -5, True)
     assert (research.requests_per_minute, research.tokens_per_minute) == (600, 100_000)
     assert (research.max_concurrent, research.max_queued) == (8, 16)
-    assert (research.may_use("big"), research.may_use("small")) == (True, False)
+    researcher = Identity(policy=research)
+    assert (researcher.may_use("big"), researcher.may_use("small")) == (True, False)
     assert (research.retention, shop.retention) == (None, 0)
-    assert shop.may_use("small")
-    assert not shop.is_limited
-    assert file.tenants.get("anyone").requests_per_minute == 60
-    assert file.tenants.get("anyone").id == "anyone"
+    assert Identity(policy=shop).may_use("small")
+    assert not TenantUsage(shop).is_limited
+    assert file.tenants["anyone"].requests_per_minute == 60
+    assert file.tenants["anyone"].id == "anyone"
     assert KEY not in repr(file)
 
 
@@ -78,7 +79,7 @@ def test_json_says_the_same_as_toml(tmp_path):
     one, other = read_tenants(write(tmp_path, TOML)), read_tenants(write(tmp_path, content, "tenants.json"))
 
     for name in ("research", "shop", "x"):
-        assert one.tenants.get(name) == other.tenants.get(name)
+        assert one.tenants[name] == other.tenants[name]
     assert one.keys == other.keys
 
 
