@@ -22,9 +22,16 @@ from quire_router.admission.limits import RateLimiter
 from quire_router.admission.tenants import rate_limit_headers
 from quire_router.api.auth import ANONYMOUS, Identity, StaticKeys
 from quire_router.api.multi_prompt import MultiPromptRunner
-from quire_router.api.prepared_request import EnginePoolView, PreparedRequest, ResponseOptions, Runner
+from quire_router.api.prepared_request import (
+    NO_OPTIONS,
+    EnginePoolView,
+    PreparedRequest,
+    RequestOptions,
+    ResponseOptions,
+    Runner,
+    apply_options,
+)
 from quire_router.api.request_limits import BodyBudget, ConcurrencyLimit
-from quire_router.api.request_options import NO_OPTIONS, RequestOptions, apply_options
 from quire_router.api.responses import Response, ResponseOpener
 from quire_router.api.schemas.base import as_header_value
 from quire_router.api.schemas.openai import GenerationBody

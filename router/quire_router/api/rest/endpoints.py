@@ -9,8 +9,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from quire_proto.errors import QuireError, invalid
 
 from quire_router.api.auth import ANONYMOUS, Identity
+from quire_router.api.prepared_request import options_from_headers
 from quire_router.api.request_limits import ReservedBody
-from quire_router.api.request_options import options_from_headers
 from quire_router.api.rest.generate import collect_completion, stream, x_headers
 from quire_router.api.rest.http import (
     JSON_HEADERS,

@@ -8,9 +8,8 @@ from functools import partial
 
 from quire_proto.errors import QuireError, internal, invalid
 
-from quire_router.api.prepared_request import PreparedRequest
+from quire_router.api.prepared_request import PreparedRequest, RequestOptions, options_from_headers
 from quire_router.api.request_limits import ReservedBody
-from quire_router.api.request_options import RequestOptions, options_from_headers
 from quire_router.api.responses import Response
 from quire_router.api.rest.http import (
     JSON_HEADERS,

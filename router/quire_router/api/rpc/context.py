@@ -16,7 +16,7 @@ from quire_proto.convert import error_to_proto
 from quire_proto.errors import QuireError
 
 from quire_router.api.auth import ANONYMOUS, Identity
-from quire_router.api.request_options import RequestOptions, options_from_metadata
+from quire_router.api.prepared_request import RequestOptions, options_from_metadata
 from quire_router.api.service import counting_rejections
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

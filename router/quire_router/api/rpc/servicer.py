@@ -15,8 +15,8 @@ from quire.v1.inference_pb2_grpc import InferenceServicer
 from quire_proto.errors import QuireError, internal
 
 from quire_router.api.output_parser import create_parsers
+from quire_router.api.prepared_request import NO_OPTIONS, RequestOptions
 from quire_router.api.request_limits import WriteTimeout
-from quire_router.api.request_options import NO_OPTIONS, RequestOptions
 from quire_router.api.responses import Response
 from quire_router.api.rpc import messages
 from quire_router.api.rpc.context import Context, RpcCall, abort

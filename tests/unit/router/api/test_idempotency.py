@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import ErrorCode, QuireError
-from quire_router.api import request_options as terms
+from quire_router.api import prepared_request
 from quire_router.api.auth import Identity
-from quire_router.api.request_options import RequestOptions
+from quire_router.api.prepared_request import RequestOptions
 from quire_router.core.generation import Delta, GenerationRequest, PromptGroup
 
 from tests.support.both_apis import as_proto
@@ -374,13 +374,13 @@ async def test_a_router_whose_memory_is_gone_says_so(fields):
 
 @given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=3) | st.just(list(range(10_000))), min_size=1, max_size=3))
 def test_prompts_count_for_a_key_as_they_always_did(prompts):
-    written = [terms._list_repr(array("i", prompt)) for prompt in prompts]
+    written = [prepared_request._list_repr(array("i", prompt)) for prompt in prompts]
     assert f"[{', '.join(written)}]" == repr(prompts)
 
 
 async def test_a_long_prompt_with_a_key_is_compared_on_a_thread(monkeypatch):
-    threads, digest = [], terms._digest
-    monkeypatch.setattr(terms, "_digest", lambda *given: threads.append(current_thread()) or digest(*given))
+    threads, digest = [], prepared_request._digest
+    monkeypatch.setattr(prepared_request, "_digest", lambda *given: threads.append(current_thread()) or digest(*given))
     async with open_stage(max_body_bytes=2**20) as stage:
         stage.fleet.told = Limits(2**20)
         answers = [await ask(stage.port, "POST", COMPLETIONS, completion([300] * 10_000), KEY) for _ in range(2)]
