@@ -100,8 +100,8 @@ class Loop:
         return self._random.sample(alive, self._random.randint(1, len(alive)))
 
     def _commit(self, model_output: ModelOutput, launched: SchedulerOutput | None = None) -> None:
-        """``launched`` is already under way: what it draws is pending."""
-        under_way = {chunk.sequence_id for chunk in launched.chunks if chunk.sample_requests} if launched else set()
+        """``launched`` is already in flight: what it draws is pending."""
+        in_flight = {chunk.sequence_id for chunk in launched.chunks if chunk.sample_requests} if launched else set()
         for one in self._sequences.values():
             id = one.sample_request.sequence_id
             one.prompt_logprobs += model_output.prompt_logprobs.get(id, [])
@@ -112,7 +112,7 @@ class Loop:
             if id in model_output.token_ids:
                 one.sample_request.token_ids.append(model_output.token_ids[id])
                 one.logprobs += [model_output.logprobs[id]] if id in model_output.logprobs else []
-            one.pending = id in under_way
+            one.pending = id in in_flight
 
 
 def some_sequences(prompts: list[list[int]]) -> list[Sequence]:

@@ -56,7 +56,7 @@ class OverlappingPagedExecutor(PagedExecutor):
         super().__init__(capacity)
         self.pace: Callable[[int], int] = lambda queued: 0
         self.fails: Callable[[str, SchedulerOutput], bool] = lambda where, scheduler_output: False
-        self.under_way: deque[PagedStep] = deque()
+        self.in_flight: deque[PagedStep] = deque()
         self.states: set[int] = set()
         self.ended: set[int] = set()
         self.events: list[tuple[str, int]] = []
@@ -66,7 +66,7 @@ class OverlappingPagedExecutor(PagedExecutor):
         self._stream: deque[Callable[[], None]] = deque()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
-        require(not self.under_way, "run while a step is under way")
+        require(not self.in_flight, "run while a step is in flight")
         require(
             all(PLACEHOLDER_TOKEN_ID not in chunk.token_ids for chunk in scheduler_output.chunks),
             "run with a pending token",
@@ -79,17 +79,17 @@ class OverlappingPagedExecutor(PagedExecutor):
             return super().execute_model(scheduler_output)
 
     def execute_model_async(self, scheduler_output: SchedulerOutput) -> "PagedStep":
-        require(len(self.under_way) < self.depth, "too many steps are under way")
-        require(all(step.is_drawn for step in self.under_way), "launched before the draws of the step before")
+        require(len(self.in_flight) < self.depth, "too many steps are in flight")
+        require(all(step.is_drawn for step in self.in_flight), "launched before the draws of the step before")
         require(not scheduler_output.is_empty, "there is nothing to launch")
         self.events.append(("launch", scheduler_output.step))
-        if not self.under_way:
+        if not self.in_flight:
             self._start_over()
         self._forget(scheduler_output)
-        step = PagedStep(self, as_given(scheduler_output), self.under_way[-1] if self.under_way else None)
+        step = PagedStep(self, as_given(scheduler_output), self.in_flight[-1] if self.in_flight else None)
         self.queue(step.copy)
         self.check("launch", scheduler_output)
-        self.under_way.append(step)
+        self.in_flight.append(step)
         self.queue(step.compute)
         return step
 
@@ -118,7 +118,7 @@ class OverlappingPagedExecutor(PagedExecutor):
         for sequence_id in scheduler_output.finished_seq_ids:
             drawing = (
                 d.sequence_id
-                for step in self.under_way
+                for step in self.in_flight
                 for c in step.scheduler_output.chunks
                 for d in c.sample_requests
             )
@@ -134,7 +134,7 @@ class OverlappingPagedExecutor(PagedExecutor):
 
 
 class PagedStep:
-    """A plan under way: what it was given when, and what came of it."""
+    """A step in flight: what it was given when, and what came of it."""
 
     def __init__(
         self, executor: OverlappingPagedExecutor, scheduler_output: SchedulerOutput, before: "PagedStep | None"
@@ -151,7 +151,7 @@ class PagedStep:
 
     def sample_tokens(self) -> None:
         require(not self.is_drawn, "drawn twice")
-        require(self._executor.under_way[0] is self, "drawn before the result of the step before was taken")
+        require(self._executor.in_flight[0] is self, "drawn before the result of the step before was taken")
         self.is_drawn = True
         self._executor.events.append(("draw", self.scheduler_output.step))
         sample_requests = [request for chunk in self.scheduler_output.chunks for request in chunk.sample_requests]
@@ -163,9 +163,9 @@ class PagedStep:
         self._executor.check("draw", self.scheduler_output)
 
     def get_output(self) -> ModelOutput:
-        require(self._executor.under_way[0] is self, "steps are taken out of order, or twice")
+        require(self._executor.in_flight[0] is self, "steps are taken out of order, or twice")
         self._executor.finish(self)
-        self._executor.under_way.popleft()
+        self._executor.in_flight.popleft()
         self._executor.events.append(("result", self.scheduler_output.step))
         if self.copy_fails:
             raise CopyError(f"step {self.scheduler_output.step} could not copy")
@@ -212,7 +212,7 @@ class PagedStep:
         if chunk.token_ids[-1] != PLACEHOLDER_TOKEN_ID:
             return chunk
         step, token_ids = self._executor.drawn
-        assert self._before is not None, "a token is pending, and nothing is under way"
+        assert self._before is not None, "a token is pending, and nothing is in flight"
         assert step is self._before, "a pending token is of another step than the one before"
         return replace(chunk, token_ids=[*chunk.token_ids[:-1], token_ids[chunk.sequence_id]])
 

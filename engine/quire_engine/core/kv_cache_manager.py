@@ -49,7 +49,7 @@ class BlockTable:
     tail_shared: bool = False
 
     def copy(self) -> "BlockTable":
-        """The same blocks for a sequence that is forked from this one; whoever copies adds the references."""
+        """The same blocks for a sequence that is forked from this one; the caller adds the references."""
         return BlockTable(
             self.extra_key, [*self.block_ids], [], [*self.block_hashes], self.num_cached_blocks, self.tail_shared
         )

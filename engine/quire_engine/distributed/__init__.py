@@ -1,1 +1,1 @@
-"""What ranks of one model do together: sums and gathers over their parts."""
+"""What ranks of one model do together: sums and gathers over their shards."""

@@ -38,11 +38,11 @@ class Communicator(Protocol):
         """The number of ranks."""
         ...
 
-    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' tensors; it may overwrite ``part``. Equal on all ranks, bit for bit."""
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' tensors; it may overwrite ``tensor``. Equal on all ranks, bit for bit."""
         ...
 
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """On rank 0, all ranks' tensors concatenated in the last dimension, by rank. Each other rank gets its own."""
         ...
 
@@ -53,13 +53,13 @@ class SingleRankCommunicator:
     rank = 0
     size = 1
 
-    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
-        """``part`` itself."""
-        return part
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` itself."""
+        return tensor
 
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """``part`` itself."""
-        return part
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` itself."""
+        return tensor
 
 
 SINGLE_RANK = SingleRankCommunicator()
@@ -101,29 +101,29 @@ class TensorParallelGroup:
             # gloo chooses its interface when the group is made, NCCL at the first collective.
             self.all_reduce(torch.zeros(1, device=self._device))
 
-    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """See ``Communicator.all_reduce``. Ordered sums are computed in float32."""
         self.num_collectives += 1
-        part = part.contiguous()
+        tensor = tensor.contiguous()
         if not self._ordered_sum:
-            self._process_group.allreduce([part]).wait()
-            return part
-        parts = part.new_empty((self.size, *part.shape))
-        self._process_group.allgather([list(parts.unbind())], [part]).wait()
-        total = parts[0].float()
-        for other in parts[1:]:
+            self._process_group.allreduce([tensor]).wait()
+            return tensor
+        tensors = tensor.new_empty((self.size, *tensor.shape))
+        self._process_group.allgather([list(tensors.unbind())], [tensor]).wait()
+        total = tensors[0].float()
+        for other in tensors[1:]:
             total += other
-        return total.to(part.dtype)
+        return total.to(tensor.dtype)
 
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """See ``Communicator.gather``."""
         self.num_collectives += 1
-        part = part.contiguous()
-        parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else []
+        tensor = tensor.contiguous()
+        tensors = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else []
         options = distributed.GatherOptions()
         options.rootRank = 0
-        self._process_group.gather([parts] if parts else [], [part], options).wait()
-        return torch.cat(parts, -1) if parts else part
+        self._process_group.gather([tensors] if tensors else [], [tensor], options).wait()
+        return torch.cat(tensors, -1) if tensors else tensor
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrites the other ranks' ``tensor``, of the same shape and dtype, with rank 0's."""

@@ -86,7 +86,7 @@ def receive(link: socket.socket) -> RpcMessage | None:
     if count > MAX_ARRAYS:
         raise MessageError(f"A message of {count} arrays has more than {MAX_ARRAYS}.")
     table = _read_exactly(link, count * _ARRAY_HEADER.size)
-    forms = [_array_form(*_ARRAY_HEADER.unpack_from(table, place * _ARRAY_HEADER.size)) for place in range(count)]
+    forms = [_array_form(*_ARRAY_HEADER.unpack_from(table, index * _ARRAY_HEADER.size)) for index in range(count)]
     sizes = [dtype.itemsize * length for dtype, length in forms]
     if sum(sizes) > MAX_BYTES:
         raise MessageError(f"A message of {sum(sizes)} bytes has more than {MAX_BYTES}.")

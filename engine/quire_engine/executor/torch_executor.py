@@ -101,7 +101,7 @@ class TorchExecutor:
 
     @classmethod
     def _load(cls, settings: RankSettings, leader: MultiprocLeader | None, *, owns_process: bool) -> "TorchExecutor":
-        """Loads the model, of several ranks' this one's shard, and makes an executor with KV pools of the size that the
+        """Loads the model, or rank 0's shard of it, and makes an executor with KV pools of the size that the
         memory has room for, on all ranks.
         """
         config = settings.engine

@@ -154,9 +154,9 @@ class SamplerOutput:
     _copies: HostCopies
 
     def fetch_into(self, model_output: ModelOutput) -> None:
-        """Waits until the tokens are drawn, and writes into ``result`` what came of each sample request: a token, with
-        its log-probabilities where they are asked for, candidates, or an error. One that has an error there already is
-        left out.
+        """Waits until the tokens are drawn, and writes into ``model_output`` what came of each sample request: a token,
+        with its log-probabilities where they are asked for, candidates, or an error. One that has an error there
+        already is left out.
         """
         copies = self._copies
         token_ids, finite = copies.sampled.wait()
@@ -194,7 +194,7 @@ class SamplerOutput:
                 model_output.logprobs[state.sequence_id] = logprobs
 
     def _fetch_candidates(self, copy: HostCopy, model_output: ModelOutput) -> None:
-        values, ids = (part.tolist() for part in copy.wait()[:2])
+        values, ids = (tensor.tolist() for tensor in copy.wait()[:2])
         for state, token_ids, logprobs in zip(self._groups.beams.states, ids, values, strict=True):
             if state.sequence_id not in model_output.errors:
                 count = min(state.sample_request.num_candidates, sum(logprob > -torch.inf for logprob in logprobs))
@@ -353,20 +353,20 @@ def compute_prompt_logprobs(
     logits_of: Callable[[torch.Tensor], torch.Tensor],
     model_output: ModelOutput,
 ) -> None:
-    """Writes ``result.prompt_logprobs`` of ``chunks``, all of which have targets. ``rows`` [N] int64 are the batch rows
-    of the tokens that the targets follow, chunk after chunk, and ``logits_of`` computes the logits [R, V] of some
-    of them. If logits of a chunk are not finite, its sequence and those to be drawn from it get an error. Waits for
-    the device after each part of the rows, so that only one part's logits are in memory.
+    """Writes ``model_output.prompt_logprobs`` of ``chunks``, all of which have targets. ``rows`` [N] int64 are the
+    batch rows of the tokens that the targets follow, chunk after chunk, and ``logits_of`` computes the logits [R, V] of
+    some of them. If logits of a chunk are not finite, its sequence and those to be drawn from it get an error. Waits
+    for the device after each span of the rows, so that only one span's logits are in memory.
     """
     targets = [target for chunk in chunks for target in chunk.prompt_logprob_targets]
     num_top = [chunk.num_prompt_logprobs for chunk in chunks for _ in chunk.prompt_logprob_targets]
     size, logprobs = max_rows_at_once(vocab_size), []
     for start in range(0, len(targets), size):
-        part = slice(start, start + size)
-        logprobs += _logprobs_if_finite(logits_of(rows[part]), targets[part], num_top[part])
+        span = slice(start, start + size)
+        logprobs += _logprobs_if_finite(logits_of(rows[span]), targets[span], num_top[span])
     remaining = iter(logprobs)
     for chunk in chunks:
-        _write_result(chunk, list(islice(remaining, len(chunk.prompt_logprob_targets))), model_output)
+        _write_prompt_logprobs(chunk, list(islice(remaining, len(chunk.prompt_logprob_targets))), model_output)
 
 
 def _logprobs_if_finite(
@@ -374,14 +374,16 @@ def _logprobs_if_finite(
 ) -> list[TokenLogprobs | None]:
     """The log-probabilities of each row; None where its logits are not finite."""
     finite = finite_rows(logits).tolist()
-    made = token_logprobs(logits, targets, num_top)
-    return [one if good else None for one, good in zip(made, finite, strict=True)]
+    logprobs = token_logprobs(logits, targets, num_top)
+    return [each if is_finite else None for each, is_finite in zip(logprobs, finite, strict=True)]
 
 
-def _write_result(chunk: ScheduledChunk, made: Sequence[TokenLogprobs | None], model_output: ModelOutput) -> None:
-    logprobs = [one for one in made if one is not None]
-    if len(logprobs) == len(made):
-        model_output.prompt_logprobs[chunk.sequence_id] = logprobs
+def _write_prompt_logprobs(
+    chunk: ScheduledChunk, logprobs: Sequence[TokenLogprobs | None], model_output: ModelOutput
+) -> None:
+    finite = [each for each in logprobs if each is not None]
+    if len(finite) == len(logprobs):
+        model_output.prompt_logprobs[chunk.sequence_id] = finite
         return
     ids = (chunk.sequence_id, *(request.sequence_id for request in chunk.sample_requests))
     model_output.errors.update((sequence_id, non_finite_error()) for sequence_id in ids)

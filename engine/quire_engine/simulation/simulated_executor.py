@@ -139,7 +139,7 @@ class SimulatedExecutor:
         return model_output
 
     def spend_time(self, scheduler_output: SchedulerOutput, model_output: ModelOutput) -> None:
-        """Sleeps for the time of the step, and writes its timings into ``result``."""
+        """Sleeps for the time of the step, and writes its timings into ``model_output``."""
         timings = self._latency.timings(scheduler_output, self._capacity.block_size, self._capacity.block_bytes)
         factor = 1 + self._latency.jitter * (2 * uniform(self._seed, scheduler_output.step) - 1)
         timings.swap *= factor
@@ -155,29 +155,29 @@ class SimulatedExecutor:
 
     def _sample(self, chunk: ScheduledChunk, request: SampleRequest, model_output: ModelOutput) -> None:
         greedy = request.params.greedy or request.num_candidates > 0
-        place = splitmix(self._seed, chunk.end, _last_token(chunk, request), 0 if greedy else request.seed + 1)
+        context_hash = splitmix(self._seed, chunk.end, _last_token(chunk, request), 0 if greedy else request.seed + 1)
         banned = _banned(request)
         if request.num_candidates:
-            ranking = self._ranking(place, request.num_candidates, banned)
+            ranking = self._ranking(context_hash, request.num_candidates, banned)
             token_ids, logprobs = zip(*ranking, strict=True)
             model_output.candidates[request.sequence_id] = BeamCandidates(list(token_ids), list(logprobs))
             return
         if not (banned or request.params.wants_logprobs):
-            model_output.token_ids[request.sequence_id] = place % self._vocab_size
+            model_output.token_ids[request.sequence_id] = context_hash % self._vocab_size
             return
-        ranking = self._ranking(place, max(1, request.params.logprobs or 0), banned)
+        ranking = self._ranking(context_hash, max(1, request.params.logprobs or 0), banned)
         model_output.token_ids[request.sequence_id] = ranking[0][0]
         if request.params.wants_logprobs:
             top = tuple(ranking[: request.params.logprobs or 0])
             model_output.logprobs[request.sequence_id] = TokenLogprobs(ranking[0][1], top)
 
-    def _ranking(self, place: int, count: int, banned: frozenset[int]) -> Ranking:
-        """The ``count`` most probable tokens at a place, or all of a smaller vocabulary, best first."""
+    def _ranking(self, context_hash: int, count: int, banned: frozenset[int]) -> Ranking:
+        """The ``count`` most probable tokens of a hashed context, or all of a smaller vocabulary, best first."""
         ranking: Ranking = []
         for offset in range(self._vocab_size):
-            token_id = (place + offset) % self._vocab_size
+            token_id = (context_hash + offset) % self._vocab_size
             if token_id not in banned:
-                ranking.append((token_id, _logprob(place, len(ranking))))
+                ranking.append((token_id, _logprob(context_hash, len(ranking))))
             if len(ranking) == count:
                 break
         return ranking
@@ -191,10 +191,10 @@ class SimulatedExecutor:
             for position, token_id, target in zip(positions, previous, chunk.prompt_logprob_targets, strict=True)
         ]
 
-    def _score_one(self, place: int, target: int, num_top: int) -> TokenLogprobs:
-        rank = (target - place) % self._vocab_size
-        top = tuple(self._ranking(place, num_top, frozenset())) if num_top else ()
-        return TokenLogprobs(_logprob(place, rank), top)
+    def _score_one(self, context_hash: int, target: int, num_top: int) -> TokenLogprobs:
+        rank = (target - context_hash) % self._vocab_size
+        top = tuple(self._ranking(context_hash, num_top, frozenset())) if num_top else ()
+        return TokenLogprobs(_logprob(context_hash, rank), top)
 
 
 class SimulatedStep:
@@ -227,9 +227,9 @@ def _banned(request: SampleRequest) -> frozenset[int]:
     return request.stop_token_ids if is_early else frozenset()
 
 
-def _logprob(place: int, rank: int) -> float:
+def _logprob(context_hash: int, rank: int) -> float:
     """The log-probability of the token at ``rank``: strictly decreasing, and the probabilities sum to less than 1."""
-    return -1.0 - uniform(place) - 2.0 * log1p(rank)
+    return -1.0 - uniform(context_hash) - 2.0 * log1p(rank)
 
 
 MASK = (1 << 64) - 1
@@ -239,18 +239,18 @@ GOLDEN = 0x9E3779B97F4A7C15
 MIX_A, MIX_B = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def splitmix(seed: int, *places: int) -> int:
-    """A pseudo-random number below 2^64 that depends on the arguments only, on every machine: the places are folded
+def splitmix(seed: int, *values: int) -> int:
+    """A pseudo-random number below 2^64 that depends on the arguments only, on every machine: the values are folded
     into one key, which then passes through the finaliser of SplitMix64 (Steele, Lea and Flood).
     """
     key = seed + GOLDEN
-    for place in places:
-        key = (key * MIX_A + place + GOLDEN) & MASK
+    for value in values:
+        key = (key * MIX_A + value + GOLDEN) & MASK
     key = ((key ^ (key >> 30)) * MIX_A) & MASK
     key = ((key ^ (key >> 27)) * MIX_B) & MASK
     return key ^ (key >> 31)
 
 
-def uniform(seed: int, *places: int) -> float:
+def uniform(seed: int, *values: int) -> float:
     """As ``splitmix``, uniform in [0, 1)."""
-    return (splitmix(seed, *places) >> 11) / (1 << 53)
+    return (splitmix(seed, *values) >> 11) / (1 << 53)

@@ -18,10 +18,10 @@ _NO_ROWS = torch.empty(0, dtype=torch.int64)
 class ModelInput:
     """The tokens of a step, packed in the order of its chunks: all that a forward pass needs, as plain numbers.
 
-    ``token_ids`` [T] int64. ``sampled_rows`` [S] int64 are the places in the batch of the tokens whose logits are drawn
-    from, the last of each chunk with sample requests; ``prompt_logprob_rows`` [N] int64 those of the tokens that
-    targets follow. ``pending_rows`` [P] int64 are the places of tokens that are not known yet, as they are drawn by the
-    step before.
+    ``token_ids`` [T] int64. ``sampled_rows`` [S] int64 are the indices in the batch of the tokens whose logits are
+    drawn from, the last of each chunk with sample requests; ``prompt_logprob_rows`` [N] int64 those of the tokens that
+    targets follow. ``pending_rows`` [P] int64 are the indices of tokens that are not known yet, as they are drawn by
+    the step before.
     """
 
     token_ids: torch.Tensor
@@ -77,13 +77,13 @@ def prepare_inputs(chunks: Sequence[ScheduledChunk], block_size: int) -> InputBa
     page_indptr, last_page_len = _indptr(page_counts), context_lens - (page_counts - 1) * block_size
     page_lists = [chunk.block_ids[:count] for chunk, count in zip(chunks, page_counts.tolist(), strict=True)]
     page_ids = np.fromiter(chain.from_iterable(page_lists), np.int32, int(page_indptr[-1]))
-    of_attention = query_indptr, page_indptr, page_ids, last_page_len, context_lens, positions
+    attention_arrays = query_indptr, page_indptr, page_ids, last_page_len, context_lens, positions
     sampled = [chunk for chunk in chunks if chunk.sample_requests]
     pending = [chunk for chunk in chunks if chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID]
     prompt_logprob_chunks = [chunk for chunk in chunks if chunk.prompt_logprob_targets]
     model_input = ModelInput(
         token_ids=torch.from_numpy(token_ids),
-        attention=AttentionBatch(*[torch.from_numpy(array.astype(np.int32, copy=False)) for array in of_attention]),
+        attention=AttentionBatch(*[torch.from_numpy(array.astype(np.int32, copy=False)) for array in attention_arrays]),
         sampled_rows=torch.from_numpy((query_indptr[1:] - 1)[[bool(chunk.sample_requests) for chunk in chunks]]),
         prompt_logprob_rows=_prompt_logprob_rows(chunks, query_indptr) if prompt_logprob_chunks else _NO_ROWS,
         pending_rows=torch.from_numpy(np.flatnonzero(token_ids == PLACEHOLDER_TOKEN_ID)) if pending else _NO_ROWS,
@@ -104,7 +104,7 @@ def _indptr(sizes: np.ndarray) -> np.ndarray:
 
 
 def _prompt_logprob_rows(chunks: Sequence[ScheduledChunk], query_indptr: np.ndarray) -> torch.Tensor:
-    """The places of the tokens that targets follow: of each chunk, as many as it has, from its first token on."""
+    """The indices of the tokens that targets follow: of each chunk, as many as it has, from its first token on."""
     counts = np.array([len(chunk.prompt_logprob_targets) for chunk in chunks], np.int64)
     bounds = _indptr(counts)
     return torch.from_numpy(np.arange(bounds[-1]) + np.repeat(query_indptr[:-1] - bounds[:-1], counts))

@@ -177,7 +177,7 @@ def test_an_abort_frees_all_blocks_at_once_and_discards_its_step() -> None:
     engine.step(5)
     engine.core._handle_command(AbortRequest("a"))
     assert engine.memory.device_pool.num_free == engine.memory.device_pool.num_blocks
-    assert engine.scheduler.has_work, "a step under way is to be taken"
+    assert engine.scheduler.has_work, "a step in flight is to be taken"
     engine.add("b", [2] * 20, max_tokens=6)
     outputs = engine.run()
     assert len(tokens(outputs["a"])) == 4
@@ -202,7 +202,7 @@ def test_slots_that_are_being_written_are_not_wasted() -> None:
     engine = Engine()
     engine.add("a", [1] * 18, max_tokens=3)
     engine.step()
-    assert engine.executor.under_way
+    assert engine.executor.in_flight
     assert engine.scheduler.get_fragmentation().empty_slots == 2
     engine.run()
 
@@ -300,7 +300,7 @@ def test_a_snapshot_agrees_with_the_published_events_while_a_step_is_in_flight()
     engine.step()
     seen: list[set[object]] = []
     engine.core._handle_command(GetSnapshot(lambda load, stored: seen.append(set(stored))))
-    assert not engine.executor.under_way
+    assert not engine.executor.in_flight
     assert seen == [{event for step in engine.steps for event in step.kv_events}]
     outputs = engine.run()
     assert tokens(outputs["a"]) == expected_output(list(range(9)), choice_seed(0, 0), 5)
@@ -310,10 +310,10 @@ def test_stopping_the_loop_takes_the_steps_in_flight() -> None:
     engine = Engine()
     engine.add("a", max_tokens=50)
     engine.step(3)
-    assert engine.executor.under_way
+    assert engine.executor.in_flight
     engine.core.send(Shutdown())
     engine.core.run()
-    assert not engine.executor.under_way
+    assert not engine.executor.in_flight
     assert len(tokens([output for step in engine.steps for output in step.outputs])) == len(engine.scheduler_outputs)
 
 

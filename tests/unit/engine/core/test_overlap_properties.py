@@ -80,7 +80,7 @@ class OverlapStateMachine(EngineStateMachine):
         pending = [chunk for chunk in scheduler_output.chunks if PLACEHOLDER_TOKEN_ID in chunk.token_ids]
         in_flight = {
             request.sequence_id
-            for step in self.executor.under_way
+            for step in self.executor.in_flight
             for c in step.scheduler_output.chunks
             for request in c.sample_requests
         }
@@ -113,7 +113,7 @@ class OverlapStateMachine(EngineStateMachine):
             self.core._handle_command(GetSnapshot(self.check_snapshot))
 
     def check_snapshot(self, load: EngineLoad, stored: list[BlockStored]) -> None:
-        assert not self.executor.under_way
+        assert not self.executor.in_flight
         assert set(stored) == self.cached, "a snapshot and the events before it disagree"
         assert load == self.scheduler.get_load()
 
@@ -125,7 +125,7 @@ class OverlapStateMachine(EngineStateMachine):
     def teardown(self):
         super().teardown()
         if hasattr(self, "memory"):
-            assert not self.executor.under_way
+            assert not self.executor.in_flight
 
 
 OverlapStateMachine.TestCase.settings = settings(
