@@ -61,7 +61,7 @@ def play(queue, events):
 
 
 @given(WEIGHTS, st.lists(st.one_of(ARRIVAL, ARRIVAL, st.none()), max_size=120), st.sampled_from([0, 300, 5000]))
-def test_two_tenants_that_wait_never_drift_apart_by_more_than_a_request_of_each_and_the_credit(weights, events, credit):
+def test_two_waiting_tenants_never_drift_apart_by_more_than_one_request_each_and_the_credit(weights, events, credit):
     gone = play(queue_of(weights, credit=credit), events)
     weight = dict(zip(NAMES, weights, strict=True))
     largest = defaultdict(int)
@@ -82,7 +82,7 @@ def test_two_tenants_that_wait_never_drift_apart_by_more_than_a_request_of_each_
 
 
 @given(WEIGHTS, EVENTS)
-def test_everything_that_came_goes_once_and_within_a_tenant_by_priority_and_arrival(weights, events):
+def test_every_request_is_admitted_once_and_within_a_tenant_by_priority_and_arrival(weights, events):
     queue = queue_of(weights)
     gone = [served for served, _ in play(queue, events)]
     assert len({each.request_id for each in gone}) == len(gone)
@@ -90,7 +90,7 @@ def test_everything_that_came_goes_once_and_within_a_tenant_by_priority_and_arri
 
 
 @given(st.lists(ARRIVAL, max_size=60))
-def test_what_waits_together_goes_by_priority_then_by_arrival(arrivals):
+def test_a_tenants_waiting_requests_are_ordered_by_priority_then_by_arrival(arrivals):
     gone = [served for served, _ in play(queue_of(), arrivals)]
     for name in NAMES:
         mine = [each for each in gone if each.tenant == name]
@@ -98,7 +98,7 @@ def test_what_waits_together_goes_by_priority_then_by_arrival(arrivals):
 
 
 @given(WEIGHTS, st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 1000))
-def test_nobody_starves_a_newcomer_is_next_however_much_waits_of_another_tenant(weights, flood, tokens):
+def test_a_newcomer_is_next_however_many_requests_of_another_tenant_wait(weights, flood, tokens):
     queue = queue_of(weights)
     for each in flood:
         queue.add(waiting("a", each))
@@ -121,7 +121,7 @@ def attempt(queue, one):
     st.integers(1, 12),
     st.integers(20, 100),
 )
-def test_bounds_hold_and_only_whoever_has_more_than_the_newcomer_gives_way(weights, arrivals, requests, size):
+def test_bounds_hold_and_only_tenants_with_more_than_the_newcomer_are_dropped_from(weights, arrivals, requests, size):
     queue = queue_of(weights, requests=requests, size=size)
     weight = dict(zip(NAMES, weights, strict=True))
     inside = []
@@ -155,7 +155,7 @@ def test_bounds_hold_and_only_whoever_has_more_than_the_newcomer_gives_way(weigh
         assert all(each.request_id in queue for each in inside)
 
 
-def test_a_flood_gives_way_to_a_newcomer_until_both_have_the_same():
+def test_a_floods_requests_are_dropped_for_a_newcomer_until_both_have_the_same():
     queue = queue_of(requests=10)
     flood = [waiting("a") for _ in range(10)]
     for each in flood:
@@ -170,7 +170,7 @@ def test_a_flood_gives_way_to_a_newcomer_until_both_have_the_same():
     assert len(queue) == 10
 
 
-def test_nobody_gives_way_for_a_newcomer_that_is_refused_all_the_same():
+def test_no_request_is_dropped_for_a_newcomer_that_is_refused_anyway():
     queue = queue_of(size=100)
     there = [waiting("a", size=10, priority=number % 2) for number in range(9)]
     for each in there:
@@ -203,7 +203,7 @@ def test_weights_are_shares():
 
 
 @pytest.mark.parametrize(("now", "first"), [(TURN_TTL, "b"), (TURN_TTL + 1, "a")])
-def test_what_a_tenant_was_given_last_is_no_debt_once_it_is_forgotten(now, first):
+def test_a_forgotten_tenants_last_admission_is_no_debt(now, first):
     queue = queue_of()
     queue.charge(waiting("a", 10_000), 0)
     assert not queue.is_ahead("b", now)
@@ -227,9 +227,7 @@ TURNS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(1, 1000), st.samp
 
 
 @given(EXACT_WEIGHTS, TURNS, st.sampled_from([0, 300, 5000]))
-def test_a_tenant_is_ahead_when_it_had_more_than_the_credit_more_than_another_that_was_there_lately(
-    weights, turns, credit
-):
+def test_a_tenant_is_ahead_when_it_had_more_than_the_credit_above_another_recent_tenant(weights, turns, credit):
     """Held against the tags by their definitions."""
     queue, time, tags, lately, now = queue_of(weights, credit=credit), 0.0, {}, {}, 0
     for tenant, tokens, later in turns:
@@ -245,7 +243,7 @@ def test_a_tenant_is_ahead_when_it_had_more_than_the_credit_more_than_another_th
         lately[tenant] = now
 
 
-def test_a_tenant_is_never_ahead_of_itself_and_a_flood_is_ahead_of_who_asked_once():
+def test_a_tenant_is_never_ahead_of_itself_and_a_flood_is_ahead_of_a_single_request():
     queue = queue_of(credit=250)
     for _ in range(10):
         assert not queue.is_ahead("a", 0)
@@ -271,7 +269,7 @@ def test_a_tenant_that_comes_back_may_have_its_credit_and_no_more_before_others(
     assert served == (["b", "a"] * 4 if credit == 0 else ["b"] * 4 + ["a", "b"] * 2)
 
 
-def test_who_was_just_served_is_behind_a_newcomer():
+def test_a_tenant_that_was_just_served_is_behind_a_newcomer():
     queue = queue_of()
     queue.add(waiting("a"))
     queue.pop(0)
@@ -280,7 +278,7 @@ def test_who_was_just_served_is_behind_a_newcomer():
     assert queue.pop(0).tenant == "b"
 
 
-def test_what_decides_does_no_input_or_output():
+def test_the_fair_queue_does_no_input_or_output():
     names = ", ".join(f"quire_router.admission.{name}" for name in ("fair_queue", "tenants"))
     code = f"import sys, {names}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -59,7 +59,7 @@ def test_what_remains_can_be_taken_at_once_and_not_one_more(limit, steps):
 
 
 @given(LIMITS, st.lists(st.tuples(st.integers(0, WINDOW), st.integers(1, 10**6), st.floats(0, 1)), max_size=30))
-def test_what_is_given_back_in_a_window_is_all_that_may_be_taken_beyond_it(limit, steps):
+def test_refunds_in_a_window_are_all_that_exceeds_the_limit(limit, steps):
     bucket, now, events = GcraBucket(limit), 0, []
     for pause, amount, part in steps:
         now += pause
@@ -77,7 +77,7 @@ def test_what_is_given_back_in_a_window_is_all_that_may_be_taken_beyond_it(limit
             assert total * WINDOW <= limit * (WINDOW + end - begin)
 
 
-def test_what_is_given_back_can_be_taken_again_and_never_makes_more_than_a_full_bucket():
+def test_refunds_can_be_taken_again_and_never_overfill_the_bucket():
     bucket = GcraBucket(60)
     bucket.consume(60, 0)
     assert bucket.wait(10, 0) == 10_000_000

@@ -92,7 +92,7 @@ async def test_a_request_that_finds_capacity_does_not_wait():
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-async def test_never_more_run_than_there_is_capacity_for_and_all_are_admitted_in_order(slots):
+async def test_no_more_run_than_capacity_allows_and_all_are_admitted_in_order(slots):
     capacity, order = FakeCapacity(slots), []
     open_queue(capacity)
     names = [f"r{number}" for number in range(50)]
@@ -144,7 +144,7 @@ async def test_an_admission_that_came_together_with_a_cancellation_goes_to_the_n
     other.cancel()
 
 
-async def test_one_that_was_cancelled_and_has_not_run_since_is_passed_over():
+async def test_a_cancelled_waiter_that_has_not_run_since_is_skipped():
     capacity = FakeCapacity(slots=1)
     open_queue(capacity)
     capacity.dispatch("first")
@@ -298,7 +298,7 @@ async def test_bytes_are_bounded_and_a_tenants_requests_too():
         task.cancel()
 
 
-async def test_a_queue_that_closes_lets_everybody_go_and_nobody_in():
+async def test_a_closing_queue_releases_all_waiters_and_admits_no_request():
     queue = open_queue(FakeCapacity(slots=0))
     tasks = [asyncio.create_task(refused(queue, waiting(name))) for name in "abc"]
     await settle()
@@ -325,7 +325,7 @@ async def test_an_abandoned_request_returns_without_an_admission():
     await run(capacity, waiting("two"))
 
 
-async def test_an_error_that_nobody_hears_is_no_complaint():
+async def test_an_unretrieved_error_is_not_logged():
     complaints = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     queue = open_queue(FakeCapacity(slots=0))

@@ -46,7 +46,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.sampled_from([None, 1, 2, 5]))
-def test_whoever_is_first_is_first_by_rank_unless_overtaken_too_often(
+def test_the_first_request_is_first_by_rank_unless_overtaken_too_often(
     steps: list[tuple[str, int, int]], bound: int | None
 ) -> None:
     queue, naive = WaitingQueue(bound), NaiveQueue(bound)
@@ -75,7 +75,7 @@ def test_whoever_is_first_is_first_by_rank_unless_overtaken_too_often(
             assert max(naive.overtaken.values()) <= bound
 
 
-def test_the_queue_keeps_nothing_of_those_that_left() -> None:
+def test_the_queue_keeps_nothing_of_requests_that_left() -> None:
     queue = WaitingQueue(2)
     stays = sequence(0, -1.0)
     queue.push(stays)
@@ -91,7 +91,7 @@ def test_the_queue_keeps_nothing_of_those_that_left() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=30, unique=True))
-def test_who_was_admitted_stands_in_the_order_of_precedence(keys: list[tuple[int, int]]) -> None:
+def test_admitted_requests_are_in_the_order_of_precedence(keys: list[tuple[int, int]]) -> None:
     queue = AdmittedQueue()
     members = []
     for number, (priority, age) in enumerate(keys):

@@ -137,7 +137,7 @@ async def test_refusals_are_counted_by_reason():
 # What goes on, and what is asked for twice
 
 
-async def test_a_request_that_goes_on_counts_and_is_never_refused_nor_charged():
+async def test_a_resumed_request_counts_and_is_neither_refused_nor_charged():
     limits = limits_of(Clock(), max_concurrent=1, requests_per_minute=5, tokens_per_minute=100)
     with limits.adopt("t", "a"), limits.adopt("t", "b"):
         assert (await refusal_of(limits)).reason == "max_concurrent"
@@ -152,7 +152,7 @@ ACTIONS = st.lists(st.tuples(st.sampled_from(["enter", "hold", "close"]), st.int
 
 @given(ACTIONS)
 @settings(deadline=None)
-def test_one_router_counts_each_request_once_until_nobody_has_it_any_more(actions):
+def test_one_router_counts_each_request_once_until_its_last_holder_releases_it(actions):
     asyncio.run(count_alone(actions))
 
 
@@ -348,7 +348,7 @@ async def send_all(limiter):
     await limiter._renew_all()
 
 
-async def test_a_request_that_goes_on_at_another_router_counts_once(redis):
+async def test_a_request_resumed_at_another_router_counts_once(redis):
     async with routers(redis, 3, lease=0.5, max_concurrent=1) as (dead, heir, third):
         with await dead.reserve("t", "a", 1):
             dead._shared._publisher.cancel()
@@ -387,7 +387,7 @@ async def _is_released(limiter):
     return not limiter._releases
 
 
-async def test_limits_are_shared_until_redis_could_not_be_asked():
+async def test_limits_are_shared_until_redis_is_unavailable():
     with redis_server() as server:
         async with routers(server, 1, lease=0.1, requests_per_minute=1000) as (one,):
             assert shared() == 1
@@ -407,7 +407,7 @@ def shared():
     return REGISTRY.get_sample_value("quire_limits_shared")
 
 
-async def test_while_redis_is_away_each_router_counts_from_where_the_tenant_stood():
+async def test_without_redis_each_router_counts_on_from_the_tenants_last_state():
     with redis_server() as server:
         async with routers(server, 2, requests_per_minute=4) as (one, other):
             await spend(one, "a", 1, 1)
@@ -423,7 +423,7 @@ async def test_while_redis_is_away_each_router_counts_from_where_the_tenant_stoo
             await until(lambda: comes_back(one))
 
 
-async def test_a_redis_that_failed_is_left_in_peace_for_a_while():
+async def test_a_redis_that_failed_is_retried_only_after_a_pause():
     asked = []
 
     async def fail(**_):
@@ -439,7 +439,7 @@ async def test_a_redis_that_failed_is_left_in_peace_for_a_while():
 
 
 @pytest.mark.parametrize("reply", [[1, 2], b"OK", None, [1, 1, b"0", 0, 0]])
-async def test_an_answer_that_is_none_is_as_good_as_no_redis(reply):
+async def test_a_malformed_reply_counts_as_an_unavailable_redis(reply):
     async def answer(**_):
         return reply
 
@@ -449,7 +449,7 @@ async def test_an_answer_that_is_none_is_as_good_as_no_redis(reply):
     await limiter.close()
 
 
-async def test_what_was_in_progress_when_redis_went_still_counts_here():
+async def test_requests_in_progress_when_redis_failed_still_count_here():
     with redis_server() as server:
         async with routers(server, 1, max_concurrent=1) as (one,):
             with await one.reserve("t", "a", 1):
@@ -479,7 +479,7 @@ async def test_a_redis_that_hangs_is_waited_for_only_a_moment():
             await until(admitted(one))
 
 
-async def test_nothing_is_left_in_redis_of_who_has_not_asked_for_a_minute(redis):
+async def test_the_keys_of_a_tenant_that_was_idle_for_a_minute_expire(redis):
     async with routers(redis, 1, lease=0.05, requests_per_minute=6000, tokens_per_minute=600_000, max_concurrent=5) as (
         one,
     ):
@@ -491,7 +491,7 @@ async def _is_empty(client):
     return await client.dbsize() == 0
 
 
-async def test_a_clock_of_redis_that_goes_back_makes_nobody_wait_longer_than_a_window(redis):
+async def test_a_redis_clock_that_goes_back_makes_no_tenant_wait_longer_than_a_window(redis):
     async with routers(redis, 1, lease=1.0, requests_per_minute=6, max_concurrent=2) as (one,):
         client = one._shared._client
         running_before = (await client.time())[0] * MICROSECONDS + 600 * MICROSECONDS
@@ -510,14 +510,14 @@ async def is_place_free(limits):
     return "dead" not in await places_in(limits._shared._client)
 
 
-async def test_a_limit_that_somebody_overwrote_counts_from_the_beginning(redis):
+async def test_an_overwritten_limit_counts_from_the_beginning(redis):
     async with routers(redis, 1, requests_per_minute=6) as (one,):
         await one._shared._client.set("quire:limits:{t:t}:requests", "text")
         await spend(one, "a", 1, 0)
         assert one.status("t").requests.remaining == 5
 
 
-async def test_a_loop_that_was_blocked_reads_its_reply_before_it_takes_redis_for_slow(redis):
+async def test_a_blocked_loop_reads_its_reply_before_it_counts_redis_as_slow(redis):
     async with routers(redis, 1, patience=0.5, requests_per_minute=1000) as (one,):
         await spend(one, "first", 1, 0)
         asking = [asyncio.create_task(spend(one, str(number), 1, 0)) for number in range(3)]

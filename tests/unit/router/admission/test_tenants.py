@@ -63,7 +63,7 @@ def test_a_file_names_tenants_their_keys_and_what_they_may_use(tmp_path):
     assert KEY not in repr(file)
 
 
-def test_json_says_the_same_as_toml(tmp_path):
+def test_json_and_toml_files_are_equivalent(tmp_path):
     (tmp_path / "shop.key").write_text(OTHER)
     content = {
         "default": {"requests_per_minute": 60},

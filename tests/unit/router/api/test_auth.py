@@ -84,14 +84,14 @@ async def test_the_headers_of_clients_that_send_their_key_bare_open_too(header):
 
 @pytest.mark.parametrize("host", ["x/?", "x/#", "x/health?", "x/metrics#", "/health", "a@b/live", "", "\xff"])
 @pytest.mark.parametrize("path", ["/v1/models", "/health/../v1/models", "//health/v1/models", "/v1/models?/health"])
-async def test_no_host_or_path_talks_its_way_in(host, path):
+async def test_no_host_or_path_bypasses_the_key(host, path):
     async with open_stage(keys=[KEY]) as stage:
         answer = await ask(stage.port, "GET", path, None, {"host": host})
 
     assert answer.status == (400 if host else 401)
 
 
-async def test_without_a_key_health_on_the_public_port_tells_its_status_alone():
+async def test_without_a_key_health_on_the_public_port_is_the_status_alone():
     async with open_stage(keys=[KEY]) as stage:
         brief = await ask(stage.port, "GET", "/health")
         wrong = await ask(stage.port, "GET", "/health", None, {"authorization": "Bearer wrong"})
@@ -159,7 +159,7 @@ async def test_each_key_has_its_own_tenant_and_cache_salt():
     assert KEY not in first.tenant
 
 
-def test_what_is_stored_of_a_key_is_slow_to_guess_from_and_the_same_in_every_router():
+def test_the_stored_form_of_a_key_is_slow_to_guess_from_and_the_same_in_every_router():
     derived = hashlib.scrypt(KEY.encode(), salt=b"quire caller", n=2**14, r=8, p=1, dklen=22)
 
     for _ in range(2):
@@ -215,7 +215,7 @@ async def unary(channel, method, metadata):
 
 
 @pytest.mark.parametrize("authorization", ["", KEY, f"Token {KEY}"])
-def test_who_sends_a_key_in_another_form_is_told_the_right_one(authorization):
+def test_a_key_in_another_form_is_refused_with_the_right_one(authorization):
     with pytest.raises(QuireError, match="Authorization: Bearer KEY"):
         StaticKeys([KEY]).authenticate(authorization)
 

@@ -34,7 +34,7 @@ async def holding(port: int, size: int, headers: str = "", sent: int | None = No
     return writer
 
 
-async def test_a_body_is_reserved_before_it_is_read_and_given_back_when_its_client_leaves():
+async def test_a_body_is_reserved_before_it_is_read_and_released_when_its_client_disconnects():
     budget = BodyBudget(LIMIT)
     async with open_stage(bodies=budget) as stage:
         writer = await holding(stage.port, LIMIT - 100)
@@ -50,7 +50,7 @@ async def test_a_body_is_reserved_before_it_is_read_and_given_back_when_its_clie
     assert again.status == 200
 
 
-async def test_heads_that_promise_bodies_keep_nobody_out():
+async def test_heads_without_their_bodies_reserve_nothing_from_other_tenants():
     budget = BodyBudget(8 * INITIAL_RESERVATION)
     async with open_stage(bodies=budget) as stage:
         writers = [await holding(stage.port, 4 * INITIAL_RESERVATION, sent=0) for _ in range(4)]
@@ -64,7 +64,7 @@ async def test_heads_that_promise_bodies_keep_nobody_out():
         await until(lambda: budget.used == 0)
 
 
-async def test_nothing_stays_reserved_for_who_reads_the_answer_to_a_request_that_came_before():
+async def test_a_pipelined_request_reserves_nothing_while_an_earlier_response_is_read():
     budget, release = BodyBudget(LIMIT), asyncio.Event()
     async with open_stage(["one", release, *ANSWER], bodies=budget) as stage:
         body, key = json.dumps(chat(stream=True)).encode(), {"idempotency-key": "k"}
@@ -93,7 +93,7 @@ async def test_a_body_without_a_stated_length_is_counted_as_it_comes():
     assert (answer.status, answer.error["code"]) == (429, "body_bytes")
 
 
-async def test_what_is_reserved_is_given_back_when_the_request_waits_in_the_queue():
+async def test_a_reservation_is_released_when_the_request_waits_in_the_queue():
     budget, release = BodyBudget(LIMIT), asyncio.Event()
     async with open_stage(["one", release, *ANSWER], bodies=budget) as stage:
         body = json.dumps(chat(stream=True)).encode()
@@ -107,7 +107,7 @@ async def test_what_is_reserved_is_given_back_when_the_request_waits_in_the_queu
         assert budget.used == 0
 
 
-async def test_the_queue_says_what_waits_in_it():
+async def test_the_queue_reports_the_bytes_that_wait_in_it():
     class Full:
         def has_capacity(self, _model: str) -> bool:
             return False

@@ -130,7 +130,7 @@ async def test_each_choice_of_a_stream_has_its_own_text_and_end(path, build):
 @pytest.mark.parametrize(("path", "build"), BOTH)
 @pytest.mark.parametrize("more", [{}, {"include_usage": True}, {"include_event_ids": True}])
 @pytest.mark.parametrize("shown", [{}, {"logprobs": True}])
-async def test_each_event_has_the_usage_of_its_choice_so_far_where_that_is_asked_for(path, build, more, shown):
+async def test_continuous_usage_puts_the_usage_so_far_into_each_event(path, build, more, shown):
     shown = {"logprobs": 1} if shown and path != CHAT else shown
     body = build(n=2, stream=True, stream_options={"continuous_usage_stats": True, **more}, **shown)
     async with open_stage() as stage:
@@ -178,7 +178,7 @@ async def test_choices_over_grpc_have_an_index_and_the_usage_comes_with_the_last
     assert ends == [(0, False), (1, False), (2, True)]
 
 
-async def test_an_answer_in_which_a_choice_has_no_end_is_never_passed_on_as_complete():
+async def test_a_response_with_an_unfinished_choice_is_never_passed_on_as_complete():
     script = [Delta("one", [1]), Delta("", [], FinishReason.STOP, Usage(3, 1))]
     async with open_stage(runner=Verbatim(script)) as stage:
         whole = await ask(stage.port, "POST", COMPLETIONS, completion([0], n=2))
@@ -190,7 +190,7 @@ async def test_an_answer_in_which_a_choice_has_no_end_is_never_passed_on_as_comp
 
 
 @pytest.mark.parametrize("fields", [{"n": 2, "best_of": 4}, {"best_of": 4}])
-async def test_only_the_best_are_shown_and_their_log_probabilities_only_if_asked_for(fields):
+async def test_only_the_best_are_shown_with_log_probabilities_only_if_requested(fields):
     async with open_stage() as stage, stage.channel() as channel:
         answer = await ask(stage.port, "POST", COMPLETIONS, completion(**fields))
         request = pb.GenerateRequest(model=MODEL, text="hi", sampling=types_pb2.SamplingParams(**fields))
@@ -216,7 +216,7 @@ async def test_beams_come_with_their_scores():
     assert not any(piece.HasField("score") for piece in pieces if not piece.finish_reason)
 
 
-async def test_an_answer_without_a_search_has_no_scores():
+async def test_a_response_without_beam_search_has_no_scores():
     async with open_stage() as stage:
         answer = await ask(stage.port, "POST", COMPLETIONS, completion())
 
@@ -265,7 +265,7 @@ async def test_a_list_of_prompts_can_be_streamed():
     assert usage["usage"]["completion_tokens"] == 16
 
 
-async def test_the_error_of_one_prompt_is_the_answers_and_ends_the_others():
+async def test_an_error_of_one_prompt_ends_the_request_and_the_other_prompts():
     never = asyncio.Event()
     runner = Verbatim([never], [QuireError(ErrorCode.OVERLOADED, "Full.", retry_after=1)], [never])
     async with open_stage(runner=runner) as stage:
@@ -315,7 +315,7 @@ async def test_each_prompt_takes_a_place_among_the_requests_in_progress():
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.lists(st.text("abc", min_size=1, max_size=4), min_size=2, max_size=2), min_size=1, max_size=5))
-def test_however_the_pieces_of_several_prompts_mingle_every_choice_is_whole(texts):
+def test_however_the_deltas_of_several_prompts_interleave_every_choice_is_complete(texts):
     runner, running = Verbatim(*(answer_of(*each) for each in texts)), ConcurrencyLimit(100)
 
     async def collect():
@@ -333,13 +333,13 @@ def test_however_the_pieces_of_several_prompts_mingle_every_choice_is_whole(text
     assert len(running) == 0
 
 
-async def test_all_prompts_are_written_down_before_anything_is_told():
+async def test_all_prompts_are_in_the_journal_before_the_first_event():
     runner = Verbatim(*[answer_of("x")] * 3)
     async with aclosing(await together(runner).run(generations(3))):
         assert (runner.opened, runner.given) == (["r", "r_1", "r_2"], 0)
 
 
-async def test_who_does_not_read_holds_up_what_makes_the_pieces():
+async def test_a_slow_reader_holds_back_the_generation_of_deltas():
     runner = Verbatim(*[[Delta("x", [1])] * 1000] * 2)
     run = await together(runner).run(generations(2))
     await anext(run)

@@ -30,7 +30,7 @@ class Connection:
         st.tuples(st.sampled_from(["open", "mark_idle", "mark_busy", "remove"]), st.sampled_from("abc"), st.integers(0))
     ),
 )
-def test_only_idle_connections_make_room_and_never_those_of_others_beyond_a_share(limit, share, steps):
+def test_only_idle_connections_are_evicted_and_none_of_peers_within_their_share(limit, share, steps):
     shares, most = ConnectionShares(limit, share), max(1, int(limit * share))
     is_idle: dict[Connection, bool] = {}  # the idlest first
     peers: dict[Connection, str] = {}
@@ -91,7 +91,7 @@ def test_a_peer_is_an_address_or_an_ipv6_network(one: str, other: str, same: boo
 @pytest.mark.parametrize(
     "sent", [b"", b"GET /live HTTP/1.1\r\nx-slow: ", LIVE], ids=["nothing", "half a head", "answered"]
 )
-async def test_idle_connections_of_one_peer_do_not_keep_others_out(sent: bytes) -> None:
+async def test_idle_connections_of_one_peer_do_not_block_others(sent: bytes) -> None:
     async with open_stage(limits=ConnectionLimits(connections=8)) as stage:
         held = [await asyncio.open_connection("127.0.0.1", stage.port, local_addr=("127.0.0.2", 0)) for _ in range(8)]
         for reader, writer in held:
@@ -108,7 +108,7 @@ async def test_idle_connections_of_one_peer_do_not_keep_others_out(sent: bytes) 
     assert ended == b""
 
 
-async def test_a_peer_that_has_its_share_takes_no_place_of_others() -> None:
+async def test_a_peer_at_its_share_evicts_no_other_peers_connection() -> None:
     limits = ConnectionLimits(connections=8, peer_share=0.5)
     async with open_stage(limits=limits) as stage:
         others = [

@@ -41,7 +41,7 @@ async def rest_of(router: RunningRouter, request_id: str) -> Answer:
     return await answer
 
 
-async def test_a_reader_says_over_both_apis_how_long_it_waits() -> None:
+async def test_both_apis_take_a_deadline_for_a_resumed_stream() -> None:
     async with open_stage() as stage, stage.channel() as channel:
         request_id = (await ask(stage.port, "POST", "/v1/completions", completion())).json["id"]
         began = time()
@@ -59,7 +59,7 @@ async def test_a_reader_says_over_both_apis_how_long_it_waits() -> None:
     assert (without, forever) == (None, None)
 
 
-async def test_over_rest_the_answer_ends_with_an_event_and_the_request_is_left() -> None:
+async def test_over_rest_a_deadline_ends_the_stream_with_an_event_and_the_request_is_released() -> None:
     async with running_router(shutdown_timeout=1) as router, asyncio.timeout(20):
         request_id = await left_stream(router)
         late = asyncio.create_task(ask(router.port, "GET", f"/v1/requests/{request_id}/events", headers=SOON))
@@ -74,7 +74,7 @@ async def test_over_rest_the_answer_ends_with_an_event_and_the_request_is_left()
     assert [event["choices"][0]["finish_reason"] for event in rest.events[:-1]][-1] == "stop"
 
 
-async def test_over_grpc_the_call_ends_and_the_request_is_left() -> None:
+async def test_over_grpc_a_deadline_ends_the_call_and_the_request_is_released() -> None:
     async with (
         running_router(shutdown_timeout=1) as router,
         grpc.aio.insecure_channel(f"127.0.0.1:{router.rpc_port}") as channel,
@@ -93,7 +93,7 @@ async def test_over_grpc_the_call_ends_and_the_request_is_left() -> None:
     assert rest.events[-1] == "[DONE]"
 
 
-async def test_a_reader_that_follows_is_dismissed_and_the_first_one_reads_on() -> None:
+async def test_a_followers_deadline_ends_it_alone_and_the_first_reader_continues() -> None:
     async with running_router(shutdown_timeout=1) as router, asyncio.timeout(20):
         first = await router.stream()
         late = await ask(router.port, "GET", f"/v1/requests/{router.request_id}/events", headers=SOON)

@@ -41,7 +41,7 @@ def over_grpc(stage_channel, fields, metadata=METADATA):
 
 @pytest.mark.parametrize(("path", "build"), BOTH)
 @pytest.mark.parametrize("fields", [{}, {"n": 2}, {"stream": True}])
-async def test_a_repeated_request_is_answered_with_the_first_ones_answer(path, build, fields):
+async def test_a_repeated_request_gets_the_first_ones_response(path, build, fields):
     async with open_stage() as stage:
         first, second = [await ask(stage.port, "POST", path, build(**fields), KEY) for _ in range(2)]
 
@@ -51,7 +51,7 @@ async def test_a_repeated_request_is_answered_with_the_first_ones_answer(path, b
     assert (REPLAY in first.headers, second.headers[REPLAY]) == (False, "true")
 
 
-async def test_a_repeated_request_may_ask_for_another_form():
+async def test_a_repeated_request_may_be_streamed_where_the_first_was_not():
     async with open_stage() as stage, stage.channel() as channel:
         whole = await ask(stage.port, "POST", CHAT, chat(), KEY)
         stream = await ask(stage.port, "POST", CHAT, chat(stream=True), KEY)
@@ -67,7 +67,7 @@ async def test_a_repeated_request_may_ask_for_another_form():
     assert len(stage.runner.generations) == 1
 
 
-async def test_two_at_once_run_once_and_the_second_may_leave():
+async def test_two_at_once_run_once_and_the_second_may_disconnect():
     release = asyncio.Event()
     async with open_stage(["one", release, *ANSWER]) as stage:
         first = asyncio.create_task(ask(stage.port, "POST", CHAT, chat(), KEY))
@@ -135,7 +135,7 @@ async def test_a_request_is_the_same_when_the_engines_take_more_or_less_than_bef
     assert answers[0].body == answers[1].body
 
 
-async def test_the_same_key_draws_the_same_at_every_router_unless_the_request_says_how():
+async def test_the_same_key_gives_the_same_seed_at_every_router_unless_the_request_has_one():
     seeds = []
     for headers in (KEY, KEY, {"idempotency-key": "another"}):
         async with open_stage() as stage:
@@ -212,7 +212,7 @@ async def test_two_keys_are_refused():
     assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_an_error_that_the_first_one_ended_with_is_told_again():
+async def test_the_error_of_the_first_request_is_returned_again():
     error = QuireError(ErrorCode.DEADLINE, "Too long.")
     async with open_stage([error]) as stage:
         answers = [await ask(stage.port, "POST", CHAT, chat(), KEY) for _ in range(2)]
@@ -235,7 +235,7 @@ class Forgetful(ScriptedRunner):
 
 
 @pytest.mark.parametrize("fields", [{}, {"background": True}])
-async def test_a_request_that_is_lost_between_is_503(fields):
+async def test_a_request_lost_between_two_reads_is_503(fields):
     async with open_stage(runner=Forgetful()) as stage:
         answer = await ask(stage.port, "POST", CHAT, chat(**fields), KEY)
 
@@ -256,7 +256,7 @@ def test_ids_of_keys_are_the_same_everywhere_and_differ_between_tenants_and_keys
 
 
 @pytest.mark.parametrize(("path", "build"), BOTH)
-async def test_a_background_request_is_begun_polled_and_read(path, build):
+async def test_a_background_request_is_started_polled_and_read(path, build):
     release = asyncio.Event()
     async with open_stage(["one", release, *ANSWER]) as stage:
         begun = await ask(stage.port, "POST", path, build(background=True))
@@ -285,7 +285,7 @@ async def test_a_background_request_over_grpc_names_itself_and_ends():
     assert stage.runner.generations[0].deadline is None, "the call's deadline is not the answer's"
 
 
-async def test_a_background_request_with_a_key_is_begun_once():
+async def test_a_background_request_with_a_key_is_started_once():
     async with open_stage() as stage:
         answers = [await ask(stage.port, "POST", CHAT, chat(background=True), KEY) for _ in range(2)]
 
@@ -330,7 +330,7 @@ async def test_a_session_is_opaque_and_the_same_over_both_apis():
     assert (none, "talk" in talk) == ("", False)
 
 
-async def test_an_answer_may_take_what_the_client_says_and_the_router_allows():
+async def test_the_deadline_is_the_clients_within_the_routers_limit():
     async with open_stage(request_timeout=100.0) as stage, stage.channel() as channel:
         for headers in ({"x-request-timeout": "2.5"}, {"x-request-timeout": "5000"}, {}):
             await ask(stage.port, "POST", CHAT, chat(), headers)
@@ -359,7 +359,7 @@ async def test_what_is_no_time_is_refused(seconds):
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"background": True}])
-async def test_a_router_whose_memory_is_gone_says_so(fields):
+async def test_an_unavailable_journal_is_reported_in_a_header(fields):
     durable = [True, False]
     async with open_stage(durable=lambda: durable[0]) as stage, stage.channel() as channel:
         before = await ask(stage.port, "POST", CHAT, chat(**fields))
@@ -373,12 +373,12 @@ async def test_a_router_whose_memory_is_gone_says_so(fields):
 
 
 @given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=3) | st.just(list(range(10_000))), min_size=1, max_size=3))
-def test_prompts_count_for_a_key_as_they_always_did(prompts):
+def test_prompts_are_fingerprinted_as_the_repr_of_their_lists(prompts):
     written = [prepared_request._list_repr(array("i", prompt)) for prompt in prompts]
     assert f"[{', '.join(written)}]" == repr(prompts)
 
 
-async def test_a_long_prompt_with_a_key_is_compared_on_a_thread(monkeypatch):
+async def test_a_long_prompt_with_a_key_is_hashed_on_a_thread(monkeypatch):
     threads, digest = [], prepared_request._digest
     monkeypatch.setattr(prepared_request, "_digest", lambda *given: threads.append(current_thread()) or digest(*given))
     async with open_stage(max_body_bytes=2**20) as stage:

@@ -84,7 +84,7 @@ def prompt_with(*messages, template=SEES_ALL):
 
 @settings(deadline=None, max_examples=200)
 @given(handed_back())
-def test_an_answer_is_taken_back_whatever_was_added_to_it_and_the_template_sees_nothing_of_that(case):
+def test_a_response_message_with_extra_fields_is_accepted_and_the_template_gets_none_of_them(case):
     message, returned = case
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "sun"} for call in message.get("tool_calls", [])]
 
@@ -147,7 +147,7 @@ async def test_the_openai_clients_own_objects_are_taken_back():
 # Parameters
 
 
-async def test_parameters_that_are_unknown_or_not_followed_are_named_in_order():
+async def test_unknown_and_ignored_parameters_are_named_in_order():
     fields = {
         "num_ctx": 4096,
         "nothing": None,
@@ -189,7 +189,7 @@ async def test_an_operator_can_have_unknown_parameters_refused(path, body, param
     assert answer.error["message"] == f"{param} is not a known parameter."
 
 
-async def test_what_is_known_is_taken_also_where_unknown_parameters_are_refused():
+async def test_known_parameters_are_accepted_where_unknown_ones_are_refused():
     fields = {"service_tier": "flex", "reasoning_effort": "high", "tools": [tool()]}
     message = {"role": "assistant", "content": "x", "parsed": None, "provider_specific_fields": {}}
     async with open_stage(refuse_unknown=True) as stage:

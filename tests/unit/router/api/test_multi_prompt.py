@@ -61,7 +61,7 @@ async def real_house() -> AsyncIterator[tuple[RunnerHarness, RateLimiter]]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_when_a_prompt_is_refused_the_others_end_as_if_they_had_never_been(stream: bool) -> None:
+async def test_when_a_prompt_is_refused_the_others_are_withdrawn_without_charge(stream: bool) -> None:
     async with real_house() as (place, limits):
         for _ in range(3):
             with pytest.raises(QuireError) as refused:
@@ -79,7 +79,7 @@ async def test_when_a_prompt_is_refused_the_others_end_as_if_they_had_never_been
         assert place.engine.commands.empty()
 
 
-async def test_who_has_a_key_comes_back_to_what_was_not_refused_and_is_not_charged_again() -> None:
+async def test_with_a_key_prompts_that_were_not_refused_are_kept_and_not_charged_again() -> None:
     async with real_house() as (place, limits):
         with pytest.raises(QuireError):
             await together(place).run_once(prompts("d"))
@@ -111,7 +111,7 @@ FULL, BROKEN = types_pb2.ERROR_CODE_OVERLOADED, types_pb2.ERROR_CODE_INTERNAL
         (BROKEN, False, "d", FinishReason.ABORT),
     ],
 )
-async def test_when_a_prompt_fails_the_others_are_kept_where_somebody_may_come_back_for_them(
+async def test_when_a_prompt_fails_the_others_are_kept_if_the_request_is_resumable(
     error: types_pb2.ErrorCode.ValueType, heard: bool, digest: str, others: FinishReason | None
 ) -> None:
     limits = RateLimiter(TENANTS, clock=lambda: 0)

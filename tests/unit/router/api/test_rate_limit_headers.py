@@ -80,7 +80,7 @@ async def test_log_probabilities_count_towards_the_tokens_of_a_minute():
 
 
 @pytest.mark.parametrize(("store", "retention"), [(None, 30.0), (True, 30.0), (False, 0)])
-async def test_what_a_tenant_asks_is_kept_for_as_long_as_its_own_retention_says(store, retention):
+async def test_a_tenants_requests_have_its_own_retention(store, retention):
     async with tenant_stage(retention=30.0) as stage:
         await post(stage, body=chat(store=store))
         await call(stage)
@@ -135,7 +135,7 @@ async def test_a_list_of_more_prompts_than_a_tenant_may_ever_ask_for_is_400_and_
     assert [other.status for other in others] == [200, 429]
 
 
-async def test_requests_that_are_refused_for_what_they_say_are_charged_in_both_apis_and_then_not_read_any_more():
+async def test_invalid_requests_are_charged_in_both_apis_until_they_are_refused_unread():
     async with tenant_stage(requests_per_minute=4) as stage:
         refused = [await post(stage, body=body) for body in (b"{", chat(nonsense=1, n=0), chat(temperature=-1))]
         code, _ = await call(stage, priority=3)
@@ -176,7 +176,7 @@ async def test_requests_that_are_refused_by_their_head_cost_nothing_in_either_ap
     assert [answer.status for answer in answers] == [200, 429]
 
 
-async def test_what_limits_refuse_is_counted_once_by_its_reason():
+async def test_a_refusal_by_a_limit_is_counted_once_by_its_reason():
     def counted():
         names = ((Metric.REJECTIONS, "overloaded"), (Metric.ADMISSION_REFUSALS, "requests_per_minute"))
         return [REGISTRY.get_sample_value(f"{name}_total", {"reason": reason}) or 0 for name, reason in names]
@@ -212,7 +212,7 @@ async def test_tokens_are_counted_for_a_request_each_in_both_apis():
     assert refusal.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_looks_at_earlier_requests_have_a_limit_of_their_own_and_cost_no_request():
+async def test_status_reads_have_a_limit_of_their_own_and_cost_no_request():
     async with tenant_stage(requests_per_minute=1) as stage:
         headers = {"authorization": f"Bearer {KEY}"}
         looks = [await ask(stage.port, "GET", "/v1/requests/" + "0" * 32, None, headers) for _ in range(11)]
@@ -224,7 +224,7 @@ async def test_looks_at_earlier_requests_have_a_limit_of_their_own_and_cost_no_r
     assert answer.status == 200
 
 
-async def test_answers_tell_how_a_tenant_with_limits_stands():
+async def test_rate_limit_headers_show_what_a_tenant_has_left():
     async with tenant_stage(requests_per_minute=10, tokens_per_minute=1000) as stage:
         whole = await post(stage)
         stream = await post(stage, body=chat(max_tokens=5, stream=True))
@@ -256,7 +256,7 @@ async def test_too_many_at_once_are_refused_until_one_has_ended():
     assert (code, metadata["quire-reason"]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "max_concurrent")
 
 
-async def test_more_tokens_than_a_minute_has_are_a_bad_request_and_not_a_matter_of_waiting():
+async def test_more_tokens_than_the_limit_per_minute_are_a_bad_request_without_retry_after():
     async with tenant_stage(tokens_per_minute=6) as stage:
         rest, (code, _) = await post(stage), await call(stage)
     assert (rest.status, rest.error["param"]) == (400, "max_tokens")
@@ -291,7 +291,7 @@ async def test_every_reason_looks_the_same_in_both_apis(reason):
     ("base", "allowed", "own", "priority"),
     [(0, False, 0, 0), (-5, False, 0, -5), (-5, True, 3, -2), (7, False, 3, None)],
 )
-async def test_a_tenants_priority_is_where_its_requests_own_begins(base, allowed, own, priority):
+async def test_a_requests_priority_is_added_to_its_tenants(base, allowed, own, priority):
     async with tenant_stage(priority=base, allow_priority=allowed) as stage:
         rest, (code, _) = await post(stage, body=chat(max_tokens=5, priority=own)), await call(stage, priority=own)
 

@@ -76,7 +76,7 @@ async def test_the_events_after_any_event_are_those_that_followed_it(path, build
 
 
 @pytest.mark.parametrize("fields", [{}, {"echo": True, "logprobs": 1, "n": 2}])
-async def test_several_prompts_go_on_as_one_answer(fields):
+async def test_a_request_of_several_prompts_resumes_as_one_stream(fields):
     body = completion(["one", "two", "three"], stream=True, stream_options={"include_usage": True, **IDS}, **fields)
     async with open_stage() as stage:
         whole = (await ask(stage.port, "POST", COMPLETIONS, body)).sse
@@ -96,7 +96,7 @@ def by_choice(events) -> dict[object, list[object]]:
 
 
 @pytest.mark.parametrize(("path", "build"), BOTH)
-async def test_a_stream_that_broke_in_the_middle_goes_on_where_it_stood(path, build):
+async def test_a_broken_stream_resumes_at_its_last_event(path, build):
     release = asyncio.Event()
     async with open_stage(["one", "two", release, "three", FinishReason.STOP]) as stage:
         async with reading(stage, path, build(stream=True, stream_options=IDS)) as reader:
@@ -145,7 +145,7 @@ async def test_resume_over_grpc_is_what_followed(method):
 
 
 @pytest.mark.parametrize("ids", [False, True], ids=["without ids", "with ids"])
-async def test_an_error_event_says_whether_to_come_back_and_where_there_are_ids_when(ids):
+async def test_an_error_event_says_whether_it_is_resumable_and_with_ids_when_to_retry(ids):
     for script, resumable in ((["one"], True), ([], False)):
         error = QuireError(ErrorCode.UNAVAILABLE, "This router is shutting down.")
         release = asyncio.Event()
@@ -162,7 +162,7 @@ async def test_an_error_event_says_whether_to_come_back_and_where_there_are_ids_
 
 
 @pytest.mark.parametrize("code", [ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED])
-async def test_what_has_a_key_can_be_come_back_to_before_its_first_piece(code):
+async def test_a_request_with_a_key_is_resumable_before_its_first_event(code):
     release = asyncio.Event()
     async with open_stage([release, QuireError(code, "Not now.")], heartbeat=0.01) as stage:
         asking = asyncio.create_task(ask(stage.port, "POST", CHAT, chat(stream=True), KEY))
@@ -174,7 +174,7 @@ async def test_what_has_a_key_can_be_come_back_to_before_its_first_piece(code):
     assert answer.events[-1]["error"]["resumable"] is True
 
 
-async def test_only_what_another_router_can_mend_is_resumable():
+async def test_only_errors_that_another_router_can_recover_from_are_resumable():
     async with open_stage(["one", QuireError(ErrorCode.DEADLINE, "Too long.")]) as stage:
         answer = await ask(stage.port, "POST", CHAT, chat(stream=True))
 
@@ -185,7 +185,7 @@ async def test_only_what_another_router_can_mend_is_resumable():
 
 
 @pytest.mark.parametrize("before", [[], ["one", "two"]], ids=["before the first piece", "after it"])
-async def test_a_silent_stream_says_that_it_lives_and_the_openai_client_reads_on(before):
+async def test_a_silent_stream_has_heartbeats_and_the_openai_client_reads_on(before):
     release = asyncio.Event()
     async with open_stage([*before, release, *ANSWER], heartbeat=0.01) as stage, client(stage) as api:
         stream = await api.chat.completions.create(
@@ -221,7 +221,7 @@ async def test_an_error_before_the_first_heartbeat_has_its_own_status():
 # How far a request is
 
 
-async def test_a_request_tells_how_far_it_is_and_at_last_its_answer():
+async def test_a_request_has_its_progress_and_at_last_its_response():
     release = asyncio.Event()
     async with open_stage(["one", release, *ANSWER]) as stage, stage.channel() as channel:
         asking = asyncio.create_task(ask(stage.port, "POST", CHAT, chat(n=2)))
@@ -246,7 +246,7 @@ async def test_a_request_tells_how_far_it_is_and_at_last_its_answer():
     assert over_grpc.usage.completion_tokens == answer.json["usage"]["completion_tokens"]
 
 
-async def test_a_request_that_failed_tells_its_error():
+async def test_a_failed_request_has_its_error():
     async with open_stage([QuireError(ErrorCode.DEADLINE, "Too long.")]) as stage, stage.channel() as channel:
         failed = await ask(stage.port, "POST", CHAT, chat())
         answer = await ask(stage.port, "GET", f"/v1/requests/{failed.headers['x-request-id']}")
@@ -279,7 +279,7 @@ async def test_a_request_can_be_cancelled(how):
     assert told.json["status"] == again.json["status"] == "cancelled"
 
 
-async def test_what_is_deleted_after_its_end_is_unknown():
+async def test_a_request_deleted_after_its_end_is_unknown():
     async with open_stage() as stage:
         request_id = (await ask(stage.port, "POST", CHAT, chat())).headers["x-request-id"]
         deleted = await ask(stage.port, "DELETE", f"/v1/requests/{request_id}")
@@ -290,7 +290,7 @@ async def test_what_is_deleted_after_its_end_is_unknown():
 
 
 @pytest.mark.parametrize(("store", "retention"), [(False, 0), (True, None), (None, None)])
-async def test_what_is_not_to_be_stored_is_not_kept_after_its_end(store, retention):
+async def test_a_request_with_store_false_is_not_kept_after_its_end(store, retention):
     fields = {} if store is None else {"store": store}
     async with open_stage() as stage:
         await ask(stage.port, "POST", COMPLETIONS, completion(prompt=["one", "two"], **fields))
@@ -298,7 +298,7 @@ async def test_what_is_not_to_be_stored_is_not_kept_after_its_end(store, retenti
     assert [each.retention for each in stage.runner.generations] == [retention] * 2
 
 
-async def test_a_background_request_is_stored_until_it_is_asked_for():
+async def test_a_background_request_with_store_false_is_refused():
     async with open_stage() as stage:
         answer = await ask(stage.port, "POST", COMPLETIONS, completion(background=True, store=False))
 
@@ -312,7 +312,7 @@ KEYS = ("key-of-one", "key-of-two")
 
 
 @pytest.mark.parametrize("path", ["", "/events", "/cancel"])
-async def test_somebody_elses_request_is_as_unknown_as_one_that_never_was(path):
+async def test_a_request_of_another_tenant_is_unknown(path):
     mine, other = ({"authorization": f"Bearer {key}"} for key in KEYS)
     async with open_stage(keys=KEYS) as stage:
         request_id = (await ask(stage.port, "POST", CHAT, chat(), mine)).headers["x-request-id"]
@@ -327,7 +327,7 @@ async def test_somebody_elses_request_is_as_unknown_as_one_that_never_was(path):
     assert first == second
 
 
-async def test_grpc_does_not_resume_somebody_elses_request():
+async def test_grpc_does_not_resume_a_request_of_another_tenant():
     mine, other = ((("authorization", f"Bearer {key}"),) for key in KEYS)
     async with open_stage(keys=KEYS) as stage, stage.channel() as channel:
         stub = InferenceStub(channel)
@@ -357,7 +357,7 @@ async def test_ids_that_name_nothing_are_404(request_id):
     "after",
     ["x", "-1", "1.2", "5", "4.", "999999999", "1" * 5000, "1e", "4E", "u4", "4eu.", "0x4", "1" + "0" * 9, "4 e", "²"],
 )
-async def test_what_is_no_place_in_the_answer_is_refused(after):
+async def test_an_invalid_cursor_is_refused(after):
     async with open_stage() as stage, stage.channel() as channel:
         request_id = (await ask(stage.port, "POST", CHAT, chat(stream=True))).headers["x-request-id"]
         header = await ask(stage.port, "GET", events_path(request_id), headers={"last-event-id": after})

@@ -336,7 +336,7 @@ def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("late_ends", [False, True], ids=["early ends", "late ends"])
 @pytest.mark.parametrize("api", READERS)
 @pytest.mark.parametrize("name", KINDS)
-async def test_from_every_mark_on_exactly_the_rest_is_told(name: str, api: str, late_ends: bool) -> None:
+async def test_resuming_at_every_cursor_gives_exactly_the_rest(name: str, api: str, late_ends: bool) -> None:
     kind, (read, said) = KINDS[name], READERS[api]
     whole = await Undisturbed.of(kind, read, late_ends=late_ends)
     expected = together(check(whole.events, said, "undisturbed"))
@@ -349,7 +349,7 @@ async def test_from_every_mark_on_exactly_the_rest_is_told(name: str, api: str, 
 
 
 @pytest.mark.parametrize("name", KINDS)
-async def test_over_the_other_api_no_message_says_nothing_either(name: str) -> None:
+async def test_resuming_over_the_other_api_gives_no_empty_message(name: str) -> None:
     kind = KINDS[name]
     for api, other in (("gRPC", "REST"), ("REST", "gRPC")):
         whole = await Undisturbed.of(kind, READERS[api][0], late_ends=False)
@@ -363,7 +363,7 @@ async def test_over_the_other_api_no_message_says_nothing_either(name: str) -> N
 
 @pytest.mark.parametrize("api", READERS)
 @pytest.mark.parametrize("name", KINDS)
-async def test_what_was_cancelled_while_its_reader_was_away_ends_once(name: str, api: str) -> None:
+async def test_a_request_cancelled_while_its_reader_was_away_ends_once(name: str, api: str) -> None:
     kind, (read, said) = KINDS[name], READERS[api]
     whole = await Undisturbed.of(kind, read, late_ends=False)
     for after, had in whole.places():

@@ -46,7 +46,7 @@ async def test_a_grpc_request_continues_the_callers_trace(spans):
     assert format(server.parent.span_id, "016x") == "b7ad6b7169203331"
 
 
-async def test_a_refusal_is_the_clients_and_a_failure_is_ours(spans):
+async def test_a_refusal_is_no_span_error_and_a_failure_is_one(spans):
     async with open_stage([internal()]) as stage:
         await ask(stage.port, "POST", CHAT, {})
         refused = spans()[f"POST {CHAT}"]

@@ -312,7 +312,7 @@ def test_other_values_are_refused_by_name_in_completions(name, value):
         ),
     ],
 )
-def test_what_would_change_the_answer_is_refused_with_what_to_use_instead(fields, message):
+def test_unsupported_fields_that_change_the_output_are_refused_with_an_alternative(fields, message):
     assert refusal_of(ChatRequest, chat(**fields)).message == message
 
 
@@ -345,7 +345,7 @@ def test_text_parts_belong_together():
     assert generation_of(chat(parts)).prompt_token_ids == generation_of(chat("hello")).prompt_token_ids
 
 
-def test_the_developer_speaks_as_the_system():
+def test_the_developer_role_becomes_the_system_role():
     as_developer, as_system = (
         generation_of(chat() | {"messages": [{"role": role, "content": "be brief"}, USER]})
         for role in ("developer", "system")
@@ -354,7 +354,7 @@ def test_the_developer_speaks_as_the_system():
     assert as_developer.prompt_token_ids == as_system.prompt_token_ids
 
 
-def test_an_answer_of_ours_can_be_sent_back_as_a_message():
+def test_a_response_message_can_be_sent_back_as_a_message():
     answer = {"role": "assistant", "content": "hi", "refusal": None, "annotations": [], "audio": None}
     answer |= {"function_call": None, "tool_calls": None}
 
@@ -391,12 +391,12 @@ def test_a_prompt_that_is_too_long_is_refused_for_its_length_before_its_tokens_a
     assert "vocabulary" in refusal_of(CompletionRequest, completion([VOCAB_SIZE])).message
 
 
-def test_a_completion_has_16_tokens_unless_it_says_otherwise():
+def test_max_tokens_of_a_completion_defaults_to_16():
     assert generation_of(completion()).params.max_tokens == 16
     assert generation_of(completion(max_tokens=5)).params.max_tokens == 5
 
 
-def test_a_chat_has_the_rest_of_the_models_length_unless_it_says_otherwise():
+def test_max_tokens_of_a_chat_defaults_to_the_rest_of_the_models_length():
     generation = generation_of(chat())
 
     assert generation.params.max_tokens == MAX_MODEL_LEN - len(generation.prompt_token_ids)
@@ -453,7 +453,7 @@ def test_every_value_in_range_arrives_as_it_was_sent(fields):
 @pytest.mark.parametrize(
     "flags", [{}, {"include_stop_str_in_output": True}, {"skip_special_tokens": False}, {"echo": True}]
 )
-def test_what_is_the_routers_to_do_arrives_beside_the_parameters(flags):
+def test_parameters_for_the_router_arrive_beside_the_sampling_parameters(flags):
     generation = generation_of(completion(**flags))
 
     assert generation.include_stop == flags.get("include_stop_str_in_output", False)
@@ -485,7 +485,7 @@ def test_a_chat_shows_log_probabilities_where_they_are_switched_on():
         ({"echo": False, "prompt_logprobs": 5}, 5),
     ],
 )
-def test_the_log_probabilities_of_an_echoed_prompt_are_asked_for_with_the_outputs(fields, prompt_logprobs):
+def test_an_echoed_prompt_with_logprobs_requests_its_prompt_logprobs(fields, prompt_logprobs):
     assert generation_of(completion(**fields)).params.prompt_logprobs == prompt_logprobs
 
 
@@ -504,7 +504,7 @@ def test_the_log_probabilities_of_an_echoed_prompt_are_asked_for_with_the_output
         ({"use_beam_search": True, "n": 2, "temperature": 0}, 2, 2),
     ],
 )
-def test_the_width_of_a_search_is_said_in_our_word_or_in_vllms(fields, width, n):
+def test_beam_width_has_quires_name_or_vllms(fields, width, n):
     for request in (completion(**fields), chat(**fields)):
         params = generation_of(request).params
         assert (params.beam_width, params.n, params.best_of) == (width, n, 0)
@@ -550,7 +550,7 @@ def test_parameters_that_exclude_each_other_are_named_together(fields, param, ot
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
     ],
 )
-def test_what_comes_only_when_all_is_done_is_not_streamed_as_events(fields, param):
+def test_choices_that_are_known_only_at_the_end_cannot_be_streamed(fields, param):
     for build in (completion, chat):
         check_stream(parsed(build(**fields)))
         with pytest.raises(QuireError, match=f"{param} and stream exclude each other") as refusal:
@@ -646,7 +646,7 @@ def size_refusal(prompts: int, prompt_tokens: int, echo: bool = False, **params:
         optional={"logprobs": st.integers(0, 20), "prompt_logprobs": st.integers(0, 20)},
     ),
 )
-def test_what_an_answer_could_hold_is_bounded(prompts, prompt_tokens, echo, params):
+def test_the_possible_size_of_a_response_is_bounded(prompts, prompt_tokens, echo, params):
     params |= {"max_tokens": max(1, min(params["max_tokens"], 2**23 // (prompts * params["n"])))}
     positions = prompts * params["n"] * (params["max_tokens"] + (prompt_tokens if echo else 0))
     shown = positions * (1 + params["logprobs"]) if "logprobs" in params else 0

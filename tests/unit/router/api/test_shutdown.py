@@ -77,7 +77,7 @@ async def running_router(shutdown_timeout: float, **description: int):
     assert router.running.exception() is None
 
 
-async def test_what_runs_is_finished_and_what_comes_is_refused():
+async def test_running_requests_finish_and_new_ones_are_refused():
     async with running_router(shutdown_timeout=20) as router:
         answer = await router.stream()
         router.router.stop()
@@ -96,7 +96,7 @@ async def test_what_runs_is_finished_and_what_comes_is_refused():
         await ask(router.port, "GET", "/live")
 
 
-async def test_what_waits_for_an_engine_gets_its_turn_within_the_time_for_shutting_down():
+async def test_waiting_requests_are_admitted_within_the_shutdown_timeout():
     async with running_router(shutdown_timeout=20, max_num_seqs=1) as router:
         answer, first = await router.stream(), router.request_id
         waiting = asyncio.create_task(ask(router.port, "POST", "/v1/completions", {**STREAM, "stream": False}))
@@ -110,7 +110,7 @@ async def test_what_waits_for_an_engine_gets_its_turn_within_the_time_for_shutti
         assert (await waiting).status == 200
 
 
-async def test_what_waits_for_an_engine_for_too_long_is_told_that_the_router_stops():
+async def test_requests_that_wait_beyond_the_shutdown_timeout_get_an_error():
     async with running_router(shutdown_timeout=0.2, max_num_seqs=1) as router:
         answer = await router.stream()
         waiting = asyncio.create_task(ask(router.port, "POST", "/v1/completions", {**STREAM, "stream": False}))
@@ -123,7 +123,7 @@ async def test_what_waits_for_an_engine_for_too_long_is_told_that_the_router_sto
     assert "retry-after" in refused.headers
 
 
-async def test_what_does_not_finish_in_time_is_told_so_over_rest():
+async def test_a_request_that_does_not_finish_in_time_gets_an_error_over_rest():
     async with running_router(shutdown_timeout=0.05) as router:
         answer = await router.stream()
         router.router.stop()
@@ -133,7 +133,7 @@ async def test_what_does_not_finish_in_time_is_told_so_over_rest():
     assert events[-1]["error"]["resumable"] is True
 
 
-async def test_what_does_not_finish_in_time_is_told_so_over_grpc():
+async def test_a_request_that_does_not_finish_in_time_gets_an_error_over_grpc():
     async with (
         running_router(shutdown_timeout=0.05) as router,
         grpc.aio.insecure_channel(f"127.0.0.1:{router.rpc_port}") as channel,

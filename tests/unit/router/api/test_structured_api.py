@@ -64,7 +64,7 @@ def asked(fields) -> Structured | None:
 
 
 @pytest.mark.parametrize(("fields", "meaning"), SAYINGS, ids=lambda value: str(value)[:60])
-def test_every_way_to_say_it_means_the_same(fields, meaning):
+def test_every_spelling_of_a_constraint_means_the_same(fields, meaning):
     assert asked(fields) == meaning
 
 
@@ -74,7 +74,7 @@ PAIRS = [(first, other) for first, meaning in SAYINGS if meaning for other in OT
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=lambda value: str(value)[:60])
-def test_two_at_once_are_named_together(first, second):
+def test_two_constraints_at_once_are_named_together(first, second):
     with pytest.raises(QuireError, match="exclude each other") as refusal:
         asked(first | second)
     assert all(name in refusal.value.message for name in (*first, *second) if first.get(name) not in NO_FORM)
@@ -90,7 +90,7 @@ AGAIN = [
 
 
 @pytest.mark.parametrize(("first", "second", "meaning"), AGAIN, ids=lambda value: str(value)[:60])
-def test_one_form_may_be_said_in_the_words_of_several_servers(first, second, meaning):
+def test_one_constraint_may_be_given_in_several_servers_spellings(first, second, meaning):
     assert asked(first | second) == meaning
 
 
@@ -191,7 +191,7 @@ async def test_the_clients_stream_helper_reads_the_same():
     assert completed.choices[0].message.parsed == SUM
 
 
-async def test_the_client_sees_the_refusal_of_a_schema_as_its_own_error():
+async def test_a_refused_schema_is_the_clients_bad_request_error():
     refusal = QuireError(ErrorCode.INVALID, "The schema has a form that is not supported.", param="response_format")
     async with open_stage([refusal]) as stage, client(stage) as api:
         with pytest.raises(openai.BadRequestError, match="form that is not supported") as error:

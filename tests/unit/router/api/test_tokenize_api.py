@@ -59,7 +59,7 @@ async def test_what_was_tokenised_can_be_detokenised(text):
     assert answer.json == {"prompt": f"<|begin|>{text}"}
 
 
-async def test_both_apis_say_the_same():
+async def test_both_apis_give_the_same_tokens():
     async with open_stage(template=HERMES_TEMPLATE) as stage, stage.channel() as channel:
         stub = InferenceStub(channel)
         over_rest = await tokenize(stage, messages=chat()["messages"], tools=[tool()], return_token_strs=True)

@@ -10,7 +10,7 @@ from quire_router.api.tokenizer_pool import THREADS, THREADS_PER_TENANT, Tokeniz
 from tests.support.waiting import until
 
 
-async def test_a_tenant_leaves_a_thread_to_others_however_much_it_asks_for():
+async def test_one_tenant_never_takes_all_threads():
     aside, release, begun = TokenizerPool(), Event(), []
 
     def block(number: int) -> int:
@@ -28,7 +28,7 @@ async def test_a_tenant_leaves_a_thread_to_others_however_much_it_asks_for():
     aside.close()
 
 
-async def test_what_work_raises_is_raised_and_its_place_is_free_again():
+async def test_an_exception_is_raised_and_frees_its_thread():
     aside = TokenizerPool()
 
     def fail() -> None:
@@ -40,7 +40,7 @@ async def test_what_work_raises_is_raised_and_its_place_is_free_again():
     aside.close()
 
 
-async def test_what_waits_for_a_thread_is_bounded_and_a_tenant_has_half_of_it():
+async def test_waiting_work_is_bounded_and_one_tenant_may_use_half():
     aside, release, begun = TokenizerPool(max_queued=100), Event(), []
 
     def block() -> None:

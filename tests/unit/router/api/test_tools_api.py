@@ -77,7 +77,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("case", SAID)
-async def test_what_a_model_says_is_told_alike_in_one_piece_in_a_stream_and_over_grpc(case):
+async def test_parsed_output_is_the_same_whole_streamed_and_over_grpc(case):
     template, text, expected, reason = SAID[case]
     async with stage_with(text, template) as stage:
         whole = await client(stage).create(**ASKED)
@@ -123,7 +123,7 @@ async def test_each_choice_has_its_calls_and_ids():
     assert len(set(ids)) == 12
 
 
-async def test_a_stream_that_is_taken_up_again_tells_the_rest_and_the_same_ids():
+async def test_a_resumed_stream_has_the_rest_and_the_same_call_ids():
     async with stage_with(f"<think>well</think>hello {CALL}", THINKING_TEMPLATE) as stage:
         stage.fleet.told = Limits(4096)
         body = {**ASKED, "stream": True, "stream_options": {"include_event_ids": True}}
@@ -147,14 +147,14 @@ def events_of(body):
     return [event for event in events if event.startswith("id: ")]
 
 
-async def test_an_answer_that_is_cut_off_ends_for_its_length():
+async def test_a_call_cut_off_by_max_tokens_finishes_with_length():
     async with open_stage([*script_of(CALL)[:-1], FinishReason.LENGTH], template=HERMES_TEMPLATE) as stage:
         answer = await client(stage).create(**ASKED)
     assert answer.choices[0].finish_reason == "length"
     assert answer.choices[0].message.tool_calls[0].function.name == "get"
 
 
-async def test_thoughts_can_be_hidden_or_left_inside():
+async def test_reasoning_can_be_hidden_or_left_in_the_content():
     async with stage_with("<think>well</think>hello", THINKING_TEMPLATE) as stage:
         fields = {"model": MODEL, "messages": ASKED["messages"]}
         hidden = await client(stage).create(**fields, extra_body={"include_reasoning": False})
@@ -188,7 +188,7 @@ def generation_of(template=HERMES_TEMPLATE, tokenizer=None, **fields):
     return generation, text.decode(list(generation.prompt_token_ids))
 
 
-def test_the_template_sees_tools_calls_as_objects_and_their_answers():
+def test_the_template_gets_tools_calls_as_objects_and_tool_messages():
     call = {"id": "call_1", "type": "function", "function": {"name": "get", "arguments": '{"city": "Rome"}'}}
     messages = [
         {"role": "user", "content": "hello"},
@@ -201,7 +201,7 @@ def test_the_template_sees_tools_calls_as_objects_and_their_answers():
     assert prompt.endswith("<|start|>tool\nsun<|end|>\n<|start|>assistant\n")
 
 
-def test_a_model_that_may_call_nothing_is_told_of_no_tools():
+def test_with_tool_choice_none_the_template_gets_no_tools():
     generation, prompt = generation_of(tool_choice="none")
     assert "Tools:" not in prompt
     assert generation.params.structured is None
@@ -218,7 +218,7 @@ def test_a_model_that_may_call_nothing_is_told_of_no_tools():
         ({"tools": [tool(strict=True)]}, ["get"]),
     ],
 )
-def test_what_must_hold_is_seen_to_by_a_grammar(fields, forced):
+def test_required_and_strict_tools_become_a_grammar(fields, forced):
     structured = generation_of(**fields)[0].params.structured
     if forced is None:
         assert structured is None
@@ -227,7 +227,7 @@ def test_what_must_hold_is_seen_to_by_a_grammar(fields, forced):
         assert [name for name in ("get", "now") if f'"{name}' in structured.text.replace("\\", "")] == forced
 
 
-def test_marks_that_are_special_tokens_are_text_of_chats():
+def test_tool_markers_that_are_special_tokens_are_kept_as_text_in_chats():
     tokenizer = with_marks(special=True)
     text = text_with(HERMES_TEMPLATE, tokenizer)
     ids = text.encode_plain(f"{CALL}<|end|>")
@@ -248,7 +248,7 @@ def test_marks_that_are_special_tokens_are_text_of_chats():
         ({"reasoning_effort": "none"}, "<think>\n\n</think>\n\n"),
     ],
 )
-def test_thinking_can_be_switched_where_the_template_knows_how(fields, prompt_end):
+def test_reasoning_can_be_switched_where_the_template_supports_it(fields, prompt_end):
     assert generation_of(THINKING_TEMPLATE, **fields)[1].endswith(prompt_end)
 
 
@@ -275,14 +275,14 @@ EFFORT_TEMPLATE = HERMES_TEMPLATE + "effort={{ reasoning_effort }}"
         (HERMES_TEMPLATE, {"think": True, "enable_thinking": False}, "think, enable_thinking"),
     ],
 )
-async def test_a_wish_to_think_that_the_template_does_not_know_is_named(template, fields, ignored):
+async def test_a_reasoning_parameter_that_the_template_ignores_is_named(template, fields, ignored):
     async with stage_with("hello", template) as stage:
         stage.fleet.told = Limits(4096)
         answer = await ask(stage.port, "POST", CHAT, {**ASKED, **fields})
     assert (answer.status, answer.headers.get(IGNORED, "")) == (200, ignored)
 
 
-def test_a_template_gets_the_effort_that_it_asks_for():
+def test_a_template_gets_the_reasoning_effort_that_it_reads():
     assert generation_of(EFFORT_TEMPLATE, reasoning_effort="xhigh")[1].endswith("effort=xhigh")
     assert generation_of(EFFORT_TEMPLATE, reasoning_effort="none")[1].endswith("effort=none")
 
@@ -347,13 +347,13 @@ def called(call_id="1", arguments="{}", name="get"):
         ({"reasoning_effort": 5}, "reasoning_effort"),
     ],
 )
-def test_what_makes_no_sense_is_refused_at_its_place(fields, param):
+def test_contradictory_tool_settings_are_refused_with_their_field(fields, param):
     assert refused(**fields).param == param
 
 
 @pytest.mark.parametrize(("template", "words"), [(CHAT_TEMPLATE, "knows no tools"), (OTHER_TEMPLATE, "not supported")])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
-def test_a_template_that_knows_no_tools_says_so_where_one_must_be_called(template, words, choice):
+def test_a_required_call_is_refused_where_the_template_has_no_tools(template, words, choice):
     error = refused(template, tool_choice=choice)
     assert error.param == "tools"
     assert words in error.message
@@ -361,7 +361,7 @@ def test_a_template_that_knows_no_tools_says_so_where_one_must_be_called(templat
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, OTHER_TEMPLATE])
 @pytest.mark.parametrize("fields", [{}, {"tool_choice": "auto"}, {"parallel_tool_calls": False}])
-async def test_tools_that_a_template_does_not_know_are_left_out_and_named(template, fields):
+async def test_tools_are_ignored_and_named_where_the_template_has_none(template, fields):
     async with stage_with(CALL, template) as stage:
         stage.fleet.told = Limits(4096)
         whole = await ask(stage.port, "POST", CHAT, {**ASKED, **fields})
@@ -377,7 +377,7 @@ async def test_tools_that_a_template_does_not_know_are_left_out_and_named(templa
     assert (tokens.json["tokens"], tokens.headers[IGNORED]) == (list(without.prompt_token_ids), "tools")
 
 
-def test_what_changes_nothing_is_taken():
+def test_parameters_without_effect_are_accepted():
     fields = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": False}, "tool_choice": "none"}
     assert generation_of(CHAT_TEMPLATE, **fields)[0].params.structured is None
 
@@ -424,7 +424,7 @@ async def test_both_apis_refuse_tools_alike():
         ),
     ],
 )
-async def test_a_schema_that_the_engine_refuses_is_told_with_its_tool_and_place(choice, reason, words, param):
+async def test_a_schema_that_the_engine_refuses_is_named_with_its_tool_and_field(choice, reason, words, param):
     """The engine says the line of the grammar; the grammar is what the request was given."""
     tools = [tool("now"), tool("get", parameters={"anyOf": [{"not": {}}]}, strict=True)]
     reply = json_of({"properties": {"a": {"type": "array", "uniqueItems": True}}})
@@ -451,7 +451,7 @@ def test_tools_and_response_format_go_together(choice, has_reply, has_call):
     assert (structured.kind is StructuredKind.GRAMMAR) is has_call
 
 
-async def test_a_grammar_that_the_engine_refuses_is_told_of_the_tools():
+async def test_a_refused_grammar_of_tools_is_an_error_about_the_tools():
     refusal = QuireError(ErrorCode.INVALID, "The grammar cannot be used: it has a flaw.", param="grammar")
     async with open_stage([refusal], template=HERMES_TEMPLATE) as stage:
         with pytest.raises(openai.BadRequestError, match="it has a flaw") as caught:
@@ -487,6 +487,6 @@ async def test_a_choice_of_tools_means_the_same_over_grpc(choice):
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
-def test_templates_see_what_was_thought_before(name):
+def test_templates_get_earlier_reasoning(name):
     template = HERMES_TEMPLATE + "{{ messages[0].reasoning_content }}"
     assert generation_of(template, messages=[turn("assistant", **{name: "hmm"})])[1].endswith("hmm")

@@ -11,7 +11,7 @@ async def writes(patience: WriteTimeout, *seconds: float) -> None:
         await patience.wait(asyncio.sleep(pause))
 
 
-async def test_a_write_that_never_ends_is_given_up():
+async def test_a_write_that_never_ends_times_out():
     patience = WriteTimeout(0.01)
     with pytest.raises(TimeoutError):
         await writes(patience, 0, 0, 3600)

@@ -56,7 +56,7 @@ def test_keda_is_served_over_tls_if_the_settings_name_a_certificate(tmp_path: Pa
         (("--keda-port", "0", "--model", "a/b=folder,a_b=folder"), "would both be 'a_b'"),
     ],
 )
-def test_what_cannot_be_is_said(
+def test_invalid_autoscaling_settings_are_refused_with_a_message(
     flags: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster = Cluster(tmp_path)
@@ -68,7 +68,7 @@ def test_what_cannot_be_is_said(
     assert said in line
 
 
-def test_models_with_one_label_are_no_matter_where_nobody_asks() -> None:
+def test_models_with_equal_labels_are_accepted_without_external_metrics() -> None:
     assert len(settings(model="a/b=folder,a_b=folder").models) == 2
 
 

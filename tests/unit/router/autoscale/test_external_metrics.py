@@ -230,12 +230,12 @@ async def test_only_the_names_that_are_allowed_are_answered(tmp_path: Path) -> N
         assert (await stage.get()).status_code == 200
 
 
-async def test_without_names_whoever_is_vouched_for_is_answered(tmp_path: Path) -> None:
+async def test_without_allowed_names_every_client_of_the_authority_is_answered(tmp_path: Path) -> None:
     async with serving(tmp_path, names=()) as stage:
         assert (await ask(stage.port, stage.cluster.proxy("somebody"))).status_code == 200
 
 
-async def test_a_certificate_of_somebody_else_is_no_certificate(tmp_path: Path) -> None:
+async def test_a_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
     async with serving(tmp_path) as stage:
         forged = stage.cluster.context(stage.cluster.issue(trustme.CA(), PROXY_NAME))
         for path in (RESOURCE, "/healthz"):
@@ -249,7 +249,7 @@ async def test_a_server_certificate_is_not_the_proxys(tmp_path: Path) -> None:
             await ask(stage.port, stage.cluster.context(stage.cluster.router))
 
 
-async def test_until_the_proxy_is_known_nobody_is_answered(tmp_path: Path) -> None:
+async def test_no_client_is_answered_until_the_proxy_is_known(tmp_path: Path) -> None:
     async with serving(tmp_path, known=False) as stage:
         nobody = stage.cluster.context()
         assert [(await ask(stage.port, nobody, path)).status_code for path in ("/healthz", "/livez", "/readyz")] == [
@@ -282,7 +282,7 @@ async def test_a_new_authority_counts_at_once_also_on_old_connections(tmp_path: 
         assert (await ask(stage.port, stage.cluster.proxy())).status_code == 200
 
 
-async def test_who_connects_before_the_proxy_is_known_is_answered_afterwards(tmp_path: Path) -> None:
+async def test_a_client_that_connects_before_the_proxy_is_known_is_answered_afterwards(tmp_path: Path) -> None:
     async with serving(tmp_path, known=False) as stage, httpx.AsyncClient(verify=stage.cluster.proxy()) as early:
         url = f"https://127.0.0.1:{stage.port}{RESOURCE}"
         assert (await early.get(f"https://127.0.0.1:{stage.port}/healthz")).status_code == 200
@@ -351,12 +351,12 @@ def test_the_config_map_names_the_proxy() -> None:
         {"requestheader-allowed-names": "[" * 100_000},
     ],
 )
-def test_a_config_map_that_cannot_be_understood_names_nobody(changes: dict[str, str]) -> None:
+def test_an_invalid_config_map_allows_no_proxy(changes: dict[str, str]) -> None:
     with pytest.raises(UnknownProxyError):
         parse_proxy_identity(config_map(**changes))
 
 
-async def test_what_was_known_stands_while_the_cluster_cannot_be_asked() -> None:
+async def test_the_last_config_map_counts_while_the_api_server_is_unreachable() -> None:
     answers: list[Callable[[], ProxyIdentity]] = []
 
     async def source() -> ProxyIdentity:
@@ -376,7 +376,7 @@ async def test_what_was_known_stands_while_the_cluster_cannot_be_asked() -> None
         assert proxy.authorities == known.authorities
 
 
-async def test_the_cluster_is_asked_for_its_config_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_config_map_is_read_from_the_api_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, asked = config_map(), []
 
     async def api(scope: Scope, receive: Receive, send: Send) -> None:
@@ -410,7 +410,7 @@ async def test_the_cluster_is_asked_for_its_config_map(tmp_path: Path, monkeypat
 # What some clients do to others
 
 
-async def test_connections_are_bounded_before_they_are_of_tls_and_given_back(tmp_path: Path) -> None:
+async def test_connections_are_bounded_before_their_handshake_and_released(tmp_path: Path) -> None:
     async with serving(tmp_path, connections=4) as stage:
         silent = [socket.create_connection(("127.0.0.1", stage.port)) for _ in range(8)]
         try:
@@ -434,7 +434,7 @@ def _ended(connection: socket.socket) -> bool:
         return True
 
 
-async def test_who_speaks_no_tls_and_no_http_is_hung_up_on(tmp_path: Path) -> None:
+async def test_a_client_that_speaks_neither_tls_nor_http_is_disconnected(tmp_path: Path) -> None:
     async with serving(tmp_path) as stage:
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
         writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n" * 100)
@@ -482,7 +482,7 @@ def test_it_serves_on_the_loop_that_routers_run_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-async def test_kubectl_asks_and_is_answered(tmp_path: Path) -> None:
+async def test_kubectl_reads_a_metric(tmp_path: Path) -> None:
     async with serving(tmp_path) as stage:
         stage.load.load["llama"] = 1500
         file = stage.cluster.kubeconfig(stage.port)

@@ -85,7 +85,7 @@ async def test_a_model_is_known_by_its_name_and_by_its_label(name: str, monkeypa
 @pytest.mark.parametrize(
     ("load", "activation", "active"), [(0, "", False), (1, "", True), (3, "3", False), (4, "3", True)]
 )
-async def test_there_is_something_to_do_above_the_activation(
+async def test_a_model_is_active_above_the_activation_value(
     load: int, activation: str, active: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(monkeypatch) as stage:

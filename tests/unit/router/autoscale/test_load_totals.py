@@ -117,7 +117,7 @@ async def test_the_part_of_a_router_that_died_vanishes_with_its_lease(redis: Red
         await comes(load, {"a": 3, "b": 0})
 
 
-async def test_a_lease_that_is_over_is_over_before_anybody_tidies_up(redis: RedisServer) -> None:
+async def test_an_expired_lease_counts_as_expired_before_the_clean_up(redis: RedisServer) -> None:
     rare = replace(SETTINGS, heartbeat=60, lease=120)
     async with reader(redis.url) as load, routers(redis.url, {"a": 3}, settings=rare):
         await comes(load, {"a": 3, "b": 0})
@@ -167,7 +167,7 @@ async def test_without_redis_the_load_is_not_known_and_is_again_afterwards(
         assert seen <= {None}, "a part of the sum is not the sum"
 
 
-async def test_a_redis_that_begins_empty_is_not_believed_before_all_can_have_published(redis: RedisServer) -> None:
+async def test_an_empty_redis_is_not_trusted_before_all_routers_could_publish(redis: RedisServer) -> None:
     settings = replace(SETTINGS, settle=120)
     async with reader(redis.url, settings) as load, routers(redis.url, {"a": 2}) as (_,):
         async with asyncio.timeout(10):
@@ -177,7 +177,7 @@ async def test_a_redis_that_begins_empty_is_not_believed_before_all_can_have_pub
             await load.read()
 
 
-async def test_a_clock_that_goes_back_keeps_nobody_alive_and_the_load_is_soon_known_again(redis: RedisServer) -> None:
+async def test_a_clock_that_goes_back_keeps_no_dead_router_and_the_load_is_soon_known_again(redis: RedisServer) -> None:
     async with reader(redis.url) as load, routers(redis.url, {"a": 2}, {"a": 3}) as (first, _):
         await comes(load, {"a": 5, "b": 0})
         await first.die()
@@ -220,7 +220,7 @@ async def test_what_redis_lost_is_published_again_and_never_a_part_of_it(
         assert known == {"a": 5, "b": 0}
 
 
-async def test_a_redis_that_is_slow_is_asked_once_for_all_who_wait(redis: RedisServer) -> None:
+async def test_concurrent_readers_of_a_slow_redis_share_one_query(redis: RedisServer) -> None:
     async with reader(redis.url) as load, routers(redis.url, {"a": 2}):
         await comes(load, {"a": 2, "b": 0})
         redis.signal(signal.SIGSTOP)
@@ -231,7 +231,7 @@ async def test_a_redis_that_is_slow_is_asked_once_for_all_who_wait(redis: RedisS
         await comes(load, {"a": 2, "b": 0})
 
 
-async def test_who_goes_while_asking_takes_the_answer_from_nobody(redis: RedisServer) -> None:
+async def test_a_cancelled_reader_takes_the_result_from_no_other(redis: RedisServer) -> None:
     async with reader(redis.url) as load, routers(redis.url, {"a": 2}):
         await comes(load, {"a": 2, "b": 0})
         for _ in range(50):
@@ -258,7 +258,7 @@ async def test_a_damaged_part_is_an_error_and_not_left_out(redis: RedisServer) -
         await client.aclose()
 
 
-async def test_what_dead_routers_left_is_tidied_up(redis: RedisServer) -> None:
+async def test_keys_of_dead_routers_are_deleted(redis: RedisServer) -> None:
     async with reader(redis.url) as load, routers(redis.url, *[{"a": 1}] * 20) as some:
         await comes(load, {"a": 20, "b": 0})
         for router in some[1:]:
@@ -282,7 +282,7 @@ async def keys(redis: RedisServer) -> list[bytes]:
     return found
 
 
-async def test_those_who_ask_at_once_share_one_answer_also_where_it_is_an_error(redis: RedisServer) -> None:
+async def test_concurrent_readers_share_one_result_even_an_error(redis: RedisServer) -> None:
     settings = replace(SETTINGS, age=120)
     async with reader(redis.url, settings) as load, routers(redis.url, {"a": 2}) as (router,):
         await asyncio.sleep(0)
@@ -293,7 +293,7 @@ async def test_those_who_ask_at_once_share_one_answer_also_where_it_is_an_error(
         assert await now(load) == first[0]
 
 
-async def test_a_router_without_redis_is_the_whole_truth() -> None:
+async def test_without_redis_the_load_is_this_routers_own() -> None:
     assert await LocalLoad(MODELS, {"a": 3, "b": 0, "c": 4}.__getitem__).read() == {"a": 3, "b": 0}
 
 

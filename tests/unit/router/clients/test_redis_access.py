@@ -121,7 +121,7 @@ async def test_a_password_that_changes_is_used_by_everybody_without_a_restart(gu
             assert guarded.root.keys(f"*r{number}*")
 
 
-async def test_a_file_that_is_late_or_gone_is_redis_being_away(
+async def test_a_late_or_missing_file_counts_as_an_unavailable_redis(
     guarded: Guarded, caplog: pytest.LogCaptureFixture
 ) -> None:
     guarded.write("old-horse")
@@ -152,7 +152,7 @@ async def test_any_characters_may_be_in_it(guarded: Guarded, password: str, endi
 
 
 @pytest.mark.parametrize("connections", [None, 2])
-async def test_who_is_in_the_url_counts_where_nothing_else_is_said(guarded: Guarded, connections: int | None) -> None:
+async def test_the_urls_credentials_count_where_no_others_are_set(guarded: Guarded, connections: int | None) -> None:
     guarded.root.acl_setuser("other", enabled=True, passwords=["+secret"], categories=["+@all"])
     guarded.write("secret")
     url = guarded.url
@@ -180,7 +180,7 @@ async def test_who_is_in_the_url_counts_where_nothing_else_is_said(guarded: Guar
         (["--redis-url", "redis://h/0", "--redis-password-file", "/nowhere"], "/nowhere cannot be read"),
     ],
 )
-def test_what_cannot_be_is_refused_without_a_word_of_a_password(
+def test_invalid_settings_are_refused_without_showing_a_password(
     flags: list[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {"FILE": tmp_path / "password", "EMPTY": tmp_path / "empty"}

@@ -23,9 +23,7 @@ def redis() -> Iterator[RedisServer]:
 
 
 @pytest.mark.parametrize("connections", [None, 2])
-async def test_whoever_is_cancelled_while_asking_ends_and_leaves_no_answer_to_others(
-    redis: RedisServer, connections: int | None
-) -> None:
+async def test_a_cancelled_command_leaves_its_reply_to_no_other(redis: RedisServer, connections: int | None) -> None:
     client = redis_client(redis.url, timeout=5.0, connections=connections)
     for moment in range(MOMENTS):
         asking = asyncio.create_task(_ask(client))
@@ -39,7 +37,7 @@ async def test_whoever_is_cancelled_while_asking_ends_and_leaves_no_answer_to_ot
     await client.aclose()
 
 
-async def test_a_time_limit_ends_who_asks(redis: RedisServer) -> None:
+async def test_a_timeout_ends_a_command(redis: RedisServer) -> None:
     client = redis_client(redis.url, timeout=5.0)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
@@ -47,7 +45,7 @@ async def test_a_time_limit_ends_who_asks(redis: RedisServer) -> None:
     await client.aclose()
 
 
-def test_a_connection_that_breaks_before_a_command_is_sent_is_said_to_have_broken(redis: RedisServer) -> None:
+def test_a_connection_that_breaks_before_a_command_is_sent_is_a_connection_error(redis: RedisServer) -> None:
     async def ask_over_a_broken_one() -> None:
         client = redis_client(redis.url, timeout=5.0)
         connection = await client.connection_pool.get_connection()
@@ -73,12 +71,12 @@ def test_a_connection_that_breaks_before_a_command_is_sent_is_said_to_have_broke
     ],
 )
 @pytest.mark.parametrize("connections", [None, 2])
-def test_the_url_says_how_to_connect(url: str, kind: type, connections: int | None) -> None:
+def test_the_url_selects_the_kind_of_connection(url: str, kind: type, connections: int | None) -> None:
     pool = redis_client(url, timeout=1.0, connections=connections).connection_pool
     assert issubclass(pool.connection_class, kind)
 
 
-def test_what_is_no_url_is_refused_without_its_password() -> None:
+def test_a_malformed_redis_url_is_refused_without_showing_its_password() -> None:
     with pytest.raises(ValueError, match="not of the form") as refusal:
         redis_client("redis://:se/cret:@host:x/0", timeout=1.0)
     assert "cret" not in str(refusal.value)

@@ -57,7 +57,7 @@ def failing_once(function: Callable, error: BaseException | None = None) -> Call
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("odd"), asyncio.CancelledError(), TimeoutError()])
-async def test_what_a_task_raises_is_told_and_counted_and_it_begins_again(
+async def test_an_exception_of_a_task_is_logged_and_counted_and_the_task_restarts(
     error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     again, before = asyncio.Event(), restarts("a test")
@@ -78,7 +78,7 @@ async def test_what_a_task_raises_is_told_and_counted_and_it_begins_again(
     assert task.done
 
 
-async def test_work_that_is_done_is_not_done_again() -> None:
+async def test_a_task_that_returns_is_not_restarted() -> None:
     calls = []
 
     async def work() -> None:
@@ -91,7 +91,7 @@ async def test_work_that_is_done_is_not_done_again() -> None:
     await task.stop()
 
 
-async def test_stopping_ends_work_that_loses_its_cancellation_and_work_that_waits_to_begin_again(
+async def test_stopping_ends_a_task_that_swallows_its_cancellation_and_one_that_waits_to_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("quire_proto.supervise._CANCEL_INTERVAL", 0.01)
@@ -116,7 +116,7 @@ async def test_stopping_ends_work_that_loses_its_cancellation_and_work_that_wait
         assert not task.failing
 
 
-async def test_a_task_that_ran_steadily_begins_its_count_anew() -> None:
+async def test_a_task_that_ran_steadily_resets_its_failures() -> None:
     steady, runs = RestartSettings(backoff=0.001, max_backoff=0.002, steady=0.0, most=2), []
 
     async def work() -> None:
@@ -129,7 +129,7 @@ async def test_a_task_that_ran_steadily_begins_its_count_anew() -> None:
     await task.stop()
 
 
-async def test_only_a_vital_task_that_keeps_failing_is_told_of_and_only_while_it_does() -> None:
+async def test_only_a_vital_task_that_keeps_failing_is_listed_as_failing() -> None:
     async def broken() -> None:
         if not mended:
             raise ZeroDivisionError
@@ -161,7 +161,7 @@ async def test_a_task_that_works_again_is_not_failing_any_more() -> None:
     await task.stop()
 
 
-async def test_a_router_whose_vital_task_keeps_failing_is_not_live_and_serves_on() -> None:
+async def test_a_router_whose_vital_task_keeps_failing_is_not_live_and_still_serves() -> None:
     async def broken() -> None:
         raise ZeroDivisionError
 
@@ -187,7 +187,7 @@ async def found_engine() -> AsyncIterator[tuple[ScriptedEngine, ScriptedDiscover
         await engine.stop()
 
 
-async def test_discovery_goes_on_after_whatever_went_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_discovery_continues_after_any_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     before = restarts("engine discovery")
     monkeypatch.setattr(EnginePool, "_update", failing_once(EnginePool._update))
     async with found_engine() as (_, announced, there):
@@ -200,7 +200,7 @@ async def test_discovery_goes_on_after_whatever_went_wrong(monkeypatch: pytest.M
         await fleet.close()
 
 
-async def test_one_engine_that_cannot_be_taken_in_does_not_keep_out_the_others(
+async def test_an_engine_that_cannot_be_added_does_not_block_the_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     connect = EnginePool._connect
@@ -220,7 +220,7 @@ async def test_one_engine_that_cannot_be_taken_in_does_not_keep_out_the_others(
     assert "engine 127.0.0.1:1 cannot be taken in" in caplog.text
 
 
-async def test_a_source_that_nobody_listens_to_is_not_called_connected() -> None:
+async def test_a_failed_discovery_source_is_not_reported_connected() -> None:
     """Of a source that fails, and of one whose listener does."""
 
     class Source:
@@ -250,7 +250,9 @@ async def test_a_source_that_nobody_listens_to_is_not_called_connected() -> None
     await views.aclose()
 
 
-async def test_the_health_over_grpc_goes_on_and_stopping_skips_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_grpc_health_continues_after_a_failure_and_stopping_skips_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = restarts("grpc health")
     async with open_stage() as stage:
         server = RpcServer(stage.service, "127.0.0.1:0", max_message_bytes=1000, client_timeout=1.0)
@@ -280,7 +282,7 @@ async def test_leases_of_other_routers_end_also_after_a_failure(monkeypatch: pyt
     await peers.close()
 
 
-async def test_autoscalers_go_on_hearing_of_the_load_after_a_failure() -> None:
+async def test_the_load_is_published_to_autoscalers_after_a_failure() -> None:
     told: list[int] = []
     teller = LoadPublisher(
         "redis://127.0.0.1:1", failing_once(lambda: told.append(1) or {}), LoadSettings(interval=0.01)
@@ -290,7 +292,7 @@ async def test_autoscalers_go_on_hearing_of_the_load_after_a_failure() -> None:
     await teller.close()
 
 
-async def test_upkeep_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_upkeep_continues_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "SWEEP_PERIOD", 0.001)
     index, swept = PrefixIndex(), []
 

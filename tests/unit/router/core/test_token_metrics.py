@@ -19,7 +19,7 @@ def samples(registry: CollectorRegistry) -> list[Sample]:
 
 
 @given(st.lists(st.lists(SECONDS, max_size=20), max_size=4))
-def test_what_is_told_at_once_is_what_is_told_one_by_one(flushes: list[list[float]]) -> None:
+def test_metrics_observed_in_batches_equal_those_observed_one_by_one(flushes: list[list[float]]) -> None:
     one, other = CollectorRegistry(), CollectorRegistry()
     single = Histogram("seconds", "Each by itself.", ["model"], buckets=TOKEN_SECONDS, registry=one).labels("m")
     tally = TokenMetrics("m")

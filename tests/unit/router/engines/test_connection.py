@@ -478,7 +478,7 @@ async def test_an_engines_error_comes_with_the_last_output() -> None:
         assert str(last.error) == "Full."
 
 
-async def test_an_engines_refusal_comes_before_any_output() -> None:
+async def test_an_overloaded_engine_refuses_a_request_before_any_output() -> None:
     async with linked() as (engine, link):
         stream = await submitted(engine, link, submit("a"))
         engine.send(output("a", [], 0, ERROR, types_pb2.Error(code=types_pb2.ERROR_CODE_OVERLOADED)))

@@ -10,7 +10,7 @@ def fixed(*rows: int) -> np.ndarray:
     return array
 
 
-def test_what_is_remembered_is_that_arrays_and_no_equal_ones() -> None:
+def test_a_cached_value_belongs_to_one_array_and_not_to_an_equal_one() -> None:
     remembered: ArrayCache[str] = ArrayCache()
     rows = fixed(1, 2)
     assert remembered.get(rows) is None
@@ -18,14 +18,14 @@ def test_what_is_remembered_is_that_arrays_and_no_equal_ones() -> None:
     assert remembered.get(fixed(1, 2)) is None
 
 
-def test_of_an_array_that_can_be_written_to_nothing_is_remembered() -> None:
+def test_nothing_is_cached_for_a_writable_array() -> None:
     remembered: ArrayCache[str] = ArrayCache()
     rows = np.array([1, 2], np.intp)
     assert remembered.put(rows, "found") == "found"
     assert remembered.get(rows) is None
 
 
-def test_an_array_is_never_taken_for_one_that_is_gone() -> None:
+def test_an_array_is_never_taken_for_a_collected_one() -> None:
     remembered: ArrayCache[int] = ArrayCache()
     for number in range(10 * MAX_CACHED_ARRAYS):
         rows = fixed(number)
@@ -34,7 +34,7 @@ def test_an_array_is_never_taken_for_one_that_is_gone() -> None:
         del rows
 
 
-def test_only_so_many_are_remembered() -> None:
+def test_the_number_of_cached_values_is_bounded() -> None:
     remembered: ArrayCache[int] = ArrayCache()
     arrays = [fixed(number) for number in range(3 * MAX_CACHED_ARRAYS)]
     for number, rows in enumerate(arrays):

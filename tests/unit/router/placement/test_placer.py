@@ -106,7 +106,7 @@ def test_a_request_goes_where_its_prompt_is_cached() -> None:
     assert (decision.engine_id, decision.row, decision.policy, decision.cached_tokens) == ("engine-2", 2, "cost", 96)
 
 
-def test_what_may_not_run_it_does_not_get_it() -> None:
+def test_an_ineligible_engine_does_not_get_the_request() -> None:
     stage = Stage(4)
     stage.caches(2, 6)
     decision = stage.place(rows=[0, 3])
@@ -153,7 +153,9 @@ def test_another_tenants_cache_changes_nothing_of_a_decision() -> None:
 
 
 @pytest.mark.parametrize(("blocks", "row", "cached_tokens"), [(2, 1, 96), (8, 0, 128)])
-def test_engines_with_other_names_for_blocks_are_asked_by_those(blocks: int, row: int, cached_tokens: int) -> None:
+def test_engines_with_another_block_hashing_are_looked_up_by_their_hashes(
+    blocks: int, row: int, cached_tokens: int
+) -> None:
     stage = Stage(3)
     stage.namespaces[1] = BlockNamespace("two", 32)
     stage.caches(0, blocks)
@@ -164,7 +166,7 @@ def test_engines_with_other_names_for_blocks_are_asked_by_those(blocks: int, row
     assert list(decision.block_hashes) == hash_blocks(PROMPT, names.block_size, extra_key(names.model_revision))
 
 
-def test_rows_that_cannot_be_written_to_are_asked_for_their_names_once() -> None:
+def test_read_only_rows_are_grouped_once() -> None:
     stage = Stage(3)
     asked: list[int] = []
     placer = Placer(stage.table, stage.index, PlacementSettings(), lambda row: asked.append(row) or ONE, lambda: 0.0)
@@ -180,7 +182,7 @@ def test_rows_that_cannot_be_written_to_are_asked_for_their_names_once() -> None
 # What follows from a placement
 
 
-def test_what_was_sent_somewhere_is_expected_there_at_once() -> None:
+def test_blocks_of_a_dispatched_prompt_are_expected_there_at_once() -> None:
     stage = Stage(5)
     first = stage.place(request_id="first")
     assert stage.place(request_id="other").cached_tokens == 0
@@ -189,7 +191,7 @@ def test_what_was_sent_somewhere_is_expected_there_at_once() -> None:
     assert (second.row, second.cached_tokens) == (first.row, 159)
 
 
-def test_blocks_that_an_engine_will_have_and_did_not_have_are_published() -> None:
+def test_blocks_that_are_new_to_the_chosen_engine_are_published() -> None:
     stage = Stage(3)
     names = list(ONE.hashes(PROMPT))
     stage.index.store(1, Tier.DEVICE, names[:4])
@@ -234,7 +236,7 @@ def test_a_session_whose_engine_has_left_goes_anywhere() -> None:
     assert {terms["session"] for _, terms in decision.scores} == {0}
 
 
-def test_only_so_many_sessions_are_remembered() -> None:
+def test_the_number_of_sessions_is_bounded() -> None:
     stage = Stage(2, max_sessions=2, session_seconds=9.0)
     for name in ("a", "b", "c"):
         stage.placer.record_dispatch(stage.place(rows=[1]), generation(session=name, prompt_token_ids=array("i", [1])))
@@ -258,7 +260,7 @@ def test_the_queue_that_requests_find_makes_computing_dearer() -> None:
 # Explanation
 
 
-def test_an_explanation_says_what_each_term_made_of_the_best_engines() -> None:
+def test_an_explanation_has_each_terms_cost_for_the_best_engines() -> None:
     stage = Stage(9)
     stage.caches(4, 5)
     stage.table.pending_tokens[:9] = range(0, 900, 100)
@@ -281,7 +283,7 @@ def test_the_chosen_engine_is_explained_also_when_others_cost_less() -> None:
     assert decision.scores[-1][0] == "engine-0"
 
 
-def test_a_decision_that_nobody_asks_about_is_not_explained() -> None:
+def test_a_decision_is_explained_only_on_request() -> None:
     assert Stage(3).place().scores == ()
 
 

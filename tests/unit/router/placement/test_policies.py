@@ -131,7 +131,7 @@ def test_a_busier_fleet_follows_the_cache_further() -> None:
     assert [choose("cost", *engines, mean_queued=queue) for queue in (0.0, 20.0)] == [1, 0]
 
 
-def test_cost_keeps_a_session_at_home_unless_that_is_dear() -> None:
+def test_cost_keeps_a_session_at_its_engine_unless_that_is_expensive() -> None:
     assert choose("cost", {}, {"pending_tokens": 1000}, {}, session_row=1) == 1
     assert choose("cost", {}, {"pending_tokens": 50_000}, session_row=1) == 0
 
@@ -211,9 +211,7 @@ def drawn(costs: np.ndarray, width: float, tickets: int = 2000) -> np.ndarray:
 
 @given(COSTS, st.floats(0.01, 20))
 @settings(deadline=None, max_examples=60)
-def test_what_is_chosen_at_all_costs_the_same_with_what_comes_there_and_nothing_else_costs_less(
-    costs: np.ndarray, width: float
-) -> None:
+def test_each_chosen_engine_is_the_cheapest_with_the_load_it_gets(costs: np.ndarray, width: float) -> None:
     often = drawn(costs, width)
     met = costs + width * often
     assert met[often > 0].max() - met.min() <= 0.02 * width + TIE_TOLERANCE

@@ -150,7 +150,7 @@ def test_hundreds_of_engines_are_matched_at_once(depths: list[tuple[int, int]]) 
     assert (found.device + found.host).tolist() == [min(64, device + host) for device, host in depths]
 
 
-def test_a_prompt_that_nobody_knows_costs_one_name_and_a_shared_beginning_one_more_than_is_shared(
+def test_an_uncached_prompt_costs_one_hash_and_a_cached_prefix_one_more_than_its_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     computed = 0
@@ -174,7 +174,7 @@ def test_a_prompt_that_nobody_knows_costs_one_name_and_a_shared_beginning_one_mo
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=60), st.integers(1, 9), st.binary(max_size=32), st.integers(0, 8))
 @settings(deadline=None)
-def test_names_are_those_that_the_engines_compute(tokens: list[int], size: int, salt: bytes, stop: int) -> None:
+def test_hashes_are_those_that_the_engines_compute(tokens: list[int], size: int, salt: bytes, stop: int) -> None:
     space = BlockNamespace("revision", size)
     hashes = space.hashes(tokens, salt)
     for _, _ in zip(range(stop), hashes, strict=False):
@@ -184,7 +184,7 @@ def test_names_are_those_that_the_engines_compute(tokens: list[int], size: int, 
     assert len(hashes) == len(expected)
 
 
-def test_what_is_expected_of_one_prompt_and_of_all_is_bounded() -> None:
+def test_speculative_blocks_of_one_prompt_and_of_all_are_bounded() -> None:
     index = PrefixIndex(speculative=SpeculativeEntries(max_entries=MAX_PROMPT_BLOCKS + 10))
     index.add_speculative(0, chain(1000), 0.0)
     assert index.match(chain(1000), 0.0).device.tolist() == [MAX_PROMPT_BLOCKS]
@@ -194,7 +194,7 @@ def test_what_is_expected_of_one_prompt_and_of_all_is_bounded() -> None:
     assert index.match(chain(100, first=5000), 10.0).device.tolist() == [0, 100]
 
 
-def test_what_is_expected_of_several_engines_counts_for_two_seconds_and_not_for_three() -> None:
+def test_speculative_blocks_count_for_two_seconds_and_not_for_three() -> None:
     index, prompt = PrefixIndex(), chain(4)
     index.add_speculative(0, prompt, 10.3)
     index.add_speculative(1, prompt, 10.3)
@@ -202,7 +202,7 @@ def test_what_is_expected_of_several_engines_counts_for_two_seconds_and_not_for_
     assert index.match(prompt, 10.3 + SPECULATIVE_TTL + TICK).device.tolist() == [0, 0]
 
 
-def test_a_slot_is_not_used_again_while_something_is_expected_of_its_last_user() -> None:
+def test_a_slot_is_not_reused_while_its_last_user_has_speculative_blocks() -> None:
     index, prompt = PrefixIndex(), chain(4)
     index.add_speculative(0, prompt, 0.0)
     index.clear(0)
@@ -210,7 +210,7 @@ def test_a_slot_is_not_used_again_while_something_is_expected_of_its_last_user()
     assert index.match(prompt, 0.1, num_rows=2).device.tolist() == [0, 0]
 
 
-def test_engines_that_come_and_go_do_not_make_masks_longer() -> None:
+def test_engines_that_join_and_leave_do_not_make_masks_longer() -> None:
     index = PrefixIndex()
     for round_ in range(200):
         index.add_speculative(round_ % 3, chain(3), float(10 * round_))

@@ -45,7 +45,7 @@ def test_an_engine_without_measured_step_times_is_taken_to_be_as_fast_as_the_usu
     assert unmeasured == usual < slow
 
 
-def test_an_engine_that_rested_is_not_believed_to_be_slow_and_one_that_works_is() -> None:
+def test_slow_step_times_of_an_idle_engine_expire_and_those_of_a_busy_one_count() -> None:
     others, slow = [{"stepped": 95.0}] * 3, {"token_seconds": 9e-4}
     loads = [{**engine, "pending_tokens": 1000} for engine in (*others, {**slow, "stepped": 95.0})]
     found = waiting(candidates(*loads, now=100.0))
@@ -55,19 +55,19 @@ def test_an_engine_that_rested_is_not_believed_to_be_slow_and_one_that_works_is(
     assert found[3] == found[0]
 
 
-def test_engines_that_have_all_rested_are_alike() -> None:
+def test_engines_that_were_all_idle_are_alike() -> None:
     found = waiting(
         candidates(*({"token_seconds": each, "pending_tokens": 10} for each in (1e-4, 1e-4, 9e-4)), now=1e6)
     )
     assert len(set(seconds(found))) == 1
 
 
-def test_paces_that_differ_by_less_than_what_is_noise_are_equal() -> None:
+def test_step_times_that_differ_by_less_than_noise_are_equal() -> None:
     near = [{"pending_tokens": 1000, "token_seconds": seconds} for seconds in (1e-4, 0.9e-4, 1.1e-4)]
     assert len(set(seconds(waiting(candidates(*near))))) == 1
 
 
-def test_what_a_sequence_adds_is_the_same_on_engines_of_one_kind_and_each_kind_has_its_own() -> None:
+def test_the_cost_of_a_sequence_is_equal_on_engines_of_one_kind_and_differs_between_kinds() -> None:
     usual = [{"decoding": 10, "sequence_seconds": each} for each in (1e-4, 5e-4, 0.0)]
     *alike, other = neighbours(candidates(*usual, {**usual[1], "step_seconds": 0.1}))
     assert seconds(alike) == [seconds(alike)[0]] * 3
@@ -80,7 +80,7 @@ def test_one_engine_that_is_far_off_changes_nothing_for_the_others() -> None:
     assert seconds(waiting(candidates(*usual))) == seconds(waiting(candidates(*usual, wrong)))[:3]
 
 
-def test_what_the_step_under_way_has_computed_is_not_waited_for() -> None:
+def test_tokens_that_the_running_step_has_computed_are_not_waited_for() -> None:
     step = {**STEP, "pending_tokens": 3000, "computing": 2000}
     begun = [{**step, "stepped": moment} for moment in (9.95, 9.9, 5.0, 11.0)]
     found = waiting(candidates(*begun, now=10.0))
@@ -93,7 +93,7 @@ def test_engines_without_measured_step_times_are_alike() -> None:
     assert len(set(seconds(waiting(candidates(unmeasured, unmeasured))))) == 1
 
 
-def test_prefill_is_what_is_not_cached_and_a_step() -> None:
+def test_prefill_is_the_uncached_tokens_and_one_step() -> None:
     found = prefill(candidates(STEP, {**STEP, "device": 600}, {**STEP, "device": 999}))
     assert seconds(found) == [round(n * TOKEN + 0.01, 6) for n in (1000, 400, 1)]
 
@@ -127,7 +127,7 @@ def test_what_a_client_allows_beyond_a_typical_output_changes_nothing() -> None:
     assert one == other
 
 
-def test_memory_costs_nothing_where_it_is_enough() -> None:
+def test_memory_costs_nothing_where_enough_blocks_are_free() -> None:
     assert seconds(memory(candidates({}, {"blocks_free": 63, "decoding": 20}))) == [0, 0]
 
 
@@ -144,11 +144,11 @@ def test_memory_costs_more_the_more_sequences_have_to_end() -> None:
     assert rises(memory(candidates(*full)))
 
 
-def test_who_is_swapped_out_comes_back_first() -> None:
+def test_swapped_out_sequences_come_back_first() -> None:
     assert rises(memory(candidates({"requests": 63}, {"requests": 63, "swapped": 1}, {"requests": 63, "swapped": 9})))
 
 
-def test_an_engine_that_did_not_say_how_large_it_is_is_taken_to_be_large_enough() -> None:
+def test_an_engine_of_unknown_size_is_assumed_to_be_large_enough() -> None:
     unknown = {"blocks_total": 0, "blocks_free": 0, "max_sequences": 0, "requests": 10}
     found = memory(candidates(unknown, {"blocks_free": 0}))
     assert found[0] == 0 < found[1]
@@ -180,17 +180,17 @@ def test_beyond_the_bound_no_hit_makes_up_for_the_wait() -> None:
         assert here < there
 
 
-def test_a_session_is_worth_so_many_seconds() -> None:
+def test_session_affinity_is_worth_a_number_of_seconds() -> None:
     assert seconds(session(0.5)(candidates({}, {}, {}, session_row=1))) == [0.5, 0, 0.5]
 
 
-def test_a_session_whose_engine_cannot_be_had_makes_no_difference() -> None:
+def test_a_session_whose_engine_is_unavailable_makes_no_difference() -> None:
     assert seconds(session(0.5)(candidates({}, {}, session_row=7))) == [0, 0]
 
 
 @given(fleets, st.floats(0, 1000))
 @settings(deadline=None, max_examples=60)
-def test_every_term_is_finite_and_not_negative_whatever_engines_say(engines: list[Engine], queue: float) -> None:
+def test_every_term_is_finite_and_not_negative_whatever_engines_report(engines: list[Engine], queue: float) -> None:
     table, query = fleet(engines)
     for name, scorer in make_scorers(PlacementSettings()).items():
         column = scorer(CandidateView(query, table))
@@ -210,7 +210,7 @@ def test_a_reused_row_keeps_no_step_times_of_the_engine_before() -> None:
     assert table.step_seconds[row] == PACE.step_seconds
 
 
-def test_only_a_change_of_what_an_engine_is_makes_a_new_version() -> None:
+def test_only_a_change_of_an_engines_description_makes_a_new_version() -> None:
     table = EngineTable()
     row = table.add("one")
     table.set_step_times(row, PACE)

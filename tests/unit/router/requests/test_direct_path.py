@@ -65,7 +65,7 @@ def play(made: list[str], stop: tuple[str, ...], most: int, data: st.DataObject,
 
 @given(answers(), st.lists(st.booleans(), max_size=12), st.data())
 @settings(max_examples=60, deadline=None)
-def test_the_answer_is_the_same_whichever_way_its_pieces_take(
+def test_the_output_is_the_same_with_and_without_direct_delivery(
     answer: tuple[list[str], tuple[str, ...], int], opened: list[bool], data: st.DataObject
 ) -> None:
     made, stop, most = answer
@@ -77,7 +77,7 @@ def test_the_answer_is_the_same_whichever_way_its_pieces_take(
     assert [delta.usage is not None for delta in client.deltas].index(True) == len(client.deltas) - 1
 
 
-def test_what_the_shortcut_made_of_a_piece_stays_with_that_piece() -> None:
+def test_deltas_computed_for_a_direct_write_belong_to_their_own_output() -> None:
     """A stop string ends a choice, so that its pieces go the long way; whatever is told before them."""
 
     async def scenario() -> None:
@@ -98,7 +98,7 @@ async def open_stream() -> OutputStream:
     return OutputStream("r", asked, on_cancel=lambda *_: None, slow_client_timeout=60)
 
 
-def test_only_a_reader_that_waits_is_passed_by() -> None:
+def test_only_a_waiting_readers_deltas_are_delivered_directly() -> None:
     async def scenario() -> None:
         stream, passed = await open_stream(), list[list[int]]()
         stream.sink = lambda piece: passed.append(piece.token_ids) is None
@@ -141,7 +141,7 @@ def test_a_writer_that_fails_ends_its_request_alone() -> None:
 
 @given(st.data())
 @settings(max_examples=20, deadline=None)
-def test_pieces_take_the_short_way_as_soon_as_the_writer_is_there(data: st.DataObject) -> None:
+def test_deltas_are_delivered_directly_as_soon_as_the_writer_is_set(data: st.DataObject) -> None:
     client = Shortened()
     play(["abababab"], (), 9, data, client)
     assert len(client.deltas) <= 2 + client.short, "the first and the last alone go the long way"

@@ -125,7 +125,7 @@ steps = st.lists(st.integers(1, 3), min_size=1, max_size=3)
 @given(answers(), st.sampled_from(["", "logprobs", "best_of"]), st.integers(0, 12), st.integers(0, 12), steps, steps)
 @example((["a", "b", "c", "d"], (), 3), "best_of", 1, 2, [1], [1])
 @settings(max_examples=300, deadline=None)
-def test_what_was_read_and_what_is_resumed_are_the_undisturbed_answer(
+def test_the_deltas_read_and_those_resumed_are_the_undisturbed_output(
     answer: tuple[list[str], tuple[str, ...], int], kind: str, read: int, kept: int, before: list[int], after: list[int]
 ) -> None:
     made, stop, max_tokens = answer
@@ -177,7 +177,7 @@ def streamed(**more: object) -> GenerationRequest:
     return replace(GenerationRequest("r", "m", tokens("hello"), params, stream=True), **more)
 
 
-async def test_a_prompt_of_a_list_can_be_resumed_though_only_another_one_had_begun() -> None:
+async def test_a_prompt_of_a_list_can_be_resumed_though_only_another_had_started() -> None:
     async with open_runner() as place:
         siblings = PromptGroup(begun=True)
         for part in (streamed(parts=("r", "r_1")), streamed(request_id=prompt_request_id("r", 1))):
@@ -197,7 +197,7 @@ async def test_a_prompt_of_a_list_can_be_resumed_though_only_another_one_had_beg
         await place.left_nothing("alone", FinishReason.ABORT, "")
 
 
-async def test_what_was_cut_short_is_not_told_as_complete() -> None:
+async def test_an_interrupted_output_is_not_reported_as_complete() -> None:
     async with open_runner() as place:
         lease = place.journal.open(streamed(params=SamplingParams(seed=7, max_tokens=50, n=2)))
         place.journal.append(lease, 0, RecordedDelta(0, tokens("ab"), FinishReason.STOP))
@@ -229,7 +229,7 @@ async def test_a_second_reader_follows_the_first() -> None:
         assert place.engine.commands.empty(), "it was run twice"
 
 
-async def test_a_client_that_leaves_frees_the_engine_and_can_come_back() -> None:
+async def test_a_disconnect_frees_the_engine_and_the_request_can_be_resumed() -> None:
     async with open_runner() as place:
         answer = place.lifecycle.run(streamed())
         task = asyncio.create_task(anext(answer))
@@ -250,7 +250,7 @@ async def test_a_client_that_leaves_frees_the_engine_and_can_come_back() -> None
         await place.left_nothing("r", FinishReason.STOP, "abc")
 
 
-async def test_a_request_that_is_cancelled_in_the_moment_in_which_its_client_leaves_ends() -> None:
+async def test_a_request_cancelled_as_its_client_disconnects_ends() -> None:
     async with open_runner() as place:
         answer = place.lifecycle.run(streamed())
         task = asyncio.create_task(anext(answer))
@@ -262,7 +262,7 @@ async def test_a_request_that_is_cancelled_in_the_moment_in_which_its_client_lea
         await place.left_nothing("r", FinishReason.ABORT, "ab")
 
 
-async def test_a_client_that_cannot_come_back_leaves_nothing() -> None:
+async def test_a_disconnect_of_a_request_that_cannot_be_resumed_ends_it() -> None:
     async with open_runner() as place:
         answer = place.lifecycle.run(streamed(stream=False))
         task = asyncio.create_task(anext(answer))
@@ -307,7 +307,7 @@ async def test_a_background_request_runs_without_a_reader_and_is_adopted_when_it
             await other.left_nothing("r", FinishReason.STOP, "abc")
 
 
-async def test_a_background_request_that_no_index_names_is_taken_up_by_who_asks_how_it_is() -> None:
+async def test_reading_the_status_adopts_a_background_request_missing_from_the_index() -> None:
     class Unlisted(MemoryJournal):
         async def orphans(self) -> list[str]:
             return []
@@ -326,7 +326,7 @@ async def test_a_background_request_that_no_index_names_is_taken_up_by_who_asks_
         await place.lifecycle.drain(0.01)
 
 
-async def test_a_request_whose_last_piece_was_on_its_way_when_it_was_cancelled_ends_as_cancelled() -> None:
+async def test_a_request_cancelled_before_its_last_delta_was_delivered_ends_as_cancelled() -> None:
     async with open_runner() as place:
         task, submit = await started(place, place.lifecycle.run(streamed()))
         place.engine.send(output(submit.request_id, tokens("ab"), 0))
@@ -340,7 +340,7 @@ async def test_a_request_whose_last_piece_was_on_its_way_when_it_was_cancelled_e
         assert record.finish_reason is FinishReason.ABORT
 
 
-async def test_a_drained_router_ends_its_streams_so_that_others_go_on() -> None:
+async def test_a_drained_router_ends_its_streams_so_that_other_routers_resume_them() -> None:
     async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(streamed()))
         place.engine.send(output("r", tokens("ab"), 0))
@@ -357,7 +357,7 @@ async def test_a_drained_router_ends_its_streams_so_that_others_go_on() -> None:
         assert await place.journal.claim("r") is not None
 
 
-async def test_what_ended_with_an_error_ends_with_it_again() -> None:
+async def test_a_resumed_stream_ends_with_its_requests_error() -> None:
     async with open_runner() as place:
         with pytest.raises(QuireError):
             await collect(place.lifecycle.run(streamed(deadline=0.0)))
@@ -368,7 +368,7 @@ async def test_what_ended_with_an_error_ends_with_it_again() -> None:
         assert caught.value.code is ErrorCode.DEADLINE
 
 
-async def test_a_request_that_another_router_took_is_not_told_any_further() -> None:
+async def test_a_stream_whose_request_another_router_claimed_ends() -> None:
     journal = Owned()
     async with open_runner(journal=journal) as place:
         task, _ = await started(place, place.lifecycle.run(streamed()))
@@ -406,7 +406,7 @@ async def being_told_what_was_written() -> AsyncIterator[tuple[RunnerHarness, As
         yield place, answer
 
 
-async def test_a_client_that_leaves_while_it_is_told_what_was_written_leaves_nothing_held() -> None:
+async def test_a_disconnect_during_replay_leaves_no_lease() -> None:
     async with being_told_what_was_written() as (place, answer):
         await answer.aclose()
         after = await place.journal.read("r")
@@ -415,7 +415,7 @@ async def test_a_client_that_leaves_while_it_is_told_what_was_written_leaves_not
         assert place.lifecycle.in_flight == 0
 
 
-async def test_a_request_can_be_cancelled_while_its_reader_is_told_what_was_written() -> None:
+async def test_a_request_can_be_cancelled_during_replay() -> None:
     async with being_told_what_was_written() as (place, answer):
         assert await place.lifecycle.cancel("r")
         rest = await collect(answer)
@@ -425,7 +425,7 @@ async def test_a_request_can_be_cancelled_while_its_reader_is_told_what_was_writ
         await place.left_nothing("r", FinishReason.ABORT, "abcd")
 
 
-async def test_a_drain_ends_a_request_whose_reader_is_told_what_was_written() -> None:
+async def test_a_drain_ends_a_request_during_replay() -> None:
     async with being_told_what_was_written() as (place, answer):
         await place.lifecycle.drain(0.01)
         with pytest.raises(QuireError, match="shutting down"):
@@ -473,7 +473,7 @@ class Broken(str):
         raise RuntimeError("broken")
 
 
-async def test_what_cannot_go_on_ends_and_holds_up_nobody() -> None:
+async def test_a_background_request_that_cannot_resume_ends_and_delays_no_other() -> None:
     async with open_runner() as place:
         for name, stop in (("bad", (Broken("x"),)), ("good", ())):
             generation = streamed(request_id=name, stop=stop, background=True, stream=False)
@@ -485,7 +485,7 @@ async def test_what_cannot_go_on_ends_and_holds_up_nobody() -> None:
         assert (bad.leased, bad.finish_reason) == (False, FinishReason.ERROR)
 
 
-async def test_a_request_that_is_taken_up_counts_among_its_tenants_own() -> None:
+async def test_an_adopted_request_counts_towards_its_tenants_limit() -> None:
     limits = RateLimiter(Tenants(default=Tenant(max_concurrent=1)))
     async with open_runner(limits=limits) as place:
         place.journal.release(place.journal.open(streamed(background=True, stream=False)))
@@ -503,7 +503,7 @@ async def test_a_request_that_is_taken_up_counts_among_its_tenants_own() -> None
         assert delta_text(await task) == "c"
 
 
-async def test_what_is_charged_and_cannot_begin_gives_its_place_back() -> None:
+async def test_a_charged_request_that_cannot_start_releases_its_place() -> None:
     limits = RateLimiter(Tenants(default=Tenant(max_concurrent=1)))
     async with open_runner(limits=limits) as place:
         for name, stop in (("r", (Broken("x"),)), ("s", (Broken("x"),)), ("t", ())):
@@ -518,7 +518,7 @@ async def test_what_is_charged_and_cannot_begin_gives_its_place_back() -> None:
                 assert delta_text(await task) == "c"
 
 
-async def test_a_background_request_that_costs_too_many_engines_ends() -> None:
+async def test_a_background_request_that_fails_on_too_many_engines_ends() -> None:
     async with open_runner(grace=0.05) as place:
         assert await place.lifecycle.start(streamed(background=True, stream=False))
         for generation in range(3):
@@ -532,7 +532,7 @@ async def test_a_background_request_that_costs_too_many_engines_ends() -> None:
         await place.left_nothing("r", FinishReason.ERROR, "")
 
 
-async def test_only_so_many_requests_run_without_a_listener() -> None:
+async def test_requests_without_a_reader_are_bounded() -> None:
     async with open_runner(max_background=2) as place:
         for name in "ab":
             assert await place.lifecycle.start(streamed(request_id=name, background=True))
@@ -544,7 +544,7 @@ async def test_only_so_many_requests_run_without_a_listener() -> None:
         await place.lifecycle.drain(0.01)
 
 
-async def test_only_so_much_is_taken_up_at_once_of_what_others_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_adoptions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "MAX_ORPHAN_TOKENS", 2 * streamed().stored_size)
     async with open_runner() as place:
         for name in "abc":
@@ -559,7 +559,7 @@ async def test_only_so_much_is_taken_up_at_once_of_what_others_left(monkeypatch:
         await place.lifecycle.drain(0.01)
 
 
-async def test_what_runs_here_is_not_adopted_here() -> None:
+async def test_a_request_that_runs_here_is_not_adopted_here() -> None:
     class Forgetful(MemoryJournal):
         async def orphans(self) -> list[str]:
             return ["r"]
@@ -574,7 +574,7 @@ async def test_what_runs_here_is_not_adopted_here() -> None:
         await place.lifecycle.drain(0.01)
 
 
-async def test_a_reader_has_as_long_as_it_says_and_not_as_long_as_the_first_one() -> None:
+async def test_a_resumed_stream_has_its_own_deadline() -> None:
     async with open_runner() as place:
         first, submit = await started(place, place.lifecycle.run(streamed(deadline=time() + 0.3)))
         place.engine.send(output(submit.request_id, tokens("ab"), 0))
@@ -595,7 +595,7 @@ async def test_a_reader_has_as_long_as_it_says_and_not_as_long_as_the_first_one(
 
 
 @pytest.mark.parametrize("background", [False, True])
-async def test_a_reader_whose_time_is_over_leaves_what_it_took_up(background: bool) -> None:
+async def test_a_reader_whose_deadline_passes_releases_the_request_it_resumed(background: bool) -> None:
     """Also when the request still waits for an engine."""
     async with open_runner(ready=0) as place:
         place.journal.release(place.journal.open(streamed(background=background, deadline=time() + 600)))
@@ -611,7 +611,7 @@ async def test_a_reader_whose_time_is_over_leaves_what_it_took_up(background: bo
 
 @given(st.integers(0, 3 * CHUNK_TOKENS), st.integers(0, 3 * CHUNK_TOKENS), st.booleans())
 @settings(deadline=None)
-def test_a_long_piece_is_told_again_in_parts(first: int, second: int, ended: bool) -> None:
+def test_a_long_delta_is_replayed_in_parts(first: int, second: int, ended: bool) -> None:
     generation = streamed(params=SamplingParams(seed=7, max_tokens=10_000))
     text = "".join(chr(97 + number % 26) for number in range(first + second))
     reason = FinishReason.STOP if ended else None
@@ -637,9 +637,7 @@ def restored(pieces: list[RecordedDelta], journal: MemoryJournal, stop: tuple[st
 
 @given(st.lists(st.text("abé", max_size=3 * CHUNK_TOKENS), max_size=4), st.sampled_from([(), ("ba",), ("aab", "bé")]))
 @settings(deadline=None)
-def test_what_is_reread_part_by_part_is_what_all_of_it_at_once_would_be(
-    texts: list[str], stop: tuple[str, ...]
-) -> None:
+def test_a_record_reread_in_parts_equals_one_read_at_once(texts: list[str], stop: tuple[str, ...]) -> None:
     journal = MemoryJournal()
 
     async def reread() -> tuple[RequestState, int]:
@@ -663,7 +661,7 @@ def test_what_is_reread_part_by_part_is_what_all_of_it_at_once_would_be(
         assert (record.choices[0].token_ids, record.finish_reason) == (choice.token_ids, choice.finish_reason)
 
 
-async def test_a_long_record_is_reread_in_turns() -> None:
+async def test_a_long_record_is_reread_in_chunks() -> None:
     progress, turns = restored([RecordedDelta(0, tokens("a") * 100 * CHUNK_TOKENS)], MemoryJournal()), 0
 
     async def beat() -> None:

@@ -28,7 +28,7 @@ def request(request_id: str = "r", *, stop: tuple[str, ...] = (), max_tokens: in
 # What the client sees
 
 
-async def test_an_answer_comes_in_pieces_and_ends_with_its_usage() -> None:
+async def test_a_request_streams_deltas_and_ends_with_its_usage() -> None:
     async with open_runner() as place:
         task, submit = await started(place, place.lifecycle.run(request()))
         place.engine.send(output("r", tokens("He"), 0, cached_tokens=3))
@@ -44,7 +44,7 @@ async def test_an_answer_comes_in_pieces_and_ends_with_its_usage() -> None:
     assert (submit.sampling.seed, submit.sampling.max_tokens, submit.cache_salt) == (7, 50, b"salt")
 
 
-async def test_half_a_character_waits_for_its_other_half() -> None:
+async def test_an_incomplete_character_is_held_back() -> None:
     async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request()))
         smile = tokens("☺")
@@ -68,7 +68,7 @@ async def test_a_stop_string_ends_the_answer_before_it_and_cancels_on_the_engine
     assert deltas[-1].usage == Usage(5, len("one END"))
 
 
-async def test_a_stop_string_that_is_not_completed_is_told_at_the_end() -> None:
+async def test_an_incomplete_stop_string_is_sent_at_the_end() -> None:
     async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request(stop=("END",))))
         place.engine.send(output("r", tokens("one EN"), 0, LENGTH))
@@ -76,7 +76,7 @@ async def test_a_stop_string_that_is_not_completed_is_told_at_the_end() -> None:
         await place.left_nothing("r", FinishReason.LENGTH, "one EN")
 
 
-async def test_an_engines_error_is_the_clients_error() -> None:
+async def test_an_engines_error_is_passed_to_the_client() -> None:
     async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request()))
         place.engine.send(output("r", tokens("a"), 0))
@@ -89,7 +89,7 @@ async def test_an_engines_error_is_the_clients_error() -> None:
         await place.left_nothing("r", FinishReason.ERROR, "a")
 
 
-async def test_an_id_that_is_in_use_is_our_fault() -> None:
+async def test_an_id_in_use_is_an_internal_error() -> None:
     async with open_runner() as place:
         first, _ = await started(place, place.lifecycle.run(request()))
         with pytest.raises(QuireError) as ours:
@@ -103,7 +103,7 @@ async def test_an_id_that_is_in_use_is_our_fault() -> None:
         await place.left_nothing("r", FinishReason.ERROR, "")
 
 
-async def test_a_failure_inside_is_told_without_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_internal_failure_is_reported_without_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_runner() as place:
         monkeypatch.setattr(place.fleet, "rows", lambda model: 1 / 0)
         with pytest.raises(QuireError) as caught:
@@ -117,7 +117,7 @@ async def test_a_failure_inside_is_told_without_its_reason(monkeypatch: pytest.M
 # Ways out
 
 
-async def test_cancel_ends_the_answer_with_abort_and_what_had_come() -> None:
+async def test_cancel_ends_the_stream_with_abort_after_its_tokens_so_far() -> None:
     async with open_runner() as place:
         answer = place.lifecycle.run(request())
         first = asyncio.create_task(anext(answer))
@@ -133,7 +133,7 @@ async def test_cancel_ends_the_answer_with_abort_and_what_had_come() -> None:
         await place.left_nothing("r", FinishReason.ABORT, "a")
 
 
-async def test_closing_before_the_first_piece_was_asked_for_does_nothing() -> None:
+async def test_closing_before_the_first_delta_was_requested_does_nothing() -> None:
     async with open_runner() as place:
         await place.lifecycle.run(request()).aclose()
         assert await place.journal.read("r") is None
@@ -141,7 +141,7 @@ async def test_closing_before_the_first_piece_was_asked_for_does_nothing() -> No
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3])
-async def test_closing_after_any_piece_cancels_at_once(pieces: int) -> None:
+async def test_closing_after_any_delta_cancels_at_once(pieces: int) -> None:
     async with open_runner() as place:
         answer = place.lifecycle.run(request())
         reading = asyncio.create_task(anext(answer))
@@ -156,7 +156,7 @@ async def test_closing_after_any_piece_cancels_at_once(pieces: int) -> None:
         assert (await place.engine.cancel()).request_id == "r"
 
 
-async def test_cancelling_who_waits_for_a_piece_cancels_on_the_engine() -> None:
+async def test_cancelling_a_task_that_waits_for_a_delta_cancels_on_the_engine() -> None:
     async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request()))
         task.cancel()
@@ -166,7 +166,7 @@ async def test_cancelling_who_waits_for_a_piece_cancels_on_the_engine() -> None:
         assert (await place.engine.cancel()).request_id == "r"
 
 
-async def test_a_client_that_leaves_after_the_last_piece_got_all_of_it() -> None:
+async def test_a_client_that_disconnects_after_the_last_delta_cancels_nothing() -> None:
     async with open_runner() as place:
         answer = place.lifecycle.run(request())
         reading = asyncio.create_task(anext(answer))
@@ -270,7 +270,7 @@ async def test_when_an_engine_dies_the_client_sees_only_a_pause() -> None:
     assert deltas[-1].usage == Usage(5, 7, 2)
 
 
-async def test_a_request_can_go_on_at_the_engine_that_was_restarted() -> None:
+async def test_a_request_can_resume_on_the_restarted_engine() -> None:
     async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request()))
         place.engine.send(output("r", tokens("ab"), 0))
@@ -283,7 +283,7 @@ async def test_a_request_can_go_on_at_the_engine_that_was_restarted() -> None:
         await place.left_nothing("r", FinishReason.STOP, "abc")
 
 
-async def test_a_stream_that_comes_back_in_time_goes_on_without_another_attempt() -> None:
+async def test_a_stream_that_reconnects_in_time_resumes_without_another_attempt() -> None:
     async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request()))
         place.engine.send(output("r", tokens("a"), 0))
@@ -294,7 +294,7 @@ async def test_a_stream_that_comes_back_in_time_goes_on_without_another_attempt(
             assert not place.engine.commands.get_nowait().HasField("submit")
 
 
-async def test_after_the_last_attempt_the_client_is_told() -> None:
+async def test_after_the_last_attempt_the_client_gets_an_error() -> None:
     async with open_runner(max_attempts=2) as place:
         task, _ = await started(place, place.lifecycle.run(request()))
         place.engine.send(output("r", tokens("a"), 0, ABORT))
@@ -309,7 +309,7 @@ async def test_after_the_last_attempt_the_client_is_told() -> None:
         await place.left_nothing("r", FinishReason.ERROR, "ab")
 
 
-async def test_an_engine_that_is_going_away_is_not_asked_again() -> None:
+async def test_a_draining_engine_is_not_tried_again() -> None:
     async with open_runner(2) as place:
         task, _ = await started(place, place.lifecycle.run(request()))
         place.engine.send(output("r", [], 0, ERROR, types_pb2.Error(code=types_pb2.ERROR_CODE_UNAVAILABLE)))
@@ -321,7 +321,7 @@ async def test_an_engine_that_is_going_away_is_not_asked_again() -> None:
 FULL = types_pb2.Error(code=types_pb2.ERROR_CODE_OVERLOADED, message="The engine's queue is full.")
 
 
-async def test_a_request_goes_on_to_the_engine_that_has_room_however_many_are_full() -> None:
+async def test_a_request_reaches_the_engine_with_capacity_however_many_are_full() -> None:
     async with open_runner(4, max_attempts=1) as place:
         task = asyncio.create_task(collect(place.lifecycle.run(request())))
         for engine in place.engines[:3]:
@@ -332,7 +332,7 @@ async def test_a_request_goes_on_to_the_engine_that_has_room_however_many_are_fu
         await place.left_nothing("r", FinishReason.STOP, "a")
 
 
-async def test_when_every_engine_is_full_the_client_is_told_when_to_come_back() -> None:
+async def test_when_every_engine_is_full_the_client_gets_a_retry_time() -> None:
     async with open_runner(2) as place:
         task = asyncio.create_task(collect(place.lifecycle.run(request())))
         for engine in place.engines:
@@ -346,7 +346,7 @@ async def test_when_every_engine_is_full_the_client_is_told_when_to_come_back() 
         await place.left_nothing("r", FinishReason.ERROR, "")
 
 
-async def test_an_engine_that_falls_silent_is_left_for_another() -> None:
+async def test_a_request_leaves_a_silent_engine_for_another() -> None:
     impatient = {**QUICK, "silence": 0.2, "stall": 0.4, "connect_timeout": 0.2}
     async with open_runner(2, grace=0.05, link=impatient) as place:
         task, _ = await started(place, place.lifecycle.run(request()))
@@ -360,7 +360,7 @@ async def test_an_engine_that_falls_silent_is_left_for_another() -> None:
         assert (await place.engine.cancel()).request_id == "r"
 
 
-async def test_an_answer_whose_end_alone_was_lost_needs_no_other_engine() -> None:
+async def test_an_output_whose_finish_alone_was_lost_needs_no_other_engine() -> None:
     async with open_runner(hold_timeout=0.01) as place:
         task, _ = await started(place, place.lifecycle.run(request(max_tokens=2)))
         place.engine.send(output("r", tokens("ab"), 0))
@@ -388,7 +388,7 @@ async def test_a_cancelled_request_is_not_tried_again() -> None:
 # The end of the router
 
 
-async def test_draining_lets_running_requests_end_and_takes_no_new_ones() -> None:
+async def test_draining_finishes_running_requests_and_admits_no_new_ones() -> None:
     async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request()))
         draining = asyncio.create_task(place.lifecycle.drain(10))
@@ -402,7 +402,7 @@ async def test_draining_lets_running_requests_end_and_takes_no_new_ones() -> Non
         await place.left_nothing("r", FinishReason.STOP, "a")
 
 
-async def test_draining_ends_what_takes_too_long() -> None:
+async def test_draining_ends_requests_that_take_too_long() -> None:
     async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request()))
         await place.lifecycle.drain(0.01)
@@ -449,7 +449,7 @@ async def test_each_attempt_is_a_span_and_so_is_the_wait_for_an_engine(monkeypat
     assert attributes[1]["gen_ai.usage.output_tokens"] == 2
 
 
-async def test_attempts_that_came_to_nothing_are_counted() -> None:
+async def test_failed_attempts_are_counted() -> None:
     def counted() -> list[float]:
         name = "quire_attempts_lost_total"
         return [REGISTRY.get_sample_value(name, {"reason": reason}) or 0 for reason in ("engine_full", "engine_lost")]

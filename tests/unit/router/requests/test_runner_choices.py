@@ -25,7 +25,7 @@ def last(deltas: list[Delta], index: int) -> Delta:
     return [delta for delta in deltas if delta.index == index][-1]
 
 
-async def test_each_choice_ends_with_its_reason_and_the_last_piece_has_the_usage_of_all() -> None:
+async def test_each_choice_ends_with_its_finish_reason_and_the_last_delta_has_the_usage() -> None:
     async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request(3)))
         place.engine.send(*(output("r", tokens("ab"), 0, index=index, cached_tokens=3) for index in range(3)))
@@ -68,7 +68,7 @@ async def test_the_last_stop_string_ends_the_request() -> None:
         await place.left_nothing("r", FinishReason.STOP, "a!", "b!")
 
 
-async def test_the_stop_string_and_special_tokens_are_kept_where_they_are_asked_for() -> None:
+async def test_the_stop_string_and_special_tokens_are_kept_where_requested() -> None:
     async with open_runner() as place:
         generation = replace(request(1, stop=("END",)), include_stop=True, skip_special_tokens=False)
         task, _ = await started(place, place.lifecycle.run(generation))
@@ -76,7 +76,7 @@ async def test_the_stop_string_and_special_tokens_are_kept_where_they_are_asked_
         assert delta_text(await task) == "one END"
 
 
-async def test_another_engine_goes_on_with_each_choice_from_its_own_place() -> None:
+async def test_another_engine_resumes_each_choice_at_its_own_position() -> None:
     async with open_runner(2, grace=0.05) as place:
         generation = replace(request(4, stop=("END",)), priority=3)
         task, first = await started(place, place.lifecycle.run(generation))
@@ -105,7 +105,7 @@ async def test_another_engine_goes_on_with_each_choice_from_its_own_place() -> N
     assert [delta_text(deltas, index) for index in range(4)] == ["a", "bEx", "c", "d"]
 
 
-async def test_choices_that_lack_only_the_engines_word_need_no_other_engine() -> None:
+async def test_choices_that_lack_only_their_finish_reason_need_no_other_engine() -> None:
     async with open_runner(hold_timeout=0.01) as place:
         task, _ = await started(place, place.lifecycle.run(request(max_tokens=2)))
         place.engine.send(output("r", tokens("ab"), 0, index=0), output("r", tokens("c"), 0, index=1))
@@ -143,7 +143,7 @@ async def test_log_probabilities_end_with_the_token_that_completes_a_stop_string
     assert [each.logprob for each in delta.logprobs] == [-1, -2]
 
 
-async def test_the_prompts_log_probabilities_are_told_once_and_asked_for_until_they_have_come() -> None:
+async def test_prompt_log_probabilities_are_sent_once_and_requested_until_they_arrive() -> None:
     async with open_runner() as place:
         task, first = await started(place, place.lifecycle.run(request(prompt_logprobs=2)))
         place.engine.send(output("r", prompt_logprobs=logprobs(-1, -2), prompt_position=1))
@@ -165,7 +165,7 @@ async def test_the_prompts_log_probabilities_are_told_once_and_asked_for_until_t
 # Told together
 
 
-async def test_the_best_are_told_when_all_have_ended_best_first_and_equal_ones_in_order() -> None:
+async def test_best_of_choices_are_sent_when_all_have_ended_best_first_and_ties_in_order() -> None:
     async with open_runner() as place:
         task, submit = await started(place, place.lifecycle.run(request(2, best_of=4)))
         assert (submit.sampling.n, submit.sampling.best_of) == (2, 4)
@@ -185,7 +185,7 @@ async def test_the_best_are_told_when_all_have_ended_best_first_and_equal_ones_i
     assert [delta.usage for delta in deltas] == [None, Usage(5, len("worst" + "same" + "equal"))]
 
 
-async def test_candidates_go_on_where_they_are_when_their_engine_is_lost() -> None:
+async def test_candidates_resume_at_their_positions_when_their_engine_is_lost() -> None:
     async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request(1, best_of=2, logprobs=0)))
         place.engine.send(output("r", tokens("a"), 0, index=1, logprobs=logprobs(-1)))
@@ -201,7 +201,7 @@ async def test_candidates_go_on_where_they_are_when_their_engine_is_lost() -> No
     assert (delta.text, [each.logprob for each in delta.logprobs]) == ("ac", [-1, -2])
 
 
-async def test_who_cancels_gets_the_best_so_far_and_nobody_says_that_they_are_the_best() -> None:
+async def test_cancelling_best_of_gives_the_best_so_far_as_aborted() -> None:
     async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request(2, best_of=3)))
         place.engine.send(output("r", tokens("a"), 0, STOP, index=1, logprobs=logprobs(-1)))
@@ -216,7 +216,7 @@ async def test_who_cancels_gets_the_best_so_far_and_nobody_says_that_they_are_th
         await place.left_nothing("r", FinishReason.ABORT, "b", "a")
 
 
-async def test_who_cancels_a_search_gets_only_what_was_told_of_its_end() -> None:
+async def test_cancelling_a_beam_search_gives_only_the_outputs_received_so_far() -> None:
     async with open_runner() as place:
         task, _ = await started(place, place.lifecycle.run(request(2, beam_width=3)))
         place.engine.send(output("r", tokens("a"), 0, STOP, index=0, score=-1.0))
@@ -229,7 +229,7 @@ async def test_who_cancels_a_search_gets_only_what_was_told_of_its_end() -> None
         await place.left_nothing("r", FinishReason.ABORT, "a", "")
 
 
-async def test_a_beam_search_begins_anew_on_another_engine_and_is_told_with_its_scores() -> None:
+async def test_a_beam_search_restarts_on_another_engine_and_is_sent_with_its_scores() -> None:
     async with open_runner() as place:
         task, first = await started(place, place.lifecycle.run(request(2, beam_width=3)))
         place.engine.send(output("r", tokens("former"), 0, STOP, index=0, score=-1.0))
@@ -247,7 +247,7 @@ async def test_a_beam_search_begins_anew_on_another_engine_and_is_told_with_its_
 # Traces and metrics
 
 
-async def test_a_span_names_the_reason_of_each_choice_and_a_metric_the_gravest(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_span_has_every_finish_reason_and_a_metric_the_worst(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr("quire_router.requests.dispatch.tracer", provider.get_tracer("test"))

@@ -45,7 +45,7 @@ async def test_a_request_that_has_ended_leaves_nothing_for_the_collector():
         await until(lambda: not any(isinstance(each, RequestState | OutputStream) for each in gc.get_objects()))
 
 
-async def test_leaving_and_coming_back_gives_no_tokens_for_free():
+async def test_disconnecting_and_resuming_gives_no_tokens_for_free():
     limits = RateLimiter(Tenants([Tenant("t", tokens_per_minute=14)]))
     async with open_runner(limits=limits) as place:
         answer = await place.lifecycle.run_once(request(digest="d"))
@@ -56,7 +56,7 @@ async def test_leaving_and_coming_back_gives_no_tokens_for_free():
         assert refused.value.code is ErrorCode.OVERLOADED
 
 
-async def test_who_comes_back_waits_for_a_turn_until_the_first_piece_was_told(monkeypatch: pytest.MonkeyPatch):
+async def test_a_resumed_request_without_a_delta_queues_for_admission(monkeypatch: pytest.MonkeyPatch):
     turns: list[str] = []
     acquire = AdmissionQueue.acquire
 

@@ -24,7 +24,7 @@ times = st.lists(st.integers(0, 100), max_size=30).map(sorted)
 
 
 @given(times, times, st.one_of(st.none(), st.integers(0, 50)))
-def test_news_come_once_each_in_order_and_not_before_their_time(told, asked, delay) -> None:
+def test_messages_arrive_once_each_in_order_and_not_early(told, asked, delay) -> None:
     news: DelayedFeed[int] = DelayedFeed()
     reader = FeedReader(news, delay)
     heard: list[tuple[int, int]] = []
@@ -39,7 +39,7 @@ def test_news_come_once_each_in_order_and_not_before_their_time(told, asked, del
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=20).map(sorted), st.integers(0, 40))
-def test_a_share_is_told_when_it_changes_but_on_average_not_more_often_than_the_interval(changes, interval) -> None:
+def test_a_share_is_sent_when_it_changes_but_on_average_not_more_often_than_the_interval(changes, interval) -> None:
     shares: DelayedFeed[LoadMessage] = DelayedFeed()
     ledger, expectations = parts()
     ledger.add("0").describe(engine_pb2.DescribeResponse())
@@ -59,7 +59,7 @@ def test_a_share_is_told_when_it_changes_but_on_average_not_more_often_than_the_
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.sampled_from([0, 1, 100, 1000])), min_size=1, max_size=60))
-def test_shares_are_told_at_once_after_a_rest_and_seldom_where_they_are_many_or_long(waits) -> None:
+def test_shares_are_sent_at_once_after_a_pause_and_rarely_where_they_are_many_or_long(waits) -> None:
     """Each is paid for with an interval for itself and one for each hundred engines; ten intervals can be owed."""
     cadence, now, paid = PublishRate(10), 0.0, 0.0
     for wait, engines in waits:
@@ -72,7 +72,7 @@ def test_shares_are_told_at_once_after_a_rest_and_seldom_where_they_are_many_or_
 
 
 @given(st.integers(0, 300))
-def test_what_a_router_hears_does_not_grow_with_the_number_of_those_that_tell(peers: int) -> None:
+def test_the_shares_that_a_router_receives_do_not_grow_with_the_number_of_peers(peers: int) -> None:
     """All tell as often as they may for 1,000 intervals, in which four others tell 4,000 shares."""
     cadence, now, told = PublishRate(1), 0.0, 0
     while (now := cadence.next_at(now)) < 1000:
@@ -82,7 +82,7 @@ def test_what_a_router_hears_does_not_grow_with_the_number_of_those_that_tell(pe
     assert told >= 1000 / max(1, peers / 4)
 
 
-def test_a_share_that_is_never_told_stays_untold() -> None:
+def test_a_share_without_changes_is_never_sent() -> None:
     shares: DelayedFeed[LoadMessage] = DelayedFeed()
     publisher = Publisher("a", *parts(), shares, None)
     publisher.mark_changed(5)
@@ -95,7 +95,7 @@ def parts() -> tuple[LoadLedger, SpeculativeBlocks]:
     return LoadLedger(table), SpeculativeBlocks(table, PrefixIndex())
 
 
-def test_prompts_share_the_blocks_that_the_trace_says_they_share(tmp_path) -> None:
+def test_prompts_share_the_blocks_that_share_hashes_in_the_trace(tmp_path) -> None:
     rows: list[Any] = [(0, 1300, 5, [4, 5, 6]), (0, 1100, 5, [4, 5, 7]), (3000, 600, 5, [9, 5])]
     jobs = from_trace(write_mooncake(tmp_path / "trace.jsonl", rows), start=0, limit=None, seed=0)
     assert sorted(job.num_prompt for job in jobs) == [600, 1100, 1300]

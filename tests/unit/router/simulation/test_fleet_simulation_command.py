@@ -74,7 +74,7 @@ def test_both_kinds_of_traces_are_read(command, tmp_path: Path) -> None:
     assert shared["runs"][0]["report"]["requests"] == 30
 
 
-def test_a_flood_is_shown_beside_the_calm(command) -> None:
+def test_a_flood_is_shown_beside_normal_load(command) -> None:
     lines = command(*SMALL, "--policies", "cost", "--tenants", "3", "--flood", "5").splitlines()
     assert [line.split()[-3:] for line in lines if "without" in line or "flood" in line[:40]]
     assert "turn p95, s" in "\n".join(lines)
@@ -101,7 +101,9 @@ def test_a_plot_is_written(command, tmp_path: Path) -> None:
         ("quire_engine", (), "quire-router[simulate]"),
     ],
 )
-def test_what_an_extra_brings_is_asked_for_by_its_name(command, monkeypatch, capsys, missing, arguments, said) -> None:
+def test_a_missing_dependency_is_reported_with_its_extra(
+    command, monkeypatch, capsys, missing, arguments, said
+) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(SystemExit) as end:
         command(*SMALL, *arguments)

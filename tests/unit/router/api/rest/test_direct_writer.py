@@ -60,7 +60,7 @@ async def asking(port: int, request: bytes = REQUEST) -> AsyncIterator[asyncio.S
 
 @pytest.mark.parametrize("ids", [True, False])
 @pytest.mark.parametrize("direct", [True, False])
-async def test_the_client_gets_the_same_whichever_way_events_take(direct: bool, ids: bool) -> None:
+async def test_the_client_gets_the_same_bytes_with_and_without_direct_writes(direct: bool, ids: bool) -> None:
     pieces = [b"data: %d\n\n" % number for number in range(200)]
     ways: list[bool] = []
 
@@ -81,7 +81,7 @@ async def test_the_client_gets_the_same_whichever_way_events_take(direct: bool, 
     assert ways == [False, *[True] * 199 * direct, False], "it opens with the first event, and closes with the last"
 
 
-def test_several_events_of_one_turn_take_the_short_way() -> None:
+def test_several_events_of_one_loop_iteration_are_written_directly() -> None:
     """As those of several choices do, that one step of an engine brings."""
 
     async def scenario() -> list[bool]:
@@ -105,14 +105,14 @@ def test_several_events_of_one_turn_take_the_short_way() -> None:
 
 
 @pytest.mark.parametrize(("unwritten", "is_open"), [(0, True), (4_000, True), (60_000, False)])
-def test_what_little_the_transport_has_not_written_yet_does_not_close_the_way(unwritten: int, is_open: bool) -> None:
+def test_a_small_transport_buffer_does_not_stop_direct_writes(unwritten: int, is_open: bool) -> None:
     """Some versions of uvloop count what they write at the end of a turn."""
     transport = SimpleNamespace(is_closing=lambda: False, get_write_buffer_size=lambda: unwritten)
     cycle = SimpleNamespace(transport=transport)
     assert DirectWriter(cycle).is_open is is_open  # type: ignore[arg-type]
 
 
-async def test_the_way_is_closed_while_the_client_does_not_read_and_opens_when_it_has() -> None:
+async def test_direct_writes_stop_while_the_client_does_not_read_and_resume_when_it_does() -> None:
     written, closed, again = 0, asyncio.Event(), asyncio.Event()
 
     async def answer(events: SseStream) -> None:
@@ -137,7 +137,7 @@ async def test_the_way_is_closed_while_the_client_does_not_read_and_opens_when_i
         assert received.count(b"x" * 1000) == written
 
 
-async def test_the_way_is_closed_once_the_client_has_left() -> None:
+async def test_direct_writes_stop_once_the_client_has_disconnected() -> None:
     left = asyncio.Event()
 
     async def answer(events: SseStream) -> None:
@@ -153,7 +153,7 @@ async def test_the_way_is_closed_once_the_client_has_left() -> None:
         await asyncio.wait_for(left.wait(), 10)
 
 
-async def test_an_answer_without_a_body_has_no_such_way() -> None:
+async def test_a_response_without_a_body_has_no_direct_writes() -> None:
     opened: list[bool] = []
 
     async def answer(events: SseStream) -> None:
@@ -166,7 +166,7 @@ async def test_an_answer_without_a_body_has_no_such_way() -> None:
     assert opened == [False]
 
 
-async def test_the_way_opens_again_after_each_heartbeat() -> None:
+async def test_direct_writes_resume_after_each_heartbeat() -> None:
     opened: list[bool] = []
 
     async def answer(events: SseStream) -> None:

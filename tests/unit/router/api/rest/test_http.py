@@ -103,7 +103,7 @@ async def raw(port: int, sent: bytes) -> Answer:
 
 @pytest.mark.parametrize("target", [b"/", b"/x", b"*", b"http://x/y", b"x:443", b"x"])
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-async def test_a_tunnel_costs_no_more_than_a_get(target: bytes, version: bytes) -> None:
+async def test_connect_costs_no_more_than_a_get(target: bytes, version: bytes) -> None:
     protocol, sink = await fed(b"CONNECT %b HTTP/%b\r\nhost: x\r\n\r\n" % (target, version))
     plain, _ = await fed(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
     assert (protocol.heads, protocol.deepest) == (plain.heads, plain.deepest)
@@ -119,7 +119,7 @@ async def test_an_offer_of_another_protocol_is_parsed_twice_at_most() -> None:
 
 @pytest.mark.parametrize("target", ["/", "*", "x:443", CHAT])
 @pytest.mark.parametrize("of_metrics", [False, True])
-async def test_a_tunnel_is_refused_in_words_on_both_ports(target: str, of_metrics: bool) -> None:
+async def test_connect_is_refused_with_a_message_on_both_ports(target: str, of_metrics: bool) -> None:
     async with open_stage() as stage:
         port = stage.admin_port if of_metrics else stage.port
         answer = await raw(port, f"CONNECT {target} HTTP/1.1\r\nhost: x\r\n\r\nGET /live HTTP/1.1\r\n\r\n".encode())

@@ -75,7 +75,7 @@ async def test_a_chat_shows_each_token_with_its_bytes_and_the_most_probable_ones
     assert b"".join(bytes(each.bytes) for each in shown.content).decode() == answer.choices[0].message.content == SAID
 
 
-async def test_a_chat_streams_what_it_shows_in_one_piece():
+async def test_a_streamed_chat_has_the_logprobs_of_the_whole_one():
     async with open_stage(script_of(SAID)) as stage, client(stage) as api:
         stream = await api.chat.completions.create(
             model=MODEL, messages=USER, logprobs=True, top_logprobs=2, stream=True, n=2
@@ -89,7 +89,7 @@ async def test_a_chat_streams_what_it_shows_in_one_piece():
         assert "".join(piece.delta.content or "" for piece in pieces) == SAID
 
 
-async def test_no_log_probabilities_are_shown_unless_they_are_asked_for():
+async def test_no_log_probabilities_are_shown_unless_requested():
     async with open_stage() as stage:
         for fields in ({}, {"stream": True}):
             answer = await ask(stage.port, "POST", CHAT, chat(**fields))
@@ -145,7 +145,7 @@ async def test_a_completion_shows_four_lists_side_by_side(top):
 
 
 @pytest.mark.parametrize("echo", [False, True])
-async def test_a_completion_streams_what_it_shows_in_one_piece(echo):
+async def test_a_streamed_completion_has_the_logprobs_of_the_whole_one(echo):
     body = completion("how are you", logprobs=3, echo=echo, n=2)
     async with open_stage(script_of(SAID)) as stage:
         whole = (await ask(stage.port, "POST", COMPLETIONS, body)).json["choices"]
@@ -323,7 +323,7 @@ def test_the_bytes_are_the_text_and_the_offsets_point_into_it(text, top, place):
 
 
 @pytest.mark.parametrize("logprob", [float("-inf"), -1e30, float("nan")])
-def test_what_json_cannot_say_is_said_as_openai_says_it(logprob):
+def test_numbers_that_json_lacks_are_written_as_openai_does(logprob):
     logprobs = [TokenLogprobs(logprob, ((5, logprob),))]
     offsets = TextOffsets(TEXT.new_output_stream([], ()))
 

@@ -74,7 +74,7 @@ async def test_a_completion_stream_has_the_same_text():
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, chat()), (COMPLETIONS, completion())])
-async def test_the_usage_comes_in_a_last_chunk_without_choices_when_it_is_asked_for(path, body):
+async def test_the_usage_comes_in_a_last_chunk_without_choices_when_requested(path, body):
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     async with open_stage() as stage:
         events = (await ask(stage.port, "POST", path, body)).events
@@ -86,7 +86,7 @@ async def test_the_usage_comes_in_a_last_chunk_without_choices_when_it_is_asked_
     assert all(event["usage"] is None and len(event["choices"]) == 1 for event in others)
 
 
-async def test_text_travels_so_that_no_reader_of_lines_can_break_it():
+async def test_text_is_escaped_so_that_no_line_reader_splits_it():
     text = 'a"\\\n\r\u2028\x85é😀</script>'
     async with open_stage([text, FinishReason.LENGTH]) as stage:
         answer = await ask(stage.port, "POST", COMPLETIONS, completion(stream=True))
@@ -96,7 +96,7 @@ async def test_text_travels_so_that_no_reader_of_lines_can_break_it():
     assert answer.events[1]["choices"][0]["finish_reason"] == "length"
 
 
-async def test_models_are_listed_with_their_length_once_it_is_known():
+async def test_models_are_listed_with_their_maximum_length_once_an_engine_reports_it():
     async with open_stage() as stage, client(stage) as api:
         models = [model async for model in await api.models.list()]
         model = await api.models.retrieve(MODEL)
@@ -119,7 +119,7 @@ async def test_the_request_id_in_the_header_is_ours_and_is_part_of_the_answers_i
 # Health and metrics
 
 
-async def test_health_says_which_models_have_engines():
+async def test_health_lists_the_models_that_have_engines():
     async with open_stage() as stage:
         assert (await ask(stage.port, "GET", "/health")).status == 200
         stage.fleet.engines = 0
@@ -131,7 +131,7 @@ async def test_health_says_which_models_have_engines():
                 assert (await ask(port, "GET", path)).status == 200
 
 
-async def test_a_router_that_leaves_answers_and_sends_its_clients_elsewhere():
+async def test_a_router_in_its_shutdown_delay_still_serves_and_closes_connections():
     async with open_stage() as stage:
         stage.service.concurrency.start_draining()
         answer = await ask(stage.port, "POST", CHAT, chat())
@@ -172,7 +172,7 @@ async def test_the_admin_port_serves_nothing_else():
         ("POST", "/health", 405, "method_not_allowed"),
     ],
 )
-async def test_routes_and_methods_that_do_not_exist_are_told_in_the_same_shape(method, path, status, code):
+async def test_unknown_routes_and_methods_are_errors_of_the_same_shape(method, path, status, code):
     async with open_stage() as stage:
         answer = await ask(stage.port, method, path)
 
@@ -182,7 +182,7 @@ async def test_routes_and_methods_that_do_not_exist_are_told_in_the_same_shape(m
 
 
 @pytest.mark.parametrize(("method", "path", "takes"), [("GET", CHAT, ["POST"]), ("POST", "/health", ["GET", "HEAD"])])
-async def test_a_path_that_takes_another_method_says_which(method, path, takes):
+async def test_a_405_names_the_allowed_method(method, path, takes):
     async with open_stage() as stage:
         answer = await ask(stage.port, method, path)
 
@@ -217,7 +217,7 @@ async def test_the_metrics_port_sends_clients_to_the_port_of_the_api():
         ("/" + "x" * 4000, "There is nothing at /xxx"),
     ],
 )
-async def test_a_path_that_is_not_there_is_named_with_what_to_use_instead(path, words):
+async def test_an_unknown_path_is_named_with_the_one_to_use_instead(path, words):
     async with open_stage() as stage:
         answer = await ask(stage.port, "POST", path, {})
 
@@ -235,7 +235,7 @@ async def test_a_path_that_is_not_there_is_named_with_what_to_use_instead(path, 
         ("GET", "/v1/models/other", None),
     ],
 )
-async def test_a_model_that_is_not_there_has_a_code_of_its_own_and_is_told_in_words_of_no_other_api(method, path, body):
+async def test_an_unknown_model_has_a_code_of_its_own_and_a_message_for_both_apis(method, path, body):
     async with open_stage() as stage:
         answer = await ask(stage.port, method, path, body)
 
@@ -304,7 +304,7 @@ async def test_a_body_without_a_stated_length_is_bounded_while_it_arrives():
     assert answer.status == 413
 
 
-async def test_a_body_that_does_not_arrive_is_given_up():
+async def test_a_body_that_does_not_arrive_times_out():
     async with open_stage(patience=0.05) as stage:
         answer = await ask(stage.port, "POST", CHAT, b"{", {"content-length": "50"})
 
@@ -339,7 +339,7 @@ async def test_headers_that_never_end_are_not_collected():
     "sent", [b"", b"GET /live HTTP/1.1\r\nx-slow: ", b"\r\n"], ids=["nothing", "half a head", "a line"]
 )
 @pytest.mark.parametrize("before", [b"", b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"], ids=["first", "next"])
-async def test_a_head_that_does_not_arrive_is_given_up(before, sent):
+async def test_a_head_that_does_not_arrive_times_out(before, sent):
     async with open_stage(limits=ConnectionLimits(head=0.05, idle=0.05)) as stage:
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
         writer.write(before)
@@ -353,7 +353,7 @@ async def test_a_head_that_does_not_arrive_is_given_up(before, sent):
         writer.close()
 
 
-async def test_a_head_that_comes_drop_by_drop_is_given_up_all_the_same():
+async def test_a_head_that_arrives_byte_by_byte_times_out_too():
     async with open_stage(limits=ConnectionLimits(head=0.1)) as stage:
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
         reading = asyncio.create_task(read_answer(reader))
@@ -398,7 +398,7 @@ async def test_an_answer_that_takes_longer_than_a_head_may_is_not_cut_off():
         writer.close()
 
 
-async def test_more_connections_than_allowed_are_told_so():
+async def test_more_connections_than_allowed_are_refused_with_an_error():
     release, body = asyncio.Event(), json.dumps(chat()).encode()
     sent = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     async with open_stage(["one", release], limits=ConnectionLimits(connections=2)) as stage:
@@ -425,7 +425,7 @@ async def test_more_connections_than_allowed_are_told_so():
 
 
 @pytest.mark.parametrize("sent", [b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\nno colon\r\n\r\n"])
-async def test_what_is_no_request_is_refused_in_the_same_words(sent):
+async def test_malformed_http_is_refused_with_an_error_of_the_same_shape(sent):
     async with open_stage() as stage:
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
         writer.write(sent)
@@ -437,7 +437,7 @@ async def test_what_is_no_request_is_refused_in_the_same_words(sent):
     assert answer.error["request_id"] == answer.headers["x-request-id"]
 
 
-async def test_a_body_that_is_said_to_be_too_large_is_not_waited_for():
+async def test_a_body_whose_content_length_is_too_large_is_not_awaited():
     async with open_stage(max_body_bytes=1000) as stage:
         answer = await ask(stage.port, "POST", CHAT, b"", {"content-length": "1001"})
 
@@ -446,7 +446,7 @@ async def test_a_body_that_is_said_to_be_too_large_is_not_waited_for():
 
 @pytest.mark.parametrize("code", list(ErrorCode))
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_error_before_the_first_piece_has_its_own_status(code, stream):
+async def test_an_error_before_the_first_token_has_its_own_status(code, stream):
     error = QuireError(code, "It is so.", param="model", retry_after=1.5)
     async with open_stage([error]) as stage:
         answer = await ask(stage.port, "POST", CHAT, chat(stream=stream))
@@ -482,7 +482,7 @@ async def test_the_openai_client_raises_the_error_in_the_middle_of_a_stream():
 
 @pytest.mark.parametrize("script", [["one"], []], ids=["after a piece", "before any"])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_without_an_end_is_never_passed_on_as_complete(script, stream):
+async def test_a_response_without_a_finish_reason_is_never_passed_on_as_complete(script, stream):
     async with open_stage(script) as stage:
         answer = await ask(stage.port, "POST", CHAT, chat(stream=stream))
 
@@ -502,7 +502,7 @@ async def test_what_goes_wrong_inside_is_logged_and_not_told(stream, caplog):
     assert "the secret" in str(record.exc_info[1])
 
 
-async def test_more_requests_than_allowed_get_429_with_a_time_to_come_back():
+async def test_more_requests_than_allowed_get_429_with_retry_after():
     release = asyncio.Event()
     async with open_stage([release, *ANSWER], concurrent=1) as stage:
         first = asyncio.create_task(ask(stage.port, "POST", CHAT, chat()))
@@ -518,7 +518,7 @@ async def test_more_requests_than_allowed_get_429_with_a_time_to_come_back():
     assert again.status == 200
 
 
-async def test_a_router_that_stops_finishes_what_runs_and_refuses_what_comes():
+async def test_a_stopping_router_finishes_running_requests_and_refuses_new_ones():
     release = asyncio.Event()
     async with open_stage([release, *ANSWER]) as stage:
         first = asyncio.create_task(ask(stage.port, "POST", CHAT, chat()))
@@ -532,7 +532,7 @@ async def test_a_router_that_stops_finishes_what_runs_and_refuses_what_comes():
     assert (refused.status, health.status) == (503, 503)
 
 
-async def test_no_engine_yet_is_503_with_a_time_to_come_back():
+async def test_no_engine_yet_is_503_with_retry_after():
     async with open_stage() as stage:
         stage.fleet.told = None
         answer = await ask(stage.port, "POST", CHAT, chat())

@@ -112,7 +112,7 @@ async def test_too_many_requests_behind_a_stream_are_not_refused_in_the_midst_of
 
 
 @pytest.mark.parametrize("behind", [b"5;a=", b"0\r\nx-a: "], ids=["extension", "trailer"])
-async def test_what_stands_behind_a_chunk_is_not_collected(behind):
+async def test_chunk_extensions_are_not_collected(behind):
     head = f"POST {CHAT} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
     async with open_stage() as stage:
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
@@ -144,7 +144,7 @@ async def test_a_body_in_many_small_chunks_is_taken():
 
 @pytest.mark.parametrize("at_a_time", [1, 100_000])
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_who_offers_another_protocol_is_answered_in_this_one_and_keeps_the_connection(chunked, at_a_time):
+async def test_an_upgrade_offer_is_answered_in_http_1_1_and_keeps_the_connection(chunked, at_a_time):
     body = json.dumps(chat()).encode()
     length = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % len(body)
     body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
@@ -185,7 +185,7 @@ async def unread(port: int) -> tuple[socket.socket, LimitedHttpProtocol]:
 
 
 @pytest.mark.parametrize("last", [b"", LIVE.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"), b"?\r\n\r\n"])
-async def test_a_connection_whose_answers_nobody_reads_ends(last: bytes) -> None:
+async def test_a_connection_whose_responses_are_not_read_is_closed(last: bytes) -> None:
     async with open_stage(limits=ConnectionLimits(idle=1.0, head=0.5)) as stage:
         client, protocol = await unread(stage.port)
         await asyncio.get_running_loop().sock_sendall(client, last)
@@ -193,7 +193,7 @@ async def test_a_connection_whose_answers_nobody_reads_ends(last: bytes) -> None
         client.close()
 
 
-async def test_an_idle_connection_that_makes_room_ends_also_where_nobody_reads_its_answers() -> None:
+async def test_an_evicted_idle_connection_is_closed_even_if_its_responses_are_not_read() -> None:
     async with open_stage(limits=ConnectionLimits(connections=1)) as stage:
         client, protocol = await unread(stage.port)
         assert (await ask(stage.port, "GET", "/live")).status == 200

@@ -335,7 +335,7 @@ def test_an_event_is_data_and_an_empty_line_and_nothing_else_comes_but_comments(
 @pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("reader", READERS, ids=NAMES)
-def test_every_way_of_reading_understands_a_stream_without_comments(reader: Reader, route: str, fails: bool) -> None:
+def test_every_kind_of_reader_parses_a_stream_without_comments(reader: Reader, route: str, fails: bool) -> None:
     for engine in ENGINES:
         body = recorded(engine, route, fails=fails, keepalive=0)
         assert b"\n:" not in b"\n" + body, "comments are turned off"
@@ -348,7 +348,7 @@ def test_every_way_of_reading_understands_a_stream_without_comments(reader: Read
 @pytest.mark.parametrize("engine", ["slow", "silent"])
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("reader", READERS, ids=NAMES)
-def test_comments_disturb_those_ways_of_reading_that_take_every_line_for_data(
+def test_comments_break_the_readers_that_take_every_line_for_data(
     reader: Reader, route: str, engine: str, fails: bool
 ) -> None:
     body = recorded(engine, route, fails=fails)
@@ -360,7 +360,7 @@ def test_comments_disturb_those_ways_of_reading_that_take_every_line_for_data(
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("reader", READERS, ids=NAMES)
-def test_ids_are_for_readers_that_know_them(reader: Reader, route: str) -> None:
+def test_ids_are_for_readers_that_support_them(reader: Reader, route: str) -> None:
     body = recorded("steady", route, fails=False, ids=True)
     assert reads(reader, [body], said(body)) is reader.bears_ids
 
@@ -433,7 +433,7 @@ async def test_the_events_of_a_background_request_have_ids() -> None:
 
 
 @pytest.mark.parametrize("ids", [False, True], ids=["without ids", "with ids"])
-async def test_only_an_error_of_a_stream_with_ids_says_when_to_come_back(ids: bool) -> None:
+async def test_only_an_error_of_a_stream_with_ids_has_a_retry_field(ids: bool) -> None:
     error = QuireError(ErrorCode.UNAVAILABLE, "This router is shutting down.")
     async with open_stage(["one", error]) as stage, httpx.AsyncClient(base_url=stage.url) as client:
         answer = await client.post("/v1/completions", json=completion(stream=True, **(WITH_IDS if ids else {})))
@@ -441,7 +441,7 @@ async def test_only_an_error_of_a_stream_with_ids_says_when_to_come_back(ids: bo
     assert answer.text.count("retry: ") == 2 * ids
 
 
-async def test_no_proxy_is_to_keep_or_collect_a_stream() -> None:
+async def test_headers_forbid_proxies_to_cache_or_buffer_a_stream() -> None:
     for engine in ENGINES:
         for ids in (False, True):
             _, headers = await record(engine, ids=ids)
@@ -475,7 +475,7 @@ async def test_a_new_request_with_a_last_event_id_is_refused_with_the_address_to
 # When comments come
 
 
-async def test_comments_of_a_stream_without_ids_have_a_measure_of_their_own() -> None:
+async def test_comments_of_a_stream_without_ids_have_an_interval_of_their_own() -> None:
     gate, times = asyncio.Event(), list[float]()
     loop = asyncio.get_running_loop()
     async with (
@@ -491,7 +491,7 @@ async def test_comments_of_a_stream_without_ids_have_a_measure_of_their_own() ->
     assert all(time - began >= 0.2 * number for number, time in enumerate(times, 1))
 
 
-async def test_a_stream_whose_comments_are_turned_off_begins_with_its_first_piece() -> None:
+async def test_a_stream_whose_comments_are_turned_off_begins_with_its_first_event() -> None:
     gate = asyncio.Event()
     async with open_stage((gate, FAILURE), heartbeat=0.01, keepalive=0) as stage, httpx.AsyncClient() as client:
         asking = asyncio.create_task(client.post(f"{stage.url}/v1/completions", json=completion(stream=True)))

@@ -72,7 +72,7 @@ async def test_token_ids_are_used_as_they_are():
 
 
 @pytest.mark.parametrize("method", ["Generate", "Chat", "Cancel", "ListModels"])
-async def test_what_is_no_message_is_refused_and_not_logged(method, caplog):
+async def test_a_malformed_message_is_refused_and_not_logged(method, caplog):
     async with open_stage() as stage, stage.channel() as channel:
         call = channel.unary_unary(f"/quire.v1.Inference/{method}")(b"\xff\xff\xff")
         code, details = await call.code(), await call.details()
@@ -171,7 +171,7 @@ async def test_an_unknown_request_cannot_be_cancelled(request_id):
     assert refusal.value.code() == grpc.StatusCode.NOT_FOUND
 
 
-async def test_nobody_cancels_the_request_of_another_key():
+async def test_a_request_of_another_key_cannot_be_cancelled():
     keys = ("key-of-one", "key-of-two")
     mine, other = ((("authorization", f"Bearer {key}"),) for key in keys)
     async with open_stage(["one", asyncio.Event()], keys=keys) as stage, stage.channel() as channel:
@@ -218,7 +218,7 @@ async def test_a_message_over_the_limit_is_refused():
     assert refusal.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_more_requests_than_allowed_are_refused_with_a_time_to_come_back():
+async def test_more_requests_than_allowed_are_refused_with_retry_info():
     release = asyncio.Event()
     async with open_stage([release, *ANSWER], concurrent=1) as stage, stage.channel() as channel:
         stub = InferenceStub(channel)

@@ -62,7 +62,7 @@ async def until(is_so):
 
 
 @pytest.mark.parametrize("keys", [[], [KEY]], ids=["open", "with keys"])
-async def test_watching_is_bounded_and_keeps_nobody_else_out(keys):
+async def test_health_watches_are_bounded_and_do_not_block_other_calls(keys):
     metadata = AUTHORIZED if keys else None
     async with open_stage(keys=keys, call_limits=CallLimits(auxiliary=3)) as stage, AsyncExitStack() as channels:
         first, second = [await channels.enter_async_context(apart(stage)) for _ in range(2)]
@@ -100,7 +100,7 @@ async def test_reflection_is_bounded(version):
 
 
 @pytest.mark.parametrize("method", [CHECK, WATCH, MODELS, "/quire.v1.Inference/Chat"])
-async def test_a_message_that_does_not_come_is_not_awaited_for_ever(method):
+async def test_a_message_that_does_not_arrive_times_out(method):
     """Nor does its call keep a place."""
     async with open_stage(patience=0.1, call_limits=CallLimits(auxiliary=1)) as stage, stage.channel() as channel:
         for _ in range(2):
@@ -207,7 +207,7 @@ async def test_connections_are_bounded():
         held[1][1].close()
 
 
-async def test_a_connection_that_says_nothing_is_closed():
+async def test_a_silent_connection_is_closed():
     async with open_stage(patience=0.2) as stage:
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.rpc_port)
         async with asyncio.timeout(LONG):
@@ -228,7 +228,7 @@ async def test_a_connection_without_calls_is_closed_and_one_with_calls_is_not():
             await channel.wait_for_state_change(channel.get_state())
 
 
-async def test_a_request_whose_client_is_gone_without_a_word_is_given_up():
+async def test_a_request_whose_client_vanished_is_cancelled():
     script = ["one", asyncio.Event()]
     async with (
         open_stage(script, call_limits=CallLimits(silence=0.3)) as stage,
