@@ -178,13 +178,13 @@ class Settings(CliSettings):
         "kubernetes://[NAMESPACE/]SERVICE[:PORT]; repeatable.",
     )
     engine_dns_period: Annotated[float, Field(gt=0, le=60)] = Field(
-        default=1, description="Seconds at most between two looks at a dns:// name."
+        default=1, description="Seconds at most between two lookups of a dns:// name."
     )
     engine_tls_ca: CaFile | None = Field(
-        default=None, description="PEM file of the authorities that vouch for engines; none: plain text."
+        default=None, description="PEM file of the authorities that sign engines' certificates; none: plain text."
     )
     engine_tls_cert: CertificateFile | None = Field(
-        default=None, description="PEM file of the certificate that engines are shown; none: none is shown."
+        default=None, description="PEM file of the certificate that engines get; none: no certificate is sent."
     )
     engine_tls_key: KeyFile | None = Field(default=None, description="PEM file of its key.")
     engine_tls_name: ServerName | None = Field(
@@ -197,26 +197,29 @@ class Settings(CliSettings):
     scaling_port: Port | None = Field(
         default=None, description="Port of external.metrics.k8s.io, for autoscalers, over TLS; none: not served."
     )
-    scaling_cert: CertificateFile | None = Field(default=None, description="PEM file of the certificate shown there.")
+    scaling_cert: CertificateFile | None = Field(default=None, description="PEM file of that port's certificate.")
     scaling_key: KeyFile | None = Field(default=None, description="PEM file of its key.")
     scaling_namespace: Annotated[str, AfterValidator(_namespace)] | None = Field(
         default=None, description="The namespace whose autoscalers get the load; none: the pod's own."
     )
     scaling_client_ca: CaFile | None = Field(
-        default=None, description="PEM file of the authorities that vouch for who asks; none: as the cluster says."
+        default=None,
+        description="PEM file of the authorities that sign clients' certificates; none: those that the cluster publishes.",
     )
     scaling_client_name: Names = Field(
-        default=[], description="Common name of who may ask, with --scaling-client-ca; repeatable; none: any."
+        default=[],
+        description="Common name that a client's certificate may have, with --scaling-client-ca; repeatable; none: any.",
     )
     keda_port: Port | None = Field(
         default=None, description="Port of KEDA's external scaler, over gRPC; none: not served."
     )
     keda_cert: CertificateFile | None = Field(
-        default=None, description="PEM file of the certificate shown there; none: plain text."
+        default=None, description="PEM file of that port's certificate; none: plain text."
     )
     keda_key: KeyFile | None = Field(default=None, description="PEM file of its key.")
     keda_client_ca: CaFile | None = Field(
-        default=None, description="PEM file of the authorities that vouch for KEDA; none: any client may ask."
+        default=None,
+        description="PEM file of the authorities that sign KEDA's certificate; none: no certificate is required.",
     )
     workers: Annotated[int, Field(ge=1, le=256)] = Field(
         default=1, description="Processes that share the ports; more than one need --redis-url."
@@ -265,7 +268,7 @@ class Settings(CliSettings):
         default=0, description="Seconds in which new requests are still taken after SIGTERM, while /ready says no."
     )
     shutdown_timeout: Seconds = Field(default=25, description="Seconds that running requests get when stopping.")
-    retention: Seconds = Field(default=3600, description="Seconds that finished requests are remembered.")
+    retention: Seconds = Field(default=3600, description="Seconds that finished requests are stored.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")
 
     @model_validator(mode="after")
