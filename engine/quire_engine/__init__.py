@@ -1,8 +1,8 @@
 """Quire's engine: runs one model with paged KV memory and continuous batching.
 
-The pure core (``request``, ``kv``, ``scheduling``, ``core``) imports neither torch nor grpc; ``executor``,
-``models``, ``attention`` and ``sampling`` are the only rooms that know torch, and ``service`` the only one that knows
-grpc. ``llm`` is the same engine without a server: ``from quire_engine import LLM, SamplingParams``.
+``core`` (scheduler, KV memory, the step loop) imports neither torch nor grpc. ``server`` serves an engine over gRPC;
+``llm`` is the same engine without a server: ``from quire_engine import LLM, SamplingParams``. ``docs/architecture.md``
+lists all packages, and which of them import torch.
 """
 
 from typing import TYPE_CHECKING, Any

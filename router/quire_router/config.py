@@ -204,11 +204,11 @@ class Settings(CliSettings):
     )
     scaling_client_ca: CaFile | None = Field(
         default=None,
-        description="PEM file of the authorities that sign clients' certificates; none: those that the cluster publishes.",
+        description="PEM file of the authorities of clients' certificates; none: those that the cluster publishes.",
     )
     scaling_client_name: Names = Field(
         default=[],
-        description="Common name that a client's certificate may have, with --scaling-client-ca; repeatable; none: any.",
+        description="Common name of a client's certificate, with --scaling-client-ca; repeatable; none: any.",
     )
     keda_port: Port | None = Field(
         default=None, description="Port of KEDA's external scaler, over gRPC; none: not served."

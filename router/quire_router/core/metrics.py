@@ -1,5 +1,5 @@
 """The router's Prometheus metrics. Labels are configured models and enumerations only, so their number is bounded. Of
-several workers, gauges that count are added up, and of those that tell a state the worst counts.
+several workers, gauges that count are added up, and of those that show a state the worst counts.
 """
 
 import json
@@ -35,14 +35,14 @@ class WorkerContext:
     @classmethod
     def own(cls) -> "WorkerContext | None":
         """Returns this process's context, once; None if it is not a worker."""
-        told = os.environ.pop(_VARIABLE, None)
-        return None if told is None else cls(**json.loads(told))
+        context = os.environ.pop(_VARIABLE, None)
+        return None if context is None else cls(**json.loads(context))
 
 
 def worker_number() -> int | None:
     """The number of this worker, until ``WorkerContext.own`` has taken its place; None when this is not a worker."""
-    told = os.environ.get(_VARIABLE)
-    return None if told is None else int(json.loads(told)["number"])
+    context = os.environ.get(_VARIABLE)
+    return None if context is None else int(json.loads(context)["number"])
 
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -50,7 +50,7 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5,
 
 
 class BulkHistogram(Histogram):
-    """A histogram that can be told of many observations at once, for which the library has no call."""
+    """A histogram that records many observations in one call, which the library's cannot."""
 
     def observe_many(self, counts: Sequence[int], total: float) -> None:
         """``counts`` observations in each bucket, the one without a bound last, that add up to ``total``."""

@@ -97,9 +97,9 @@ def supervise(
     """Starts a task that runs ``work``, again whenever it fails, until it is stopped (see ``SupervisedTask``). All
     tasks that live as long as the router are started here.
 
-    ``kind`` is its label in ``quire_router_task_restarts_total``, one of a few words of the code; ``of`` tells tasks of
-    one kind apart in the log. While a ``vital`` one keeps failing, ``failing_tasks`` names it and ``/live`` says no:
-    those of which there is one each, so that no single engine can have a router restarted.
+    ``kind`` is its label in ``quire_router_task_restarts_total``, one of a few constants; ``of`` distinguishes tasks of
+    one kind in the log. While a ``vital`` task keeps failing, ``failing_tasks`` names it and ``/live`` fails. Only
+    tasks of which there is one each are vital, so that no single engine can have a router restarted.
     """
     restarts = metrics.TASK_RESTARTS.labels(kind)
     task = SupervisedTask(f"{kind} of {of}" if of else kind, work, restarts.inc, settings)

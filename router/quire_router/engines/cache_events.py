@@ -1,4 +1,4 @@
-"""What engines say of their caches, on its way into the prefix index."""
+"""``CacheEvents``: applies the KV events of all engines to the prefix index."""
 
 import asyncio
 import logging
@@ -15,35 +15,35 @@ from quire_router.placement.prefix_index import IndexCounts, PrefixIndex, Tier
 log = logging.getLogger(__name__)
 SLICE = 2_000
 MAX_WAITING = 65_536
-_TELL_SECONDS = 1.0
+_METRICS_SECONDS = 1.0
 _TIERS = {engine_pb2.KV_TIER_DEVICE: Tier.DEVICE, engine_pb2.KV_TIER_HOST: Tier.HOST}
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """Blocks that came or went in one tier: those of a message from ``start`` on, and not more than a slice of them."""
+    """Blocks that were stored in or removed from one tier: at most ``SLICE`` of a message's, from ``start`` on."""
 
-    came: bool
+    stored: bool
     tier: Tier
     message: engine_pb2.KvStored | engine_pb2.KvRemoved
     start: int
 
     @property
     def hashes(self) -> Sequence[bytes]:
-        """Read when it is their turn: a hundred thousand at once would take as long as storing some of them."""
+        """Sliced when they are applied: slicing a hundred thousand at once would take as long as storing some."""
         return self.message.block_hashes[self.start : self.start + SLICE]
 
 
 class CacheEvents:
-    """Is a ``EngineKvListener``: ``EnginePool(..., on_kv_event=CacheEvents(index, table))`` is all that it takes, where
-    ``table`` is the fleet's. Must be called on the event loop.
+    """An ``EngineKvListener``, for ``EnginePool(..., on_kv_event=CacheEvents(index, table))``. Must be called on the
+    event loop.
 
-    A snapshot takes the place of all that is known of an engine, and an empty one says that nothing is known any more:
-    the link gave up, or the engine left. The table must still know the engine then. What an engine cannot have, by the
-    sizes in the snapshot's load, is not believed.
+    A snapshot replaces all that is known of an engine; an empty one means that nothing is known any more, because the
+    connection was given up or the engine left. The engine must still be in the table then. Blocks beyond the sizes in
+    the snapshot's load are dropped.
 
-    A snapshot of a large cache goes into the index in slices, one each time round the event loop, and what the engine
-    says meanwhile waits behind it. The index is swept by whoever owns it.
+    A snapshot of a large cache is applied in slices, one in each iteration of the event loop, and later events of the
+    engine wait behind it. Does not sweep the index (see ``app.BackgroundJobs``).
     """
 
     def __init__(self, index: PrefixIndex, table: EngineTable) -> None:
@@ -51,12 +51,14 @@ class CacheEvents:
         self._table = table
         self._waiting: dict[str, deque[_Change]] = {}
         self._feeder: asyncio.Handle | None = None
-        self._told = IndexCounts()
-        self._teller: asyncio.TimerHandle | None = None
+        self._exported = IndexCounts()
+        self._metrics_timer: asyncio.TimerHandle | None = None
 
     def __call__(self, engine_id: str, change: engine_pb2.Snapshot | engine_pb2.KvEvent, /) -> None:
-        """Takes in what one engine said."""
-        self._teller = self._teller or asyncio.get_running_loop().call_later(_TELL_SECONDS, self._tell)
+        """Applies one event of an engine, or queues it behind the ones before."""
+        self._metrics_timer = self._metrics_timer or asyncio.get_running_loop().call_later(
+            _METRICS_SECONDS, self._export_metrics
+        )
         if isinstance(change, engine_pb2.Snapshot):
             self._start_over(engine_id, change)
         else:
@@ -78,7 +80,7 @@ class CacheEvents:
             self._take(engine_id, changes)
 
     def _take(self, engine_id: str, changes: Sequence[_Change]) -> None:
-        """Changes happen at once, unless others wait that came before them."""
+        """Applies changes at once, unless earlier ones of the engine are waiting."""
         waiting = self._waiting.get(engine_id)
         if waiting is None:
             self._apply(engine_id, changes)
@@ -92,7 +94,7 @@ class CacheEvents:
         self._feeder = self._feeder or asyncio.get_running_loop().call_soon(self._feed)
 
     def _feed(self) -> None:
-        """One slice of the engine that waits longest; then it is the others' turn."""
+        """Applies one slice, of the engines in turn."""
         self._feeder = None
         if not self._waiting:
             return
@@ -114,25 +116,25 @@ class CacheEvents:
         if row < 0:
             return
         for change in changes:
-            (self._index.store if change.came else self._index.remove)(row, change.tier, change.hashes)
+            (self._index.store if change.stored else self._index.remove)(row, change.tier, change.hashes)
 
-    def _tell(self) -> None:
-        self._teller = None
-        now, told = self._index.counts, self._told
+    def _export_metrics(self) -> None:
+        self._metrics_timer = None
+        now, exported = self._index.counts, self._exported
         metrics.INDEX_BLOCKS.set(now.blocks)
-        metrics.INDEX_DROPPED.labels("full").inc(now.dropped - told.dropped)
-        metrics.INDEX_DROPPED.labels("damaged").inc(now.damaged - told.damaged)
-        self._told = IndexCounts(now.blocks, now.dropped, now.damaged)
+        metrics.INDEX_DROPPED.labels("full").inc(now.dropped - exported.dropped)
+        metrics.INDEX_DROPPED.labels("damaged").inc(now.damaged - exported.damaged)
+        self._exported = IndexCounts(now.blocks, now.dropped, now.damaged)
 
 
 def _changes(event: engine_pb2.KvEvent) -> list[_Change]:
-    came = event.HasField("stored")
-    return list(_pieces(came, event.stored if came else event.removed))
+    stored = event.HasField("stored")
+    return list(_pieces(stored, event.stored if stored else event.removed))
 
 
-def _pieces(came: bool, blocks: engine_pb2.KvStored | engine_pb2.KvRemoved) -> Iterator[_Change]:
-    """What is said of a tier, in slices; nothing of a tier that is not known here."""
+def _pieces(stored: bool, blocks: engine_pb2.KvStored | engine_pb2.KvRemoved) -> Iterator[_Change]:
+    """The blocks of one event in slices; none for a tier that is not known here."""
     tier = _TIERS.get(blocks.tier)
     if tier is not None:
         for start in range(0, len(blocks.block_hashes), SLICE):
-            yield _Change(came, tier, blocks, start)
+            yield _Change(stored, tier, blocks, start)

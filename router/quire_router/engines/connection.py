@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 _OPTIONS = (
-    # An engine with nothing to do says nothing. What a frozen one or a host that vanished does not do either is answer
-    # pings: it is noticed within 11 seconds. Engines end connections that ping them more often than every 5 seconds.
+    # An idle engine sends nothing, so pings find a frozen engine or a lost host, within 11 seconds. Engines end
+    # connections that ping them more often than every 5 seconds.
     ("grpc.keepalive_time_ms", 6_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),  # a minute otherwise, whatever the former is
@@ -37,9 +37,9 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Engines are in the router's own network. A proxy that the environment names is for what is beyond it.
+    # Engines are in the router's own network. A proxy that the environment names is for connections beyond it.
     ("grpc.enable_http_proxy", 0),
-    # Each try to connect is ours to time, so it must not inherit the library's own waiting from the one before.
+    # ``ConnectFailureLog`` times each try to connect, so a try must not inherit the library's backoff from another one.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
 )
@@ -60,9 +60,9 @@ async def open_channel(address: str, tls: ClientTls | None) -> grpc.aio.Channel:
 
 
 def explain(details: str, tls: ClientTls | None) -> str | None:
-    """What an error of connecting says of TLS on the two sides, as one clause; None where it is about something else.
+    """The cause of a failed connection that has to do with TLS, as one clause; None for any other cause.
 
-    Who refuses a client says nothing: it closes the connection.
+    An engine that rejects the router's certificate closes the connection without saying why.
     """
     if refused := _REFUSED_CERTIFICATE.search(details):
         return f"its certificate does not pass --engine-tls-ca ({refused[1] or 'it cannot be verified'})"
@@ -101,8 +101,8 @@ def _credentials(tls: ClientTls, contents: Contents) -> grpc.ChannelCredentials:
 
 @dataclass(frozen=True, slots=True)
 class ConnectFailure:
-    """Why there is no stream. ``refused`` where nobody listens at the address, ``lasting`` where somebody has to change
-    something first.
+    """Why there is no stream. ``refused``: the address refuses connections. ``lasting``: trying again does not help
+    before a setting or a file is changed.
     """
 
     text: str

@@ -1,10 +1,10 @@
-"""One engine's load: what all routers have in flight there and what it says itself, as its row of the table.
+"""One engine's load in its row of the table: what all routers have in flight there, and what the engine reports.
 
-Does no I/O. The engine's reports and the routers' counts know different things about the prompt tokens that are still
-to be computed. A report knows how far long prompts have come, what was preempted, and the requests of routers that
-died, but nothing of what was dispatched while it was made or on its way. The counts know every dispatch at once, but a
-prompt counts whole until its first output is heard. What is true lies between what was reported and that together with
-what was dispatched too recently to be in it; the counts tell where between.
+Does no I/O. The engine's reports and the routers' counts have different parts of the prompt tokens that are still to be
+computed. A report includes how far long prompts have come, what was preempted, and the requests of routers that died,
+but nothing that was dispatched while it was made or on its way. The counts include every dispatch at once, but a prompt
+counts whole until its first output arrives. The true number is at least the reported one, and at most that plus what
+was dispatched too recently to be in the report; the counts decide where between the two.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,9 +25,9 @@ class UnreportedTokens:
     """Tokens that were dispatched to an engine too recently for its reports to contain them: an upper bound, in two
     buckets of which the older one is dropped.
 
-    A report may have been made while a Submit was on its way, or while the step ran that began before it came. So what
-    was dispatched counts as told only when, after the first report that followed, another one came ``SETTLE_SECONDS``
-    later: the step that it is of took up all commands that had come before.
+    A report may have been made while a Submit was on its way, or by a step that started before the Submit arrived. So a
+    dispatch counts as reported only when, after the first report that followed it, another one came ``SETTLE_SECONDS``
+    later: the step of that report had taken up all commands that were sent before.
     """
 
     __slots__ = ("_new", "_old", "_turned")
@@ -47,7 +47,7 @@ class UnreportedTokens:
         self._new += tokens
 
     def on_report(self, now: float) -> None:
-        """Takes note of a report at ``now``, in seconds of a monotonic clock."""
+        """Records a report at ``now``, in seconds of a monotonic clock."""
         if now - self._turned >= SETTLE_SECONDS:
             self._old, self._new, self._turned = self._new, 0, now
 

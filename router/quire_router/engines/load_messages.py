@@ -1,4 +1,4 @@
-"""What one router has in flight, and the form in which it tells the others. Does no I/O."""
+"""``LoadMessage``: what one router has in flight, as it is published to the other routers. Does no I/O."""
 
 import re
 from collections import deque
@@ -33,8 +33,8 @@ class SpeculativePrefix:
 class SpeculativeBlocks:
     """Blocks that engines will have soon, because a router sent a prompt there: published to the other routers, and
     received into the ``index``, whose ``clock`` counts seconds. An engine reports them when the prompt is computed.
-    Until then the next prompt that begins alike may come to any router, and one that does not know would send it
-    elsewhere, where the same would be computed again.
+    Until then the next prompt with the same prefix may come to any router, and a router without this information would
+    send it elsewhere, where the prefix would be computed again.
     """
 
     def __init__(self, table: EngineTable, index: PrefixIndex, clock: Callable[[], float] = monotonic) -> None:
@@ -56,14 +56,14 @@ class SpeculativeBlocks:
             self._num_hashes -= len(self._unpublished.pop().hashes)
 
     def pop_all(self) -> tuple[SpeculativePrefix, ...]:
-        """What was noted since it was last taken, newest first."""
+        """Returns what was added since the last call, newest first, and forgets it."""
         taken = tuple(self._unpublished)
         self._unpublished.clear()
         self._num_hashes = 0
         return taken
 
     def apply_remote(self, expectations: Iterable[SpeculativePrefix]) -> None:
-        """Another router sent prompts. Engines that are not known here are passed over."""
+        """Adds another router's blocks to the index. Ignores engines that are not known here."""
         for expectation in expectations:
             row = self._table.row_of(expectation.engine_id)
             if row >= 0:
@@ -92,8 +92,8 @@ class RouterLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadMessage:
-    """A share on its way: whose it is, and its number among that router's. What is ``expected`` of engines that are not
-    in the share is not told.
+    """One router's load, with its ``sequence`` among that router's messages. ``speculative`` blocks of engines that are
+    not in ``load`` are not encoded.
     """
 
     router_id: str
@@ -102,11 +102,11 @@ class LoadMessage:
     speculative: tuple[SpeculativePrefix, ...] = ()
 
     def encode(self) -> bytes:
-        """The payload; numbers that do not fit are told as the largest that does."""
+        """The payload; numbers that do not fit are clamped."""
         return self.encode_load() + self.encode_speculative()
 
     def encode_load(self) -> bytes:
-        """The payload without what is expected."""
+        """The payload without the speculative blocks."""
         engines = self.load.engines
         requests, pending_tokens, decoding = zip(*engines.values(), strict=True) if engines else ((), (), ())
         return load_pb2.LoadShare(
@@ -120,15 +120,15 @@ class LoadMessage:
         ).SerializeToString()
 
     def encode_speculative(self) -> bytes:
-        """What follows ``encode_load`` in the payload: messages that follow each other are one."""
+        """The rest of the payload after ``encode_load``: protobuf reads two concatenated messages as one."""
         if not self.speculative:
             return b""
         places = {engine_id: place for place, engine_id in enumerate(self.load.engines)}
-        told = [each for each in self.speculative if each.engine_id in places]
+        prefixes = [each for each in self.speculative if each.engine_id in places]
         return load_pb2.LoadShare(
-            expected_engines=[places[each.engine_id] for each in told],
-            expected_blocks=[len(each.hashes) for each in told],
-            expected_names=b"".join(name for each in told for name in each.hashes),
+            expected_engines=[places[each.engine_id] for each in prefixes],
+            expected_blocks=[len(each.hashes) for each in prefixes],
+            expected_names=b"".join(name for each in prefixes for name in each.hashes),
         ).SerializeToString()
 
     @classmethod
@@ -137,25 +137,24 @@ class LoadMessage:
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise InvalidLoadMessageError("it is too long")
         try:
-            told = load_pb2.LoadShare.FromString(payload)
+            share = load_pb2.LoadShare.FromString(payload)
         except DecodeError:
             raise InvalidLoadMessageError("it is not a message") from None
-        if told.version != VERSION or not _ROUTER_ID.fullmatch(told.router_id):
+        if share.version != VERSION or not _ROUTER_ID.fullmatch(share.router_id):
             raise InvalidLoadMessageError("it is of another version, or of nobody")
         try:
-            engines = dict(
-                zip(told.engine_ids, zip(told.requests, told.pending_tokens, told.decoding, strict=True), strict=True)
-            )
+            counts = zip(share.requests, share.pending_tokens, share.decoding, strict=True)
+            engines = dict(zip(share.engine_ids, counts, strict=True))
         except ValueError:
             raise InvalidLoadMessageError("its columns differ in length") from None
-        return cls(told.router_id, told.sequence, RouterLoad(engines), tuple(_speculative(told)))
+        return cls(share.router_id, share.sequence, RouterLoad(engines), tuple(_speculative(share)))
 
 
-def _speculative(told: load_pb2.LoadShare) -> Iterator[SpeculativePrefix]:
-    """Prompts whose engine is in the share; none where the columns or the names do not fit together, or are too many.
-    The share itself is good without.
+def _speculative(share: load_pb2.LoadShare) -> Iterator[SpeculativePrefix]:
+    """Prefixes whose engine is in the share. None if the columns do not fit together or are too long; the load in the
+    share is valid nevertheless.
     """
-    engines, blocks, names = told.expected_engines, told.expected_blocks, told.expected_names
+    engines, blocks, names = share.expected_engines, share.expected_blocks, share.expected_names
     most = min(len(names) // HASH_BYTES, MAX_HASHES)
     if len(engines) != len(blocks) or len(blocks) > most or sum(blocks) * HASH_BYTES != len(names):
         return
@@ -164,5 +163,5 @@ def _speculative(told: load_pb2.LoadShare) -> Iterator[SpeculativePrefix]:
     each = (names[start : start + HASH_BYTES] for start in range(0, len(names), HASH_BYTES))
     for engine, count in zip(engines, blocks, strict=True):
         expected = tuple(islice(each, count))
-        if engine < len(told.engine_ids):
-            yield SpeculativePrefix(told.engine_ids[engine], expected)
+        if engine < len(share.engine_ids):
+            yield SpeculativePrefix(share.engine_ids[engine], expected)

@@ -1,10 +1,10 @@
-"""The other routers, through Redis: tells them what this one has in flight, and its ledger what they have; and what
-either expects engines to have soon.
+"""Shares load between routers through Redis: publishes what this router has in flight, with the blocks that it expects
+engines to have soon, and passes the other routers' messages to the ledger and the prefix index.
 
-Each share is published to all at once, and kept in a key that expires, for routers that come later. Who is there is in
-a set, because a search for keys would go through every request that Redis remembers. No clock is compared with another
-machine's: Redis ends its keys by its own, and a router ends shares by the ticks that it counts itself, so one that was
-frozen does not take the others for dead.
+Each message is published on a channel, and stored in a key that expires, for routers that start later. The ids of all
+routers are in a set, because a search for keys would scan every request that Redis stores. No clock is compared with
+another machine's: Redis expires keys by its own clock, and a router expires the others' messages by counting its own
+ticks, so one that was frozen does not take the others for dead.
 """
 
 import asyncio
@@ -55,9 +55,9 @@ class LoadSharingSettings:
 
 
 class LoadSharing:
-    """Of the router that has this ``ledger`` and these ``expectations``, in the Redis at ``place``; ``ValueError``,
-    without its password, when that is no URL. While Redis is away, this router's own counts go on and the others'
-    shares expire.
+    """Shares the load in ``ledger`` and the ``expectations`` of one router, through the Redis at ``place``. While Redis
+    is unavailable, this router's own counts continue and the others' expire. Raises ``ValueError``, without the
+    password, if ``place`` is no URL.
     """
 
     def __init__(
@@ -74,7 +74,9 @@ class LoadSharing:
         self._ledger = ledger
         self._speculative = expectations
         self._settings = settings or LoadSharingSettings()
-        self._client = redis_client(place, timeout=self._settings.timeout)  # what is told next replaces what was not
+        self._client = redis_client(
+            place, timeout=self._settings.timeout
+        )  # no retries: the next message replaces this one
         self._closing = False
         self._published = False
         self._connected = False
@@ -90,8 +92,8 @@ class LoadSharing:
         self._tasks = [supervise("load shared with routers", self._run), supervise("leases of routers", self._tick)]
 
     async def close(self) -> None:
-        """Tells the others that nothing is in flight here any more, if Redis is there to tell."""
-        introduced = self._published  # also where it has not heard yet who else is there
+        """Publishes that nothing is in flight here any more, if Redis is available."""
+        introduced = self._published  # even if the other routers' messages have not been read yet
         self._closing, self._connected = True, False
         await asyncio.gather(*(task.stop() for task in self._tasks))
         with suppress(RedisError, OSError, TimeoutError):
@@ -100,7 +102,7 @@ class LoadSharing:
         self._on_disconnected()
         await self._client.aclose()
 
-    # While Redis is there, and while it is not
+    # Connecting
 
     async def _run(self) -> None:
         while not self._closing:  # a time limit that passes at the same moment can swallow the cancellation
@@ -116,9 +118,9 @@ class LoadSharing:
 
     async def _run_connection(self) -> None:
         async with self._client.pubsub() as channel:
-            # What is said after the subscription is heard after what was said before it, so nothing is missed.
+            # Subscribes before it reads what is stored, so that no message between the two is missed.
             await channel.subscribe(CHANNEL)
-            self._speculative.pop_all()  # what was noted while Redis was away may be long true, or never
+            self._speculative.pop_all()  # too old: engines have reported these blocks by now, or will never have them
             await self._publish()
             await self._read_all()
             self._on_connected()
@@ -145,7 +147,7 @@ class LoadSharing:
             name = type(_first(errors)).__name__
             log.warning("the load cannot be shared with the other routers (%s); requests go on", name)
 
-    # Telling
+    # Publishing
 
     async def _publish_changes(self) -> None:
         loop = asyncio.get_running_loop()
@@ -160,7 +162,7 @@ class LoadSharing:
             cadence.on_published(loop.time(), await self._publish(), len(self._ledger))
 
     async def _publish(self) -> int:
-        """Tells this router's share; returns how many engines are in it."""
+        """Publishes this router's load; returns how many engines are in it."""
         self._published = True
         self._changed.clear()
         share = self._ledger.local_load()
@@ -185,11 +187,11 @@ class LoadSharing:
         self._sequence += 1
         return LoadMessage(self.router_id, self._sequence, share, self._speculative.pop_all())
 
-    # Hearing
+    # Receiving
 
     async def _receive_messages(self, channel: PubSub) -> None:
-        # This router hears itself as well, so a channel that stays silent is broken. Looks are counted, not seconds, so
-        # that a router that was frozen itself does not take it for that.
+        # This router receives its own messages as well, so a channel that stays silent is broken. Polls are counted
+        # instead of seconds, so that a router that was frozen itself does not take the channel for broken.
         silence, patience = 0, (self._settings.heartbeat + self._settings.timeout) / MAX_SILENT_POLLS
         while self._connected and silence <= MAX_SILENT_POLLS:
             message = await channel.get_message(ignore_subscribe_messages=True, timeout=patience)
@@ -200,7 +202,7 @@ class LoadSharing:
         raise TimeoutError("the channel is silent")
 
     async def _read_all(self) -> None:
-        """What every other router said last; those whose key has expired leave the set."""
+        """Reads every other router's last message; removes those whose key has expired from the set."""
         members = await self._client.srandmember(ROUTERS, MAX_PEERS + 1)
         names = [name for name in members if isinstance(name, bytes)] if isinstance(members, list) else []
         pipeline = self._client.pipeline(transaction=False)

@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
     """One model as this router knows it, from its ``folder``: the digest of its tokens and that of its configuration
-    (``quire_proto.text.tokenizer``), and how many tokens the configuration says it has. Empty and 0 where the folder
-    does not tell.
+    (``quire_proto.text.tokenizer``), and the size of its vocabulary by the configuration. Empty and 0 where the folder
+    does not have them.
     """
 
     folder: Path

@@ -120,10 +120,10 @@ class SequenceGap(Exception):  # noqa: N818 - a finding about a stream
 class Session:
     """A router's session with one engine, which outlives its streams.
 
-    A Cancel may be lost with a stream, so what was cancelled is remembered until the engine says that it has ended, and
-    is cancelled again on the next stream. A Submit may be lost as well, and nobody can say whether it was: it is kept
-    until the engine answers, and repeated on a stream that resumes the session, because an engine ignores what it runs
-    already. At most ``settings.max_unconfirmed`` are kept; what is not is cancelled and given back with ``EngineLost``.
+    A Cancel may be lost with a stream, so what was cancelled is remembered until the engine reports its end, and is
+    cancelled again on the next stream. A Submit may be lost as well, which the router cannot find out: it is kept until
+    the engine answers, and repeated on a stream that resumes the session, because an engine ignores a request that it
+    runs already. At most ``settings.max_unconfirmed`` are kept; others are cancelled and end with ``EngineLost``.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class Session:
 
     def _start_over(self, snapshot: engine_pb2.Snapshot) -> None:
         self.fail_all("the engine has restarted or forgot this router's session")
-        if snapshot.resumed:  # it was on its way while the session was given up, and tells nothing of the cache
+        if snapshot.resumed:  # it was on its way while the session was given up, and does not have the cache contents
             raise SequenceGap("the engine resumed a session that was given up")
         self.sequence = snapshot.sequence
         if self._on_kv_event is not None:

@@ -1,4 +1,4 @@
-"""How a link behaves; every number has a default that suits a cluster. Plain data."""
+"""``ConnectionSettings`` of a connection to an engine, with defaults that suit a cluster, and the limits of a model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,19 +12,20 @@ from quire_proto.tls import ClientTls
 class ConnectionSettings:
     """Times in seconds.
 
-    ``grace`` is how long a broken stream may take to come back before its requests go on elsewhere; an engine keeps
-    them for about as long. Once nobody listens at its address the session is lost, so ``refused_grace`` is enough.
+    ``grace`` is how long a router tries to resume a broken stream before its requests continue elsewhere; an engine
+    keeps them for about as long. An address that refuses connections means a lost session, so ``refused_grace`` is
+    enough then.
 
-    An engine that runs requests speaks at least every second. After ``silence`` without a word it gets no new ones,
-    after ``stall`` its stream counts as broken. One that was never reached, or that said that it leaves, may take
-    ``start_patience`` to start (it loads a model, the first time it builds kernels) before that is worth a warning. An
-    engine answers within ``connect_timeout`` what it is; a new session opens between two of its steps, which may be
-    long ones, hence ``open_timeout``.
+    An engine that runs requests sends a message at least every second. After ``silence`` seconds without one it gets no
+    new requests, after ``stall`` its stream counts as broken. An engine that was never reached, or that announced its
+    shutdown, may take ``start_patience`` to start (it loads a model, the first time it builds kernels) before that is
+    worth a warning. ``Describe`` is answered within ``connect_timeout``; a new session opens between two steps of the
+    engine, which may be long ones, hence ``open_timeout``.
 
-    ``slow_client_timeout`` ends a request whose tokens nobody reads. Batches are acknowledged after ``ack_batches`` of
-    them, or ``ack_interval``, whichever comes first. Between two tries to connect a link waits from ``backoff`` up to
-    ``max_backoff``, doubling. At most ``max_unsent`` requests wait to be sent, and ``max_unconfirmed`` that were sent
-    are kept until the engine answers. With ``tls`` all that goes to engines and comes from them is encrypted.
+    ``slow_client_timeout`` ends a request whose tokens are not read. Batches are acknowledged after ``ack_batches`` of
+    them, or ``ack_interval``, whichever comes first. Between two tries to connect a connection waits from ``backoff``
+    up to ``max_backoff``, doubling. At most ``max_unsent`` requests wait to be sent, and ``max_unconfirmed`` that were
+    sent are kept until the engine answers. ``tls`` encrypts the connections.
     """
 
     grace: float = 5.0
@@ -54,8 +55,8 @@ class ServedModelLimits:
 
 
 def assumed_limits(models: Mapping[str, Path]) -> dict[str, ServedModelLimits]:
-    """The limits of each model by its folder's ``config.json``, where that says them: so a request can wait for the
-    first engine of a fleet that was scaled to zero, instead of being refused because nobody knows its limits.
+    """The limits of each model by its folder's ``config.json``, if that has them. With these a request can wait for the
+    first engine of a fleet that was scaled to zero; without limits it is refused.
     """
     found = ((name, _limits(folder)) for name, folder in models.items())
     return {name: limits for name, limits in found if limits is not None}

@@ -151,7 +151,7 @@ async def test_pending_parts_of_an_abandoned_snapshot_are_dropped() -> None:
 async def test_an_unknown_tier_is_ignored_and_damaged_hashes_are_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cache_events, "_TELL_SECONDS", 0.0)
+    monkeypatch.setattr(cache_events, "_METRICS_SECONDS", 0.0)
     before = cache_events.metrics.INDEX_DROPPED.labels("damaged")._value.get()
     stage = Stage()
     stage.events("a", came(1, tier=pb.KV_TIER_UNSPECIFIED))
