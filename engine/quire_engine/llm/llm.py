@@ -74,13 +74,13 @@ class LLM:
 
     def __init__(self, model: str | Path, *, seed: int | None = None, **settings: Any) -> None:
         config = engine_config(model, settings)
-        self._text = ModelTokenizer.load(config.model)
+        self._tokenizer = ModelTokenizer.load(config.model)
         self._executor = load_executor(config)
         scheduler = make_scheduler(config, self._executor)
         self._core = EngineCore(scheduler, self._executor, self._publish)
         random = SystemRandom() if seed is None else Random(seed)  # noqa: S311 - it draws tokens, not keys
         self._grammars = make_grammar_compiler(config, self._executor)
-        self._requests = InputProcessor(self._text, scheduler, lambda: random.getrandbits(64), self._grammars)
+        self._requests = InputProcessor(self._tokenizer, scheduler, lambda: random.getrandbits(64), self._grammars)
         self._lock = Lock()
         self._current_run: OfflineRun | None = None
         self._usable = True
@@ -157,7 +157,7 @@ class LLM:
     def _run(self, requests: Sequence[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
         with self._lock, Progress(len(requests), shown=use_tqdm) as progress, defer_sigint() as release:
             self._check_usable()  # again: a call that held the lock may have closed or broken the engine
-            self._current_run = run = OfflineRun(requests, self._core, self._text, progress)
+            self._current_run = run = OfflineRun(requests, self._core, self._tokenizer, progress)
             try:
                 results = run.run(release)
             finally:
@@ -203,12 +203,12 @@ class OfflineRun:
     """
 
     def __init__(
-        self, requests: Sequence[PreparedRequest], core: EngineCore, text: ModelTokenizer, progress: "Progress"
+        self, requests: Sequence[PreparedRequest], core: EngineCore, tokenizer: ModelTokenizer, progress: "Progress"
     ) -> None:
         self.broken = False
         self._core = core
         self._scheduler = core.scheduler
-        self._text = text
+        self._tokenizer = tokenizer
         self._progress = progress
         self._pending = deque(self._in_order(requests))
         self._live: dict[str, tuple[int, OutputProcessor]] = {}
@@ -252,7 +252,7 @@ class OfflineRun:
         while self._pending and len(self._scheduler.waiting) < self._window:
             index, prepared = self._pending.popleft()
             self._scheduler.add_request(prepared.request)
-            self._live[prepared.request.request_id] = index, OutputProcessor(prepared, self._text)
+            self._live[prepared.request.request_id] = index, OutputProcessor(prepared, self._tokenizer)
 
     def _step(self) -> None:
         self.broken = True

@@ -44,12 +44,12 @@ class InputProcessor:
 
     def __init__(
         self,
-        text: ModelTokenizer,
+        tokenizer: ModelTokenizer,
         scheduler: Scheduler,
         draw_seed: Callable[[], int],
         grammars: GrammarCompiler,
     ) -> None:
-        self._text = text
+        self._tokenizer = tokenizer
         self._limits = scheduler.config
         self._memory = scheduler.kv_cache_manager
         self._draw_seed = draw_seed
@@ -59,7 +59,7 @@ class InputProcessor:
 
     def from_text(self, prompt: str, params: SamplingParams, priority: int) -> PreparedRequest:
         """A request that continues ``prompt``. Raises ``QuireError``."""
-        return self._build(prompt, self._text.encode(prompt, self._limits.max_model_len), params, priority)
+        return self._build(prompt, self._tokenizer.encode(prompt, self._limits.max_model_len), params, priority)
 
     def from_tokens(self, token_ids: Sequence[int], params: SamplingParams, priority: int) -> PreparedRequest:
         """A request that continues ``token_ids``. Raises ``QuireError``."""
@@ -69,8 +69,8 @@ class InputProcessor:
 
     def from_messages(self, messages: list[dict[str, str]], params: SamplingParams, priority: int) -> PreparedRequest:
         """A request that answers a conversation. Raises ``QuireError``."""
-        prompt = self._text.render_chat_text(messages)
-        token_ids = self._text.encode_chat(messages, self._limits.max_model_len)
+        prompt = self._tokenizer.render_chat_text(messages)
+        token_ids = self._tokenizer.encode_chat(messages, self._limits.max_model_len)
         return self._build(prompt, token_ids, params, priority)
 
     def _build(
@@ -102,7 +102,7 @@ class InputProcessor:
         """Caches the last words: calls with many prompts mostly have the same for all."""
         token_ids = self._bad_words.get(words)
         if token_ids is None:
-            token_ids = encode_bad_words(words, self._text)
+            token_ids = encode_bad_words(words, self._tokenizer)
             self._bad_words = {words: token_ids}
         return token_ids
 
@@ -110,13 +110,13 @@ class InputProcessor:
 class OutputProcessor:
     """Builds the ``RequestOutput`` of one request while its outputs arrive."""
 
-    def __init__(self, prepared: PreparedRequest, text: ModelTokenizer) -> None:
+    def __init__(self, prepared: PreparedRequest, tokenizer: ModelTokenizer) -> None:
         self.prepared = prepared
-        self._text = text
+        self._tokenizer = tokenizer
         request, params = prepared.request, prepared.params
         self._choices = [
             CompletionBuilder(
-                text.new_output_stream(
+                tokenizer.new_output_stream(
                     request.prompt_token_ids,
                     params.stops,
                     include_stop=params.include_stop_str_in_output,
@@ -159,7 +159,7 @@ class OutputProcessor:
         return result
 
     def _token_text(self, token_id: int) -> str:
-        return (self._text.token_bytes(token_id) or b"").decode(errors="replace")
+        return (self._tokenizer.token_bytes(token_id) or b"").decode(errors="replace")
 
     def _fail(self, output: EngineCoreOutput) -> None:
         self._result.error = output.error

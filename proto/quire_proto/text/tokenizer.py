@@ -386,7 +386,7 @@ MAX_WORD_CHARACTERS = 256
 TokenIds = tuple[int, ...]
 
 
-def encode_bad_words(words: Sequence[str], text: ModelTokenizer) -> tuple[TokenIds, ...]:
+def encode_bad_words(words: Sequence[str], tokenizer: ModelTokenizer) -> tuple[TokenIds, ...]:
     """``SamplingParams.bad_words`` that ban each of ``words`` as the tokenizer encodes it, both at the beginning of a
     text and after a space, in order. Raises ``QuireError`` INVALID.
 
@@ -395,20 +395,20 @@ def encode_bad_words(words: Sequence[str], text: ModelTokenizer) -> tuple[TokenI
     if len(words) > MAX_WORDS:
         raise invalid("bad_words", f"bad_words holds {len(words)} texts but at most {MAX_WORDS} are allowed.")
     banned: list[TokenIds] = []
-    for form in _forms(words, text):
+    for form in _forms(words, tokenizer):
         # A form that ends with a banned one cannot be completed anyway.
         if not any(form[-len(end) :] == end for end in banned):
             banned.append(form)
     return tuple(banned)
 
 
-def _forms(words: Sequence[str], text: ModelTokenizer) -> Iterator[TokenIds]:
+def _forms(words: Sequence[str], tokenizer: ModelTokenizer) -> Iterator[TokenIds]:
     for word in words:
         bare = word.lstrip(" ")
         if not 1 <= len(bare) <= MAX_WORD_CHARACTERS:
             raise invalid("bad_words", f"Each of bad_words must have 1 to {MAX_WORD_CHARACTERS} characters.")
         for form in (bare, f" {bare}"):
-            yield tuple(text.encode_plain(form))
+            yield tuple(tokenizer.encode_plain(form))
 
 
 DIGEST_BYTES = 16

@@ -123,10 +123,10 @@ class OutputParser:
 
 def create_parsers(prepared: PreparedRequest) -> list[OutputParser]:
     """Returns a parser for each choice of a request that ``is_parsed``."""
-    first, options, text = prepared.first, prepared.response_options, prepared.text
-    tool_format = text.tool_format if options.tools else None
+    first, options, tokenizer = prepared.first, prepared.response_options, prepared.tokenizer
+    tool_format = tokenizer.tool_format if options.tools else None
     exact = prepared.first.params.structured is not None  # with tools the grammar is always of calls
-    opened = prepared.has_reasoning and text.starts_in_reasoning(first.prompt_token_ids)
+    opened = prepared.has_reasoning and tokenizer.starts_in_reasoning(first.prompt_token_ids)
     return [
         OutputParser(
             f"{first.request_id}/{index}",

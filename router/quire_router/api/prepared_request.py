@@ -111,7 +111,7 @@ class PreparedRequest:
 
     generations: tuple[GenerationRequest, ...]
     response_options: ResponseOptions
-    text: ModelTokenizer
+    tokenizer: ModelTokenizer
     event_ids: bool = False
     ignored: tuple[str, ...] = ()
 
@@ -134,12 +134,12 @@ class PreparedRequest:
     def has_reasoning(self) -> bool:
         """Whether a choice's text may have reasoning in it that is to be separated from its content."""
         inline = self.response_options.thoughts is ReasoningPlacement.INLINE
-        return self.first.operation == "chat" and self.text.has_reasoning and not inline
+        return self.first.operation == "chat" and self.tokenizer.has_reasoning and not inline
 
     @property
     def is_parsed(self) -> bool:
         """Whether a choice's text is more than its content: there may be reasoning or tool calls in it."""
-        return self.has_reasoning or (bool(self.response_options.tools) and self.text.tool_format is not None)
+        return self.has_reasoning or (bool(self.response_options.tools) and self.tokenizer.tool_format is not None)
 
 
 @dataclass(frozen=True, slots=True)

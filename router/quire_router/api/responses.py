@@ -120,7 +120,9 @@ def _response(prepared: PreparedRequest, deltas: AsyncGenerator[Delta], cursor: 
     """Adds the prompt to each choice where it is echoed, and names the schema at fault where tools are constrained."""
     if prepared.first.echo:
         known = started_choices(cursor, prepared.num_choices)
-        deltas = OwnedDeltaStream(with_prompt_echo(deltas, prepared.generations, prepared.text, known), deltas.aclose)
+        deltas = OwnedDeltaStream(
+            with_prompt_echo(deltas, prepared.generations, prepared.tokenizer, known), deltas.aclose
+        )
     structured = prepared.first.params.structured
     if prepared.response_options.tools and structured is not None:
         deltas = OwnedDeltaStream(name_schema_at_fault(deltas, structured.text), deltas.aclose)
@@ -130,7 +132,7 @@ def _response(prepared: PreparedRequest, deltas: AsyncGenerator[Delta], cursor: 
 async def with_prompt_echo(
     deltas: AsyncGenerator[Delta],
     generations: Sequence[GenerationRequest],
-    text: ModelTokenizer,
+    tokenizer: ModelTokenizer,
     started: Container[int] = (),
 ) -> AsyncGenerator[Delta]:
     """Yields the same deltas, but the first of each choice begins with its prompt, unless the choice is among those
@@ -147,13 +149,13 @@ async def with_prompt_echo(
             opened.add(delta.index)
             number = delta.index // n
             if number not in prompts:
-                prompts[number] = await _prompt_text(generations[number], text)
+                prompts[number] = await _prompt_text(generations[number], tokenizer)
             yield replace(delta, text=prompts[number] + delta.text, replayed=False)
 
 
-async def _prompt_text(generation: GenerationRequest, text: ModelTokenizer) -> str:
+async def _prompt_text(generation: GenerationRequest, tokenizer: ModelTokenizer) -> str:
     """Detokenises the prompt; yields to the event loop every ``_TOKENS_PER_TURN``."""
-    output = text.new_output_stream((), (), skip_special_tokens=generation.skip_special_tokens)
+    output = tokenizer.new_output_stream((), (), skip_special_tokens=generation.skip_special_tokens)
     parts = []
     for start in range(0, len(generation.prompt_token_ids), _TOKENS_PER_TURN):
         parts.append(output.push(generation.prompt_token_ids[start : start + _TOKENS_PER_TURN]))

@@ -80,7 +80,7 @@ class ApiService:
 
     def __init__(
         self,
-        texts: Mapping[str, ModelTokenizer],
+        tokenizers: Mapping[str, ModelTokenizer],
         fleet: EnginePoolView,
         runner: Runner,
         keys: StaticKeys,
@@ -96,15 +96,17 @@ class ApiService:
         self.keys = keys
         self.concurrency = concurrency
         self.bodies = bodies or BodyBudget()
-        self._models = tuple(texts)
+        self._models = tuple(tokenizers)
         self._engine_pool = fleet
         self._runner = MultiPromptRunner(runner, concurrency)
-        self._store = RequestStore(runner, texts)
+        self._store = RequestStore(runner, tokenizers)
         self.responses = ResponseOpener(runner, self._runner, self._store)
         self._request_timeout = request_timeout
         self._durable = durable
         self._tenant_limits = tenant_limits
-        self._validator = Validator(texts, fleet.limits, allow_priority=allow_priority, refuse_unknown=refuse_unknown)
+        self._validator = Validator(
+            tokenizers, fleet.limits, allow_priority=allow_priority, refuse_unknown=refuse_unknown
+        )
         self._tokenizer_pool = TokenizerPool()
         self._created = int(time())
 
@@ -140,8 +142,8 @@ class ApiService:
             request, ignored = self._validator.drop_ignored(request, request.model)
             generations = self._validator.generations(request, request_id, caller)
             ids = request.include_event_ids or bool(options.key)
-            text = self._validator.text(request.model)
-            prepared = PreparedRequest(generations, ResponseOptions.from_request(request), text, ids, ignored)
+            tokenizer = self._validator.tokenizer(request.model)
+            prepared = PreparedRequest(generations, ResponseOptions.from_request(request), tokenizer, ids, ignored)
             return apply_options(request, prepared, options, caller, self._request_timeout)
 
         with counting_rejections(), _internal_span(Span.ADMIT):
@@ -202,7 +204,7 @@ class ApiService:
         def written(request: TokenizeRequest) -> T:
             request, ignored = self._validator.drop_ignored(request, request.model)
             max_model_len = self._card(request.model).max_model_len
-            return write(tokenize(request, self._validator.text(request.model), max_model_len, ignored))
+            return write(tokenize(request, self._validator.tokenizer(request.model), max_model_len, ignored))
 
         with counting_rejections():
             await self._charge(caller)
@@ -215,7 +217,7 @@ class ApiService:
 
         def text_of(request: DetokenizeRequest) -> tuple[str, Sequence[str]]:
             request, ignored = self._validator.drop_ignored(request, request.model)
-            return detokenize(request, self._validator.text(request.model)), ignored
+            return detokenize(request, self._validator.tokenizer(request.model)), ignored
 
         with counting_rejections():
             await self._charge(caller)
@@ -265,7 +267,7 @@ class ApiService:
         if size > _LONG_BODY:
             return await self._tokenizer_pool.run(caller.tenant, size, lambda: make(checked()))
         request = checked()
-        if request.size <= _LONG_TEXT and not self._validator.text(request.model).renders_slowly:
+        if request.size <= _LONG_TEXT and not self._validator.tokenizer(request.model).renders_slowly:
             return make(request)
         return await self._tokenizer_pool.run(caller.tenant, request.size, lambda: make(request))
 

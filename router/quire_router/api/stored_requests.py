@@ -85,9 +85,9 @@ def _usage(record: RequestRecord) -> Usage:
 class RequestStore:
     """Finds stored requests. Those of other tenants are not found."""
 
-    def __init__(self, runner: Runner, texts: Mapping[str, ModelTokenizer]) -> None:
+    def __init__(self, runner: Runner, tokenizers: Mapping[str, ModelTokenizer]) -> None:
         self._runner = runner
-        self._texts = texts
+        self._tokenizers = tokenizers
 
     async def get(self, request_id: str, caller: Identity) -> StoredRequest:
         """Returns the request of this id, with REST's prefix or not. Raises ``QuireError``, NOT_FOUND among others."""
@@ -134,11 +134,11 @@ class RequestStore:
 
     def prepare(self, stored: StoredRequest) -> PreparedRequest:
         """Returns what writing the response again needs. Raises ``QuireError``."""
-        text = self._texts.get(stored.first.model)
-        if text is None:
+        tokenizer = self._tokenizers.get(stored.first.model)
+        if tokenizer is None:
             raise unknown_model(stored.first.model)
         generations = tuple(record.generation for record in stored.records)
-        return PreparedRequest(generations, ResponseOptions.from_record(stored.first), text, event_ids=True)
+        return PreparedRequest(generations, ResponseOptions.from_record(stored.first), tokenizer, event_ids=True)
 
     async def _with_other_prompts(self, record: RequestRecord) -> StoredRequest:
         parts, others = record.generation.parts[1:], list[RequestRecord | None]()

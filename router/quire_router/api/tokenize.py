@@ -79,39 +79,41 @@ class TokenizeResult:
 
 
 def tokenize(
-    request: TokenizeRequest, text: ModelTokenizer, max_model_len: int, ignored: Sequence[str] = ()
+    request: TokenizeRequest, tokenizer: ModelTokenizer, max_model_len: int, ignored: Sequence[str] = ()
 ) -> TokenizeResult:
     """Returns the tokens that the same text or conversation has as a prompt. Raises ``QuireError`` as a request with it
     would, except that there may be more tokens than the model takes.
     """
     try:
-        tokens = _tokens_of(request, text)
+        tokens = _tokens_of(request, tokenizer)
     except QuireError as error:
         raise _too_many(request) if error.param == "prompt" else error from None
     if len(tokens) > MAX_PROMPT_TOKENS:
         raise _too_many(request)
-    strings = [text.name_of(token_id) for token_id in tokens] if request.return_token_strs else None
+    strings = [tokenizer.name_of(token_id) for token_id in tokens] if request.return_token_strs else None
     return TokenizeResult(tokens, strings, max_model_len, ignored)
 
 
-def detokenize(request: DetokenizeRequest, text: ModelTokenizer) -> str:
+def detokenize(request: DetokenizeRequest, tokenizer: ModelTokenizer) -> str:
     """Returns the text of tokens, with special ones. Raises ``QuireError`` for a token that the model does not have."""
-    if request.tokens and max(request.tokens) >= text.vocab_size:
-        raise invalid("tokens", f"tokens holds a token id outside of this model's vocabulary of {text.vocab_size}.")
-    return text.decode(request.tokens)
+    if request.tokens and max(request.tokens) >= tokenizer.vocab_size:
+        raise invalid(
+            "tokens", f"tokens holds a token id outside of this model's vocabulary of {tokenizer.vocab_size}."
+        )
+    return tokenizer.decode(request.tokens)
 
 
-def _tokens_of(request: TokenizeRequest, text: ModelTokenizer) -> list[int]:
+def _tokens_of(request: TokenizeRequest, tokenizer: ModelTokenizer) -> list[int]:
     if request.messages is None:
         special = request.add_special_tokens is not False
-        return text.encode_text(request.prompt or "", MAX_PROMPT_TOKENS, add_special_tokens=special)
+        return tokenizer.encode_text(request.prompt or "", MAX_PROMPT_TOKENS, add_special_tokens=special)
     tools = [tool.to_template() for tool in request.offered_tools]
-    return text.encode_chat(
+    return tokenizer.encode_chat(
         to_template_messages(request.messages),
         MAX_PROMPT_TOKENS,
         tools=tools,
         add_generation_prompt=request.add_generation_prompt is not False,
-        options=template_options(request.chat_template_kwargs, request.reasoning_effort, text),
+        options=template_options(request.chat_template_kwargs, request.reasoning_effort, tokenizer),
     )
 
 

@@ -48,13 +48,13 @@ class Validator:
 
     def __init__(
         self,
-        texts: Mapping[str, ModelTokenizer],
+        tokenizers: Mapping[str, ModelTokenizer],
         limits: Callable[[str], ServedModelLimits | None],
         *,
         allow_priority: bool = False,
         refuse_unknown: bool = False,
     ) -> None:
-        self._texts = texts
+        self._tokenizers = tokenizers
         self._limits = limits
         self._allow_priority = allow_priority
         self._refuse_unknown = refuse_unknown
@@ -68,24 +68,24 @@ class Validator:
             if self._refuse_unknown and not is_known:
                 raise unknown_parameter(param)
             ignored.append(param)
-        text = self.text(model)
+        tokenizer = self.tokenizer(model)
         if isinstance(request, TemplatedBody):
-            request, more = drop_unsupported_by_template(request, text)
+            request, more = drop_unsupported_by_template(request, tokenizer)
             ignored += more
         return request, tuple(dict.fromkeys(ignored))
 
     def generations(self, request: GenerationBody, request_id: str, caller: Identity) -> tuple[GenerationRequest, ...]:
         """Returns one generation for each prompt, in tokens, with every default filled in. Raises ``QuireError``."""
-        text = self.text(request.model)
+        tokenizer = self.tokenizer(request.model)
         limits = self._limits(request.model)
         if limits is None:
             raise model_not_ready(request.model)
-        prompts, output_limit = _prompts(request, text, limits)
+        prompts, output_limit = _prompts(request, tokenizer, limits)
         first = GenerationRequest(
             request_id=request_id,
             model=request.model,
             prompt_token_ids=prompts[0],
-            params=sampling_of(request, output_limit, text, limits, structured_of(request, text, prompts[0])),
+            params=sampling_of(request, output_limit, tokenizer, limits, structured_of(request, tokenizer, prompts[0])),
             stop=tuple(request.stop),
             include_stop=bool(request.include_stop_str_in_output),
             skip_special_tokens=request.skip_special_tokens is not False,
@@ -102,12 +102,12 @@ class Validator:
         check_response_size(generations)
         return generations
 
-    def text(self, model: str) -> ModelTokenizer:
+    def tokenizer(self, model: str) -> ModelTokenizer:
         """Returns a configured model's tokenizer. Raises ``QuireError`` NOT_FOUND."""
-        text = self._texts.get(model)
-        if text is None:
+        tokenizer = self._tokenizers.get(model)
+        if tokenizer is None:
             raise unknown_model(model)
-        return text
+        return tokenizer
 
     def _priority(self, request: GenerationBody, caller: Identity) -> int:
         """Returns the tenant's priority plus the request's. Raises ``QuireError``."""
@@ -132,17 +132,17 @@ def _with_random_seed(generation: GenerationRequest) -> GenerationRequest:
 
 
 def _prompts(
-    request: GenerationBody, text: ModelTokenizer, limits: ServedModelLimits
+    request: GenerationBody, tokenizer: ModelTokenizer, limits: ServedModelLimits
 ) -> tuple[list[Sequence[int]], int]:
     """Returns the tokens of each prompt, and the most tokens of each output. Raises ``QuireError``."""
     if isinstance(request, ChatRequest):
-        return _conversation(request, text, limits)
+        return _conversation(request, tokenizer, limits)
     assert isinstance(request, CompletionRequest)
     output_limit, prompts = COMPLETION_MAX_TOKENS, []
     for number, given in enumerate(request.prompt):
         name = f"prompt[{number}]" if len(request.prompt) > 1 else "prompt"
         with _naming_prompt(name):
-            tokens = text.encode(given, limits.max_model_len) if isinstance(given, str) else given
+            tokens = tokenizer.encode(given, limits.max_model_len) if isinstance(given, str) else given
         output_limit = _output_limit(request, name, len(tokens), COMPLETION_MAX_TOKENS, limits)
         check_ids(name, tokens, limits)
         prompts.append(array("i", tokens))
@@ -150,12 +150,12 @@ def _prompts(
 
 
 def _conversation(
-    request: ChatRequest, text: ModelTokenizer, limits: ServedModelLimits
+    request: ChatRequest, tokenizer: ModelTokenizer, limits: ServedModelLimits
 ) -> tuple[list[Sequence[int]], int]:
     tools = [tool.to_template() for tool in request.offered_tools]
-    options = template_options(request.chat_template_kwargs, request.reasoning_effort, text)
+    options = template_options(request.chat_template_kwargs, request.reasoning_effort, tokenizer)
     with _naming_prompt("messages"):
-        prompt = text.encode_chat(
+        prompt = tokenizer.encode_chat(
             to_template_messages(request.messages), limits.max_model_len, tools=tools, options=options
         )
     rest = max(1, limits.max_model_len - len(prompt))
@@ -194,7 +194,7 @@ _ALL_TOKENS = -1  # vLLM's other word for top_k 0
 def sampling_of(
     request: GenerationBody,
     max_tokens: int,
-    text: ModelTokenizer,
+    tokenizer: ModelTokenizer,
     limits: ServedModelLimits,
     structured: Structured | None,
 ) -> SamplingParams:
@@ -209,7 +209,7 @@ def sampling_of(
         beam_width=request.search_width,
         stop_token_ids=tuple(request.stop_token_ids or ()),
         logit_bias=tuple(sorted((request.logit_bias or {}).items())),
-        bad_words=_bad_words(request, text),
+        bad_words=_bad_words(request, tokenizer),
         logprobs=request.output_logprobs,
         prompt_logprobs=request.all_prompt_logprobs,
         structured=structured,
@@ -245,10 +245,10 @@ def _top_k(given: int) -> int:
     return 0 if given == _ALL_TOKENS else given
 
 
-def _bad_words(request: GenerationBody, text: ModelTokenizer) -> tuple[tuple[int, ...], ...]:
+def _bad_words(request: GenerationBody, tokenizer: ModelTokenizer) -> tuple[tuple[int, ...], ...]:
     given = request.bad_words or []
     as_tokens = tuple(tuple(word) for word in given if not isinstance(word, str))
-    return encode_bad_words([word for word in given if isinstance(word, str)], text) + as_tokens
+    return encode_bad_words([word for word in given if isinstance(word, str)], tokenizer) + as_tokens
 
 
 def _check_ids_of(params: SamplingParams, limits: ServedModelLimits) -> None:
@@ -276,14 +276,14 @@ _THINKING_SWITCHES = ("enable_thinking", "thinking")  # names of the switch in t
 _TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 
 
-def structured_of(request: GenerationBody, text: ModelTokenizer, prompt: Sequence[int]) -> Structured | None:
+def structured_of(request: GenerationBody, tokenizer: ModelTokenizer, prompt: Sequence[int]) -> Structured | None:
     """Returns what constrains the output: what the client requests, a grammar of the tool calls that it requires, or a
     grammar of both, calls or JSON; None for free text. Raises ``QuireError`` INVALID for what cannot be enforced.
     """
     requested = request.structured
     if not (isinstance(request, ChatRequest) and request.offered_tools):
         return requested
-    tool_format = detect_tool_format(text)
+    tool_format = detect_tool_format(tokenizer)
     reply = None if requested is None else _reply(requested)
     if reply is None and not request.is_guided:
         return None
@@ -294,8 +294,8 @@ def structured_of(request: GenerationBody, text: ModelTokenizer, prompt: Sequenc
             [_tool_spec(tool, request.call_required) for tool in request.callable_tools],
             forced=request.call_required,
             parallel=request.parallel_tool_calls is not False,
-            thinking=ReasoningState(text.has_reasoning, text.starts_in_reasoning(prompt)),
-            special=text.marker_tokens,
+            thinking=ReasoningState(tokenizer.has_reasoning, tokenizer.starts_in_reasoning(prompt)),
+            special=tokenizer.marker_tokens,
             reply=reply,
         )
     except RecursionError:
@@ -355,39 +355,39 @@ def _schema_error(message: str, grammar: str) -> QuireError:
     return invalid("tools", f"The parameters of the tool {tool} cannot be used: {reason}")
 
 
-def detect_tool_format(text: ModelTokenizer) -> ToolFormat:
+def detect_tool_format(tokenizer: ModelTokenizer) -> ToolFormat:
     """Returns how the model writes tool calls. Raises ``QuireError`` where it has none, or an unknown format."""
-    if text.tool_format is not None:
-        return text.tool_format
-    if "tools" in text.template_variables:
+    if tokenizer.tool_format is not None:
+        return tokenizer.tool_format
+    if "tools" in tokenizer.template_variables:
         raise invalid("tools", "This model writes tool calls in a format that is not supported here.")
     raise invalid("tools", "This model's chat template knows no tools.")
 
 
-def drop_unsupported_by_template(request: TemplatedT, text: ModelTokenizer) -> tuple[TemplatedT, Sequence[str]]:
+def drop_unsupported_by_template(request: TemplatedT, tokenizer: ModelTokenizer) -> tuple[TemplatedT, Sequence[str]]:
     """Returns the request without tools where the model's template has none, and the names of the parameters that
     change nothing with this template. Raises ``QuireError`` for tools that must be called, and for variables of the
     template that requests may not set.
     """
-    ignored = [*_ignored_thinking(request, text)]
-    if not request.offered_tools or text.tool_format is not None:
+    ignored = [*_ignored_thinking(request, tokenizer)]
+    if not request.offered_tools or tokenizer.tool_format is not None:
         return request, ignored
     if request.call_required:
-        detect_tool_format(text)
+        detect_tool_format(tokenizer)
     tool_fields = [
         name for name in _TOOL_FIELDS if name in type(request).model_fields and getattr(request, name) is not None
     ]
     return request.model_copy(update=dict.fromkeys(tool_fields)), [*tool_fields, *ignored]
 
 
-def _ignored_thinking(request: TemplatedBody, text: ModelTokenizer) -> Iterator[str]:
+def _ignored_thinking(request: TemplatedBody, tokenizer: ModelTokenizer) -> Iterator[str]:
     """Yields reasoning efforts and switches that the template does not read, where they would change anything."""
-    known, effort = text.template_variables, request.reasoning_effort
-    stops = not text.has_reasoning or not known.isdisjoint(_THINKING_SWITCHES)
+    known, effort = tokenizer.template_variables, request.reasoning_effort
+    stops = not tokenizer.has_reasoning or not known.isdisjoint(_THINKING_SWITCHES)
     if effort is not None and "reasoning_effort" not in known and not (effort == "none" and stops):
         yield "reasoning_effort"
     for name, value in _thinking_switches(request.chat_template_kwargs).items():
-        if name not in known and (value or text.has_reasoning):
+        if name not in known and (value or tokenizer.has_reasoning):
             yield f"chat_template_kwargs.{name}"
     others = None if request.chat_template_kwargs is None else request.chat_template_kwargs.model_extra
     for name in known.intersection(others or ()):
@@ -400,7 +400,7 @@ def _thinking_switches(given: TemplateOptions | None) -> dict[str, bool]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def template_options(given: TemplateOptions | None, effort: str | None, text: ModelTokenizer) -> Mapping[str, Any]:
+def template_options(given: TemplateOptions | None, effort: str | None, tokenizer: ModelTokenizer) -> Mapping[str, Any]:
     """Returns the variables that a request sets in the model's template, of those that the template reads. The effort
     ``none`` turns thinking off, where it can be.
     """
@@ -408,7 +408,7 @@ def template_options(given: TemplateOptions | None, effort: str | None, text: Mo
     if effort == "none":
         options |= dict.fromkeys(_THINKING_SWITCHES, False)
     options |= _thinking_switches(given)
-    return {name: value for name, value in options.items() if name in text.template_variables}
+    return {name: value for name, value in options.items() if name in tokenizer.template_variables}
 
 
 def _tool_spec(tool: Tool, call_required: bool) -> ToolSpec:

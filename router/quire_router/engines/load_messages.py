@@ -34,7 +34,7 @@ class SpeculativeBlocks:
     """Blocks that engines will have soon, because a router sent a prompt there: published to the other routers, and
     received into the ``index``, whose ``clock`` counts seconds. An engine reports them when the prompt is computed.
     Until then the next prompt with the same prefix may come to any router, and a router without this information would
-    send it elsewhere, where the prefix would be computed again.
+    send it elsewhere, where the prefix would be computed again. They are the index's ``SpeculativeEntries``.
     """
 
     def __init__(self, table: EngineTable, index: PrefixIndex, clock: Callable[[], float] = monotonic) -> None:

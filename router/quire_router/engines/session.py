@@ -130,7 +130,7 @@ class Session:
         self, settings: ConnectionSettings, on_kv_event: KvListener | None = None, on_load: LoadListener | None = None
     ) -> None:
         self.id = uuid4().hex
-        self.generation = 0
+        self.engine_generation = 0
         self.sequence = 0
         self.draining = False
         self.kv_events = 0
@@ -181,7 +181,7 @@ class Session:
         """A stream is open. Decides what has survived: all, when the engine resumed the session where it broke. Raises
         ``SequenceGap`` when it resumed one that was given up.
         """
-        same_engine = snapshot.generation == self.generation
+        same_engine = snapshot.generation == self.engine_generation
         self.commands.reset_for_stream()
         if same_engine and snapshot.resumed and snapshot.sequence <= self.sequence:
             self._resubmit()
@@ -192,7 +192,7 @@ class Session:
         else:
             self._cancelled.clear()
             self._maybe_duplicated.clear()
-        self.generation, self.draining = snapshot.generation, snapshot.draining
+        self.engine_generation, self.draining = snapshot.generation, snapshot.draining
         if self._on_load is not None:
             self._on_load(snapshot.load)
 

@@ -69,7 +69,8 @@ class IndexCounts:
 
 class SpeculativeEntries:
     """Blocks that engines will have soon: keys, with the bits of the engines. An entry lives for ``seconds``, and for
-    up to a quarter of that more.
+    up to a quarter of that more. The name is that of llm-d's precise prefix cache (``speculativeIndexing``,
+    ``speculativeTTL``); it has nothing to do with speculative decoding.
 
     Entries of one tick expire together, so that an expired entry costs nothing. Of one prompt the first
     ``MAX_PROMPT_BLOCKS`` are kept, and of all prompts ``max_entries``.

@@ -24,7 +24,7 @@ from quire_router.core.generation import (
 )
 from quire_router.engines.output_stream import Output
 from quire_router.journal.base import Journal, Lease, RecordedDelta, RequestRecord, decode_error
-from quire_router.requests.choices import chunked, mark_replayed, split_at_cursor, with_usage, yielding_to_loop
+from quire_router.requests.deltas import chunked, mark_replayed, split_at_cursor, with_usage, yielding_to_loop
 from quire_router.requests.registry import BackgroundRequests, RequestRegistry
 from quire_router.requests.state import create_choices
 
@@ -35,20 +35,21 @@ MAX_POLLS_PER_SECOND = 400  # of all that follow records here
 
 
 class RequestResumer:
-    """Resumes requests of the models that have ``texts``: for clients that return, and orphans in the ``background``.
-    ``resume_claimed`` runs the rest of a request whose record was claimed; one in the ``registry`` needs no claim.
+    """Resumes requests of the models that have ``tokenizers``: for clients that return, and orphans in the
+    ``background``. ``resume_claimed`` runs the rest of a request whose record was claimed; one in the ``registry``
+    needs no claim.
     """
 
     def __init__(
         self,
         journal: Journal,
-        texts: Mapping[str, ModelTokenizer],
+        tokenizers: Mapping[str, ModelTokenizer],
         registry: RequestRegistry,
         background: BackgroundRequests,
         resume_claimed: Callable[[RequestRecord, Lease, ResponseConsumer], OwnedDeltaStream],
     ) -> None:
         self._journal = journal
-        self._texts = texts
+        self._tokenizers = tokenizers
         self._registry = registry
         self._background = background
         self._resume_claimed = resume_claimed
@@ -61,7 +62,7 @@ class RequestResumer:
         Raises ``QuireError``.
         """
         follower = self._journal.follow(request.request_id)
-        replayer = Replayer(request, self._texts[request.model], cursor)
+        replayer = Replayer(request, self._tokenizers[request.model], cursor)
         while (tail := await follower.poll()) is not None:
             ended = tail.finish_reason is not None
             async for delta in yielding_to_loop(replayer.replay(tail.deltas, ended=ended)):
@@ -154,7 +155,7 @@ class RequestResumer:
             raise
         if record is None or record.leased or record.finish_reason is not None:
             return False
-        return record.generation.background and record.generation.model in self._texts
+        return record.generation.background and record.generation.model in self._tokenizers
 
     async def _claim(self, request_id: str) -> tuple[RequestRecord, Lease] | None:
         """Claims the record; returns None if another router holds its lease or the request is in flight here."""
@@ -171,11 +172,11 @@ class Replayer:
     record has only some of them is run again.
     """
 
-    def __init__(self, request: GenerationRequest, text: ModelTokenizer, cursor: StreamCursor) -> None:
+    def __init__(self, request: GenerationRequest, tokenizer: ModelTokenizer, cursor: StreamCursor) -> None:
         self._cursor = cursor
         self._prompt_tokens = len(request.prompt_token_ids)
         self._deferred: list[RecordedDelta] | None = [] if request.selects_choices else None
-        self._choices = create_choices(request, text, request.params.n)
+        self._choices = create_choices(request, tokenizer, request.params.n)
 
     def replay(self, recorded: Iterable[RecordedDelta], *, ended: bool) -> Iterator[Delta]:
         """Yields the answer's deltas for the next ``recorded`` ones; with ``ended`` they are the last."""

@@ -57,7 +57,7 @@ class RequestRunner:
         placer: Placer,
         dispatcher: Dispatcher,
         journal: Journal,
-        texts: Mapping[str, ModelTokenizer],
+        tokenizers: Mapping[str, ModelTokenizer],
         *,
         limits: RateLimiter | None = None,
         request_timeout: float | None = None,
@@ -69,13 +69,13 @@ class RequestRunner:
         self._placer = placer
         self._dispatcher = dispatcher
         self._journal = journal
-        self._texts = texts
+        self._tokenizers = tokenizers
         self._limits = limits or RateLimiter(Tenants())
         self._max_attempts = max_attempts
         self._expose_route = expose_route
         self._registry = RequestRegistry(request_timeout)
         self._background = BackgroundRequests(max_background)
-        self._resumer = RequestResumer(journal, texts, self._registry, self._background, self._resume_claimed)
+        self._resumer = RequestResumer(journal, tokenizers, self._registry, self._background, self._resume_claimed)
         journal.set_listener(self._registry)
 
     @property
@@ -210,8 +210,10 @@ class RequestRunner:
         """
         resources = AsyncExitStack()
         try:
-            text = self._texts[request.model]
-            state = RequestState(request, text, self._journal, lease, consumer, record=record, reservation=reservation)
+            tokenizer = self._tokenizers[request.model]
+            state = RequestState(
+                request, tokenizer, self._journal, lease, consumer, record=record, reservation=reservation
+            )
             resources.enter_context(self._registry.track(state))
         except Exception:
             log.exception("request %s cannot begin", lease.request_id)

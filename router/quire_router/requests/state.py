@@ -24,7 +24,7 @@ from quire_router.core.generation import Delta, GenerationRequest, ResponseConsu
 from quire_router.engines.output_stream import Output, OutputStream
 from quire_router.journal.base import Journal, Lease, RecordedDelta, RequestRecord
 from quire_router.placement.prefix_index import HashesByNamespace
-from quire_router.requests.choices import (
+from quire_router.requests.deltas import (
     BestOfSelection,
     chunked,
     mark_replayed,
@@ -50,6 +50,15 @@ class Choice:
         self.last_token: float | None = None
         self._text = text
 
+    @property
+    def has_output(self) -> bool:
+        """Whether it has tokens, or has ended."""
+        return bool(self.token_ids) or self.finish_reason is not None
+
+    def is_complete(self, max_tokens: int) -> bool:
+        """Whether it has all the tokens that were asked for, so that no engine is needed to end it."""
+        return self.finish_reason is None and len(self.token_ids) >= max_tokens
+
     def process(self, output: Output) -> Delta:
         """Returns the delta of an engine's output. A stop string ends the choice, whatever the engine reports: tokens
         after the one that completed it do not belong to it, nor do their log-probabilities.
@@ -71,13 +80,13 @@ class Choice:
         return self.process(Output([], len(self.token_ids), reason))
 
 
-def create_choices(request: GenerationRequest, text: ModelTokenizer, count: int) -> list[Choice]:
+def create_choices(request: GenerationRequest, tokenizer: ModelTokenizer, count: int) -> list[Choice]:
     """Returns ``count`` empty choices of a request."""
-    return [Choice(index, _open_text(request, text)) for index in range(count)]
+    return [Choice(index, _open_text(request, tokenizer)) for index in range(count)]
 
 
-def _open_text(request: GenerationRequest, text: ModelTokenizer) -> OutputTextStream:
-    return text.new_output_stream(
+def _open_text(request: GenerationRequest, tokenizer: ModelTokenizer) -> OutputTextStream:
+    return tokenizer.new_output_stream(
         request.prompt_token_ids,
         request.stop,
         include_stop=request.include_stop,
@@ -104,7 +113,7 @@ class RequestState:
     def __init__(
         self,
         request: GenerationRequest,
-        text: ModelTokenizer,
+        tokenizer: ModelTokenizer,
         journal: Journal,
         lease: Lease,
         consumer: ResponseConsumer,
@@ -120,7 +129,7 @@ class RequestState:
         self.block_hashes: HashesByNamespace = {}
         self.attempt = 0
         self.interrupted: asyncio.Future[QuireError | None] = asyncio.get_running_loop().create_future()
-        self._text = text
+        self._tokenizer = tokenizer
         self._journal = journal
         self._lease = lease
         self.consumer = consumer
@@ -224,7 +233,7 @@ class RequestState:
             sampling=sampling_to_proto(params),
             cache_salt=request.cache_salt,
             traceparent=traceparent,
-            delivered=() if alone else map(_delivered, filter(_has_output, self._choices)),
+            delivered=() if alone else [_delivered(choice) for choice in self._choices if choice.has_output],
             priority=request.priority,
         )
 
@@ -306,7 +315,7 @@ class RequestState:
         if params.beam_width:
             self._start_choices()
             return []
-        complete = [choice for choice in self._choices if _is_complete(choice, params.max_tokens)]
+        complete = [choice for choice in self._choices if choice.is_complete(params.max_tokens)]
         return self._emit([choice.finish(FinishReason.LENGTH) for choice in complete])
 
     def finish(self, reason: FinishReason, error: str = "") -> None:
@@ -346,7 +355,7 @@ class RequestState:
     def _start_choices(self) -> None:
         """Makes all choices, empty."""
         request, params = self.generation, self.generation.params
-        self._choices = create_choices(request, self._text, params.num_returned)
+        self._choices = create_choices(request, self._tokenizer, params.num_returned)
         self._unfinished = len(self._choices)
         self._selection = BestOfSelection(params) if request.selects_choices else None
 
@@ -399,15 +408,6 @@ class RequestState:
             metrics.TTFT.labels(self.generation.model).observe(now - self._began)
             self._first_token_seen = True
         choice.last_token = now
-
-
-def _is_complete(choice: Choice, max_tokens: int) -> bool:
-    """Whether a choice has all the tokens that were asked for, so that no engine is needed to end it."""
-    return choice.finish_reason is None and len(choice.token_ids) >= max_tokens
-
-
-def _has_output(choice: Choice) -> bool:
-    return bool(choice.token_ids) or choice.finish_reason is not None
 
 
 def _delivered(choice: Choice) -> engine_pb2.Delivered:

@@ -197,9 +197,9 @@ class LogprobsRenderer:
     def __init__(
         self, prepared: PreparedRequest, logprobs_format: type[LogprobsFormat], started: Container[int] = ()
     ) -> None:
-        options, names = prepared.response_options, TokenNames(prepared.text.token_bytes)
+        options, names = prepared.response_options, TokenNames(prepared.tokenizer.token_bytes)
         self._generations = prepared.generations
-        self._text = prepared.text
+        self._tokenizer = prepared.tokenizer
         self._started = started
         self._format = None if options.logprobs is None else logprobs_format(names, options.logprobs)
         self._prompt_format = None if options.prompt_logprobs is None else PromptLogprobsFormat(names)
@@ -283,7 +283,7 @@ class LogprobsRenderer:
         return f"[{joined(parts)}]"
 
     def _new_output(self, generation: GenerationRequest, prompt: Sequence[int]) -> OutputTextStream:
-        return self._text.new_output_stream(prompt, (), skip_special_tokens=generation.skip_special_tokens)
+        return self._tokenizer.new_output_stream(prompt, (), skip_special_tokens=generation.skip_special_tokens)
 
 
 def _positions(generation: GenerationRequest, delta: Delta) -> Iterator[tuple[Sequence[int], Sequence[TokenLogprobs]]]:

@@ -197,7 +197,7 @@ async def test_an_engine_that_restarted_gives_back_what_it_ran_after_the_tokens_
         again = await submitted(engine, link, submit("a2", delivered=(1, 2)))
         engine.send(output("a2", [3], 2, STOP))
         assert (await rest(again))[0] == [3]
-        assert link.session.generation == 2
+        assert link.session.engine_generation == 2
 
 
 async def test_an_engine_that_forgot_the_session_gives_back_what_it_ran() -> None:

@@ -52,7 +52,7 @@ async def test_a_router_that_connects_late_gets_draining_first() -> None:
     link = EngineConnection(await engine.start(), SETTINGS)
     link.start()
     try:
-        await until(lambda: link.description is not None and link.session.generation == 1)
+        await until(lambda: link.description is not None and link.session.engine_generation == 1)
         assert not link.ready
     finally:
         await link.close()
@@ -110,4 +110,4 @@ async def test_a_restarted_engine_does_not_drain() -> None:
         engine.restart_as(2)
         engine.break_stream()
         await until(lambda: link.ready)
-        assert link.session.generation == 2
+        assert link.session.engine_generation == 2

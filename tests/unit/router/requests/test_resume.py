@@ -39,7 +39,7 @@ from quire_router.journal.base import (
 )
 from quire_router.journal.memory import MemoryJournal
 from quire_router.requests import registry as background
-from quire_router.requests.choices import CHUNK_TOKENS
+from quire_router.requests.deltas import CHUNK_TOKENS
 from quire_router.requests.resume import Replayer
 from quire_router.requests.runner import RequestRunner
 from quire_router.requests.state import RequestState, create_choices
