@@ -1,4 +1,4 @@
-"""What the executor makes of a plan's draws and targets, against transformers' logits for the same tokens."""
+"""What the executor returns for sample requests and targets, against transformers' logits for the same tokens."""
 
 import threading
 from collections.abc import Sequence

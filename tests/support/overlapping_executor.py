@@ -45,7 +45,7 @@ def misuse() -> Iterator[None]:
 class OverlappingPagedExecutor(PagedExecutor):
     """``pace`` is given how many pieces of work are queued and returns how many of them are done now.
 
-    ``fails`` is asked whether a plan fails: at its "launch", in its "forward" pass (then its pending tokens are known),
+    ``fails`` is asked whether a step fails: at its "launch", in its "forward" pass (then its pending tokens are known),
     at its "draw", or in a "run". A failing forward pass spoils what it should have filled, and so does a step that was
     launched on top of it.
     """

@@ -41,9 +41,9 @@ class BatchScheduler:
     def __init__(
         self,
         config: "SchedulerConfig",
-        memory: KVCacheManager,
+        kv_cache_manager: KVCacheManager,
         rates: Rates,
-        statistics: SchedulerStats,
+        stats: SchedulerStats,
         clock: Callable[[], int],
     ) -> None:
         self.running = AdmittedQueue()
@@ -52,29 +52,29 @@ class BatchScheduler:
         self.waiting = WaitingQueue(config.max_overtakes if config.scheduling_policy == "sjf" else None)
         self.out_of_memory: list[Sequence] = []
         self._config = config
-        self._kv_cache_manager = memory
+        self._kv_cache_manager = kv_cache_manager
         self._rates = rates
-        self._statistics = statistics
+        self._stats = stats
         self._clock = clock
         self._policy = POLICIES[config.scheduling_policy]
         self._by_length = config.scheduling_policy == "sjf"
         self._by_priority = config.scheduling_policy == "priority"
-        self._watermark = max(1, int(config.watermark * memory.device_pool.num_blocks))
+        self._watermark = max(1, int(config.watermark * kv_cache_manager.device_pool.num_blocks))
         self._num_admitted = 0
 
     def add(self, sequence: Sequence) -> None:
-        """A new sequence waits."""
-        sequence.served_at_arrival = self._statistics.computed_tokens
+        """Queues a new sequence."""
+        sequence.served_at_arrival = self._stats.computed_tokens
         sequence.queue_key = self._queue_key(sequence)
         self.waiting.push(sequence)
 
     def start(self, sequence: Sequence) -> None:
-        """A sequence that was forked from a running one runs too."""
+        """Adds a sequence to those that run."""
         sequence.status = SequenceStatus.RUNNING
         self.running.push(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence ends, wherever it is."""
+        """Removes a sequence that ends from its queue."""
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
         else:
@@ -82,7 +82,7 @@ class BatchScheduler:
         sequence.status = SequenceStatus.FINISHED
 
     def invalidate_kv(self, sequence: Sequence) -> None:
-        """What was computed for a sequence that has given way cannot be used: all of it is computed again."""
+        """What was computed for a preempted sequence cannot be used: all of it is computed again."""
         if sequence.status is SequenceStatus.SWAPPED:
             self.swapped.remove(sequence)
             self._preempt_recompute(sequence, PreemptionReason.LOST)
@@ -118,7 +118,7 @@ class BatchScheduler:
         running = SequenceStatus.RUNNING  # a member of an enumeration is slow to look up
         for sequence in self.running.copy():
             if budget == 0 or self.out_of_memory or sequence.status is not running:
-                break  # victims are those of the least precedence, so whatever follows a victim is one too
+                break  # victims are those of the least precedence, so all that follow a victim are victims too
             group = sequence.group
             if group.beam_search is not None and group is not search:
                 # Room for all of them is made at once: none can be preempted when others have been scheduled.
@@ -130,24 +130,26 @@ class BatchScheduler:
                 budget -= self._schedule(sequence, length, scheduler_output)
         return budget
 
-    def _preempt_until_fits(self, unit: list[Sequence], budget: int, scheduler_output: SchedulerOutput) -> bool:
-        """Preempts until all of ``unit`` can grow; False when it had to go itself."""
+    def _preempt_until_fits(self, beams: list[Sequence], budget: int, scheduler_output: SchedulerOutput) -> bool:
+        """Preempts until there are blocks for the next tokens of ``beams``, which are scheduled together, or a single
+        sequence. Returns False if these were preempted themselves, or are alone and out of memory.
+        """
         pool = self._kv_cache_manager.device_pool
-        while (needed := self._num_blocks_needed(unit, budget)) and needed > pool.num_free:
+        while (needed := self._num_blocks_needed(beams, budget)) and needed > pool.num_free:
             victims = self._preempted_with(self.running.last())
-            if unit[0] in victims and len(victims) == len(self.running):
-                self.out_of_memory.append(unit[0])
+            if beams[0] in victims and len(victims) == len(self.running):
+                self.out_of_memory.append(beams[0])
                 return False
             for victim in victims:
                 self._preempt(victim, scheduler_output)
-            if unit[0] in victims:
+            if beams[0] in victims:
                 return False
         return True
 
-    def _num_blocks_needed(self, unit: list[Sequence], budget: int) -> int:
-        """Device blocks that ``unit`` lacks for what ``budget`` lets it compute."""
+    def _num_blocks_needed(self, beams: list[Sequence], budget: int) -> int:
+        """Device blocks that ``beams`` lack for what ``budget`` lets it compute."""
         missing = 0
-        for sequence in unit:
+        for sequence in beams:
             start, length = sequence.num_scheduled_tokens, min(sequence.num_unscheduled_tokens, budget)
             missing += self._kv_cache_manager.num_blocks_needed(sequence.table, start, start + length)
             budget -= length
@@ -185,17 +187,17 @@ class BatchScheduler:
     # Preemption
 
     def _preempt(self, victim: Sequence, scheduler_output: SchedulerOutput) -> None:
-        """Takes a running sequence off the device, the cheaper way."""
+        """Takes a running sequence off the device, by swap or by recompute, whichever is cheaper."""
         scheduler_output.num_preempted += 1
         self.running.remove(victim)
-        way, reason = choose_preemption_mode(
+        mode, reason = choose_preemption_mode(
             self._kv_cache_manager.swap_cost(victim.table, victim.num_scheduled_tokens),
             self._rates,
             host_has_room=self._kv_cache_manager.can_swap_out(victim.num_scheduled_tokens),
             may_swap=len(self.swapped) < self._config.max_swapped,
         )
-        self._statistics.preemptions[way, reason] += 1
-        if way is PreemptionMode.SWAP:
+        self._stats.preemptions[mode, reason] += 1
+        if mode is PreemptionMode.SWAP:
             self._preempt_swap(victim, reason)
         else:
             self._preempt_recompute(victim, reason)
@@ -204,7 +206,7 @@ class BatchScheduler:
         # Its blocks are copied after the step in flight, so with what that computes for it.
         victim.num_computed_tokens = victim.num_scheduled_tokens
         blocks = self._kv_cache_manager.swap_out(victim.table, victim.num_computed_tokens)
-        self._statistics.blocks_swapped_out += blocks
+        self._stats.blocks_swapped_out += blocks
         victim.status = SequenceStatus.SWAPPED
         self.swapped.push(victim)
         self._record_event(victim, "swap_out", blocks, reason)
@@ -232,7 +234,7 @@ class BatchScheduler:
         elif returning is not None:
             self.out_of_memory.append(returning)
 
-    # Coming back
+    # Resuming preempted sequences
 
     def _schedule_preempted(self, scheduler_output: SchedulerOutput, budget: int) -> int:
         """What was preempted comes back by precedence, whether swapped out or not: nothing passes another."""
@@ -255,7 +257,7 @@ class BatchScheduler:
             return False
         self.swapped.remove(sequence)
         blocks = self._kv_cache_manager.swap_in(sequence.table)
-        self._statistics.blocks_swapped_in += blocks
+        self._stats.blocks_swapped_in += blocks
         self.start(sequence)
         self._record_event(sequence, "swap_in", blocks)
         return True
@@ -268,7 +270,7 @@ class BatchScheduler:
         self._admit(sequence, hits)
         return True
 
-    # Admitting
+    # Admission
 
     def _can_admit(self) -> bool:
         """Whether new sequences are taken in: always, or, with static batches, until the first token is known."""
@@ -290,7 +292,7 @@ class BatchScheduler:
             budget -= self._schedule(sequence, min(sequence.num_unscheduled_tokens, budget), scheduler_output)
 
     def _cached_blocks_if_fits(self, sequence: Sequence) -> list[CachedBlock] | None:
-        """What is cached of a sequence that can be admitted now; None when it has to wait.
+        """The cached blocks of a sequence that can be admitted now; None if it has to wait.
 
         There must be room for all known tokens, though a step may compute only some of them: a prompt that is admitted
         by its first chunk alone would be preempted before it made a token.
@@ -340,7 +342,7 @@ class BatchScheduler:
         self.start(sequence)
 
     def _record_admission(self, sequence: Sequence, hits: list[CachedBlock], step: int) -> None:
-        """What is counted when a sequence is admitted for the first time."""
+        """Counts what a sequence that is admitted for the first time found in the prefix cache."""
         sequence.timings.admitted = self._clock()
         sequence.timings.first_step = step
         group = sequence.group
@@ -348,14 +350,16 @@ class BatchScheduler:
             return
         group.num_cached_tokens = min(sequence.num_computed_tokens, group.num_prompt_tokens)
         on_host = sum(hit.tier is Tier.HOST for hit in hits) * self._kv_cache_manager.block_size
-        self._statistics.prefix_query_tokens += group.num_prompt_tokens
-        self._statistics.prefix_host_tokens += min(on_host, group.num_cached_tokens)
-        self._statistics.prefix_device_tokens += group.num_cached_tokens - min(on_host, group.num_cached_tokens)
+        self._stats.prefix_query_tokens += group.num_prompt_tokens
+        self._stats.prefix_host_tokens += min(on_host, group.num_cached_tokens)
+        self._stats.prefix_device_tokens += group.num_cached_tokens - min(on_host, group.num_cached_tokens)
 
-    # Ranking
+    # The order of the waiting queue
 
     def _next_waiting(self) -> Sequence:
-        """Who is next. A rank by what is cached may be out of date, so that of the first is looked at again."""
+        """The sequence to admit next. An order by what is cached may be out of date: the first one's key is computed
+        again.
+        """
         sequence = self.waiting.first()
         for _ in range(REORDERED_PER_STEP if self._by_length else 0):
             self.waiting.reorder(sequence, self._queue_key(sequence))
@@ -366,7 +370,9 @@ class BatchScheduler:
         return sequence
 
     def _reorder_some(self) -> None:
-        """What was cached since they arrived makes jobs shorter: a few are looked at in each step, in turn."""
+        """Computes the keys of a few waiting sequences again, in turn: what was cached since they arrived makes them
+        shorter.
+        """
         for _ in range(min(REORDERED_PER_STEP, len(self.waiting))):
             sequence = self.waiting.next_round_robin()
             self.waiting.reorder(sequence, self._queue_key(sequence))

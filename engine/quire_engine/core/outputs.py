@@ -107,23 +107,25 @@ class KVCacheFragmentation:
         return self.empty_slots / self.used_slots if self.used_slots else 0.0
 
 
-def measure_fragmentation(memory: KVCacheManager, tables: Iterable[tuple[BlockTable, int]]) -> KVCacheFragmentation:
+def measure_fragmentation(
+    kv_cache_manager: KVCacheManager, tables: Iterable[tuple[BlockTable, int]]
+) -> KVCacheFragmentation:
     """What ``tables`` leave empty: all that hold device blocks, each with the tokens that are computed in it.
     O(tables): only last blocks can be.
 
     A block that several tables share counts once, as full as the fullest of them has it.
     """
-    size = memory.block_size
+    size = kv_cache_manager.block_size
     empty: dict[int, int] = {}
     for table, num_computed_tokens in tables:
         for index in range(num_computed_tokens // size, len(table.block_ids)):
             block_id = table.block_ids[index]
             missing = size - max(0, num_computed_tokens - index * size)
             empty[block_id] = min(missing, empty.get(block_id, size))
-    return KVCacheFragmentation(sum(empty.values()), _in_use(memory.device_pool) * size)
+    return KVCacheFragmentation(sum(empty.values()), _in_use(kv_cache_manager.device_pool) * size)
 
 
-def count_leaked_blocks(memory: KVCacheManager, tables: Iterable[BlockTable]) -> int:
+def count_leaked_blocks(kv_cache_manager: KVCacheManager, tables: Iterable[BlockTable]) -> int:
     """Blocks of both pools that are not free although none of ``tables``, which are all that there are, holds them. 0,
     or memory was lost. O(blocks held).
     """
@@ -132,7 +134,7 @@ def count_leaked_blocks(memory: KVCacheManager, tables: Iterable[BlockTable]) ->
     for table in tables:
         device.update(table.block_ids)
         host.update(table.host_block_ids)
-    return _in_use(memory.device_pool) - len(device) + _in_use(memory.host_pool) - len(host)
+    return _in_use(kv_cache_manager.device_pool) - len(device) + _in_use(kv_cache_manager.host_pool) - len(host)
 
 
 def _in_use(pool: BlockPool) -> int:

@@ -229,9 +229,9 @@ class SequenceRegistry:
     finished since the executor last heard of any.
     """
 
-    def __init__(self, config: "SchedulerConfig", memory: KVCacheManager, clock: Callable[[], int]) -> None:
+    def __init__(self, config: "SchedulerConfig", kv_cache_manager: KVCacheManager, clock: Callable[[], int]) -> None:
         self._config = config
-        self._kv_cache_manager = memory
+        self._kv_cache_manager = kv_cache_manager
         self._clock = clock
         self._next_id = 0
         self.groups: dict[str, SequenceGroup] = {}
@@ -355,18 +355,18 @@ class SequenceRegistry:
 MAX_SALT_BYTES = 32
 
 
-def check_request(request: Request, config: "SchedulerConfig", memory: KVCacheManager) -> None:
+def check_request(request: Request, config: "SchedulerConfig", kv_cache_manager: KVCacheManager) -> None:
     """Raises ``QuireError`` INVALID, with the limit in its text, for a request that can never be run. The router checks
     the same rules first; an engine checks them again, as it cannot know what sends to it.
     """
     if len(request.cache_salt) > MAX_SALT_BYTES:
         raise invalid("cache_salt", f"A cache salt has at most {MAX_SALT_BYTES} bytes.")
     sampling = request.sampling
-    limit = min(config.max_model_len, memory.device_pool.num_blocks * memory.block_size)
+    limit = min(config.max_model_len, kv_cache_manager.device_pool.num_blocks * kv_cache_manager.block_size)
     check_length(len(request.prompt_token_ids), sampling.max_tokens, limit)
     _check_tokens(request, config.vocab_size)
     _check_history(request)
-    _check_width(request, config, memory)
+    _check_width(request, config, kv_cache_manager)
     if sampling.structured is not None and request.grammar is None:
         raise QuireError(ErrorCode.INVALID, "This engine knows no grammars.", param=sampling.structured.param)
 
@@ -401,7 +401,7 @@ def _check_history(request: Request) -> None:
             raise invalid("max_tokens", "The delivered output has reached max_tokens already.")
 
 
-def _check_width(request: Request, config: "SchedulerConfig", memory: KVCacheManager) -> None:
+def _check_width(request: Request, config: "SchedulerConfig", kv_cache_manager: KVCacheManager) -> None:
     """All outputs of a request run at once, and beams have to fit together, because they advance together."""
     sampling = request.sampling
     if sampling.num_sequences > config.max_num_seqs:
@@ -410,9 +410,11 @@ def _check_width(request: Request, config: "SchedulerConfig", memory: KVCacheMan
     if sampling.beam_width > config.vocab_size:
         raise invalid("beam_width", f"beam_width must be at most {config.vocab_size}, the tokens that there are.")
     if sampling.beam_width:
-        own = memory.num_blocks_for(sampling.max_tokens) + 2  # the block that the prompt ends in, and the copy of it
-        blocks = len(request.prompt_token_ids) // memory.block_size + sampling.beam_width * own
-        if blocks > memory.device_pool.num_blocks:
+        own = (
+            kv_cache_manager.num_blocks_for(sampling.max_tokens) + 2
+        )  # the block that the prompt ends in, and the copy of it
+        blocks = len(request.prompt_token_ids) // kv_cache_manager.block_size + sampling.beam_width * own
+        if blocks > kv_cache_manager.device_pool.num_blocks:
             raise invalid("beam_width", "The engine's KV memory cannot hold so many beams of this length.")
 
 

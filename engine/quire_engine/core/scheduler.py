@@ -276,7 +276,7 @@ class Scheduler:
             self._complete_searches.append(group)
 
     def _advance_beams(self) -> None:
-        """Every search whose beams are all there goes on. One of whose beams has been preempted meanwhile waits."""
+        """Advances every search whose beams have all been computed. One with a preempted beam waits."""
         ready = [group for group in self._complete_searches if all(map(_is_ready, group.sequences.values()))]
         self._complete_searches = [group for group in self._complete_searches if group.sequences and group not in ready]
         for group in ready:
@@ -335,7 +335,7 @@ class Scheduler:
     # Ending
 
     def _end(self, sequence: Sequence, reason: FinishReason, logprobs: TokenLogprobs | None = None) -> None:
-        """A choice has ended by itself."""
+        """Ends a choice at a stop token or at its limit."""
         output = self._finish_output(sequence, sequence.index, reason)
         delta = _output_delta(sequence, logprobs)
         output.token_ids, output.position, output.logprobs = delta.token_ids, delta.position, delta.logprobs

@@ -1,4 +1,4 @@
-"""The simulator and the real executor on the CPU see the same sequence of plans on the same arrivals.
+"""The simulator and the real executor on the CPU see the same sequence of scheduler outputs on the same arrivals.
 
 So what the simulator says about memory and order is what the engine does. Prompts and the structure of the outputs are
 equal in both; only the drawn tokens differ. Where the prefix cache is on, requests are greedy: drawn by chance, two
@@ -35,7 +35,7 @@ Event = tuple[int, Request | str]
 
 
 class Noting:
-    """Another executor, and the plans that it was given."""
+    """Another executor, and the scheduler outputs that it was given."""
 
     depth = 1
 
@@ -54,7 +54,7 @@ class Noting:
 
 
 def normal(scheduler_output: SchedulerOutput) -> Any:
-    """All of a plan except which tokens were drawn."""
+    """All of a scheduler output except which tokens were drawn."""
     chunks = [
         (
             chunk.sequence_id,
@@ -138,7 +138,7 @@ def requests(draw: st.DrawFn, greedy: bool) -> Request:
 
 
 def scheduler_outputs(executor: Executor, scenario: Scenario) -> list[Any]:
-    """Every plan of a run to the end."""
+    """Every scheduler output of a run to the end."""
     noting = Noting(executor)
     memory = KVCacheManager(
         scenario.capacity, prefix_caching=scenario.prefix_caching, host_caching=scenario.host_caching
