@@ -94,7 +94,7 @@ class EngineLoad:
         self.describe(engine_pb2.DescribeResponse())
 
     def describe(self, description: engine_pb2.DescribeResponse) -> None:
-        """Takes over how large the engine is."""
+        """Sets the engine's sizes from its description."""
         self._max_sequences = description.max_num_seqs or inf
         self._table.max_sequences[self.row] = description.max_num_seqs
         self._table.set_sizes(
@@ -106,7 +106,7 @@ class EngineLoad:
         self._write_row()
 
     def report(self, load: engine_pb2.Load) -> None:
-        """Takes over what the engine reported after a step; called for every step. An empty report forgets the last."""
+        """Applies the engine's report after a step; called for every step. An empty report clears the last one."""
         if self.closed:  # a connection that is being closed may still report, and the row may be another engine's
             return
         table, row = self._table, self.row
@@ -322,7 +322,7 @@ class LoadLedger:
     # Engines
 
     def add(self, engine_id: str) -> EngineLoad:
-        """Opens a new engine's load, with what the others have in flight there already."""
+        """Creates a new engine's load, which includes what the other routers have in flight there already."""
         load = self._engines[engine_id] = EngineLoad(
             self._table,
             self._table.add(engine_id),
@@ -355,7 +355,7 @@ class LoadLedger:
     # In flight at the other routers
 
     def on_message(self, message: LoadMessage, ticks: int) -> bool:
-        """Takes over another router's message, which is valid for so many ticks; an older one is ignored. Returns False
+        """Applies another router's message, which is valid for so many ticks; an older one is ignored. Returns False
         if too many routers are known.
         """
         peer = self._peers.get(message.router_id)

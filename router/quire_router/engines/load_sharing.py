@@ -74,9 +74,8 @@ class LoadSharing:
         self._ledger = ledger
         self._speculative = expectations
         self._settings = settings or LoadSharingSettings()
-        self._client = redis_client(
-            place, timeout=self._settings.timeout
-        )  # no retries: the next message replaces this one
+        # Without retries: the next message replaces one that was lost.
+        self._client = redis_client(place, timeout=self._settings.timeout)
         self._closing = False
         self._published = False
         self._connected = False

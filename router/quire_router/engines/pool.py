@@ -144,7 +144,7 @@ class Engine:
         return self._namespace
 
     def update(self, endpoint: Endpoint) -> None:
-        """Takes over what discovery reports. One that has become ready is connected at once."""
+        """Applies what discovery reports. One that has become ready is connected at once."""
         if endpoint.ready and not self.endpoint.ready:
             self.connection.retry_now()
         self.endpoint = endpoint
@@ -365,7 +365,7 @@ class EnginePool:
     def _notify_capacity(self) -> None:
         self.on_capacity()
 
-    # Engines come and go
+    # Engines that are added and removed
 
     def _candidates(self, model: str) -> _Candidates:
         candidates = self._candidates_by_model.get(model)
