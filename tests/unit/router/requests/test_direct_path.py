@@ -1,4 +1,4 @@
-"""Pieces that are written where they come up: the client gets the same, in the same order, whichever way they take."""
+"""Deltas that are written as soon as they are made: the client gets the same ones in the same order either way."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from tests.unit.router.requests.test_runner_properties import (
     CALM,
     PROMPT,
     Client,
-    Play,
+    DisturbedRun,
     Script,
     answers,
     settle,
@@ -30,11 +30,11 @@ EVENTS = [*CALM, "replay", "restart"]
 
 
 @dataclass
-class Shortened(Client):
-    """A client whose writer is there from the first piece on, and open when the test says so."""
+class DirectClient(Client):
+    """A client whose direct writer is set from its first delta on; ``opened`` says when it is open."""
 
     opened: list[bool] = field(default_factory=list)
-    short: int = 0
+    num_direct: int = 0
 
     @property
     def is_open(self) -> bool:
@@ -44,7 +44,7 @@ class Shortened(Client):
         assert delta.finish_reason is None
         assert delta.usage is None
         self.deltas.append(delta)
-        self.short += 1
+        self.num_direct += 1
 
     async def read(self, lifecycle: RequestRunner, generation: GenerationRequest, journal: MemoryJournal) -> None:
         answer = lifecycle.run(generation)
@@ -54,10 +54,12 @@ class Shortened(Client):
             answer.direct_path.sink = self
 
 
-def play(made: list[str], stop: tuple[str, ...], most: int, data: st.DataObject, client: Shortened) -> Play:
+def run_direct(
+    made: list[str], stop: tuple[str, ...], most: int, data: st.DataObject, client: DirectClient
+) -> DisturbedRun:
     sampling = SamplingParams(seed=7, max_tokens=most, n=len(made))
     generation = GenerationRequest("r", "m", tokens(PROMPT), sampling, stop)
-    done = Play(Script([tokens(text) for text in made], most), generation, data)
+    done = DisturbedRun(Script([tokens(text) for text in made], most), generation, data)
     done.client, done.events = client, data.draw(st.sampled_from([CALM, EVENTS]))
     asyncio.run(done.run())
     return done
@@ -69,7 +71,7 @@ def test_the_output_is_the_same_with_and_without_direct_delivery(
     answer: tuple[list[str], tuple[str, ...], int], opened: list[bool], data: st.DataObject
 ) -> None:
     made, stop, most = answer
-    client = play(made, stop, most, data, Shortened(opened=opened)).client
+    client = run_direct(made, stop, most, data, DirectClient(opened=opened)).client
     for index, output in enumerate(made):
         text, whole, reason = undisturbed(output, stop, most)
         assert (client.text(index), client.token_ids(index)) == (text, tokens(whole))
@@ -78,11 +80,11 @@ def test_the_output_is_the_same_with_and_without_direct_delivery(
 
 
 def test_deltas_computed_for_a_direct_write_belong_to_their_own_output() -> None:
-    """A stop string ends a choice, so that its pieces go the long way; whatever is told before them."""
+    """A stop string ends a choice, so that its deltas are not written directly, whatever is processed before them."""
 
     async def scenario() -> None:
         generation = GenerationRequest("r", "m", tokens(PROMPT), SamplingParams(seed=7, n=2, max_tokens=9), ("b",))
-        journal, client = MemoryJournal(), Shortened()
+        journal, client = MemoryJournal(), DirectClient()
         progress = RequestState(generation, TEXT, journal, journal.open(generation), ResponseConsumer())
         progress._direct_path.sink = client
         ends, goes_on = Output(tokens("ab"), 0, index=0), Output(tokens("xy"), 0, index=1)
@@ -94,28 +96,28 @@ def test_deltas_computed_for_a_direct_write_belong_to_their_own_output() -> None
 
 
 async def open_stream() -> OutputStream:
-    asked = ExpectedOutput({0: 0}, 10)
-    return OutputStream("r", asked, on_cancel=lambda *_: None, slow_client_timeout=60)
+    expected = ExpectedOutput({0: 0}, 10)
+    return OutputStream("r", expected, on_cancel=lambda *_: None, slow_client_timeout=60)
 
 
 def test_only_a_waiting_readers_deltas_are_delivered_directly() -> None:
     async def scenario() -> None:
-        stream, passed = await open_stream(), list[list[int]]()
-        stream.sink = lambda piece: passed.append(piece.token_ids) is None
+        stream, direct = await open_stream(), list[list[int]]()
+        stream.sink = lambda output: direct.append(output.token_ids) is None
         stream.push(Output([1], 0))
-        assert not passed, "nobody waits yet, so the reader has something to read"
+        assert not direct, "no reader waits yet"
         assert (await anext(stream)).token_ids == [1]
         reading = asyncio.create_task(anext(stream))
         await settle()
         stream.push(Output([2], 1))
         stream.push(Output([2, 3], 1))
-        assert passed == [[2], [3]]
+        assert direct == [[2], [3]]
         stream.sink = lambda _: False
         stream.push(Output([4], 3))
-        stream.sink = lambda piece: passed.append(piece.token_ids) is None
+        stream.sink = lambda output: direct.append(output.token_ids) is None
         stream.push(Output([5], 4))
-        assert (await reading).token_ids == [4, 5], "a piece behind one that is unread waits with it"
-        assert passed == [[2], [3]]
+        assert (await reading).token_ids == [4, 5], "an output behind an unread one waits with it"
+        assert direct == [[2], [3]]
 
     asyncio.run(scenario())
 
@@ -124,8 +126,8 @@ def test_a_writer_that_fails_ends_its_request_alone() -> None:
     async def scenario() -> None:
         stream = await open_stream()
 
-        def fail(_piece: Output) -> bool:
-            raise ValueError("not the link's")
+        def fail(_output: Output) -> bool:
+            raise ValueError("not the connection's")
 
         stream.sink = fail
         reading = asyncio.create_task(anext(stream))
@@ -142,6 +144,6 @@ def test_a_writer_that_fails_ends_its_request_alone() -> None:
 @given(st.data())
 @settings(max_examples=20, deadline=None)
 def test_deltas_are_delivered_directly_as_soon_as_the_writer_is_set(data: st.DataObject) -> None:
-    client = Shortened()
-    play(["abababab"], (), 9, data, client)
-    assert len(client.deltas) <= 2 + client.short, "the first and the last alone go the long way"
+    client = DirectClient()
+    run_direct(["abababab"], (), 9, data, client)
+    assert len(client.deltas) <= 2 + client.num_direct, "only the first and the last are not written directly"
