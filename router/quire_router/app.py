@@ -14,7 +14,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -45,7 +45,7 @@ from quire_router.clients.redis_client import RedisAccess
 from quire_router.config import Settings, connections_within, log_startup_warnings, raise_descriptor_limit
 from quire_router.core import metrics
 from quire_router.core.metrics import WorkerContext
-from quire_router.core.retry import failing_tasks, supervise
+from quire_router.core.retry import failing_tasks, supervise, wait_at_most
 from quire_router.discovery.combined import create_discovery
 from quire_router.engines.cache_events import CacheEvents
 from quire_router.engines.load_messages import SpeculativeBlocks
@@ -206,9 +206,7 @@ class Router:
         self._components.service.concurrency.start_draining()
         if delay:
             log.info("leaving: new requests are taken for %g seconds", delay)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(delay):
-                    await self._stop_now.wait()
+            await wait_at_most(self._stop_now, delay)
 
     async def _open_ports(self, stack: AsyncExitStack) -> list[HttpServer]:
         """Opens all ports before anything is served on one of them."""

@@ -16,7 +16,7 @@ from quire_router.admission.limits import ReserveRequest, ReserveResult
 from quire_router.admission.tenants import MICROSECONDS, WINDOW
 from quire_router.clients.redis_client import RedisAccess, lua_source, redis_client
 from quire_router.core import metrics
-from quire_router.core.retry import supervise
+from quire_router.core.retry import supervise, wait_at_most
 
 log = logging.getLogger(__name__)
 _MAX_CONCURRENT_REQUESTS = 16  # requests at a time, each on a connection of its own
@@ -35,8 +35,9 @@ T = TypeVar("T")
 
 class RedisRateLimiter:
     """Implements ``SharedRateLimiter`` in the Redis at ``access``. A request waits at most ``timeout`` seconds for its
-    answer. One in progress counts for ``lease`` seconds at a time, so that those of a router which died expire. One
-    that ended while Redis was unavailable is removed later; its unused tokens stay charged.
+    answer. One in progress counts for ``lease`` seconds at a time, so that those of a router which died expire: what is
+    leased here are requests, not routers (see ``clients.membership``). One that ended while Redis was unavailable is
+    removed later; its unused tokens stay charged.
     """
 
     def __init__(self, access: RedisAccess | str, *, timeout: float = 0.05, lease: float = 30.0) -> None:
@@ -133,7 +134,7 @@ class RedisRateLimiter:
         renewed = loop.time()
         while True:
             due = renewed + self._lease / 3
-            await self._wait_for_changes(due - loop.time())
+            await wait_at_most(self._pending, due - loop.time())
             try:
                 await self._send_releases()  # first: what is adopted may have been released just before
                 await self._send_adopted()
@@ -146,13 +147,6 @@ class RedisRateLimiter:
             except Exception:  # whatever one of them did wrong, the others have to be renewed
                 log.exception("limits cannot be told to Redis")
                 await asyncio.sleep(_RETRY_AFTER_FAILURE)
-
-    async def _wait_for_changes(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._pending.wait()
-        except TimeoutError:
-            pass
 
     async def _send_releases(self) -> None:
         """Sends the pending releases. Of those that failed, the requests are removed the next time; their tokens are

@@ -33,6 +33,7 @@ from quire_router.api.rpc.context import Context, status_code
 from quire_router.api.rpc.grpc_server import CallLimits, bind, connection_options, server_options
 from quire_router.autoscale.load_totals import METRIC, Load
 from quire_router.core.errors import model_not_scaled, router_busy, unknown_metric
+from quire_router.core.retry import wait_at_most
 
 MODEL, TARGET, ACTIVATION = "model", "target", "activation"
 DEFAULT_TARGET = 16.0
@@ -115,9 +116,7 @@ class Scaler(ExternalScalerServicer):
                 if active is not last:
                     yield active
                 last = active
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_PERIOD):
-                    await self._closing.wait()
+            await wait_at_most(self._closing, _PERIOD)
 
     @contextmanager
     def _stream_slot(self) -> Iterator[None]:

@@ -3,9 +3,10 @@
 It counts what waits in the queue, what waits for an engine after it lost one, and what engines run. The queue alone
 would be empty while every engine is just busy, and they would be scaled away.
 
-With several routers it is summed up through Redis: each publishes its counts (a snapshot) and renews its lease, and a
-router that is asked adds them up. Nothing is cached beyond ``LoadSettings.age``. A router that died is forgotten when
-its lease expires, and a Redis that was empty is not believed before every router has had the time to publish.
+With several routers it is summed up through Redis: each publishes its counts (a snapshot) as its record in the
+``TotalsRegister``, and a router that is asked adds them up. Nothing is cached beyond ``LoadSettings.age``. A router
+that died is forgotten when its lease expires, and a Redis that was empty is not believed before every router has had
+the time to publish.
 """
 
 import asyncio
@@ -23,16 +24,15 @@ from quire_proto.supervise import SupervisedTask
 from redis.exceptions import RedisError
 
 from quire_router.api.rest.http import to_json
-from quire_router.clients.redis_client import RedisAccess, lua_source, redis_client
+from quire_router.clients.membership import TotalsRegister
+from quire_router.clients.redis_client import RedisAccess, redis_client
 from quire_router.core.errors import load_damaged, load_redis_away, load_settling, load_too_many_routers
-from quire_router.core.retry import supervise
+from quire_router.core.retry import supervise, wait_at_most
 
 log = logging.getLogger(__name__)
 
 METRIC = "quire_load"
 """The metric's name in every API."""
-KEYS = ("quire:{autoscale}:leases", "quire:{autoscale}:parts", "quire:{autoscale}:born")
-"""All in one slot of a cluster."""
 MAX_ROUTERS = 1024
 _FAILURES = (RedisError, OSError, TimeoutError)
 MAX_SNAPSHOT_BYTES = 256 * 1024
@@ -105,7 +105,7 @@ class LoadPublisher:
         self._settings = settings or LoadSettings()
         self._id = router_id or uuid4().hex
         self._client = redis_client(access, timeout=self._settings.timeout, repeats=1)
-        self._script = self._client.register_script(lua_source(__package__, "publish_load"))
+        self._register = TotalsRegister(self._client, self._settings.lease)
         self._changed = asyncio.Event()
         self._task: SupervisedTask | None = None
         self._closing = False
@@ -124,7 +124,7 @@ class LoadPublisher:
         if self._task is not None:
             await self._task.stop()
             with suppress(*_FAILURES):
-                await self._publish(b"")
+                await self._register.leave(self._id)
         await self._client.aclose()
 
     async def _publish_changes(self) -> None:
@@ -132,19 +132,14 @@ class LoadPublisher:
         while not self._closing:  # a time limit that passes at the same moment can swallow the cancellation
             self._changed.clear()
             try:
-                await self._publish(encode(self._snapshot()))
+                await self._register.renew(self._id, encode(self._snapshot()))
                 published = True
             except _FAILURES as error:
                 if published:
                     log.warning("autoscalers cannot be told of the load: %s", type(error).__name__)
                 published = False
             await asyncio.sleep(self._settings.interval)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.heartbeat - self._settings.interval):
-                    await self._changed.wait()
-
-    async def _publish(self, snapshot: bytes) -> None:
-        await self._script(keys=KEYS, args=[self._id, snapshot, round(self._settings.lease * 1000)])
+            await wait_at_most(self._changed, self._settings.heartbeat - self._settings.interval)
 
 
 class RedisLoad:
@@ -156,7 +151,7 @@ class RedisLoad:
         self._models = tuple(models)
         self._settings = settings or LoadSettings()
         self._client = redis_client(access, timeout=self._settings.timeout, repeats=1)
-        self._script = self._client.register_script(lua_source(__package__, "read_load"))
+        self._register = TotalsRegister(self._client, self._settings.lease)
         self._reading = asyncio.Lock()
         self._known: Mapping[str, int] | QuireError = {}
         self._read_at = -math.inf
@@ -183,11 +178,11 @@ class RedisLoad:
     async def _read_sum(self) -> Mapping[str, int] | QuireError:
         try:
             async with asyncio.timeout(self._settings.timeout):
-                settled, routers, payloads = await self._script(keys=KEYS, args=[MAX_ROUTERS])
+                settled, routers, payloads = await self._register.read(MAX_ROUTERS)
         except _FAILURES as error:
             log.debug("the load cannot be read: %s", type(error).__name__)
             return load_redis_away()
-        if settled < self._settings.settle * 1000:
+        if settled < self._settings.settle:
             return load_settling()
         if routers > MAX_ROUTERS:
             return load_too_many_routers(MAX_ROUTERS)

@@ -1,1 +1,1 @@
-"""Redis and Kubernetes, connected once."""
+"""Redis and Kubernetes, connected once, and which routers are alive."""

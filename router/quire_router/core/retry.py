@@ -1,9 +1,11 @@
-"""When something is done again: after a failure (``supervise``), after a change (``CpuThrottle``), or at a bounded rate
-(``PublishRate``). The growing delay between two tries is ``quire_proto.supervise.Backoff``.
+"""When something is done again: after a failure (``supervise``), after a change (``CpuThrottle``), at a bounded rate
+(``PublishRate``), or after a time at the latest (``wait_at_most``). The growing delay between two tries is
+``quire_proto.supervise.Backoff``.
 """
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from time import monotonic, thread_time
 from typing import Any
 from weakref import WeakSet
@@ -11,6 +13,14 @@ from weakref import WeakSet
 from quire_proto.supervise import RestartSettings, SupervisedTask
 
 from quire_router.core import metrics
+
+
+async def wait_at_most(event: asyncio.Event, seconds: float) -> None:
+    """Returns when ``event`` is set, and after so many ``seconds`` at the latest."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+
 
 _PAUSE_RATIO = 20
 _MAX_PAUSE = 0.25  # seconds

@@ -1,10 +1,9 @@
 """Shares load between routers through Redis: publishes what this router has in flight, with the blocks that it expects
 engines to have soon, and passes the other routers' messages to the ledger and the prefix index.
 
-Each message is published on a channel, and stored in a key that expires, for routers that start later. The ids of all
-routers are in a set, because a search for keys would scan every request that Redis stores. No clock is compared with
-another machine's: Redis expires keys by its own clock, and a router expires the others' messages by counting its own
-ticks, so one that was frozen does not take the others for dead.
+Each message is published on a channel, and stored as this router's record in the ``PeerRegister``, for routers that
+start later. Between messages a router expires the others' by counting its own ticks, so one that was frozen does not
+take the others for dead.
 """
 
 import asyncio
@@ -17,9 +16,10 @@ from quire_proto.supervise import Backoff, SupervisedTask
 from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
+from quire_router.clients.membership import CHANNEL, PeerRegister
 from quire_router.clients.redis_client import RedisAccess, redis_client
 from quire_router.core import metrics
-from quire_router.core.retry import PublishRate, supervise
+from quire_router.core.retry import PublishRate, supervise, wait_at_most
 from quire_router.engines.load import MAX_PEERS, LoadLedger
 from quire_router.engines.load_messages import (
     MAX_PAYLOAD_BYTES,
@@ -31,8 +31,6 @@ from quire_router.engines.load_messages import (
 
 log = logging.getLogger(__name__)
 
-CHANNEL = "quire:load"
-ROUTERS = "quire:routers"
 FIRST_DELAY, LAST_DELAY = 0.05, 2.0
 MAX_SILENT_POLLS = 4
 
@@ -76,6 +74,7 @@ class LoadSharing:
         self._settings = settings or LoadSharingSettings()
         # Without retries: the next message replaces one that was lost.
         self._client = redis_client(place, timeout=self._settings.timeout)
+        self._register = PeerRegister(self._client, self._settings.lease)
         self._closing = False
         self._published = False
         self._connected = False
@@ -97,7 +96,7 @@ class LoadSharing:
         await asyncio.gather(*(task.stop() for task in self._tasks))
         with suppress(RedisError, OSError, TimeoutError):
             if introduced:
-                await self._unpublish()
+                await self._register.leave(self.router_id, self._message(RouterLoad()).encode())
         self._on_disconnected()
         await self._client.aclose()
 
@@ -121,7 +120,8 @@ class LoadSharing:
             await channel.subscribe(CHANNEL)
             self._speculative.pop_all()  # too old: engines have reported these blocks by now, or will never have them
             await self._publish()
-            await self._read_all()
+            for record, seconds in await self._register.read(MAX_PEERS + 1, MAX_PAYLOAD_BYTES):
+                self._receive(record, seconds)
             self._on_connected()
             self._connected = not self._closing
             async with asyncio.TaskGroup() as tasks:
@@ -152,11 +152,7 @@ class LoadSharing:
         loop = asyncio.get_running_loop()
         cadence = PublishRate(self._settings.interval)
         while self._connected:
-            beat = loop.call_later(self._settings.heartbeat, self._changed.set)
-            try:
-                await self._changed.wait()
-            finally:
-                beat.cancel()
+            await wait_at_most(self._changed, self._settings.heartbeat)
             await asyncio.sleep(cadence.next_at(loop.time()) - loop.time())
             cadence.on_published(loop.time(), await self._publish(), len(self._ledger))
 
@@ -168,19 +164,8 @@ class LoadSharing:
         message = self._message(share)
         self._ledger.unseen.on_published(message.sequence)
         kept = message.encode_load()
-        pipeline = self._client.pipeline(transaction=False)
-        pipeline.set(self._key(self.router_id), kept, px=round(self._settings.lease * 1000))
-        pipeline.sadd(ROUTERS, self.router_id)
-        pipeline.publish(CHANNEL, kept + message.encode_speculative())
-        await pipeline.execute()
+        await self._register.renew(self.router_id, kept, kept + message.encode_speculative())
         return len(share.engines)
-
-    async def _unpublish(self) -> None:
-        pipeline = self._client.pipeline(transaction=False)
-        pipeline.delete(self._key(self.router_id))
-        pipeline.srem(ROUTERS, self.router_id)
-        pipeline.publish(CHANNEL, self._message(RouterLoad()).encode())
-        await pipeline.execute()
 
     def _message(self, share: RouterLoad) -> LoadMessage:
         self._sequence += 1
@@ -199,25 +184,6 @@ class LoadSharing:
                 self._receive(message["data"], self._settings.lease)
         self._connected = False
         raise TimeoutError("the channel is silent")
-
-    async def _read_all(self) -> None:
-        """Reads every other router's last message; removes those whose key has expired from the set."""
-        members = await self._client.srandmember(ROUTERS, MAX_PEERS + 1)
-        names = [name for name in members if isinstance(name, bytes)] if isinstance(members, list) else []
-        pipeline = self._client.pipeline(transaction=False)
-        for name in names:
-            key = self._key(name.decode(errors="replace"))
-            pipeline.getrange(key, 0, MAX_PAYLOAD_BYTES)  # one byte more than a share may have
-            pipeline.pttl(key)
-        answers = await pipeline.execute(raise_on_error=False) if names else []
-        gone: list[bytes] = []
-        for name, payload, milliseconds in zip(names, answers[::2], answers[1::2], strict=True):
-            if isinstance(payload, bytes) and payload:
-                self._receive(payload, min(self._settings.lease, milliseconds / 1000))
-            else:
-                gone.append(name)
-        if gone:
-            await self._client.srem(ROUTERS, *gone)
 
     def _receive(self, payload: bytes, seconds: float) -> None:
         try:
@@ -239,10 +205,6 @@ class LoadSharing:
             await asyncio.sleep(self._settings.tick)
             self._ledger.tick()
             metrics.LOAD_ROUTERS.set(len(self._ledger))
-
-    @staticmethod
-    def _key(router_id: str) -> str:
-        return f"quire:load:{router_id}"
 
 
 def _first(error: BaseException) -> BaseException:

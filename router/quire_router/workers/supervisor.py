@@ -29,6 +29,7 @@ from quire_router.autoscale.load_totals import RedisLoad
 from quire_router.autoscale.scaling_server import start_scaling_servers
 from quire_router.config import Settings
 from quire_router.core.metrics import WorkerContext
+from quire_router.core.retry import wait_at_most
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class Supervisor:
                 log.error("worker %d ended with %d and is started again", number, status)
             if loop.time() - began > _STABLE:
                 backoff.reset()
-            await _sleep_unless(self._stopping, backoff.next())
+            await wait_at_most(self._stopping, backoff.next())
 
     async def _wait_for_exit(self, number: int, worker: asyncio.subprocess.Process) -> int:
         """The exit status of a worker that was just started."""
@@ -159,14 +160,6 @@ def _signal(workers: Iterable[asyncio.subprocess.Process], number: signal.Signal
     for worker in list(workers):
         if worker.returncode is None:
             worker.send_signal(number)
-
-
-async def _sleep_unless(event: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        return
 
 
 class Admin:

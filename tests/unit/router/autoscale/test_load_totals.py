@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
 from quire_router.autoscale.load_totals import (
-    KEYS,
     MAX_SNAPSHOT_BYTES,
     InvalidSnapshotError,
     LoadPublisher,
@@ -23,6 +22,7 @@ from quire_router.autoscale.load_totals import (
     decode,
     encode,
 )
+from quire_router.clients.membership import TOTALS_KEYS
 from quire_router.clients.redis_client import redis_client
 
 from tests.support.redis_server import RedisServer, redis_server
@@ -190,15 +190,15 @@ async def set_clock_back(redis: RedisServer, hours: int) -> None:
     """As Redis sees it: all that was published is so much later."""
     later = hours * 3_600_000
     client = redis_client(redis.url, timeout=5)
-    for router, until in await client.zrange(KEYS[0], 0, -1, withscores=True):
-        await client.zadd(KEYS[0], {router: until + later})
-    await client.incrby(KEYS[2], later)
-    for key in KEYS:
+    for router, until in await client.zrange(TOTALS_KEYS[0], 0, -1, withscores=True):
+        await client.zadd(TOTALS_KEYS[0], {router: until + later})
+    await client.incrby(TOTALS_KEYS[2], later)
+    for key in TOTALS_KEYS:
         await client.pexpire(key, later)
     await client.aclose()
 
 
-@pytest.mark.parametrize("lost", [KEYS, KEYS[:1]])
+@pytest.mark.parametrize("lost", [TOTALS_KEYS, TOTALS_KEYS[:1]])
 async def test_what_redis_lost_is_published_again_and_never_a_part_of_it(
     lost: tuple[str, ...], redis: RedisServer
 ) -> None:
@@ -246,12 +246,12 @@ async def test_a_damaged_part_is_an_error_and_not_left_out(redis: RedisServer) -
     async with reader(redis.url) as load, routers(redis.url, {"a": 2}):
         await comes(load, {"a": 2, "b": 0})
         client = redis_client(redis.url, timeout=5)
-        await client.zadd(KEYS[0], {"x": 10**15})
+        await client.zadd(TOTALS_KEYS[0], {"x": 10**15})
         for damaged in (b"", b"[]", b'{"a":-1}', None):
             if damaged is not None:
-                await client.hset(KEYS[1], "x", damaged)
+                await client.hset(TOTALS_KEYS[1], "x", damaged)
             else:
-                await client.hdel(KEYS[1], "x")
+                await client.hdel(TOTALS_KEYS[1], "x")
             await asyncio.sleep(2 * SETTINGS.age)
             with pytest.raises(QuireError, match="cannot be read"):
                 await load.read()
@@ -266,7 +266,7 @@ async def test_keys_of_dead_routers_are_deleted(redis: RedisServer) -> None:
         await comes(load, {"a": 1, "b": 0})
         client = redis_client(redis.url, timeout=5)
         async with asyncio.timeout(10):
-            while await client.hlen(KEYS[1]) > 1 or await client.zcard(KEYS[0]) > 1:  # noqa: ASYNC110
+            while await client.hlen(TOTALS_KEYS[1]) > 1 or await client.zcard(TOTALS_KEYS[0]) > 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         await client.aclose()
         await some[0].die()

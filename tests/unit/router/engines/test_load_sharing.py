@@ -10,10 +10,11 @@ from time import sleep
 
 import pytest
 from prometheus_client import REGISTRY
+from quire_router.clients.membership import CHANNEL, ROUTERS, PeerRegister
 from quire_router.core.retry import BURST
 from quire_router.engines.load import LedgerEntry, LoadLedger
 from quire_router.engines.load_messages import LoadMessage, RouterLoad, SpeculativeBlocks, SpeculativePrefix
-from quire_router.engines.load_sharing import CHANNEL, ROUTERS, LoadSharing, LoadSharingSettings
+from quire_router.engines.load_sharing import LoadSharing, LoadSharingSettings
 from quire_router.placement.engine_table import EngineTable
 from quire_router.placement.prefix_index import PrefixIndex
 from redis.asyncio import Redis
@@ -166,7 +167,7 @@ async def test_a_router_that_closes_before_it_knows_the_others_is_forgotten_at_o
 ) -> None:
     async with replica(server, PATIENT) as first:
         await until(lambda: first.peers.available)
-        monkeypatch.setattr(LoadSharing, "_read_all", lambda _: asyncio.Event().wait())
+        monkeypatch.setattr(PeerRegister, "read", lambda *_: asyncio.Event().wait())
         async with replica(server, PATIENT) as second:
             second.begin()
             await until(lambda: first.counted == (1, 10, 0))
