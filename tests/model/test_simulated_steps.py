@@ -171,7 +171,7 @@ def real(small_models: SmallModels) -> Iterator[TorchExecutor]:
 
 @given(scenario=scenarios(), seed=st.integers(0, 5))
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-def test_the_simulator_and_the_real_executor_are_given_the_same_plans(
+def test_the_simulator_and_the_real_executor_are_given_the_same_steps(
     real: TorchExecutor, scenario: Scenario, seed: int
 ) -> None:
     simulated = SimulatedExecutor(

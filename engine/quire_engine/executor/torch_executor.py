@@ -78,7 +78,7 @@ class TorchExecutor:
         ``max_num_batched_tokens`` and ``max_num_seqs`` allow is run, and the pools take what is left of the device's
         memory; ``gpu_memory_utilization`` is the part of it that may be taken in all (see ``worker.memory``).
         ``async_scheduling`` says whether a step may be launched while another runs; by default it may on CUDA. With
-        ``enforce_eager`` no graphs are recorded. With a ``tensor_parallel_size`` above 1 other processes share the
+        ``enforce_eager`` no graphs are captured. With a ``tensor_parallel_size`` above 1 other processes share the
         model until ``close``; ``on_lost`` is called, on another thread, with the reason why they cannot go on. An
         engine that ``owns_process`` sets the number of torch's threads and how the heap treats freed memory, for all of
         it. Raises ``ModelError``, with one sentence, for what cannot be.
