@@ -158,19 +158,19 @@ BAD_STREAMS = {
 
 
 @pytest.mark.parametrize("name", BAD_STREAMS)
-async def test_a_bad_stream_has_a_name(name: str) -> None:
+async def test_a_bad_stream_has_a_verdict(name: str) -> None:
     replies, verdict = BAD_STREAMS[name]
     answer = await asked(replies, STREAMED)
     assert judged(STREAMED, await asked([events(*RIGHT)], STREAMED), answer) == verdict
 
 
-async def test_whoever_only_hears_of_its_answer_hangs() -> None:
+async def test_a_client_that_gets_only_heartbeats_counts_as_hanging() -> None:
     breaks = [events(": waiting\n", ends=False) for _ in range(100)]
     answer = await asked(breaks, STREAMED, replace(MANNERS, limit=0.5))
     assert judged(STREAMED, await asked([events(*RIGHT)], STREAMED), answer) == "hung"
 
 
-async def test_a_request_without_a_key_is_sent_again_until_it_has_begun() -> None:
+async def test_a_request_without_a_key_is_retried_until_its_stream_starts() -> None:
     silent = events(": waiting\n", headers={"x-request-id": "cd34"}, ends=False)
     answer = await asked([silent, events(": waiting\n", last(resumable=False)), events(*RIGHT)], UNKEYED)
     assert judged(UNKEYED, await asked([events(*RIGHT)], UNKEYED), answer) == ""
@@ -200,7 +200,7 @@ BAD_WHOLES = {
 
 
 @pytest.mark.parametrize("name", BAD_WHOLES)
-async def test_a_bad_whole_answer_has_a_name(name: str) -> None:
+async def test_a_bad_whole_response_has_a_verdict(name: str) -> None:
     reply, verdict = BAD_WHOLES[name]
     request = Request(WHOLE, "greedy", PATH, BODY)
     assert judged(request, await asked([whole()], request), await asked([reply], request)) == verdict
@@ -228,7 +228,7 @@ BAD_POLLS = {
 
 
 @pytest.mark.parametrize("name", BAD_POLLS)
-async def test_a_bad_background_request_has_a_name(name: str) -> None:
+async def test_a_bad_background_request_has_a_verdict(name: str) -> None:
     replies, verdict = BAD_POLLS[name]
     request = Request(POLLING, "greedy", PATH, BODY)
     assert judged(request, await asked([begun(), seen()], request), await asked(replies, request)) == verdict
@@ -328,6 +328,6 @@ BAD_CALLS: dict[str, tuple[list[list[Said]], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
-async def test_a_bad_call_has_a_name(name: str) -> None:
+async def test_a_bad_call_has_a_verdict(name: str) -> None:
     calls, verdict = BAD_CALLS[name]
     assert judged(Request(RPC, "greedy", PATH, BODY), await called([[FIRST, SECOND]]), await called(calls)) == verdict

@@ -44,18 +44,18 @@ async def put(server: RedisServer, left: dict[str, Any]) -> None:
         {RUNNING: {"a": 60}},
     ],
 )
-async def test_what_is_left_in_redis_is_found(stack: Stack, left: dict[str, Any]) -> None:
+async def test_leftovers_in_redis_are_found(stack: Stack, left: dict[str, Any]) -> None:
     await put(stack.redis, left)
     assert len(await leftovers(stack, patience=0.0)) == 1
 
 
-async def test_what_has_ended_is_not_left(stack: Stack) -> None:
+async def test_finished_requests_are_no_leftovers(stack: Stack) -> None:
     ended = {"epoch": "1", "reason": "stop", "lease_expires": 60}
     await put(stack.redis, {RECORD: ended, TOKENS: "x", RUNNING: {"a": -5}})
     assert await leftovers(stack, patience=0.0) == []
 
 
-async def test_what_is_gone_in_time_is_not_left(stack: Stack) -> None:
+async def test_keys_that_expire_in_time_are_no_leftovers(stack: Stack) -> None:
     await put(stack.redis, {RECORD: {"epoch": "1", "lease_expires": 2}})
     assert await leftovers(stack, patience=60.0) == []
 
@@ -74,7 +74,7 @@ ENGINE: Samples = {Metric.ENGINE_BLOCKS_TOTAL: {"device": 8.0}, Metric.ENGINE_BL
         {Metric.JOURNAL_AVAILABLE: {"": 0.0}},
     ],
 )
-def test_what_a_router_has_left_is_found(more: Samples) -> None:
+def test_leftovers_of_a_router_are_found(more: Samples) -> None:
     assert list(of_router("router", ROUTER, 3)) == []
     assert len(list(of_router("router", ROUTER | more, 3))) == 1
     assert len(list(of_router("router", None, 3))) == 1
@@ -90,7 +90,7 @@ def test_what_a_router_has_left_is_found(more: Samples) -> None:
         {Metric.ENGINE_BLOCKS_FREE: {"device": 7.0}},
     ],
 )
-def test_what_an_engine_has_left_is_found(more: Samples) -> None:
+def test_leftovers_of_an_engine_are_found(more: Samples) -> None:
     assert list(of_engine("engine", ENGINE)) == []
     assert len(list(of_engine("engine", ENGINE | more))) == 1
     assert len(list(of_engine("engine", None))) == 1

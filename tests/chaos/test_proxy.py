@@ -47,7 +47,7 @@ async def proxied() -> AsyncIterator[tuple[Upper, Proxy, asyncio.StreamReader, a
 
 
 @pytest.mark.parametrize(("directions", "heard"), [((UP,), False), ((DOWN,), True), ((UP, DOWN), False)])
-async def test_a_half_open_connection_loses_what_goes_one_way_and_breaks_when_that_is_over(
+async def test_a_half_open_connection_drops_one_direction_and_breaks_afterwards(
     directions: tuple[str, ...], heard: bool
 ) -> None:
     async with proxied() as (upper, proxy, reader, writer):
@@ -61,7 +61,7 @@ async def test_a_half_open_connection_loses_what_goes_one_way_and_breaks_when_th
             assert await asyncio.wait_for(reader.read(1), LONG) == b""
 
 
-async def test_a_stalled_connection_passes_everything_on_later() -> None:
+async def test_a_stalled_connection_delivers_everything_later() -> None:
     async with proxied() as (_, proxy, reader, writer):
         proxy.break_silently((UP, DOWN), loses=False)
         writer.write(b"b\n")
@@ -71,7 +71,7 @@ async def test_a_stalled_connection_passes_everything_on_later() -> None:
         assert await asyncio.wait_for(reader.readline(), LONG) == b"B\n"
 
 
-async def test_who_leaves_a_half_open_connection_is_not_missed_before_that_is_over() -> None:
+async def test_a_close_of_a_half_open_connection_is_noticed_only_afterwards() -> None:
     async with proxied() as (upper, proxy, _, writer):
         proxy.break_silently((UP,), loses=True)
         writer.transport.abort()

@@ -70,7 +70,7 @@ def failed(
     return Answer(failure=failure, away=aways, known_after_all=known, failed_at=at, sent=[sent])
 
 
-def test_the_same_answer_in_other_pieces_is_right() -> None:
+def test_the_same_output_in_other_chunks_is_right() -> None:
     got = Answer(resumed=3)
     for text, tokens in (("on", ()), ("e t", ("one",)), ("wo", (" two",))):
         got.take({"choices": [{"index": 0, "text": text, "logprobs": logprobs(*tokens)}]})
@@ -97,7 +97,7 @@ def test_the_same_answer_in_other_pieces_is_right() -> None:
         (failed(Failure(ErrorCode.INTERNAL, "", "It failed.")), "errors"),
     ],
 )
-def test_what_is_wrong_has_a_name(got: Answer, verdict: str) -> None:
+def test_every_deviation_has_a_verdict(got: Answer, verdict: str) -> None:
     assert counted(got) == {verdict: 1}
 
 
@@ -212,7 +212,7 @@ def test_one_answer_has_one_id_and_no_other_has_it() -> None:
     assert counted(got) == {"malformed": 1}
 
 
-def test_a_choice_that_is_missing_is_lost_whatever_the_usage_says() -> None:
+def test_a_missing_choice_is_lost_whatever_the_usage() -> None:
     wanted, got = answer(), answer()
     wanted.choices[1].text, wanted.usage = "more", (3, 4)
     assert counted(got, wanted=wanted) == {"lost": 1}
@@ -274,7 +274,7 @@ def test_an_undisturbed_answer_is_whole(harm: Callable[[Answer], None]) -> None:
     assert not report.clean
 
 
-def test_only_what_redis_lost_while_nobody_held_it_is_forgotten() -> None:
+def test_only_records_that_redis_lost_without_an_owner_count_as_forgotten() -> None:
     background = replace(REQUEST, way=BACKGROUND)
     assert counted(failed(away=(5.0, 12.0)), [REDIS_EMPTY]) == {"forgotten": 1}
     assert counted(failed(at=18.0), [REDIS_EMPTY, ROUTER_GONE], background) == {"forgotten": 1}
@@ -282,27 +282,27 @@ def test_only_what_redis_lost_while_nobody_held_it_is_forgotten() -> None:
     assert counted(failed(away=(5.0, 12.0)), [ROUTER_GONE]) == {"errors": 1}
 
 
-def test_what_redis_kept_is_forgotten_only_if_a_router_could_not_tell_it() -> None:
+def test_a_record_that_redis_kept_is_forgotten_only_if_no_router_could_read_it() -> None:
     got = failed(away=(5.0, 18.0), at=18.0)
     assert counted(got, [REDIS_KEPT]) == {"errors": 1}
     assert counted(got, [REDIS_KEPT, ROUTER_GONE]) == {"forgotten": 1}
     assert counted(got, [REDIS_KEPT, Absence(ROUTER, 21.0, 25.0)]) == {"errors": 1}
 
 
-def test_what_happened_before_a_request_or_after_its_error_excuses_nothing() -> None:
+def test_faults_before_a_request_or_after_its_error_excuse_nothing() -> None:
     background = replace(REQUEST, way=BACKGROUND)
     assert counted(failed(away=(5.0, float("inf")), at=9.0), [REDIS_EMPTY]) == {"errors": 1}
     assert counted(failed(at=30.0, sent=26.0), [REDIS_EMPTY, ROUTER_GONE], background) == {"errors": 1}
 
 
-def test_what_is_known_after_all_was_not_forgotten_unless_a_router_was_stopped() -> None:
+def test_a_request_found_later_was_not_forgotten_unless_a_router_was_stopped() -> None:
     got = failed(away=(5.0, 12.0), known=True)
     assert counted(got, [REDIS_EMPTY, ROUTER_GONE]) == {"errors": 1}
     got.failed_at = 16.0
     assert counted(got, [REDIS_EMPTY, ROUTER_GONE]) == {"forgotten": 1}
 
 
-def test_only_what_does_not_wait_for_its_record_is_unwritten() -> None:
+def test_only_requests_that_do_not_wait_for_their_record_count_as_unwritten() -> None:
     killed = [Absence(ROUTER, 2.0, 9.0)]
     assert counted(failed(), killed, replace(REQUEST, keyed=False)) == {"unwritten": 1}
     assert counted(failed(), killed) == {"errors": 1}
@@ -352,7 +352,7 @@ def test_a_typed_error_is_read() -> None:
         (None, 404),
     ],
 )
-def test_what_is_no_typed_error_is_none(said: Any, status: int) -> None:
+def test_an_untyped_error_is_recognised(said: Any, status: int) -> None:
     with pytest.raises(UntypedError):
         of_rest(said, status)
 

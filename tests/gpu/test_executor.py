@@ -84,7 +84,7 @@ def test_nothing_waits_between_the_launch_of_a_step_and_its_result(
     executor.close()
 
 
-def test_an_engine_that_sizes_itself_stays_within_its_part_and_gives_it_back(model_folders: dict[str, Path]) -> None:
+def test_an_engine_that_sizes_its_pools_stays_within_its_share_and_frees_it(model_folders: dict[str, Path]) -> None:
     torch.cuda.empty_cache()
     before, total = torch.cuda.mem_get_info()
     executor = load_executor(
@@ -119,7 +119,7 @@ def test_a_token_outside_of_the_vocabulary_ends_its_step_and_not_the_gpu(model_f
     executor.close()
 
 
-def test_a_device_that_is_full_is_said_in_one_sentence(model_folders: dict[str, Path]) -> None:
+def test_a_full_device_is_reported_in_one_sentence(model_folders: dict[str, Path]) -> None:
     total = torch.cuda.mem_get_info()[1]
     with pytest.raises(ModelError, match="no memory"):
         load_executor(model_folders["llama3"], device="cuda", dtype="bfloat16", swap_bytes=0, kv_cache_memory=total)

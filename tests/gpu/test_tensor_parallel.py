@@ -60,7 +60,7 @@ def run_often(watched: Watched) -> None:
         watched.run()
 
 
-def test_a_rank_that_is_killed_is_told_also_where_nccl_waits_for_it(watched: Watched) -> None:
+def test_a_killed_rank_is_reported_even_where_nccl_waits_for_it(watched: Watched) -> None:
     watched.run()
     psutil.Process(watched.other.pid).kill()
     with pytest.raises(RankError):

@@ -65,7 +65,7 @@ def test_the_api_server_is_sent_to_the_routers(example: Examples) -> None:
     assert components(release, "router")[0].ports["scaling"] == 8003
 
 
-def test_the_autoscaler_of_the_cluster_may_ask(example: Examples) -> None:
+def test_the_horizontal_pod_autoscaler_may_read_the_metrics(example: Examples) -> None:
     release = example("hpa", "1.37")
     (role,) = release.of("ClusterRole")
     (binding,) = release.of("ClusterRoleBinding")
@@ -87,7 +87,7 @@ class Known:
 
 
 @pytest.mark.parametrize("values", ["keda"])
-async def test_keda_asks_what_routers_answer(example: Examples, values: str) -> None:
+async def test_kedas_trigger_is_accepted_by_the_routers(example: Examples, values: str) -> None:
     release = example(values, "1.37")
     names = list(served(release).values())
     load = {name: number for number, name in enumerate(names, 5)}

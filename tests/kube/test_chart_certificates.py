@@ -80,7 +80,7 @@ def test_routers_and_engines_trust_each_other(encrypted: Release, tmp_path: Path
     shake_hands(server, client, expected_name(encrypted))
 
 
-def test_keda_and_routers_trust_each_other_and_nobody_else(encrypted: Release, tmp_path: Path) -> None:
+def test_keda_and_routers_trust_only_each_other(encrypted: Release, tmp_path: Path) -> None:
     (authentication,) = encrypted.of("TriggerAuthentication")
     given = {entry["parameter"]: entry for entry in authentication["spec"]["secretTargetRef"]}
     (secret,) = [
@@ -106,7 +106,7 @@ def test_keda_and_routers_trust_each_other_and_nobody_else(encrypted: Release, t
             meet(number, server, client, name)
 
 
-def test_nobody_else_is_trusted(helm: Helm, encrypted: Release, tmp_path: Path) -> None:
+def test_no_other_authority_is_trusted(helm: Helm, encrypted: Release, tmp_path: Path) -> None:
     foreign = mounted(helm.render(example_values("tls")), "router", "tls")
     engine, router = mounted(encrypted, "engine", "tls"), mounted(encrypted, "router", "tls")
     stranger = Side(foreign, tmp_path / "stranger", server=False, authority=router["ca.crt"])

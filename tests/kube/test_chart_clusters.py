@@ -102,7 +102,7 @@ def live(cluster: RealCluster, release: Releases, values: str) -> None:
         release.test()
 
 
-def test_the_command_says_what_is_wrong(clusters: Callable[[str], RealCluster], helm: Helm, tmp_path: Path) -> None:
+def test_the_command_reports_what_is_wrong(clusters: Callable[[str], RealCluster], helm: Helm, tmp_path: Path) -> None:
     cluster = clusters(OWN)
     with HelmBinary(found() or stand_in(tmp_path)) as binary, cluster.namespace() as namespace:
         release = Releases(binary, cluster.kubeconfig, "quire", namespace)

@@ -120,7 +120,7 @@ def test_the_chart_is_for_the_packages_version() -> None:
         assert DESCRIPTION["appVersion"] == version
 
 
-def test_the_chart_says_which_kubernetes_it_needs() -> None:
+def test_the_chart_declares_its_kubernetes_version() -> None:
     assert DESCRIPTION["kubeVersion"] == f">={VERSIONS[0]}.0-0"
 
 
@@ -130,5 +130,5 @@ def test_the_examples_are_those_that_were_promised() -> None:
 
 
 @pytest.mark.parametrize("values", EXAMPLES)
-def test_an_example_says_what_it_is_for(values: str) -> None:
+def test_an_example_describes_its_purpose(values: str) -> None:
     assert (CHART / "ci" / f"{values}-values.yaml").read_text().startswith("# ")

@@ -81,7 +81,7 @@ def _names(values: dict[str, Any]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("section", ["limits", "placement"])
-def test_routers_know_what_is_said_of_them(section: str) -> None:
+def test_the_charts_router_values_are_settings_of_the_router(section: str) -> None:
     names = {{"policy": "placement_policy"}.get(name, snake(name)) for name in DEFAULTS["router"][section]}
     assert names - set(Settings.model_fields) == set()
 

@@ -73,7 +73,7 @@ def test_helm_test_fails_with_a_key_that_is_not_the_routers(served: Served, monk
     assert set(outputs) == {"helm", "quire-test-grpc"}, "the first that fails ends it"
 
 
-def test_helm_test_fails_where_the_key_is_gone(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_helm_test_fails_without_its_key(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(served.cluster.objects, KEYS)
     outputs = served.test()
     assert "failed" in outputs["helm"]

@@ -83,7 +83,7 @@ def test_all_of_it_is_valid_and_breaks_no_policy(helm: Helm, full: Release) -> N
 
 
 @pytest.mark.parametrize("component", ["router", "engine"])
-def test_pods_have_what_was_asked_for(full: Release, component: str) -> None:
+def test_pods_have_the_configured_fields(full: Release, component: str) -> None:
     (pod,) = components(full, component)
     spec, container = pod.spec, pod.containers[0]
     for name in ("nodeSelector", "tolerations", "affinity", "priorityClassName"):
@@ -132,7 +132,7 @@ def test_routers_are_scaled_by_one_only(full: Release) -> None:
     assert "replicas" not in pod.owner["spec"]
 
 
-def test_the_service_is_as_it_was_asked_for(full: Release) -> None:
+def test_the_service_has_the_configured_fields(full: Release) -> None:
     (service,) = [item for item in full.of("Service") if item["metadata"]["name"] == "quire-router"]
     assert service["metadata"]["annotations"] == SERVICE["annotations"]
     for name in ("type", "loadBalancerClass", "loadBalancerSourceRanges", "externalTrafficPolicy", "ipFamilyPolicy"):

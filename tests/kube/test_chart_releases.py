@@ -170,7 +170,7 @@ def test_another_owners_external_metrics_are_not_taken(helm: Helm) -> None:
 
 
 @pytest.mark.parametrize("values", EXAMPLES)
-def test_an_example_needs_what_is_said_of_it(lives: Lives, values: str) -> None:
+def test_an_example_needs_its_documented_prerequisites(lives: Lives, values: str) -> None:
     used = {manifest["apiVersion"] for manifest in lives(values).made.manifests}
     assert used & set(CUSTOM_KINDS) == set(NEEDS.get(values, ()))
 

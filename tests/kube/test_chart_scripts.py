@@ -107,7 +107,7 @@ def bundled(helm: Helm, tmp_path: Path) -> Iterator[BundledRedis]:
         server.stop()
 
 
-def test_redis_starts_and_asks_for_its_password(bundled: BundledRedis) -> None:
+def test_redis_starts_and_requires_its_password(bundled: BundledRedis) -> None:
     assert bundled.probe("readinessProbe")
     assert bundled.probe("livenessProbe")
     for password in (None, "wrong"):
@@ -174,7 +174,7 @@ def test_there_is_a_test_for_each_api(example: Examples) -> None:
     assert {port for _, _, port in addresses} == {"8000", "8001"} <= ports
 
 
-async def test_helm_test_asks_for_answers(example: Examples) -> None:
+async def test_helm_test_sends_requests(example: Examples) -> None:
     async with open_stage(keys=[KEY]) as stage:
         for pod in pods_of_helm_test(example("cpu-demo", "1.37")):
             address = f"127.0.0.1:{stage.port if 'rest' in pod.name else stage.rpc_port}"
@@ -186,7 +186,7 @@ async def test_helm_test_asks_for_answers(example: Examples) -> None:
             assert status == 1, output
 
 
-async def test_helm_test_without_a_key_sees_that_the_door_is_closed(helm: Helm) -> None:
+async def test_helm_test_without_a_key_checks_that_requests_are_refused(helm: Helm) -> None:
     values = with_values(example_values("cpu-demo"), router__auth={"mode": "existing", "existingSecret": "tenants"})
     release = helm.render(values)
     for keys, expected in (([KEY], 0), ([], 1)):

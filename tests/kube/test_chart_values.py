@@ -247,7 +247,7 @@ def test_no_model_is_no_release(helm: Helm) -> None:
         helm.render({})
 
 
-def test_no_engine_at_all_needs_a_kubernetes_that_knows_it(helm: Helm) -> None:
+def test_scaling_to_zero_needs_a_kubernetes_that_supports_it(helm: Helm) -> None:
     values = with_values(example_values("hpa"), models__demo__autoscaling__minReplicas=0)
     with pytest.raises(HelmError, match=r"models\.demo\.autoscaling\.minReplicas.*1\.37.*1\.36"):
         helm.render(values, "1.36")
@@ -347,7 +347,7 @@ def test_everything_can_be_turned_on(helm: Helm) -> None:
 
 
 @pytest.mark.parametrize("values", EXAMPLES)
-def test_the_notes_say_how_to_ask(example: Examples, values: str) -> None:
+def test_the_notes_show_how_to_send_a_request(example: Examples, values: str) -> None:
     assert "/v1/" in example(values, "1.37").notes
 
 

@@ -106,7 +106,7 @@ def test_every_rule_by_hand_is_broken_once() -> None:
 
 
 @pytest.mark.parametrize(("api_version", "kind"), KINDS)
-def test_a_definition_says_what_the_schema_does(api_version: str, kind: str) -> None:
+def test_a_custom_resource_definition_agrees_with_the_schema(api_version: str, kind: str) -> None:
     schema = specification(api_version, kind)
     assert schema is not None
     Draft202012Validator.check_schema(schema)

@@ -36,7 +36,7 @@ def test_there_are_dashboards_and_each_has_a_name_of_its_own():
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
-def test_a_dashboard_asks_for_what_there_is(path):
+def test_a_dashboard_queries_existing_metrics(path):
     wrong = [f"{place}: {text}" for place, query in expressions(load(path)) for text in queries.complaints(query)]
     assert not wrong
 
@@ -68,7 +68,7 @@ def test_legends_name_labels_that_are_left(path):
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
-def test_panels_do_not_overlap_and_say_what_they_show(path):
+def test_panels_do_not_overlap_and_have_descriptions(path):
     taken: set[tuple[int, int]] = set()
     panels = load(path)["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)

@@ -78,7 +78,7 @@ def test_the_proxy_before_grpc_reaches_the_router_and_bounds_headers_as_the_rout
     }
 
 
-def test_the_query_of_the_autoscaler_asks_for_what_there_is():
+def test_the_autoscalers_query_uses_existing_metrics():
     (scaled,) = documents("keda-prometheus.yaml")
     for trigger in scaled["spec"]["triggers"]:
         assert not list(queries.complaints(trigger["metadata"]["query"]))

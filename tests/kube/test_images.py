@@ -304,7 +304,7 @@ def test_the_best_level_comes_first_and_the_last_runs_everywhere():
 @needs_compiler
 @pytest.mark.skipif(build.platform.machine() != "x86_64", reason="the levels are those of x86-64")
 @pytest.mark.parametrize("level", build.X86, ids=lambda level: level.name)
-def test_a_level_asks_for_every_instruction_set_that_its_code_may_use(level):
+def test_a_level_requires_every_instruction_set_that_its_code_may_use(level):
     """What the compiler turns on beyond plain x86-64, as Linux calls it."""
 
     def defined(flags: tuple[str, ...]) -> set[str]:
@@ -364,7 +364,7 @@ def test_a_service_may_take_its_whole_drain_and_some_seconds_to_end(name, settin
     assert int(COMPOSE["services"][name]["stop_grace_period"].removesuffix("s")) >= drain + 10
 
 
-def test_redis_has_a_password_keeps_what_it_has_and_room_to_write_it_again():
+def test_redis_has_a_password_persistence_no_eviction_and_memory_for_a_rewrite():
     service = COMPOSE["services"]["redis"]
     (command,) = service["command"]
     flags = dict(re.findall(r"--(\S+) (\S+)", command))

@@ -180,11 +180,11 @@ def troubles() -> Iterator[dict]:
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
-def test_a_rule_asks_for_what_there_is(rule):
+def test_a_rule_queries_existing_metrics(rule):
     assert not list(queries.complaints(rule["expr"]))
 
 
-def test_each_alert_has_one_section_in_the_guide_and_says_how_grave_it_is():
+def test_each_alert_has_one_section_in_the_guide_and_a_severity():
     alerts = [rule["alert"] for rule in rules()]
     headings = re.findall(r"^## (Quire\w+)$", GUIDE.read_text(), re.MULTILINE)
     assert sorted(headings) == sorted(alerts)
@@ -196,12 +196,12 @@ def test_each_alert_has_one_section_in_the_guide_and_says_how_grave_it_is():
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
-def test_what_a_rule_says_is_of_labels_that_it_keeps(rule):
+def test_a_rules_annotations_use_labels_that_it_keeps(rule):
     named = set(re.findall(r"\$labels\.(\w+)", "".join(rule["annotations"].values())))
     assert named <= queries.grouped(rule["expr"])
 
 
-def test_every_alert_is_put_to_the_test():
+def test_every_alert_has_a_test():
     assert {alert for alerts in TROUBLES for alert in alerts} == {rule["alert"] for rule in rules()}
     for trouble in TROUBLES.values():
         for begin in trouble:

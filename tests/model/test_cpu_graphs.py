@@ -52,7 +52,7 @@ def test_only_so_many_graphs_are_kept(small_models: SmallModels, monkeypatch: py
 @pytest.mark.parametrize(
     ("model_name", "settings"), [("mixtral", {}), ("gpt2", {}), ("llama3", {"attention": "reference"})]
 )
-def test_what_computes_with_more_than_kernels_runs_without_graphs(
+def test_a_model_that_computes_with_more_than_kernels_runs_without_graphs(
     small_models: SmallModels, model_name: str, settings: dict[str, str]
 ) -> None:
     executor = load(small_models.folder(model_name), 200, 0, **settings)
@@ -65,7 +65,7 @@ def test_without_kernels_there_are_no_graphs(small_models: SmallModels) -> None:
         assert executor._runner._cpu_graphs is None  # type: ignore[union-attr]
 
 
-def test_what_turns_out_not_to_be_capturable_is_computed_all_the_same(
+def test_a_model_that_turns_out_not_to_be_capturable_runs_eagerly(
     small_models: SmallModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder: Path = small_models.folder("qwen3")

@@ -167,7 +167,7 @@ def test_a_step_that_failed_is_run_again_with_its_grammars(executor: TorchExecut
     )
 
 
-def test_what_was_kept_for_a_sequence_goes_when_it_ends(executor: TorchExecutor) -> None:
+def test_a_sequences_state_is_dropped_when_it_ends(executor: TorchExecutor) -> None:
     sample_requests = [make_sample_request(id, [5], frequency_penalty=1.0) for id in range(3)]
     executor.execute_model(
         SchedulerOutput(

@@ -138,7 +138,7 @@ SCHEMA = {
 }
 
 
-def test_outputs_are_held_to_what_they_must_look_like_each_to_its_own(demo: LLM) -> None:
+def test_structured_outputs_obey_each_its_own_constraint(demo: LLM) -> None:
     wanted = [
         StructuredOutputsParams(json=SCHEMA),
         StructuredOutputsParams(regex="[0-9]{3}-[a-z]{2}"),
@@ -158,7 +158,7 @@ def test_outputs_are_held_to_what_they_must_look_like_each_to_its_own(demo: LLM)
 
 
 @pytest.mark.parametrize(("kind", "text", "param"), [("regex", "(", "regex"), ("json", "{", "response_format")])
-def test_what_is_no_grammar_is_refused_before_anything_runs(demo: LLM, kind: str, text: str, param: str) -> None:
+def test_an_invalid_grammar_is_refused_before_any_prompt_runs(demo: LLM, kind: str, text: str, param: str) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(**{kind: text}))
 
     with pytest.raises(QuireError, match="Prompt 1") as refusal:

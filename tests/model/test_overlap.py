@@ -98,7 +98,7 @@ def test_a_launch_that_fails_leaves_the_step_before_it_as_it_was(executor: Torch
     assert [*one.output, second.get_output().token_ids[0]] == oracle.output[:2]
 
 
-def test_what_goes_wrong_in_the_draws_is_said_with_the_result(
+def test_an_error_in_sampling_is_raised_with_the_result(
     executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -186,9 +186,7 @@ def test_masks_of_known_tokens_are_filled_while_the_model_computes_and_others_wh
 
 
 @pytest.mark.parametrize(("asked", "depth"), [(None, 1), (False, 1), (True, 2)])
-def test_on_the_cpu_steps_overlap_only_where_it_is_asked_for(
-    small_models: SmallModels, asked: bool | None, depth: int
-) -> None:
+def test_on_the_cpu_steps_overlap_only_on_request(small_models: SmallModels, asked: bool | None, depth: int) -> None:
     executor = load(small_models.folder("llama3"), asked)
     assert executor.depth == depth
     executor.close()

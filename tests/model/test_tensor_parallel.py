@@ -109,7 +109,7 @@ def test_four_ranks_make_the_tokens_of_one(threads: None, small_models: SmallMod
         assert generate(shared, small_models).outputs == expected(small_models, "llama2")
 
 
-def test_what_cannot_be_divided_evenly_is_divided_all_the_same(
+def test_sizes_that_do_not_divide_evenly_are_divided_too(
     threads: None, small_models: SmallModels, tmp_path: Path
 ) -> None:
     """Three ranks share 256 tokens of vocabulary and 4 experts, of which the last rank has none."""
@@ -234,7 +234,7 @@ def test_a_step_that_no_rank_can_run_is_that_requests_error(threads: None, small
             assert shared.execute_model(SchedulerOutput(1, [good])).token_ids == wanted
 
 
-def test_a_copy_that_no_rank_can_make_ends_the_engine_as_ever(threads: None, small_models: SmallModels) -> None:
+def test_a_copy_that_fails_on_every_rank_ends_the_engine(threads: None, small_models: SmallModels) -> None:
     from quire_engine.core.executor import CopyError
 
     with closing(load(small_models.folder("llama3"), 2)) as shared, pytest.raises(CopyError):
@@ -330,7 +330,7 @@ def in_background(work: Callable[[], object]) -> tuple[Thread, list[BaseExceptio
     return thread, raised
 
 
-def test_a_rank_that_stands_still_is_waited_for_and_one_that_is_killed_meanwhile_is_told(watched: Watched) -> None:
+def test_a_stopped_rank_is_waited_for_and_one_killed_meanwhile_is_reported(watched: Watched) -> None:
     wanted = watched.run()
     watched.other.suspend()
     made: list[dict[int, int]] = []
@@ -350,7 +350,7 @@ def test_a_rank_that_stands_still_is_waited_for_and_one_that_is_killed_meanwhile
     assert f"Rank 1 (process {watched.other.pid}) was killed by SIGKILL" in watched.told[0]
 
 
-def test_a_rank_that_fails_alone_is_told_although_rank_0_waits_for_it(
+def test_a_rank_that_fails_alone_is_reported_although_rank_0_waits_for_it(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(batch: Any) -> list[Any]:
@@ -366,7 +366,7 @@ def test_a_rank_that_fails_alone_is_told_although_rank_0_waits_for_it(
     assert [type(error) for error in raised] == [RankError]
 
 
-def test_rank_0_failing_alone_is_told_although_the_others_wait_for_it(
+def test_rank_0_failing_alone_is_reported_although_the_others_wait_for_it(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -393,6 +393,6 @@ def test_offline_an_idle_rank_that_dies_fails_the_next_call_and_nothing_is_left(
     assert children() == []
 
 
-def test_an_executor_that_nobody_has_any_more_leaves_no_process(small_models: SmallModels) -> None:
+def test_a_garbage_collected_executor_leaves_no_process(small_models: SmallModels) -> None:
     load(small_models.folder("llama3"), 2)
     assert children() == []

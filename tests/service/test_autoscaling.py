@@ -210,7 +210,7 @@ async def test_engines_follow_the_load_from_zero_and_back_and_no_answer_is_lost(
     assert set(codes) == {0}
 
 
-async def test_what_a_dead_router_had_is_forgotten_and_without_redis_nothing_is_known(stage: Stage) -> None:
+async def test_a_dead_routers_load_expires_and_without_redis_the_load_is_unknown(stage: Stage) -> None:
     await stage.agree(0)
     waiting = [asyncio.create_task(complete(router, 8)) for router in stage.routers]
     await stage.agree(2)

@@ -35,7 +35,7 @@ def test_the_soft_limit_is_raised_to_the_hard_one(router: Router) -> None:
 
 
 @pytest.mark.parametrize("router", [(FEW, FEW)], indirect=True)
-def test_ports_admit_what_descriptors_are_left_for_and_the_log_says_it(router: Router) -> None:
+def test_ports_admit_as_many_connections_as_descriptors_allow_and_log_it(router: Router) -> None:
     (warning,) = [line for line in router.text.splitlines() if "file descriptors" in line]
     assert str(FEW) in warning
     assert "--max-connections 8192" in warning
@@ -48,7 +48,7 @@ def test_ports_admit_what_descriptors_are_left_for_and_the_log_says_it(router: R
 
 
 @pytest.mark.parametrize("router", [(256, HARD)], indirect=True)
-def test_the_log_says_once_that_no_descriptor_is_left(router: Router) -> None:
+def test_running_out_of_descriptors_is_logged_once(router: Router) -> None:
     process = psutil.Process(router.popen.pid)
     limits = process.rlimit(psutil.RLIMIT_NOFILE)
     process.rlimit(psutil.RLIMIT_NOFILE, (3, limits[1]))

@@ -149,7 +149,7 @@ def test_two_with_one_key_at_two_routers_run_once(stack: Replicas, doors: list[D
     assert stack.generated() - before == 250
 
 
-def test_a_rest_request_is_asked_after_read_on_and_cancelled_over_grpc(stack: Replicas, doors: list[Door]) -> None:
+def test_a_rest_request_is_polled_resumed_and_cancelled_over_grpc(stack: Replicas, doors: list[Door]) -> None:
     body = ask(max_tokens=1500)
     with begun(doors[0], body) as (request_id, lines):
         name, metadata = pb.GetRequestRequest(request_id=f"cmpl-{request_id}"), doors[1].metadata
@@ -166,7 +166,7 @@ def test_a_rest_request_is_asked_after_read_on_and_cancelled_over_grpc(stack: Re
     eventually(lambda: is_idle(stack))
 
 
-def test_a_tenant_knows_nothing_of_anothers_request(stack: Replicas, doors: list[Door]) -> None:
+def test_a_request_of_another_tenant_is_not_found(stack: Replicas, doors: list[Door]) -> None:
     with stack.doors("stranger") as strange, begun(doors[0], ask(max_tokens=1000)) as (request_id, _):
         for method, path in (("GET", ""), ("GET", "/events"), ("POST", "/cancel"), ("DELETE", "")):
             there, nowhere = (
@@ -268,7 +268,7 @@ def _refusal_over_grpc(door: Door, body: dict[str, Any]) -> tuple[grpc.StatusCod
     return call.code(), str(said.get("quire-reason", ""))
 
 
-def test_what_takes_too_long_is_504_or_ends_with_an_error_event(stack: Replicas, doors: list[Door]) -> None:
+def test_a_request_beyond_its_deadline_is_504_or_ends_with_an_error_event(stack: Replicas, doors: list[Door]) -> None:
     body = ask(max_tokens=1900)
     late = doors[0].http.post("/v1/completions", json=body, headers={"x-request-timeout": "0.3"})
     assert (late.status_code, late.json()["error"]["code"]) == (504, ErrorCode.DEADLINE.name.lower())
@@ -302,7 +302,7 @@ def _placed(door: Door, prompt: str, **headers: str) -> tuple[str, int, int]:
     return route[1], int(route[2]), answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_a_router_counts_what_another_one_has_placed(stack: Replicas, doors: list[Door]) -> None:
+def test_a_router_counts_requests_placed_by_another(stack: Replicas, doors: list[Door]) -> None:
     filled, *_ = _placed(doors[0], f"{next(_prompts)}", **{"x-session-id": "one"})
     body = ask(max_tokens=1900)
     eventually(lambda: _busy(doors[1], stack) == [], message="what ran before is still counted")

@@ -23,7 +23,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
         assert engine.stop() == 0, engine.text
 
 
-def test_every_router_hears_at_once_that_the_engine_drains(engine: Engine) -> None:
+def test_every_router_learns_at_once_that_the_engine_drains(engine: Engine) -> None:
     with EngineSession(engine, "busy") as busy, EngineSession(engine, "idle") as idle:
         for link in (busy, idle):
             assert not link.snapshot().draining

@@ -29,7 +29,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 PROMPT = list(range(10, 50))
 
 
-def test_a_resubmitted_request_goes_on_at_its_next_token(engine: Engine) -> None:
+def test_a_resubmitted_request_resumes_at_its_next_token(engine: Engine) -> None:
     with EngineSession(engine, "resubmit") as link:
         link.snapshot()
         link.submit("whole", PROMPT, max_tokens=20, temperature=1.0, seed=5)
@@ -56,7 +56,7 @@ def test_sequences_have_no_gaps_and_the_load_returns_to_nothing(engine: Engine) 
     assert (load.running, load.waiting, load.blocks_free) == (0, 0, load.blocks_total)
 
 
-def test_snapshot_and_events_tell_what_is_cached(engine: Engine) -> None:
+def test_snapshot_and_events_match_the_cached_blocks(engine: Engine) -> None:
     prompt = [7, 8, 9] * 20
     with EngineSession(engine, "first") as link:
         cached = {name for stored in link.snapshot().cached for name in stored.block_hashes}
@@ -86,7 +86,7 @@ def test_snapshot_and_events_tell_what_is_cached(engine: Engine) -> None:
         ({"prompt": PROMPT, "output": (1, 2), "max_tokens": 2}, "has reached max_tokens"),
     ],
 )
-def test_what_can_never_run_is_refused_and_the_engine_goes_on(
+def test_a_request_that_can_never_run_is_refused_and_the_engine_continues(
     engine: Engine, fields: dict[str, object], words: str
 ) -> None:
     with EngineSession(engine, "refusals") as link:

@@ -76,7 +76,7 @@ def test_memory_that_holds_no_block_is_refused_with_the_numbers(tmp_path: Path) 
     assert "1000" in sentence
 
 
-def test_a_gpu_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_gpu_is_reported(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     code, sentence = sentence_of(DEMO, tmp_path, "--device", "cuda")

@@ -8,7 +8,7 @@ from tests.service.conftest import MODEL, Stack
 from tests.support.processes import eventually
 
 
-def test_a_request_is_in_redis_with_all_that_is_needed_to_go_on_with_it(stack: Stack) -> None:
+def test_a_request_is_in_redis_with_all_that_resuming_it_needs(stack: Stack) -> None:
     answer = stack.openai.completions.create(
         model=MODEL, prompt="Once upon a time", max_tokens=12, temperature=0.7, seed=3, stop=["zzz"]
     )

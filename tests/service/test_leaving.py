@@ -41,7 +41,7 @@ def complete(router: Router) -> tuple[int, str | None]:
     return tokens, answer.headers["connection"]
 
 
-def test_a_router_that_leaves_serves_on_and_is_not_ready(tmp_path: Path) -> None:
+def test_a_router_in_its_shutdown_delay_still_serves_and_is_not_ready(tmp_path: Path) -> None:
     engine = SteadyEngineProcess(tmp_path, 0.002)
     with killed(engine):
         router = Router(DEMO, [f"127.0.0.1:{engine.port}"], tmp_path, *LONG)

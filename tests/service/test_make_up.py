@@ -66,7 +66,7 @@ def test_the_printed_command_streams_an_answer_and_ctrl_c_ends_everything(tmp_pa
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "closed terminal"])
-def test_nothing_is_left_when_nobody_reads_any_more(tmp_path: Path, number: int) -> None:
+def test_no_process_is_left_when_the_output_is_closed(tmp_path: Path, number: int) -> None:
     """As with ``make up | head``: every line that is printed fails."""
     up = start(tmp_path, ENGINES="1", stdout=subprocess.PIPE)
     assert up.popen.stdout is not None
@@ -108,7 +108,7 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
     assert "no config.json" in up.text
 
 
-def test_without_redis_it_says_so_and_works(tmp_path: Path) -> None:
+def test_without_redis_it_warns_and_works(tmp_path: Path) -> None:
     """A PATH without redis-server and without a way to install it."""
     tools = tmp_path / "bin"
     tools.mkdir()

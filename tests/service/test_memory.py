@@ -65,7 +65,7 @@ def test_work_under_pressure_swaps_and_every_block_comes_back(tmp_path: Path) ->
         assert [router.stop(), engine.stop()] == [0, 0]
 
 
-def test_small_pools_are_what_the_engine_was_told(stack: Stack) -> None:
+def test_small_pools_have_the_configured_sizes(stack: Stack) -> None:
     assert SMALL_POOLS[1] == str(64 << 20)
     for engine in stack.engines:
         device = engine.metric("quire_engine_blocks", tier="device")
@@ -106,7 +106,7 @@ async def read_whole(client: socket.socket) -> tuple[int, bytes]:
     return int(head.split()[1]), body
 
 
-def test_many_large_bodies_at_once_are_refused_in_words_and_kept_out_of_memory(tmp_path: Path) -> None:
+def test_many_large_bodies_at_once_are_refused_with_errors_and_kept_out_of_memory(tmp_path: Path) -> None:
     """The largest bodies that are allowed, all of them held before any is complete."""
     start, end = f'{{"model":"{MODEL}","prompt":"'.encode(), b'"}'
     body = start + b"word " * ((BODY_BYTES - len(start) - len(end)) // 5) + end
@@ -137,7 +137,7 @@ def test_many_large_bodies_at_once_are_refused_in_words_and_kept_out_of_memory(t
         engine.stop()
 
 
-def test_what_hostile_headers_cost_over_grpc_is_given_back(tmp_path: Path) -> None:
+def test_memory_taken_by_hostile_grpc_headers_is_freed(tmp_path: Path) -> None:
     """A few hundred kilobytes of them, without a key, stand for gigabytes of headers. Such calls are refused; what they
     took must not stay.
     """

@@ -8,7 +8,7 @@ from tests.service.conftest import MODEL, Stack
 QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]
 
 
-def test_chat_streams_the_answer_that_it_gives_in_one_piece(stack: Stack) -> None:
+def test_a_streamed_chat_equals_the_whole_one(stack: Stack) -> None:
     whole = stack.openai.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0)
     chunks = list(
         stack.openai.chat.completions.create(
@@ -24,7 +24,7 @@ def test_chat_streams_the_answer_that_it_gives_in_one_piece(stack: Stack) -> Non
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
 
 
-def test_completions_stream_the_text_that_they_give_in_one_piece(stack: Stack) -> None:
+def test_a_streamed_completion_equals_the_whole_one(stack: Stack) -> None:
     settings = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 24, "temperature": 0}
     whole = stack.openai.completions.create(**settings)
     pieces = [chunk.choices[0].text for chunk in stack.openai.completions.create(**settings, stream=True)]

@@ -32,7 +32,7 @@ def test_choices_differ_and_the_first_is_as_if_alone(stack: Stack) -> None:
     assert len(set(texts)) > 1
 
 
-def test_a_stream_of_choices_says_what_the_whole_answer_says(stack: Stack) -> None:
+def test_streamed_choices_equal_those_of_the_whole_response(stack: Stack) -> None:
     whole = stack.openai.completions.create(**DRAWN, n=3)
     said, ends = defaultdict(str), {}
     for chunk in stack.openai.completions.create(**DRAWN, n=3, stream=True):
@@ -86,7 +86,7 @@ def test_greedy_takes_the_most_probable_token_of_each_position(stack: Stack) -> 
         assert shown.text[offset:].startswith(token)
 
 
-def test_a_chat_streams_the_log_probabilities_that_it_gives_in_one_piece(stack: Stack) -> None:
+def test_streamed_log_probabilities_equal_those_of_the_whole_chat(stack: Stack) -> None:
     settings = {"model": MODEL, "messages": QUESTION, "temperature": 0, "logprobs": True, "top_logprobs": 2}
     whole = stack.openai.chat.completions.create(**settings).choices[0]
     streamed = [
@@ -212,7 +212,7 @@ def test_the_parse_helper_reads_a_model_of_pydantic(stack: Stack, temperature: f
         ({"response_format": {"type": "json_object"}}, r"\{.*"),
     ],
 )
-def test_an_output_is_held_to_what_it_must_look_like(stack: Stack, asked: dict[str, object], pattern: str) -> None:
+def test_a_structured_output_obeys_its_constraint(stack: Stack, asked: dict[str, object], pattern: str) -> None:
     settings = {**STORY, "max_tokens": 120, "temperature": 1, "seed": 3}
     for choice in stack.openai.completions.create(**settings, n=3, extra_body=asked).choices:
         assert re.fullmatch(pattern, choice.text.strip(), re.DOTALL)
@@ -258,7 +258,7 @@ def test_json_of_200_random_schemas_is_valid(stack: Stack) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("wrong", [{"guided_regex": "("}, {"guided_grammar": "start: missing"}])
-def test_what_cannot_be_compiled_is_refused_also_for_streams(stack: Stack, stream: bool, wrong: dict[str, str]) -> None:
+def test_an_uncompilable_grammar_is_refused_for_streams_too(stack: Stack, stream: bool, wrong: dict[str, str]) -> None:
     with pytest.raises(openai.BadRequestError):
         stack.openai.completions.create(**STORY, stream=stream, extra_body=wrong)
     assert text_of(stack, **STORY), "the service is not well afterwards"

@@ -14,7 +14,7 @@ from tests.support.redis_server import RedisServer, redis_server
 OLD, NEW = "correct-horse", 'battery: @/% "staple"'
 
 
-def test_requests_go_on(stack: Stack, tmp_path: Path) -> None:
+def test_requests_continue(stack: Stack, tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text(f"{OLD}\n")
     with redis_server(password=OLD) as server, router_at(server, stack, file) as router:

@@ -84,9 +84,7 @@ def test_regex_choice_and_grammar_hold(stack: Stack, asked: dict[str, Any], patt
         ({"guided_regex": "[0-9]{3}", "guided_decoding_backend": "xgrammar"}, "[0-9]{3}"),
     ],
 )
-def test_the_words_of_other_servers_mean_here_what_they_mean_there(
-    stack: Stack, asked: dict[str, Any], pattern: str
-) -> None:
+def test_other_servers_spellings_mean_the_same_here(stack: Stack, asked: dict[str, Any], pattern: str) -> None:
     answers = [ask(stack, seed=seed, extra_body=asked) for seed in range(3)]
     texts = [answer.choices[0].message.content or "" for answer in answers]
     assert all(re.fullmatch(pattern, text) for text in texts), texts
@@ -102,7 +100,7 @@ def test_the_words_of_other_servers_mean_here_what_they_mean_there(
         ({"extra_body": {"structured_outputs": {"regex": "a*b*" * 15000}}}, "too much time or memory"),
     ],
 )
-def test_what_is_no_usable_grammar_is_a_bad_request(stack: Stack, fields: dict[str, Any], words: str) -> None:
+def test_an_unusable_grammar_is_a_bad_request(stack: Stack, fields: dict[str, Any], words: str) -> None:
     with pytest.raises(BadRequestError, match=words) as refused:
         ask(stack, **fields)
     assert refused.value.param

@@ -56,7 +56,7 @@ def working(pair: Pair, max_tokens: int = 1500) -> Iterator[EngineSession]:
         yield link
 
 
-def test_an_engine_that_is_told_to_end_lets_requests_end_and_takes_all_ranks_along(pair: Pair) -> None:
+def test_a_terminated_engine_finishes_its_requests_and_ends_all_ranks(pair: Pair) -> None:
     other = pair.other
     with working(pair, max_tokens=40) as link:
         # Ctrl-C reaches every process of a terminal: the second rank leaves it to the first.

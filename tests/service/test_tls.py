@@ -83,7 +83,7 @@ def shown_by(engine: Engine) -> bytes:
     return shown
 
 
-def test_certificates_are_replaced_while_a_stream_goes_on(secured: Secured, client: ClientTls) -> None:
+def test_certificates_are_replaced_during_a_stream(secured: Secured, client: ClientTls) -> None:
     with secured.router(client) as router:
         router.wait_ready()
         chunks = openai_of(router).completions.create(
@@ -104,7 +104,7 @@ def test_certificates_are_replaced_while_a_stream_goes_on(secured: Secured, clie
     assert secured.engine.text.count("new certificates are used") == 1
 
 
-def test_who_may_not_come_in_is_told_why_and_holds_requests(
+def test_a_router_with_a_refused_certificate_logs_why_and_holds_requests(
     secured: Secured, client: ClientTls, tmp_path: Path
 ) -> None:
     stranger = Authority(tmp_path, "stranger")
@@ -126,7 +126,7 @@ def test_who_may_not_come_in_is_told_why_and_holds_requests(
             assert fetch(router.metrics_port, "/ready")[0] == 200
 
 
-def test_an_engine_whose_certificate_expires_is_refused_by_who_comes_new(secured: Secured, client: ClientTls) -> None:
+def test_an_engine_whose_certificate_expires_is_refused_by_new_connections(secured: Secured, client: ClientTls) -> None:
     with secured.router(client) as router:
         router.wait_ready()
         secured.authority.issue(ENGINE_NAME, expired=True)

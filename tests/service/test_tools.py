@@ -66,7 +66,7 @@ def test_forced_calls_follow_their_schemas(client: OpenAI, choice: Any, names: s
         jsonschema.validate(json.loads(call.function.arguments), SCHEMA if call.function.name == "weather" else {})
 
 
-def test_a_stream_says_the_same(client: OpenAI) -> None:
+def test_a_stream_has_the_same_calls(client: OpenAI) -> None:
     fields = {**ASKED, "tool_choice": NAMED, "seed": 5}
     whole = client.chat.completions.create(**fields)
     state: ChatCompletionStreamState[None] = ChatCompletionStreamState()

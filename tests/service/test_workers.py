@@ -82,14 +82,14 @@ def run(folder: Path, *flags: str) -> tuple[int, list[str]]:
     return status, process.text.splitlines()
 
 
-def test_a_line_says_which_worker_wrote_it(router: Router) -> None:
+def test_a_log_line_names_its_worker(router: Router) -> None:
     lines = [line for line in router.text.splitlines() if "REST on" in line]
     spoken = [found[1] for line in lines if (found := re.search(r"\[worker (\d)\]", line))]
     assert sorted(spoken) == [str(number) for number in range(1, WORKERS + 1)]
     assert [", metrics on " in line for line in lines] == ["[worker" not in line for line in lines]
 
 
-def test_what_the_settings_may_not_mean_is_warned_of_once(router: Router) -> None:
+def test_missing_api_keys_are_warned_of_once(router: Router) -> None:
     (warning,) = [line for line in router.text.splitlines() if "no API key is configured" in line]
     assert "[worker" not in warning
 
@@ -149,7 +149,7 @@ def test_a_page_of_the_metrics_port_does_not_hang_on_the_host(router: Router, ho
         assert client.recv(4096).startswith(b"HTTP/1.1 200" if host in {"", "x:y"} else b"HTTP/1.1 400")
 
 
-def test_the_metrics_port_says_nothing_else(router: Router) -> None:
+def test_the_metrics_port_serves_nothing_else(router: Router) -> None:
     assert fetch(router.metrics_port, "/v1/models")[0] == 404
 
 
@@ -195,7 +195,9 @@ def test_workers_and_supervisor_end_in_order(tmp_path: Path) -> None:
         (("--workers", "2", "--redis-url", "redis://127.0.0.1", "--tenants", "no/such/file"), 1, "quire-router: "),
     ],
 )
-def test_what_cannot_be_is_one_sentence(flags: tuple[str, ...], expected: int, said: str, tmp_path: Path) -> None:
+def test_an_impossible_setting_is_a_one_line_error(
+    flags: tuple[str, ...], expected: int, said: str, tmp_path: Path
+) -> None:
     status, lines = run(tmp_path, *flags)
     assert (status, len(lines)) == (expected, 1), lines
     assert lines[0].startswith(said)

@@ -52,7 +52,7 @@ def test_the_order_of_turns_alone_does_not_keep_that_promise(monkeypatch: pytest
     assert waits.flooded.ttft_p95 > 1.2 * waits.calm.ttft_p95
 
 
-def test_a_tenant_that_is_alone_has_all_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tenant_that_is_alone_gets_all_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     """However much it sends, it is treated as if no room were ever kept."""
     alone = {"tenants": 1, "flood": None}
     jobs = jobs_at(1.5, 150, **alone)

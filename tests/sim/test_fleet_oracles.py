@@ -38,7 +38,7 @@ def test_a_prefix_that_is_cached_takes_no_time_where_it_is_and_all_of_it_elsewhe
     assert [trace.cached_tokens for trace in record.traces] == [0, 0, 64]
 
 
-def test_cost_goes_where_a_prefix_is_cached_once_engines_have_said_how_fast_they_are() -> None:
+def test_cost_chooses_the_cached_prefix_once_engines_have_reported_step_times() -> None:
     jobs = [unique(index, 0.0, 40) for index in range(2)] + [unique(7, 1 + 0.1 * index, 65) for index in range(3)]
     followed = run(jobs, **(TINY | {"policies": ["cost"]})).traces
     assert [milliseconds(trace)[0] for trace in followed] == [40, 40, 65, 1, 1]
@@ -46,7 +46,7 @@ def test_cost_goes_where_a_prefix_is_cached_once_engines_have_said_how_fast_they
 
 
 @pytest.mark.parametrize(("event_delay", "found"), [(0.5, 6), (10.0, 0)])
-def test_what_is_cached_is_known_only_after_the_delay(event_delay: float, found: int) -> None:
+def test_cached_blocks_are_visible_only_after_the_delay(event_delay: float, found: int) -> None:
     """Each prompt comes again when its router no longer expects what it sent to be cached, and must be told."""
     names = range(6)
     jobs = [unique(name, 0.1 * name, 65) for name in names] + [unique(name, 5 + 0.1 * name, 65) for name in names]
@@ -57,7 +57,7 @@ def test_what_is_cached_is_known_only_after_the_delay(event_delay: float, found:
 
 
 @pytest.mark.parametrize(("share_age", "together"), [(0.0, True), (None, False)])
-def test_a_new_prefix_goes_where_another_router_sent_it_before_any_engine_tells(
+def test_a_new_prefix_follows_another_routers_speculative_blocks_before_any_event(
     share_age: float | None, together: bool
 ) -> None:
     jobs = [unique(name, 0.1 * name + gap, 65) for name in range(12) for gap in (0.0, 0.001)]
@@ -68,7 +68,7 @@ def test_a_new_prefix_goes_where_another_router_sent_it_before_any_engine_tells(
     assert all(first.engine == second.engine for first, second in pairs) is together
 
 
-def test_nobody_waits_at_the_router_while_an_engine_has_room_and_the_rest_take_turns() -> None:
+def test_no_request_queues_at_the_router_while_an_engine_has_capacity_and_the_rest_alternate() -> None:
     room = {**TINY, "room_seconds": 0.1, "engines": 1, "load_age": 0.0}
     warming = [unique(index, 0.2 * index, 100 + 10 * index) for index in range(9)]  # the router learns its pace
     jobs = [*warming, *(unique(9 + index, 3.0, 120) for index in range(3))]
@@ -78,7 +78,7 @@ def test_nobody_waits_at_the_router_while_an_engine_has_room_and_the_rest_take_t
     assert (second.placed, third.placed) == (first.first_token, second.first_token)
 
 
-def test_a_router_that_has_nothing_more_to_do_still_tells_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_router_still_publishes_its_last_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second request comes too soon after the first for its router to tell of it at once."""
     monkeypatch.setattr(cadence, "BURST", 1)
     seed = next(seed for seed in range(100) if [splitmix(seed, index) % 2 for index in range(3)] == [0, 0, 1])

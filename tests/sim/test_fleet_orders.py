@@ -14,7 +14,7 @@ def test_following_prefixes_and_load_beats_following_either() -> None:
     assert means["cost"].hit_rate > 1.2 * means["round_robin"].hit_rate
 
 
-def test_routers_that_do_not_know_of_each_other_make_requests_wait() -> None:
+def test_routers_that_do_not_share_load_make_requests_wait() -> None:
     shape: dict[str, Any] = {
         **UNIQUE,
         "gsp_prompts_per_group": 30,

@@ -35,7 +35,7 @@ shapes = st.fixed_dictionaries(
 
 @examples(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(shapes, st.booleans())
-def test_every_request_ends_once_and_everything_is_given_back(shape: dict[str, Any], floods: bool) -> None:
+def test_every_request_ends_once_and_everything_is_freed(shape: dict[str, Any], floods: bool) -> None:
     config = settings(**shape)
     (policy,), (load,) = config.placement, config.utilisation
     jobs = at_utilisation(config, read_jobs(config), load)
@@ -53,7 +53,7 @@ def test_equal_seeds_are_equal_runs_and_others_are_not(changes: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("policy", ["least_load", "llm_d", "sglang"])
-def test_routers_that_know_everything_at_once_decide_as_one_does(policy: str) -> None:
+def test_routers_with_instant_load_sharing_decide_as_one_does(policy: str) -> None:
     """Without shared prefixes: what a router expects to be cached soon, it does not tell the others."""
     shape: dict[str, Any] = {**UNIQUE, **AT_ONCE, "policies": [policy], "utilisation": [0.9]}
     one, four = (run(**shape, admission=False, replicas=replicas) for replicas in (1, 4))
@@ -63,7 +63,7 @@ def test_routers_that_know_everything_at_once_decide_as_one_does(policy: str) ->
     assert len({trace.router for trace in four.traces}) == 4
 
 
-def test_four_routers_that_know_everything_at_once_are_as_good_as_one_with_cost() -> None:
+def test_four_routers_with_instant_load_sharing_are_as_good_as_one_with_cost() -> None:
     """They decide a little differently, as each remembers the queues that its own requests found."""
     one, four = (
         report(**UNIQUE, **AT_ONCE, utilisation=[0.9], replicas=replicas, gsp_prompts_per_group=30)
@@ -72,7 +72,7 @@ def test_four_routers_that_know_everything_at_once_are_as_good_as_one_with_cost(
     assert four.ttft.mean < 1.1 * one.ttft.mean
 
 
-def test_routers_that_hear_nothing_of_each_other_decide_otherwise() -> None:
+def test_routers_without_load_sharing_decide_differently() -> None:
     shape: dict[str, Any] = {**UNIQUE, **AT_ONCE, "load_age": 1e3, "utilisation": [0.9], "replicas": 4}
     deaf = run(**shape | {"share_age": None})
     assert [trace.engine for trace in deaf.traces] != [trace.engine for trace in run(**shape).traces]

@@ -25,7 +25,7 @@ def test_without_tools_it_is_the_models_own(messages: list[dict[str, str]], asks
 
 
 @given(MESSAGES, ARGUMENTS)
-def test_with_tools_it_tells_each_message_once_and_calls_as_they_were(
+def test_with_tools_each_message_is_rendered_once_and_calls_unchanged(
     messages: list[dict[str, str]], arguments: dict[str, Any]
 ) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}

@@ -96,7 +96,7 @@ def is_behind_a_door(path: Path) -> bool:
     return SIMULATOR in path.parents and path not in SIMULATOR_DOOR
 
 
-def test_nothing_but_the_simulator_knows_the_simulator_or_the_engine() -> None:
+def test_nothing_but_the_simulator_imports_the_simulator_or_the_engine() -> None:
     for path in own_modules("router"):
         names = set(imported_modules(ast.walk(ast.parse(path.read_text()))))
         engine = any(name.partition(".")[0] == "quire_engine" for name in names)

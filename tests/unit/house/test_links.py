@@ -31,7 +31,7 @@ def test_links_lead_to_what_is_there(page: Path) -> None:
     assert not dead
 
 
-def test_what_would_be_a_dead_link_is_one() -> None:
+def test_a_dead_link_is_found() -> None:
     page = "# One\n[a](#two) `[b](#three)`\n```\n[c](#four)\n# Five\n```\n## One\n## `--x`: *why*, [so](y)?\n"
     assert list(links(page)) == ["#two", "y"]
     assert list(headings(page)) == ["one", "one-1", "--x-why-so"]

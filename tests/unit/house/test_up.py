@@ -88,7 +88,7 @@ def test_the_router_ends_before_the_engines_and_redis_last(monkeypatch: pytest.M
         ),
     ],
 )
-def test_when_one_ends_all_do_and_who_it_was_is_told(
+def test_when_one_process_ends_all_do_and_the_first_is_named(
     monkeypatch: pytest.MonkeyPatch, end: str, status: int, told: str
 ) -> None:
     lines: list[str] = []
@@ -107,7 +107,7 @@ def test_the_command_to_try_sends_one_of_the_keys(monkeypatch: pytest.MonkeyPatc
     assert said.stdout == shown
 
 
-def test_what_starts_here_is_asked_how_it_is_past_any_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_checks_of_local_processes_bypass_any_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     class Healthy(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -162,12 +162,12 @@ def make_environment(folder: Path, **variables: str) -> str:
     return made.stdout
 
 
-def test_the_size_of_what_is_installed_and_the_way_to_less_are_said_before_pip_starts(tmp_path: Path) -> None:
+def test_the_download_size_and_how_to_reduce_it_are_printed_before_pip_starts(tmp_path: Path) -> None:
     said, installs, _ = make_environment(tmp_path).partition("python -m pip install")
     assert installs
     assert "5.4 GiB" in said
     assert "PIP_EXTRA_INDEX_URL" in said
 
 
-def test_an_index_of_ones_own_is_taken_without_a_word(tmp_path: Path) -> None:
+def test_a_users_own_package_index_is_used_without_a_message(tmp_path: Path) -> None:
     assert "GiB" not in make_environment(tmp_path, PIP_EXTRA_INDEX_URL="https://index.example/cpu")

@@ -153,7 +153,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("use_kernel", FORMS)
 @settings(max_examples=40, deadline=None)
 @given(case=cases())
-def test_any_ragged_batch_gets_what_the_formula_says(use_kernel, case):
+def test_any_ragged_batch_equals_the_reference(use_kernel, case):
     assert_close(case.run(CpuAttention(case.shape, use_kernel=use_kernel)), case.expected())
 
 
@@ -260,7 +260,7 @@ def test_very_large_scores_neither_overflow_nor_vanish(use_kernel):
 
 
 @pytest.mark.parametrize("use_kernel", FORMS)
-def test_a_sequence_that_went_wrong_leaves_its_neighbours_alone(use_kernel):
+def test_a_sequence_with_non_finite_values_does_not_change_its_neighbours(use_kernel):
     shape = shape_of(group=2, kv_heads=2, head_dim=64, block_size=16)
     broken, sound = (random_sequence(shape, 3, 40, torch.bfloat16, seed) for seed in (1, 2))
     broken.keys[:], broken.values[:], broken.query[:] = torch.nan, torch.inf, torch.nan
@@ -288,7 +288,7 @@ def least_build(tmp_path_factory) -> ctypes.CDLL:
 
 @settings(max_examples=20, deadline=None)
 @given(case=cases())
-def test_the_least_processor_gets_what_the_formula_says(least_build, case):
+def test_the_baseline_build_equals_the_reference(least_build, case):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "library", lambda: least_build)
         assert_close(case.run(CpuAttention(case.shape)), case.expected())
@@ -308,7 +308,7 @@ def test_no_nan_becomes_a_number(least_build, monkeypatch, native, tokens, bits)
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(33, torch.bfloat16), (64, torch.float16)])
-def test_what_the_kernel_cannot_do_is_done_in_torch(head_dim, dtype):
+def test_unsupported_shapes_fall_back_to_torch(head_dim, dtype):
     shape = shape_of(group=2, kv_heads=2, head_dim=head_dim, block_size=16)
     case = place(shape, [random_sequence(shape, 4, 30, dtype, 1)], seed=8)
     torch.testing.assert_close(case.run(CpuAttention(shape)).double(), case.expected(), atol=3e-2, rtol=3e-2)
@@ -590,7 +590,7 @@ def test_without_a_working_compiler_torch_stands_in_after_one_warning(cache, mon
     assert list(cache.iterdir()) == []
 
 
-def test_a_complaint_in_another_encoding_is_told(tmp_path, monkeypatch):
+def test_a_compiler_error_in_another_encoding_is_shown(tmp_path, monkeypatch):
     compiler = tmp_path / "compiler"
     compiler.write_bytes(b"#!/bin/sh\nprintf 'error: d\\351faut' >&2\nexit 1\n")
     compiler.chmod(0o700)

@@ -61,7 +61,7 @@ def assert_agrees(step: RaggedStep, results: list[torch.Tensor], *windows: int |
 
 @settings(max_examples=40, deadline=None)
 @given(SHAPES, st.lists(DECODES | MIXED, min_size=1, max_size=3), WINDOWS, DTYPES, st.booleans(), st.integers(0, 999))
-def test_steps_of_any_form_are_as_the_formula_says(shape, steps, windows, dtype, deterministic, seed):
+def test_steps_of_any_shape_equal_the_reference(shape, steps, windows, dtype, deterministic, seed):
     with installed():
         backend = backend_of(shape, dtype, deterministic=deterministic)
         for lengths in steps:
@@ -103,7 +103,7 @@ def test_a_captured_graph_computes_whatever_was_prepared_last(shape, first, seco
         torch.testing.assert_close(mine[1 : len(reference)], reference[1:], equal_nan=True)
 
 
-def test_a_graph_takes_its_own_batch_size_and_no_more_pages_than_it_has_room_for():
+def test_a_graph_accepts_its_own_batch_size_and_no_more_pages_than_it_was_captured_for():
     with installed():
         parent = backend_of(SHAPE, BF16)
         graph = parent.for_graph(3, 6)
@@ -127,7 +127,7 @@ def test_a_graph_takes_its_own_batch_size_and_no_more_pages_than_it_has_room_for
 @given(
     st.integers(1, 80), st.integers(1, 4), st.sampled_from([64, 128, 256]), st.sampled_from([(7, 5), (8, 0), (9, 0)])
 )
-def test_the_workspace_has_room_for_the_largest_graph_of_every_shape(group, kv_heads, head_dim, capability):
+def test_the_workspace_fits_the_largest_graph_of_every_shape(group, kv_heads, head_dim, capability):
     shape = AttentionShape(group * kv_heads, kv_heads, head_dim, 16, 1.0)
     with installed(capability=capability):
         size = flashinfer.MAX_GRAPH_BATCH_SIZE
@@ -249,7 +249,7 @@ def test_forward_needs_a_prepared_step():
         (replace(SHAPE, num_kv_heads=65, head_dim=128), BF16, (9, 0), "65 KV heads"),
     ],
 )
-def test_what_flashinfer_cannot_do_is_half_a_sentence(shape, dtype, capability, reason):
+def test_unsupported_settings_of_flashinfer_have_a_reason(shape, dtype, capability, reason):
     found = unsupported_reason(dtype, capability) or unsupported_shape_reason(shape)
     assert found == reason if reason is None else reason in found
 
@@ -285,7 +285,7 @@ def test_an_old_gpu_is_not_deterministic(monkeypatch):
             make_attention("auto", SHAPE, CUDA, torch.float16, deterministic=True)
 
 
-def test_a_gpu_without_flashinfer_computes_slowly_and_says_so_once(monkeypatch, caplog):
+def test_a_gpu_without_flashinfer_uses_torch_and_warns_once(monkeypatch, caplog):
     Gpu(monkeypatch)
     with installed():
         assert isinstance(make_attention("auto", SHAPE, CUDA, torch.float32), ReferenceAttention)
@@ -308,7 +308,9 @@ def test_a_gpu_without_flashinfer_computes_slowly_and_says_so_once(monkeypatch, 
         ("flush", CPU, BF16, False, "'flush' does not exist"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_sentence(name, device, dtype, deterministic, sentence, monkeypatch):
+def test_invalid_attention_settings_are_refused_in_one_sentence(
+    name, device, dtype, deterministic, sentence, monkeypatch
+):
     Gpu(monkeypatch)
     with installed(), pytest.raises(ModelError, match=sentence) as error:
         make_attention(name, SHAPE, device, dtype, deterministic=deterministic)

@@ -93,7 +93,7 @@ def test_systems_take_turns_in_each_round_or_run_one_after_the_other() -> None:
     assert journal == ["a starts", "a", "a", "a", "a ends", "b starts", "b", "b", "b", "b ends"]
 
 
-def test_a_system_that_fails_stops_nobody_else() -> None:
+def test_a_system_that_fails_does_not_stop_the_others() -> None:
     class Breaks(Steady):
         def seconds(self, workload: Workload) -> float:
             if len(self.journal) > 6:
@@ -121,7 +121,7 @@ def test_less_is_better_for_latency_only() -> None:
     assert ratio(10, 5, "latency") == 0.5
 
 
-def test_a_report_says_ratios_and_failures() -> None:
+def test_a_report_shows_ratios_and_failures() -> None:
     readings = {
         "quire": Readings({"throughput": [100.0, 300.0, 200.0]}),
         "slow": Readings({"throughput": [50.0, 80.0, 100.0]}),
@@ -243,7 +243,7 @@ def test_the_machine_is_measured_before_each_systems_turn(run: Callable[..., dic
 
 
 @pytest.mark.parametrize(("best", "share"), [(160.0, "quire: 62% of it"), (100.0, None), (80.0, None)])
-def test_a_share_of_the_roofline_is_only_told_where_it_is_one(best: float, share: str | None) -> None:
+def test_a_share_of_the_roofline_is_shown_only_where_it_is_defined(best: float, share: str | None) -> None:
     readings = {"quire": Readings({"throughput": [100.0]})}
     (line,) = (
         line
@@ -298,7 +298,7 @@ SERVE = "answers = lines.take_output()\nlines.serve(answers, 'peer 1', {run})"
 ONE = Workload([[5, 6]], [3])
 
 
-def test_a_peer_answers_with_its_time_and_what_it_prints_is_in_nobodys_way(scripts: Scripts) -> None:
+def test_a_peers_own_output_does_not_disturb_its_result(scripts: Scripts) -> None:
     body = "def run(prompts, outputs):\n    print('chatter'); time.sleep(0.05)\n    return sum(outputs)\n"
     child = scripts.start(body + SERVE.format(run="run"))
     assert child.name == "peer 1"
@@ -306,7 +306,7 @@ def test_a_peer_answers_with_its_time_and_what_it_prints_is_in_nobodys_way(scrip
     child.close()
 
 
-def test_a_peer_that_makes_too_few_tokens_is_not_believed(scripts: Scripts) -> None:
+def test_a_peer_that_generates_too_few_tokens_is_refused(scripts: Scripts) -> None:
     child = scripts.start(SERVE.format(run="lambda prompts, outputs: 2"))
     with pytest.raises(SystemFailedError, match="2 of 3 tokens"):
         child.seconds(ONE)
@@ -377,7 +377,7 @@ def test_wrong_settings_are_one_sentence(arguments: list[str], said: str) -> Non
     assert done.stderr.count("\n") == 1
 
 
-def test_a_peer_that_was_asked_for_and_a_prompt_that_is_too_long_are_refused_at_once(tmp_path: Path) -> None:
+def test_an_unavailable_peer_and_a_prompt_that_is_too_long_are_refused_at_once(tmp_path: Path) -> None:
     shape = tmp_path / "config.json"
     shape.write_text(json.dumps(TINY))
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache_with_kernels(tmp_path))}

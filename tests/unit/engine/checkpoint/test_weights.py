@@ -101,7 +101,7 @@ def test_a_folder_in_several_files_holds_the_same_tensors_as_in_one(folder: Path
             assert torch.equal(checkpoint.load_fused([name], [tuple(tensor.shape)], torch.float32, CPU), tensor)
 
 
-def test_fused_tensors_lie_under_each_other_in_the_order_asked_for(folder: Path) -> None:
+def test_fused_tensors_are_stacked_in_the_requested_order(folder: Path) -> None:
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
     fused = Checkpoint(folder).load_fused(names, [(16, 16), (8, 16), (8, 16)], torch.bfloat16, CPU)
     assert torch.equal(fused, torch.cat([tensors()[name] for name in names]).bfloat16())
@@ -119,14 +119,14 @@ def test_fused_tensors_lie_under_each_other_in_the_order_asked_for(folder: Path)
         (torch.bfloat16, "float32", "float32"),
     ],
 )
-def test_the_dtype_is_the_one_asked_for_or_the_checkpoints_own(
+def test_the_dtype_is_the_requested_one_or_the_checkpoints(
     tmp_path: Path, stored: torch.dtype, asked: str, used: str
 ) -> None:
     folder = write(tmp_path / "model", {name: tensor.to(stored) for name, tensor in tensors().items()})
     assert load(folder, dtype=asked).dtype_name == used
 
 
-def test_float16_on_a_cpu_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_float16_on_a_cpu_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert resolve_dtype("auto", torch.float16, CPU) == torch.bfloat16
     assert "bfloat16 instead" in caplog.text
 

@@ -32,7 +32,7 @@ def test_auto_is_the_current_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPa
     assert resolve_device("cpu") == torch.device("cpu")
 
 
-def test_a_gpu_that_is_there_and_cannot_be_used_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_gpu_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> int:
         raise RuntimeError(
             "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might ..."
@@ -95,7 +95,7 @@ def test_an_attention_that_cannot_be_is_refused_before_weights_are_read(monkeypa
             )
 
 
-def test_a_model_that_runs_through_transformers_is_not_deterministic_and_says_so(tmp_path: Path) -> None:
+def test_a_model_that_runs_through_transformers_is_reported_as_not_deterministic(tmp_path: Path) -> None:
     """There are no weights in the folder: nobody has looked for them."""
     GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
     options = LoadOptions(ExecutorConfig(deterministic=True))

@@ -74,7 +74,7 @@ def stage() -> list[int]:
 
 
 @pytest.mark.parametrize("send", [send_tensor, send_arrays, stage])
-def test_what_goes_to_a_gpu_goes_through_pinned_memory_and_is_not_waited_for(
+def test_uploads_to_a_gpu_go_through_pinned_memory_without_waiting(
     monkeypatch: pytest.MonkeyPatch, send: Callable[[], list[int]]
 ) -> None:
     calls: list[object] = []
@@ -100,7 +100,7 @@ def test_what_goes_to_a_gpu_goes_through_pinned_memory_and_is_not_waited_for(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-def test_a_download_holds_what_was_there_when_it_was_asked_for() -> None:
+def test_a_download_has_the_values_at_the_time_of_its_call() -> None:
     values = torch.arange(1 << 20, device="cuda")
     download = HostCopy([values, values[:3] + 1])
     values.zero_()

@@ -172,7 +172,7 @@ def received(data: bytes) -> RpcMessage | None:
         b"half a head",
     ],
 )
-def test_what_is_no_message_is_refused_before_memory_is_taken(data: bytes) -> None:
+def test_a_malformed_message_is_refused_before_memory_is_allocated(data: bytes) -> None:
     with pytest.raises(MessageError):
         received(data)
 
@@ -444,7 +444,7 @@ def test_a_rank_that_fails_where_rank_0_did_not_has_parted(late: bool) -> None:
     assert accord.divergence == "Rank 1 failed in a step that rank 0 computed: it broke."
 
 
-def test_rank_0_failing_alone_is_a_doubt_until_the_others_have_failed_too() -> None:
+def test_rank_0_failing_alone_is_undecided_until_the_others_have_failed_too() -> None:
     accord = RankFailureTracker(1)
     accord.begin_call()
     accord.record_failure(0, "it broke here")
@@ -508,7 +508,7 @@ def test_all_ranks_get_what_rank_0_has(groups: list[TensorParallelGroup]) -> Non
     assert all(tensor.tolist() == [2, 2, 2] for tensor in tensors)
 
 
-def test_what_was_begun_is_counted(groups: list[TensorParallelGroup]) -> None:
+def test_started_collectives_are_counted(groups: list[TensorParallelGroup]) -> None:
     before = [group.num_collectives for group in groups]
     each(groups, lambda group: group.gather(group.all_reduce(torch.ones(1, 2))))
     assert [group.num_collectives - count for group, count in zip(groups, before, strict=True)] == [2] * len(groups)

@@ -101,7 +101,7 @@ def test_angles_that_lie_beside_each_other_are_not_copied():
         assert joined.data_ptr() != both.data_ptr()
 
 
-def test_what_flashinfer_cannot_take_is_left_as_it_is():
+def test_tensors_that_flashinfer_does_not_support_are_left_to_torch():
     x, narrow = noise(4, 64), noise(4, 12)
     assert cuda_ops.flashinfer_rms_norm(x.float(), noise(64).float(), 1e-5) is None
     assert cuda_ops.flashinfer_rms_norm(x, noise(64).float(), 1e-5) is None
@@ -122,7 +122,7 @@ def test_what_flashinfer_cannot_take_is_left_as_it_is():
         assert torch.equal(part, before)
 
 
-def test_without_flashinfer_nothing_is_taken_and_one_warning_says_so(monkeypatch, caplog):
+def test_without_flashinfer_every_operation_is_left_to_torch_with_one_warning(monkeypatch, caplog):
     cuda_ops._flashinfer.cache_clear()
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with caplog.at_level(logging.WARNING):

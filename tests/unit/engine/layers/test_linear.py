@@ -211,7 +211,7 @@ def test_a_deterministic_layer_gives_a_row_the_same_bits_in_any_batch(way, dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_plain_weight_is_let_go_once_it_is_packed(dtype):
+def test_the_plain_weight_is_freed_once_it_is_packed(dtype):
     weight = draw(64, 32, dtype=dtype)
     storage = weakref.ref(weight.untyped_storage())
     layer = PackedLinear(weight)

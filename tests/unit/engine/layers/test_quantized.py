@@ -130,7 +130,7 @@ def test_whole_numbers_are_multiplied_exactly(make, rows, inputs, outputs, dtype
 @settings(max_examples=40, deadline=None)
 @given(**shapes, threads=st.integers(1, 3), data=st.data())
 @example(rows=300, inputs=1000, outputs=70, dtype=torch.bfloat16, threads=3, data=None)
-def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(
+def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
     make, rows, inputs, outputs, dtype, threads, data
 ):
     outputs += outputs % 2
@@ -199,7 +199,7 @@ def test_a_row_that_is_not_finite_shows_it_in_every_output_and_spoils_no_other(m
 
 
 @pytest.mark.parametrize("tiny", [0.0, 1e-38, 1e-44])
-def test_what_vanishes_counts_as_zero(make, tiny):
+def test_tiny_values_count_as_zero(make, tiny):
     bias = draw(40, dtype=torch.float32)
     weight, x = draw(40, 130, dtype=torch.float32), draw(3, 130, dtype=torch.float32)
     weight[7], x[1] = tiny, tiny
@@ -247,7 +247,7 @@ def test_options_choose_the_layer():
 
 
 @pytest.mark.parametrize("kernel", [True, False])
-def test_half_of_bfloat16s_memory_is_held_and_the_weight_is_let_go(monkeypatch, kernel):
+def test_a_quantized_layer_takes_half_of_bfloat16s_memory_and_frees_the_weight(monkeypatch, kernel):
     if not kernel:
         monkeypatch.setattr(packed_linear, "library", lambda: None)
     elif bindings.library() is None:
@@ -261,7 +261,7 @@ def test_half_of_bfloat16s_memory_is_held_and_the_weight_is_let_go(monkeypatch, 
     assert gone() is None
 
 
-def test_what_the_kernels_do_not_know_is_computed_in_torch():
+def test_shapes_without_a_kernel_are_computed_in_torch():
     weight, x = draw(12, 30, dtype=torch.float16), draw(3, 30, dtype=torch.float16, seed=1)
     result = Int8Linear(weight)(x)
     assert result.dtype == torch.float16
@@ -283,7 +283,7 @@ def test_columns_may_lie_apart():
         pytest.param(torch.zeros(2, 4, device="meta"), id="another device"),
     ],
 )
-def test_what_does_not_fit_is_refused(x):
+def test_mismatched_shapes_are_refused(x):
     layer = Int8Linear(draw(6, 4, dtype=torch.float32))
     for call in (layer, layer.forward_silu_mul):
         with pytest.raises(ValueError, match="int8"):

@@ -196,7 +196,7 @@ def support(logits: list[float], temperature: float, top_k: int, top_p: float, m
     st.integers(1, 12),
 )
 @example([0, -0.25, -0.5] + [-0.75] * 9, 10, 0.3, 0.75, 1.0, 3)
-def test_what_is_kept_is_what_the_definition_keeps(
+def test_the_filters_keep_the_tokens_of_their_definition(
     logits: list[float], top_k: int, top_p: float, min_p: float, temperature: float, width: int
 ) -> None:
     expected = support(logits, temperature, top_k, top_p, min_p)
@@ -219,7 +219,7 @@ def test_what_is_kept_is_what_the_definition_keeps(
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.7), (6, 0.5), (1500, 1.0), (0, 0.97)])
-def test_draws_stay_in_what_is_kept_and_reach_all_of_it(top_k: int, top_p: float) -> None:
+def test_samples_are_among_the_kept_tokens_and_reach_all_of_them(top_k: int, top_p: float) -> None:
     logits = torch.cat([torch.tensor([3.0, 2.0, 2.0, 1.0, 0.5]), torch.full((1995,), -5.0)])
     logits[1500:] -= 30
     count = 1000

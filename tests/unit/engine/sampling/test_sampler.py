@@ -270,13 +270,13 @@ def test_an_output_follows_its_grammar_and_the_others_do_not_notice() -> None:
         held.token_ids.append(made[0])
 
 
-def test_tokens_that_a_grammar_does_not_know_are_forbidden() -> None:
+def test_tokens_outside_of_a_grammars_vocabulary_are_forbidden() -> None:
     sample_request = make_sample_request(0, [1], grammar=ModuloGrammar(2, vocab_size=40))
     logits = torch.arange(100.0)[None]
     assert run_step(Sampler(100), [sample_request], logits).token_ids == {0: 39}
 
 
-def test_masks_are_filled_while_the_step_goes_on() -> None:
+def test_masks_are_filled_while_the_step_runs() -> None:
     may_fill, sampler = threading.Event(), Sampler(VOCAB)
 
     class Slow(ModuloMatcher):
@@ -295,7 +295,7 @@ def test_masks_are_filled_while_the_step_goes_on() -> None:
     assert model_output.token_ids == {0: 49}
 
 
-def test_a_step_that_was_begun_and_never_finished_can_be_begun_again() -> None:
+def test_a_step_that_was_started_and_never_finished_can_be_started_again() -> None:
     sampler, logits = Sampler(VOCAB), some_logits(1, VOCAB)
     sample_request = make_sample_request(0, [1], [2, 3], grammar=ModuloGrammar(5))
     sampler.prepare([sample_request])

@@ -46,7 +46,7 @@ def test_long_rows(width: int, seed: int, dtype: torch.dtype) -> None:
     assert places.tolist() == [int(row.eq(row.max()).nonzero()[0]) for row in rows]
 
 
-def test_what_has_no_kernel_is_left_to_torch() -> None:
+def test_rows_without_a_kernel_are_left_to_torch() -> None:
     for rows in (torch.zeros(2, 3, dtype=torch.float16), torch.zeros(0, 3), torch.zeros(4, 6)[:, ::2]):
         assert not scan_rows(rows, finite=torch.empty(len(rows), dtype=torch.bool))
         assert not scan_rows(rows, places=torch.empty(len(rows), dtype=torch.int64))

@@ -109,7 +109,7 @@ def test_candidates_and_top_tokens_are_distinct_and_fall_as_probabilities_do(sch
 
 
 @given(scheduler_outputs())
-def test_counts_of_candidates_and_top_tokens_are_those_asked_for(scheduler_output: SchedulerOutput) -> None:
+def test_counts_of_candidates_and_top_tokens_are_the_requested_ones(scheduler_output: SchedulerOutput) -> None:
     model_output = executor()[0].execute_model(scheduler_output)
     for chunk in scheduler_output.chunks:
         assert all(

@@ -64,7 +64,7 @@ def test_the_times_of_a_request_alone_are_those_of_its_steps() -> None:
     assert life.num_tokens == 4
 
 
-def test_who_comes_during_a_step_waits_for_its_end_and_the_wait_counts_from_the_arrival() -> None:
+def test_a_request_that_arrives_during_a_step_waits_for_its_end_from_its_arrival() -> None:
     lives = run([arrival(0, 10, 3, 0), arrival(0.25, 10, 1, 1), arrival(0.5, 10, 1, 2)]).requests
     assert [life.admitted for life in lives.values()] == [0.0, 1.0, 1.0]
     report = make_report(run([arrival(0, 10, 3, 0), arrival(0.25, 10, 1, 1), arrival(0.5, 10, 1, 2)]))
@@ -158,7 +158,7 @@ def test_shortest_job_first_waits_less_and_overtakes_no_more_than_it_may() -> No
     assert 0 < sjf.overtakes.max <= 40
 
 
-def test_static_batching_takes_nobody_in_once_a_token_was_drawn_until_all_have_ended() -> None:
+def test_static_batching_admits_no_request_after_the_first_token_until_all_have_ended() -> None:
     def taken_in_late(batching: Batching) -> int:
         lives = run(arrivals(40), LIMITS.model_copy(update={"batching": batching})).requests.values()
         return sum(

@@ -102,7 +102,7 @@ def test_azure_prompts_share_nothing(tmp_path: Path) -> None:
         ("m.jsonl", "\x00\n", "row 0"),
     ],
 )
-def test_what_is_no_trace_is_refused_with_its_row(tmp_path: Path, name: str, text: str, said: str) -> None:
+def test_a_malformed_trace_is_refused_with_its_row(tmp_path: Path, name: str, text: str, said: str) -> None:
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(TraceError, match=said):

@@ -45,7 +45,7 @@ def until(condition: Callable[[], bool]) -> None:
         sleep(0.001)
 
 
-def test_equal_grammars_are_compiled_once_even_when_asked_for_at_the_same_moment(watched: Watched) -> None:
+def test_equal_grammars_are_compiled_once_even_when_submitted_concurrently(watched: Watched) -> None:
     barrier = Barrier(16)
 
     def ask() -> "Future[Grammar]":
@@ -88,7 +88,7 @@ def test_a_remembered_refusal_holds_no_frames_of_the_compiler(watched: Watched) 
 
 
 @pytest.mark.parametrize(("bound", "kept"), [("MAX_CACHED", 2), ("MAX_CACHED_BYTES", 2 * (1024 + 3) + 1)])
-def test_what_is_kept_is_bounded_and_what_was_used_last_stays(
+def test_the_grammar_cache_is_bounded_and_evicts_the_least_recently_used(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, bound: str, kept: int
 ) -> None:
     monkeypatch.setattr(compilers, bound, kept)
@@ -110,7 +110,7 @@ def test_too_many_at_once_are_refused_until_some_are_compiled(
     assert watched.source.compiled["d"] == 1
 
 
-def test_what_is_in_use_is_bounded_until_it_is_let_go_of(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_in_use_are_bounded_until_they_are_released(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilers, "MAX_CACHED", 0)
     monkeypatch.setattr(compilers, "MAX_ALIVE_BYTES", 1500)
     watched.source.release()
@@ -137,7 +137,7 @@ def test_a_grammar_counts_for_what_it_was_measured_to_take(watched: Watched, mon
     assert made(watched.compiler.submit(regex("next")))
 
 
-def test_what_nobody_waits_for_any_more_is_not_compiled(watched: Watched) -> None:
+def test_a_grammar_without_waiters_is_not_compiled(watched: Watched) -> None:
     busy = [watched.compiler.submit(regex(text)) for text in ("one", "two")]
     left, shared = regex("left"), regex("shared")
     watched.compiler.submit(left)
@@ -155,7 +155,7 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(watched: Watched) -> Non
     assert made(watched.compiler.submit(left)), "it can be asked for again"
 
 
-def test_closing_cancels_what_is_waited_for() -> None:
+def test_closing_cancels_pending_compilations() -> None:
     source = SlowSource()
     compiler = GrammarCompiler(source)
     futures = [compiler.submit(regex(str(number))) for number in range(8)]

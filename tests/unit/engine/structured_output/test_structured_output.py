@@ -205,7 +205,9 @@ def test_a_grammar_in_larks_notation_is_not_taken_for_ebnf(rules: str) -> None:
 
 @given(st.sampled_from(EXAMPLES), SEEDS, st.randoms(use_true_random=False))
 @settings(SLOW, max_examples=50)
-def test_accepting_in_pieces_is_accepting_all_at_once(structured: Structured, seed: int, random: Random) -> None:
+def test_accepting_tokens_in_parts_equals_accepting_them_at_once(
+    structured: Structured, seed: int, random: Random
+) -> None:
     grammar = grammar_of(structured)
     output = draw(grammar, seed, budget=80)
     whole, pieces = grammar.new_matcher(), grammar.new_matcher()
@@ -248,7 +250,7 @@ def masks(matcher: GuidanceMatcher, output: list[int]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("structured", EXAMPLES, ids=lambda each: str(each.kind))
-def test_a_matcher_that_was_made_anew_allows_the_same(structured: Structured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rebuilt_matcher_allows_the_same_tokens(structured: Structured, monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = grammar_of(structured)
     output = draw(grammar, 5, budget=60)
     lasting = masks(grammar.new_matcher(), output)
@@ -426,7 +428,9 @@ def test_all_outputs_of_a_grammar_share_the_time_that_it_may_use(monkeypatch: py
         (lark("root ::= root"), "nothing can follow"),
     ],
 )  # fmt: skip
-def test_what_is_no_usable_grammar_is_refused_by_name(model: ModelGrammars, structured: Structured, words: str) -> None:
+def test_an_unusable_grammar_is_refused_with_its_parameter(
+    model: ModelGrammars, structured: Structured, words: str
+) -> None:
     with pytest.raises(QuireError) as refused:
         model.compile(structured)
     assert refused.value.code is ErrorCode.INVALID
@@ -447,7 +451,7 @@ def test_what_is_no_usable_grammar_is_refused_by_name(model: ModelGrammars, stru
         (True, "[1, {}]"),
     ],
 )  # fmt: skip
-def test_what_only_looks_like_something_unsupported_is_accepted(model: ModelGrammars, asked: object, text: str) -> None:
+def test_a_grammar_that_only_looks_unsupported_is_accepted(model: ModelGrammars, asked: object, text: str) -> None:
     matcher = model.compile(schema(asked)).new_matcher()
     matcher.accept_tokens(encode(text))
     assert EOS in allowed(matcher)
@@ -480,7 +484,7 @@ SAYING_NOTHING = [
 
 
 @pytest.mark.parametrize(("asked", "text"), SAYING_NOTHING, ids=lambda each: str(each)[:60])
-def test_words_that_constrain_nothing_are_no_reason_to_refuse(
+def test_json_schema_keywords_without_constraint_are_accepted(
     model: ModelGrammars, asked: dict[str, object], text: str
 ) -> None:
     matcher = model.compile(schema(asked)).new_matcher()
@@ -497,7 +501,7 @@ def test_what_is_drawn_without_those_words_is_valid_under_the_schema_that_has_th
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
-def test_a_format_that_the_library_knows_goes_on_constraining(name: str) -> None:
+def test_a_format_that_the_library_supports_still_constrains(name: str) -> None:
     grammar_of(schema({"type": "string", "format": name}))
     assert simplify({"format": name}) == {"format": name}
     if name != "unknown":
@@ -550,7 +554,7 @@ def test_a_process_that_does_not_answer_in_time_is_ended(model: ModelGrammars, m
     assert model.compile(JSON_OBJECT).new_matcher()
 
 
-def test_a_grammar_is_not_blamed_for_a_trial_that_something_else_ended(model: ModelGrammars) -> None:
+def test_a_grammar_is_not_refused_for_a_trial_that_ended_for_another_reason(model: ModelGrammars) -> None:
     model.compile(JSON_OBJECT)
     processes = [trial._process for trial in model._sandboxes if trial._process is not None]
     assert processes

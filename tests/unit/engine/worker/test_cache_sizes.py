@@ -111,7 +111,7 @@ def test_a_container_is_filled_to_nine_tenths_by_default() -> None:
     assert pools == CacheSizes(int(0.9 * 4 * GIB) - 1100 * MIB - 512 * MIB, 512 * MIB)
 
 
-def test_what_others_use_of_the_machine_is_not_taken() -> None:
+def test_memory_used_by_other_processes_is_not_taken() -> None:
     busy = replace(EXAMPLE, available=700 * MIB)
     assert compute_cache_sizes(CacheBudget(None, 0), busy, SMALLEST).kv_cache_bytes == (700 - 200 - 100) * MIB
 
@@ -132,7 +132,7 @@ def test_nothing_left_is_refused_with_all_the_numbers() -> None:
         (CacheBudget(1 << 30, 0), replace(EXAMPLE, peak=None), "the KV pool's size was given"),
     ],
 )
-def test_the_table_says_what_was_measured_and_what_became_of_it(
+def test_the_table_shows_the_measurements_and_the_resulting_pools(
     request_: CacheBudget, measured: MemoryProfile, rule: str
 ) -> None:
     text = format_memory_table(request_, measured, KVCacheConfig(16, 1001, 501, MIB), 32768)

@@ -73,7 +73,7 @@ def test_every_replay_is_the_work_itself(rows: int, seeds: list[int], dtype: tor
         assert torch.equal(graph.result, layers.run(*fresh))
 
 
-def test_memory_is_used_again_within_a_graph_and_by_nobody_else() -> None:
+def test_a_graphs_memory_is_reused_within_it_only() -> None:
     def held(count: int) -> int:
         layers = Layers.random(torch.bfloat16, count)
         states = inputs(8, 0, torch.bfloat16)
@@ -105,14 +105,14 @@ def test_memory_is_used_again_within_a_graph_and_by_nobody_else() -> None:
         lambda states: states.index_select(0, torch.tensor([0])),
     ],
 )
-def test_what_cannot_be_repeated_is_not_recorded(work: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_work_that_cannot_be_replayed_is_not_captured(work: Callable[[torch.Tensor], torch.Tensor]) -> None:
     states = torch.randn(4, HIDDEN)
     with pytest.raises(NotCapturableError, match="is not one of the compiled kernels"):
         capture(lambda: work(states))
     assert torch.equal(states.clone() + 0, states), "torch works as before"
 
 
-def test_nothing_is_heard_after_a_recording_or_from_other_threads() -> None:
+def test_nothing_is_captured_after_a_recording_or_from_other_threads() -> None:
     norm, states, others = torch.ones(HIDDEN), torch.randn(4, HIDDEN), torch.randn(4, HIDDEN)
 
     def work() -> torch.Tensor:

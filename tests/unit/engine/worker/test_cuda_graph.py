@@ -189,7 +189,7 @@ def test_replayed_steps_overlap_as_others_do(folders: Path) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[1] * 7, [4, 4]], ids=["too many", "longer chunks"])
-def test_what_has_no_graph_is_computed_without(lengths: list[int], folders: Path) -> None:
+def test_a_batch_without_a_graph_runs_eagerly(lengths: list[int], folders: Path) -> None:
     capturer = FakeCapturer()
     runner = ModelRunner(loaded_model("llama3", folders), POOLS, capturer)
     chunks = [ScheduledChunk(id, [5] * length, 0, [id + 1]) for id, length in enumerate(lengths)]
@@ -235,7 +235,7 @@ def test_a_recording_that_fails_is_one_warning_and_steps_without_graphs(
         assert torch.equal(runner.forward(batch), expected)
 
 
-def test_what_waits_for_the_device_cannot_be_recorded() -> None:
+def test_work_that_synchronizes_with_the_device_cannot_be_captured() -> None:
     """The stand-in refuses what CUDA refuses."""
     with pytest.raises(RuntimeError, match="capturing"):
         FakeCapturer()(lambda: torch.ones(1).item())

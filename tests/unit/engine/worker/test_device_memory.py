@@ -76,7 +76,7 @@ def test_used_follows_what_the_process_touches() -> None:
     del touched
 
 
-def test_the_peak_counts_what_is_gone_again() -> None:
+def test_the_peak_includes_memory_that_was_freed() -> None:
     memory = CpuMemory()
     before = memory.used()
     peak = memory.peak_during(lambda: torch.ones(128 * MIB, dtype=torch.uint8))

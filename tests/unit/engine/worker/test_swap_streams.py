@@ -145,7 +145,7 @@ def test_on_the_cpu_nothing_is_ordered() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_computed_after_copies_that_failed_waits_for_those_that_were_launched(seed: int) -> None:
+def test_work_after_failed_copies_waits_for_the_launched_ones(seed: int) -> None:
     fake, done = FakeDevice(seed), []
     with pytest.MonkeyPatch.context() as patch, fake:
         fake.install(patch)
