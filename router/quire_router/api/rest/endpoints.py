@@ -11,7 +11,6 @@ from quire_proto.errors import QuireError, invalid
 from quire_router.api.auth import ANONYMOUS, Identity
 from quire_router.api.prepared_request import options_from_headers
 from quire_router.api.request_limits import ReservedBody
-from quire_router.api.rest.generate import collect_completion, stream, x_headers
 from quire_router.api.rest.http import (
     JSON_HEADERS,
     LAST_EVENT_ID,
@@ -20,9 +19,10 @@ from quire_router.api.rest.http import (
     cancel_on_disconnect,
     read_body,
     to_json,
+    x_headers,
 )
 from quire_router.api.rest.openai_format import format_for, model_object, request_object
-from quire_router.api.rest.sse import KeepAlive
+from quire_router.api.rest.sse import KeepAlive, collect_completion, stream
 from quire_router.api.service import ApiService, counting_rejections, ignored_parameters_header
 from quire_router.api.stored_requests import RequestStatus, StoredRequest
 from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest, TokenizeResult

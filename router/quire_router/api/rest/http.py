@@ -389,3 +389,8 @@ class HttpExchange:
     def path_parameters(self) -> dict[str, Any]:
         """What the route's pattern matched in the path."""
         return dict(self.scope["path_params"])
+
+
+def x_headers(headers: Mapping[str, str]) -> list[Header]:
+    """Returns response headers by names without ``x-``."""
+    return [(b"x-" + name.encode("ascii"), value.encode("ascii")) for name, value in headers.items()]

@@ -1,33 +1,51 @@
-"""The REST application: its routes, the check of keys, and the one place where errors become responses."""
+"""The REST application: its routes, the check of keys, and the one place where errors become responses; and the handler
+of ``/v1/completions`` and ``/v1/chat/completions``.
+"""
 
 import logging
 from collections.abc import Awaitable, Callable, Container, Sequence
+from functools import partial
 from http import HTTPStatus
 
-from quire_proto.errors import ErrorCode, QuireError, internal
+from quire_proto.errors import ErrorCode, QuireError, internal, invalid
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
+from quire_router.api.prepared_request import PreparedRequest, RequestOptions, options_from_headers
+from quire_router.api.request_limits import ReservedBody
 from quire_router.api.rest.endpoints import RequestEndpoints, StatusEndpoints, TokenizeEndpoints
-from quire_router.api.rest.generate import GenerateHandler, x_headers
 from quire_router.api.rest.http import (
+    JSON_HEADERS,
+    LAST_EVENT_ID,
     BodyLimits,
     ClientDisconnectedError,
     Header,
     HttpError,
     HttpExchange,
     HttpResponse,
+    cancel_on_disconnect,
     direct_writer,
     head_too_large,
     no_such_route,
+    read_body,
+    to_json,
     wrong_method,
+    x_headers,
 )
 from quire_router.api.rest.http_server import MAX_HEAD_BYTES
-from quire_router.api.rest.openai_format import CHAT, COMPLETION, OpenAiFormat, error_event, error_response
-from quire_router.api.rest.sse import KEEPALIVE, KeepAlive
+from quire_router.api.rest.openai_format import (
+    CHAT,
+    COMPLETION,
+    OpenAiFormat,
+    error_event,
+    error_response,
+    request_object,
+)
+from quire_router.api.rest.sse import KEEPALIVE, KeepAlive, send_completion, stream
 from quire_router.api.schemas.openai import ChatRequest, CompletionRequest, GenerationBody
 from quire_router.api.service import ApiService, counting_rejections, new_request_id
+from quire_router.api.validation import check_stream
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +131,80 @@ class RestApp:
     async def _route(self, exchange: HttpExchange, send: Send) -> None:
         exchange.scope["app"] = self  # makes the router raise instead of answering by itself
         await self._router(exchange.attach(), exchange.receive, send)
+
+
+class GenerateHandler:
+    """One of the two routes. ``path`` names its span, ``schema`` parses its body, ``style`` formats its response."""
+
+    def __init__(
+        self,
+        service: ApiService,
+        path: str,
+        schema: type[GenerationBody],
+        style: OpenAiFormat,
+        *,
+        limits: BodyLimits,
+        keepalive: KeepAlive,
+    ) -> None:
+        self._service = service
+        self._name = f"POST {path}"
+        self._schema = schema
+        self._style = style
+        self._limits = limits
+        self._keepalive = keepalive
+
+    async def __call__(self, exchange: HttpExchange) -> None:
+        """Handles one request. Raises what the application turns into an error response or a last event."""
+        exchange.check_json_body(self._limits.max_bytes)
+        with counting_rejections():
+            options = options_from_headers(exchange.values)
+            keyed_id = options.request_id(exchange.caller)
+            if exchange.headers.get(LAST_EVENT_ID):
+                raise _resume_hint(keyed_id)
+        exchange.request_id = keyed_id or exchange.request_id
+        with (
+            self._service.request_scope(self._name, exchange.request_id, exchange.headers),
+            self._service.bodies.reserve_incoming(exchange.caller.tenant, exchange.content_length) as body,
+        ):
+            await read_body(exchange.receive, self._limits, body)
+            await cancel_on_disconnect(exchange.receive, self._answer(exchange, body, options))
+
+    async def _answer(self, exchange: HttpExchange, body: ReservedBody, options: RequestOptions) -> None:
+        request_id, caller = exchange.request_id, exchange.caller
+        read = partial(self._read, body)
+        prepared = await self._service.prepare(read, request_id, caller, options, size=len(body))
+        body.hold_until_queued(prepared.first.request_id)
+        if prepared.first.background:
+            await self._start(exchange, prepared)
+            return
+        answer = await self._service.responses.open(prepared, caller)
+        if answer.replayed:
+            body.release()  # nothing is queued, and the first request's response may take long
+        exchange.resumable = bool(prepared.first.digest)
+        headers = self._service.response_headers(prepared, replayed=answer.replayed)
+        if prepared.first.stream:
+            await stream(exchange, self._style, answer, headers, self._keepalive)
+        else:
+            await send_completion(exchange, self._style, answer, headers)
+
+    async def _start(self, exchange: HttpExchange, prepared: PreparedRequest) -> None:
+        stored, replayed = await self._service.responses.start_background(prepared)
+        location = (b"location", f"/v1/requests/{stored.first.request_id}".encode("ascii"))
+        headers = x_headers(self._service.response_headers(prepared, replayed=replayed))
+        await exchange.response.send(202, to_json(request_object(stored)), [*JSON_HEADERS, location, *headers])
+
+    def _read(self, body: ReservedBody) -> GenerationBody:
+        request = self._schema.from_json(body.detach())
+        check_stream(request)
+        return request
+
+
+def _resume_hint(request_id: str) -> QuireError:
+    """Refuses a new request with Last-Event-ID: its client means to resume, and running it would be charged again."""
+    address = f"/v1/requests/{request_id or '{id}'}/events"
+    which = "" if request_id else " with the id in the x-request-id of the answer that broke off"
+    message = f"This route begins a new answer. To read on, send {LAST_EVENT_ID} with GET {address}{which}."
+    return invalid(LAST_EVENT_ID, message)
 
 
 def build_api(

@@ -1,30 +1,104 @@
-"""Server-sent events: ``SseEncoder`` writes deltas as the OpenAI API's chunks, and ``SseStream`` sends them on one
-connection and keeps it alive.
+"""How a response is sent, as events while it is generated or whole. Of server-sent events ``SseEncoder`` writes deltas
+as the OpenAI API's chunks, and ``SseStream`` sends them on one connection and keeps it alive.
 """
 
 import asyncio
+from collections.abc import Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as _quote  # as json.dumps writes a string, in a quarter of the time
 from types import TracebackType
 from typing import Any, Final, Self
 
+from quire_proto.errors import internal
+
 from quire_router.api.output_parser import ParsedDelta, create_parsers
 from quire_router.api.prepared_request import PreparedRequest
-from quire_router.api.responses import started_choices
+from quire_router.api.responses import Response, started_choices
 from quire_router.api.rest.http import (
+    JSON_HEADERS,
     SSE_HEADERS,
     ClientDisconnectedError,
     DirectWriter,
     Header,
+    HttpExchange,
     HttpResponse,
     json_text,
+    x_headers,
 )
 from quire_router.api.rest.logprobs import LogprobLists, LogprobsRenderer, number
-from quire_router.api.rest.openai_format import RECONNECT, OpenAiFormat, delta_json, event, head, usage_object
-from quire_router.core.generation import Delta, StreamCursor, Usage
+from quire_router.api.rest.openai_format import (
+    RECONNECT,
+    CompletionBuilder,
+    OpenAiFormat,
+    delta_json,
+    event,
+    head,
+    usage_object,
+)
+from quire_router.core.generation import Delta, DeltaStream, StreamCursor, Usage
 
 DONE: Final = b"data: [DONE]\n\n"
 _NO_USAGE: Final = b',"usage":null}\n\n'
+
+
+async def stream(
+    exchange: HttpExchange, style: OpenAiFormat, answer: Response, headers: Mapping[str, str], keepalive: "KeepAlive"
+) -> None:
+    """Sends each delta as it comes. An error before anything is sent has a status of its own. Raises ``QuireError``,
+    INTERNAL for deltas that end without the usage: an incomplete response is never passed on as complete.
+    """
+    encoder = SseEncoder(style, answer.prepared, answer.cursor)
+    exchange.event_ids = answer.prepared.event_ids
+    opening = SseStream(exchange.response, keepalive, ids=exchange.event_ids)
+    async with aclosing(answer.deltas) as deltas, opening as events:
+        events.headers += x_headers(headers)
+        async for delta in deltas:
+            if encoder.logprobs is not None:
+                await encoder.logprobs.read_prompt(delta)
+            data = encoder.encode(delta) if exchange.has_output else _begin(exchange, events, encoder, delta)
+            if delta.usage is not None:
+                await events.end(data)
+                return
+            if data:
+                await events.write(data)
+            if isinstance(deltas, DeltaStream) and deltas.direct_path.sink is None and encoder.logprobs is None:
+                deltas.direct_path.sink = SseDeltaSink(events, encoder)
+    raise internal()
+
+
+def _begin(exchange: HttpExchange, events: "SseStream", encoder: "SseEncoder", delta: Delta) -> bytes:
+    """Returns the events of the first delta, behind those that open the stream."""
+    exchange.has_output = True
+    events.headers += route_headers(delta)
+    return encoder.opening() + encoder.encode(delta)
+
+
+async def collect_completion(answer: Response, style: OpenAiFormat) -> tuple[bytes, list[Header]]:
+    """Returns the whole response as JSON, and headers that belong to it. Raises as ``stream`` does."""
+    builder, headers = CompletionBuilder(style, answer.prepared), list[Header]()
+    async with aclosing(answer.deltas) as deltas:
+        async for delta in deltas:
+            if builder.logprobs is not None:
+                await builder.logprobs.read_prompt(delta)
+            builder.add(delta)
+            headers = headers or route_headers(delta)
+            if delta.usage is not None:
+                return await builder.body(delta.usage), headers
+    raise internal()
+
+
+async def send_completion(
+    exchange: HttpExchange, style: OpenAiFormat, answer: Response, headers: Mapping[str, str]
+) -> None:
+    """Sends a response once it is complete. Raises as ``stream`` does."""
+    body, route = await collect_completion(answer, style)
+    await exchange.response.send(200, body, [*JSON_HEADERS, *x_headers(headers), *route])
+
+
+def route_headers(delta: Delta) -> list[Header]:
+    """Returns the header that explains the request's placement, where the delta has it."""
+    return [(b"x-quire-route", delta.route.encode("ascii", "replace"))] if delta.route else []
 
 
 class SseEncoder:
