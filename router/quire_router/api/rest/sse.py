@@ -14,7 +14,6 @@ from quire_proto.errors import internal
 
 from quire_router.api.output_parser import ParsedDelta, create_parsers
 from quire_router.api.prepared_request import PreparedRequest
-from quire_router.api.responses import Response, started_choices
 from quire_router.api.rest.http import (
     JSON_HEADERS,
     SSE_HEADERS,
@@ -36,6 +35,7 @@ from quire_router.api.rest.openai_format import (
     head,
     usage_object,
 )
+from quire_router.api.service import Response, started_choices
 from quire_router.core.generation import Delta, DeltaStream, StreamCursor, Usage
 
 DONE: Final = b"data: [DONE]\n\n"

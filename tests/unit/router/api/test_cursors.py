@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.api.prepared_request import PreparedRequest, ResponseOptions
-from quire_router.api.responses import Response, started_choices, with_prompt_echo
 from quire_router.api.rest.openai_format import CHAT, COMPLETION
 from quire_router.api.rest.sse import DONE, SseEncoder
 from quire_router.api.rpc import messages
 from quire_router.api.rpc.servicer import DeltaMessages
+from quire_router.api.service import Response, started_choices, with_prompt_echo
 from quire_router.core.generation import Delta, GenerationRequest, StreamCursor, Usage
 
 from tests.support.scripted_api import MODEL, TEXT, as_had, events_of, logprobs_of

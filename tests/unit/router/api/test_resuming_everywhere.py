@@ -17,11 +17,11 @@ from quire_router.api.auth import ANONYMOUS
 from quire_router.api.multi_prompt import MultiPromptRunner
 from quire_router.api.prepared_request import PreparedRequest, ResponseOptions
 from quire_router.api.request_limits import ConcurrencyLimit
-from quire_router.api.responses import Response, ResponseOpener
 from quire_router.api.rest.openai_format import CHAT, COMPLETION
 from quire_router.api.rest.sse import DONE, SseEncoder
 from quire_router.api.rpc import messages
 from quire_router.api.rpc.servicer import DeltaMessages
+from quire_router.api.service import Response, ResponseOpener
 from quire_router.api.stored_requests import RequestStore
 from quire_router.core.generation import Delta, GenerationRequest, Usage, prompt_request_id
 from quire_router.journal.base import Lease
