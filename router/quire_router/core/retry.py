@@ -15,6 +15,13 @@ from quire_proto.supervise import RestartSettings, SupervisedTask
 from quire_router.core import metrics
 
 
+def first_error(error: BaseException) -> BaseException:
+    """Returns the first error of a group, and of groups in it: what a log says of a try that failed."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 async def wait_at_most(event: asyncio.Event, seconds: float) -> None:
     """Returns when ``event`` is set, and after so many ``seconds`` at the latest."""
     with suppress(TimeoutError):

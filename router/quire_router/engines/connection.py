@@ -19,7 +19,7 @@ from quire.v1.engine_pb2_grpc import EngineStub
 from quire_proto.supervise import Backoff, SupervisedTask
 from quire_proto.tls import ClientTls, Contents, TlsError, read_ca, read_cert_key
 
-from quire_router.core.retry import supervise
+from quire_router.core.retry import first_error, supervise
 from quire_router.engines.output_stream import EngineLost, OutputStream
 from quire_router.engines.session import KvListener, LoadListener, SequenceGap, Session
 from quire_router.engines.settings import ConnectionSettings
@@ -112,9 +112,7 @@ class ConnectFailure:
     @classmethod
     def of(cls, errors: BaseExceptionGroup, tls: ClientTls | None = None) -> Self:
         """The first error of a group, in one line. ``tls`` is what the stream was to be opened with."""
-        error = errors.exceptions[0]
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
+        error = first_error(errors)
         if isinstance(error, grpc.aio.AioRpcError):
             details = error.details() or ""
             if "connection refused" in details.lower():
