@@ -61,7 +61,7 @@ class Document:
 
 @dataclass(slots=True)
 class Scene:
-    """One user in one conversation: a way of writing, and what has been told so far (key to value)."""
+    """One user in one conversation: a way of writing, and the facts given so far (key to value)."""
 
     rng: Random
     case: Case = "as is"
@@ -258,7 +258,7 @@ def tell_fact(scene: Scene, key: str) -> tuple[str, str, str]:
 
 
 def telling(scene: Scene) -> Exchange:
-    """The user tells one fact, or a name and another fact in one sentence."""
+    """The user gives one fact, or a name and another fact in one sentence."""
     key = new_key(scene.rng)
     if key.startswith("favourite") and scene.rng.random() < 0.15:
         return telling_two(scene, key)
@@ -278,7 +278,7 @@ def telling_two(scene: Scene, key: str) -> Exchange:
 
 
 def recall(scene: Scene, key: str, spelled: str) -> str:
-    """The answer to a question about `key`, told or not."""
+    """The answer to a question about `key`, whether or not the conversation has that fact."""
     if key in SHOWN:
         return SHOWN[key].replace("{v}", scene.facts[key]) if key in scene.facts else UNTOLD[key]
     if key in scene.facts:
@@ -287,7 +287,7 @@ def recall(scene: Scene, key: str, spelled: str) -> str:
 
 
 def asking(scene: Scene) -> Exchange:
-    """A question about a fact: usually one that was told, sometimes one that was not."""
+    """A question about a fact: usually one that the conversation has, sometimes another."""
     rng = scene.rng
     known = sorted(scene.facts)
     key = rng.choice(known) if known and rng.random() < 0.82 else new_key(rng)
@@ -301,7 +301,7 @@ def asking(scene: Scene) -> Exchange:
 
 
 def asking_pet(scene: Scene) -> Exchange:
-    """A question that names the kind of pet, as it was told."""
+    """A question that names the kind of pet, as the user gave it."""
     told = "pet" in scene.facts
     kind = scene.facts["pet"].split()[0] if told else scene.style(scene.rng.choice(words.PETS))
     user = scene.say(phrases.ASK_PET_KIND, "?", k=kind)
@@ -414,7 +414,7 @@ SKILLS: list[tuple[Maker, float]] = [
 
 
 def exchange(scene: Scene) -> Exchange:
-    """The next turn; once something was told, questions about it become likely."""
+    """The next turn; once a fact was given, questions about it become likely."""
     if scene.rng.random() < (0.3 if scene.facts else 0.04):
         return asking(scene)
     makers, weights = zip(*SKILLS, strict=True)

@@ -1,6 +1,6 @@
 """Measures a finished folder the way a user meets it: through transformers, on conversations it was not trained on.
 
-It knows the corpus and the folder, and nothing of how the folder was made.
+Uses the corpus and the folder only, not the code that trains.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ LESSONS = [
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Who and what a story is told with."""
+    """The characters and places of a story."""
 
     hero: str
     place: str

@@ -1,4 +1,4 @@
-"""The word lists and the makers of invented words; it knows nothing about conversations."""
+"""The word lists, and functions that invent words."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 {{/* The models of the values, where their folders come from, and how pods get at them. */}}
 
-{{/* The models with what modelDefaults says filled in, by key, as YAML. Takes the root. */}}
+{{/* The models, completed by modelDefaults, by key, as YAML. Takes the root. */}}
 {{- define "quire.models" -}}
 {{- $models := dict -}}
 {{- range $key, $given := .Values.models -}}
@@ -13,7 +13,7 @@
 {{- toYaml $models -}}
 {{- end -}}
 
-{{/* A map without what a later file of values took away. */}}
+{{/* A map without the keys that a later file of values set to null. */}}
 {{- define "quire.withoutNulls" -}}
 {{- $kept := dict -}}
 {{- range $key, $value := . -}}

@@ -1,6 +1,6 @@
 {{/* What pods have in common: times, security, and where they may run. */}}
 
-{{/* The seconds between SIGTERM and SIGKILL: what the process may take, and a margin for its end. Takes shutdownDelay and shutdownTimeout. */}}
+{{/* The seconds between SIGTERM and SIGKILL: the time that the process may take to shut down, and a margin. Takes shutdownDelay and shutdownTimeout. */}}
 {{- define "quire.grace" -}}
 {{- add (ceil .shutdownDelay) (ceil .shutdownTimeout) 15 -}}
 {{- end -}}

@@ -63,7 +63,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* What traces say of where they come from. Takes the root. */}}
+{{/* The resource attributes of traces. Takes the root. */}}
 {{- define "quire.resourceAttributes" -}}
 k8s.namespace.name={{ .Release.Namespace }},k8s.pod.name=$(POD_NAME)
 {{- range $name, $value := .Values.telemetry.resourceAttributes -}}

@@ -1,6 +1,6 @@
 {{/* TLS between routers and engines: the Secrets, and the services' flags for them. */}}
 
-{{/* The name that engines' certificates have, and that routers look for. Takes the root. */}}
+{{/* The name in engines' certificates, which routers check. Takes the root. */}}
 {{- define "quire.tlsName" -}}
 {{ include "quire.host" (dict "root" . "name" (printf "%s-engine" (include "quire.fullname" .))) }}
 {{- end -}}
@@ -15,7 +15,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Whether KEDA speaks with routers over TLS. Takes the root. */}}
+{{/* Whether KEDA's connections to routers use TLS. Takes the root. */}}
 {{- define "quire.kedaTls" -}}
 {{- if and (eq .Values.autoscaling.mode "keda") (ne .Values.tls.mode "off") -}}true{{- end -}}
 {{- end -}}

@@ -23,7 +23,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* The Secret with the certificate that routers show to the API server. Takes the root. */}}
+{{/* The Secret with the routers' certificate for the API server. Takes the root. */}}
 {{- define "quire.scalingSecret" -}}
 {{- if eq .Values.autoscaling.hpa.certificate "existingSecret" -}}
 {{- .Values.autoscaling.hpa.existingSecret -}}
@@ -32,7 +32,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The name of the Service that the API server asks for the load. Takes the root. */}}
+{{/* The name of the Service where the API server gets the load. Takes the root. */}}
 {{- define "quire.scalingHost" -}}
 {{ include "quire.host" (dict "root" . "name" (printf "%s-router-internal" (include "quire.fullname" .))) }}
 {{- end -}}
@@ -46,7 +46,7 @@
 {{/* The APIService that there is one of in a cluster. */}}
 {{- define "quire.apiService" -}}v1beta1.external.metrics.k8s.io{{- end -}}
 
-{{/* How fast a model's engines come and go, as a HorizontalPodAutoscaler has it. Takes the model's autoscaling. */}}
+{{/* The scaling behavior of a model's HorizontalPodAutoscaler. Takes the model's autoscaling. */}}
 {{- define "quire.scalingBehavior" -}}
 scaleUp:
   stabilizationWindowSeconds: {{ default 0 .scaleUpSeconds | int }}

@@ -1,6 +1,6 @@
 {{/* What only engines need. */}}
 
-{{/* Whether something else than the chart says how many engines a model has. Takes root and model. */}}
+{{/* Whether an autoscaler sets the number of a model's engines. Takes root and model. */}}
 {{- define "quire.isScaled" -}}
 {{- if and (ne .root.Values.autoscaling.mode "none") .model.autoscaling.enabled -}}true{{- end -}}
 {{- end -}}

@@ -1,4 +1,4 @@
-{{/* What Redis and those who use it need to know. */}}
+{{/* Redis' password and address, for Redis itself and its clients. */}}
 
 {{/* The Secret with the password of the bundled Redis. Takes the root. */}}
 {{- define "quire.redisSecret" -}}

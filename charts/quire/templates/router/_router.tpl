@@ -47,7 +47,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The env that says who may ask. Takes the root. */}}
+{{/* The env of authentication. Takes the root. */}}
 {{- define "quire.authSettings" -}}
 {{- $auth := .Values.router.auth -}}
 {{- if eq $auth.mode "generated" }}
@@ -71,7 +71,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* The env that says where Redis is. Its password is a file, which routers read again for each connection. Takes the root. */}}
+{{/* The env of the connection to Redis. The password is in a file, which routers read again for each connection. Takes the root. */}}
 {{- define "quire.redisSettings" -}}
 {{- $redis := .Values.redis -}}
 {{- if eq $redis.mode "bundled" }}
