@@ -1,7 +1,7 @@
 """The text that the demo model learns: conversations and plain stories, made from a seed and from nothing else.
 
 Every answer is a function of the conversation before it, so that greedy decoding has one right token at each step.
-This file knows neither tokens nor networks. `python demo/corpus.py` prints a sample.
+Text only: tokens are made in `rows.py`. `python demo/corpus.py` prints a sample.
 """
 
 from __future__ import annotations

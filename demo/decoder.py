@@ -1,7 +1,7 @@
 """The network while it is trained: a small Llama whose parameters carry the names that a Hugging Face folder expects.
 
-It knows nothing about text, optimisers or files. It exists beside transformers' own class because packed rows need
-a document mask and because a lean forward pass is what makes training on two processor cores practical.
+It exists beside transformers' own class because packed rows need a document mask, and because training on two processor
+cores needs a lean forward pass.
 """
 
 from __future__ import annotations

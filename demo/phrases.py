@@ -1,6 +1,6 @@
 """How people say things: the phrasings from which the corpus builds what users write.
 
-`{a}` and the like are holes, filled by the corpus. Nothing here knows an answer.
+`{a}` and the like are holes, filled by the corpus; the answers are in the corpus too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Batches of packed rows: documents become tokens and targets, and fill rows of one length.
-
-It knows the tokenizer and the corpus, and nothing of the network.
-"""
+"""Batches of packed rows: documents become tokens and targets, and fill rows of one length."""
 
 from __future__ import annotations
 

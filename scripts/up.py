@@ -51,7 +51,7 @@ class End(NamedTuple):
 
 
 class Program:
-    """One started program, in a session of its own, so that a terminal's Ctrl-C does not reach it. What it says is
+    """One started program, in a session of its own, so that a terminal's Ctrl-C does not reach it. Its output is
     printed; ``ended`` gets its name and its status when it ends.
     """
 

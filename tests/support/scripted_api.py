@@ -253,7 +253,7 @@ class ScriptedRunner:
 
 def as_had(delta: Delta, end: int, mark: StreamCursor) -> Delta:
     """The piece as whoever stands at ``mark`` has it; ``end`` is how many tokens its choice has with it."""
-    had = mark.begun(delta.index) and end <= mark.position(delta.index)
+    had = mark.started(delta.index) and end <= mark.position(delta.index)
     had = had and (delta.finish_reason is None or mark.ended(delta.index))
     return replace(delta, replayed=True, logprobs=[]) if had else delta
 

@@ -150,7 +150,7 @@ async def _renumbered(
                 usages.append(delta.usage)
             usage = total_usage(usages) if len(usages) == len(runs) else None
             if usage is not None or _has_output(delta):
-                prompt_group.begun = True
+                prompt_group.started = True
                 yield replace(delta, index=number * n + delta.index, usage=usage)
 
 

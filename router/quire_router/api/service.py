@@ -445,7 +445,7 @@ class ResponseOpener:
 
 def started_choices(cursor: StreamCursor, choices: int) -> Container[int]:
     """Returns the choices of which the client has had something."""
-    return frozenset(index for index in range(choices) if cursor.begun(index))
+    return frozenset(index for index in range(choices) if cursor.started(index))
 
 
 def _response(prepared: PreparedRequest, deltas: AsyncGenerator[Delta], cursor: StreamCursor) -> Response:

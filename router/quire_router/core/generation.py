@@ -35,7 +35,7 @@ class GenerationRequest:
 
     ``shape`` is what the API has to know to write the answer again for a client that comes back: JSON that only the API
     reads. ``parts`` are the ids of all prompts' generations where a request has several, in the first one. ``digest``
-    tells apart requests that came with one ``Idempotency-Key``, hexadecimal, empty without one. A ``background``
+    distinguishes requests that came with one ``Idempotency-Key``, hexadecimal, empty without one. A ``background``
     request runs on without a listener. Requests of one ``session`` share their history; it is opaque and never shown.
     ``deadline`` is when the answer must have ended, in seconds since 1970. ``retention`` is for how many seconds its
     record is kept after its end, 0 for the shortest time in which followers see it; None for the router's default.
@@ -159,11 +159,11 @@ class Delta:
 
 @dataclass(slots=True)
 class PromptGroup:
-    """What the prompts of one request share. The answer has ``begun`` once the client was sent any of it, so that it
+    """What the prompts of one request share. The answer has ``started`` once the client was sent any of it, so that it
     may resume each of them; once one ``failed`` for good, none of the others is resumed.
     """
 
-    begun: bool = False
+    started: bool = False
     failed: bool = False
 
 
@@ -171,7 +171,7 @@ class StreamCursor:
     """How far a client has received an answer: of each choice how many tokens, and whether its end; and whether the
     usage.
 
-    Written as ``17`` or ``17e`` for a choice, ``-`` for one that has not begun, with dots between choices, and ``u`` at
+    Written as ``17`` or ``17e`` for a choice, ``-`` for one that has not started, with dots between, and ``u`` at
     the end once the usage was sent. Positions are tokens because they mean the same at every router; the deltas of an
     answer do not.
     """
@@ -210,7 +210,7 @@ class StreamCursor:
         """Returns how many tokens of a choice the client has."""
         return self._delivered[index] or 0
 
-    def begun(self, index: int) -> bool:
+    def started(self, index: int) -> bool:
         """Whether the client has anything of a choice, if only its beginning."""
         return self._delivered[index] is not None
 
@@ -255,7 +255,7 @@ class DeltaSink(Protocol):
 
 class DirectPath:
     """Leads deltas from where an engine's output arrives to the client's connection, without the generator; ``sink`` is
-    set once the response has begun.
+    set once the response has started.
 
     A task switch and a chain of generators cost more than all that is done with a token. So a delta that comes while
     the reader waits for it, and that ends nothing, is written to the sink at once. Every other delta, every end and

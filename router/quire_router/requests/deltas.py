@@ -117,8 +117,8 @@ def split_at_cursor(output: Output, cursor: StreamCursor) -> list[Output]:
 
 def mark_replayed(delta: Delta, position: int, cursor: StreamCursor) -> Delta:
     """Returns the delta, marked as replayed if its consumer has it; ``position`` is its end in its choice's tokens."""
-    begun, ended = cursor.begun(delta.index), cursor.ended(delta.index)
-    had = begun and position <= cursor.position(delta.index) and (delta.finish_reason is None or ended)
+    started, ended = cursor.started(delta.index), cursor.ended(delta.index)
+    had = started and position <= cursor.position(delta.index) and (delta.finish_reason is None or ended)
     return replace(delta, replayed=True) if had else delta
 
 

@@ -80,11 +80,11 @@ class RequestRunner:
 
     @property
     def in_flight(self) -> int:
-        """Requests that have begun and not ended."""
+        """Requests that have started and not ended."""
         return len(self._registry)
 
     def load(self, model: str) -> int:
-        """Requests of the model that have begun and not ended."""
+        """Requests of the model that have started and not ended."""
         return self._registry.of_model(model)
 
     def on_load_changed(self, changed: Callable[[], None]) -> None:

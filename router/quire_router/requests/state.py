@@ -184,7 +184,7 @@ class RequestState:
             return False
         if request.background or request.digest:
             return True
-        return request.stream and (self.has_output or self.restored or prompt_group.begun)
+        return request.stream and (self.has_output or self.restored or prompt_group.started)
 
     @property
     def finish_reasons(self) -> list[FinishReason]:

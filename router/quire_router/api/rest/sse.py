@@ -154,7 +154,7 @@ class SseEncoder:
         """Returns the first chunks of a chat: the role of each choice that the client has had nothing of."""
         if self._style.first_choice is None:
             return b""
-        return b"".join(self._open(index) for index in range(self._choices) if not self._cursor.begun(index))
+        return b"".join(self._open(index) for index in range(self._choices) if not self._cursor.started(index))
 
     def encode(self, delta: Delta) -> bytes:
         """Returns the events of a delta: none, text, the end of its choice. A delta with the usage ends the stream."""

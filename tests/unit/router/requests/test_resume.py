@@ -179,7 +179,7 @@ def streamed(**more: object) -> GenerationRequest:
 
 async def test_a_prompt_of_a_list_can_be_resumed_though_only_another_had_started() -> None:
     async with open_runner() as place:
-        siblings = PromptGroup(begun=True)
+        siblings = PromptGroup(started=True)
         for part in (streamed(parts=("r", "r_1")), streamed(request_id=prompt_request_id("r", 1))):
             answer = await place.lifecycle.run_once(part, siblings)
             assert answer is not None
