@@ -1,6 +1,6 @@
 """``OutputStream``: the queue of one request's outputs between the session with an engine, which pushes them, and the
-task that runs the request, which iterates over them. And what is in it: ``Output``, or the exception that ends an
-attempt.
+task that runs the request, which iterates over them. What is in it: ``Output``, or the exception that ends an attempt.
+And ``StreamEnd``, the ways in which it ends.
 """
 
 import asyncio
@@ -8,6 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Self
 
 from quire.v1 import engine_pb2, types_pb2
@@ -20,8 +21,53 @@ from quire_router.core.generation import Delta
 log = logging.getLogger(__name__)
 
 
-class EngineLost(Exception):  # noqa: N818 - an event of an engine, not an error of the request
-    """The engine cannot go on with a request; it can be submitted again elsewhere, with the tokens delivered so far."""
+class StreamEnd(Enum):
+    """The ways in which an ``OutputStream`` ends. What the runner makes of them is the table "How an attempt ends" in
+    docs/architecture.md.
+    """
+
+    COMPLETED = auto()
+    """The engine has ended the last choice."""
+    STOPPED = auto()
+    """A stop string, of which the engine knows nothing, has ended the last choice."""
+    ABORTED = auto()
+    """The request was cancelled: every open choice ends with ``FinishReason.ABORT``."""
+    CLOSED = auto()
+    """The reader has left, usually because its client has."""
+    REJECTED = auto()
+    """The engine has ended the request with an error, which the reader gets after the tokens before it."""
+    FAILED = auto()
+    """This router ends the request with an error, which the reader gets at once: its time is over, the router shuts
+    down or has lost the lease, the reader is too slow, the engine sent what cannot be.
+    """
+    REFUSED = auto()
+    """The engine did not accept the request (``EngineFull``)."""
+    LOST = auto()
+    """The engine, or the session with it, is gone, or it has given up the request (``EngineLost``)."""
+    WITHDRAWN = auto()
+    """As LOST, from an engine that may still run the request or some of its choices."""
+
+    @property
+    def cancels(self) -> bool:
+        """Whether the engine may still run the request, and gets a Cancel."""
+        return self in (StreamEnd.STOPPED, StreamEnd.ABORTED, StreamEnd.CLOSED, StreamEnd.FAILED, StreamEnd.WITHDRAWN)
+
+    @property
+    def drops_unread(self) -> bool:
+        """Whether the reader gets nothing more of what came before."""
+        return self in (StreamEnd.CLOSED, StreamEnd.FAILED)
+
+
+class AttemptFailed(Exception):  # noqa: N818 - an event of an engine, not an error of the request
+    """One engine has not ended the request, and another can run it, from the tokens delivered so far. ``kind`` is the
+    failure as metrics and spans label it.
+    """
+
+    kind: str
+
+
+class EngineLost(AttemptFailed):
+    """The engine cannot go on with the request."""
 
     kind = "engine_lost"
 
@@ -38,8 +84,8 @@ class DrainExceeded(EngineLost):
     kind = "drain_exceeded"
 
 
-class EngineFull(Exception):  # noqa: N818 - as above
-    """The engine accepts no more requests now; it has done nothing for this one, and another engine may accept it."""
+class EngineFull(AttemptFailed):
+    """The engine accepts no more requests now; it has done nothing for this one."""
 
     kind = "engine_full"
 
@@ -193,18 +239,18 @@ class OutputStream:
 
     Outputs of a choice are merged while they are not read, so a slow reader costs ``max_tokens`` tokens a choice at
     most, and never holds up the other requests of its engine. The iterator ends after the output that ends the last
-    choice, or the one with an error, and raises ``EngineFull``, or ``EngineLost`` after the tokens that came before.
-    ``on_cancel`` is called when the request ends before the engine ended it, maybe twice, and for each choice that is
-    cancelled alone. ``on_first`` is called once, with the first tokens of all or the first end: the prompt has been
-    computed. ``sink`` is called with each output that comes while the reader waits, and returns whether it has
-    processed it.
+    choice, or the one with an error, and raises ``AttemptFailed`` after the tokens that came before. ``end`` is how the
+    stream has ended, None until it has. ``on_cancel`` is called when the request ends before the engine ended it, maybe
+    twice, and for each choice that is cancelled alone. ``on_first`` is called once, with the first tokens of all or the
+    first end: the prompt has been computed. ``sink`` is called with each output that comes while the reader waits, and
+    returns whether it has processed it.
     """
 
     __slots__ = (
         "_cached_tokens",
         "_choices",
         "_delivered",
-        "_end",
+        "_last",
         "_loop",
         "_on_cancel",
         "_open_choices",
@@ -215,6 +261,7 @@ class OutputStream:
         "_unread_since",
         "_waiter",
         "confirmed",
+        "end",
         "expected",
         "num_running_choices",
         "on_first",
@@ -228,6 +275,7 @@ class OutputStream:
         self.request_id = request_id
         self.expected = expected
         self.confirmed = False
+        self.end: StreamEnd | None = None
         self.num_running_choices = len(expected.positions)
         self.on_first: Callable[[], None] | None = None
         self.sink: Callable[[Output], bool] | None = None
@@ -241,7 +289,7 @@ class OutputStream:
         self._timer: asyncio.TimerHandle | None = None
         self._cached_tokens = 0
         self._prompt = PromptLogprobsBuffer(expected.prompt_logprobs)
-        self._end: Output | EngineLost | EngineFull | None = None
+        self._last: Output | AttemptFailed | None = None
         self._delivered = False
         self._waiter: asyncio.Future[None] | None = None
 
@@ -249,12 +297,12 @@ class OutputStream:
 
     def push(self, output: Output) -> None:
         """Takes an output of the engine. Tokens that came before are dropped; missing ones lose the request."""
-        if self._ended:
+        if self.end is not None:
             return
         if not self.confirmed:
             self.confirmed, self._cached_tokens = True, output.cached_tokens
         if output.error is not None:
-            self._finish(output)
+            self._finish(StreamEnd.REJECTED, output)
             return
         if self._prompt.missing:
             self._add_prompt_logprobs(output)
@@ -287,54 +335,51 @@ class OutputStream:
         """The choices that were cancelled, and that the engine has not ended."""
         return [index for index, choice in self._choices.items() if choice.closed and choice.running]
 
-    def lose(self, reason: str, loss: type[EngineLost] = EngineLost) -> None:
-        """Ends the request with ``EngineLost``. The engine is lost, so there is nothing to cancel."""
-        if not self._ended:
-            self._finish(loss(reason))
+    def lose(self, loss: EngineLost) -> None:
+        """Ends the attempt: the engine does not run the request any more."""
+        self._finish(StreamEnd.LOST, loss)
 
-    def refuse(self, reason: str) -> None:
-        """Ends the request with ``EngineFull``: the engine did not accept it."""
-        if not self._ended:
-            self._finish(EngineFull(reason))
+    def withdraw(self, loss: EngineLost) -> None:
+        """Ends the attempt at an engine that may still run the request."""
+        self._finish(StreamEnd.WITHDRAWN, loss)
 
-    def fail_over(self, reason: str, loss: type[EngineLost] = EngineLost) -> None:
-        """As ``lose``, if the engine may still run the request: it is cancelled there."""
-        if not self._ended:
-            self._finish(loss(reason))
-            self._on_cancel(self.request_id, None)
+    def refuse(self, refusal: EngineFull) -> None:
+        """Ends the attempt: the engine did not accept the request."""
+        self._finish(StreamEnd.REFUSED, refusal)
 
     # Called by the request
 
     def cancel(self, index: int) -> None:
         """Ends one choice, and drops what was not read of it. The others continue."""
-        if self._ended or not self.is_open(index):
+        if self.end is not None or not self.is_open(index):
             return
         choice = self._choices[index]
         if choice.unread is not None:
             self._ready.remove(choice)
             choice.unread = None
-        self._close_choice(choice)
-        self._on_cancel(self.request_id, index if self._open_choices else None)
+        self._close_choice(choice, StreamEnd.STOPPED)
+        self._on_cancel(self.request_id, index if self.end is None else None)
 
     def abort(self) -> None:
         """Ends every choice after what has come so far, with ``FinishReason.ABORT``."""
-        if self._ended:
+        self._abort(StreamEnd.ABORTED)
+
+    def _abort(self, end: StreamEnd) -> None:
+        if self.end is not None:
             return
+        self.end = end
         for index, choice in self._choices.items():
             if not choice.closed:
                 self._queue(choice, Output([], choice.position, FinishReason.ABORT, index=index))
         self._on_cancel(self.request_id, None)
 
     def fail(self, error: QuireError) -> None:
-        """Ends the request with ``error``; what was not read is dropped."""
-        if not self._ended:
-            self._ready.clear()
-            self._finish(Output([], 0, FinishReason.ERROR, error))
-            self._on_cancel(self.request_id, None)
+        """Ends the request with an error of this router."""
+        self._finish(StreamEnd.FAILED, Output([], 0, FinishReason.ERROR, error))
 
     def close(self) -> None:
         """Ends the stream for its reader. Cancels the request on the engine, unless it has ended there."""
-        self.abort()
+        self._abort(StreamEnd.CLOSED)
         self._ready.clear()
         self._delivered = True
         self.sink = None  # the request refers to this stream: the cycle would wait for the collector
@@ -345,20 +390,16 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> Output:
-        while not self._ready and not self._ended:
+        while not self._ready and self.end is None:
             await self._wait_ready()
         if self._ready:
             return self._pop()
-        if self._end is None or self._delivered:
+        if self._last is None or self._delivered:
             raise StopAsyncIteration
         self._delivered = True
-        if isinstance(self._end, Output):
-            return self._end
-        raise self._end
-
-    @property
-    def _ended(self) -> bool:
-        return self._end is not None or not self._open_choices
+        if isinstance(self._last, Output):
+            return self._last
+        raise self._last
 
     def _validate(self, choice: _ChoiceQueue, output: Output) -> bool:
         """Drops what is not new of the output. Ends the request if the output does not follow what came before. Returns
@@ -372,20 +413,20 @@ class OutputStream:
             self.fail(internal())
         if output.token_ids and not (min(output.token_ids) >= 0 and max(output.token_ids) < self.expected.vocabulary):
             self.fail(internal())  # a text would just lack it
-        return self._end is None
+        return self.end is None
 
     def _align(self, choice: _ChoiceQueue, output: Output) -> None:
         if output.position < choice.position:
             output.drop(choice.position - output.position)
         elif output.token_ids:
-            self.fail_over(f"tokens before position {output.position} are missing")
+            self.withdraw(EngineLost(f"tokens before position {output.position} are missing"))
 
     def _add_prompt_logprobs(self, output: Output) -> None:
         """Collects the prompt's log-probabilities, with whichever choice they come; all must come before any token."""
         follows = not output.prompt_logprobs or self._prompt.add(output.prompt_position, output.prompt_logprobs)
         begins = bool(output.token_ids) or output.finish_reason is not None
         if not follows or (begins and self._prompt.missing):
-            self.fail_over("log-probabilities of the prompt are missing")
+            self.withdraw(EngineLost("log-probabilities of the prompt are missing"))
 
     def _try_sink(self, sink: Callable[[Output], bool], output: Output) -> bool:
         """Returns whether the sink has processed it. While the reader waits nothing is unread, so the order is kept."""
@@ -409,7 +450,7 @@ class OutputStream:
                 self._unread_since = self._loop.time()
                 self._timer = self._timer or self._loop.call_later(self._slow_client_timeout, self._check_reader)
         if output.finish_reason is not None:
-            self._close_choice(choice)
+            self._close_choice(choice, StreamEnd.COMPLETED)
         self._wake()
 
     def _notify_first(self) -> None:
@@ -417,10 +458,12 @@ class OutputStream:
         if on_first is not None:
             on_first()
 
-    def _close_choice(self, choice: _ChoiceQueue) -> None:
+    def _close_choice(self, choice: _ChoiceQueue, end: StreamEnd) -> None:
+        """Nothing more is expected of a choice. If it is the last one, that is the stream's ``end``."""
         choice.closed = True
         self._open_choices -= 1
         if not self._open_choices:
+            self.end = self.end or end
             self._stop_timer()
 
     def _pop(self) -> Output:
@@ -432,10 +475,17 @@ class OutputStream:
         output.prompt_logprobs = self._prompt.take()
         return output
 
-    def _finish(self, end: Output | EngineLost | EngineFull) -> None:
-        self._end = end
+    def _finish(self, end: StreamEnd, last: Output | AttemptFailed) -> None:
+        """Ends the stream, unless it has ended, with ``last`` for its reader."""
+        if self.end is not None:
+            return
+        self.end, self._last = end, last
+        if end.drops_unread:
+            self._ready.clear()
         self._stop_timer()
         self._wake()
+        if end.cancels:
+            self._on_cancel(self.request_id, None)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

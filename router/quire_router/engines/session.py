@@ -226,7 +226,7 @@ class Session:
         self.sequence = 0
         for stream in list(self._streams.values()):
             self._remember_cancel(stream)
-            stream.lose(reason, self._loss)
+            stream.lose(self._loss(reason))
         self._streams.clear()
 
     def invalidate(self) -> None:
@@ -251,7 +251,7 @@ class Session:
         for stream in reversed(sent):
             message = self._unconfirmed.get(stream.request_id)
             if message is None:
-                stream.fail_over("the stream to the engine broke while the request was on its way")
+                stream.withdraw(EngineLost("the stream to the engine broke while the request was on its way"))
             else:
                 self._resubmitted.add(stream.request_id)
                 self.commands.repeat(message)
@@ -303,19 +303,18 @@ class Session:
         error, reason = output.error, output.finish_reason
         refused = error is not None and error.code is ErrorCode.UNAVAILABLE
         if refused and not self.draining and not stream.confirmed:
-            stream.refuse("it cannot take it now")
+            stream.refuse(EngineFull("it cannot take it now"))
         elif refused or (reason is FinishReason.ABORT and stream.is_open(output.index)):
             # This router did not cancel it: the engine is shutting down.
             output.finish_reason = output.error = None
             stream.push(output)
-            stream.fail_over(
-                "the engine gave the request back", EngineDraining if refused and self.draining else self._loss
-            )
+            loss = EngineDraining if refused and self.draining else self._loss
+            stream.withdraw(loss("the engine gave the request back"))
         elif error is not None and error.code is ErrorCode.OVERLOADED and not stream.confirmed:
-            stream.refuse("its queue is full")
+            stream.refuse(EngineFull("its queue is full"))
         elif error is not None and error.code is ErrorCode.INVALID and stream.expected.is_resumed:
             # Another engine took the request, so nothing is wrong with what its client sent.
-            stream.lose(f"it does not go on with what another engine wrote: {error.message}")
+            stream.lose(EngineLost(f"it does not go on with what another engine wrote: {error.message}"))
         else:
             stream.push(output)
 

@@ -21,7 +21,7 @@ from quire_router.admission.queue import AdmissionQueue
 from quire_router.core import metrics
 from quire_router.core.errors import engines_full, no_engine_ready
 from quire_router.core.generation import GenerationRequest
-from quire_router.engines.output_stream import EngineFull, EngineLost
+from quire_router.engines.output_stream import AttemptFailed
 from quire_router.engines.pool import EnginePool
 from quire_router.placement.engine_table import Rows
 from quire_router.placement.placer import PlacementDecision, Placer, route_attributes
@@ -52,7 +52,7 @@ def attempt_span(state: RequestState, engine_id: str, zone: str | None = None) -
     span = tracer.start_span(name, state.trace_context, SpanKind.CLIENT, attributes)
     try:
         yield span
-    except (EngineFull, EngineLost, QuireError) as error:
+    except (AttemptFailed, QuireError) as error:
         kind = error.code.name.lower() if isinstance(error, QuireError) else error.kind
         span.set_attribute(Attribute.ERROR_TYPE, kind)
         span.set_status(StatusCode.ERROR, kind)

@@ -24,7 +24,7 @@ from quire_router.core.generation import (
     ResponseConsumer,
     StreamCursor,
 )
-from quire_router.engines.output_stream import EngineFull, EngineLost
+from quire_router.engines.output_stream import AttemptFailed, EngineFull
 from quire_router.engines.pool import EnginePool
 from quire_router.journal.base import Journal, Lease, RequestRecord, encode_error
 from quire_router.placement.placer import PlacementDecision, Placer, route_header
@@ -238,7 +238,7 @@ class RequestRunner:
                             async for delta in deltas:
                                 yield delta
                         return
-                    except (EngineFull, EngineLost) as problem:
+                    except AttemptFailed as problem:
                         self._record_failure(state, decision.engine_id, problem)
                     for delta in state.finish_complete_choices():
                         yield delta
@@ -249,7 +249,7 @@ class RequestRunner:
                     yield delta
 
     async def _attempt(self, state: RequestState, decision: PlacementDecision) -> AsyncGenerator[Delta]:
-        """Streams what one engine makes of the request. Raises ``EngineFull`` and ``EngineLost``."""
+        """Streams what one engine makes of the request. Raises ``AttemptFailed``."""
         route = route_header(decision) if self._expose_route else ""
         state.attempt += 1
         with attempt_span(state, decision.engine_id, self._pool.zone(decision.engine_id)) as span:
@@ -283,7 +283,7 @@ class RequestRunner:
             self._fail(state, internal())
             raise internal() from None
 
-    def _record_failure(self, state: RequestState, engine_id: str, problem: EngineFull | EngineLost) -> None:
+    def _record_failure(self, state: RequestState, engine_id: str, problem: AttemptFailed) -> None:
         """Logs and counts a failed attempt. Raises ``QuireError`` after too many engines were lost."""
         metrics.ATTEMPTS_LOST.labels(problem.kind).inc()
         if isinstance(problem, EngineFull):

@@ -26,6 +26,7 @@ from quire_engine.structured_output.compiler import CompileOutcome
 from quire_proto.cli import read_settings
 from quire_router.config import Settings
 from quire_router.core import errors, metrics
+from quire_router.engines.output_stream import StreamEnd
 from quire_router.simulation.config import FleetSettings
 
 from tests.support import pages
@@ -99,6 +100,13 @@ def test_the_page_of_admission_lists_the_reasons_of_errors() -> None:
     reasons = {value.value for value in values if isinstance(value, ast.Constant)} | set(errors.RefusalReason)
     rows = pages.rows(pages.section(pages.ROOT / "docs/admission.md", "What a client sees"))
     assert {reason for row in rows for reason in re.findall(r"`(\w+)`", row[0])} == reasons
+
+
+def test_the_page_of_the_architecture_lists_the_ways_in_which_an_attempt_ends() -> None:
+    text = (pages.ROOT / "docs/architecture.md").read_text()
+    _, _, table = text.partition("### How an attempt ends\n")
+    rows = pages.rows(table[: table.index("\n## ")].splitlines())
+    assert [row[0].strip("`") for row in rows] == [end.name for end in StreamEnd]
 
 
 @pytest.mark.parametrize("settings", [SimulationConfig, FleetSettings, BenchConfig])
