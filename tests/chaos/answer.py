@@ -1,4 +1,4 @@
-"""What a client has of one answer, whichever way it came: the same request has to lead to the same ``told()``."""
+"""What a client received of one response over either API. Equal requests must have equal ``content()``."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
@@ -9,8 +9,8 @@ from google.protobuf.json_format import MessageToDict
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
 
+from tests.chaos.cursor import Cursor
 from tests.chaos.failure import Failure
-from tests.chaos.place import Place
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Call:
 
 @dataclass
 class Choice:
-    """``tokens`` are those that the client sees, each with all that is told of it."""
+    """``tokens`` are those that the client received, each with its log-probabilities."""
 
     text: str = ""
     tokens: list[Any] = field(default_factory=list)
@@ -33,8 +33,8 @@ class Choice:
     score: float | None = None
     has_role: bool = False
 
-    def told(self) -> tuple[Any, ...]:
-        """All that must not depend on what died. Ids of calls follow from the request's."""
+    def content(self) -> tuple[Any, ...]:
+        """All that must not depend on faults. Ids of calls are left out: they follow from the request's id."""
         calls = [(index, call.name, call.arguments) for index, call in self.calls.items()]
         return self.text, self.tokens, calls, self.end, self.score
 
@@ -48,7 +48,7 @@ class Choice:
 
     @property
     def length(self) -> int:
-        """How much of it there is."""
+        """Characters and tokens received."""
         calls = sum(len(call.name + call.arguments) for call in self.calls.values())
         return len(self.text) + calls + len(self.tokens)
 
@@ -76,7 +76,7 @@ class Answer:
     away: list[tuple[float, float]] = field(default_factory=list)
     sent: list[float] = field(default_factory=list)
     names: dict[str, Any] = field(default_factory=dict)
-    place: Place | None = None
+    cursor: Cursor | None = None
 
     def take(self, event: dict[str, Any]) -> None:
         """One event's data, or a whole answer. Raises ``KeyError`` and its kin for what is neither."""
@@ -105,32 +105,32 @@ class Answer:
             self._use(message.usage.prompt_tokens, message.usage.completion_tokens)
 
     def reach(self, event_id: str, *, counts_tokens: bool = True) -> None:
-        """The place that the last event names: further on than any before, and where this reader does stand."""
+        """Checks the cursor of the last event: ahead of any before, and in agreement with what was received."""
         try:
-            place = Place.parse(event_id)
+            cursor = Cursor.parse(event_id)
         except ValueError as error:
             self.malformed.append(str(error))
             return
-        if self.place is not None and not place.follows(self.place):
-            self.malformed.append(f"{place} after {self.place}")
-        self.place = place
-        if place.usage != (self.usage is not None):
-            self.malformed.append(f"{place} says otherwise of the usage")
+        if self.cursor is not None and not cursor.follows(self.cursor):
+            self.malformed.append(f"{cursor} after {self.cursor}")
+        self.cursor = cursor
+        if cursor.usage != (self.usage is not None):
+            self.malformed.append(f"{cursor} disagrees about the usage")
         for index, choice in self.choices.items():
-            if index >= len(place.told) or place.ended[index] != bool(choice.end):
-                self.malformed.append(f"{place} says otherwise of the end of choice {index}")
-            elif counts_tokens and choice.tokens and place.told[index] != len(choice.tokens):
-                self.malformed.append(f"{place} at {len(choice.tokens)} tokens of choice {index}")
+            if index >= len(cursor.positions) or cursor.ended[index] != bool(choice.end):
+                self.malformed.append(f"{cursor} disagrees about the end of choice {index}")
+            elif counts_tokens and choice.tokens and cursor.positions[index] != len(choice.tokens):
+                self.malformed.append(f"{cursor} at {len(choice.tokens)} tokens of choice {index}")
 
     def name(self, **names: Any) -> None:
-        """What every part of one answer calls it."""
+        """Checks that fields such as the id are equal in all parts of one response."""
         for name, value in names.items():
             if self.names.setdefault(name, value) != value:
                 self.malformed.append(f"{name} {value} after {self.names[name]}")
 
-    def told(self) -> tuple[Any, ...]:
-        """All that must not depend on what died."""
-        return {index: choice.told() for index, choice in self.choices.items()}, self.usage
+    def content(self) -> tuple[Any, ...]:
+        """All that must not depend on faults."""
+        return {index: choice.content() for index, choice in self.choices.items()}, self.usage
 
     def begins(self, whole: "Answer") -> bool:
         """Whether it is the beginning of ``whole``, or all of it, whatever its usage says."""
@@ -139,24 +139,24 @@ class Answer:
 
     @property
     def length(self) -> int:
-        """How much of it there is."""
+        """Characters and tokens received."""
         return sum(choice.length for choice in self.choices.values())
 
     def without_tokens(self) -> "Answer":
-        """The same, for whoever reads it over an API that does not tell them."""
+        """The same without token ids, to compare it with a response of an API that does not have them."""
         return replace(self, choices={index: replace(each, tokens=[]) for index, each in self.choices.items()})
 
     def _take_choice(self, choice: Choice, event: dict[str, Any]) -> None:
-        said = event.get("delta") or event.get("message") or {}
-        if "role" in said:
+        message = event.get("delta") or event.get("message") or {}
+        if "role" in message:
             self._repeat(choice.has_role, "role")
             choice.has_role = True
-        self._write(choice, event.get("text") or said.get("content") or "")
+        self._write(choice, event.get("text") or message.get("content") or "")
         choice.tokens += _tokens(event.get("logprobs"))
-        for place, call in enumerate(said.get("tool_calls") or ()):
+        for position, call in enumerate(message.get("tool_calls") or ()):
             function = call["function"]
-            told = Call(call.get("id", ""), function.get("name", ""), function["arguments"])
-            self._take_call(choice, call.get("index", place), told)
+            part = Call(call.get("id", ""), function.get("name", ""), function["arguments"])
+            self._take_call(choice, call.get("index", position), part)
         if event.get("finish_reason"):
             self._end(choice, event["finish_reason"])
             choice.score = event.get("score")
@@ -190,7 +190,7 @@ class Answer:
 
 
 def _tokens(logprobs: dict[str, Any] | None) -> list[Any]:
-    """What an object of log-probabilities says of each token: its lists side by side, or a chat's one."""
+    """Each token's entry in an object of log-probabilities: its lists zipped, or a chat's one list."""
     if not logprobs:
         return []
     if logprobs.get("content") is not None:

@@ -25,13 +25,13 @@ class Certificates:
 
     @property
     def engine_flags(self) -> tuple[str, ...]:
-        """What an engine is told of them."""
+        """An engine's flags for them."""
         certificate, key = self._files(ENGINE_NAME)
         return "--tls-cert", certificate, "--tls-key", key, "--tls-client-ca", str(self._folder / _CA)
 
     @property
     def router_flags(self) -> tuple[str, ...]:
-        """What a router is told of them."""
+        """A router's flags for them."""
         certificate, key = self._files(ROUTER_NAME)
         shown = ("--engine-tls-cert", certificate, "--engine-tls-key", key)
         return "--engine-tls-ca", str(self._folder / _CA), "--engine-tls-name", ENGINE_NAME, *shown

@@ -43,7 +43,7 @@ async def rename_engine(stack: Stack, chance: random.Random, pause: float) -> No
 
 
 async def kill_api_server(stack: Stack, chance: random.Random, pause: float) -> None:
-    """Nobody tells of engines for a while. The server may have forgotten versions when it is back."""
+    """The API server is away for a while. It may have dropped resource versions when it is back."""
     assert stack.cluster is not None
     async with stack.cluster_lock:
         await stack.cluster.api.stop()
@@ -99,7 +99,7 @@ async def _roll_engine(stack: Stack, engine: EnginePart) -> None:
     proxy, host = engine.move()
     await engine.ready()
     await engine.open()
-    stack.cluster.tell(host, terminating=True)
+    stack.cluster.publish(host, terminating=True)
     former.signal(signal.SIGTERM)
     await _end(engine, former)
     stack.cluster.forget(host)
@@ -113,7 +113,7 @@ async def _roll_routers(stack: Stack) -> None:
 
 
 async def _roll_router(stack: Stack, router: Part[Router]) -> None:
-    """A new one; once it is ready the former is told to stop, of which clients hear some time later."""
+    """A new router; once it is ready the former one is terminated, and clients learn of that some time later."""
     another = router.start_another()
     stack.beside += [router.process, another]
     await asyncio.to_thread(another.wait_ready)

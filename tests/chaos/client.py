@@ -33,8 +33,8 @@ class Broken(Exception):  # noqa: N818 - the client goes on after it
 @dataclass(frozen=True)
 class Manners:
     """How clients behave; times in seconds. ``cut`` is the chance to hang up after an event. They turn elsewhere after
-    ``silence`` without a byte, and count as hung after ``patience`` without any news, or after ``limit`` in all. They
-    leave requests in the background alone for ``absence`` at most, and ask ``later`` again after what nobody knows.
+    ``silence`` without a byte, and count as hung after ``patience`` without an event, or after ``limit`` in all. They
+    do not poll background requests for ``absence`` at most, and read an unknown request again after ``later``.
     """
 
     cut: float = 0.0
@@ -99,7 +99,7 @@ class Client(ABC):
         """
 
     async def _is_known(self, request: Request) -> bool:
-        """Whether a router knows the request after all, some time later."""
+        """Whether a router finds the request after all, some time later."""
         await asyncio.sleep(self._manners.later if self._id else 0)
         for url in self._stack.urls if self._id else ():
             with suppress(httpx.HTTPError):
@@ -156,15 +156,15 @@ class Client(ABC):
     def _hangs_up(self) -> bool:
         return self._chance.random() < self._manners.cut
 
-    def _named(self, request: Request, told: dict[str, Any]) -> None:
+    def _named(self, request: Request, fields: dict[str, Any]) -> None:
         """What an answer, or an event of it, calls itself."""
-        if not told["id"].startswith(request.id_prefix) or told["model"] != request.body["model"]:
-            self.answer.malformed.append(f"{told['id']} of {told['model']}")
-        self.answer.name(id=told["id"].removeprefix(request.id_prefix), object=told["object"])
+        if not fields["id"].startswith(request.id_prefix) or fields["model"] != request.body["model"]:
+            self.answer.malformed.append(f"{fields['id']} of {fields['model']}")
+        self.answer.name(id=fields["id"].removeprefix(request.id_prefix), object=fields["object"])
 
 
 class StreamClient(Client):
-    """Server-sent events, and ``Last-Event-ID``. Of a request without a key only what has begun can be come back to."""
+    """Server-sent events, and ``Last-Event-ID``. A request without a key is resumable only after its first event."""
 
     async def _try(self, request: Request) -> bool:
         if not self._id:
@@ -204,25 +204,25 @@ class StreamClient(Client):
         if self._hangs_up():
             raise Pause
 
-    def _broken_off(self, said: dict[str, Any]) -> bool:
+    def _broken_off(self, error: dict[str, Any]) -> bool:
         """The stream's last event is an error: whether there is nothing more to try."""
-        failure = of_rest(said)
+        failure = of_rest(error)
         if self._id:
-            self.answer.name(id=said["request_id"])
-        if not isinstance(said.get("resumable"), bool) or (said["resumable"] and not failure.passes):
-            raise UntypedError(f"an error that does not say whether to come back: {said}")
-        if failure.passes and not said["resumable"] and self._id:
-            raise UntypedError(f"an error after which one cannot come back to what was let go of: {said}")
+            self.answer.name(id=error["request_id"])
+        if not isinstance(error.get("resumable"), bool) or (error["resumable"] and not failure.passes):
+            raise UntypedError(f"an error without ``resumable``: {error}")
+        if failure.passes and not error["resumable"] and self._id:
+            raise UntypedError(f"a retryable error of a released request that is not resumable: {error}")
         return self._fail(failure)
 
     async def _expect_end(self, events: Any, what: str) -> None:
-        with suppress(httpx.TransportError):  # whoever has it all does not mind
+        with suppress(httpx.TransportError):  # a client that has the whole response does not need it
             async for event in events:
                 self.answer.malformed.append(f"after {what}: {event.data[:200]}")
 
 
 class WholeClient(Client):
-    """One answer in one piece; the same request again until it comes."""
+    """A response that is not streamed; the same request is repeated until it comes."""
 
     async def _try(self, request: Request) -> bool:
         hasty = self._manners.cut > 0 and self._chance.random() < 0.3
@@ -252,9 +252,9 @@ class BackgroundClient(StreamClient):
         if response.status_code != 202:
             return self._refused(response)
         self._hear()
-        begun = response.json()
-        self.answer.name(id=begun["id"])
-        self._id = begun["id"]
+        started = response.json()
+        self.answer.name(id=started["id"])
+        self._id = started["id"]
         if response.headers["location"] != f"/v1/requests/{self._id}":
             self.answer.malformed.append(f"the location {response.headers['location']} of {self._id}")
         await asyncio.sleep(self._chance.uniform(0.0, self._manners.absence))
@@ -265,7 +265,7 @@ class BackgroundClient(StreamClient):
 
 
 class PollingClient(BackgroundClient):
-    """As the background client, but asks how its request is until it has its answer."""
+    """As the background client, but polls the request until it has the response."""
 
     _form: ClassVar[dict[str, Any]] = {}
 

@@ -1,5 +1,5 @@
 """What Kubernetes does for a stack: engines get addresses, of this host and each new one another, and an API server
-tells routers which they are.
+publishes them to routers.
 """
 
 from itertools import count
@@ -17,7 +17,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self.api = KubeApiServer()
-        self.api.port = free_port()  # that nobody takes while it is away
+        self.api.port = free_port()  # so that no other process takes it while it is away
         self.port = free_port()
         self._numbers = count(_FIRST)
         self._endpoints: dict[str, Json] = {}
@@ -31,7 +31,7 @@ class Cluster:
         """An address that no engine had."""
         return ".".join(str(byte) for byte in next(self._numbers).to_bytes(4))
 
-    def tell(self, host: str, *, terminating: bool = False) -> None:
+    def publish(self, host: str, *, terminating: bool = False) -> None:
         """There is an engine; what terminates serves until it is gone."""
         self._endpoints[host] = endpoint(host, ready=not terminating, serving=True, terminating=terminating)
         self._write(host)

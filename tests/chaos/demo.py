@@ -1,4 +1,4 @@
-"""The demo model, made to call tools: its template knows them, and its rarest token begins a call."""
+"""The demo model, made to call tools: its template supports them, and its rarest token begins a call."""
 
 import json
 import shutil

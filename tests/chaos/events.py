@@ -16,13 +16,13 @@ class Event:
 
 async def events_of(lines: AsyncIterator[str], hear: Callable[[], None]) -> AsyncIterator[Event]:
     """The complete events; ``hear`` is called for each line, comments included."""
-    said: dict[str, str] = {}
+    fields: dict[str, str] = {}
     async for line in lines:
         hear()
         name, _, value = line.partition(": ")
         if line and name:
-            said[name] = value
+            fields[name] = value
         elif not line:
-            if "data" in said:
-                yield Event(said.get("id", ""), said["data"])
-            said = {}
+            if "data" in fields:
+                yield Event(fields.get("id", ""), fields["data"])
+            fields = {}

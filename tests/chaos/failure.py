@@ -1,4 +1,4 @@
-"""A typed error, as either API tells one: which it is, or that it is none."""
+"""Typed errors of both APIs, parsed and checked."""
 
 import re
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ _BINARY = "quire-error-bin"
 
 
 class UntypedError(ValueError):
-    """What was told instead of an answer is no typed error."""
+    """A response that is neither an answer nor a typed error."""
 
 
 @dataclass(frozen=True)
@@ -39,29 +39,29 @@ class Failure:
         return self.code is ErrorCode.NOT_FOUND and self.param == "request_id"
 
 
-def of_rest(said: Any, status: int | None = None) -> Failure:
+def of_rest(body: Any, status: int | None = None) -> Failure:
     """The object of an error, from an answer with this ``status`` or from a stream. Raises ``UntypedError``."""
-    fields = said if isinstance(said, dict) else {}
+    fields = body if isinstance(body, dict) else {}
     code, word = _KINDS.get(fields.get("type", "")), fields.get("code")
     named = [fields.get("message"), word, fields.get("request_id")]
     if code is None or not all(isinstance(each, str) and each for each in named):
-        raise UntypedError(f"this is no error: {str(said)[:300]}")
+        raise UntypedError(f"this is no error: {str(body)[:300]}")
     reasoned = code in _WITH_REASONS and re.fullmatch("[a-z_]+", str(word))
     if not (word == code.name.lower() or reasoned) or status not in (None, STATUS[code].http):
-        raise UntypedError(f"status, type and code are of different errors: {status} {str(said)[:300]}")
+        raise UntypedError(f"status, type and code are of different errors: {status} {str(body)[:300]}")
     return Failure(code, fields.get("param") or "", str(fields["message"]))
 
 
 def of_rpc(status: grpc.StatusCode, details: str, metadata: Iterable[tuple[str, Any]]) -> Failure | None:
     """The error of a call; None for one without our words. Raises ``UntypedError``."""
-    said = [value for name, value in metadata if name == _BINARY]
-    if not said:
+    binary = [value for name, value in metadata if name == _BINARY]
+    if not binary:
         return None
     try:
-        error = types_pb2.Error.FromString(said[0])
+        error = types_pb2.Error.FromString(binary[0])
         code = ErrorCode(error.code)
     except (DecodeError, ValueError):
         raise UntypedError(f"{status}: the error beside it is none") from None
-    if len(said) > 1 or STATUS[code].grpc != status.name or error.message != details or not details:
+    if len(binary) > 1 or STATUS[code].grpc != status.name or error.message != details or not details:
         raise UntypedError(f"status and error are different ones: {status} {details!r} {error}")
     return Failure(code, error.param, error.message)

@@ -24,7 +24,7 @@ WRITTEN_AGAIN = 4.0  # seconds in which routers find out that Redis was away, an
 NOTICED = 20.0  # seconds in which even slow routers find out that it is back
 _QUIET = 3.0  # seconds after which nothing is on its way between routers and engines, no ping either
 _MISSED = 30.0  # seconds in which even slow routers find out that idle engines do not answer, which takes 11
-_ENDED = 120.0  # seconds in which all that clients have begun comes to its end
+_ENDED = 120.0  # seconds in which all requests that clients started end
 GIVEN_UP = 8.0  # seconds after which somebody else goes on with what a router had: its lease, and who looks for orphans
 
 
@@ -227,7 +227,7 @@ async def _ask_for_much(stack: Stack) -> None:
 
 
 def _wait_for_engines(stack: Stack, deadline: float) -> None:
-    """Until every router knows all of them, but no longer than ``deadline``: another fault may keep one away."""
+    """Waits until every router sees all of them, at most until ``deadline``: another fault may keep one away."""
     count = len(stack.engines)
     while monotonic() < deadline and any(_ready_engines(router.process) != count for router in stack.routers):
         sleep(0.1)

@@ -66,7 +66,7 @@ Samples = dict[str, dict[str, float]]
 def of_router(name: str, samples: Samples | None, engines: int) -> Iterator[str]:
     """What a router has left, by its metrics."""
     if samples is None:
-        yield f"{name} tells no metrics"
+        yield f"{name} serves no metrics"
         return
     for metric in _ROUTER_IDLE:
         if total := sum(samples.get(metric, {}).values()):
@@ -80,7 +80,7 @@ def of_router(name: str, samples: Samples | None, engines: int) -> Iterator[str]
 def of_engine(name: str, samples: Samples | None) -> Iterator[str]:
     """What an engine has left, by its metrics."""
     if samples is None:
-        yield f"{name} tells no metrics"
+        yield f"{name} serves no metrics"
         return
     for metric in _ENGINE_IDLE:
         if total := sum(samples.get(metric, {}).values()):
@@ -91,7 +91,7 @@ def of_engine(name: str, samples: Samples | None) -> Iterator[str]:
 
 
 async def _samples(port: int) -> Samples | None:
-    """Each metric's samples by their labels; None when nobody answers."""
+    """Each metric's samples by their labels; None when the port does not answer."""
     status, text = await asyncio.to_thread(fetch, port, "/metrics")
     if status != 200:
         return None

@@ -31,7 +31,7 @@ async def half_open_engine_both(stack: Stack, chance: random.Random, pause: floa
 
 
 async def stall_engine(stack: Stack, chance: random.Random, pause: float) -> None:
-    """One engine and the routers hear of each other what was said a while ago."""
+    """Messages between one engine and the routers are delayed."""
     await _break_engine(stack, chance, pause, _WAITING)
 
 
@@ -51,7 +51,7 @@ async def half_open_redis_both(stack: Stack, _chance: random.Random, pause: floa
 
 
 async def stall_redis(stack: Stack, _chance: random.Random, pause: float) -> None:
-    """Redis and the routers hear of each other what was said a while ago."""
+    """Messages between Redis and the routers are delayed."""
     await _break_redis(stack, pause, _WAITING)
 
 

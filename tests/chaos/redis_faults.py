@@ -28,7 +28,7 @@ Refusal = Callable[[Redis, float], Awaitable[None]]
 
 
 async def refuse_redis(stack: Stack, chance: random.Random, pause: float) -> None:
-    """Redis answers, and does not do what it is told: it has no memory, is a replica, or busy with a script."""
+    """Redis answers and refuses writes: it is out of memory, a replica, or busy with a script."""
     async with stack.redis_lock:
         with stack.absent(REDIS, WRITTEN_AGAIN):
             async with Redis.from_url(stack.redis.url) as redis:
@@ -65,16 +65,16 @@ async def full_redis(stack: Stack, chance: random.Random, pause: float) -> None:
     router = one(stack.routers, chance)
     async with stack.redis_lock, Redis.from_url(stack.redis.url) as redis:
         with stack.absent(REDIS, WRITTEN_AGAIN):
-            begun = await _begin(router)
+            started = await _begin(router)
             await redis.config_set("maxmemory", 1)
             try:
-                begun |= await _begin(router)
+                started |= await _begin(router)
                 await asyncio.sleep(pause)
                 await revive(stack, router)
             finally:
                 await redis.config_set("maxmemory", 0)
             await known_to_routers(stack)
-        await _expect_ends(stack, begun)
+        await _expect_ends(stack, started)
 
 
 async def forget_scripts(stack: Stack, chance: random.Random, pause: float) -> None:
@@ -84,14 +84,14 @@ async def forget_scripts(stack: Stack, chance: random.Random, pause: float) -> N
         over = asyncio.Event()
         flushing = asyncio.create_task(_flush_scripts(redis, over))
         try:
-            begun = await _begin(router)
+            started = await _begin(router)
             await asyncio.sleep(min(2.0, pause))
-            begun |= await _begin(router)
+            started |= await _begin(router)
             await revive(stack, router)
         finally:
             over.set()
             await flushing
-        await _expect_ends(stack, begun)
+        await _expect_ends(stack, started)
 
 
 async def set_back_redis(stack: Stack, chance: random.Random, _pause: float) -> None:
@@ -100,9 +100,9 @@ async def set_back_redis(stack: Stack, chance: random.Random, _pause: float) -> 
     async with stack.redis_lock:
         stack.redis.clock.move(-chance.randint(*_BACK))
         router = one(stack.routers, chance)
-        begun = await _begin(router)
+        started = await _begin(router)
         await revive(stack, router)
-        await _expect_ends(stack, begun)
+        await _expect_ends(stack, started)
 
 
 async def _begin(router: Part[Router]) -> dict[str, bool]:
@@ -117,18 +117,18 @@ async def _begin(router: Part[Router]) -> dict[str, bool]:
     return {answer.json()["id"]: _NOT_WRITTEN not in answer.headers for answer in taken}
 
 
-async def _expect_ends(stack: Stack, begun: dict[str, bool]) -> None:
-    """Raises ``AssertionError`` unless each completes, or is unknown and was never said to be written down. Does not
+async def _expect_ends(stack: Stack, started: dict[str, bool]) -> None:
+    """Raises ``AssertionError`` unless each completes, or is unknown and was never reported as durable. Does not
     ask routers before it has ended: they take up what is asked for, and have to do so unasked.
     """
     deadline = monotonic() + _ENDED
     async with Redis.from_url(stack.redis.url) as redis:
-        for request_id in begun:
+        for request_id in started:
             while not await _has_ended(redis, request_id):
                 assert monotonic() < deadline, f"background request {request_id} does not end"
                 await asyncio.sleep(0.2)
     async with httpx.AsyncClient(timeout=5, headers={"Authorization": f"Bearer {KEYS['house']}"}) as http:
-        for request_id, is_written in begun.items():
+        for request_id, is_written in started.items():
             while (status := await _status(stack, http, request_id)) not in ("completed", "unknown"):
                 assert monotonic() < deadline, f"background request {request_id} is still {status}"
                 await asyncio.sleep(0.2)

@@ -11,17 +11,17 @@ from tests.chaos.workload import UNWATCHED, Request
 
 FOUND = ("lost", "repeated", "changed", "errors", "untyped", "hung", "malformed", "disturbed", "cut", "left")
 COUNTS = ("streams", "resumed", "connections", "forgotten", "unwritten", *FOUND)
-WRITTEN = 5.0  # seconds, many times as long as routers take to write what nobody waits for
+WRITTEN = 5.0  # seconds, many times as long as routers take to write a record in the background
 
 
 @dataclass
 class Report:
     """``lost``, ``repeated``, ``changed`` are streams with tokens that were so; ``errors`` are typed ones, ``untyped``
-    whatever else ended a stream, ``hung`` those that did not end, ``malformed`` those with ids, places or ends that no
-    answer has. ``disturbed`` are answers that were not whole though nothing had died yet, ``cut`` those with a
+    whatever else ended a stream, ``hung`` those that did not end, ``malformed`` those with invalid ids, cursors or
+    finish reasons. ``disturbed`` are answers that were not whole though nothing had died yet, ``cut`` those with a
     connection that broke although nothing ``abrupt`` happened, and ``left`` what was there when all was over. All of
     these zero is the promise. ``forgotten`` are typed errors of requests whose record Redis lost, or never had, while
-    no router held them: nobody was left who knew. ``unwritten`` are those of requests that do not wait for their
+    no router had a lease on them. ``unwritten`` are those of requests that do not wait for their
     record, and whose router died just when they had come. ``resumed`` streams took more than one connection;
     ``connections`` are all of them.
     """
@@ -85,7 +85,7 @@ class Report:
 
 
 def _verdict(request: Request, wanted: Answer, got: Answer) -> str | None:
-    """What is wrong; of several things the gravest. An error excuses nothing that came before it."""
+    """The gravest deviation, or None. An error excuses nothing that came before it."""
     found = {"malformed": got.malformed, "repeated": got.repeated, "untyped": got.untyped, "hung": got.hung}
     for name, happened in found.items():
         if happened:
@@ -94,9 +94,9 @@ def _verdict(request: Request, wanted: Answer, got: Answer) -> str | None:
         wanted, got = wanted.without_tokens(), got.without_tokens()
     ended = [index for index, choice in got.choices.items() if choice.end]
     if got.failure is not None and got.begins(wanted):
-        whole = all(got.choices[index].told() == wanted.choices[index].told() for index in ended)
+        whole = all(got.choices[index].content() == wanted.choices[index].content() for index in ended)
         return "errors" if whole else "lost"
-    if got.told() == wanted.told():
+    if got.content() == wanted.content():
         return None
     is_less = got.length < wanted.length or got.usage in (None, wanted.usage)
     return "lost" if got.begins(wanted) and is_less else "repeated" if got.length > wanted.length else "changed"
@@ -119,7 +119,7 @@ def _incomplete(request: Request, answer: Answer) -> Iterator[str]:
 
 
 def _excuse(request: Request, got: Answer, absences: Sequence[Absence]) -> str | None:
-    """Under which name the error of a request is counted that nobody can know any more."""
+    """The name under which the error of a request with a lost record is counted, or None if it is not excused."""
     if got.failure is None or not got.failure.is_unknown_request:
         return None
     routers = [absence for absence in absences if absence.name == ROUTER]
@@ -132,16 +132,16 @@ def _excuse(request: Request, got: Answer, absences: Sequence[Absence]) -> str |
 
 
 def _was_forgotten(request: Request, got: Answer, routers: Sequence[Absence], losses: Sequence[Absence]) -> bool:
-    """Whether Redis was away while no router was at work for the client, as far as it knew, and came back empty, or a
-    router was away as well that may not have told it. All of that while the request lived. Nobody holds a background
-    request that has ended, or whose router has.
+    """Whether, within the request's lifetime and while the client had no working router, Redis was away and came
+    back empty, or a router was away as well that may not have written the record again. No router has a lease on a
+    background request that has ended or whose router has.
     """
     away = [*got.away, *((each.begin, each.end) for each in routers if request.way in UNWATCHED)]
-    begun = min(got.sent, default=0.0)
-    for begin, end in ((max(begin, begun), min(end, got.failed_at)) for begin, end in away):
+    first_sent = min(got.sent, default=0.0)
+    for begin, end in ((max(begin, first_sent), min(end, got.failed_at)) for begin, end in away):
         for loss in losses:
-            untold = any(router.meets(max(begun, loss.begin), min(got.failed_at, loss.end)) for router in routers)
-            if begin < end and loss.meets(begin, end) and (loss.empty or untold):
+            lost = any(router.meets(max(first_sent, loss.begin), min(got.failed_at, loss.end)) for router in routers)
+            if begin < end and loss.meets(begin, end) and (loss.empty or lost):
                 return True
     return False
 
@@ -155,7 +155,7 @@ def _was_unwritten(request: Request, got: Answer, routers: Sequence[Absence]) ->
 def _shown(answer: Answer) -> str:
     known = " (but it is known)" if answer.known_after_all else ""
     what = answer.failure or answer.untyped or answer.malformed or answer.repeated or ""
-    return f"{str(what)[:1000]}{known} {str(answer.told())[:2000]}"
+    return f"{str(what)[:1000]}{known} {str(answer.content())[:2000]}"
 
 
 def _story(wanted: Answer, got: Answer, absences: Sequence[Absence]) -> str:

@@ -60,7 +60,7 @@ class RpcClient(Client):
             self.answer.malformed.append(f"an answer of another kind: {type(message).__name__}")
         self.answer.take_message(message)
         self.answer.name(id=message.request_id)
-        if not says_anything(message):
+        if not has_content(message):
             self.answer.malformed.append(f"a message that says nothing: {message}")
         self.answer.reach(message.event_id, counts_tokens=not request.crosses)
         self._id, self._last = message.request_id, message.event_id
@@ -84,7 +84,7 @@ class RpcClient(Client):
         is_complete = self.answer.usage is not None
         if failure is None and error.code() in BREAKS:
             if is_complete:
-                return True  # whoever has it all does not mind
+                return True  # a client that has the whole response does not need it
             raise Broken  # without our own words it is the connection that broke
         if failure is None or (is_complete and not had_all):
             raise UntypedError(f"{error.code()}: {error.details()}")
@@ -99,7 +99,7 @@ class CrossingClient(StreamClient, RpcClient):
         return await (StreamClient._try(self, request) if by_rest else self._try_call(request))
 
 
-def says_anything(message: Any) -> bool:
+def has_content(message: Any) -> bool:
     """Whether there is more in it than whose it is."""
     return any(field.name not in ("request_id", "event_id", "index") for field, _ in message.ListFields())
 

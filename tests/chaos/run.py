@@ -63,8 +63,8 @@ async def chaos(
     plan: Plan,
     tell: Callable[[str], None] = _keep_quiet,
 ) -> Report:
-    """Asks all of ``work`` undisturbed, then again, and again while there are faults to come; tells each of them. In
-    the end it looks for what is left.
+    """Runs all of ``work`` undisturbed, then again for as long as faults follow, and reports each through ``tell``.
+    Then it looks for leftovers.
     """
     report, chance = Report(abrupt=plan.abrupt), random.Random(plan.seed)
     async with _http(CALM) as http:
@@ -141,7 +141,7 @@ def _http(manners: Manners) -> httpx.AsyncClient:
     return httpx.AsyncClient(limits=limits, timeout=httpx.Timeout(manners.silence, connect=5.0))
 
 
-def _teller() -> Callable[[str], None]:
+def _progress_printer() -> Callable[[str], None]:
     began = monotonic()
     return lambda text: print(f"{monotonic() - began:6.0f} s  {text}", flush=True)
 
@@ -172,7 +172,7 @@ async def main(arguments: Sequence[str]) -> int:
             if stack.redis.clock is None and set_back_redis in faults:
                 faults.remove(set_back_redis)
                 print(f"skipped: {set_back_redis.__name__}, as {NO_CLOCK}")
-            report = await chaos(stack, requests(options.streams, options.seed), faults, plan, _teller())
+            report = await chaos(stack, requests(options.streams, options.seed), faults, plan, _progress_printer())
     print(report)
     return 0 if report.clean else 1
 

@@ -47,7 +47,7 @@ P = TypeVar("P", bound=Process)
 @dataclass(frozen=True)
 class Form:
     """How a stack is put together. With ``cluster`` routers find engines by a Kubernetes API; with ``tls`` they and
-    engines show each other certificates. A router that is told to stop leaves for ``delay`` seconds and drains for
+    engines show each other certificates. A router that is terminated waits for ``delay`` seconds and drains for
     ``grace``, an engine for half of the first and a second longer than the second.
     """
 
@@ -121,7 +121,7 @@ class EnginePart(Part[Engine]):
         """It can be reached."""
         await self.proxy.start()
         if self._cluster is not None:
-            self._cluster.tell(self.host)
+            self._cluster.publish(self.host)
 
     def move(self) -> tuple[Proxy, str]:
         """Gives it another address, where it can be reached once it is opened; returns the former one."""

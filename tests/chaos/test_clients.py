@@ -34,11 +34,11 @@ def event(place: str, *choices: dict[str, Any], **fields: Any) -> str:
     return f"id: {place}\ndata: {json.dumps({**HEAD, 'choices': choices, **fields})}\n\n"
 
 
-def piece(text: str, **fields: Any) -> dict[str, Any]:
+def choice(text: str, **fields: Any) -> dict[str, Any]:
     return {"index": 0, "text": text, **fields}
 
 
-ONE, TWO = event("1", piece("one")), event("2e", piece(" two", finish_reason="stop"))
+ONE, TWO = event("1", choice("one")), event("2e", choice(" two", finish_reason="stop"))
 LAST = event("2eu", usage=USAGE)
 RIGHT = (ONE, TWO, LAST, DONE)
 
@@ -76,8 +76,8 @@ def refusal(status: int = 503, headers: dict[str, str] | None = None, **fields: 
     return httpx.Response(status, json=failure(status, **fields), headers=after)
 
 
-async def asked(replies: list[httpx.Response], request: Request, manners: Manners = MANNERS) -> Answer:
-    """What a client has of a service that gives these replies, and then knows of nothing."""
+async def received(replies: list[httpx.Response], request: Request, manners: Manners = MANNERS) -> Answer:
+    """What a client receives from a service that gives these replies, and then answers 404."""
     left = iter(replies)
     stack: Any = SimpleNamespace(urls=["http://router"])
     transport = httpx.MockTransport(lambda _: next(left, None) or refusal(404, param="request_id"))
@@ -108,23 +108,23 @@ UNKEYED = replace(STREAMED, keyed=False)
     ],
 )
 async def test_a_stream_that_is_right_is_right_however_often_it_breaks(replies: list[httpx.Response]) -> None:
-    answer = await asked(replies, STREAMED)
-    assert judged(STREAMED, await asked([events(*RIGHT)], STREAMED), answer) == ""
+    answer = await received(replies, STREAMED)
+    assert judged(STREAMED, await received([events(*RIGHT)], STREAMED), answer) == ""
 
 
-AGAIN, OTHER_END = event("2", piece("one")), event("2e", piece(" two", finish_reason="length"))
+AGAIN, OTHER_END = event("2", choice("one")), event("2e", choice(" two", finish_reason="length"))
 MORE, LESS = {**USAGE, "completion_tokens": 3, "total_tokens": 6}, {**USAGE, "total_tokens": 6}
 BAD_STREAMS = {
     "a token lost at a break": (
-        [events(ONE, ends=False), events(event("2e", piece("", finish_reason="stop")), LAST, DONE)], "lost"),
-    "a token told again after a break": (
-        [events(ONE, ends=False), events(AGAIN, event("3e", piece(" two", finish_reason="stop")),
+        [events(ONE, ends=False), events(event("2e", choice("", finish_reason="stop")), LAST, DONE)], "lost"),
+    "a token sent again after a break": (
+        [events(ONE, ends=False), events(AGAIN, event("3e", choice(" two", finish_reason="stop")),
                                          event("3eu", usage=USAGE), DONE)], "repeated"),
-    "an event told again after a break": ([events(ONE, ends=False), events(*RIGHT)], "malformed"),
+    "an event sent again after a break": ([events(ONE, ends=False), events(*RIGHT)], "malformed"),
     "events in another order": (
-        [events(event("1", piece(" two")), event("2e", piece("one", finish_reason="stop")), LAST, DONE)], "changed"),
+        [events(event("1", choice(" two")), event("2e", choice("one", finish_reason="stop")), LAST, DONE)], "changed"),
     "another end": ([events(ONE, OTHER_END, LAST, DONE)], "changed"),
-    "no end": ([events(ONE, event("2", piece(" two")), event("2u", usage=USAGE), DONE)], "lost"),
+    "no end": ([events(ONE, event("2", choice(" two")), event("2u", usage=USAGE), DONE)], "lost"),
     "no usage": ([events(ONE, TWO, DONE)], "lost"),
     "another usage": ([events(ONE, TWO, event("2eu", usage=MORE), DONE)], "changed"),
     "a usage that does not add up": ([events(ONE, TWO, event("2eu", usage=LESS), DONE)], "malformed"),
@@ -145,7 +145,7 @@ BAD_STREAMS = {
     "an error": ([events(ONE, last(status=500, resumable=False))], "errors"),
     "an error of another request": ([events(ONE, last(resumable=True, request_id="cd34")),
                                      events(TWO, LAST, DONE)], "malformed"),
-    "an error of nobody": ([events(ONE, 'data: {"error": "no"}\n\n')], "untyped"),
+    "an error without a type": ([events(ONE, 'data: {"error": "no"}\n\n')], "untyped"),
     "what is no JSON": ([events(ONE, "data: one\n\n")], "untyped"),
     "what is no event": ([events(ONE, 'data: {"choices": [{}]}\n\n')], "untyped"),
     "an untyped refusal": ([httpx.Response(503, text="upstream")], "untyped"),
@@ -160,24 +160,24 @@ BAD_STREAMS = {
 @pytest.mark.parametrize("name", BAD_STREAMS)
 async def test_a_bad_stream_has_a_verdict(name: str) -> None:
     replies, verdict = BAD_STREAMS[name]
-    answer = await asked(replies, STREAMED)
-    assert judged(STREAMED, await asked([events(*RIGHT)], STREAMED), answer) == verdict
+    answer = await received(replies, STREAMED)
+    assert judged(STREAMED, await received([events(*RIGHT)], STREAMED), answer) == verdict
 
 
 async def test_a_client_that_gets_only_heartbeats_counts_as_hanging() -> None:
     breaks = [events(": waiting\n", ends=False) for _ in range(100)]
-    answer = await asked(breaks, STREAMED, replace(MANNERS, limit=0.5))
-    assert judged(STREAMED, await asked([events(*RIGHT)], STREAMED), answer) == "hung"
+    answer = await received(breaks, STREAMED, replace(MANNERS, limit=0.5))
+    assert judged(STREAMED, await received([events(*RIGHT)], STREAMED), answer) == "hung"
 
 
 async def test_a_request_without_a_key_is_retried_until_its_stream_starts() -> None:
     silent = events(": waiting\n", headers={"x-request-id": "cd34"}, ends=False)
-    answer = await asked([silent, events(": waiting\n", last(resumable=False)), events(*RIGHT)], UNKEYED)
-    assert judged(UNKEYED, await asked([events(*RIGHT)], UNKEYED), answer) == ""
+    answer = await received([silent, events(": waiting\n", last(resumable=False)), events(*RIGHT)], UNKEYED)
+    assert judged(UNKEYED, await received([events(*RIGHT)], UNKEYED), answer) == ""
     assert len(answer.sent) == 3
 
 
-WHOLE_BODY = {**HEAD, "choices": [piece("one two", finish_reason="stop")], "usage": USAGE}
+WHOLE_BODY = {**HEAD, "choices": [choice("one two", finish_reason="stop")], "usage": USAGE}
 
 
 def whole(**fields: Any) -> httpx.Response:
@@ -188,8 +188,8 @@ BAD_WHOLES = {
     "right": (whole(), ""),
     "no choice": (whole(choices=[]), "lost"),
     "no usage": (whole(usage=None), "lost"),
-    "less text": (whole(choices=[piece("one", finish_reason="stop")]), "lost"),
-    "no end": (whole(choices=[piece("one two")]), "lost"),
+    "less text": (whole(choices=[choice("one", finish_reason="stop")]), "lost"),
+    "no end": (whole(choices=[choice("one two")]), "lost"),
     "another model": (whole(model="other"), "malformed"),
     "another id than its header's": (whole(id="cmpl-cd34"), "malformed"),
     "an id of another kind": (whole(id=f"chatcmpl-{ID}"), "malformed"),
@@ -203,10 +203,10 @@ BAD_WHOLES = {
 async def test_a_bad_whole_response_has_a_verdict(name: str) -> None:
     reply, verdict = BAD_WHOLES[name]
     request = Request(WHOLE, "greedy", PATH, BODY)
-    assert judged(request, await asked([whole()], request), await asked([reply], request)) == verdict
+    assert judged(request, await received([whole()], request), await received([reply], request)) == verdict
 
 
-def begun(**fields: Any) -> httpx.Response:
+def started(**fields: Any) -> httpx.Response:
     headers = {"location": f"/v1/requests/{ID}", **HEADERS}
     return httpx.Response(202, json={"id": ID, "status": "running", **fields}, headers=headers)
 
@@ -216,14 +216,14 @@ def seen(status: str = "completed", **fields: Any) -> httpx.Response:
 
 
 BAD_POLLS = {
-    "right": ([begun(), seen("running"), seen()], ""),
-    "another id": ([begun(), seen(id="cd34")], "malformed"),
-    "another id in its answer": ([begun(), seen(response={**WHOLE_BODY, "id": "cmpl-cd34"})], "malformed"),
-    "no answer": ([begun(), seen(response=None)], "untyped"),
-    "an error": ([begun(), seen("failed", **failure(500))], "errors"),
-    "an error that has passed": ([begun(), seen("failed", **failure())], "errors"),
-    "cancelled by nobody": ([begun(), seen("cancelled")], "untyped"),
-    "another status": ([begun(), seen("lost")], "untyped"),
+    "right": ([started(), seen("running"), seen()], ""),
+    "another id": ([started(), seen(id="cd34")], "malformed"),
+    "another id in its answer": ([started(), seen(response={**WHOLE_BODY, "id": "cmpl-cd34"})], "malformed"),
+    "no answer": ([started(), seen(response=None)], "untyped"),
+    "an error": ([started(), seen("failed", **failure(500))], "errors"),
+    "an error that has passed": ([started(), seen("failed", **failure())], "errors"),
+    "cancelled without a request": ([started(), seen("cancelled")], "untyped"),
+    "another status": ([started(), seen("lost")], "untyped"),
 }
 
 
@@ -231,14 +231,14 @@ BAD_POLLS = {
 async def test_a_bad_background_request_has_a_verdict(name: str) -> None:
     replies, verdict = BAD_POLLS[name]
     request = Request(POLLING, "greedy", PATH, BODY)
-    assert judged(request, await asked([begun(), seen()], request), await asked(replies, request)) == verdict
+    assert judged(request, await received([started(), seen()], request), await received(replies, request)) == verdict
 
 
 async def test_one_that_is_attached_to_is_read_as_a_stream() -> None:
     request = Request(BACKGROUND, "greedy", PATH, BODY)
-    right = await asked([begun(), events(*RIGHT)], request)
-    assert judged(request, right, await asked([begun(), events(ONE, TWO, LAST)], request)) == "untyped"
-    assert judged(request, right, await asked([begun(id="cd34"), events(*RIGHT)], request)) == "malformed"
+    right = await received([started(), events(*RIGHT)], request)
+    assert judged(request, right, await received([started(), events(ONE, TWO, LAST)], request)) == "untyped"
+    assert judged(request, right, await received([started(id="cd34"), events(*RIGHT)], request)) == "malformed"
 
 
 def message(place: str, text: str = "", *tokens: int, **fields: Any) -> pb.GenerateResponse:
@@ -249,7 +249,7 @@ FIRST = message("1", "one", 1)
 TOLD = types_pb2.Usage(prompt_tokens=3, completion_tokens=2)
 SECOND = message("2eu", " two", 2, finish_reason=types_pb2.FINISH_REASON_STOP, usage=TOLD)
 OTHER = pb.GenerateResponse.FromString(SECOND.SerializeToString().replace(ID.encode(), b"cd34"))
-Said = pb.GenerateResponse | pb.ResumeResponse | tuple[grpc.StatusCode, str, int]
+Reply = pb.GenerateResponse | pb.ResumeResponse | tuple[grpc.StatusCode, str, int]
 
 
 class Scripted(InferenceServicer):
@@ -257,32 +257,32 @@ class Scripted(InferenceServicer):
     is beside it, 0 for none.
     """
 
-    def __init__(self, calls: list[list[Said]]) -> None:
+    def __init__(self, calls: list[list[Reply]]) -> None:
         self._calls = list(calls)
 
     async def Generate(self, _request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         for each in self._next():
-            yield await _told(each, context)
+            yield await _reply(each, context)
 
     async def Resume(self, _request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         for each in self._next():
-            told = await _told(each, context)
-            yield pb.ResumeResponse(generate=told)
+            reply = await _reply(each, context)
+            yield pb.ResumeResponse(generate=reply)
 
-    def _next(self) -> Iterator[Said]:
+    def _next(self) -> Iterator[Reply]:
         return iter(self._calls.pop(0) if len(self._calls) > 1 else self._calls[0])
 
 
-async def _told(said: Said, context: Any) -> Any:
-    if not isinstance(said, tuple):
-        return said
-    status, words, code = said
+async def _reply(reply: Reply, context: Any) -> Any:
+    if not isinstance(reply, tuple):
+        return reply
+    status, words, code = reply
     error = types_pb2.Error(code=code, message="Why.").SerializeToString()  # type: ignore[arg-type]
     await context.abort(status, words, (("quire-error-bin", error),) if code else ())
 
 
 @asynccontextmanager
-async def serving(calls: list[list[Said]]) -> AsyncIterator[str]:
+async def serving(calls: list[list[Reply]]) -> AsyncIterator[str]:
     server = grpc.aio.server()
     add_InferenceServicer_to_server(Scripted(calls), server)  # type: ignore[abstract]
     port = server.add_insecure_port("127.0.0.1:0")
@@ -293,7 +293,7 @@ async def serving(calls: list[list[Said]]) -> AsyncIterator[str]:
         await server.stop(0)
 
 
-async def called(calls: list[list[Said]]) -> Answer:
+async def called(calls: list[list[Reply]]) -> Answer:
     request = Request(RPC, "greedy", PATH, BODY)
     async with serving(calls) as address, httpx.AsyncClient() as http:
         stack: Any = SimpleNamespace(fronts=[SimpleNamespace(grpc_address=address)], urls=[])
@@ -301,13 +301,13 @@ async def called(calls: list[list[Said]]) -> Answer:
 
 
 BUSY, GONE, OURS = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INTERNAL
-BAD_CALLS: dict[str, tuple[list[list[Said]], str]] = {
+BAD_CALLS: dict[str, tuple[list[list[Reply]], str]] = {
     "right": ([[FIRST, SECOND]], ""),
     "right after a break": ([[FIRST, (BUSY, "Socket closed", 0)], [SECOND]], ""),
     "right after an error that passes": ([[FIRST, (BUSY, "Why.", 7)], [SECOND]], ""),
     "a message that says nothing": ([[FIRST, message("1"), SECOND]], "malformed"),
     "a message that says nothing at another place": ([[FIRST, message("-"), SECOND]], "malformed"),
-    "a token told again": ([[FIRST, (BUSY, "Why.", 7)], [FIRST, SECOND]], "malformed"),
+    "a token sent again": ([[FIRST, (BUSY, "Why.", 7)], [FIRST, SECOND]], "malformed"),
     "a token lost": ([[message("2eu", "one", 1, finish_reason=1, usage=TOLD)]], "malformed"),
     "a token lost, and its place": ([[message("1eu", "one", 1, finish_reason=1, usage=TOLD)]], "lost"),
     "another token": ([[message("1", "one", 3), SECOND]], "changed"),

@@ -182,8 +182,8 @@ def test_a_usage_that_is_missing_is_lost_and_one_that_is_another_is_changed() ->
 def test_a_place_that_is_no_place_or_none_after_the_last_is_malformed(places: list[str]) -> None:
     got = Answer()
     got.take({"choices": [{"index": 0, "text": "one two", "logprobs": logprobs("one")}]})
-    for place in places:
-        got.reach(place)
+    for event_id in places:
+        got.reach(event_id)
     assert got.malformed
 
 
@@ -337,7 +337,7 @@ def test_a_typed_error_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "status"),
+    ("body", "status"),
     [
         (error(), 500),
         (error(code="internal"), 404),
@@ -352,9 +352,9 @@ def test_a_typed_error_is_read() -> None:
         (None, 404),
     ],
 )
-def test_an_untyped_error_is_recognised(said: Any, status: int) -> None:
+def test_an_untyped_error_is_recognised(body: Any, status: int) -> None:
     with pytest.raises(UntypedError):
-        of_rest(said, status)
+        of_rest(body, status)
 
 
 def test_a_run_of_nothing_is_not_clean_and_what_is_left_is_counted() -> None:

@@ -37,7 +37,7 @@ CROSSING = "crossing"
 UNWATCHED = (BACKGROUND, POLLING)
 _WAYS = (STREAM, RPC, STREAM, WHOLE, BACKGROUND, CROSSING, POLLING)
 _WAYS_OF_SEARCHES = (WHOLE, RPC, POLLING)  # nothing of them can be streamed over REST
-_WAYS_OF_LISTS = (STREAM, WHOLE, CROSSING)  # the gRPC API takes one prompt, but tells such an answer to its end
+_WAYS_OF_LISTS = (STREAM, WHOLE, CROSSING)  # the gRPC API takes one prompt, but streams such a response to its end
 _WITHOUT_KEY = 0.25
 Body = tuple[str, dict[str, Any]]
 
@@ -55,7 +55,7 @@ class Request:
 
     @property
     def credentials(self) -> dict[str, str]:
-        """The headers that say who asks."""
+        """The headers with the client's key."""
         return {"Authorization": f"Bearer {KEYS[self.tenant]}"} if self.tenant else {}
 
     @property
@@ -70,12 +70,12 @@ class Request:
 
     @property
     def crosses(self) -> bool:
-        """Whether its answer comes in events of both APIs, of which only one tells tokens."""
+        """Whether its answer comes in events of both APIs, of which only one has token ids."""
         return self.way == CROSSING
 
     @property
     def searches(self) -> bool:
-        """Whether more outputs are made than told."""
+        """Whether more outputs are generated than returned."""
         return "best_of" in self.body or "beam_width" in self.body
 
     @property
@@ -181,7 +181,7 @@ def _forced(chance: random.Random) -> Body:
 
 def _called(chance: random.Random) -> Body:
     """The model begins calls of its own accord. A grammar holds those of strict tools to their schema, and others are
-    what the model makes of them, so mostly none: the reader holds back what may become one, and tells it as text.
+    what the model makes of them, so mostly none: the reader holds back what may become one, and emits it as text.
     """
     tools = _calling("auto", strict=chance.random() < 0.7)
     return _chat(chance, **tools, temperature=1.5, logit_bias={str(CALL): chance.choice([15, 16, 17])})
