@@ -1,5 +1,6 @@
 """``RequestResumer``: how the answer to an earlier request is continued. It is replayed from its record, followed while
-another router writes that, and claimed when no router holds its lease.
+another router writes that, and claimed when no router holds its lease. And ``BackgroundRequests``, which run without a
+client, orphans that were claimed among them.
 """
 
 import asyncio
@@ -7,12 +8,14 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 from quire_proto.text.tokenizer import ModelTokenizer
 
-from quire_router.core.errors import consumer_deadline_exceeded, record_lost, shutting_down
+from quire_router.core import metrics
+from quire_router.core.errors import background_full, consumer_deadline_exceeded, record_lost, shutting_down
 from quire_router.core.generation import (
     NO_USAGE,
     Delta,
@@ -25,13 +28,17 @@ from quire_router.core.generation import (
 from quire_router.engines.output_stream import Output
 from quire_router.journal.base import Journal, Lease, RecordedDelta, RequestRecord, decode_error
 from quire_router.requests.deltas import chunked, mark_replayed, split_at_cursor, with_usage, yielding_to_loop
-from quire_router.requests.registry import BackgroundRequests, RequestRegistry
 from quire_router.requests.state import create_choices
+
+if TYPE_CHECKING:
+    from quire_router.requests.runner import RequestRegistry
 
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL = 0.05  # seconds between two polls of a record that another router writes
 MAX_POLLS_PER_SECOND = 400  # of all that follow records here
+MAX_ORPHANS = 256  # background requests beyond which no orphans are claimed
+MAX_ORPHAN_TOKENS = 16_777_216  # of all that were claimed and run, prompts and answers so far: 64 MiB
 
 
 class RequestResumer:
@@ -44,8 +51,8 @@ class RequestResumer:
         self,
         journal: Journal,
         tokenizers: Mapping[str, ModelTokenizer],
-        registry: RequestRegistry,
-        background: BackgroundRequests,
+        registry: "RequestRegistry",
+        background: "BackgroundRequests",
         resume_claimed: Callable[[RequestRecord, Lease, ResponseConsumer], OwnedDeltaStream],
     ) -> None:
         self._journal = journal
@@ -224,3 +231,51 @@ class Replayer:
             delta = mark_replayed(choice.process(part), len(choice.token_ids), self._cursor)
             yield replace(delta, prompt_logprobs=prompt) if prompt else delta
             prompt = []
+
+
+class BackgroundRequests:
+    """Runs requests without a client, at most ``limit`` at a time: reads their answers to the end."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._tokens = 0
+
+    @property
+    def has_orphan_capacity(self) -> bool:
+        """Whether orphans are to be claimed: when a router dies, all of its background requests come at once, so their
+        number and their tokens are bounded.
+        """
+        return len(self._tasks) < min(MAX_ORPHANS, self._limit) and self._tokens < MAX_ORPHAN_TOKENS
+
+    def check_capacity(self) -> None:
+        """Raises ``QuireError`` OVERLOADED when there are as many as there may be."""
+        if len(self._tasks) >= self._limit:
+            metrics.REJECTIONS.labels(ErrorCode.OVERLOADED.name.lower()).inc()
+            raise background_full(self._limit)
+
+    def run(self, answer: AsyncGenerator[Delta], tokens: int = 0) -> None:
+        """Starts to read an answer; ``tokens`` are those of an orphan when it was claimed."""
+        task = asyncio.create_task(_read_to_end(answer), name="background request")
+        self._tasks.add(task)
+        self._tokens += tokens
+
+        def ended(_: object) -> None:
+            self._tasks.discard(task)
+            self._tokens -= tokens
+
+        task.add_done_callback(ended)
+
+    async def wait(self) -> None:
+        """Waits until all of them have ended."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+
+async def _read_to_end(answer: AsyncGenerator[Delta]) -> None:
+    try:
+        async with aclosing(answer) as deltas:
+            async for _ in deltas:
+                pass
+    except QuireError as error:
+        log.info("a background request ended: %s", error.code.name)

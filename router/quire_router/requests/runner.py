@@ -1,9 +1,15 @@
-"""Runs a request from admission to its end: place, dispatch, stream, recover, finish."""
+"""Runs a request from admission to its end: place, dispatch, stream, recover, finish (``RequestRunner``); and the
+requests that this router runs now, by their ids: counted, timed and drained (``RequestRegistry``).
+"""
 
+import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager
 from dataclasses import replace
+from functools import partial
+from time import time
 
 from opentelemetry import context
 from quire_proto.errors import ErrorCode, QuireError, internal
@@ -14,7 +20,7 @@ from quire_proto.tracing import traceparent
 from quire_router.admission.limits import RateLimiter, Reservation
 from quire_router.admission.tenants import Tenants
 from quire_router.core import metrics
-from quire_router.core.errors import engines_lost
+from quire_router.core.errors import engines_lost, lease_lost, request_timed_out, shutting_down
 from quire_router.core.generation import (
     Delta,
     DeltaStream,
@@ -29,8 +35,7 @@ from quire_router.engines.pool import EnginePool
 from quire_router.journal.base import Journal, Lease, RequestRecord, encode_error
 from quire_router.placement.placer import PlacementDecision, Placer, route_header
 from quire_router.requests.dispatch import Dispatcher, attempt_span
-from quire_router.requests.registry import BackgroundRequests, RequestRegistry
-from quire_router.requests.resume import RequestResumer
+from quire_router.requests.resume import BackgroundRequests, RequestResumer
 from quire_router.requests.state import RequestState
 
 log = logging.getLogger(__name__)
@@ -312,3 +317,134 @@ class RequestRunner:
         else:
             state.consumer.prompt_group.failed = True
             state.finish(FinishReason.ERROR, encode_error(error))
+
+
+class RequestRegistry:
+    """Requests whose record is leased by this router, until it is closed or released; the ``LeaseListener`` of those
+    records. ``timeout`` seconds, where given, end a request with DEADLINE, as its own deadline does; that of its
+    consumer ends the answer only. ``on_change`` is called when their number has changed.
+    """
+
+    def __init__(self, timeout: float | None = None) -> None:
+        self._timeout = timeout
+        self.on_change: Callable[[], None] = lambda: None
+        self._requests: dict[str, RequestState] = {}
+        self._of_model: Counter[str] = Counter()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = self._drained = False
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def of_model(self, model: str) -> int:
+        """Returns how many are of this model: those that wait for an engine, and those that run on one."""
+        return self._of_model[model]
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused."""
+        return self._draining
+
+    @property
+    def drained(self) -> bool:
+        """Whether the time is over that running requests had to end."""
+        return self._drained
+
+    def check_accepting(self) -> None:
+        """Raises ``QuireError`` UNAVAILABLE once the router is shutting down."""
+        if self._draining:
+            metrics.REJECTIONS.labels("unavailable").inc()
+            raise shutting_down()
+
+    def check_unused(self, request_id: str) -> None:
+        """Raises ``QuireError`` INTERNAL for an id that is in use."""
+        if request_id in self._requests:
+            log.error("request id %s is in use twice", request_id)
+            raise internal()
+
+    @contextmanager
+    def track(self, state: RequestState) -> Iterator[None]:
+        """Counts the request as in flight until the block ends; an answer that is not complete by then is released, or
+        aborted.
+        """
+        model, timers = state.generation.model, self._start_timers(state)
+        self._requests[state.id] = state
+        self._idle.clear()
+        self._count(model, 1)
+        metrics.PROMPT_TOKENS.labels(model).inc(len(state.generation.prompt_token_ids))
+        try:
+            yield
+        finally:
+            _release_or_abort(state)
+            for timer in timers:
+                timer.cancel()
+            self._count(model, -1)
+            if self._requests.get(state.id) is state:  # else the same came twice, and the journal held neither
+                del self._requests[state.id]
+            if not self._requests:
+                self._idle.set()
+
+    async def drain(self, timeout: float) -> None:  # noqa: ASYNC109 - what is left then is ended, not cancelled
+        """Closes the door, lets requests end within ``timeout`` seconds, then ends the rest with UNAVAILABLE, for
+        others to continue.
+        """
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            for state in list(self._requests.values()):
+                state.interrupt(shutting_down())
+        self._drained = True
+
+    def on_cancelled(self, request_id: str) -> None:
+        """Somebody asked for the request to be ended."""
+        state = self._requests.get(request_id)
+        if state is not None:
+            state.interrupt(None)
+
+    def on_lease_lost(self, request_id: str) -> None:
+        """Interrupts a request that another router continues, as the lease of this one had expired."""
+        state = self._requests.get(request_id)
+        if state is not None:
+            state.interrupt(lease_lost())
+
+    def _count(self, model: str, more: int) -> None:
+        self._of_model[model] += more
+        metrics.IN_FLIGHT.labels(model).inc(more)
+        metrics.LOAD.labels(model).inc(more)
+        self.on_change()
+
+    def _start_timers(self, state: RequestState) -> list[asyncio.TimerHandle]:
+        """Starts the timers that end the request at its deadline, and only its answer at that of its consumer."""
+        ends: list[tuple[float | None, Callable[[], None]]] = [
+            (self._timeout_for(state.generation), partial(_time_out, state)),
+            (state.consumer.seconds_left, state.end_for_consumer),
+        ]
+        loop = asyncio.get_running_loop()
+        return [loop.call_later(seconds, end) for seconds, end in ends if seconds is not None]
+
+    def _timeout_for(self, request: GenerationRequest) -> float | None:
+        """How long a request may take from now on."""
+        if request.deadline is None:
+            return self._timeout
+        left = max(0.0, request.deadline - time())
+        return left if self._timeout is None else min(left, self._timeout)
+
+
+def _time_out(state: RequestState) -> None:
+    state.interrupt(request_timed_out())
+
+
+def _release_or_abort(state: RequestState) -> None:
+    """Ends a request whose client disconnected before the answer was complete: it is released if it can be resumed and
+    was not cancelled.
+    """
+    if state.resumable and not state.cancelled:
+        state.release()
+    else:
+        state.finish(FinishReason.ABORT)

@@ -189,7 +189,7 @@ SHORT_TASKS = {
     "router/quire_router/api/multi_prompt.py": {"_merged"},
     "router/quire_router/autoscale/keda.py": {"Relay._relay"},  # a connection's
     "router/quire_router/autoscale/scaling_server.py": {"TlsServer._accept"},  # a handshake, within its time
-    "router/quire_router/requests/registry.py": {"BackgroundRequests.run"},
+    "router/quire_router/requests/resume.py": {"BackgroundRequests.run"},
     "router/quire_router/engines/pool.py": {"EnginePool._remove_if_idle"},  # closes a link
     "router/quire_router/journal/redis/redis_journal.py": {"RedisJournal.open_if_absent"},
     "router/quire_router/requests/dispatch.py": {"Dispatcher._wait"},

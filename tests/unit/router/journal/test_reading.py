@@ -17,8 +17,8 @@ from quire_router.journal.base import Journal, RecordedDelta, RequestRecord
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis.redis_connection import keys
 from quire_router.journal.token_log import CHUNK_VALUES, MAX_INLINE_VALUES, DeltaMerger, TokenLogReader, read_chunk
-from quire_router.requests.registry import BackgroundRequests, RequestRegistry
-from quire_router.requests.resume import RequestResumer
+from quire_router.requests.resume import BackgroundRequests, RequestResumer
+from quire_router.requests.runner import RequestRegistry
 
 from tests.support.journals import append_tokens, by_choice
 from tests.support.record_strategies import deliver, deltas, possible

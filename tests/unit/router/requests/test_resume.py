@@ -38,7 +38,7 @@ from quire_router.journal.base import (
     RequestRecord,
 )
 from quire_router.journal.memory import MemoryJournal
-from quire_router.requests import registry as background
+from quire_router.requests import resume
 from quire_router.requests.deltas import CHUNK_TOKENS
 from quire_router.requests.resume import Replayer
 from quire_router.requests.runner import RequestRunner
@@ -545,7 +545,7 @@ async def test_requests_without_a_reader_are_bounded() -> None:
 
 
 async def test_concurrent_adoptions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "MAX_ORPHAN_TOKENS", 2 * streamed().stored_size)
+    monkeypatch.setattr(resume, "MAX_ORPHAN_TOKENS", 2 * streamed().stored_size)
     async with open_runner() as place:
         for name in "abc":
             place.journal.release(place.journal.open(streamed(request_id=name, background=True, stream=False)))
