@@ -64,7 +64,7 @@ if (_number := worker_number()) is not None:
     # Its metrics are in files. Named by its number, they are gone on with by the worker that takes its place; named by
     # its process id, as the library does by itself, they would be more with each worker that dies.
     values.ValueClass = values.MultiProcessValue(lambda: _number)  # type: ignore[no-untyped-call]
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a second sample for each counter, which nobody reads
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second sample for each counter, of no use here
 
 REQUESTS = Counter(
     Metric.REQUESTS,
