@@ -259,7 +259,7 @@ def decode_usage(text: bytes) -> Usage:
     """The usage. Raises ``ValueError`` if it is none."""
     counts = [int(count) for count in text.split()]
     if not all(0 <= count < 2**31 for count in counts):
-        raise ValueError("nobody uses so many tokens")
+        raise ValueError("no request uses so many tokens")
     return Usage(*counts) if counts else NO_USAGE
 
 
