@@ -1,4 +1,4 @@
-# The one door for people. `make up` and `make test` create the environment in .venv if there is none.
+# The entry point for developers. `make up` and `make test` create the environment in .venv if there is none.
 
 PYTHON ?= python3
 VENV   := .venv

@@ -3,7 +3,7 @@
 #   docker build --file docker/engine.Dockerfile --target cuda --tag quire-engine:0.1.0-cuda .
 # docker/README.md says where torch and FlashInfer are taken from.
 
-# The Python that the tests run with. BASE_DIGEST (sha256:…) pins the very bytes.
+# The Python that the tests run with. BASE_DIGEST (sha256:…) pins the image's contents.
 ARG BASE=python:3.11.15-slim-bookworm
 ARG BASE_DIGEST=
 
@@ -31,7 +31,7 @@ COPY engine ./engine
 RUN python -m pip --python /opt/quire/bin/python install --quiet --constraint constraints.txt ./proto ./engine
 # For every kind of processor, not only for this one: the image has no compiler, and its root may be read-only.
 RUN /opt/quire/bin/python -m quire_engine.kernels
-# A quarter of it all: tests, and what is needed to compile against torch.
+# A quarter of the size: tests, and the files for compiling against torch.
 RUN find /opt/quire -type d -name tests -prune -exec rm -r {} + \
  && rm -rf /opt/quire/lib/python*/site-packages/torch/include /opt/quire/lib/python*/site-packages/torch/test
 
@@ -53,18 +53,18 @@ RUN test -n "${FLASHINFER_INDEX}" || { echo "Set FLASHINFER_INDEX: the index of 
       --index-url "${FLASHINFER_INDEX}" "flashinfer-jit-cache==${version}"
 RUN /opt/quire/bin/python -m quire_engine.kernels
 
-# What both targets are but for their environment.
+# All of both targets but their environment.
 FROM ${BASE}${BASE_DIGEST:+@${BASE_DIGEST}} AS runtime
 LABEL org.opencontainers.image.title="quire-engine" \
       org.opencontainers.image.description="Quire's engine: paged KV memory, continuous batching, swapping" \
       org.opencontainers.image.licenses="Apache-2.0"
-# What installs packages, and programs that run as another user, have no use at run time.
+# Package installers and setuid programs are not needed at run time.
 RUN python -m pip uninstall --quiet --yes setuptools wheel pip \
  && find / -xdev -type f -perm /6000 -exec chmod a-s {} + \
  && groupadd --gid 10001 quire \
  && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin quire
 COPY LICENSE /usr/share/doc/quire/LICENSE
-# The root may be read-only: whatever a library wants to keep goes to /tmp.
+# The root may be read-only: libraries write their caches to /tmp.
 ENV PATH=/opt/quire/bin:${PATH} \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \

@@ -1,7 +1,7 @@
 # The router: quire_router, quire_proto and what they import. No torch, no compiler, no pip.
 #   docker build --file docker/router.Dockerfile --tag quire-router:0.1.0 .
 
-# The Python that the tests run with. BASE_DIGEST (sha256:…) pins the very bytes.
+# The Python that the tests run with. BASE_DIGEST (sha256:…) pins the image's contents.
 ARG BASE=python:3.11.15-slim-bookworm
 ARG BASE_DIGEST=
 
@@ -13,7 +13,7 @@ WORKDIR /src
 COPY constraints.txt ./
 COPY proto ./proto
 COPY router ./router
-# First everything as wheels, then an environment of nothing but these.
+# First builds all wheels, then an environment of nothing but these.
 RUN python -m pip wheel --quiet --wheel-dir /wheels --constraint constraints.txt ./proto ./router
 RUN python -m venv --without-pip /opt/quire \
  && python -m pip --python /opt/quire/bin/python install --quiet --no-index --find-links /wheels quire-router \
@@ -23,14 +23,14 @@ FROM ${BASE}${BASE_DIGEST:+@${BASE_DIGEST}} AS router
 LABEL org.opencontainers.image.title="quire-router" \
       org.opencontainers.image.description="Quire's router: OpenAI-style REST and gRPC in front of a fleet of engines" \
       org.opencontainers.image.licenses="Apache-2.0"
-# What installs packages, and programs that run as another user, have no use at run time.
+# Package installers and setuid programs are not needed at run time.
 RUN python -m pip uninstall --quiet --yes setuptools wheel pip \
  && find / -xdev -type f -perm /6000 -exec chmod a-s {} + \
  && groupadd --gid 10001 quire \
  && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin quire
 COPY --from=build /opt/quire /opt/quire
 COPY LICENSE /usr/share/doc/quire/LICENSE
-# The root may be read-only: nothing is written but to /tmp, and there only by --workers.
+# The root may be read-only: only --workers writes files, to /tmp.
 ENV PATH=/opt/quire/bin:${PATH} \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \

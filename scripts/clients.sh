@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Puts clients that others wrote into the folder $1, each in an environment of its own: tests/clients drives them.
-# What cannot be had here (Node, Go) is left out, and its tests skip.
+# Installs third-party clients into the folder $1, each in an environment of its own: tests/clients drives them.
+# Clients that cannot be installed here (without Node or Go) are left out, and their tests skip.
 set -eu
 cd "$(dirname "$0")/.."
 programs="$PWD/tests/clients/programs"

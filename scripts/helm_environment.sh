@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes the environment of the chart's tests in the folder $1. Helm's library needs Python 3.12 or later: where there is
-# none, nothing is made, and those tests skip.
+# Creates the environment of the chart's tests in the folder $1. Helm's library needs Python 3.12 or later: without it
+# nothing is created, and those tests skip.
 set -eu
 cd "$(dirname "$0")/.."
 

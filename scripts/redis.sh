@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes sure that redis-server is on the PATH: takes the machine's, or installs it where the machine lets us.
+# Makes sure that redis-server is on the PATH: uses the one of the machine, or installs it if that is permitted.
 set -u
 command -v redis-server >/dev/null && exit 0
 command -v apt-get >/dev/null || { echo "redis-server is missing and cannot be installed here" >&2; exit 1; }
