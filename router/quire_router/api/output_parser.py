@@ -48,7 +48,7 @@ class ParsedDelta:
 
 class OutputParser:
     """Parses one choice. What it has returned after some text depends on that text alone and not on how it was chunked:
-    so a response can be resumed with other chunks than it was started with.
+    so a response can be resumed with other chunks than before.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ class StreamEnd(Enum):
     COMPLETED = auto()
     """The engine has ended the last choice."""
     STOPPED = auto()
-    """A stop string, of which the engine knows nothing, has ended the last choice."""
+    """A stop string, which the engine does not see, has ended the last choice."""
     ABORTED = auto()
     """The request was cancelled: every open choice ends with ``FinishReason.ABORT``."""
     CLOSED = auto()

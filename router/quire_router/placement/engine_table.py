@@ -220,10 +220,10 @@ OUTLIER_THRESHOLD = 0.25
 """Relative difference from the median step time below which an engine counts as one of the usual kind."""
 
 SHORT_PROMPT = 256
-"""Tokens of the short prompt by which kinds of engines are told apart."""
+"""Tokens of the short prompt whose step time distinguishes kinds of engines."""
 
 STEP_TIMES_TTL = 60.0
-"""Seconds after its last step for which an engine's step times are believed."""
+"""Seconds after its last step for which an engine's own step times are used."""
 
 SPEED_TTL = 0.05
 """Seconds for which speeds are reused after an engine reported new step times. In a large fleet some engine has new
@@ -302,14 +302,14 @@ def cluster_step_times(engines: EngineColumns, stepped: Flags) -> StepTimeColumn
     """Returns the mean step times of the usual kind of engine; outliers keep their own. ``stepped`` are the engines
     that ``stepped_recently``.
 
-    Step times are fitted to an engine's last steps and move with what these were. Believed to the last percent, one
-    engine after the other would look like the fastest and draw all requests. How long a step takes that is full of
-    prompts, and one with a short prompt, is known well and tells of which kind an engine is. How much of that is the
-    step's own is known less well, and what a sequence adds depends on how long those are that it runs.
+    Step times are fitted to an engine's last steps and move with these. If differences of a percent counted, one engine
+    after the other would look like the fastest and draw all requests. The times of a step full of prompts, and of one
+    with a short prompt, are known well and decide of which kind an engine is. The fixed part of a step is known less
+    well, and what a sequence adds depends on the lengths of the sequences that run.
 
-    An engine that has not reported step times, or has not made a step for long, would with slow ones get no request and
-    so never report others: it is taken to be of the usual kind. That is the kind of the median, which one engine that
-    is far off does not move.
+    An engine that has not reported step times, or has not made a step for long, counts as one of the usual kind: with
+    slower times it would get no request, and so never report others. The usual kind is that of the median, which one
+    outlier does not move.
     """
     measured = engines.measured > 0
     recent = measured & stepped

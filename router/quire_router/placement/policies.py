@@ -379,7 +379,7 @@ class LlmD:
     """The highest ``2 · queue + 2 · (1 - kv) + 3 · prefix``: the scorers that llm-d's router has by default, each from
     0 to 1. ``queue`` is 1 where the fewest wait and 0 where the most do, ``kv`` the part of the blocks in use,
     ``prefix`` the part of the prompt that is cached. From ``pkg/epp/config/loader/defaults.go`` of
-    llm-d/llm-d-router, whose queue is what an engine's metrics last said; here it is counted at dispatch.
+    llm-d/llm-d-router, whose queue is as old as the last scrape of an engine's metrics; here it is counted at dispatch.
     """
 
     def choose(self, query: PlacementQuery, table: EngineTable) -> int:

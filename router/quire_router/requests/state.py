@@ -284,7 +284,7 @@ class RequestState:
         choice, reason = self._choices[output.index], output.finish_reason
         deltas = self._to_deltas(choice, output)
         if deltas[-1].finish_reason is not reason and self._outputs is not None:
-            self._outputs.cancel(choice.index)  # a stop string, of which the engine knows nothing
+            self._outputs.cancel(choice.index)  # at a stop string, which the engine does not see
         return self._emit(deltas)
 
     def try_direct_write(self, output: Output) -> bool:

@@ -368,7 +368,7 @@ class HttpExchange:
         return self.values("authorization") or [f"Bearer {key}" for name in KEY_HEADERS for key in self.values(name)]
 
     def check_json_body(self, max_bytes: int) -> None:
-        """Raises ``HttpError`` for a body that is not said to be JSON, or to have more than ``max_bytes``."""
+        """Raises ``HttpError`` if the headers declare another type than JSON, or more than ``max_bytes``."""
         if self.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise not_json()
         if self.content_length > max_bytes:

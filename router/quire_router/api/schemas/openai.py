@@ -1,8 +1,8 @@
 """Request bodies as pydantic models: the OpenAI API's fields, and those that vLLM or this service add to it.
 
 REST and gRPC both build these objects, so that what one refuses the other refuses. Parameters of other servers that
-would change the response are refused here too, with what to use instead (``UNSUPPORTED``). The form of an output can be
-said in OpenAI's words, in vLLM's newer and older ones and in SGLang's: all become one ``Structured``.
+would change the response are refused here too, with what to use instead (``UNSUPPORTED``). Structured
+output has OpenAI's field names, vLLM's newer and older ones, and SGLang's: all become one ``Structured``.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
