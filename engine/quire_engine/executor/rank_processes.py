@@ -113,7 +113,7 @@ class RankWorkers:
             self._failures.record_success()
 
     def call_failed(self, collectives: int, error: Exception) -> None:
-        """The latest call has failed on rank 0, after it had begun ``collectives`` collectives. Returns when it has
+        """The latest call has failed on rank 0, after it had started ``collectives`` collectives. Returns when it has
         failed on all ranks alike. Raises ``RankError`` when it has not.
         """
         with self._changed:
@@ -270,7 +270,7 @@ class RankWorkers:
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """A rank's failure in the call ``call_number``, after it had begun ``collectives`` collectives. With
+    """A rank's failure in the call ``call_number``, after it had started ``collectives`` collectives. With
     ``user_error``, ``reason`` is a whole sentence for the user who chose the settings.
     """
 

@@ -3,7 +3,7 @@
 ``TransformersConfig`` reads the folder and refuses what KV blocks or attention backends cannot serve.
 ``load_transformers_model`` loads the weights, and proves on two short sequences that paged attention changes nothing
 (see ``transformers_check``). transformers calls attention through two functions that are registered under own names:
-``paged_attention`` stores and attends in paged memory, ``probe_attention`` finds out what each layer asks for.
+``paged_attention`` stores and attends in paged memory, ``probe_attention`` records what each layer requires.
 """
 
 import logging
@@ -366,7 +366,7 @@ def probe_attention(
     scaling: float | None = None,
     **others: Any,
 ) -> AttentionOutput:
-    """Notes what the layer asks for, and returns zeros. Raises ``ModelError`` for what no backend can do."""
+    """Records what the layer requires, and returns zeros. Raises ``ModelError`` if no backend supports it."""
     if quire_probe is None:
         raise ModelError("Its layers do not hand on what their attention is called with.")
     _check_extra_arguments(others)

@@ -33,7 +33,7 @@ KERNELS = (
 )
 """Those that can be captured, as in ``cpu_graph.cpp``."""
 
-# What torch may be asked for during a capture: memory, and other views of it.
+# The torch operations that are allowed during a capture: they allocate memory or make views.
 _ALLOCATIONS = ("empty", "new_empty", "empty_like")
 _VIEWS = (
     *("view", "_unsafe_view", "reshape", "split", "split_with_sizes", "tensor_split", "chunk", "unbind", "slice"),
@@ -66,11 +66,11 @@ class CpuGraph:
 
 
 def capture(work: Callable[[], torch.Tensor]) -> CpuGraph:
-    """Runs ``work`` once, and captures what it asks of the kernels.
+    """Runs ``work`` once, and captures its calls of kernels.
 
-    ``work`` may call kernels, make new tensors and take views of tensors. Memory that it lets go of is used again
+    ``work`` may call kernels, make new tensors and take views of tensors. Memory that it frees is used again
     within the graph, and nowhere else; what it did not make itself must outlive the graph. Raises
-    ``NotCapturableError`` where it asks torch for anything else, after what it did before that.
+    ``NotCapturableError`` at the first other operation of torch; what came before it has been done.
     """
     kernels = library()
     if kernels is None:
@@ -133,7 +133,7 @@ class _Capture:
             case float() as number:
                 return int.from_bytes(struct.pack("<f", number), "little")
             case ctypes.Structure() as arguments:
-                # Callers use one struct again and again; this call had what stands in it now.
+                # Copied, because callers reuse one struct: its contents now are the arguments of this call.
                 self.structs.append(type(arguments).from_buffer_copy(arguments))
                 return ctypes.addressof(self.structs[-1])
         raise NotCapturableError(f"a kernel was called with {argument!r}")

@@ -46,7 +46,7 @@ class ReasoningPlacement(StrEnum):
 
 class ResponseOptions(BaseModel):
     """What writing a response needs of its request. Stored with the record (``GenerationRequest.shape``), so that
-    another router can write the response again; it never holds what was asked.
+    another router can write the response again; it never contains the prompt or the messages.
 
     ``include_usage`` ends a stream with the usage, and with ``continuous_usage`` each chunk before has it too.
     ``logprobs`` and ``prompt_logprobs`` are how many most probable tokens are shown beside each token of the output and

@@ -402,7 +402,7 @@ class RequestRegistry:
         self._drained = True
 
     def on_cancelled(self, request_id: str) -> None:
-        """Somebody asked for the request to be ended."""
+        """The request was cancelled, here or at another router."""
         state = self._requests.get(request_id)
         if state is not None:
             state.interrupt(None)

@@ -1,5 +1,5 @@
 """All runs of one command: each policy at each utilisation, on the same requests; with a flood of one tenant if that is
-asked for; and the tables that people read.
+asked for; and the tables of the report.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
