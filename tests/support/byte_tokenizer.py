@@ -13,8 +13,8 @@ def _letters() -> ModelTokenizer:
     return ModelTokenizer(tokenizer, None)
 
 
-TEXT = _letters()
+TOKENIZER = _letters()
 
 
 def tokens(text: str) -> list[int]:
-    return TEXT.encode(text)
+    return TOKENIZER.encode(text)

@@ -21,7 +21,7 @@ from quire_router.placement.prefix_index import HashesByNamespace
 from quire_router.requests.dispatch import Dispatcher
 from quire_router.requests.runner import RequestRunner
 
-from tests.support.byte_tokenizer import TEXT, tokens
+from tests.support.byte_tokenizer import TOKENIZER, tokens
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.waiting import until
 
@@ -116,7 +116,7 @@ async def open_runner(
     routing = Dispatcher(fleet, placer, queue, policy="first_idle", hold_timeout=hold_timeout)
     journal = journal or MemoryJournal()
     place = RunnerHarness(
-        RequestRunner(fleet, placer, routing, journal, {"m": TEXT}, **options), fleet, journal, engines
+        RequestRunner(fleet, placer, routing, journal, {"m": TOKENIZER}, **options), fleet, journal, engines
     )
     try:
         await place.ready(count if ready is None else ready)

@@ -37,7 +37,7 @@ from tests.support.model_folders import CHAT_TEMPLATE, byte_level
 MODEL = "tiny"
 MAX_MODEL_LEN = 64
 VOCAB_SIZE = byte_level().get_vocab_size()
-TEXT = ModelTokenizer(byte_level(), None)
+TOKENIZER = ModelTokenizer(byte_level(), None)
 Script = Sequence[str | Delta | FinishReason | Exception | asyncio.Event]
 ANSWER: Script = ("Hel", "lo ", "", "wörld", FinishReason.STOP)
 
@@ -290,14 +290,14 @@ def ends(generation: GenerationRequest, reason: FinishReason, tokens: int) -> It
 
 
 def text_of(token_ids: Sequence[int]) -> str:
-    output = TEXT.new_output_stream([], ())
+    output = TOKENIZER.new_output_stream([], ())
     return output.push(list(token_ids)) + output.finish()
 
 
 def script_of(text: str) -> Script:
     """A script that speaks ``text`` with the tokens that write it."""
-    output = TEXT.new_output_stream([], ())
-    return [*(Delta(output.push([each]), [each]) for each in TEXT.encode_plain(text)), FinishReason.STOP]
+    output = TOKENIZER.new_output_stream([], ())
+    return [*(Delta(output.push([each]), [each]) for each in TOKENIZER.encode_plain(text)), FinishReason.STOP]
 
 
 @dataclass
@@ -340,10 +340,10 @@ async def open_stage(
     """Serves until the block ends. Streams with ids have a comment after ``heartbeat`` seconds of silence, others after
     ``keepalive``. ``runner`` may take the place of the scripted one, and ``settings`` are the service's.
     """
-    texts = {MODEL: ModelTokenizer(byte_level(), ChatTemplate(template, {}, "the test"))}
+    tokenizers = {MODEL: ModelTokenizer(byte_level(), ChatTemplate(template, {}, "the test"))}
     fleet, scripted = ScriptedPool(), ScriptedRunner(script)
     service = ApiService(
-        texts, fleet, runner or scripted, StaticKeys(keys, file), ConcurrencyLimit(concurrent), **settings
+        tokenizers, fleet, runner or scripted, StaticKeys(keys, file), ConcurrencyLimit(concurrent), **settings
     )
     silence = KeepAlive(keepalive, heartbeat)
     app = build_api(service, max_body_bytes=max_body_bytes, client_timeout=patience, keepalive=silence)

@@ -40,8 +40,8 @@ def with_marks(*, special: bool) -> Tokenizer:
     return tokenizer
 
 
-def text_with(template: str, tokenizer: Tokenizer | None = None) -> ModelTokenizer:
-    """The text side of such a model."""
+def tokenizer_with(template: str, tokenizer: Tokenizer | None = None) -> ModelTokenizer:
+    """The tokenizer of such a model, which has this template."""
     return ModelTokenizer(tokenizer or byte_level(), ChatTemplate(template, {}, "the test"))
 
 

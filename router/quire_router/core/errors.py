@@ -36,7 +36,7 @@ class RefusalReason(StrEnum):
     MODEL = "model"
 
 
-RETRY_AFTER: Final = {ErrorCode.OVERLOADED: 1.0, ErrorCode.UNAVAILABLE: 5.0}
+_RETRY_AFTER: Final = {ErrorCode.OVERLOADED: 1.0, ErrorCode.UNAVAILABLE: 5.0}
 """For errors that pass, where nothing better is known."""
 RETRY_NOT_READY: Final = 2.0  # until an engine may be there
 _RETRY_BUSY = 1.0
@@ -169,7 +169,7 @@ def model_not_ready(model: str) -> QuireError:
 
 def no_engine_ready() -> QuireError:
     """No engine became ready for another attempt."""
-    return _none_ready("No engine is ready to run this model.", RETRY_AFTER[ErrorCode.UNAVAILABLE])
+    return _none_ready("No engine is ready to run this model.", _RETRY_AFTER[ErrorCode.UNAVAILABLE])
 
 
 def _none_ready(message: str, retry_after: float) -> QuireError:
@@ -179,13 +179,13 @@ def _none_ready(message: str, retry_after: float) -> QuireError:
 def engines_full() -> QuireError:
     """Every ready engine has refused the request."""
     code, message = ErrorCode.OVERLOADED, "Every engine that is ready has as many requests waiting as it takes."
-    return QuireError(code, message, retry_after=RETRY_AFTER[code], reason="engines_full")
+    return QuireError(code, message, retry_after=_RETRY_AFTER[code], reason="engines_full")
 
 
 def engines_lost() -> QuireError:
     """As many engines as may were lost with the request, without a token between them."""
     code, message = ErrorCode.UNAVAILABLE, "The engines that ran this request were lost."
-    return QuireError(code, message, retry_after=RETRY_AFTER[code])
+    return QuireError(code, message, retry_after=_RETRY_AFTER[code])
 
 
 def from_engine(error: QuireError) -> QuireError:
@@ -194,7 +194,7 @@ def from_engine(error: QuireError) -> QuireError:
     """
     if error.code is ErrorCode.CONFLICT:
         return internal()
-    wait = RETRY_AFTER.get(error.code)
+    wait = _RETRY_AFTER.get(error.code)
     return QuireError(error.code, error.message, param=error.param, retry_after=wait, reason=error.reason)
 
 
@@ -230,7 +230,7 @@ def stream_unread(seconds: float) -> QuireError:
 def output_unread() -> QuireError:
     """A client left its tokens unread for as long as it may (``--slow-client-timeout``)."""
     code, message = ErrorCode.OVERLOADED, "The client did not read its tokens in time."
-    return QuireError(code, message, retry_after=RETRY_AFTER[code])
+    return QuireError(code, message, retry_after=_RETRY_AFTER[code])
 
 
 # Stored requests and idempotency keys.
@@ -244,7 +244,7 @@ def journal_unavailable() -> QuireError:
 def lease_lost() -> QuireError:
     """The lease of the request's record expired, and another router has claimed it."""
     code, message = ErrorCode.UNAVAILABLE, "Another router goes on with this request."
-    return QuireError(code, message, retry_after=RETRY_AFTER[code])
+    return QuireError(code, message, retry_after=_RETRY_AFTER[code])
 
 
 def request_not_found() -> QuireError:

@@ -74,8 +74,8 @@ async def streaming_router() -> AsyncIterator[StreamingRouter]:
     port = free_port()
     flags = ["--http-port", str(port), "--grpc-port", str(free_port()), "--metrics-port", str(free_port())]
     flags += ["--model", "m=/nowhere", "--engine", address, "--api-key", KEY]
-    texts = {"m": ModelTokenizer(byte_level(), ChatTemplate(CHAT_TEMPLATE, {}, "the test"))}
-    router = Router(read_settings(Settings, flags), texts)
+    tokenizers = {"m": ModelTokenizer(byte_level(), ChatTemplate(CHAT_TEMPLATE, {}, "the test"))}
+    router = Router(read_settings(Settings, flags), tokenizers)
     running = asyncio.create_task(router.run())
     await asyncio.wait_for(engine.opened.get(), 20)
     await asyncio.sleep(0.1)

@@ -9,7 +9,7 @@ from quire_proto.text.tokenizer import MAX_WORD_CHARACTERS, MAX_WORDS, ModelToke
 
 from tests.support.model_folders import byte_level, sentencepiece_like
 
-TEXTS = {"byte level": byte_level(), "sentencepiece": sentencepiece_like()}
+TOKENIZERS = {"byte level": byte_level(), "sentencepiece": sentencepiece_like()}
 WORDS = st.lists(st.text("helo wrd", min_size=1, max_size=6).filter(str.strip), max_size=4)
 
 
@@ -17,7 +17,7 @@ def completed(ids: list[int], forbidden: tuple[tuple[int, ...], ...]) -> bool:
     return any(tuple(ids[at : at + len(word)]) == word for word in forbidden for at in range(len(ids)))
 
 
-@pytest.mark.parametrize("tokenizer", TEXTS.values(), ids=TEXTS.keys())
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS.keys())
 @settings(deadline=None)
 @given(words=WORDS)
 def test_no_text_that_is_a_bad_word_or_a_space_before_one_can_be_written_as_the_tokenizer_writes_it(tokenizer, words):
@@ -28,7 +28,7 @@ def test_no_text_that_is_a_bad_word_or_a_space_before_one_can_be_written_as_the_
             assert completed(tokenizer.encode(written, add_special_tokens=False).ids, forbidden)
 
 
-@pytest.mark.parametrize("tokenizer", TEXTS.values(), ids=TEXTS.keys())
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS.keys())
 @settings(deadline=None)
 @given(words=WORDS)
 def test_every_forbidden_sequence_writes_a_bad_word_and_is_listed_once(tokenizer, words):

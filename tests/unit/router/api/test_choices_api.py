@@ -21,8 +21,7 @@ from quire_router.api.request_limits import ConcurrencyLimit
 from quire_router.api.service import with_prompt_echo
 from quire_router.core.generation import Delta, GenerationRequest, Usage
 
-from tests.support.scripted_api import MODEL, VOCAB_SIZE, ask, chat, completion, open_stage, text_of
-from tests.support.scripted_api import TEXT as TOKENIZER
+from tests.support.scripted_api import MODEL, TOKENIZER, VOCAB_SIZE, ask, chat, completion, open_stage, text_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEXT = "Hello wörld"

@@ -15,7 +15,7 @@ from quire_router.api.rpc.servicer import DeltaMessages
 from quire_router.api.service import Response, started_choices, with_prompt_echo
 from quire_router.core.generation import Delta, GenerationRequest, StreamCursor, Usage
 
-from tests.support.scripted_api import MODEL, TEXT, as_had, events_of, logprobs_of
+from tests.support.scripted_api import MODEL, TOKENIZER, as_had, events_of, logprobs_of
 
 
 @dataclass
@@ -40,8 +40,8 @@ class RecordedAnswer:
 @st.composite
 def choices(draw, index: int, logprobs: bool) -> list[Delta]:
     """The deltas of one choice, of one to four tokens each; the finish reason is in the last or in one of its own."""
-    token_ids = TEXT.encode_plain(draw(st.text("aé😀", max_size=5)))
-    output, deltas = TEXT.new_output_stream([], ()), [Delta("", [], index=index)] * draw(st.integers(0, 1))
+    token_ids = TOKENIZER.encode_plain(draw(st.text("aé😀", max_size=5)))
+    output, deltas = TOKENIZER.new_output_stream([], ()), [Delta("", [], index=index)] * draw(st.integers(0, 1))
     while token_ids:
         count = draw(st.integers(1, 4))
         taken, token_ids = list(token_ids[:count]), token_ids[count:]
@@ -62,7 +62,7 @@ def recorded_answers(draw) -> RecordedAnswer:
     echo = operation != "chat" and draw(st.booleans())
     prompts = 1 if operation == "chat" else draw(st.integers(1, 2))
     params = SamplingParams(n=n, logprobs=logprobs)
-    prompt = list(TEXT.encode_plain("hi é"))
+    prompt = list(TOKENIZER.encode_plain("hi é"))
     generations = tuple(
         GenerationRequest(f"r_{number}", MODEL, prompt, params, echo=echo, operation=operation, created=1)
         for number in range(prompts)
@@ -79,7 +79,7 @@ def recorded_answers(draw) -> RecordedAnswer:
         deltas.append(draw(st.sampled_from([each for each in waiting if each])).pop(0))
     usage, alone = Usage(3, 9, 1), draw(st.booleans())
     deltas = [*deltas, Delta("", [], usage=usage)] if alone else [*deltas[:-1], replace(deltas[-1], usage=usage)]
-    return RecordedAnswer(PreparedRequest(generations, options, TEXT, event_ids=True), deltas)
+    return RecordedAnswer(PreparedRequest(generations, options, TOKENIZER, event_ids=True), deltas)
 
 
 async def stream(deltas: list[Delta]) -> AsyncGenerator[Delta]:
@@ -91,7 +91,9 @@ def response_after(answer: RecordedAnswer, after: str) -> Response:
     prepared, cursor = answer.prepared, StreamCursor.parse(after, answer.prepared.num_choices)
     deltas = stream(answer.deltas_after(cursor))
     if prepared.first.echo:
-        deltas = with_prompt_echo(deltas, prepared.generations, TEXT, started_choices(cursor, prepared.num_choices))
+        deltas = with_prompt_echo(
+            deltas, prepared.generations, TOKENIZER, started_choices(cursor, prepared.num_choices)
+        )
     return Response(prepared, deltas, cursor)
 
 

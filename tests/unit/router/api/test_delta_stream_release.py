@@ -11,7 +11,7 @@ from quire_router.api.request_limits import ConcurrencyLimit
 from quire_router.api.service import ResponseOpener
 from quire_router.core.generation import Delta, GenerationRequest, OwnedDeltaStream
 
-from tests.support.byte_tokenizer import TEXT, tokens
+from tests.support.byte_tokenizer import TOKENIZER, tokens
 
 
 class Runner:
@@ -84,7 +84,7 @@ async def test_streams_made_of_it_are_released_too(
     generations = tuple(_generation(digest=digest, echo=echo) for _ in range(prompts))
     with ExitStack() as place:
         place.enter_context(running.acquire())
-        stream = await streams.open(PreparedRequest(generations, ResponseOptions(), TEXT), caller=None)
+        stream = await streams.open(PreparedRequest(generations, ResponseOptions(), TOKENIZER), caller=None)
         assert runner.active == prompts
         assert len(running) == prompts
         await read(stream.deltas)

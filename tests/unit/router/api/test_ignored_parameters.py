@@ -17,7 +17,7 @@ from quire_router.api.schemas.openai import ChatRequest, CompletionRequest
 from quire_router.api.validation import Validator
 
 from tests.support.scripted_api import MODEL, Limits, ask, chat, completion, open_stage, script_of
-from tests.support.tool_models import HERMES_TEMPLATE, text_with, tool
+from tests.support.tool_models import HERMES_TEMPLATE, tokenizer_with, tool
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 IGNORED = "x-quire-ignored-parameters"
@@ -73,13 +73,13 @@ def handed_back(draw):
 
 def prompt_with(*messages, template=SEES_ALL):
     """What the model reads of a conversation."""
-    text = text_with(template)
-    validator = Validator({MODEL: text}, lambda _: Limits(2**20, text.vocab_size))
+    tokenizer = tokenizer_with(template)
+    validator = Validator({MODEL: tokenizer}, lambda _: Limits(2**20, tokenizer.vocab_size))
     body = json.dumps({"model": MODEL, "messages": messages, "tools": [tool()]}).encode()
     request, ignored = validator.drop_ignored(ChatRequest.from_json(body), MODEL)
     assert ignored == ()
     (generation,) = validator.generations(request, "id", ANONYMOUS)
-    return text.decode(list(generation.prompt_token_ids))
+    return tokenizer.decode(list(generation.prompt_token_ids))
 
 
 @settings(deadline=None, max_examples=200)

@@ -21,8 +21,8 @@ from tests.support.both_apis import as_proto
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level
 from tests.support.scripted_api import MODEL, VOCAB_SIZE, Limits, chat, completion
 
-TEXT = ModelTokenizer(byte_level(), ChatTemplate(CHAT_TEMPLATE, {}, "the test"))
-VALIDATOR = Validator({MODEL: TEXT}, lambda _: Limits(), allow_priority=True)
+TOKENIZER = ModelTokenizer(byte_level(), ChatTemplate(CHAT_TEMPLATE, {}, "the test"))
+VALIDATOR = Validator({MODEL: TOKENIZER}, lambda _: Limits(), allow_priority=True)
 CALLER = Identity("tenant", b"salt")
 IDS = st.integers(-1, VOCAB_SIZE)
 WORDS = st.text("abc é😀", max_size=9)

@@ -30,10 +30,10 @@ from quire_router.requests import resume as resumption
 
 from tests.support.contract_engine import Script
 from tests.support.scripted_api import events_of
-from tests.support.tool_models import THINKING_TEMPLATE, text_with
+from tests.support.tool_models import THINKING_TEMPLATE, tokenizer_with
 from tests.unit.router.requests.test_resume import Place
 
-TEXT = text_with(THINKING_TEMPLATE)
+TOKENIZER = tokenizer_with(THINKING_TEMPLATE)
 CALL = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
 GRAMMAR = Structured(StructuredKind.GRAMMAR, "start: /a+/")
 
@@ -58,14 +58,14 @@ class Kind:
 
     @property
     def script(self) -> Script:
-        return Script([TEXT.encode_plain(output)[: self.most] for output in self.outputs], self.most)
+        return Script([TOKENIZER.encode_plain(output)[: self.most] for output in self.outputs], self.most)
 
     @property
     def generations(self) -> tuple[GenerationRequest, ...]:
         ids = tuple(prompt_request_id("r", number) if number else "r" for number in range(self.prompts))
         params = SamplingParams(**{"seed": 7, "max_tokens": self.most, "n": len(self.outputs), **self.params})
         common = {"operation": self.operation, "stream": True, "shape": self.shape.to_json(), "echo": self.echo}
-        prompt = TEXT.encode_plain("hi é")
+        prompt = TOKENIZER.encode_plain("hi é")
         return tuple(
             GenerationRequest(name, "m", prompt, params, parts=ids if self.prompts > 1 and not number else (), **common)
             for number, name in enumerate(ids)
@@ -264,14 +264,14 @@ class Router:
     late_ends: bool = False
 
     def __post_init__(self) -> None:
-        self.place = Place(self.kind.script, self.journal, TEXT)
+        self.place = Place(self.kind.script, self.journal, TOKENIZER)
         self.place.link.engine.late_ends = self.late_ends
         together = MultiPromptRunner(self.place.lifecycle, ConcurrencyLimit(64))
-        self.archive = RequestStore(self.place.lifecycle, {"m": TEXT})
+        self.archive = RequestStore(self.place.lifecycle, {"m": TOKENIZER})
         self.answers = ResponseOpener(self.place.lifecycle, together, self.archive)
 
     async def first(self, read: Reader) -> list[Event]:
-        admitted = PreparedRequest(self.kind.generations, self.kind.shape, TEXT, event_ids=True)
+        admitted = PreparedRequest(self.kind.generations, self.kind.shape, TOKENIZER, event_ids=True)
         return await self.place.read(read(await self.answers.open(admitted, ANONYMOUS)), [*self.kind.steps])
 
     async def alone(self, generation: GenerationRequest) -> Written:

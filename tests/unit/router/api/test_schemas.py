@@ -23,8 +23,8 @@ from tokenizers import Tokenizer, processors
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level
 from tests.support.scripted_api import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, Limits, chat, completion
 
-TEXT = ModelTokenizer(byte_level(), ChatTemplate(CHAT_TEMPLATE, {}, "the test"))
-VALIDATOR = Validator({MODEL: TEXT}, lambda _: Limits())
+TOKENIZER = ModelTokenizer(byte_level(), ChatTemplate(CHAT_TEMPLATE, {}, "the test"))
+VALIDATOR = Validator({MODEL: TOKENIZER}, lambda _: Limits())
 USER = {"role": "user", "content": "hello"}
 NEUTRAL_IN_BOTH = {
     "n": [None, 1],
@@ -363,7 +363,7 @@ def test_a_response_message_can_be_sent_back_as_a_message():
 
 @pytest.mark.parametrize("prompt", ["hello", ["hello"]])
 def test_a_text_prompt_may_stand_alone_in_a_list(prompt):
-    assert list(generation_of(completion(prompt)).prompt_token_ids) == TEXT.encode("hello")
+    assert list(generation_of(completion(prompt)).prompt_token_ids) == TOKENIZER.encode("hello")
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]])
@@ -464,7 +464,7 @@ def test_parameters_for_the_router_arrive_beside_the_sampling_parameters(flags):
 def test_bad_words_are_what_the_tokenizer_writes_at_the_beginning_and_after_a_space():
     words = generation_of(completion(bad_words=["world", [4, 5]])).params.bad_words
 
-    assert words == (*encode_bad_words(["world"], TEXT), (4, 5))
+    assert words == (*encode_bad_words(["world"], TOKENIZER), (4, 5))
     assert len(words) > 2, "there is only one way to write it"
 
 
@@ -563,7 +563,7 @@ def test_choices_that_are_known_only_at_the_end_cannot_be_streamed(fields, param
 
 
 def test_a_priority_is_taken_only_where_the_router_allows_it():
-    allowing = Validator({MODEL: TEXT}, lambda _: Limits(), allow_priority=True)
+    allowing = Validator({MODEL: TOKENIZER}, lambda _: Limits(), allow_priority=True)
     refused = refusal_of(CompletionRequest, completion(priority=3))
 
     assert refused.param == "priority"
@@ -582,7 +582,7 @@ def test_a_priority_is_taken_only_where_the_router_allows_it():
 def test_each_prompt_of_a_list_is_a_generation_of_its_own(prompts):
     generations = VALIDATOR.generations(parsed(completion(prompts)), "id", ANONYMOUS)
 
-    wanted = [prompt if isinstance(prompt, list) else TEXT.encode(prompt) for prompt in prompts]
+    wanted = [prompt if isinstance(prompt, list) else TOKENIZER.encode(prompt) for prompt in prompts]
     assert [list(generation.prompt_token_ids) for generation in generations] == wanted
     ids = [generation.request_id for generation in generations]
     assert ids[0] == "id"

@@ -32,8 +32,8 @@ class RunningRouter:
         self.port, self.rpc_port = free_port(), free_port()
         ports = ["--http-port", str(self.port), "--grpc-port", str(self.rpc_port), "--metrics-port", str(free_port())]
         flags = ["--model", "m=/nowhere", "--engine", engine.address, "--shutdown-timeout", str(shutdown_timeout)]
-        texts = {"m": ModelTokenizer(byte_level(), ChatTemplate(CHAT_TEMPLATE, {}, "the test"))}
-        self.router = Router(read_settings(Settings, [*ports, *flags]), texts)
+        tokenizers = {"m": ModelTokenizer(byte_level(), ChatTemplate(CHAT_TEMPLATE, {}, "the test"))}
+        self.router = Router(read_settings(Settings, [*ports, *flags]), tokenizers)
         self.running = asyncio.create_task(self.router.run())
 
     async def wait_healthy(self) -> None:

@@ -9,7 +9,7 @@ from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_router.api import tokenize as tokens
 from quire_router.api.schemas.base import MAX_PROMPT_TOKENS
 
-from tests.support.scripted_api import MODEL, TEXT, VOCAB_SIZE, Limits, ask, chat, completion, open_stage
+from tests.support.scripted_api import MODEL, TOKENIZER, VOCAB_SIZE, Limits, ask, chat, completion, open_stage
 from tests.support.tool_models import HERMES_TEMPLATE, tool
 
 LONG = "hello world " * 400  # tokenised on a thread
@@ -28,7 +28,7 @@ async def test_the_tokens_of_a_text_are_those_of_a_completion(prompt):
         if prompt:
             await ask(stage.port, "POST", "/v1/completions", completion(prompt))
             assert answer.json["tokens"] == list(stage.runner.generations[0].prompt_token_ids)
-    ids = TEXT.encode(prompt)
+    ids = TOKENIZER.encode(prompt)
     assert answer.json == {"count": len(ids), "max_model_len": 4096, "tokens": ids, "token_strs": None}
 
 
@@ -40,7 +40,7 @@ async def test_the_tokens_of_a_conversation_are_those_of_a_chat():
         await ask(stage.port, "POST", "/v1/chat/completions", {"model": MODEL, **fields})
         assert answer.json["tokens"] == list(stage.runner.generations[0].prompt_token_ids)
         bare = await tokenize(stage, **fields, add_generation_prompt=False)
-    assert TEXT.decode(answer.json["tokens"]) == TEXT.decode(bare.json["tokens"]) + "<|start|>assistant\n"
+    assert TOKENIZER.decode(answer.json["tokens"]) == TOKENIZER.decode(bare.json["tokens"]) + "<|start|>assistant\n"
 
 
 async def test_tokens_can_be_named_and_special_ones_left_out():
@@ -74,7 +74,7 @@ async def test_both_apis_give_the_same_tokens():
     assert list(over_grpc.token_ids) == over_rest.json["tokens"]
     assert list(over_grpc.token_strs) == over_rest.json["token_strs"]
     assert over_grpc.max_model_len == over_rest.json["max_model_len"]
-    assert text.text == TEXT.decode(over_grpc.token_ids)
+    assert text.text == TOKENIZER.decode(over_grpc.token_ids)
 
 
 @pytest.mark.parametrize(

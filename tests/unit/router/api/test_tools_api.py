@@ -27,7 +27,7 @@ from tests.support.tool_models import (
     OPENING_TEMPLATE,
     OTHER_TEMPLATE,
     THINKING_TEMPLATE,
-    text_with,
+    tokenizer_with,
     tool,
     with_marks,
 )
@@ -179,13 +179,13 @@ async def test_log_probabilities_of_all_tokens_come_beside_calls():
 
 
 def generation_of(template=HERMES_TEMPLATE, tokenizer=None, **fields):
-    text = text_with(template, tokenizer)
-    limits = Limits(2**20, text.vocab_size)
+    model_tokenizer = tokenizer_with(template, tokenizer)
+    limits = Limits(2**20, model_tokenizer.vocab_size)
     request = ChatRequest.from_json(json.dumps({**ASKED, **fields}).encode())
-    validator = Validator({MODEL: text}, lambda _: limits)
+    validator = Validator({MODEL: model_tokenizer}, lambda _: limits)
     request, _ = validator.drop_ignored(request, MODEL)
     (generation,) = validator.generations(request, "id", ANONYMOUS)
-    return generation, text.decode(list(generation.prompt_token_ids))
+    return generation, model_tokenizer.decode(list(generation.prompt_token_ids))
 
 
 def test_the_template_gets_tools_calls_as_objects_and_tool_messages():
@@ -229,13 +229,16 @@ def test_required_and_strict_tools_become_a_grammar(fields, forced):
 
 def test_tool_markers_that_are_special_tokens_are_kept_as_text_in_chats():
     tokenizer = with_marks(special=True)
-    text = text_with(HERMES_TEMPLATE, tokenizer)
-    ids = text.encode_plain(f"{CALL}<|end|>")
-    assert text.new_output_stream([], (), keep_markers=True).push(ids) == CALL
-    assert "tool_call" not in text.new_output_stream([], ()).push(ids)
-    for operation, expected in (("chat", CALL), ("text_completion", text.new_output_stream([], ()).push(ids))):
+    model_tokenizer = tokenizer_with(HERMES_TEMPLATE, tokenizer)
+    ids = model_tokenizer.encode_plain(f"{CALL}<|end|>")
+    assert model_tokenizer.new_output_stream([], (), keep_markers=True).push(ids) == CALL
+    assert "tool_call" not in model_tokenizer.new_output_stream([], ()).push(ids)
+    for operation, expected in (
+        ("chat", CALL),
+        ("text_completion", model_tokenizer.new_output_stream([], ()).push(ids)),
+    ):
         generation = replace(generation_of(tokenizer=tokenizer)[0], operation=operation)
-        (choice,) = create_choices(generation, text, 1)
+        (choice,) = create_choices(generation, model_tokenizer, 1)
         assert choice.process(Output(ids, 0)).text == expected
 
 

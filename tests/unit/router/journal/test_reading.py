@@ -24,7 +24,7 @@ from tests.support.journals import append_tokens, by_choice
 from tests.support.record_strategies import deliver, deltas, possible
 from tests.support.redis_journals import flushed, journal_at, redis_at, small_request
 from tests.support.redis_server import RedisServer, redis_server
-from tests.support.scripted_api import ANSWER, MODEL, TEXT, ScriptedRunner, ask, open_stage
+from tests.support.scripted_api import ANSWER, MODEL, TOKENIZER, ScriptedRunner, ask, open_stage
 
 T = TypeVar("T")
 CHOICES, TOKENS, TOP = 4, 200, 20
@@ -144,7 +144,7 @@ class Archive(ScriptedRunner):
     def __init__(self, journal: Journal) -> None:
         super().__init__(ANSWER)
         self._journal = journal
-        self._resumption = RequestResumer(journal, {MODEL: TEXT}, RequestRegistry(), BackgroundRequests(1), None)
+        self._resumption = RequestResumer(journal, {MODEL: TOKENIZER}, RequestRegistry(), BackgroundRequests(1), None)
 
     async def record(self, request_id: str) -> RequestRecord | None:
         return await self._journal.read(request_id, tokens_only=True)

@@ -34,7 +34,7 @@ from quire_router.placement.prefix_index import BlockNamespace, PrefixIndex, Tie
 from quire_router.requests.dispatch import Dispatcher
 from quire_router.requests.state import RequestState
 
-from tests.support.byte_tokenizer import TEXT
+from tests.support.byte_tokenizer import TOKENIZER
 from tests.support.hashes import hash_blocks
 from tests.support.placement import PACE
 
@@ -87,7 +87,7 @@ class Stage:
 
 def progress_of(request: GenerationRequest) -> RequestState:
     journal = MemoryJournal()
-    return RequestState(request, TEXT, journal, journal.open(request), ResponseConsumer())
+    return RequestState(request, TOKENIZER, journal, journal.open(request), ResponseConsumer())
 
 
 def generation(**request: object) -> GenerationRequest:

@@ -13,7 +13,7 @@ from quire_router.journal.memory import MemoryJournal
 from quire_router.requests.runner import RequestRunner
 from quire_router.requests.state import RequestState
 
-from tests.support.byte_tokenizer import TEXT
+from tests.support.byte_tokenizer import TOKENIZER
 from tests.unit.router.requests.test_runner_properties import (
     CALM,
     PROMPT,
@@ -85,7 +85,7 @@ def test_deltas_computed_for_a_direct_write_belong_to_their_own_output() -> None
     async def scenario() -> None:
         generation = GenerationRequest("r", "m", tokens(PROMPT), SamplingParams(seed=7, n=2, max_tokens=9), ("b",))
         journal, client = MemoryJournal(), DirectClient()
-        progress = RequestState(generation, TEXT, journal, journal.open(generation), ResponseConsumer())
+        progress = RequestState(generation, TOKENIZER, journal, journal.open(generation), ResponseConsumer())
         progress._direct_path.sink = client
         ends, goes_on = Output(tokens("ab"), 0, index=0), Output(tokens("xy"), 0, index=1)
         assert not progress.try_direct_write(ends)

@@ -44,7 +44,7 @@ from quire_router.requests.resume import Replayer
 from quire_router.requests.runner import RequestRunner
 from quire_router.requests.state import RequestState, create_choices
 
-from tests.support.byte_tokenizer import TEXT, tokens
+from tests.support.byte_tokenizer import TOKENIZER, tokens
 from tests.support.contract_engine import ContractEngine, Script
 from tests.support.runner_harness import RunnerHarness, collect, delta_text, open_runner, started
 from tests.support.scripted_engine import LENGTH, STOP, output
@@ -65,10 +65,10 @@ Piece = TypeVar("Piece")
 class Place:
     """One router with an engine that goes on by itself."""
 
-    def __init__(self, script: Script, journal: MemoryJournal, text: ModelTokenizer = TEXT) -> None:
+    def __init__(self, script: Script, journal: MemoryJournal, tokenizer: ModelTokenizer = TOKENIZER) -> None:
         self.link = DirectLink(ContractEngine(script))
         self.fleet = OneEngine(self.link)
-        self.lifecycle: RequestRunner = make_lifecycle(self.fleet, journal, text)
+        self.lifecycle: RequestRunner = make_lifecycle(self.fleet, journal, tokenizer)
         self._choices = len(script.choices)
 
     async def read(self, answer: AsyncGenerator[Piece], steps: list[int], most: int | None = None) -> list[Piece]:
@@ -616,7 +616,7 @@ def test_a_long_delta_is_replayed_in_parts(first: int, second: int, ended: bool)
     text = "".join(chr(97 + number % 26) for number in range(first + second))
     reason = FinishReason.STOP if ended else None
     pieces = [RecordedDelta(0, tokens(text[:first])), RecordedDelta(0, tokens(text[first:]), reason)]
-    retold = list(Replayer(generation, TEXT, StreamCursor(1)).replay(pieces, ended=ended))
+    retold = list(Replayer(generation, TOKENIZER, StreamCursor(1)).replay(pieces, ended=ended))
     assert delta_text(retold) == text
     assert [token_id for delta in retold for token_id in delta.token_ids] == tokens(text)
     assert [delta.finish_reason for delta in retold if delta.finish_reason] == [FinishReason.STOP] * ended
@@ -631,7 +631,7 @@ def restored(pieces: list[RecordedDelta], journal: MemoryJournal, stop: tuple[st
         journal.append(lease, position, piece)
         position += len(piece.token_ids)
     return RequestState(
-        request, TEXT, journal, lease, ResponseConsumer(), record=RequestRecord(request, "router", 1, pieces)
+        request, TOKENIZER, journal, lease, ResponseConsumer(), record=RequestRecord(request, "router", 1, pieces)
     )
 
 
@@ -647,7 +647,7 @@ def test_a_record_reread_in_parts_equals_one_read_at_once(texts: list[str], stop
         return progress, before
 
     progress, before = asyncio.run(reread())
-    (choice,) = create_choices(progress.generation, TEXT, 1)
+    (choice,) = create_choices(progress.generation, TOKENIZER, 1)
     choice.process(Output(tokens("".join(texts)), 0))
     submission = progress.build_submit("")
     assert before == len(tokens("".join(texts)))

@@ -30,7 +30,7 @@ from quire_router.requests.dispatch import Dispatcher
 from quire_router.requests.runner import RequestRunner
 
 from tests.support.batches import take_all
-from tests.support.byte_tokenizer import TEXT, tokens
+from tests.support.byte_tokenizer import TOKENIZER, tokens
 from tests.support.contract_engine import ContractEngine, Script
 from tests.support.runner_harness import FirstIdle
 
@@ -234,10 +234,10 @@ class DisturbedRun:
             assert choice.finish_reason is self.client.of(index)[-1].finish_reason
 
 
-def make_lifecycle(fleet: OneEngine, journal: Journal, text: ModelTokenizer = TEXT) -> RequestRunner:
+def make_lifecycle(fleet: OneEngine, journal: Journal, tokenizer: ModelTokenizer = TOKENIZER) -> RequestRunner:
     placer = FirstIdle(fleet.table)
     routing = Dispatcher(fleet, placer, fleet, policy="first_idle", hold_timeout=10)  # type: ignore[arg-type]
-    return RequestRunner(fleet, placer, routing, journal, {"m": text}, max_attempts=1000)  # type: ignore[arg-type]
+    return RequestRunner(fleet, placer, routing, journal, {"m": tokenizer}, max_attempts=1000)  # type: ignore[arg-type]
 
 
 async def settle() -> None:

@@ -24,7 +24,7 @@ from quire_router.core.generation import Delta
 
 from tests.support.scripted_api import (
     MODEL,
-    TEXT,
+    TOKENIZER,
     VOCAB_SIZE,
     ask,
     chat,
@@ -36,17 +36,17 @@ from tests.support.scripted_api import (
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SAID = "hello wörld 😀€ naïve"
-TOKENS = list(TEXT.encode_plain(SAID))
+TOKENS = list(TOKENIZER.encode_plain(SAID))
 USER = [{"role": "user", "content": "hi"}]
 TEXTS = st.text(min_size=1, max_size=30) | st.text("é€😀你 a", min_size=1, max_size=12)
-NAMES = TokenNames(TEXT.token_bytes)
+NAMES = TokenNames(TOKENIZER.token_bytes)
 
 
 def client(stage) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key="none", max_retries=0)
 
 
-def in_chats(token_ids, top=0, names=TEXT):
+def in_chats(token_ids, top=0, names=TOKENIZER):
     """What a chat must show, entry by entry, by the words of the API's documents."""
 
     def entry(token_id, logprob):
@@ -103,7 +103,7 @@ async def test_no_log_probabilities_are_shown_unless_requested():
 
 def named(token_id: int) -> str:
     """A token's name in completions: OpenAI marks what is not text."""
-    raw = TEXT.token_bytes(token_id)
+    raw = TOKENIZER.token_bytes(token_id)
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -122,7 +122,7 @@ def offsets_of(token_ids) -> list[int]:
         with suppress(UnicodeDecodeError):
             begin = len(raw.decode())
         offsets.append(begin)
-        raw += TEXT.token_bytes(token_id)
+        raw += TOKENIZER.token_bytes(token_id)
     return offsets
 
 
@@ -162,7 +162,7 @@ async def test_a_streamed_completion_has_the_logprobs_of_the_whole_one(echo):
 
 
 async def test_an_echoed_prompt_comes_first_and_nothing_predicts_its_first_token():
-    prompt = TEXT.encode("how are you é")
+    prompt = TOKENIZER.encode("how are you é")
     async with open_stage(script_of(SAID)) as stage, client(stage) as api:
         answer = await api.completions.create(model=MODEL, prompt=prompt, logprobs=2, echo=True)
 
@@ -197,13 +197,13 @@ async def test_an_output_without_tokens_still_shows_its_prompt():
 
 
 async def test_each_prompt_of_a_list_is_echoed_with_its_own():
-    prompts = [TEXT.encode("how"), TEXT.encode("hello world")]
+    prompts = [TOKENIZER.encode("how"), TOKENIZER.encode("hello world")]
     async with open_stage(script_of("x")) as stage, client(stage) as api:
         answer = await api.completions.create(model=MODEL, prompt=prompts, logprobs=0, echo=True, n=2)
 
     for choice in answer.choices:
         prompt = prompts[choice.index // 2]
-        assert choice.logprobs.tokens == [named(each) for each in [*prompt, *TEXT.encode_plain("x")]]
+        assert choice.logprobs.tokens == [named(each) for each in [*prompt, *TOKENIZER.encode_plain("x")]]
 
 
 # Prompts, as vLLM has them
@@ -302,22 +302,22 @@ def lists_of(shape, token_ids, logprobs, offsets) -> dict[str, list]:
 @given(TEXTS, st.integers(0, 3), st.integers(0, 1 << 20))
 @example("\U0001477c×", 0, 0)  # one token ends the first character and begins the second
 def test_the_bytes_are_the_text_and_the_offsets_point_into_it(text, top, place):
-    tokens = list(TEXT.encode_plain(text))
+    tokens = list(TOKENIZER.encode_plain(text))
     cut = place % (len(tokens) + 1)
     logprobs = [logprobs_of(each, top) for each in tokens]
-    offsets = TextOffsets(TEXT.new_output_stream([], ()))
+    offsets = TextOffsets(TOKENIZER.new_output_stream([], ()))
     shape, whole = CompletionLogprobsFormat(NAMES, top), defaultdict(list)
     for part in (slice(0, cut), slice(cut, None)):
         for name, values in lists_of(shape, tokens[part], logprobs[part], offsets).items():
             whole[name] += values
 
     # Where one token ends a character and begins the next, those that are whole may be out already.
-    before = [b"".join(map(TEXT.token_bytes, tokens[:at])).decode(errors="ignore") for at in range(len(tokens))]
+    before = [b"".join(map(TOKENIZER.token_bytes, tokens[:at])).decode(errors="ignore") for at in range(len(tokens))]
     for least, told, most in zip(offsets_of(tokens), whole["text_offset"], map(len, before), strict=True):
         assert least <= told <= most
     for at, (token_id, offset) in enumerate(zip(tokens, whole["text_offset"], strict=True)):
         if offset > max(whole["text_offset"][:at], default=-1) and not whole["tokens"][at].startswith("bytes:"):
-            assert text[offset:].startswith(TEXT.token_bytes(token_id).decode())
+            assert text[offset:].startswith(TOKENIZER.token_bytes(token_id).decode())
     content = lists_of(ChatLogprobsFormat(NAMES, top), tokens, logprobs, offsets)["content"]
     assert b"".join(bytes(each["bytes"]) for each in content) == text.encode()
 
@@ -325,7 +325,7 @@ def test_the_bytes_are_the_text_and_the_offsets_point_into_it(text, top, place):
 @pytest.mark.parametrize("logprob", [float("-inf"), -1e30, float("nan")])
 def test_numbers_that_json_lacks_are_written_as_openai_does(logprob):
     logprobs = [TokenLogprobs(logprob, ((5, logprob),))]
-    offsets = TextOffsets(TEXT.new_output_stream([], ()))
+    offsets = TextOffsets(TOKENIZER.new_output_stream([], ()))
 
     assert lists_of(ChatLogprobsFormat(NAMES, 1), [5], logprobs, offsets)["content"][0]["logprob"] == -9999.0
     assert lists_of(CompletionLogprobsFormat(NAMES, 1), [5], logprobs, offsets)["token_logprobs"] == [-9999.0]
@@ -337,7 +337,7 @@ def test_numbers_that_json_lacks_are_written_as_openai_does(logprob):
 def test_a_token_that_the_tokenizer_does_not_have_has_no_bytes():
     unknown = [TokenLogprobs(-1.0)]
     entry = lists_of(
-        ChatLogprobsFormat(NAMES, 0), [VOCAB_SIZE + 1], unknown, TextOffsets(TEXT.new_output_stream([], ()))
+        ChatLogprobsFormat(NAMES, 0), [VOCAB_SIZE + 1], unknown, TextOffsets(TOKENIZER.new_output_stream([], ()))
     )["content"][0]
 
     assert (entry["token"], entry["bytes"]) == ("", None)
@@ -346,4 +346,4 @@ def test_a_token_that_the_tokenizer_does_not_have_has_no_bytes():
 def test_lists_that_do_not_belong_together_are_never_shown():
     for shape in (ChatLogprobsFormat(NAMES, 0), CompletionLogprobsFormat(NAMES, 0)):
         with pytest.raises(ValueError, match="shorter"):
-            shape.write([5, 6], [TokenLogprobs(-1.0)], TextOffsets(TEXT.new_output_stream([], ())))
+            shape.write([5, 6], [TokenLogprobs(-1.0)], TextOffsets(TOKENIZER.new_output_stream([], ())))
