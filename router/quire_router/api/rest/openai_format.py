@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from quire_proto.errors import QuireError, internal
 
@@ -25,16 +25,6 @@ from quire_router.api.rest.logprobs import (
 from quire_router.api.service import ModelCard
 from quire_router.api.stored_requests import StoredRequest
 from quire_router.core.generation import Delta, GenerationRequest, Usage
-
-RECONNECT: Final = b"retry: 1000\n"
-"""The milliseconds that a client waits before it reconnects; a line of the event that follows it. Only where events
-have ids: many clients that know only ``data:`` fail on any other line.
-"""
-
-
-def event(value: object) -> bytes:
-    """Returns one server-sent event with ``value`` as JSON."""
-    return b"data: " + to_json(value) + b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,25 +145,6 @@ def request_object(stored: StoredRequest) -> dict[str, Any]:
     }
 
 
-def error_event(error: QuireError, request_id: str, *, resumable: bool, event_ids: bool) -> bytes:
-    """Returns the last event of a stream that fails. ``resumable`` says whether it can be resumed, here or at another
-    router; with ``event_ids`` the event then says after which time.
-    """
-    fields = error_object(error, request_id)
-    fields["error"]["resumable"] = resumable
-    return (RECONNECT if resumable and event_ids else b"") + event(fields)
-
-
-def head(style: OpenAiFormat, kind: str, generation: GenerationRequest) -> dict[str, Any]:
-    """Returns the fields that every object of one response begins with."""
-    return {
-        "id": style.id_prefix + generation.request_id,
-        "object": kind,
-        "created": int(generation.created),
-        "model": generation.model,
-    }
-
-
 def delta_json(parsed: ParsedDelta) -> str:
     """Returns ``choices[].delta`` of one event. The reasoning has both names that clients look for."""
     parts = []
@@ -231,7 +202,13 @@ class CompletionBuilder:
         self.logprobs = LogprobsRenderer(prepared, style.logprobs_format) if prepared.has_logprobs else None
         self._parsers = create_parsers(prepared) if prepared.is_parsed else None
         self._style = style
-        self._head = head(style, style.object_type, prepared.first)
+        first = prepared.first
+        self._head = {
+            "id": style.id_prefix + first.request_id,
+            "object": style.object_type,
+            "created": int(first.created),
+            "model": first.model,
+        }
         self._choices = [_ChoiceBuilder() for _ in range(prepared.num_choices)]
 
     def add(self, delta: Delta) -> None:

@@ -38,11 +38,10 @@ from quire_router.api.rest.openai_format import (
     CHAT,
     COMPLETION,
     OpenAiFormat,
-    error_event,
     error_response,
     request_object,
 )
-from quire_router.api.rest.sse import KEEPALIVE, KeepAlive, send_completion, stream
+from quire_router.api.rest.sse import KEEPALIVE, KeepAlive, error_event, send_completion, stream
 from quire_router.api.schemas.openai import ChatRequest, CompletionRequest, GenerationBody
 from quire_router.api.service import ApiService, counting_rejections, new_request_id
 from quire_router.api.validation import check_stream

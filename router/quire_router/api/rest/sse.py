@@ -10,7 +10,7 @@ from json.encoder import encode_basestring_ascii as _quote  # as json.dumps writ
 from types import TracebackType
 from typing import Any, Final, Self
 
-from quire_proto.errors import internal
+from quire_proto.errors import QuireError, internal
 
 from quire_router.api.output_parser import ParsedDelta, create_parsers
 from quire_router.api.prepared_request import PreparedRequest
@@ -23,16 +23,15 @@ from quire_router.api.rest.http import (
     HttpExchange,
     HttpResponse,
     json_text,
+    to_json,
     x_headers,
 )
 from quire_router.api.rest.logprobs import LogprobLists, LogprobsRenderer, number
 from quire_router.api.rest.openai_format import (
-    RECONNECT,
     CompletionBuilder,
     OpenAiFormat,
     delta_json,
-    event,
-    head,
+    error_object,
     usage_object,
 )
 from quire_router.api.service import Response, started_choices
@@ -40,6 +39,11 @@ from quire_router.core.generation import Delta, DeltaStream, StreamCursor, Usage
 
 DONE: Final = b"data: [DONE]\n\n"
 _NO_USAGE: Final = b',"usage":null}\n\n'
+
+RECONNECT: Final = b"retry: 1000\n"
+"""The milliseconds that a client waits before it reconnects; a line of the event that follows it. Only where events
+have ids: many clients that know only ``data:`` fail on any other line.
+"""
 
 
 async def stream(
@@ -139,7 +143,13 @@ class SseEncoder:
         self._advances_cursor = self._has_ids or self._continuous_usage
         self._prompts = [len(each.prompt_token_ids) for each in prepared.generations for _ in range(each.params.n)]
         self._choices = prepared.num_choices
-        self._head = head(style, style.chunk_object_type, prepared.first)
+        first = prepared.first
+        self._head: dict[str, Any] = {
+            "id": style.id_prefix + first.request_id,
+            "object": style.chunk_object_type,
+            "created": int(first.created),
+            "model": first.model,
+        }
         self._usage: dict[str, Any] = {"usage": None} if prepared.response_options.include_usage else {}
         opening = _unclosed(self._head)
         starts = [f'data: {opening},"choices":[{{"index":{index},' for index in range(self._choices)]
@@ -240,6 +250,20 @@ class SseEncoder:
         """Advances the cursor by ``delta``; returns the line with the id of its event, empty without ids."""
         self._cursor.advance(delta)
         return f"id: {self._cursor!s}\n" if self._has_ids else ""
+
+
+def event(value: object) -> bytes:
+    """Returns one server-sent event with ``value`` as JSON."""
+    return b"data: " + to_json(value) + b"\n\n"
+
+
+def error_event(error: QuireError, request_id: str, *, resumable: bool, event_ids: bool) -> bytes:
+    """Returns the last event of a stream that fails. ``resumable`` says whether it can be resumed, here or at another
+    router; with ``event_ids`` the event then says after which time.
+    """
+    fields = error_object(error, request_id)
+    fields["error"]["resumable"] = resumable
+    return (RECONNECT if resumable and event_ids else b"") + event(fields)
 
 
 def _unclosed(value: dict[str, Any]) -> str:
