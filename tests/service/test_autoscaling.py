@@ -1,4 +1,4 @@
-"""Real routers tell the load, and a simulated autoscaler that asks them starts and stops real engines by it."""
+"""Real routers publish the load, and a simulated autoscaler that reads it starts and stops real engines."""
 
 import asyncio
 import signal
@@ -42,24 +42,24 @@ class Asked:
     credentials: grpc.ChannelCredentials | None
 
     async def external(self) -> int | None:
-        """The load as external.metrics.k8s.io tells it; None where it is an error."""
+        """The load by external.metrics.k8s.io; None where it is an error."""
         answer = await ask(self.scaling_port, self.proxy, f"{RESOURCE}?labelSelector=model%3D{MODEL}")
         assert answer.status_code in (200, 503), answer.text
         return value(answer)
 
     async def keda(self) -> int | None:
-        """The load as KEDA is told it."""
+        """The load by KEDA's external scaler; None where it is an error."""
         metadata = ScaledObjectRef(name="engine", namespace="serving", scalerMetadata={"model": MODEL})
         async with self._channel(f"127.0.0.1:{self.keda_port}") as channel:
             stub = ExternalScalerStub(channel)
             try:
-                told = await stub.GetMetrics(GetMetricsRequest(scaledObjectRef=metadata, metricName="quire_load"))
+                metrics = await stub.GetMetrics(GetMetricsRequest(scaledObjectRef=metadata, metricName="quire_load"))
                 active = (await stub.IsActive(metadata)).result
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise
                 return None
-        load = int(told.metricValues[0].metricValueFloat)
+        load = int(metrics.metricValues[0].metricValueFloat)
         assert active is (load > 0)
         return load
 
@@ -87,7 +87,7 @@ class Stage:
         return [each.router for each in self.asked]
 
     def scale(self, replicas: int) -> None:
-        """As a Deployment does: starts what is missing, and tells what is too much to stop, busy ones first."""
+        """As a Deployment does: starts missing engines and terminates surplus ones, busy ones first."""
         for port in self.ports:
             if len(self.engines) < replicas and port not in self.engines:
                 flags = (*SMALL_POOLS, *FLOAT32, "--shutdown-timeout", "0.2")
@@ -114,15 +114,15 @@ class Stage:
             await asyncio.sleep(TICK)
 
     async def agree(self, load: int | None) -> None:
-        """Waits until every router that is there tells this load in every way."""
+        """Waits until every running router publishes this load to both autoscalers."""
         there = [each for each in self.asked if each.router.popen.poll() is None]
-        for tells in (tell for each in there for tell in (each.external, each.keda)):
-            await comes(tells, load)
+        for read in (read for each in there for read in (each.external, each.keda)):
+            await comes(read, load)
 
 
-async def comes(tell: Callable[[], Any], wanted: object) -> None:
+async def comes(read: Callable[[], Any], wanted: object) -> None:
     async with asyncio.timeout(30):
-        while await tell() != wanted:  # noqa: ASYNC110 - there is no event
+        while await read() != wanted:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.05)
 
 
@@ -139,8 +139,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
             scaling, keda = free_port(), free_port()
             flags = (*cluster.flags(scaling), "--keda-port", str(keda), "--redis-url", redis.url)
             flags += () if credentials is None else cluster.keda_flags()
-            held = ("--workers", workers, "--hold-timeout", str(PATIENCE), "--shutdown-timeout", "0.2")
-            router = Router(DEMO, [f"127.0.0.1:{port}" for port in ports], folder, *flags, *held)
+            flags = (*flags, "--workers", workers, "--hold-timeout", str(PATIENCE), "--shutdown-timeout", "0.2")
+            router = Router(DEMO, [f"127.0.0.1:{port}" for port in ports], folder, *flags)
             ending.callback(lambda router=router: router.popen.poll() is None and router.stop())
             asked.append(Asked(router, proxy, scaling, keda, credentials))
         for each in asked:
@@ -156,8 +156,8 @@ def is_up(router: Router) -> bool:
     return fetch(router.http_port, "/health")[0] == 503
 
 
-async def complete(router: Router, tokens: int, begun: asyncio.Event | None = None) -> tuple[str, str]:
-    """A streamed answer: its text, and how it ended. ``begun`` is set when it has begun."""
+async def complete(router: Router, tokens: int, started: asyncio.Event | None = None) -> tuple[str, str]:
+    """A streamed response: its text and finish reason. ``started`` is set at its first event."""
     text, reason = "", ""
     plain = httpx.AsyncClient(verify=False)  # it is http, and to read who vouches for https takes long
     terms = {"api_key": "none", "max_retries": 0, "timeout": PATIENCE, "http_client": plain}
@@ -166,8 +166,8 @@ async def complete(router: Router, tokens: int, begun: asyncio.Event | None = No
             model=MODEL, prompt="Once", max_tokens=tokens, temperature=0, stream=True, extra_body={"ignore_eos": True}
         )
         async for chunk in answer:
-            if begun is not None:
-                begun.set()
+            if started is not None:
+                started.set()
             text += chunk.choices[0].text
             reason = chunk.choices[0].finish_reason or reason
     return text, reason
@@ -175,7 +175,7 @@ async def complete(router: Router, tokens: int, begun: asyncio.Event | None = No
 
 async def test_engines_follow_the_load_from_zero_and_back_and_no_answer_is_lost(stage: Stage) -> None:
     await stage.agree(0)
-    held = [asyncio.create_task(complete(stage.routers[number % 2], 8)) for number in range(HELD)]
+    waiting = [asyncio.create_task(complete(stage.routers[number % 2], 8)) for number in range(HELD)]
     await stage.agree(HELD)
     assert [router.metric("quire_load", model=MODEL) for router in stage.routers] == [HELD / 2, HELD / 2]
     assert not stage.engines
@@ -185,15 +185,15 @@ async def test_engines_follow_the_load_from_zero_and_back_and_no_answer_is_lost(
     following.add_done_callback(lambda done: done.cancelled() or done.result())  # what it raises is in the log
     await comes(stage.running, 2)
     hpa.minimum = 2
-    answers = await asyncio.gather(*held)
+    answers = await asyncio.gather(*waiting)
     assert {reason for _, reason in answers} == {"length"}
     assert len({text for text, _ in answers}) == 1
 
-    # All that is left has room on one engine, and the one that is told to stop is in the middle of an answer.
+    # One engine has capacity for all that is left, and the one that is terminated is in the middle of a response.
     await comes(stage.known, [2, 2])
-    begun = asyncio.Event()
-    streams = [asyncio.create_task(complete(stage.routers[number % 2], 1900, begun)) for number in range(LONG)]
-    await begun.wait()
+    started = asyncio.Event()
+    streams = [asyncio.create_task(complete(stage.routers[number % 2], 1900, started)) for number in range(LONG)]
+    await started.wait()
     hpa.minimum = 0
     await comes(stage.running, 1)
     assert not any(stream.done() for stream in streams)
@@ -218,7 +218,7 @@ async def test_a_dead_routers_load_expires_and_without_redis_the_load_is_unknown
     await stage.agree(1)
     stage.redis.kill()
     await stage.agree(None)
-    assert stage.routers[0].metric("quire_load", model=MODEL) == 1, "its own part is still told"
+    assert stage.routers[0].metric("quire_load", model=MODEL) == 1, "its own part is still published"
     stage.redis.start()
     await stage.agree(1)
     assert not waiting[0].done()

@@ -40,7 +40,7 @@ def key_of(tenant: str) -> str:
     return f"key-of-the-tenant-{tenant}"
 
 
-class Door:
+class RouterClients:
     """The clients of one tenant at one router."""
 
     def __init__(self, router: Router, tenant: str = "reader") -> None:
@@ -116,14 +116,14 @@ class Replicas:
     late_port: LatePort
 
     @contextmanager
-    def doors(self, tenant: str = "reader") -> Iterator[list[Door]]:
+    def clients(self, tenant: str = "reader") -> Iterator[list[RouterClients]]:
         """A tenant's clients, of each of the two routers."""
-        doors = [Door(router, tenant) for router in self.routers]
+        clients = [RouterClients(router, tenant) for router in self.routers]
         try:
-            yield doors
+            yield clients
         finally:
-            for door in doors:
-                door.close()
+            for client in clients:
+                client.close()
 
     def generated(self) -> float:
         """Tokens that the engines have made."""

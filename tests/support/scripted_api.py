@@ -50,27 +50,27 @@ class Limits:
 
 @dataclass
 class ScriptedPool:
-    """A fleet that is what the test says."""
+    """A fleet whose size and limits the test sets."""
 
     engines: int = 1
-    told: Limits | None = field(default_factory=Limits)
+    model_limits: Limits | None = field(default_factory=Limits)
 
     def limits(self, model: str) -> Limits | None:
-        return self.told
+        return self.model_limits
 
     def ready(self, model: str) -> int:
         return self.engines
 
 
 @dataclass
-class Life:
-    """What the scripted runner remembers of one request. It is ``held`` while somebody makes its pieces."""
+class ScriptedRun:
+    """What the scripted runner keeps of one request. It is ``leased`` while a stream produces its deltas."""
 
     generation: GenerationRequest
     deltas: list[Delta] = field(default_factory=list)
     error: QuireError | None = None
-    held: bool = True
-    news: asyncio.Condition = field(default_factory=asyncio.Condition)
+    leased: bool = True
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     @property
     def ended(self) -> bool:
@@ -84,7 +84,7 @@ class Life:
         return FinishReason.ABORT if FinishReason.ABORT in reasons else reasons[-1]
 
     def record(self) -> RequestRecord:
-        pieces = [
+        recorded = [
             RecordedDelta(
                 each.index, each.token_ids, each.finish_reason, each.logprobs, each.prompt_logprobs, each.score
             )
@@ -93,27 +93,27 @@ class Life:
         error = "" if self.error is None else encode_error(self.error)
         usages = [delta.usage for delta in self.deltas if delta.usage is not None]
         usage = usages[0] if usages else NO_USAGE
-        return RequestRecord(self.generation, "router", 1, pieces, self.reason, error, usage, self.held)
+        return RequestRecord(self.generation, "router", 1, recorded, self.reason, error, usage, self.leased)
 
-    async def tell(self) -> None:
-        async with self.news:
-            self.news.notify_all()
+    async def notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
 
 
 @dataclass
 class ScriptedRunner:
-    """Answers every request by ``script``: texts and deltas are pieces of every choice, a reason ends them all, an
-    error is raised, an event is waited for. Log-probabilities are those of ``logprobs_of``. It remembers all of it.
+    """Answers every request by ``script``: texts and deltas go to every choice, a finish reason ends them all, an error
+    is raised, an event is waited for. Log-probabilities are those of ``logprobs_of``. ``runs`` keeps all requests.
     """
 
     script: Script = ANSWER
-    tells_prompts: bool = True
+    returns_prompt_logprobs: bool = True
     generations: list[GenerationRequest] = field(default_factory=list)
     deadlines: list[float | None] = field(default_factory=list)
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    started: asyncio.Event = field(default_factory=asyncio.Event)
     abandoned: asyncio.Event = field(default_factory=asyncio.Event)
     aborts: dict[str, asyncio.Event] = field(default_factory=dict)
-    lives: dict[str, Life] = field(default_factory=dict)
+    runs: dict[str, ScriptedRun] = field(default_factory=dict)
     background: set[asyncio.Task[None]] = field(default_factory=set)
 
     def run(self, generation: GenerationRequest) -> AsyncGenerator[Delta]:
@@ -123,14 +123,14 @@ class ScriptedRunner:
         self, generation: GenerationRequest, siblings: PromptGroup | None = None
     ) -> AsyncGenerator[Delta] | None:
         await asyncio.sleep(0)
-        if generation.request_id in self.lives:
+        if generation.request_id in self.runs:
             return None
-        life = self.lives[generation.request_id] = Life(generation)
+        run = self.runs[generation.request_id] = ScriptedRun(generation)
 
-        async def let_go() -> None:
-            life.held = False
+        async def release() -> None:
+            run.leased = False
 
-        return OwnedDeltaStream(self._run(generation), let_go)
+        return OwnedDeltaStream(self._run(generation), release)
 
     async def start(self, generation: GenerationRequest) -> bool:
         answer = await self.run_once(generation)
@@ -142,20 +142,20 @@ class ScriptedRunner:
 
     async def record(self, request_id: str) -> RequestRecord | None:
         await asyncio.sleep(0)
-        life = self.lives.get(request_id)
-        return None if life is None else life.record()
+        run = self.runs.get(request_id)
+        return None if run is None else run.record()
 
     async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[RequestRecord | None]:
         return [await self.record(request_id) for request_id in request_ids]
 
     def resume(self, record: RequestRecord, mark: StreamCursor, deadline: float | None = None) -> AsyncGenerator[Delta]:
         self.deadlines.append(deadline)
-        return self._resume(self.lives[record.generation.request_id], mark)
+        return self._resume(self.runs[record.generation.request_id], mark)
 
     async def delete(self, request_id: str) -> bool:
         running = await self.cancel(request_id)
         if not running:
-            self.lives.pop(request_id, None)
+            self.runs.pop(request_id, None)
         return True
 
     async def cancel(self, request_id: str) -> bool:
@@ -171,56 +171,56 @@ class ScriptedRunner:
 
     async def _run(self, generation: GenerationRequest) -> AsyncGenerator[Delta]:
         self.generations.append(generation)
-        life = self.lives.setdefault(generation.request_id, Life(generation))
-        async for delta in self._make(life):
+        run = self.runs.setdefault(generation.request_id, ScriptedRun(generation))
+        async for delta in self._make(run):
             yield delta
 
-    async def _make(self, life: Life) -> AsyncGenerator[Delta]:
-        """The pieces of one request from the first on; those that were made before are the same again."""
-        generation, made = life.generation, 0
+    async def _make(self, run: ScriptedRun) -> AsyncGenerator[Delta]:
+        """The deltas of one request from the first on; those that were produced before are the same again."""
+        generation, made = run.generation, 0
         self.aborts[generation.request_id] = asyncio.Event()
-        life.held = True
+        run.leased = True
         try:
             async for delta in self._play(generation):
                 made += 1
-                if made > len(life.deltas):
-                    life.deltas.append(delta)
-                await life.tell()
+                if made > len(run.deltas):
+                    run.deltas.append(delta)
+                await run.notify()
                 yield delta
         except QuireError as error:
-            life.error = error
+            run.error = error
             raise
         finally:
             del self.aborts[generation.request_id]
-            life.held = False
-            if not life.ended:
+            run.leased = False
+            if not run.ended:
                 self.abandoned.set()
-            await life.tell()
+            await run.notify()
 
-    async def _resume(self, life: Life, mark: StreamCursor) -> AsyncGenerator[Delta]:
-        ends = [0] * life.generation.params.n
-        async with aclosing(self._follow(life) if life.held or life.ended else self._make(life)) as deltas:
+    async def _resume(self, run: ScriptedRun, mark: StreamCursor) -> AsyncGenerator[Delta]:
+        ends = [0] * run.generation.params.n
+        async with aclosing(self._follow(run) if run.leased or run.ended else self._make(run)) as deltas:
             async for delta in deltas:
                 ends[delta.index] += len(delta.token_ids)
-                yield as_had(delta, ends[delta.index], mark)
+                yield as_replayed(delta, ends[delta.index], mark)
 
-    async def _follow(self, life: Life) -> AsyncGenerator[Delta]:
+    async def _follow(self, run: ScriptedRun) -> AsyncGenerator[Delta]:
         given = 0
         while True:
-            for delta in life.deltas[given:]:
+            for delta in run.deltas[given:]:
                 given += 1
                 yield delta
-            if life.error is not None:
-                raise life.error
-            if life.ended:
+            if run.error is not None:
+                raise run.error
+            if run.ended:
                 return
-            async with life.news:
-                if len(life.deltas) == given and not life.ended:
-                    await life.news.wait()
+            async with run.changed:
+                if len(run.deltas) == given and not run.ended:
+                    await run.changed.wait()
 
     async def _play(self, generation: GenerationRequest) -> AsyncIterator[Delta]:
-        self.begun.set()
-        pieces, tokens = 0, 0
+        self.started.set()
+        count, tokens = 0, 0
         for step in self.script:
             if isinstance(step, asyncio.Event):
                 if await self._aborted_before(step, generation.request_id):
@@ -231,14 +231,14 @@ class ScriptedRunner:
                 raise step
             elif isinstance(step, FinishReason):
                 for delta in ends(generation, step, tokens):
-                    yield delta if pieces else begun(generation, delta, self.tells_prompts)
+                    yield delta if count else with_prompt_logprobs(generation, delta, self.returns_prompt_logprobs)
             else:
-                piece = Delta(step, [pieces + 1]) if isinstance(step, str) else step
+                step_delta = Delta(step, [count + 1]) if isinstance(step, str) else step
                 for index in range(generation.params.n):
-                    delta = spoken(generation, index, piece)
-                    yield delta if pieces else begun(generation, delta, self.tells_prompts)
-                pieces += 1
-                tokens += len(piece.token_ids)
+                    delta = delta_of(generation, index, step_delta)
+                    yield delta if count else with_prompt_logprobs(generation, delta, self.returns_prompt_logprobs)
+                count += 1
+                tokens += len(step_delta.token_ids)
 
     async def _aborted_before(self, event: asyncio.Event, request_id: str) -> bool:
         abort = self.aborts[request_id]
@@ -251,33 +251,33 @@ class ScriptedRunner:
         return abort.is_set()
 
 
-def as_had(delta: Delta, end: int, mark: StreamCursor) -> Delta:
-    """The piece as whoever stands at ``mark`` has it; ``end`` is how many tokens its choice has with it."""
-    had = mark.started(delta.index) and end <= mark.position(delta.index)
-    had = had and (delta.finish_reason is None or mark.ended(delta.index))
+def as_replayed(delta: Delta, end: int, cursor: StreamCursor) -> Delta:
+    """The delta for a client that resumes at ``cursor``; ``end`` is the number of its choice's tokens up to its end."""
+    had = cursor.started(delta.index) and end <= cursor.position(delta.index)
+    had = had and (delta.finish_reason is None or cursor.ended(delta.index))
     return replace(delta, replayed=True, logprobs=[]) if had else delta
 
 
 def logprobs_of(token_id: int, top: int) -> TokenLogprobs:
-    """What the scripted model thinks of a token: it is the second most probable one, after the next."""
+    """The scripted model's log-probabilities of a token: it is the second most probable one, after the next id."""
     logprob = -1 - token_id / 64
     ranked = [(token_id + 1, logprob / 2), (token_id, logprob)]
     ranked += [(token_id + rank, logprob - rank / 4) for rank in range(2, top)]
     return TokenLogprobs(logprob, tuple((each % VOCAB_SIZE, value) for each, value in ranked[:top]))
 
 
-def spoken(generation: GenerationRequest, index: int, piece: Delta) -> Delta:
-    """A piece of one choice, with what the request asks for beside it."""
+def delta_of(generation: GenerationRequest, index: int, delta: Delta) -> Delta:
+    """A delta of one choice, with log-probabilities if the request asks for them."""
     top = generation.params.logprobs
-    logprobs = [] if top is None else [logprobs_of(token_id, top) for token_id in piece.token_ids]
-    return replace(piece, index=index, logprobs=logprobs)
+    logprobs = [] if top is None else [logprobs_of(token_id, top) for token_id in delta.token_ids]
+    return replace(delta, index=index, logprobs=logprobs)
 
 
-def begun(generation: GenerationRequest, delta: Delta, tells_prompts: bool) -> Delta:
-    """A first piece: that of the first choice tells what the prompt is to the model."""
+def with_prompt_logprobs(generation: GenerationRequest, delta: Delta, returns_prompt_logprobs: bool) -> Delta:
+    """The first delta of a choice; that of choice 0 has the prompt's log-probabilities."""
     prompt, top = generation.prompt_token_ids, generation.params.prompt_logprobs
-    is_told = tells_prompts and top is not None and delta.index == 0
-    logprobs = [logprobs_of(token_id, top or 0) for token_id in prompt[1:]] if is_told else []
+    has_them = returns_prompt_logprobs and top is not None and delta.index == 0
+    logprobs = [logprobs_of(token_id, top or 0) for token_id in prompt[1:]] if has_them else []
     return replace(delta, prompt_logprobs=logprobs)
 
 
@@ -295,7 +295,7 @@ def text_of(token_ids: Sequence[int]) -> str:
 
 
 def script_of(text: str) -> Script:
-    """A script that speaks ``text`` with the tokens that write it."""
+    """A script that answers ``text`` with its tokens."""
     output = TOKENIZER.new_output_stream([], ())
     return [*(Delta(output.push([each]), [each]) for each in TOKENIZER.encode_plain(text)), FinishReason.STOP]
 

@@ -133,30 +133,30 @@ def test_a_variable_of_a_port_is_still_a_setting_beside_them(monkeypatch):
 def test_help_shows_values_and_not_python_types(program, capsys):
     with pytest.raises(SystemExit) as end:
         command.read_settings(COMMANDS[program], ["--help"])
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
 
     assert end.value.code == 0
-    assert f"usage: {program} " in told
-    assert not re.search(r"Secret|list\[|null|\bint\b|\bfloat\b|\bstr\b|\bPath\b", told.split("options:")[1])
-    assert not re.search(r"default: ([^)]*['\[\]]|True|False)", told)
+    assert f"usage: {program} " in output
+    assert not re.search(r"Secret|list\[|null|\bint\b|\bfloat\b|\bstr\b|\bPath\b", output.split("options:")[1])
+    assert not re.search(r"default: ([^)]*['\[\]]|True|False)", output)
 
 
 @pytest.mark.parametrize("program", COMMANDS)
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--frobnicate=3"], "--frobnicate is no flag"),
         (["--log-lvel", "--modell", "--tracee"], r"--log-lvel is no flag(; --log-level is one)?"),
         (["frobnicate", "--x"], "frobnicate is no flag"),
     ],
 )
-def test_an_unknown_flag_is_a_one_line_error(program, arguments, told, capsys):
+def test_an_unknown_flag_is_a_one_line_error(program, arguments, message, capsys):
     with pytest.raises(SystemExit) as end:
         command.read_settings(COMMANDS[program], arguments)
     line = capsys.readouterr().err
 
     assert end.value.code == 2
-    assert re.fullmatch(rf"{program}: {told}\. {program} --help tells them all\.\n", line)
+    assert re.fullmatch(rf"{program}: {message}\. {program} --help tells them all\.\n", line)
 
 
 def test_a_misspelt_flag_gets_a_suggestion(capsys):
@@ -257,19 +257,19 @@ def test_clients_set_priorities_only_where_the_router_says_so(flags, variable, a
 def test_a_wrong_setting_ends_the_start_with_a_line_that_names_it(arguments, flag, capsys):
     with pytest.raises(SystemExit) as end:
         read_settings(arguments)
-    told = capsys.readouterr().err
+    errors = capsys.readouterr().err
 
     assert end.value.code == 2
-    assert re.fullmatch(f"quire-router: {flag}: [^\\n]+\\n", told)
-    assert "pydantic" not in told
+    assert re.fullmatch(f"quire-router: {flag}: [^\\n]+\\n", errors)
+    assert "pydantic" not in errors
 
 
 def test_each_wrong_setting_has_a_line(capsys):
     with pytest.raises(SystemExit):
         command.read_settings(SimulationConfig, ["--trace", "x", "--max-num-seqs", "0", "--rate", "0"])
-    told = capsys.readouterr().err.splitlines()
+    errors = capsys.readouterr().err.splitlines()
 
-    assert [line.split(": ")[:2] for line in told] == [
+    assert [line.split(": ")[:2] for line in errors] == [
         ["quire-engine", "--max-num-seqs"],
         ["quire-engine", "--rate"],
     ]

@@ -69,7 +69,7 @@ async def test_a_pipelined_request_reserves_nothing_while_an_earlier_response_is
     async with open_stage(["one", release, *ANSWER], bodies=budget) as stage:
         body, key = json.dumps(chat(stream=True)).encode(), {"idempotency-key": "k"}
         first = asyncio.ensure_future(ask(stage.port, "POST", CHAT, body, key))
-        await asyncio.wait_for(stage.runner.begun.wait(), LONG)
+        await asyncio.wait_for(stage.runner.started.wait(), LONG)
         second = asyncio.ensure_future(ask(stage.port, "POST", CHAT, body + b" " * 500, key))
         await until(lambda: len(stage.service.concurrency) == 2 and budget.used == len(body))
         release.set()
@@ -98,7 +98,7 @@ async def test_a_reservation_is_released_when_the_request_waits_in_the_queue():
     async with open_stage(["one", release, *ANSWER], bodies=budget) as stage:
         body = json.dumps(chat(stream=True)).encode()
         asking = asyncio.ensure_future(ask(stage.port, "POST", CHAT, body))
-        await asyncio.wait_for(stage.runner.begun.wait(), LONG)
+        await asyncio.wait_for(stage.runner.started.wait(), LONG)
         assert budget.used == len(body)
         budget.release_queued(stage.runner.generations[0].request_id)
         assert budget.used == 0
@@ -151,7 +151,7 @@ async def test_a_message_over_grpc_is_counted_while_its_call_lasts():
     async with open_stage(["one", release, FinishReason.STOP], bodies=budget) as stage, stage.channel() as channel:
         request = pb.GenerateRequest(model=MODEL, text="hello")
         call = InferenceStub(channel).Generate(request)
-        await asyncio.wait_for(stage.runner.begun.wait(), LONG)
+        await asyncio.wait_for(stage.runner.started.wait(), LONG)
         assert budget.used == request.ByteSize()
         with budget.reserve("", LIMIT - budget.used):
             refused = InferenceStub(channel).Generate(request)

@@ -15,7 +15,7 @@ from quire_router.api.rpc.servicer import DeltaMessages
 from quire_router.api.service import Response, started_choices, with_prompt_echo
 from quire_router.core.generation import Delta, GenerationRequest, StreamCursor, Usage
 
-from tests.support.scripted_api import MODEL, TOKENIZER, as_had, events_of, logprobs_of
+from tests.support.scripted_api import MODEL, TOKENIZER, as_replayed, events_of, logprobs_of
 
 
 @dataclass
@@ -31,7 +31,7 @@ class RecordedAnswer:
         resumed = []
         for delta in self.deltas:
             ends[delta.index] += len(delta.token_ids)
-            seen = as_had(delta, ends[delta.index], cursor)
+            seen = as_replayed(delta, ends[delta.index], cursor)
             if not seen.replayed or seen.token_ids or seen.prompt_logprobs or seen.usage:
                 resumed.append(seen)
         return resumed

@@ -71,7 +71,7 @@ async def test_two_at_once_run_once_and_the_second_may_disconnect():
     release = asyncio.Event()
     async with open_stage(["one", release, *ANSWER]) as stage:
         first = asyncio.create_task(ask(stage.port, "POST", CHAT, chat(), KEY))
-        await stage.runner.begun.wait()
+        await stage.runner.started.wait()
         second = asyncio.create_task(ask(stage.port, "POST", CHAT, chat(stream=True), KEY))
         third = asyncio.create_task(ask(stage.port, "POST", CHAT, chat(), KEY))
         await asyncio.sleep(0.05)
@@ -128,7 +128,7 @@ async def test_a_request_is_the_same_when_the_engines_take_more_or_less_than_bef
     async with open_stage() as stage:
         answers = []
         for length in (64, 60):
-            stage.fleet.told = Limits(length)
+            stage.fleet.model_limits = Limits(length)
             answers.append(await ask(stage.port, "POST", CHAT, chat(), KEY))
 
     assert [answer.status for answer in answers] == [200, 200]
@@ -382,7 +382,7 @@ async def test_a_long_prompt_with_a_key_is_hashed_on_a_thread(monkeypatch):
     threads, digest = [], prepared_request._digest
     monkeypatch.setattr(prepared_request, "_digest", lambda *given: threads.append(current_thread()) or digest(*given))
     async with open_stage(max_body_bytes=2**20) as stage:
-        stage.fleet.told = Limits(2**20)
+        stage.fleet.model_limits = Limits(2**20)
         answers = [await ask(stage.port, "POST", COMPLETIONS, completion([300] * 10_000), KEY) for _ in range(2)]
     assert [answer.status for answer in answers] == [200, 200]
     assert len(threads) == 2

@@ -133,7 +133,7 @@ def test_an_assistants_message_may_be_empty_or_a_refusal(message, text):
 async def test_the_openai_clients_own_objects_are_taken_back():
     text = '<tool_call>\n{"name": "get", "arguments": {"city": "Rome"}}\n</tool_call>'
     async with open_stage(script_of(text), template=HERMES_TEMPLATE) as stage:
-        stage.fleet.told = Limits(4096)
+        stage.fleet.model_limits = Limits(4096)
         api = openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key="none", max_retries=0).chat.completions
         fields = {"model": MODEL, "tools": [tool(strict=True)]}
         async with api.stream(**fields, messages=[USER]) as stream:
@@ -159,7 +159,7 @@ async def test_unknown_and_ignored_parameters_are_named_in_order():
     }
     named = "stream_options.include_obfuscation, stream_options.x, tools[0].defer"
     async with open_stage(template=HERMES_TEMPLATE) as stage:
-        stage.fleet.told = Limits(4096)
+        stage.fleet.model_limits = Limits(4096)
         for more in ({}, {"stream": True}, {"background": True}):
             answer = await ask(stage.port, "POST", CHAT, chat(**fields, **more))
             assert answer.status == (202 if "background" in more else 200)

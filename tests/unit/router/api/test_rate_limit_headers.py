@@ -246,7 +246,7 @@ async def test_too_many_at_once_are_refused_until_one_has_ended():
     gate = asyncio.Event()
     async with tenant_stage(["x", gate, FinishReason.STOP], max_concurrent=1) as stage:
         first = asyncio.create_task(post(stage))
-        await asyncio.wait_for(stage.runner.begun.wait(), 20)
+        await asyncio.wait_for(stage.runner.started.wait(), 20)
         assert (await post(stage)).status == 429
         code, metadata = await call(stage)
         gate.set()

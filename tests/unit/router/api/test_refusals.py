@@ -152,7 +152,7 @@ async def test_a_prompt_is_needed_in_both(stage):
 
 
 async def test_a_model_that_no_engine_offered_is_unavailable_in_both(stage):
-    stage.fleet.told = None
+    stage.fleet.model_limits = None
     answer = await ask(stage.port, "POST", "/v1/chat/completions", json.dumps(chat()).encode())
 
     assert (answer.status, answer.error["code"], answer.error["param"]) == (503, "none_ready", None)

@@ -152,7 +152,7 @@ async def test_an_error_event_says_whether_it_is_resumable_and_with_ids_when_to_
         async with open_stage([*script, release, error], heartbeat=0.01, keepalive=0.01) as stage:
             body = chat(stream=True, stream_options={"include_event_ids": ids})
             asking = asyncio.create_task(ask(stage.port, "POST", CHAT, body))
-            await stage.runner.begun.wait()
+            await stage.runner.started.wait()
             await asyncio.sleep(0.1)
             release.set()
             answer = await asking
@@ -166,7 +166,7 @@ async def test_a_request_with_a_key_is_resumable_before_its_first_event(code):
     release = asyncio.Event()
     async with open_stage([release, QuireError(code, "Not now.")], heartbeat=0.01) as stage:
         asking = asyncio.create_task(ask(stage.port, "POST", CHAT, chat(stream=True), KEY))
-        await stage.runner.begun.wait()
+        await stage.runner.started.wait()
         await asyncio.sleep(0.1)
         release.set()
         answer = await asking
@@ -202,7 +202,7 @@ async def test_comments_come_between_events_and_never_inside_one():
     release = asyncio.Event()
     async with open_stage(["one", release, *ANSWER], heartbeat=0.01) as stage:
         asking = asyncio.create_task(ask(stage.port, "POST", CHAT, chat(stream=True), KEY))
-        await stage.runner.begun.wait()
+        await stage.runner.started.wait()
         await asyncio.sleep(0.1)
         release.set()
         body = (await asking).body
@@ -225,8 +225,8 @@ async def test_a_request_has_its_progress_and_at_last_its_response():
     release = asyncio.Event()
     async with open_stage(["one", release, *ANSWER]) as stage, stage.channel() as channel:
         asking = asyncio.create_task(ask(stage.port, "POST", CHAT, chat(n=2)))
-        await until(lambda: len(stage.runner.lives) == 1 and len(next(iter(stage.runner.lives.values())).deltas) == 2)
-        request_id = next(iter(stage.runner.lives))
+        await until(lambda: len(stage.runner.runs) == 1 and len(next(iter(stage.runner.runs.values())).deltas) == 2)
+        request_id = next(iter(stage.runner.runs))
         running = await ask(stage.port, "GET", f"/v1/requests/{request_id}")
         release.set()
         answer = await asking
@@ -263,8 +263,8 @@ async def test_a_failed_request_has_its_error():
 async def test_a_request_can_be_cancelled(how):
     async with open_stage(["one", asyncio.Event()]) as stage, stage.channel() as channel:
         asking = asyncio.create_task(ask(stage.port, "POST", COMPLETIONS, completion()))
-        await stage.runner.begun.wait()
-        request_id = next(iter(stage.runner.lives))
+        await stage.runner.started.wait()
+        request_id = next(iter(stage.runner.runs))
         if how == "grpc":
             await InferenceStub(channel).Cancel(pb.CancelRequest(request_id=request_id))
         elif how == "post":

@@ -23,7 +23,7 @@ async def tokenize(stage, **body):
 @pytest.mark.parametrize("prompt", ["", "hello café", LONG])
 async def test_the_tokens_of_a_text_are_those_of_a_completion(prompt):
     async with open_stage() as stage:
-        stage.fleet.told = Limits(4096)
+        stage.fleet.model_limits = Limits(4096)
         answer = await tokenize(stage, prompt=prompt)
         if prompt:
             await ask(stage.port, "POST", "/v1/completions", completion(prompt))
@@ -35,7 +35,7 @@ async def test_the_tokens_of_a_text_are_those_of_a_completion(prompt):
 async def test_the_tokens_of_a_conversation_are_those_of_a_chat():
     fields = {"messages": chat()["messages"], "tools": [tool()]}
     async with open_stage(template=HERMES_TEMPLATE) as stage:
-        stage.fleet.told = Limits(4096)
+        stage.fleet.model_limits = Limits(4096)
         answer = await tokenize(stage, **fields)
         await ask(stage.port, "POST", "/v1/chat/completions", {"model": MODEL, **fields})
         assert answer.json["tokens"] == list(stage.runner.generations[0].prompt_token_ids)

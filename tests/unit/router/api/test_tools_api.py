@@ -45,7 +45,7 @@ def stage_with(text, template=HERMES_TEMPLATE):
 
 
 def client(stage):
-    stage.fleet.told = Limits(4096)
+    stage.fleet.model_limits = Limits(4096)
     return openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key="none", max_retries=0).chat.completions
 
 
@@ -125,7 +125,7 @@ async def test_each_choice_has_its_calls_and_ids():
 
 async def test_a_resumed_stream_has_the_rest_and_the_same_call_ids():
     async with stage_with(f"<think>well</think>hello {CALL}", THINKING_TEMPLATE) as stage:
-        stage.fleet.told = Limits(4096)
+        stage.fleet.model_limits = Limits(4096)
         body = {**ASKED, "stream": True, "stream_options": {"include_event_ids": True}}
         whole = await ask(stage.port, "POST", CHAT, body)
         events = events_of(whole.body)
@@ -280,7 +280,7 @@ EFFORT_TEMPLATE = HERMES_TEMPLATE + "effort={{ reasoning_effort }}"
 )
 async def test_a_reasoning_parameter_that_the_template_ignores_is_named(template, fields, ignored):
     async with stage_with("hello", template) as stage:
-        stage.fleet.told = Limits(4096)
+        stage.fleet.model_limits = Limits(4096)
         answer = await ask(stage.port, "POST", CHAT, {**ASKED, **fields})
     assert (answer.status, answer.headers.get(IGNORED, "")) == (200, ignored)
 
@@ -366,7 +366,7 @@ def test_a_required_call_is_refused_where_the_template_has_no_tools(template, wo
 @pytest.mark.parametrize("fields", [{}, {"tool_choice": "auto"}, {"parallel_tool_calls": False}])
 async def test_tools_are_ignored_and_named_where_the_template_has_none(template, fields):
     async with stage_with(CALL, template) as stage:
-        stage.fleet.told = Limits(4096)
+        stage.fleet.model_limits = Limits(4096)
         whole = await ask(stage.port, "POST", CHAT, {**ASKED, **fields})
         streamed = await ask(stage.port, "POST", CHAT, {**ASKED, **fields, "stream": True})
         bare = {name: value for name, value in ASKED.items() if name != "tools"}

@@ -1,4 +1,4 @@
-"""Tasks that live as long as their process: what fails is told, counted and begun again; what keeps failing shows."""
+"""Tasks that live as long as their process: failures are logged, counted and followed by a restart."""
 
 import asyncio
 import logging
@@ -71,9 +71,9 @@ async def test_an_exception_of_a_task_is_logged_and_counted_and_the_task_restart
     task = supervise("a test", work, of="which")
     await again.wait()
     assert restarts("a test") == before + 2
-    told = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert len(told) == 2
-    assert all("a test of which" in record.getMessage() and record.exc_info for record in told)
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 2
+    assert all("a test of which" in record.getMessage() and record.exc_info for record in errors)
     await task.stop()
     assert task.done
 
@@ -257,14 +257,14 @@ async def test_grpc_health_continues_after_a_failure_and_stopping_skips_nothing(
     async with open_stage() as stage:
         server = RpcServer(stage.service, "127.0.0.1:0", max_message_bytes=1000, client_timeout=1.0)
         await server.start()
-        told: list[int] = []
+        calls: list[int] = []
 
         async def broken() -> None:
-            told.append(1)
+            calls.append(1)
             raise ZeroDivisionError
 
         monkeypatch.setattr(server, "_publish_health", broken)
-        await until(lambda: len(told) > 1)
+        await until(lambda: len(calls) > 1)
         assert restarts("grpc health") > before
         await server.stop(0.1)
         with pytest.raises(ConnectionRefusedError):
@@ -283,12 +283,12 @@ async def test_leases_of_other_routers_end_also_after_a_failure(monkeypatch: pyt
 
 
 async def test_the_load_is_published_to_autoscalers_after_a_failure() -> None:
-    told: list[int] = []
+    calls: list[int] = []
     teller = LoadPublisher(
-        "redis://127.0.0.1:1", failing_once(lambda: told.append(1) or {}), LoadSettings(interval=0.01)
+        "redis://127.0.0.1:1", failing_once(lambda: calls.append(1) or {}), LoadSettings(interval=0.01)
     )
     teller.start()
-    await until(lambda: bool(told))
+    await until(lambda: bool(calls))
     await teller.close()
 
 

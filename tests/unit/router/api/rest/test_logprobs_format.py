@@ -244,7 +244,7 @@ async def test_a_prompts_log_probabilities_are_beside_the_choices_in_chats():
 async def test_a_long_prompt_is_shown_whole():
     prompt = [each % VOCAB_SIZE for each in range(1000)]
     async with open_stage() as stage:
-        stage.fleet.told = type(stage.fleet.told)(max_model_len=2000)
+        stage.fleet.model_limits = type(stage.fleet.model_limits)(max_model_len=2000)
         body = completion(prompt, prompt_logprobs=1, logprobs=1, echo=True)
         choice = (await ask(stage.port, "POST", COMPLETIONS, body)).json["choices"][0]
 
@@ -254,7 +254,7 @@ async def test_a_long_prompt_is_shown_whole():
 
 async def test_a_prompt_whose_log_probabilities_do_not_come_is_an_error_and_not_an_empty_list():
     async with open_stage([Delta("x", [1]), FinishReason.STOP]) as stage:
-        stage.runner.tells_prompts = False
+        stage.runner.returns_prompt_logprobs = False
         answer = await ask(stage.port, "POST", COMPLETIONS, completion(prompt_logprobs=1))
 
     assert answer.status == 500
@@ -264,7 +264,7 @@ async def test_a_request_that_is_cancelled_before_its_prompt_was_computed_still_
     async with open_stage([asyncio.Event()]) as stage, stage.channel() as channel:
         body = completion("how are you", prompt_logprobs=1, logprobs=1, echo=True)
         asking = asyncio.create_task(ask(stage.port, "POST", COMPLETIONS, body))
-        await stage.runner.begun.wait()
+        await stage.runner.started.wait()
         request_id = stage.runner.generations[0].request_id
         await InferenceStub(channel).Cancel(pb.CancelRequest(request_id=request_id))
         choice = (await asking).json["choices"][0]

@@ -506,7 +506,7 @@ async def test_more_requests_than_allowed_get_429_with_retry_after():
     release = asyncio.Event()
     async with open_stage([release, *ANSWER], concurrent=1) as stage:
         first = asyncio.create_task(ask(stage.port, "POST", CHAT, chat()))
-        await stage.runner.begun.wait()
+        await stage.runner.started.wait()
         refused = await ask(stage.port, "POST", COMPLETIONS, completion())
         assert (await ask(stage.port, "GET", "/health")).status == 200
         release.set()
@@ -522,7 +522,7 @@ async def test_a_stopping_router_finishes_running_requests_and_refuses_new_ones(
     release = asyncio.Event()
     async with open_stage([release, *ANSWER]) as stage:
         first = asyncio.create_task(ask(stage.port, "POST", CHAT, chat()))
-        await stage.runner.begun.wait()
+        await stage.runner.started.wait()
         stage.service.concurrency.close()
         refused = await ask(stage.port, "POST", CHAT, chat())
         health = await ask(stage.port, "GET", "/health")
@@ -534,7 +534,7 @@ async def test_a_stopping_router_finishes_running_requests_and_refuses_new_ones(
 
 async def test_no_engine_yet_is_503_with_retry_after():
     async with open_stage() as stage:
-        stage.fleet.told = None
+        stage.fleet.model_limits = None
         answer = await ask(stage.port, "POST", CHAT, chat())
 
     assert answer.status == 503
@@ -555,7 +555,7 @@ async def test_a_client_that_leaves_cancels_its_request_at_once(stream, pieces):
             f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         writer.write(head.encode() + body)
-        await stage.runner.begun.wait()
+        await stage.runner.started.wait()
         writer.close()
         async with asyncio.timeout(10):
             await stage.runner.abandoned.wait()

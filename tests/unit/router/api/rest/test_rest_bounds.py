@@ -74,7 +74,7 @@ async def test_a_client_that_leaves_is_noticed_whatever_it_sent_behind_its_reque
     async with open_stage([asyncio.Event()]) as stage, asyncio.timeout(LONG):
         _, writer = await asyncio.open_connection("127.0.0.1", stage.port)
         writer.write(asking(stream=stream))
-        await stage.runner.begun.wait()
+        await stage.runner.started.wait()
         writer.write(behind)
         await asyncio.sleep(0.05)
         if leaves == "half-closes":

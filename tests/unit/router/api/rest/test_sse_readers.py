@@ -495,7 +495,7 @@ async def test_a_stream_whose_comments_are_turned_off_begins_with_its_first_even
     gate = asyncio.Event()
     async with open_stage((gate, FAILURE), heartbeat=0.01, keepalive=0) as stage, httpx.AsyncClient() as client:
         asking = asyncio.create_task(client.post(f"{stage.url}/v1/completions", json=completion(stream=True)))
-        await until(stage.runner.begun.is_set)
+        await until(stage.runner.started.is_set)
         await asyncio.sleep(0.1)
         gate.set()
         answer = await asking

@@ -126,7 +126,7 @@ async def test_a_client_that_leaves_cancels_its_request(pieces, how):
         channel = stage.channel()
         call = InferenceStub(channel).Chat(chat_request(), timeout=0.3 if how == "deadline" else None)
         reading = asyncio.ensure_future(call.read())
-        await stage.runner.begun.wait()
+        await stage.runner.started.wait()
         if how == "cancel":
             call.cancel()
         elif how == "channel":
@@ -154,7 +154,7 @@ async def test_a_running_request_can_be_cancelled_by_its_id(prefix):
 async def test_a_rest_request_can_be_cancelled_too():
     async with open_stage(["one", asyncio.Event()]) as stage, stage.channel() as channel:
         asking = asyncio.create_task(ask(stage.port, "POST", "/v1/chat/completions", chat()))
-        await stage.runner.begun.wait()
+        await stage.runner.started.wait()
         request_id = stage.runner.generations[0].request_id
         await InferenceStub(channel).Cancel(pb.CancelRequest(request_id=f"chatcmpl-{request_id}"))
         answer = await asking
@@ -189,7 +189,7 @@ async def test_models_are_listed_whether_or_not_an_engine_is_ready():
     async with open_stage() as stage, stage.channel() as channel:
         stub = InferenceStub(channel)
         ready = (await stub.ListModels(pb.ListModelsRequest())).models[0]
-        stage.fleet.engines, stage.fleet.told = 0, None
+        stage.fleet.engines, stage.fleet.model_limits = 0, None
         absent = (await stub.ListModels(pb.ListModelsRequest())).models[0]
 
     assert (ready.name, ready.ready_engines, ready.max_model_len) == (MODEL, 1, MAX_MODEL_LEN)
@@ -224,7 +224,7 @@ async def test_more_requests_than_allowed_are_refused_with_retry_info():
         stub = InferenceStub(channel)
         first = stub.Chat(chat_request())
         reading = asyncio.ensure_future(first.read())
-        await stage.runner.begun.wait()
+        await stage.runner.started.wait()
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await stub.Generate(generate_request()).read()
         release.set()
