@@ -1,4 +1,4 @@
-"""The Dockerfiles say what an image should be, and their steps make it, as far as can be tried without Docker."""
+"""The Dockerfiles and compose.yaml: their contents, and their build steps as far as these run without Docker."""
 
 import ctypes
 import fnmatch
@@ -45,7 +45,7 @@ class Stage:
     base: str
     steps: list[tuple[str, str]] = field(default_factory=list)
 
-    def told(self, instruction: str) -> list[str]:
+    def arguments_of(self, instruction: str) -> list[str]:
         return [text for kind, text in self.steps if kind == instruction]
 
 
@@ -53,9 +53,9 @@ def expand(text: str, values: dict[str, str]) -> str:
     """Fills in variables as Docker does."""
 
     def value(match: re.Match[str]) -> str:
-        said = values.get(match[1], "")
+        set_to = values.get(match[1], "")
         other = expand(match[3] or "", values)
-        return {":+": other if said else "", ":-": said or other, ":?": said, None: said}[match[2]]
+        return {":+": other if set_to else "", ":-": set_to or other, ":?": set_to, None: set_to}[match[2]]
 
     return VARIABLE.sub(value, text)
 
@@ -132,8 +132,8 @@ def test_the_python_of_the_images_is_the_tested_one(path):
 @every
 def test_what_is_copied_exists_and_nothing_comes_from_elsewhere(path):
     for stage in stages(path).values():
-        assert not stage.told("ADD")
-        for text in stage.told("COPY"):
+        assert not stage.arguments_of("ADD")
+        for text in stage.arguments_of("COPY"):
             *sources, _ = text.split()
             if sources[0].startswith("--from="):
                 assert sources[0].removeprefix("--from=") in stages(path)
@@ -141,7 +141,7 @@ def test_what_is_copied_exists_and_nothing_comes_from_elsewhere(path):
             for source in sources:
                 assert (ROOT / source).exists()
                 assert not is_ignored(source), source
-        for text in stage.told("RUN"):
+        for text in stage.arguments_of("RUN"):
             assert not re.search(r"\b(curl|wget|git clone)\b|https?://", text)
 
 
@@ -160,7 +160,7 @@ def test_the_context_holds_the_packages_and_nothing_else():
 
 @images
 def test_an_image_runs_as_a_user_that_is_a_number_and_not_root(path, target):
-    users = [user for stage in line_of(path, target) for user in stage.told("USER")]
+    users = [user for stage in line_of(path, target) for user in stage.arguments_of("USER")]
     assert re.fullmatch(r"[1-9]\d+:[1-9]\d+", users[0])
     kinds = [kind for kind, _ in stages(path)[target].steps]
     assert "RUN" not in kinds[kinds.index("USER") :]
@@ -169,28 +169,30 @@ def test_an_image_runs_as_a_user_that_is_a_number_and_not_root(path, target):
 @images
 def test_an_image_has_labels_ports_a_command_and_no_health_check(path, target):
     line = list(line_of(path, target))
-    labels = " ".join(text for stage in line for text in stage.told("LABEL"))
+    labels = " ".join(text for stage in line for text in stage.arguments_of("LABEL"))
     for name in ("title", "description", "licenses", "version", "revision"):
         assert f"org.opencontainers.image.{name}=" in labels
-    (command,) = [json.loads(text) for stage in line for text in stage.told("ENTRYPOINT")]
+    (command,) = [json.loads(text) for stage in line for text in stage.arguments_of("ENTRYPOINT")]
     assert command == [path.name.replace(".Dockerfile", "").join(("quire-", ""))]
-    ports = {port for stage in line for text in stage.told("EXPOSE") for port in text.split()}
+    ports = {port for stage in line for text in stage.arguments_of("EXPOSE") for port in text.split()}
     assert ports >= ({"8000", "8001", "8002"} if "router" in path.name else {"9000", "9002"})
-    assert not any(stage.told("HEALTHCHECK") for stage in line)
+    assert not any(stage.arguments_of("HEALTHCHECK") for stage in line)
 
 
 @images
 def test_an_image_has_no_compiler_but_the_one_that_triton_needs(path, target):
-    installed = " ".join(text for stage in line_of(path, target) for text in stage.told("RUN") if "apt-get" in text)
+    installed = " ".join(
+        text for stage in line_of(path, target) for text in stage.arguments_of("RUN") if "apt-get" in text
+    )
     assert bool(re.search(r"\b(gcc|g\+\+|clang|build-essential)(?!\w)", installed)) is (target == "cuda")
-    removed = " ".join(text for stage in line_of(path, target) for text in stage.told("RUN"))
+    removed = " ".join(text for stage in line_of(path, target) for text in stage.arguments_of("RUN"))
     assert "pip uninstall" in removed
     assert "-perm /6000 -exec chmod a-s" in removed
 
 
 @pytest.mark.parametrize("distribution", ["proto", "engine", "router"])
 def test_every_package_is_shipped(distribution):
-    """An editable install, as tests have it, does not tell."""
+    """An editable install, as the tests have it, would not show a missing package."""
     folder = ROOT / distribution
     tool = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["setuptools"]
     there = {".".join(path.parent.relative_to(folder).parts) for path in folder.rglob("__init__.py")}
@@ -224,13 +226,13 @@ def test_the_routers_install_steps_bring_the_router_and_no_torch(tmp_path):
     source, wheels, environment = tmp_path / "src", tmp_path / "wheels", tmp_path / "quire"
     source.mkdir()
     build_stage = stages(DOCKER / "router.Dockerfile")["build"]
-    for text in build_stage.told("COPY"):
+    for text in build_stage.arguments_of("COPY"):
         name, target = text.split()
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, source / target, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
         else:
             shutil.copy(ROOT / name, source / target)
-    for text in build_stage.told("RUN"):
+    for text in build_stage.arguments_of("RUN"):
         command = text.replace("/wheels", str(wheels)).replace("/opt/quire", str(environment))
         command = re.sub(r"\bpython -m", f"{shlex.quote(sys.executable)} -m", command)
         subprocess.run(["bash", "-euc", command], cwd=source, check=True, capture_output=True, text=True, timeout=280)
@@ -239,7 +241,7 @@ def test_the_routers_install_steps_bring_the_router_and_no_torch(tmp_path):
     assert {"quire_router", "quire_proto", "grpcio", "redis"} <= installed
     assert not installed & {"torch", "transformers", "quire_engine", "triton", "pip", "setuptools"}
     assert not [name for name in installed if name.startswith("nvidia")]
-    told = subprocess.run(
+    shown = subprocess.run(
         [environment / "bin" / "quire-router", "--help"],
         cwd=tmp_path,
         capture_output=True,
@@ -247,7 +249,7 @@ def test_the_routers_install_steps_bring_the_router_and_no_torch(tmp_path):
         timeout=60,
         check=True,
     )
-    assert "--engine" in told.stdout
+    assert "--engine" in shown.stdout
     everything = (
         "import importlib, pkgutil, quire_proto, quire_router\n"
         "for package in (quire_proto, quire_router):\n"
@@ -264,7 +266,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="there i
 
 @pytest.fixture
 def ahead(tmp_path, monkeypatch) -> Path:
-    """A folder of kernels for the two least kinds of processors, compiled in a hurry."""
+    """A folder of kernels for the two least kinds of processors, compiled without optimisation."""
     folder = tmp_path / "ahead"
     few = [level for level in build.levels_of("x86_64") if level.name in ("avx2", "x86-64")]
     monkeypatch.setattr(build, "AHEAD_FOLDER", folder)
@@ -321,7 +323,7 @@ def test_a_level_requires_every_instruction_set_that_its_code_may_use(level):
 
 
 def environment_of(service: str, **given: str) -> dict[str, str]:
-    """The variables of a service, with what whoever starts it has given."""
+    """The variables of a service, where ``given`` are those of the user's environment."""
     return {name: expand(str(value), given) for name, value in COMPOSE["services"][service]["environment"].items()}
 
 
@@ -386,12 +388,12 @@ def test_the_versions_of_images_are_the_packages():
 
 
 def test_the_collectors_pipelines_name_parts_that_there_are_and_attributes_that_spans_have():
-    told = yaml.safe_load((ROOT / "k8s" / "otel-collector.yaml").read_text())
-    for pipeline in told["service"]["pipelines"].values():
+    config = yaml.safe_load((ROOT / "k8s" / "otel-collector.yaml").read_text())
+    for pipeline in config["service"]["pipelines"].values():
         for kind, names in pipeline.items():
-            assert set(names) <= set(told[kind])
-    assert set(told["service"]["extensions"]) <= set(told["extensions"])
-    policies = told["processors"]["tail_sampling"]["policies"]
+            assert set(names) <= set(config[kind])
+    assert set(config["service"]["extensions"]) <= set(config["extensions"])
+    policies = config["processors"]["tail_sampling"]["policies"]
     keys = {policy["numeric_attribute"]["key"] for policy in policies if policy["type"] == "numeric_attribute"}
     assert keys
     assert keys <= {value for name, value in vars(Attribute).items() if not name.startswith("_")}

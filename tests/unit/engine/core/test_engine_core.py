@@ -88,7 +88,7 @@ def test_a_request_that_makes_the_step_fail_ends_alone() -> None:
     assert end.finish_reason is FinishReason.ERROR
     assert end.error is not None
     assert end.error.code is ErrorCode.INTERNAL
-    assert "kernel" not in end.error.message, "the inner reason was told"
+    assert "kernel" not in end.error.message, "the internal reason was sent"
 
 
 def test_a_failed_copy_ends_the_engine() -> None:

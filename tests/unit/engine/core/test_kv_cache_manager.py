@@ -98,9 +98,9 @@ def test_blocks_that_are_still_cached_are_not_copied_again() -> None:
     table = filled(kv, list(range(10)))
     out = kv.swap_out(table, 10)
     back = kv.swap_in(table)
-    assert back == 1, "the device still held both full blocks under their names"
+    assert back == 1, "the device still cached both full blocks"
     again = kv.swap_out(table, 10)
-    assert again == 1, "the host still held both full blocks under their names"
+    assert again == 1, "the host still cached both full blocks"
     assert out == 3
 
 

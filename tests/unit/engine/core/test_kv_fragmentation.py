@@ -21,15 +21,15 @@ def tables(scheduler: Scheduler) -> list[tuple[BlockTable, int]]:
 
 
 def counted(scheduler: Scheduler) -> KVCacheFragmentation:
-    """Slot by slot: every slot of a held block, and the ones that some sequence computed a token into."""
-    held = {block_id for table, _ in tables(scheduler) for block_id in table.block_ids}
+    """Slot by slot: every slot of a in_use block, and the ones that some sequence computed a token into."""
+    in_use = {block_id for table, _ in tables(scheduler) for block_id in table.block_ids}
     filled = {
         (table.block_ids[position // SIZE], position % SIZE)
         for table, num_computed_tokens in tables(scheduler)
         for position in range(num_computed_tokens)
         if table.block_ids
     }
-    return KVCacheFragmentation(len(held) * SIZE - len(filled), len(held) * SIZE)
+    return KVCacheFragmentation(len(in_use) * SIZE - len(filled), len(in_use) * SIZE)
 
 
 @given(

@@ -137,7 +137,7 @@ def test_a_sequence_is_reported_finished_once_no_step_in_flight_samples_for_it()
     engine.add("a", max_tokens=20, stop_token_ids=(stop,))
     engine.add("b", [5, 6], max_tokens=12)
     engine.run()
-    (told,) = [
+    (reported,) = [
         scheduler_output.step for scheduler_output in engine.scheduler_outputs if 0 in scheduler_output.finished_seq_ids
     ]
     last = max(
@@ -145,8 +145,8 @@ def test_a_sequence_is_reported_finished_once_no_step_in_flight_samples_for_it()
         for scheduler_output in engine.scheduler_outputs
         if any(chunk.sequence_id == 0 for chunk in scheduler_output.chunks)
     )
-    order = [event for event in engine.executor.events if event in (("result", last), ("launch", told))]
-    assert order == [("result", last), ("launch", told)]
+    order = [event for event in engine.executor.events if event in (("result", last), ("launch", reported))]
+    assert order == [("result", last), ("launch", reported)]
     engine.add("c", [7], max_tokens=1)
     engine.run()
     assert engine.executor.states <= {2}, "the executor keeps what belongs to sequences that have ended"
@@ -163,12 +163,12 @@ def test_choices_aborted_before_they_fork_are_reported_finished_too(
     engine.core._handle_command(AbortRequest("many", aborted))
     engine.run()
     engine.schedule()
-    told = [
+    reported = [
         sequence_id
         for scheduler_output in engine.scheduler_outputs
         for sequence_id in scheduler_output.finished_seq_ids
     ]
-    assert sorted(told) == [0, 1, 2, 3]
+    assert sorted(reported) == [0, 1, 2, 3]
 
 
 def test_an_abort_frees_all_blocks_at_once_and_discards_its_step() -> None:
@@ -487,8 +487,10 @@ def test_a_failed_copy_ends_the_engine(where: str) -> None:
     engine.add("a")
     with pytest.raises(CopyError):
         engine.step(3)
-    told = [output for step in engine.steps for output in step.outputs]
-    assert tokens(told) == expected_output(PROMPT, choice_seed(0, 0), 1), "what was done before is not told"
+    published = [output for step in engine.steps for output in step.outputs]
+    assert tokens(published) == expected_output(PROMPT, choice_seed(0, 0), 1), (
+        "tokens of the resumed output are sent again"
+    )
 
 
 def test_a_failed_copy_of_an_abandoned_step_ends_the_engine_too() -> None:
@@ -518,8 +520,8 @@ def test_simulated_steps_that_overlap_answer_the_same_in_less_time() -> None:
         answers.append(engine.run())
         seconds.append(sum(slept) / len(slept))
     for outputs in answers:
-        assert {key: tokens(told) for key, told in outputs.items()} == {
-            key: tokens(told) for key, told in answers[0].items()
+        assert {key: tokens(choice_outputs) for key, choice_outputs in outputs.items()} == {
+            key: tokens(choice_outputs) for key, choice_outputs in answers[0].items()
         }
     assert seconds[0] - seconds[1] == pytest.approx(0.001)
 

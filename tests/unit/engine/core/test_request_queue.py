@@ -1,4 +1,4 @@
-"""The order in which requests are admitted, and who gives way how."""
+"""The order of admission, the choice of a victim and the way it is preempted."""
 
 import pytest
 from hypothesis import given
@@ -40,7 +40,7 @@ def test_a_job_is_overtaken_by_nothing_that_comes_after_it_has_aged(job: QueuedR
 
 
 @pytest.mark.parametrize(
-    ("room", "may_swap", "moved", "uncached", "expected"),
+    ("has_room", "may_swap", "moved", "uncached", "expected"),
     [
         (False, True, 1, 1000, (PreemptionMode.RECOMPUTE, PreemptionReason.HOST_FULL)),
         (True, False, 1, 1000, (PreemptionMode.RECOMPUTE, PreemptionReason.TOO_MANY_SWAPPED)),
@@ -49,10 +49,12 @@ def test_a_job_is_overtaken_by_nothing_that_comes_after_it_has_aged(job: QueuedR
     ],
 )
 def test_the_cheaper_way_in_seconds_is_taken(
-    room: bool, may_swap: bool, moved: int, uncached: int, expected: tuple[PreemptionMode, PreemptionReason]
+    has_room: bool, may_swap: bool, moved: int, uncached: int, expected: tuple[PreemptionMode, PreemptionReason]
 ) -> None:
     rates = Rates(tokens_per_second=10, bytes_per_second=10_000)
-    assert choose_preemption_mode(SwapCost(moved, uncached), rates, host_has_room=room, may_swap=may_swap) == expected
+    assert (
+        choose_preemption_mode(SwapCost(moved, uncached), rates, host_has_room=has_room, may_swap=may_swap) == expected
+    )
 
 
 class Bench:

@@ -72,7 +72,7 @@ def drawn(sampler: Sampler, sample_requests: list[SampleRequest], logits: torch.
         return sampler.sample(sampler.prepare(sample_requests), logits, range(len(sample_requests)))
 
 
-def told(model_output: ModelOutput) -> tuple[object, ...]:
+def fields_of(model_output: ModelOutput) -> tuple[object, ...]:
     errors = {id: (error.code, error.message, error.param) for id, error in model_output.errors.items()}
     return model_output.token_ids, model_output.logprobs, model_output.candidates, errors
 
@@ -92,7 +92,7 @@ def test_draws_wait_for_nothing_and_are_those_that_wait(batch: tuple[list[Sample
     other.fetch_into(expected)
     sampler.close()
     waiting.close()
-    assert told(made) == told(expected)
+    assert fields_of(made) == fields_of(expected)
     for token_ids in (one.token_ids, other.token_ids):
         assert token_ids.dtype == torch.int64
         assert token_ids.tolist() == [made.token_ids.get(request.sequence_id, 0) for request in sample_requests]
@@ -123,7 +123,7 @@ def test_the_logits_may_be_overwritten_once_the_draws_are_enqueued() -> None:
     one = drawn(sampler, sample_requests, logits)
     logits.fill_(math.nan)
     one.fetch_into(made)
-    assert told(made) == told(expected)
+    assert fields_of(made) == fields_of(expected)
 
 
 def test_tokens_are_in_the_order_of_the_draws_and_from_the_rows_they_name() -> None:
@@ -262,7 +262,7 @@ def test_one_number_that_is_not_finite_is_found_when_nothing_is_read(dtype: torc
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_a_cuda_device_is_not_waited_for_and_draws_what_the_cpu_draws() -> None:
     changes = [one for one in CHANGES if "poison" not in str(one.get("grammar"))]
-    wanted = [style | change | told for style in STYLES for change in changes for told in TOLD]
+    wanted = [style | change | requested for style in STYLES for change in changes for requested in TOLD]
     sample_requests = [
         make_sample_request(id, some_tokens(9, VOCAB, id), [1, 7], seed=id, **one) for id, one in enumerate(wanted)
     ]
@@ -278,7 +278,7 @@ def test_a_cuda_device_is_not_waited_for_and_draws_what_the_cpu_draws() -> None:
         torch.cuda.set_sync_debug_mode("default")
     on_device.fill_(math.nan)
     one.fetch_into(made)
-    assert told(made)[3] == told(expected)[3]
+    assert fields_of(made)[3] == fields_of(expected)[3]
     assert set(made.logprobs) == set(expected.logprobs)
     assert set(made.candidates) == set(expected.candidates)
     greedy = {request.sequence_id for request in sample_requests if request.params.greedy}

@@ -72,12 +72,12 @@ def assert_same(made: ModelOutput, expected: ModelOutput) -> None:
     """Down to the last bit of every log-probability."""
     for part in ("token_ids", "logprobs", "candidates"):
         assert getattr(made, part) == getattr(expected, part)
-    assert {id: told(error) for id, error in made.errors.items()} == {
-        id: told(error) for id, error in expected.errors.items()
+    assert {id: error_fields(error) for id, error in made.errors.items()} == {
+        id: error_fields(error) for id, error in expected.errors.items()
     }
 
 
-def told(error: QuireError) -> tuple[ErrorCode, str, str | None]:
+def error_fields(error: QuireError) -> tuple[ErrorCode, str, str | None]:
     return error.code, error.message, error.param
 
 
@@ -259,15 +259,15 @@ def test_candidates_are_normalised_first_and_processed_then() -> None:
 
 def test_an_output_follows_its_grammar_and_the_others_do_not_notice() -> None:
     grammar, sampler = ModuloGrammar(3), Sampler(VOCAB)
-    held, free = make_sample_request(0, [1, 1], grammar=grammar), make_sample_request(1, [1, 1])
+    constrained, free = make_sample_request(0, [1, 1], grammar=grammar), make_sample_request(1, [1, 1])
     for step in range(12):
         logits = some_logits(1, VOCAB, step).expand(2, -1)
-        made = run_step(sampler, [held, free], logits).token_ids
-        assert grammar.allows(held.token_ids[2:], made[0])
+        made = run_step(sampler, [constrained, free], logits).token_ids
+        assert grammar.allows(constrained.token_ids[2:], made[0])
         assert made[1] == logits[1].argmax()
-        allowed = [token_id for token_id in range(VOCAB) if grammar.allows(held.token_ids[2:], token_id)]
+        allowed = [token_id for token_id in range(VOCAB) if grammar.allows(constrained.token_ids[2:], token_id)]
         assert made[0] == allowed[int(logits[0, allowed].argmax())]
-        held.token_ids.append(made[0])
+        constrained.token_ids.append(made[0])
 
 
 def test_tokens_outside_of_a_grammars_vocabulary_are_forbidden() -> None:
@@ -329,7 +329,7 @@ def test_a_matcher_takes_an_output_in_order_however_long_a_step_before_took() ->
 
 
 @pytest.mark.parametrize(
-    ("failure", "code", "said"),
+    ("failure", "code", "message"),
     [
         (None, ErrorCode.INVALID, "it is poisoned"),
         (RuntimeError("secret"), ErrorCode.INTERNAL, "inside the service"),
@@ -337,7 +337,7 @@ def test_a_matcher_takes_an_output_in_order_however_long_a_step_before_took() ->
     ],
 )
 def test_a_grammar_that_dies_ends_its_sequence_alone(
-    failure: BaseException | None, code: ErrorCode, said: str, caplog: pytest.LogCaptureFixture
+    failure: BaseException | None, code: ErrorCode, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL, logger="quire_engine.sampling.grammar_bitmask")
     wanted = {"poison": 7} | ({"failure": failure} if failure else {})
@@ -351,7 +351,7 @@ def test_a_grammar_that_dies_ends_its_sequence_alone(
     assert not first.errors
     assert set(made.errors) == {0}
     assert (made.errors[0].code, made.errors[0].param) == (code, "choice" if code is ErrorCode.INVALID else None)
-    assert said in made.errors[0].message
+    assert message in made.errors[0].message
     assert "secret" not in made.errors[0].message
     assert made.token_ids == {1: first.token_ids[1]}
     assert set(run_step(sampler, [bad], logits[:1]).errors) == {0}, "it came back to life"

@@ -39,7 +39,7 @@ GRAMMAR = Structured(StructuredKind.GRAMMAR, "start: /a+/")
 
 Event = tuple[str, Any]
 """What a reader is given: where it stands then, and the data."""
-Told = tuple[str, int, Any]
+Fact = tuple[str, int, Any]
 """What one event says: of what kind it is, of which choice, and what."""
 
 
@@ -128,7 +128,7 @@ async def over_rest(answer: Response) -> AsyncGenerator[Event]:
     raise AssertionError("it ends without its usage")
 
 
-def said_over_grpc(message: Any) -> Iterator[Told]:
+def facts_over_grpc(message: Any) -> Iterator[Fact]:
     index = message.index
     for name in ("text", "reasoning", "finish_reason", "score", "prompt_logprobs"):
         if getattr(message, name, None):
@@ -143,7 +143,7 @@ def said_over_grpc(message: Any) -> Iterator[Told]:
         yield "usage", 0, str(MessageToDict(message.usage))
 
 
-def said_over_rest(event: Any) -> Iterator[Told]:
+def facts_over_rest(event: Any) -> Iterator[Fact]:
     for choice in event["choices"]:
         index, delta = choice["index"], choice.get("delta", {})
         texts = {**choice, **delta}
@@ -164,10 +164,10 @@ def said_over_rest(event: Any) -> Iterator[Told]:
 
 
 Reader = Callable[[Response], AsyncGenerator[Event]]
-Teller = Callable[[Any], Iterator[Told]]
-READERS: dict[str, tuple[Reader, Teller]] = {
-    "gRPC": (over_grpc, said_over_grpc),
-    "REST": (over_rest, said_over_rest),
+FactReader = Callable[[Any], Iterator[Fact]]
+READERS: dict[str, tuple[Reader, FactReader]] = {
+    "gRPC": (over_grpc, facts_over_grpc),
+    "REST": (over_rest, facts_over_rest),
 }
 
 
@@ -275,7 +275,7 @@ class Router:
         return await self.place.read(read(await self.answers.open(admitted, ANONYMOUS)), [*self.kind.steps])
 
     async def alone(self, generation: GenerationRequest) -> Written:
-        """One prompt as the journal is told of it."""
+        """One prompt as the journal records it."""
         return Written(generation, await self.place.read(self.place.lifecycle.run(generation), [*self.kind.steps]))
 
     async def resumed(self, read: Reader, after: str) -> list[Event]:
@@ -284,12 +284,12 @@ class Router:
         return await self.place.read(read(answer), [step + 1 for step in self.kind.steps])
 
 
-def together(told: list[Told]) -> dict[tuple[str, int], str]:
-    """All that was said of each choice: an event more or less does not matter, but one that comes twice does."""
-    said: dict[tuple[str, int], str] = defaultdict(str)
-    for kind, index, what in told:
-        said[kind, index] += what
-    return said
+def together(facts: list[Fact]) -> dict[tuple[str, int], str]:
+    """All facts of each choice joined: how many events they came in does not matter, but a repeated one does."""
+    texts: dict[tuple[str, int], str] = defaultdict(str)
+    for kind, index, what in facts:
+        texts[kind, index] += what
+    return texts
 
 
 @dataclass
@@ -319,11 +319,11 @@ class Undisturbed:
             yield " and ".join(fate.__name__ for fate in fates), journal
 
 
-def check(events: list[Event], said: Teller, where: str) -> list[Told]:
-    """All that was said, of which every event says something, and the last one the usage if any does."""
-    told = [list(said(event)) for _, event in events]
-    assert all(told), f"a message says nothing: {where}"
-    facts = [fact for each in told for fact in each]
+def check(events: list[Event], facts_of: FactReader, where: str) -> list[Fact]:
+    """The facts of all events. Every event has at least one, and only the last event may have the usage."""
+    by_event = [list(facts_of(event)) for _, event in events]
+    assert all(by_event), f"an event is empty: {where}"
+    facts = [fact for each in by_event for fact in each]
     assert "usage" not in [kind for kind, _, _ in facts[:-1]], f"more after the usage: {where}"
     return facts
 
@@ -337,14 +337,14 @@ def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("api", READERS)
 @pytest.mark.parametrize("name", KINDS)
 async def test_resuming_at_every_cursor_gives_exactly_the_rest(name: str, api: str, late_ends: bool) -> None:
-    kind, (read, said) = KINDS[name], READERS[api]
+    kind, (read, facts_of) = KINDS[name], READERS[api]
     whole = await Undisturbed.of(kind, read, late_ends=late_ends)
-    expected = together(check(whole.events, said, "undisturbed"))
+    expected = together(check(whole.events, facts_of, "undisturbed"))
     for after, had in whole.places():
         for fate, journal in whole.records():
             rest = await Router(kind, journal, late_ends).resumed(read, after)
             where = f"{fate}, after {after!r}: {rest}"
-            assert together(check(had + rest, said, where)) == expected, where
+            assert together(check(had + rest, facts_of, where)) == expected, where
             assert [event_id for event_id, _ in rest][-1:] == [whole.events[-1][0]][: len(rest)], where
 
 
@@ -353,24 +353,24 @@ async def test_resuming_over_the_other_api_gives_no_empty_message(name: str) -> 
     kind = KINDS[name]
     for api, other in (("gRPC", "REST"), ("REST", "gRPC")):
         whole = await Undisturbed.of(kind, READERS[api][0], late_ends=False)
-        read, said = READERS[other]
+        read, facts_of = READERS[other]
         for after, _ in whole.places():
             for fate, journal in whole.records():
                 rest = await Router(kind, journal).resumed(read, after)
-                check(rest, said, f"{fate}, from {api} after {after!r}: {rest}")
+                check(rest, facts_of, f"{fate}, from {api} after {after!r}: {rest}")
                 assert not (rest and after.endswith("u")), f"{fate}: {rest}"
 
 
 @pytest.mark.parametrize("api", READERS)
 @pytest.mark.parametrize("name", KINDS)
 async def test_a_request_cancelled_while_its_reader_was_away_ends_once(name: str, api: str) -> None:
-    kind, (read, said) = KINDS[name], READERS[api]
+    kind, (read, facts_of) = KINDS[name], READERS[api]
     whole = await Undisturbed.of(kind, read, late_ends=False)
     for after, had in whole.places():
         for fate, journal in whole.records():
             for each in kind.generations:
                 await journal.cancel(each.request_id)
             rest = await Router(kind, journal).resumed(read, after)
-            facts = check(had + rest, said, f"{fate}, after {after!r}: {rest}")
-            ends = sorted(index for told, index, _ in facts if told == "finish_reason")
+            facts = check(had + rest, facts_of, f"{fate}, after {after!r}: {rest}")
+            ends = sorted(index for field, index, _ in facts if field == "finish_reason")
             assert ends == [*range(len(kind.generations) * kind.generations[0].params.n)], f"{fate}, {after!r}: {rest}"

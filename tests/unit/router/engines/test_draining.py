@@ -26,11 +26,11 @@ async def drained(engine: ScriptedEngine, link: EngineConnection) -> None:
 
 async def test_an_empty_batch_announces_draining_and_running_requests_continue() -> None:
     changes: list[str] = []
-    async with linked(on_change=lambda: changes.append("told")) as (engine, link):
+    async with linked(on_change=lambda: changes.append("changed")) as (engine, link):
         stream = await submitted(engine, link, submit("a", max_tokens=2))
         changes.clear()
         await drained(engine, link)
-        assert changes == ["told"]
+        assert changes == ["changed"]
         engine.send(output("a", [1, 2], 0, 2))
         assert (await rest(stream))[0] == [1, 2]
 
@@ -69,8 +69,8 @@ async def test_a_draining_engine_logs_no_warning(caplog: pytest.LogCaptureFixtur
         engine.restart_as(2)
         await engine.start()
         await until(lambda: link.ready)
-    told = [(record.levelname, record.getMessage().partition(engine.address)[2]) for record in caplog.records]
-    assert told == [
+    logged = [(record.levelname, record.getMessage().partition(engine.address)[2]) for record in caplog.records]
+    assert logged == [
         ("INFO", " is connected (new session)"),
         ("INFO", " is leaving: it ends what it runs, and gets nothing new"),
         ("INFO", " has left"),

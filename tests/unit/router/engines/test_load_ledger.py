@@ -1,4 +1,4 @@
-"""The ledger's sums, held against a recount whatever happens, and what it makes of engines' reports."""
+"""The ledger's sums, compared with a recount after any operations, and its use of engines' reports."""
 
 from collections.abc import Mapping
 from math import exp
@@ -349,8 +349,8 @@ def test_a_share_round_trips(engines: Mapping[str, Counts]) -> None:
 
 
 def test_token_counts_saturate_at_the_largest_that_fits() -> None:
-    told = LoadMessage.decode(LoadMessage("r", 1, RouterLoad({"e:1": (1, 2**40, 1)})).encode())
-    assert told.load.engines["e:1"] == (1, 2**32 - 1, 1)
+    decoded = LoadMessage.decode(LoadMessage("r", 1, RouterLoad({"e:1": (1, 2**40, 1)})).encode())
+    assert decoded.load.engines["e:1"] == (1, 2**32 - 1, 1)
 
 
 @given(st.binary(max_size=200))

@@ -1,4 +1,4 @@
-"""Routers that tell each other their load through a real Redis: what one dispatches stands in the others' tables."""
+"""Routers that share their load through a real Redis: what one dispatches is in the others' tables."""
 
 import asyncio
 import logging
@@ -98,7 +98,7 @@ async def test_a_router_that_comes_later_knows_what_is_in_flight(server: RedisSe
     async with replica(server, LoadSharingSettings(heartbeat=3600, timeout=3600)) as first:
         first.begin()
         await until(lambda: first.peers.available)
-        await asyncio.sleep(0.2)  # until it was told: no more will be said
+        await asyncio.sleep(0.2)  # until it was published: nothing more follows
         async with replica(server) as second:
             await until(lambda: second.peers.available)
             assert second.counted == (1, 10, 0)
@@ -176,13 +176,13 @@ async def test_a_router_that_closes_before_it_knows_the_others_is_forgotten_at_o
 
 
 async def test_a_burst_of_changes_is_published_at_once_and_a_flood_rarely(server: RedisServer) -> None:
-    """While the cadence allows none, what changes is told together."""
+    """Changes are merged while the cadence allows no message."""
     settings = LoadSharingSettings(interval=3600, heartbeat=7200, lease=7200)
     async with replica(server) as first, replica(server, settings) as second:
         await until(lambda: len(first.ledger) == 1 and second.peers.available)
-        for told in range(1, BURST):
+        for count in range(1, BURST):
             second.begin()
-            await until(lambda told=told: first.counted[0] == told)
+            await until(lambda count=count: first.counted[0] == count)
         second.begin()
         second.begin()
         await asyncio.sleep(0.1)

@@ -28,7 +28,7 @@ class Wire:
         self.stream: OutputStream = self.session.submit(message)
         assert self.sent()[0].WhichOneof("command") == "submit"
 
-    def tell(self, *outputs: engine_pb2.SequenceOutput) -> None:
+    def receive(self, *outputs: engine_pb2.SequenceOutput) -> None:
         take_all(self.session, engine_pb2.StepBatch(sequence=self.session.sequence + 1, outputs=outputs))
 
     def sent(self) -> list[engine_pb2.SessionRequest]:
@@ -63,14 +63,14 @@ async def ended(stream: OutputStream) -> bool:
 
 async def test_the_tokens_of_each_choice_are_merged_in_order() -> None:
     wire = Wire(submit(3))
-    wire.tell(output("a", [20], 0, index=2), output("a", [1], 0, index=0))
-    wire.tell(output("a", [21, 22], 1, STOP, index=2), output("a", [10], 0, index=1))
+    wire.receive(output("a", [20], 0, index=2), output("a", [1], 0, index=0))
+    wire.receive(output("a", [21, 22], 1, STOP, index=2), output("a", [10], 0, index=1))
     assert await read(wire.stream) == [
         Output([20, 21, 22], 0, FinishReason.STOP, index=2),
         Output([1], 0, index=0),
         Output([10], 0, index=1),
     ]
-    wire.tell(output("a", [], 1, STOP, index=0), output("a", [11], 1, LENGTH, index=1))
+    wire.receive(output("a", [], 1, STOP, index=0), output("a", [11], 1, LENGTH, index=1))
     assert await read(wire.stream) == [
         Output([], 1, FinishReason.STOP, index=0),
         Output([11], 1, FinishReason.LENGTH, index=1),
@@ -83,12 +83,12 @@ async def test_the_tokens_of_each_choice_are_merged_in_order() -> None:
 
 async def test_cancelling_one_choice_does_not_touch_the_others() -> None:
     wire = Wire(submit(2))
-    wire.tell(output("a", [1], 0, index=0), output("a", [10], 0, index=1))
+    wire.receive(output("a", [1], 0, index=0), output("a", [10], 0, index=1))
     await read(wire.stream)
     wire.stream.cancel(0)
     assert wire.cancels() == [("a", [0])]
-    wire.tell(output("a", [2], 1, index=0), output("a", [11], 1, index=1))  # it had not heard yet
-    wire.tell(output("a", [], 2, ABORT, index=0), output("a", [12], 2, STOP, index=1))
+    wire.receive(output("a", [2], 1, index=0), output("a", [11], 1, index=1))  # it had not heard yet
+    wire.receive(output("a", [], 2, ABORT, index=0), output("a", [12], 2, STOP, index=1))
     assert await read(wire.stream) == [Output([11, 12], 1, FinishReason.STOP, index=1)]
     assert await ended(wire.stream)
     assert wire.session.in_flight == 0
@@ -98,25 +98,25 @@ async def test_cancelling_one_choice_does_not_touch_the_others() -> None:
 
 async def test_unread_tokens_of_a_cancelled_choice_are_dropped() -> None:
     wire = Wire(submit(2))
-    wire.tell(output("a", [1], 0, index=0), output("a", [10], 0, index=1))
+    wire.receive(output("a", [1], 0, index=0), output("a", [10], 0, index=1))
     wire.stream.cancel(0)
     assert await read(wire.stream) == [Output([10], 0, index=1)]
 
 
 async def test_a_choice_is_cancelled_again_on_the_next_stream_until_the_engine_has_ended_it() -> None:
     wire = Wire(submit(3))
-    wire.tell(output("a", [1], 0, index=0))
+    wire.receive(output("a", [1], 0, index=0))
     wire.stream.cancel(0)
     wire.stream.cancel(2)
     assert wire.cancels() == [("a", [0, 2])]
-    wire.tell(output("a", [], 0, ABORT, index=2))
+    wire.receive(output("a", [], 0, ABORT, index=2))
     wire.resume()
     assert wire.cancels() == [("a", [0])]
 
 
 async def test_cancelling_the_last_choice_ends_the_request_and_keeps_the_others_tokens() -> None:
     wire = Wire(submit(2))
-    wire.tell(output("a", [10], 0, STOP, index=1), output("a", [1], 0, index=0))
+    wire.receive(output("a", [10], 0, STOP, index=1), output("a", [1], 0, index=0))
     wire.stream.cancel(0)
     assert wire.cancels() == [("a", [])]
     assert await read(wire.stream) == [Output([10], 0, FinishReason.STOP, index=1)]
@@ -126,10 +126,10 @@ async def test_cancelling_the_last_choice_ends_the_request_and_keeps_the_others_
 
 async def test_a_reader_that_leaves_before_a_cancelled_choice_has_ended_cancels_the_request() -> None:
     wire = Wire(submit(2))
-    wire.tell(output("a", [1], 0, index=0))
+    wire.receive(output("a", [1], 0, index=0))
     wire.stream.cancel(0)
     wire.sent()
-    wire.tell(output("a", [10], 0, STOP, index=1))
+    wire.receive(output("a", [10], 0, STOP, index=1))
     assert wire.session.in_flight == 1  # the engine has more to say
     wire.stream.close()
     assert wire.cancels() == [("a", [])]
@@ -138,20 +138,20 @@ async def test_a_reader_that_leaves_before_a_cancelled_choice_has_ended_cancels_
 
 async def test_a_cancelled_request_is_remembered_until_each_of_its_choices_has_ended() -> None:
     wire = Wire(submit(3))
-    wire.tell(output("a", [1], 0, index=0), output("a", [10], 0, STOP, index=1))
+    wire.receive(output("a", [1], 0, index=0), output("a", [10], 0, STOP, index=1))
     wire.stream.close()
     wire.sent()
-    wire.tell(output("a", [2], 1, STOP, index=0))  # by itself, before the engine heard
+    wire.receive(output("a", [2], 1, STOP, index=0))  # by itself, before the engine heard
     wire.resume()
     assert wire.cancels() == [("a", [])]
-    wire.tell(output("a", [], 0, ABORT, index=2))
+    wire.receive(output("a", [], 0, ABORT, index=2))
     wire.resume()
     assert not wire.sent()
 
 
 async def test_aborting_ends_every_choice_after_its_tokens_so_far() -> None:
     wire = Wire(submit(3))
-    wire.tell(output("a", [1], 0, index=0), output("a", [10], 0, STOP, index=1))
+    wire.receive(output("a", [1], 0, index=0), output("a", [10], 0, STOP, index=1))
     wire.stream.abort()
     assert await read(wire.stream) == [
         Output([1], 0, FinishReason.ABORT, index=0),
@@ -165,8 +165,8 @@ async def test_aborting_ends_every_choice_after_its_tokens_so_far() -> None:
 @pytest.mark.parametrize("index", [0, 1, 2])
 async def test_an_unrequested_abort_of_one_choice_gives_the_request_back(index: int) -> None:
     wire = Wire(submit(3))
-    wire.tell(*(output("a", [each], 0, index=each) for each in range(3)))
-    wire.tell(output("a", [7], 1, ABORT, index=index))
+    wire.receive(*(output("a", [each], 0, index=each) for each in range(3)))
+    wire.receive(output("a", [7], 1, ABORT, index=index))
     assert [len(piece.token_ids) for piece in await read(wire.stream)] == [
         2 if each == index else 1 for each in [0, 1, 2]
     ]
@@ -178,10 +178,10 @@ async def test_an_unrequested_abort_of_one_choice_gives_the_request_back(index: 
 @pytest.mark.parametrize("index", [0, 1])
 async def test_an_error_ends_the_request_whichever_choice_it_names(index: int) -> None:
     wire = Wire(submit(2))
-    wire.tell(output("a", [1], 0, index=0), output("a", [10], 0, index=1))
+    wire.receive(output("a", [1], 0, index=0), output("a", [10], 0, index=1))
     wire.stream.cancel(0)
     wire.sent()
-    wire.tell(output("a", [], 0, ERROR, types_pb2.Error(code=types_pb2.ERROR_CODE_INTERNAL), index=index))
+    wire.receive(output("a", [], 0, ERROR, types_pb2.Error(code=types_pb2.ERROR_CODE_INTERNAL), index=index))
     pieces = [piece async for piece in wire.stream]
     assert [piece.index for piece in pieces[:-1]] == [1]
     assert pieces[-1].error is not None
@@ -192,7 +192,7 @@ async def test_an_error_ends_the_request_whichever_choice_it_names(index: int) -
 
 async def test_missing_tokens_of_one_choice_lose_the_request() -> None:
     wire = Wire(submit(2))
-    wire.tell(output("a", [1], 0, index=0), output("a", [11], 1, index=1))
+    wire.receive(output("a", [1], 0, index=0), output("a", [11], 1, index=1))
     assert await read(wire.stream) == [Output([1], 0)]
     with pytest.raises(EngineLost):
         await anext(wire.stream)
@@ -210,7 +210,7 @@ async def test_each_choice_resumes_at_its_position_and_a_finished_one_is_not_awa
             ),
         )
     )
-    wire.tell(output("a", [10, 11], 0, STOP, index=1), output("a", [20], 0, STOP, index=2))
+    wire.receive(output("a", [10, 11], 0, STOP, index=1), output("a", [20], 0, STOP, index=2))
     assert await read(wire.stream) == [
         Output([11], 1, FinishReason.STOP, index=1),
         Output([20], 0, FinishReason.STOP, index=2),
@@ -222,15 +222,15 @@ async def test_each_choice_resumes_at_its_position_and_a_finished_one_is_not_awa
 @pytest.mark.parametrize("index", [0, 9])
 async def test_an_output_of_a_choice_that_does_not_run_is_ignored(index: int) -> None:
     wire = Wire(submit(2, delivered=(engine_pb2.Delivered(index=0, token_ids=[1], finished=True),)))
-    wire.tell(output("a", [5], 0, STOP, index=index))
-    wire.tell(output("a", [10], 0, STOP, index=1))
+    wire.receive(output("a", [5], 0, STOP, index=index))
+    wire.receive(output("a", [10], 0, STOP, index=1))
     assert await read(wire.stream) == [Output([10], 0, FinishReason.STOP, index=1)]
     assert await ended(wire.stream)
 
 
 async def test_one_choice_with_more_tokens_than_max_tokens_fails_the_request() -> None:
     wire = Wire(submit(2, max_tokens=2))
-    wire.tell(output("a", [1, 2], 0, index=0), output("a", [10, 11, 12], 0, index=1))
+    wire.receive(output("a", [1, 2], 0, index=0), output("a", [10, 11, 12], 0, index=1))
     (last,) = [piece async for piece in wire.stream]
     assert last.error is not None
     assert last.error.code is ErrorCode.INTERNAL
@@ -247,17 +247,17 @@ def values(entries: list[Any]) -> list[float]:
 async def test_log_probabilities_stay_with_their_tokens_whatever_is_repeated() -> None:
     wire = Wire(submit(2, logprobs=1))
     top = types_pb2.TokenLogprobs(logprob=-1, top_token_ids=[7, 8], top_logprobs=[-1, -2])
-    wire.tell(output("a", [1], 0, index=0, logprobs=[top]))
-    wire.tell(output("a", [1, 2, 3], 0, index=0, logprobs=logprobs(-9, -2, -3)))
+    wire.receive(output("a", [1], 0, index=0, logprobs=[top]))
+    wire.receive(output("a", [1, 2, 3], 0, index=0, logprobs=logprobs(-9, -2, -3)))
     (piece,) = await read(wire.stream)
     assert (piece.token_ids, values(piece.logprobs)) == ([1, 2, 3], [-1, -2, -3])
     assert piece.logprobs[0].top == ((7, -1), (8, -2))
 
 
-@pytest.mark.parametrize("told", [0, 1, 3])
-async def test_log_probabilities_that_do_not_match_their_tokens_are_an_internal_error(told: int) -> None:
+@pytest.mark.parametrize("count", [0, 1, 3])
+async def test_log_probabilities_that_do_not_match_their_tokens_are_an_internal_error(count: int) -> None:
     wire = Wire(submit(1, logprobs=0))
-    wire.tell(output("a", [1, 2], 0, logprobs=logprobs(*[-1.0] * told)))
+    wire.receive(output("a", [1, 2], 0, logprobs=logprobs(*[-1.0] * count)))
     (last,) = [piece async for piece in wire.stream]
     assert last.error is not None
     assert last.error.code is ErrorCode.INTERNAL
@@ -265,7 +265,7 @@ async def test_log_probabilities_that_do_not_match_their_tokens_are_an_internal_
 
 async def test_unrequested_log_probabilities_are_dropped() -> None:
     wire = Wire(submit(1))
-    wire.tell(output("a", [1], 0, logprobs=logprobs(-1), prompt_logprobs=logprobs(-1), prompt_position=1))
+    wire.receive(output("a", [1], 0, logprobs=logprobs(-1), prompt_logprobs=logprobs(-1), prompt_position=1))
     (piece,) = await read(wire.stream)
     assert (piece.token_ids, piece.logprobs, piece.prompt_logprobs) == ([1], [], [])
 
@@ -274,17 +274,17 @@ async def test_unrequested_log_probabilities_are_dropped() -> None:
 async def test_all_prompt_log_probabilities_come_with_the_first_delta_of_any_choice(index: int) -> None:
     finished = engine_pb2.Delivered(index=2, finished=True)
     wire = Wire(submit(3, prompt_logprobs=0, delivered=(finished,)))
-    wire.tell(output("a", prompt_logprobs=logprobs(-1, -2), prompt_position=1, index=index))
-    wire.tell(output("a", prompt_logprobs=logprobs(-2, -3), prompt_position=2, index=index))
+    wire.receive(output("a", prompt_logprobs=logprobs(-1, -2), prompt_position=1, index=index))
+    wire.receive(output("a", prompt_logprobs=logprobs(-2, -3), prompt_position=2, index=index))
     assert not await read(wire.stream)
-    wire.tell(output("a", [10], 0, index=1))
-    wire.tell(output("a", [1], 0, index=0), output("a", [11], 1, index=1))
+    wire.receive(output("a", [10], 0, index=1))
+    wire.receive(output("a", [1], 0, index=0), output("a", [11], 1, index=1))
     pieces = await read(wire.stream)
     assert [values(piece.prompt_logprobs) for piece in pieces] == [[-1, -2, -3], []]
 
 
 @pytest.mark.parametrize(
-    "told",
+    "received",
     [
         output("a", [1], 0, prompt_logprobs=logprobs(-1, -2), prompt_position=1),
         output("a", [1], 0),
@@ -293,16 +293,16 @@ async def test_all_prompt_log_probabilities_come_with_the_first_delta_of_any_cho
     ],
     ids=["the last", "all", "all of an empty output", "the first"],
 )
-async def test_missing_log_probabilities_of_the_prompt_lose_the_request(told: engine_pb2.SequenceOutput) -> None:
+async def test_missing_log_probabilities_of_the_prompt_lose_the_request(received: engine_pb2.SequenceOutput) -> None:
     wire = Wire(submit(1, prompt_logprobs=0))
-    wire.tell(told)
+    wire.receive(received)
     with pytest.raises(EngineLost):
         await anext(wire.stream)
 
 
 async def test_a_request_aborted_during_prefill_gets_no_prompt_log_probabilities() -> None:
     wire = Wire(submit(1, prompt_logprobs=0))
-    wire.tell(output("a", prompt_logprobs=logprobs(-1, -2), prompt_position=1))
+    wire.receive(output("a", prompt_logprobs=logprobs(-1, -2), prompt_position=1))
     wire.stream.abort()
     assert await read(wire.stream) == [Output([], 0, FinishReason.ABORT)]
 
@@ -311,12 +311,12 @@ async def test_a_request_aborted_during_prefill_gets_no_prompt_log_probabilities
 
 
 @pytest.mark.parametrize(
-    ("sampling", "told", "made"),
+    ("sampling", "delivered", "made"),
     [({}, 1, 1), ({"n": 3}, 3, 3), ({"n": 2, "best_of": 5}, 5, 5), ({"n": 2, "beam_width": 4}, 2, 4)],
 )
-def test_n_choices_are_delivered_and_best_of_are_counted(sampling: dict[str, int], told: int, made: int) -> None:
+def test_n_choices_are_delivered_and_best_of_are_counted(sampling: dict[str, int], delivered: int, made: int) -> None:
     message = submit(**{"n": 0, **sampling})
-    assert ExpectedOutput.of(message).positions == dict.fromkeys(range(told), 0)
+    assert ExpectedOutput.of(message).positions == dict.fromkeys(range(delivered), 0)
     assert max_sequences(message) == made
 
 

@@ -1,4 +1,4 @@
-"""What the fleet tells placement and the API, and that what is in flight is counted exactly as long as it runs."""
+"""The fleet's tables for placement and the API; requests in flight are counted exactly as long as they run."""
 
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
@@ -25,8 +25,8 @@ def submit(request_id: str, **sampled: int) -> engine_pb2.Submit:
     return engine_pb2.Submit(request_id=request_id, prompt_token_ids=[1, 2, 3], sampling=sampling)
 
 
-def load(**said: Any) -> engine_pb2.Load:
-    return engine_pb2.Load(**said)
+def load(**fields: Any) -> engine_pb2.Load:
+    return engine_pb2.Load(**fields)
 
 
 def counted(fleet: EnginePool) -> tuple[float, ...]:
@@ -167,8 +167,8 @@ async def test_capacity_appears_as_requests_end_and_prompts_are_computed() -> No
     async with fleet_of(engine) as fleet:
         assert not fleet.has_capacity("m")
         await all_ready(fleet, 1)
-        told: list[bool] = []
-        fleet.on_capacity = lambda: told.append(fleet.has_capacity("m"))
+        signals: list[bool] = []
+        fleet.on_capacity = lambda: signals.append(fleet.has_capacity("m"))
         engine.send(load=load(pace=engine_pb2.Pace(token_seconds=1)))
         await until(lambda: fleet.table.token_seconds[fleet.rows("m")[0]] == 1)
         with fleet.dispatch(engine.address, submit("a"), pending_tokens=2):
@@ -178,9 +178,9 @@ async def test_capacity_appears_as_requests_end_and_prompts_are_computed() -> No
             await until(lambda: fleet.has_capacity("m"))
             with fleet.dispatch(engine.address, submit("b"), pending_tokens=1):
                 assert not fleet.has_capacity("m")  # as many requests as it runs at once
-            assert told[-1]
-            told.clear()
-        assert told[-1]
+            assert signals[-1]
+            signals.clear()
+        assert signals[-1]
 
 
 async def test_the_load_of_a_lost_engine_is_cleared() -> None:

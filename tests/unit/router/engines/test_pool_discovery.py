@@ -1,4 +1,4 @@
-"""What the fleet makes of what discovery says: who gets requests, and that nobody's stream is cut by it."""
+"""How the fleet follows discovery: which engines get requests, and that no stream is cut by a change."""
 
 import asyncio
 from collections.abc import AsyncIterator

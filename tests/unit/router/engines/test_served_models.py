@@ -46,7 +46,7 @@ async def told_of(
     return [f"{record.levelname} {record.getMessage()}" for record in records]
 
 
-@pytest.mark.parametrize("digest", [OURS.digest, b""], ids=["the same", "not told"])
+@pytest.mark.parametrize("digest", [OURS.digest, b""], ids=["the same", "none"])
 async def test_an_engine_with_the_same_tokenizer_digest_or_none_serves(
     digest: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -61,17 +61,17 @@ async def test_an_engine_with_another_tokenizer_digest_is_excluded_and_named(cap
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("description", "words"),
     [
         ({"vocab_size": 2000}, "a vocabulary of 2000 tokens"),
         ({"config_digest": b"d" * DIGEST_BYTES}, "a model of another architecture or size"),
     ],
 )
 async def test_an_engine_of_another_model_with_the_same_tokenizer_is_excluded_and_named(
-    told: dict[str, object], words: str, caplog: pytest.LogCaptureFixture
+    description: dict[str, object], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     ours = ModelIdentity(OURS.folder, OURS.digest, config_digest=b"c" * DIGEST_BYTES, size=1000)
-    engine = ScriptedEngine(tokenizer_digest=ours.digest, **told)
+    engine = ScriptedEngine(tokenizer_digest=ours.digest, **description)
     (line,) = await told_of(caplog, engine, {"m": 0}, ours)
     assert line.startswith(f"ERROR engine {engine.address} serves 'm' with {words}")
     assert str(OURS.folder) in line

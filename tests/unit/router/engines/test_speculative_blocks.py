@@ -1,4 +1,4 @@
-"""What routers tell each other of blocks that engines will have soon: it arrives, is bounded, and may be damaged."""
+"""Speculative blocks in the messages between routers: they arrive, are bounded, and may be damaged."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -50,31 +50,31 @@ def message(*expected: SpeculativePrefix, engines: Sequence[str] = ENGINES) -> L
 @given(PROMPTS)
 @example([("a:1", MAX_PROMPT_HASHES), ("b:1", 3)] * 75)
 def test_speculative_blocks_are_sent_newest_first_and_bounded(prompts: list[tuple[str, int]]) -> None:
-    teller, hearer = Router(), Router()
+    sender, receiver = Router(), Router()
     for number, (engine_id, count) in enumerate(prompts):
-        teller.expectations.add(engine_id, names_of(number, count))
-    told = message(*teller.expectations.pop_all())
-    assert LoadMessage.decode(told.encode()) == told
-    assert len(told.encode_speculative()) < 16 * MAX_HASHES + 1024
-    assert teller.expectations.pop_all() == ()
-    hearer.expectations.apply_remote(LoadMessage.decode(told.encode()).speculative)
+        sender.expectations.add(engine_id, names_of(number, count))
+    sent = message(*sender.expectations.pop_all())
+    assert LoadMessage.decode(sent.encode()) == sent
+    assert len(sent.encode_speculative()) < 16 * MAX_HASHES + 1024
+    assert sender.expectations.pop_all() == ()
+    receiver.expectations.apply_remote(LoadMessage.decode(sent.encode()).speculative)
     left = MAX_HASHES
     for number, (engine_id, count) in reversed(list(enumerate(prompts))):
         most = min(count, MAX_PROMPT_HASHES)
         left -= most
         wanted = {name: most if name == engine_id and left >= 0 else 0 for name in ENGINES[:2]}
-        assert hearer.expected(names_of(number, most)) == wanted
+        assert receiver.expected(names_of(number, most)) == wanted
 
 
 def test_speculative_blocks_of_an_engine_outside_of_the_share_are_not_sent() -> None:
     kept = SpeculativePrefix("b:1", (b"b" * 16,))
-    told = message(SpeculativePrefix("a:1", (b"a" * 16,)), kept, engines=["b:1"])
-    assert LoadMessage.decode(told.encode()).speculative == (kept,)
+    sent = message(SpeculativePrefix("a:1", (b"a" * 16,)), kept, engines=["b:1"])
+    assert LoadMessage.decode(sent.encode()).speculative == (kept,)
 
 
 def test_a_share_is_stored_without_speculative_blocks() -> None:
-    told = message(SpeculativePrefix("a:1", (b"a" * 16,)))
-    assert LoadMessage.decode(told.encode_load()) == message()
+    sent = message(SpeculativePrefix("a:1", (b"a" * 16,)))
+    assert LoadMessage.decode(sent.encode_load()) == message()
 
 
 FITTING: dict[str, Any] = {"expected_engines": [0, 2], "expected_blocks": [1, 2], "expected_names": b"n" * 48}
