@@ -15,7 +15,7 @@ import torch
 from quire_engine.bench.workload import Workload
 from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.checkpoint.weights import LoadOptions
-from quire_engine.layers.linear import make_linear
+from quire_engine.quantization.schemes import make_linear
 
 PRODUCT_ROWS, PRODUCT_SIDES = 2048, (1024, 2048, 4096)
 READ_SIDES = (1024, 2048)

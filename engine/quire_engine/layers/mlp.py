@@ -1,13 +1,13 @@
 """The feed-forward networks of a decoder layer: ``GatedMLP``, and ``MoE``, a mixture of them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from quire_engine.checkpoint.config import DecoderConfig, MoEConfig
 from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, shard
-from quire_engine.layers.linear import Linear, make_linear
 from quire_engine.layers.weight_loader import WeightLoader
+from quire_engine.quantization.base import Linear
 
 # The names that published checkpoints give the block, and an expert's gate, up and down projections.
 MOE_TENSOR_NAMES = {
@@ -63,14 +63,12 @@ class MoE:
         layer, hidden = f"model.layers.{index}", config.hidden_size
         stacked = f"{layer}.mlp.experts.gate_up_proj" in weights.checkpoint
         block, projections = ("mlp", ()) if stacked else MOE_TENSOR_NAMES[config.architecture]
-        gate = weights.load_fused([f"{layer}.{block}.gate.weight"], [(experts.num_experts, hidden)])
-        unquantized = weights.options.config.model_copy(update={"quantization": None})
-        # The router is small, and its rounding would change the choice of experts.
-        router = make_linear(gate, None, replace(weights.options, config=unquantized))
+        router = weights.router(f"{layer}.{block}.gate", experts.num_experts, hidden)
         names = [
             [f"{layer}.{block}.experts.{each}.{name}" for name in projections] for each in range(experts.num_experts)
         ]
-        weights.checkpoint.mark_used(f"{name}.weight" for each in names for name in each)
+        tensor_names = weights.quantization.linear.tensor_names
+        weights.checkpoint.mark_used(tensor for each in names for name in each for tensor in tensor_names(name))
         parts = [
             _load_stacked_expert(weights, f"{layer}.{block}.experts", hidden, experts, each)
             if stacked
@@ -117,6 +115,5 @@ def _load_expert(weights: WeightLoader, names: list[str], hidden: int, experts: 
 
 def _load_stacked_expert(weights: WeightLoader, name: str, hidden: int, experts: MoEConfig, index: int) -> GatedMLP:
     count, inner = experts.num_experts, experts.moe_intermediate_size
-    gate_up = weights.load_row(f"{name}.gate_up_proj", (count, 2 * inner, hidden), index)
-    down = weights.load_row(f"{name}.down_proj", (count, hidden, inner), index)
-    return GatedMLP(make_linear(gate_up, None, weights.options), make_linear(down, None, weights.options))
+    gate_up = weights.expert_linear(f"{name}.gate_up_proj", (count, 2 * inner, hidden), index)
+    return GatedMLP(gate_up, weights.expert_linear(f"{name}.down_proj", (count, hidden, inner), index))

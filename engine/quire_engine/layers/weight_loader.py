@@ -4,15 +4,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions
-from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, largest_shard_size, shard
-from quire_engine.layers.linear import GatheredColumnParallelLinear, Linear, RowParallelLinear, make_linear
+from quire_engine.distributed.communicator import Communicator, largest_shard_size, shard
+from quire_engine.layers.linear import GatheredColumnParallelLinear, RowParallelLinear
+from quire_engine.quantization.base import Embedding, LayerSpec, Linear, QuantizationConfig
+from quire_engine.quantization.schemes import make_quantization
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WeightLoader:
     """Loads a checkpoint's tensors and linear layers in one ``dtype``, held as ``options`` say. Of a layer that ranks
     share, only this rank's shard is read.
@@ -32,59 +35,70 @@ class WeightLoader:
         """The ranks that share the model."""
         return self.options.communicator
 
+    @cached_property
+    def quantization(self) -> QuantizationConfig:
+        """What holds the layers."""
+        return make_quantization(self.options, self.dtype)
+
     def load_fused(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
         """The named tensors, whole, concatenated in their first dimension."""
         return self.checkpoint.load_fused(names, shapes, self.dtype, self.device)
 
-    def load_row(self, name: str, shape: tuple[int, ...], index: int) -> torch.Tensor:
-        """``name[index]`` of a stored tensor of ``shape``; the rest of it is not read."""
-        return self.checkpoint.load_row(name, shape, index, self.dtype, self.device)
-
     def linear(self, names: Sequence[str], outputs: Sequence[int], inputs: int, *, bias: bool) -> Linear:
         """Unsharded linear layers of the same input, fused into one: their outputs are concatenated."""
-        return self._linear(names, outputs, inputs, SINGLE_RANK, bias=bias)
+        return self._linear(LayerSpec(names, outputs, inputs), bias=bias)
 
     def column_parallel_linear(
         self, names: Sequence[str], outputs: Sequence[int], inputs: int, *, bias: bool
     ) -> Linear:
         """Linear layers of the same input, fused into one: this rank's shard of each layer's outputs, concatenated."""
-        return self._linear(names, outputs, inputs, self.communicator, bias=bias)
+        return self._linear(LayerSpec(names, outputs, inputs, communicator=self.communicator), bias=bias)
 
     def row_parallel_linear(self, name: str, outputs: int, inputs: int, *, bias: bool) -> Linear:
         """A linear layer that takes this rank's shard of the inputs. All ranks get the whole output."""
-        weight = self._load_sharded([f"{name}.weight"], [(outputs, inputs)], self.communicator, dim=1)
+        spec = LayerSpec([name], [outputs], inputs, dim=1, communicator=self.communicator)
         added = self.load_fused([f"{name}.bias"], [(outputs,)]) if bias and self.communicator.rank == 0 else None
-        part = make_linear(weight, added, self.options)
+        method = self.quantization.linear
+        part = method.pack(method.read(self.checkpoint, spec), added)
         return part if self.communicator.size == 1 else RowParallelLinear(part, self.communicator)
 
-    def lm_head(self, name: str, outputs: int, inputs: int, tied_weight: torch.Tensor | None) -> Linear:
-        """The layer without bias that computes logits: each rank a shard of them, and rank 0 gathers all. The whole
-        weight is ``tied_weight`` where embeddings are tied, else it is stored as ``name``.
+    def expert_linear(self, name: str, shape: tuple[int, ...], index: int) -> Linear:
+        """The layer ``name[index]`` of a stored tensor [experts, out, in]; the rest of it is not read."""
+        method = self.quantization.linear
+        return method.pack(method.read_expert(self.checkpoint, name, shape, index), None)
+
+    def router(self, name: str, outputs: int, inputs: int) -> Linear:
+        """An unsharded layer without bias that routes tokens to experts."""
+        method = self.quantization.router
+        return method.pack(method.read(self.checkpoint, LayerSpec([name], [outputs], inputs)), None)
+
+    def embedding_and_head(
+        self, embedding: str, head: str, vocabulary: int, hidden: int, *, tied: bool
+    ) -> tuple[Embedding, Linear]:
+        """The embedding, which every rank holds whole, and the layer without bias that computes logits: each rank a
+        shard of them, and rank 0 gathers all. Both are the weight of ``embedding`` if ``tied``.
         """
-        if tied_weight is None:
-            weight = self._load_sharded([f"{name}.weight"], [(outputs, inputs)], self.communicator)
+        method = self.quantization.head
+        table = method.read(self.checkpoint, LayerSpec([embedding], [vocabulary], hidden))
+        if tied and self.communicator.size == 1:
+            return method.pack_tied(table)
+        if tied:
+            weight = table[shard(vocabulary, self.communicator)]
         else:
-            weight = tied_weight[shard(outputs, self.communicator)]
+            weight = method.read(self.checkpoint, LayerSpec([head], [vocabulary], hidden, 0, self.communicator))
         if self.communicator.size == 1:
-            return make_linear(weight, None, self.options)
-        num_padding = largest_shard_size(outputs, self.communicator) - len(weight)
-        padded = torch.cat((weight, weight.new_zeros(num_padding, inputs))) if num_padding else weight
-        return GatheredColumnParallelLinear(make_linear(padded, None, self.options), outputs, self.communicator)
+            return method.pack_embedding(table), method.pack(weight, None)
+        num_padding = largest_shard_size(vocabulary, self.communicator) - len(weight)
+        padded = torch.cat((weight, weight.new_zeros(num_padding, hidden))) if num_padding else weight
+        layer = GatheredColumnParallelLinear(method.pack(padded, None), vocabulary, self.communicator)
+        return method.pack_embedding(table), layer
 
-    def _linear(
-        self, names: Sequence[str], outputs: Sequence[int], inputs: int, communicator: Communicator, *, bias: bool
-    ) -> Linear:
-        weight = self._load_sharded(
-            [f"{name}.weight" for name in names], [(size, inputs) for size in outputs], communicator
-        )
-        added = (
-            self._load_sharded([f"{name}.bias" for name in names], [(size,) for size in outputs], communicator)
-            if bias
-            else None
-        )
-        return make_linear(weight, added, self.options)
+    def _linear(self, spec: LayerSpec, *, bias: bool) -> Linear:
+        method = self.quantization.linear
+        weight = method.read(self.checkpoint, spec)
+        added = self._load_biases(spec) if bias else None
+        return method.pack(weight, added)
 
-    def _load_sharded(
-        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], communicator: Communicator, dim: int = 0
-    ) -> torch.Tensor:
-        return self.checkpoint.load_fused(names, shapes, self.dtype, self.device, communicator=communicator, dim=dim)
+    def _load_biases(self, spec: LayerSpec) -> torch.Tensor:
+        names, shapes = [f"{name}.bias" for name in spec.names], [(size,) for size in spec.outputs]
+        return self.checkpoint.load_fused(names, shapes, self.dtype, self.device, communicator=spec.communicator)

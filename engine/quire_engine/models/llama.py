@@ -8,7 +8,6 @@ hidden states, and hidden states into logits. The attention backend knows the se
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional as F
 
 from quire_engine.attention.base import AttentionBackend
 from quire_engine.checkpoint.config import AttentionLayout, DecoderConfig
@@ -44,12 +43,13 @@ class Llama:
         self.capturable = config.moe is None and capturable_collectives
         heads, kv_heads = (count // weights.communicator.size for count in (config.num_heads, config.num_kv_heads))
         self.layout = AttentionLayout(config.num_layers, heads, kv_heads, config.head_dim, config.head_dim**-0.5)
-        table = (config.vocab_size, config.hidden_size)
-        self._embedding = weights.load_fused(["model.embed_tokens.weight"], [table])
+        # First, as a table that is packed for both is then freed before the layers are read.
+        self._embedding, self._lm_head = weights.embedding_and_head(
+            "model.embed_tokens", "lm_head", config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
+        )
         self._rope = RotaryEmbedding(config, weights.device)
         self._layers = [_DecoderLayer(config, weights, index) for index in range(config.num_layers)]
         self._norm = RMSNorm(weights, "model.norm", config.hidden_size, config.rms_norm_eps)
-        self._lm_head = weights.lm_head("lm_head", *table, self._embedding if config.tie_word_embeddings else None)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, attention: AttentionBackend
@@ -59,7 +59,7 @@ class Llama:
 
     def inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> LayerInputs:
         """The layers' input for tokens [T] at positions [T], both integers. Raises ``IndexError`` as ``forward``."""
-        return LayerInputs(F.embedding(token_ids, self._embedding), *self._rope.cos_sin(positions))
+        return LayerInputs(self._embedding(token_ids), *self._rope.cos_sin(positions))
 
     def layers(self, inputs: LayerInputs, kv: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         """Hidden states [T, hidden], as ``forward`` returns them."""

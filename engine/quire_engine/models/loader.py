@@ -12,6 +12,7 @@ from quire_engine.layers.weight_loader import WeightLoader
 from quire_engine.models.base import Model
 from quire_engine.models.llama import Llama
 from quire_engine.models.transformers_backend import TransformersConfig, load_transformers_model
+from quire_engine.quantization.schemes import check_quantization
 
 EMBEDDING_WEIGHT = "model.embed_tokens.weight"
 
@@ -69,13 +70,8 @@ def _check_deterministic(config: ModelConfig, options: LoadOptions) -> None:
 
 def _check_quantization(config: ModelConfig, options: LoadOptions) -> None:
     """Raises ``ModelError`` when the weights cannot be held in the quantization of ``options``."""
-    if options.config.quantization is None:
-        return
-    if options.device.type != "cpu":
-        raise ModelError(
-            f"The quantization {options.config.quantization} is for the CPU, and the device is {options.device}."
-        )
-    if isinstance(config, TransformersConfig):
+    check_quantization(options)
+    if options.config.quantization is not None and isinstance(config, TransformersConfig):
         raise ModelError(
             f"The quantization {options.config.quantization} is for models with code of their own, "
             f"and {config.architecture} runs through transformers."

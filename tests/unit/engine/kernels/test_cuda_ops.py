@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.kernels import cuda_ops, ops
-from quire_engine.layers.linear import BatchInvariantLinear
+from quire_engine.quantization.unquantized import BatchInvariantLinear
 from torch.nn import functional as F
 
 from tests.support.flashinfer_emulation import installed
@@ -170,7 +170,7 @@ def test_an_invariant_layer_refuses_what_makes_no_product():
 
 def test_an_invariant_layer_multiplies_and_gates(monkeypatch):
     """The kernel itself is tested above; here torch stands in for it."""
-    monkeypatch.setattr("quire_engine.layers.linear.batch_invariant_linear", F.linear)
+    monkeypatch.setattr("quire_engine.quantization.unquantized.batch_invariant_linear", F.linear)
     weight, bias, x = noise(6, 8), noise(6), noise(2, 8)
     layer = BatchInvariantLinear(weight, bias)
     assert torch.equal(layer(x), F.linear(x, weight, bias))

@@ -13,9 +13,9 @@ from quire_engine.checkpoint.config import DecoderConfig, MoEConfig
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import EngineArgs, ExecutorConfig
 from quire_engine.errors import ModelError
-from quire_engine.layers.linear import PackedLinear
 from quire_engine.layers.mlp import GatedMLP, MoE
 from quire_engine.models.loader import load_model, read_model_config
+from quire_engine.quantization.unquantized import PackedLinear
 from quire_engine.worker.model_runner import load_model_and_attention
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig

@@ -22,7 +22,8 @@ from quire_engine.config import ExecutorConfig
 from quire_engine.kernels import bindings, packed_linear
 from quire_engine.kernels.ops import silu_mul
 from quire_engine.kernels.packed_linear import GROUP, PackedInt8, PlainInt8, on_huge_pages, quantize
-from quire_engine.layers.linear import Int8Linear, make_linear
+from quire_engine.quantization.int8 import Int8Linear
+from quire_engine.quantization.schemes import make_linear
 from torch.nn import functional as F
 
 INT8 = LoadOptions(ExecutorConfig(quantization="int8"))

@@ -20,8 +20,9 @@ from quire_engine.config import ExecutorConfig
 from quire_engine.kernels import bindings
 from quire_engine.kernels.ops import silu_mul
 from quire_engine.kernels.packed_linear import PackedWeight
-from quire_engine.layers import linear
-from quire_engine.layers.linear import PackedLinear, make_linear
+from quire_engine.quantization import unquantized
+from quire_engine.quantization.schemes import make_linear
+from quire_engine.quantization.unquantized import PackedLinear
 from torch.nn import functional as F
 
 OWN = [torch.float32, torch.bfloat16]
@@ -175,9 +176,9 @@ WAYS = ["own kernel", "oneDNN", "plain", "row by row"]
 def go(way: str, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Takes away what would be better than ``way``. Whether layers are to be deterministic then."""
     if way != "own kernel":
-        monkeypatch.setattr(linear, "pack_weight", lambda *_: None)
+        monkeypatch.setattr(unquantized, "pack_weight", lambda *_: None)
     if way == "plain":
-        monkeypatch.setattr(linear, "_onednn_packed_matmul", lambda *_: None)
+        monkeypatch.setattr(unquantized, "_onednn_packed_matmul", lambda *_: None)
     return way == "row by row"
 
 
@@ -257,8 +258,8 @@ def _refuse(*_):
     ],
 )
 def test_packing_that_cannot_be_trusted_is_done_without(monkeypatch, operators):
-    monkeypatch.setattr(linear, "is_fast", lambda _: False)
-    monkeypatch.setattr(linear.torch, "ops", operators)
+    monkeypatch.setattr(unquantized, "is_fast", lambda _: False)
+    monkeypatch.setattr(unquantized.torch, "ops", operators)
     weight, bias, x = draw(16, 24, dtype=torch.float32), draw(16, dtype=torch.float32), draw(3, 24, dtype=torch.float32)
     layer = PackedLinear(weight, bias)
     assert not layer.is_packed

@@ -1,0 +1,52 @@
+"""Weights in int8, made as a checkpoint with plain weights is read: one scale for each output channel."""
+
+import torch
+
+from quire_engine.kernels.packed_linear import make_product, quantize
+from quire_engine.quantization.base import DenseMethod, Linear
+
+
+class Int8Method(DenseMethod):
+    """Layers hold their weight in int8. Embeddings stay as they are."""
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """See ``LinearMethod.pack``."""
+        return Int8Linear(weight, bias)
+
+
+class Int8Linear:
+    """A ``Linear`` whose weight is held in int8: accurate to about two digits, in half of bf16's memory.
+
+    Args: ``weight`` [out, in] and ``bias`` [out] or None, of one dtype, on the CPU. The layer keeps neither.
+    A row of a result depends on its own inputs alone, bit for bit.
+    """
+
+    __slots__ = ("_dtype", "_matmul", "in_features", "out_features")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._dtype = weight.dtype
+        self._matmul = make_product(*quantize(weight), bias, weight.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held, in bytes."""
+        return self._matmul.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear``."""
+        return self._matmul.matmul(self._checked(x), gated=False)
+
+    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear.forward_silu_mul``; gate and up are not rounded before they are multiplied."""
+        if self.out_features % 2:
+            raise ValueError(f"{self.out_features} outputs are not a gate and as many to multiply with it")
+        return self._matmul.matmul(self._checked(x), gated=True)
+
+    def _checked(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` with contiguous rows, as the kernel needs. Raises ``ValueError`` for another shape, dtype or device."""
+        if x.dtype is not self._dtype or not x.is_cpu or x.dim() != 2 or x.shape[1] != self.in_features:
+            raise ValueError(
+                f"int8: {x.dtype} {tuple(x.shape)} on {x.device} is not {self._dtype} [T, {self.in_features}]"
+            )
+        return x if x.stride(1) == 1 else x.contiguous()

@@ -1,0 +1,154 @@
+"""Linear layers whose weights keep their dtype.
+
+``PackedLinear`` packs its weight once for the processor. Left alone, torch lets oneDNN or MKL rearrange the weight in
+every call; here it is rearranged once, and the plain copy is freed. The library that multiplies depends on the
+processor and the dtype:
+
+* ``kernels.linear``, where it uses the best instructions that there are: fp32 with AVX-512, and bf16 with its bf16
+  products unless there are matrix registers (AMX). One packing serves any number of rows, and a row's result is the
+  same bits whatever else is in the batch.
+* oneDNN with a weight that it packed, elsewhere on the CPU in bf16 and fp32. It takes other orders of summation for
+  other numbers of rows. MKL's own packing was slower.
+* ``F.linear`` for all else: fp16, which few processors multiply well, and other devices.
+
+With ``deterministic`` the kernel is used on every processor, and where there is none, rows are multiplied one by one.
+
+Time of oneDNN (packed) and of ``F.linear`` over the kernel's, for M rows on one core with AVX-512 and bf16 products,
+torch 2.13, with weights that no cache holds; ``python -m tests.bench.linear`` measures it again:
+
+    ===============  =========  =========  =========  =========  =========
+    [out, in] dtype  M = 1      M = 8      M = 32     M = 128    M = 2048
+    ===============  =========  =========  =========  =========  =========
+    3072, 576 bf16   1.26 2.4   1.66 2.5   1.47 1.8   1.12 1.2   1.02 1.1
+    576, 1536 bf16   1.14 2.3   1.51 2.1   1.33 1.7   1.13 1.2   1.03 1.1
+    49152, 576 bf16  1.18 2.3   1.39 2.2   1.21 1.5   1.04 1.1
+    2048, 2048 bf16  1.20 2.3   1.53 2.4   1.38 1.7   1.05 1.1   0.97 1.0
+    3072, 576 fp32   1.17 2.3   1.57 3.4   1.36 3.1   1.05 2.5   0.99 2.3
+    2048, 2048 fp32  0.98 1.5   1.46 3.2   1.17 2.7   0.97 2.2   0.95 2.2
+    ===============  =========  =========  =========  =========  =========
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+from quire_engine.kernels.batch_invariant import batch_invariant_linear
+from quire_engine.kernels.ops import silu_mul
+from quire_engine.kernels.packed_linear import is_fast, pack_weight
+from quire_engine.quantization.base import DenseMethod, Linear
+
+_EXPECTED_ROWS = 32
+# What two orders of summation may differ by, relative to the largest output. The bound for fp32 also refuses
+# products that round their operands to fewer bits.
+_TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+
+MatMul = Callable[[torch.Tensor], torch.Tensor]
+
+
+class UnquantizedMethod(DenseMethod):
+    """Layers hold their weight in the model's dtype."""
+
+    devices = ("cpu", "cuda")
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """See ``LinearMethod.pack``."""
+        if self.options.config.deterministic and weight.is_cuda:
+            return BatchInvariantLinear(weight, bias)
+        return PackedLinear(weight, bias, deterministic=self.options.config.deterministic)
+
+
+class PackedLinear:
+    """``x @ weight.T + bias`` for a weight that never changes.
+
+    Args: ``weight`` [out, in] and ``bias`` [out] or None, of one dtype and device. The layer keeps no
+    reference to ``weight`` once it is packed, so it is freed when the caller drops it; a caller that keeps it
+    (a tied embedding) holds both copies. With ``deterministic`` a row of a result depends on that row of ``x``
+    alone, bit for bit. One thread calls at a time.
+    """
+
+    __slots__ = ("_matmul", "_matmul_silu_mul", "in_features", "is_packed", "out_features")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, deterministic: bool = False) -> None:
+        self._matmul: MatMul
+        self._matmul_silu_mul: MatMul
+        self.out_features, self.in_features = weight.shape
+        own = pack_weight(weight, bias) if deterministic or is_fast(weight.dtype) else None
+        if own is not None:
+            self.is_packed, self._matmul, self._matmul_silu_mul = True, own.matmul, own.matmul_silu_mul
+            return
+        packed = None if deterministic else _onednn_packed_matmul(weight, bias)
+        self.is_packed = packed is not None
+        product = packed or _plain_matmul(weight, bias)
+        product = self._matmul = _matmul_row_by_row(product) if deterministic else product
+        self._matmul_silu_mul = lambda x: silu_mul(product(x))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [T, in], of the weight's dtype and device -> [T, out]."""
+        return self._matmul(x)
+
+    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear.forward_silu_mul``."""
+        return self._matmul_silu_mul(x)
+
+
+def _plain_matmul(weight: torch.Tensor, bias: torch.Tensor | None) -> MatMul:
+    return lambda x: F.linear(x, weight, bias)
+
+
+def _matmul_row_by_row(matmul: MatMul) -> MatMul:
+    """``matmul`` of one row at a time, each in fresh memory: libraries choose an order of summation by the number of
+    rows and by their alignment.
+    """
+    return lambda x: torch.cat([matmul(row.clone()) for row in x.split(1)]) if len(x) else matmul(x)
+
+
+def _onednn_packed_matmul(weight: torch.Tensor, bias: torch.Tensor | None) -> MatMul | None:
+    """The product with a weight that oneDNN has packed. None where oneDNN does not support it, or where the result
+    differs from ``F.linear``'s.
+
+    torch's packing operators are private, and may be missing or change. Hence any error of theirs counts as not
+    supported.
+    """
+    if weight.device.type != "cpu" or weight.dtype not in _TOLERANCE or weight.numel() == 0:
+        return None
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _EXPECTED_ROWS)
+        linear = torch.ops.mkldnn._linear_pointwise
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            return linear(x, packed, bias, "none", [], "")
+
+        return product if _agrees_with_torch(product, weight, bias) else None
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None
+
+
+def _agrees_with_torch(matmul: MatMul, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Compares with ``F.linear`` on noise."""
+    noise = torch.Generator().manual_seed(0)
+    x = torch.randn(4, weight.shape[1], generator=noise).to(weight.dtype)
+    expected = F.linear(x, weight, bias).float()
+    error = (matmul(x).float() - expected).abs().amax()
+    return bool(error <= _TOLERANCE[weight.dtype] * expected.abs().amax())
+
+
+class BatchInvariantLinear:
+    """A ``Linear`` on a GPU whose every row of results depends on that row of its input alone, bit for bit.
+
+    ``weight`` [out, in] and ``bias`` [out] or None, in bf16 or fp16.
+    """
+
+    __slots__ = ("_bias", "_weight", "in_features", "out_features")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear.__call__``."""
+        return batch_invariant_linear(x, self._weight, self._bias)
+
+    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear.forward_silu_mul``."""
+        return silu_mul(self(x))
