@@ -1,4 +1,4 @@
-"""What the chart tells autoscalers is what the routers of the same release understand and answer."""
+"""The autoscaler objects of the chart match the metrics API of the routers of the same release."""
 
 from collections.abc import Mapping
 from typing import Any

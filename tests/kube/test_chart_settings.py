@@ -1,4 +1,4 @@
-"""What the chart tells the services is what they understand: their own settings classes read the manifests."""
+"""The settings that the chart renders are valid: the services' own settings classes read the manifests."""
 
 import copy
 from pathlib import Path

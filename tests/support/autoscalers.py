@@ -1,4 +1,4 @@
-"""Those who ask a router for its load: the cluster's front proxy, with its certificates, and KEDA."""
+"""Clients that read a router's load: the cluster's front proxy, with its certificates, and KEDA."""
 
 import json
 import ssl

@@ -1,4 +1,4 @@
-"""A small DNS server, over UDP and TCP, that says what a test tells it to."""
+"""A small DNS server over UDP and TCP with a test's records."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Discovery by announcement: a test says what engines there are."""
+"""A discovery source whose engines a test announces."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence

@@ -1,4 +1,4 @@
-"""An engine that says exactly what a test tells it to, over real gRPC."""
+"""An engine over real gRPC that sends exactly the messages of a test."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

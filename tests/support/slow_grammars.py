@@ -1,4 +1,4 @@
-"""Grammars that are compiled when a test says so."""
+"""Grammars whose compilation a test releases."""
 
 from collections import Counter
 from threading import Event, Lock

@@ -1,4 +1,4 @@
-"""Rules of the house that a machine can check: who may import whom, and what nobody may use."""
+"""Rules of the repository that a machine can check: allowed imports and forbidden functions."""
 
 import ast
 import re

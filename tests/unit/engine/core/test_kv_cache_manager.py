@@ -1,4 +1,4 @@
-"""Pools and tables: who gets which block, and what is copied when a sequence is swapped."""
+"""Pools and tables: which sequence gets which block, and what is copied when a sequence is swapped."""
 
 import pytest
 from quire_engine.core.block_pool import BlockPool, BlockRemoved, BlockStored, KVCacheConfig, Tier

@@ -1,4 +1,4 @@
-"""What is sent arrives as it was, and on its way to a GPU it goes through pinned memory that nobody waits for."""
+"""Arrays arrive unchanged, and uploads to a GPU go through pinned memory without waiting."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Sessions inside the engine: signs of life, bounds, and who hears of what."""
+"""Sessions inside the engine: keepalives, bounds, and which session gets which messages."""
 
 import asyncio
 from collections.abc import Callable

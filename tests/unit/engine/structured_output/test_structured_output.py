@@ -1,4 +1,4 @@
-"""Structured output: what is drawn under a grammar is of that grammar, and a grammar harms nobody but its request."""
+"""Structured output: samples under a grammar match that grammar, and a grammar affects no other request."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""The KV pools take what there is room for, never more, and say why when there is none."""
+"""The KV pools take the memory that is available, never more, and an error explains when there is too little."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""An engine knows how much memory it may have, whichever way it is limited, and how much it holds."""
+"""The memory limit of an engine, however it is set, and the memory that it uses."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The fair queue: shares by weight, order within a tenant, bounds, and nobody locked out."""
+"""The fair queue: shares by weight, order within a tenant, bounds, and no starvation."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Keys: every door but health and metrics is closed without one, whatever a client calls itself."""
+"""Keys: every route but health and metrics needs one, whatever else a client sends."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,4 @@
-"""Whose connection makes room when all places of a port are taken."""
+"""Which connection is evicted when a port has its maximum of connections."""
 
 import asyncio
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Coming back to an answer over both APIs: the rest of it, how far it is, its end; and who may ask."""
+"""Resuming a request over both APIs: its remaining events, its status, its end; and which keys may read it."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The orderly end of a router: what runs may finish in time, what does not is told why."""
+"""Graceful shutdown of a router: running requests may finish in time, and the others get an error with the reason."""
 
 import asyncio
 import json

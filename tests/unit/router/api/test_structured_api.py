@@ -1,4 +1,4 @@
-"""What a client says about the form of an output: OpenAI's words and vLLM's, and the one thing that they mean."""
+"""The response format in a request: OpenAI's fields and vLLM's, and the one constraint that they mean."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""KEDA's port over TLS, asked by a gRPC client as KEDA is one: who is answered, and certificates that are replaced."""
+"""KEDA's port over TLS with a gRPC client like KEDA's: which clients are answered, and certificate rotation."""
 
 import asyncio
 from collections.abc import AsyncIterator

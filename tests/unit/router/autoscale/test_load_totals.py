@@ -1,4 +1,4 @@
-"""The one number: what routers tell Redis is added up while their leases last, and what is not known is an error."""
+"""The total load: routers' parts in Redis are added up while their leases last, and an unknown load is an error."""
 
 import asyncio
 import json

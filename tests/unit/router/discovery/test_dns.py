@@ -1,4 +1,4 @@
-"""Discovery by DNS: every address of a name, as the server says it last, and never less because a server is silent."""
+"""Discovery by DNS: every address of a name in the last answer, and never fewer because a server is silent."""
 
 import asyncio
 import io

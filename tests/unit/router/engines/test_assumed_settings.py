@@ -1,4 +1,4 @@
-"""What is known of a model before an engine of it has told."""
+"""Settings of a model that are assumed before one of its engines has reported them."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Room at the engines: for anybody's request, and for one of a tenant that leaves room to the others."""
+"""Capacity of the engines: for any request, and spare capacity for a tenant that is ahead of others."""
 
 from collections.abc import Callable, Sequence
 

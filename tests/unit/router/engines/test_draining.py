@@ -1,4 +1,4 @@
-"""An engine that drains gets nothing new from the moment that it says so, and its successor does."""
+"""A draining engine gets no new requests from its first draining batch on; the engine that replaces it does."""
 
 import logging
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What both journals promise: a record is what was written to it, once, by who may write."""
+"""The contract of both journals: a record is what was written to it, once, by its owner."""
 
 import asyncio
 from array import array

@@ -1,4 +1,4 @@
-"""Who may write a record, who looks on, and who hears of it: the same in memory and in Redis."""
+"""Leases, followers and cancellations of records: the same in memory and in Redis."""
 
 from array import array
 from collections.abc import AsyncIterator, Iterator

@@ -1,4 +1,4 @@
-"""Whatever becomes of any part of a stored record, who reads it is told what was written, or that it is damaged."""
+"""However a stored record is mutated, reading it gives what was written or an error that it is damaged."""
 
 import asyncio
 from array import array

@@ -1,4 +1,4 @@
-"""Whoever leaves, and whoever dies, while a record is opened: nobody is left to hold it, and somebody finds it."""
+"""A router that cancels or dies while it opens a record: no lease is left, and another router finds the record."""
 
 import asyncio
 from collections.abc import Iterator

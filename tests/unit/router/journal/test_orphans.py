@@ -1,4 +1,4 @@
-"""Background requests that nobody holds are found in Redis, whatever else its index names."""
+"""Background requests without a lease are found in Redis, whatever else its index names."""
 
 import asyncio
 from collections.abc import Iterator

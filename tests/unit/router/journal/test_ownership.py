@@ -1,4 +1,4 @@
-"""Who may write a record in Redis, and who hears that it is not, or no longer, its own."""
+"""Ownership of a record in Redis: which router may write it, and how a former owner learns that it lost it."""
 
 import asyncio
 import signal

@@ -1,4 +1,4 @@
-"""What goes over the journal's wire is what redis-py would send and answer, and nobody waits for Redis for ever."""
+"""The journal's connection sends and returns what redis-py would, and every exchange has a timeout."""
 
 import asyncio
 import signal

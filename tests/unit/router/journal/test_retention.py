@@ -1,4 +1,4 @@
-"""For how long a record is kept: what a request says of that itself counts, whoever ends it and however."""
+"""How long a record is kept: the retention of its request counts, whichever router ends it and however."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
