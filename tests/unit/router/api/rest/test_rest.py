@@ -491,7 +491,7 @@ async def test_a_response_without_a_finish_reason_is_never_passed_on_as_complete
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_what_goes_wrong_inside_is_logged_and_not_told(stream, caplog):
+async def test_an_internal_error_is_logged_and_its_reason_not_sent(stream, caplog):
     async with open_stage(["one", RuntimeError("the secret /path")]) as stage:
         answer = await ask(stage.port, "POST", CHAT, chat(stream=stream))
 

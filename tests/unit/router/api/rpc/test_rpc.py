@@ -101,7 +101,7 @@ async def test_an_error_is_the_status_of_the_call(code, before):
     assert (told.code, told.param) == (code.value, "model")
 
 
-async def test_what_goes_wrong_inside_is_logged_and_not_told(caplog):
+async def test_an_internal_error_is_logged_and_its_reason_not_sent(caplog):
     async with open_stage([RuntimeError("the secret")]) as stage, stage.channel() as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             [answer async for answer in InferenceStub(channel).Chat(chat_request())]
