@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 HELM   := $(VENV)-helm
 HELM_READY := $(HELM)/.ready
-SOURCES := proto/quire_proto engine/quire_engine router/quire_router scripts demo
+SOURCES := proto/quire_proto engine/quire_engine router/quire_router cli/quire_cli scripts demo
 
 # Printed before pip starts: on Linux its own index has torch with CUDA.
 define TORCH_SIZE
@@ -34,12 +34,12 @@ help:
 	@echo "make proto                                    the stubs of proto/quire"
 	@echo "make clean                                    takes the environments and what Redis kept away"
 
-$(READY): constraints.txt tests/requirements.txt proto/pyproject.toml engine/pyproject.toml router/pyproject.toml
+$(READY): constraints.txt tests/requirements.txt proto/pyproject.toml engine/pyproject.toml router/pyproject.toml cli/pyproject.toml
 	@echo "creating the environment in $(VENV) (a few minutes the first time)"
 	@test -n "$$PIP_EXTRA_INDEX_URL" || echo "$$TORCH_SIZE"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  -e proto -e engine -e router -r tests/requirements.txt
+	  -e proto -e engine -e router -e cli -r tests/requirements.txt
 	@touch $@
 
 $(HELM_READY): constraints.txt tests/kube/requirements.txt
@@ -75,6 +75,7 @@ lint: $(READY) proto-check
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(SOURCES)
 	$(BIN)/lint-imports --no-logo
+	cd cli && ../$(BIN)/lint-imports --no-logo
 
 bench: $(READY)
 	$(BIN)/quire-engine bench --shape 135m $(ARGS)

@@ -68,8 +68,9 @@ class SimulationReport:
     """One policy on one trace. Times are virtual seconds, rates per virtual second, parts between 0 and 1.
 
     ``errors`` counts failed and refused requests by code. ``waiting`` is the time from arrival to first admission,
-    ``end_to_end`` to the end. ``queue`` counts waiting requests, swapped out ones included. ``overtakes`` are the later
-    arrivals that were admitted before a request. The hit rates are parts of all prompt tokens, by the tier of the hit.
+    ``ttft`` and ``e2el`` from arrival to first and last token of completed requests. ``queue`` counts waiting requests,
+    swapped out ones included. ``overtakes`` are the later arrivals that were admitted before a request. The hit rates
+    are parts of all prompt tokens, by the tier of the hit.
     ``waste`` is the part of the slots of used blocks that has no token, over time.
     """
 
@@ -85,7 +86,7 @@ class SimulationReport:
     ttft: Percentiles
     itl: Percentiles
     waiting: Percentiles
-    end_to_end: Percentiles
+    e2el: Percentiles
     overtakes: Percentiles
     queue: TimeAverage
     running: TimeAverage
@@ -108,21 +109,21 @@ def make_report(recorder: SimulationRecorder) -> SimulationReport:
     stats, device = recorder.scheduler.stats, recorder.scheduler.kv_cache_manager.device_pool
     seconds = samples.time[-1] if samples.time else 0.0
     output_tokens = sum(record.num_tokens for record in records)
-    ended = [record.ended - record.arrived for record in records if record.ended is not None]
+    completed = [record for record in records if record.ended is not None and record.error is None]
     return SimulationReport(
         requests=len(records),
-        completed=sum(record.ended is not None and record.error is None for record in records),
+        completed=len(completed),
         errors=Counter(record.error for record in records if record.error is not None),
         steps=len(samples.time),
         seconds=seconds,
         output_tokens=output_tokens,
         output_tokens_per_second=_ratio(output_tokens, seconds),
         computed_tokens_per_second=_ratio(stats.computed_tokens, seconds),
-        requests_per_second=_ratio(len(ended), seconds),
-        ttft=Percentiles.of(each.first_token - each.arrived for each in records if each.first_token is not None),
+        requests_per_second=_ratio(len(completed), seconds),
+        ttft=Percentiles.of(each.first_token - each.arrived for each in completed if each.first_token is not None),
         itl=Percentiles.of(recorder.token_gaps),
         waiting=Percentiles.of(each.admitted - each.arrived for each in records if each.admitted is not None),
-        end_to_end=Percentiles.of(ended),
+        e2el=Percentiles.of(each.ended - each.arrived for each in completed if each.ended is not None),
         overtakes=Percentiles.of(overtakes(recorder.admissions)),
         queue=_time_average(samples.waiting, samples),
         running=_time_average(samples.running, samples),
@@ -221,7 +222,7 @@ _ROWS: Sequence[tuple[str, Cells]] = (
     ("TTFT, s", lambda r: _format_percentiles(r.ttft)),
     ("ITL, ms", lambda r: _format_percentiles(r.itl, 1e3, 1)),
     ("waiting, s", lambda r: _format_percentiles(r.waiting)),
-    ("end to end, s", lambda r: _format_percentiles(r.end_to_end)),
+    ("E2EL, s", lambda r: _format_percentiles(r.e2el)),
     ("overtakes", lambda r: _format_percentiles(r.overtakes, digits=1)),
     ("", lambda _: "mean over time"),
     ("queue", lambda r: _format_time_average(r.queue)),

@@ -52,10 +52,10 @@ class RunRecord:
 class Report:
     """One policy at one load. Times are virtual seconds from the arrival, parts between 0 and 1.
 
-    ``hit_rate`` is the part of all prompt tokens that an engine had cached. ``itl`` is the time between two tokens, as
-    each request's mean. ``imbalance`` is the longest busy time of an engine over the mean of all. ``errors`` counts
-    errors and rejected requests by code. Requests came within ``arrival_seconds``, and the last ended after
-    ``seconds``.
+    ``hit_rate`` is the part of all prompt tokens that an engine had cached. ``tpot`` is the time per output token
+    after the first, one value for each request, ``e2el`` the time to the last token. ``imbalance`` is the longest busy
+    time of an engine over the mean of all. ``errors`` counts errors and rejected requests by code. Requests came within
+    ``arrival_seconds``, and the last ended after ``seconds``.
     """
 
     requests: int
@@ -65,8 +65,8 @@ class Report:
     seconds: float
     hit_rate: float
     ttft: Percentiles
-    itl: Percentiles
-    end_to_end: Percentiles
+    tpot: Percentiles
+    e2el: Percentiles
     imbalance: float
     busy: float
     preemptions: int
@@ -86,8 +86,8 @@ def make_report(record: RunRecord) -> Report:
         seconds=record.end / NANOSECONDS,
         hit_rate=_ratio(sum(trace.cached_tokens for trace in completed), prompt_tokens),
         ttft=Percentiles.of(ttft(trace) for trace in completed),
-        itl=Percentiles.of(_itl(trace) for trace in completed if trace.num_tokens > 1),
-        end_to_end=Percentiles.of(_seconds(trace.arrived, trace.ended) for trace in completed),
+        tpot=Percentiles.of(_tpot(trace) for trace in completed if trace.num_tokens > 1),
+        e2el=Percentiles.of(_seconds(trace.arrived, trace.ended) for trace in completed),
         imbalance=_ratio(max(record.busy), mean_busy),
         busy=_ratio(mean_busy, record.end),
         preemptions=record.preemptions,
@@ -99,7 +99,7 @@ def ttft(trace: RequestTrace) -> float:
     return _seconds(trace.arrived, trace.first_token)
 
 
-def _itl(trace: RequestTrace) -> float:
+def _tpot(trace: RequestTrace) -> float:
     return _seconds(trace.first_token, trace.last_token) / (trace.num_tokens - 1)
 
 

@@ -1,20 +1,23 @@
 """Rules of the repository that a machine can check: allowed imports and forbidden functions."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SOURCES = [ROOT / "proto/quire_proto", ROOT / "engine/quire_engine", ROOT / "router/quire_router"]
+DISTRIBUTIONS = ("proto", "engine", "router", "cli")
+SOURCES = [ROOT / name / f"quire_{name}" for name in DISTRIBUTIONS]
 # The fleet simulator is engines and routers together, and needs the engine in all of its modules. They are imported by
 # its door only, which says so where the engine is not installed.
 SIMULATOR = ROOT / "router/quire_router/simulation"
@@ -32,7 +35,9 @@ def modules() -> Iterator[Path]:
 def imported(script: str) -> set[str]:
     """Top-level names of all modules that are loaded after running ``script`` in a fresh interpreter."""
     code = f"{script}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
-    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+    run = partial(subprocess.run, capture_output=True, text=True, check=True)
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    return set(run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}).stdout.split())
 
 
 def test_the_engines_pure_core_imports_neither_torch_nor_grpc() -> None:
@@ -56,6 +61,11 @@ def test_the_router_never_imports_torch_or_transformers() -> None:
     assert not names & {"torch", "transformers", "quire_engine"}
 
 
+def test_the_command_needs_neither_the_services_nor_torch() -> None:
+    names = imported("import quire_cli.main, quire_cli.bench.serve")
+    assert not names & {"torch", "transformers", "quire_engine", "quire_router", "grpc", "matplotlib"}
+
+
 def test_the_simulator_needs_neither_torch_nor_what_only_its_plots_need() -> None:
     assert not imported("import quire_engine.simulation.command") & {"torch", "transformers", "matplotlib", "grpc"}
     assert not imported("import quire_router.simulation.command") & {"torch", "transformers", "matplotlib"}
@@ -66,7 +76,7 @@ def test_placement_and_text_do_no_input_or_output() -> None:
     assert not names & {"grpc", "redis", "asyncio", "fastapi", "uvicorn"}
 
 
-@pytest.mark.parametrize("distribution", ["proto", "engine", "router"])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_every_import_is_declared_and_every_dependency_used(distribution: str) -> None:
     declared, extras = requirements(distribution)
     used: set[str] = set()
@@ -76,7 +86,7 @@ def test_every_import_is_declared_and_every_dependency_used(distribution: str) -
     assert used - own - extras == declared
 
 
-@pytest.mark.parametrize("distribution", ["proto", "engine", "router"])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_what_only_an_extra_installs_is_imported_where_it_is_used(distribution: str) -> None:
     _, extras = requirements(distribution)
     for path in own_modules(distribution):
@@ -201,7 +211,7 @@ SHORT_TASKS = {
 
 def test_every_task_that_lives_as_long_as_its_process_is_supervised() -> None:
     """Those of a ``TaskGroup`` are awaited by whoever opened it, who hears of what they raise."""
-    for path in (*own_modules("proto"), *own_modules("engine"), *own_modules("router")):
+    for path in chain.from_iterable(map(own_modules, DISTRIBUTIONS)):
         found, name = set(beginners_of_tasks(ast.parse(path.read_text()).body)), str(path.relative_to(ROOT))
         assert found <= SHORT_TASKS.get(name, set()), f"{name}: begin it with supervise()"
 
@@ -243,13 +253,13 @@ def called_names(path: Path) -> set[str]:
 NAMES_THAT_REPEAT = {"__init__", "base", "config"}
 
 
-@pytest.mark.parametrize("distribution", ["proto", "engine", "router"])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_no_module_has_the_name_of_another(distribution: str) -> None:
     names = Counter(path.stem for path in sources(distribution))
     assert not {name for name, count in names.items() if count > 1} - NAMES_THAT_REPEAT
 
 
-@pytest.mark.parametrize("distribution", ["proto", "engine", "router"])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_no_class_has_the_name_of_another(distribution: str) -> None:
     names = Counter(
         node.name
@@ -260,7 +270,7 @@ def test_no_class_has_the_name_of_another(distribution: str) -> None:
     assert not {name for name, count in names.items() if count > 1}
 
 
-@pytest.mark.parametrize("distribution", ["proto", "engine", "router"])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_nothing_is_loose_at_the_root_of_a_package(distribution: str) -> None:
     """But entry, configuration, wiring and errors; what both services must compute alike is proto's business."""
     allowed = {"__init__", "app", "cli", "config", "errors", "factory", "main"}

@@ -1,0 +1,129 @@
+"""The command ``quire bench serve``: one run for each request rate."""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import numpy as np
+import uvloop
+from quire_proto.cli import read_settings, reject_unknown_env
+
+from quire_cli.bench.client import HttpClient, ServerError
+from quire_cli.bench.config import ServeBenchConfig, join_values
+from quire_cli.bench.dataset import DatasetError, RequestFactory
+from quire_cli.bench.load import Load, run_load
+from quire_cli.bench.metrics import compute_result, describe_run
+from quire_cli.bench.report import draw_plot, format_result, format_sweep, save_result
+
+READY_PERIOD = 0.5  # seconds between two questions whether the server is there
+WARMUP_SEED = 1 << 40  # what is added to the seed for requests that are not measured
+
+
+def bench_serve(arguments: Sequence[str]) -> None:
+    """Runs the subcommand. Exits with 2 for wrong settings; with 1 and one sentence if the server cannot be reached, a
+    file cannot be read or written, or no request was completed.
+    """
+    reject_unknown_env(ServeBenchConfig)
+    config = read_settings(ServeBenchConfig, join_values(arguments))
+    try:
+        results = uvloop.run(measure(config))
+        _report_all(config, results)
+    except (ServerError, DatasetError) as error:
+        _quit(str(error))
+    except KeyboardInterrupt:
+        _quit("Interrupted.")
+    if not any(result["completed"] for result in results):
+        _quit("No request was completed.")
+
+
+async def measure(config: ServeBenchConfig) -> list[dict[str, Any]]:
+    """Measures each rate, and prints and saves its figures. Returns them all. Raises ``ServerError``,
+    ``DatasetError``.
+    """
+    client = HttpClient(config.url, config.headers, timeout=config.request_timeout, insecure=config.insecure)
+    try:
+        await _wait_ready(client, config.ready_check_timeout_sec)
+        model = config.model or await _first_model(client)
+        factory = RequestFactory(config, model)
+        await _warm_up(config, client, factory)
+        return [await _measure_rate(config, client, factory, model, run) for run in range(len(config.request_rate))]
+    finally:
+        client.close()
+
+
+async def _measure_rate(
+    config: ServeBenchConfig, client: HttpClient, factory: RequestFactory, model: str, run: int
+) -> dict[str, Any]:
+    """The run of one rate, with prompts of its own, so that no run finds those of another cached."""
+    load = Load(config.request_rate[run], config.burstiness, config.max_concurrency, config.is_self_timed)
+    seed = config.seed + run
+    requests = factory.make(config.num_prompts, seed)
+    sys.stderr.write(f"{_describe(load)}: {len(requests)} requests\n")
+    date = datetime.now().strftime("%Y%m%d-%H%M%S")
+    found = await run_load(client, config.path, requests, load, np.random.default_rng([seed, 1]))
+    result = describe_run(config, load, model, date) | compute_result(config, load, found, factory.count_tokens)
+    sys.stdout.write(f"{format_result(config, load, result)}\n")
+    if config.save_result or config.append_result:
+        shared = config.append_result or (run > 0 and config.result_filename is not None)
+        try:
+            path = save_result(config, result, append=shared)
+        except OSError as error:
+            _quit(f"The figures cannot be written: {error}.")
+        sys.stderr.write(f"The figures are in {path}.\n")
+    return result
+
+
+def _describe(load: Load) -> str:
+    if load.self_timed:
+        return "The times of the trace"
+    rate = f"{load.rate:g} requests a second" if load.is_open else "All requests at once"
+    return rate + (f", at most {load.max_concurrency} running" if load.max_concurrency else "")
+
+
+async def _wait_ready(client: HttpClient, seconds: float) -> None:
+    """Waits until the server lists its models, for at most that long; not at all for 0 seconds."""
+    end = client.now() + seconds
+    while seconds:
+        try:
+            await _first_model(client)
+            return
+        except ServerError as error:
+            if client.now() > end:
+                raise ServerError(f"The server is not ready after {seconds:g} s: {error}") from None
+        await asyncio.sleep(READY_PERIOD)
+
+
+async def _first_model(client: HttpClient) -> str:
+    models = (await client.get("/v1/models")).get("data")
+    if not isinstance(models, list) or not models or not isinstance(models[0], dict) or "id" not in models[0]:
+        raise ServerError("The server lists no model: name it with --model.")
+    return str(models[0]["id"])
+
+
+async def _warm_up(config: ServeBenchConfig, client: HttpClient, factory: RequestFactory) -> None:
+    """Runs requests with other prompts, as many at once as are measured. Raises ``ServerError`` if one fails."""
+    requests = factory.make(config.num_warmups, config.seed + WARMUP_SEED)
+    load = Load(max_concurrency=config.max_concurrency)
+    found = await run_load(client, config.path, requests, load, np.random.default_rng(0))
+    if failed := next((output.error for output in found.outputs if not output.success), None):
+        raise ServerError(f"A request to warm up failed: {failed}")
+
+
+def _report_all(config: ServeBenchConfig, results: Sequence[dict[str, Any]]) -> None:
+    if len(results) > 1:
+        sys.stdout.write(f"{format_sweep(results)}\n")
+    if config.plot is None:
+        return
+    try:
+        draw_plot(config.plot, results)
+    except ImportError:
+        _quit("--plot needs matplotlib: pip install 'quire-cli[plot]'.")
+    except (OSError, ValueError) as error:
+        _quit(f"The plot cannot be written: {error}.")
+
+
+def _quit(sentence: str) -> NoReturn:
+    sys.stderr.write(f"quire: {sentence}\n")
+    raise SystemExit(1)
