@@ -40,6 +40,9 @@ _OPTIONS = [
     ("grpc.max_send_message_length", MAX_SEND_BYTES),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # No ping with each message that comes, to size the window by its round trip: a window as large as this instead.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 4 << 20),
     # Two engines on one port would share its connections, and a router's session would end up at either.
     ("grpc.so_reuseport", 0),
 ]

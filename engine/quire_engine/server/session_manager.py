@@ -41,9 +41,10 @@ from quire_engine.structured_output.llguidance import CompiledGrammar
 log = logging.getLogger(__name__)
 MAX_SESSIONS = 256
 HEARTBEAT_INTERVAL = 0.5
-IDLE_UPDATE_INTERVAL = 0.1
+IDLE_UPDATE_INTERVAL = 0.2
 """Seconds from one batch to the next of a session without requests here. Its router needs the engine's load and cache
-contents, but not every step: otherwise a router would pay for all steps of a fleet.
+contents, but not every step: otherwise a router would pay for all steps of a fleet. What routers know of an engine is
+never older than this.
 """
 
 

@@ -37,7 +37,7 @@ class EngineStub:
     def __new__(cls, channel: _aio.Channel) -> EngineAsyncStub: ...
     Session: _grpc.StreamStreamMultiCallable[_engine_pb2.SessionRequest, _engine_pb2.SessionResponse]
     """The multiplexed stream of one router. The first message must be Open; the engine answers it with a Snapshot, then sends one
-    StepBatch for each step, and while the session has no live requests one for all steps of a tenth of a second. When the stream
+    StepBatch for each step, and while the session has no live requests one for all steps of a fifth of a second. When the stream
     breaks, the session's requests go on for the engine's grace period, and a new stream that opens the same session_id receives
     what was not acknowledged.
     Errors: INVALID_ARGUMENT (no Open first), RESOURCE_EXHAUSTED (too many sessions), UNAVAILABLE (shutting down).
@@ -50,7 +50,7 @@ class EngineAsyncStub(EngineStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Session: _aio.StreamStreamMultiCallable[_engine_pb2.SessionRequest, _engine_pb2.SessionResponse]  # type: ignore[assignment]
     """The multiplexed stream of one router. The first message must be Open; the engine answers it with a Snapshot, then sends one
-    StepBatch for each step, and while the session has no live requests one for all steps of a tenth of a second. When the stream
+    StepBatch for each step, and while the session has no live requests one for all steps of a fifth of a second. When the stream
     breaks, the session's requests go on for the engine's grace period, and a new stream that opens the same session_id receives
     what was not acknowledged.
     Errors: INVALID_ARGUMENT (no Open first), RESOURCE_EXHAUSTED (too many sessions), UNAVAILABLE (shutting down).
@@ -66,7 +66,7 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_engine_pb2.SessionResponse], _abc.AsyncIterator[_engine_pb2.SessionResponse]]:
         """The multiplexed stream of one router. The first message must be Open; the engine answers it with a Snapshot, then sends one
-        StepBatch for each step, and while the session has no live requests one for all steps of a tenth of a second. When the stream
+        StepBatch for each step, and while the session has no live requests one for all steps of a fifth of a second. When the stream
         breaks, the session's requests go on for the engine's grace period, and a new stream that opens the same session_id receives
         what was not acknowledged.
         Errors: INVALID_ARGUMENT (no Open first), RESOURCE_EXHAUSTED (too many sessions), UNAVAILABLE (shutting down).

@@ -35,6 +35,10 @@ _OPTIONS = (
     ("grpc.http2.ping_timeout_ms", 5_000),  # a minute otherwise, whatever the former is
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    # A ping with the data that comes, to size the window by its round trip, is a third of what a message costs here. A
+    # window of this size instead holds what an engine can have under way.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 4 * 2**20),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Engines are in the router's own network. A proxy that the environment names is for connections beyond it.
@@ -437,7 +441,8 @@ class EngineConnection:
             _cancel(self._ack_timer)
             self._send_ack()
         elif self._ack_timer is None:
-            self._ack_timer = asyncio.get_running_loop().call_later(self.settings.ack_interval, self._send_ack)
+            interval = self.settings.ack_interval if self.session.in_flight else self.settings.idle_ack_interval
+            self._ack_timer = asyncio.get_running_loop().call_later(interval, self._send_ack)
 
     def _send_ack(self) -> None:
         self._ack_timer, self._unacknowledged = None, 0

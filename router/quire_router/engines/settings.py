@@ -23,7 +23,8 @@ class ConnectionSettings:
     engine, which may be long ones, hence ``open_timeout``.
 
     ``slow_client_timeout`` ends a request whose tokens are not read. Batches are acknowledged after ``ack_batches`` of
-    them, or ``ack_interval``, whichever comes first. Between two tries to connect a connection waits from ``backoff``
+    them, or ``ack_interval``, whichever comes first; while no request is in flight, after ``idle_ack_interval``, as an
+    acknowledgement costs as much as a batch. Between two tries to connect a connection waits from ``backoff``
     up to ``max_backoff``, doubling. At most ``max_unsent`` requests wait to be sent, and ``max_unconfirmed`` that were
     sent are kept until the engine answers. ``tls`` encrypts the connections.
     """
@@ -38,6 +39,7 @@ class ConnectionSettings:
     open_timeout: float = 30.0
     ack_batches: int = 32
     ack_interval: float = 0.1
+    idle_ack_interval: float = 2.0
     backoff: float = 0.05
     max_backoff: float = 2.0
     max_unsent: int = 1024

@@ -20,7 +20,7 @@ from tests.support.ports import free_port
 from tests.support.scripted_engine import ABORT, ERROR, LENGTH, STOP, ScriptedEngine, output
 from tests.support.waiting import until
 
-PATIENT = ConnectionSettings(grace=30, refused_grace=30, backoff=0.01, ack_interval=0.01)
+PATIENT = ConnectionSettings(grace=30, refused_grace=30, backoff=0.01, ack_interval=0.01, idle_ack_interval=0.01)
 
 
 def submit(
@@ -544,12 +544,20 @@ async def test_an_unrequested_abort_gives_the_request_back() -> None:
 
 
 async def test_batches_are_acknowledged_by_number_and_by_time() -> None:
-    async with linked(ConnectionSettings(ack_batches=3, ack_interval=60)) as (engine, _):
+    by_number = ConnectionSettings(ack_batches=3, ack_interval=60, idle_ack_interval=60)
+    async with linked(by_number) as (engine, _):
         for _ in range(3):
             engine.send()
         assert await engine.ack() == 3
-    async with linked(ConnectionSettings(ack_batches=1000, ack_interval=0.01)) as (engine, _):
+    async with linked(ConnectionSettings(ack_batches=1000, ack_interval=60, idle_ack_interval=0.01)) as (engine, _):
         engine.send()
+        assert await engine.ack() == 1
+
+
+async def test_while_a_request_is_in_flight_batches_are_acknowledged_sooner() -> None:
+    async with linked(ConnectionSettings(ack_batches=1000, ack_interval=0.01, idle_ack_interval=60)) as (engine, link):
+        await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
         assert await engine.ack() == 1
 
 

@@ -13,7 +13,7 @@ from tests.support.scripted_engine import ABORT, ERROR, ScriptedEngine, output
 from tests.support.waiting import until
 from tests.unit.router.engines.test_connection import linked, rest, submit, submitted
 
-SETTINGS = ConnectionSettings(grace=0.1, refused_grace=0.1, backoff=0.01, ack_interval=0.01)
+SETTINGS = ConnectionSettings(grace=0.1, refused_grace=0.1, backoff=0.01, ack_interval=0.01, idle_ack_interval=0.01)
 
 STOPPING = types_pb2.Error(code=types_pb2.ERROR_CODE_UNAVAILABLE, message="The engine is shutting down.")
 
