@@ -285,16 +285,20 @@ def _check_shape(path: Path, config: DecoderConfig) -> None:
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-    """The object in ``config.json``. Raises ``ModelError`` when there is none, or when it needs code or quantized
-    weights.
-    """
+    """The object in ``config.json``. Raises ``ModelError`` when there is none, or when it needs code."""
     path = folder / "config.json"
     raw = read_json(path)
     if raw.get("auto_map"):
         raise ModelError(f"{path} has auto_map, but code from a model folder is never run.")
-    if raw.get("quantization_config"):
-        raise ModelError(f"{path} has quantization_config, and quantized weights are not supported.")
     return raw
+
+
+def quantization_of(folder: Path, raw: dict[str, Any]) -> dict[str, Any] | None:
+    """How the stored weights are quantised, as ``config.json`` says; None where they are plain."""
+    config = raw.get("quantization_config") or raw.get("compression_config") or None
+    if config is not None and not isinstance(config, dict):
+        raise ModelError(f"{folder / 'config.json'} has a quantization_config that is not an object.")
+    return config
 
 
 def architecture_of(path: Path, raw: dict[str, Any]) -> str:

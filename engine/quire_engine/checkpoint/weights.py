@@ -91,6 +91,21 @@ class Checkpoint:
         self._unused.discard(name)
         return part
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a stored tensor."""
+        return self._entry(name).shape
+
+    def load_stored(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> torch.Tensor:
+        """A whole tensor of the given shape as it is stored, on the CPU, in one of safetensors' ``dtypes``."""
+        entry = self._entry(name)
+        if entry.dtype not in dtypes:
+            raise ModelError(f"{entry.path} stores {name} as {entry.dtype}, and it must be {' or '.join(dtypes)}.")
+        self._check_shape(name, shape)
+        with _open_safetensors(entry.path) as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+        self._unused.discard(name)
+        return tensor
+
     def mark_used(self, names: Iterable[str]) -> None:
         """Excludes tensors that only other ranks read from ``log_unused``."""
         self._unused.difference_update(names)
@@ -102,16 +117,19 @@ class Checkpoint:
             shown = ", ".join(unused[:5])
             log.warning("%s has %d tensors that the model does not use: %s", self._source_path, len(unused), shown)
 
-    def _info(self, name: str) -> TensorInfo:
+    def _entry(self, name: str) -> TensorInfo:
         if name not in self._tensors:
             raise ModelError(f"{self._source_path} has no tensor {name}.")
-        entry = self._tensors[name]
+        return self._tensors[name]
+
+    def _info(self, name: str) -> TensorInfo:
+        entry = self._entry(name)
         if entry.dtype not in SAFETENSORS_DTYPES:
             raise ModelError(f"{entry.path} stores {name} as {entry.dtype}, which is not supported.")
         return entry
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        entry = self._info(name)
+        entry = self._entry(name)
         if entry.shape != shape:
             raise ModelError(
                 f"{entry.path} has {name} in the shape {list(entry.shape)}, but config.json asks for {list(shape)}."

@@ -5,6 +5,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -18,12 +19,13 @@ from quire_engine.quantization.schemes import make_quantization
 @dataclass(frozen=True)
 class WeightLoader:
     """Loads a checkpoint's tensors and linear layers in one ``dtype``, held as ``options`` say. Of a layer that ranks
-    share, only this rank's shard is read.
+    share, only this rank's shard is read. ``quantized`` is the ``quantization_config`` of a checkpoint that has one.
     """
 
     checkpoint: Checkpoint
     dtype: torch.dtype
     options: LoadOptions
+    quantized: dict[str, Any] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -38,7 +40,7 @@ class WeightLoader:
     @cached_property
     def quantization(self) -> QuantizationConfig:
         """What holds the layers."""
-        return make_quantization(self.options, self.dtype)
+        return make_quantization(self.options, self.dtype, self.quantized)
 
     def load_fused(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
         """The named tensors, whole, concatenated in their first dimension."""

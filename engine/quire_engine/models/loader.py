@@ -2,17 +2,25 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from quire_engine.checkpoint.config import DecoderConfig, ModelConfig, architecture_of, is_supported, read_config_json
+from quire_engine.checkpoint.config import (
+    DecoderConfig,
+    ModelConfig,
+    architecture_of,
+    is_supported,
+    quantization_of,
+    read_config_json,
+)
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions, resolve_dtype
 from quire_engine.errors import ModelError
 from quire_engine.layers.weight_loader import WeightLoader
 from quire_engine.models.base import Model
 from quire_engine.models.llama import Llama
 from quire_engine.models.transformers_backend import TransformersConfig, load_transformers_model
-from quire_engine.quantization.schemes import check_quantization
+from quire_engine.quantization.schemes import check_quantization, stored_scheme
 
 EMBEDDING_WEIGHT = "model.embed_tokens.weight"
 
@@ -20,6 +28,9 @@ EMBEDDING_WEIGHT = "model.embed_tokens.weight"
 def read_model_config(folder: Path) -> ModelConfig:
     """Reads and checks ``config.json``. Raises ``ModelError`` for a model that cannot be served."""
     raw = read_config_json(folder)
+    quantized = quantization_of(folder, raw)
+    if quantized is not None:
+        _check_stored(folder, quantized)
     if is_supported(architecture_of(folder / "config.json", raw), raw):
         return DecoderConfig.read(folder)
     return TransformersConfig.read(folder)
@@ -36,7 +47,8 @@ def load_model(
     ``config`` is the folder's ``read_model_config``. ``check`` is called with the model's dtype before the weights are
     read, and may raise ``ModelError`` to refuse it. Raises ``ModelError``.
     """
-    _check_quantization(config, options)
+    quantized = quantization_of(folder, read_config_json(folder))
+    _check_quantization(config, options, quantized)
     _check_deterministic(config, options)
     checkpoint = Checkpoint(folder)
     dtype = _model_dtype(config, checkpoint, options)
@@ -46,10 +58,18 @@ def load_model(
         return load_transformers_model(config, folder, dtype, options.device)
     assert isinstance(config, DecoderConfig)
     with torch.inference_mode():
-        model = Llama(config, WeightLoader(checkpoint, dtype, options))
+        model = Llama(config, WeightLoader(checkpoint, dtype, options, quantized))
     if options.communicator.rank == 0:
         checkpoint.log_unused()
     return model
+
+
+def _check_stored(folder: Path, quantized: dict[str, Any]) -> None:
+    """Raises ``ModelError`` for stored weights that are not read."""
+    try:
+        stored_scheme(quantized)
+    except ModelError as error:
+        raise ModelError(f"{folder / 'config.json'} has a quantization_config that is not read. {error}") from None
 
 
 def _model_dtype(config: ModelConfig, checkpoint: Checkpoint, options: LoadOptions) -> torch.dtype:
@@ -68,11 +88,12 @@ def _check_deterministic(config: ModelConfig, options: LoadOptions) -> None:
         )
 
 
-def _check_quantization(config: ModelConfig, options: LoadOptions) -> None:
-    """Raises ``ModelError`` when the weights cannot be held in the quantization of ``options``."""
-    check_quantization(options)
-    if options.config.quantization is not None and isinstance(config, TransformersConfig):
+def _check_quantization(config: ModelConfig, options: LoadOptions, quantized: dict[str, Any] | None) -> None:
+    """Raises ``ModelError`` when the weights, stored as ``quantized`` says, cannot be held as ``options`` do."""
+    check_quantization(options, quantized)
+    name = options.config.quantization or (quantized and quantized["quant_method"])
+    if name is not None and isinstance(config, TransformersConfig):
         raise ModelError(
-            f"The quantization {options.config.quantization} is for models with code of their own, "
+            f"The quantization {name} is for models with code of their own, "
             f"and {config.architecture} runs through transformers."
         )

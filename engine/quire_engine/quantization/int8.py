@@ -24,9 +24,23 @@ class Int8Linear:
     __slots__ = ("_dtype", "_matmul", "in_features", "out_features")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._hold(*quantize(weight), bias, weight.dtype)
+
+    @classmethod
+    def from_quantized(
+        cls, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> "Int8Linear":
+        """The layer of a ``weight`` int8 [out, in] and ``scales`` fp32 [out], for activations of ``dtype``. The kernel
+        has -128 as any other number.
+        """
+        layer = cls.__new__(cls)
+        layer._hold(weight, scales, bias, dtype)
+        return layer
+
+    def _hold(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         self.out_features, self.in_features = weight.shape
-        self._dtype = weight.dtype
-        self._matmul = make_product(*quantize(weight), bias, weight.dtype)
+        self._dtype = dtype
+        self._matmul = make_product(weight, scales, bias, dtype)
 
     @property
     def nbytes(self) -> int:

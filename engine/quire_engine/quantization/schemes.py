@@ -1,17 +1,28 @@
-"""The quantisation schemes by name."""
+"""The quantisation schemes: those that ``--quantization`` names, made as plain weights are read, and those that a
+checkpoint's ``quantization_config`` names.
+"""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import Quantization
 from quire_engine.errors import ModelError
-from quire_engine.quantization.base import Linear, QuantizationConfig
+from quire_engine.quantization.awq import AwqMethod, check_awq
+from quire_engine.quantization.base import DenseMethod, Linear, QuantizationConfig
+from quire_engine.quantization.compressed_tensors import CompressedTensorsMethod, bits_in, check_compressed_tensors
+from quire_engine.quantization.fp8 import Fp8Method, check_fp8
+from quire_engine.quantization.gptq import GptqMethod, check_gptq
 from quire_engine.quantization.int8 import Int8Method
+from quire_engine.quantization.stored import StoredDenseMethod, StoredMethod
 from quire_engine.quantization.unquantized import UnquantizedMethod
 
 Scheme = Callable[[LoadOptions, torch.dtype], QuantizationConfig]
+StoredConfig = dict[str, Any]
+"""A checkpoint's ``quantization_config``."""
 
 
 def _unquantized(options: LoadOptions, dtype: torch.dtype) -> QuantizationConfig:
@@ -27,18 +38,63 @@ def _int8(options: LoadOptions, dtype: torch.dtype) -> QuantizationConfig:
 SCHEMES: Mapping[Quantization | None, Scheme] = {None: _unquantized, "int8": _int8}
 
 
-def make_quantization(options: LoadOptions, dtype: torch.dtype) -> QuantizationConfig:
-    """What ``options`` say that layers are held in, for a model of ``dtype``."""
-    return SCHEMES[options.config.quantization](options, dtype)
+@dataclass(frozen=True, slots=True)
+class StoredScheme:
+    """A ``quant_method`` of checkpoints. ``check`` raises ``ModelError`` for configurations that ``make`` cannot read,
+    and ``bits`` are those of weights that are stored as whole numbers. ``make`` takes what holds the layers in plain
+    numbers.
+    """
+
+    check: Callable[[StoredConfig], object]
+    bits: Callable[[StoredConfig], set[int]]
+    make: Callable[[LoadOptions, torch.dtype, DenseMethod, StoredConfig], StoredMethod]
 
 
-def check_quantization(options: LoadOptions) -> None:
-    """Raises ``ModelError`` where the quantization of ``options`` does not run on their device."""
+STORED_SCHEMES: Mapping[str, StoredScheme] = {
+    "awq": StoredScheme(check_awq, lambda _: {4}, lambda options, dtype, dense, _: AwqMethod(options, dtype, dense)),
+    "gptq": StoredScheme(check_gptq, lambda config: {config["bits"]}, GptqMethod),
+    "compressed-tensors": StoredScheme(check_compressed_tensors, bits_in, CompressedTensorsMethod),
+    "fp8": StoredScheme(check_fp8, lambda _: set(), Fp8Method),
+}
+
+
+def make_quantization(
+    options: LoadOptions, dtype: torch.dtype, stored: StoredConfig | None = None
+) -> QuantizationConfig:
+    """What the layers of a model of ``dtype`` are held in, as ``options`` and the checkpoint's ``stored`` say."""
+    made = SCHEMES[options.config.quantization](options, dtype)
+    if stored is None:
+        return made
+    assert isinstance(made.linear, DenseMethod)
+    method = stored_scheme(stored).make(options, dtype, made.linear, stored)
+    plain = StoredDenseMethod(method)
+    return QuantizationConfig(method, plain, plain)
+
+
+def stored_scheme(config: StoredConfig) -> StoredScheme:
+    """How a checkpoint is quantised. Raises ``ModelError`` where that is not read."""
+    name = config.get("quant_method")
+    scheme = STORED_SCHEMES.get(name) if isinstance(name, str) else None
+    if scheme is None:
+        raise ModelError(
+            f"The weights are quantised by {name!r}, and read are {', '.join(STORED_SCHEMES)}, and GGUF files."
+        )
+    scheme.check(config)
+    return scheme
+
+
+def check_quantization(options: LoadOptions, stored: StoredConfig | None = None) -> None:
+    """Raises ``ModelError`` where the quantization of ``options`` does not run on their device, or is not that of the
+    checkpoint.
+    """
+    name = options.config.quantization
     devices = make_quantization(options, torch.float32).linear.devices
     if options.device.type not in devices:
-        raise ModelError(
-            f"The quantization {options.config.quantization} is for the CPU, and the device is {options.device}."
-        )
+        raise ModelError(f"The quantization {name} is for the CPU, and the device is {options.device}.")
+    bits = set() if stored is None else stored_scheme(stored).bits(stored)
+    if name is not None and bits and {f"int{count}" for count in bits} != {name}:
+        listed = " and ".join(map(str, sorted(bits)))
+        raise ModelError(f"The weights are quantised already, in {listed} bits, which --quantization {name} is not.")
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, options: LoadOptions) -> Linear:

@@ -1,0 +1,52 @@
+"""AWQ checkpoints (Lin et al. 2023) as AutoAWQ writes them for its ``gemm`` kernel: four bits, with a scale and a zero
+for each group of inputs.
+"""
+
+from typing import Any
+
+import torch
+
+from quire_engine.checkpoint.weights import Checkpoint
+from quire_engine.errors import ModelError
+from quire_engine.quantization.stored import FLOATS, StoredMethod, StoredWeight, group_size_of, unpack
+
+# Of the eight columns in a word, where each is.
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+class AwqMethod(StoredMethod):
+    """Layers are ``qweight`` int32 [in, out / 8], ``qzeros`` int32 [groups, out / 8] and ``scales`` [groups, out]."""
+
+    suffixes = ("qweight", "scales", "qzeros")
+
+    def read_layer(self, checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> StoredWeight:
+        """See ``StoredMethod.read_layer``."""
+        outputs, inputs = shape
+        if outputs % 8:
+            raise ModelError(f"The layer {name} has {outputs} outputs, and AWQ has a multiple of 8.")
+        groups = checkpoint.shape(f"{name}.scales")[0]
+        group_size = group_size_of(name, inputs, groups)
+        values = checkpoint.load_stored(f"{name}.qweight", (inputs, outputs // 8), ("I32",))
+        scales = checkpoint.load_stored(f"{name}.scales", (groups, outputs), FLOATS)
+        zeros = checkpoint.load_stored(f"{name}.qzeros", (groups, outputs // 8), ("I32",))
+        return StoredWeight(
+            _columns(values).T.contiguous(),
+            scales.float().T.contiguous(),
+            _columns(zeros).float().T.contiguous(),
+            bits=4,
+            group_size=group_size,
+        )
+
+
+def check_awq(config: dict[str, Any]) -> None:
+    """Raises ``ModelError`` for what ``AwqMethod`` does not read."""
+    version = str(config.get("version") or config.get("format") or "gemm").lower()
+    if version != "gemm":
+        raise ModelError(f"The AWQ weights are of version {version!r}, and gemm is read.")
+    if config.get("bits", 4) != 4:
+        raise ModelError(f"The AWQ weights have {config['bits']!r} bits, and 4 are read.")
+
+
+def _columns(words: torch.Tensor) -> torch.Tensor:
+    """int32 [rows, out / 8] -> uint8 [rows, out]."""
+    return unpack(words, 4).view(len(words), -1, 8)[..., _PLACES].flatten(1)

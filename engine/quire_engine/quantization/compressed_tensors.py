@@ -1,0 +1,174 @@
+"""Checkpoints in the format compressed-tensors, as LLM Compressor writes them: whole numbers of four or eight bits
+packed in words (W4A16, W8A16), of eight bits in bytes (W8A8), and float8. There are scales for a tensor, for its
+outputs, for groups of inputs or for blocks.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from quire_engine.checkpoint.weights import Checkpoint, LoadOptions
+from quire_engine.errors import ModelError
+from quire_engine.quantization.base import DenseMethod
+from quire_engine.quantization.stored import (
+    FLOATS,
+    SUPPORTED_BITS,
+    StoredMethod,
+    StoredWeight,
+    bits_of,
+    read_group_index,
+    unpack,
+)
+
+DEFAULT_BLOCK = (128, 128)
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
+
+
+class CompressedTensorsMethod(StoredMethod):
+    """Layers are ``weight_packed`` int32 [out, in * bits / 32], or ``weight`` [out, in] in int8 or float8, with
+    ``weight_scale``, ``weight_zero_point`` where they are not symmetric, and ``weight_g_idx`` [in] where the inputs of
+    a group are not neighbours. How activations were to be rounded (``input_scale``) is not followed.
+    """
+
+    suffixes = (
+        "weight_scale",
+        "weight_packed",
+        "weight_zero_point",
+        "weight_g_idx",
+        "weight_shape",
+        "input_scale",
+        "input_zero_point",
+        "input_g_idx",
+    )
+
+    def __init__(
+        self, options: LoadOptions, dtype: torch.dtype, dense: DenseMethod | None, config: dict[str, Any]
+    ) -> None:
+        super().__init__(options, dtype, dense)
+        blocks = [weights.get("block_structure") for weights in _weights(config)]
+        self._block = next((block_size(block) for block in blocks if block), DEFAULT_BLOCK)
+
+    def read_layer(self, checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> StoredWeight:
+        """See ``StoredMethod.read_layer``."""
+        scales, group_size = read_scales(checkpoint, f"{name}.weight_scale", shape, self._block)
+        packed = f"{name}.weight_packed" in checkpoint
+        values, bits = _packed(checkpoint, name, shape) if packed else _plain(checkpoint, name, shape)
+        return StoredWeight(
+            values,
+            scales,
+            _zeros(checkpoint, name, scales.shape, bits if packed else None),
+            bits,
+            group_size,
+            _group_index(checkpoint, name, shape[1], scales.shape[1]),
+        )
+
+
+def check_compressed_tensors(config: dict[str, Any]) -> None:
+    """Raises ``ModelError`` for what ``CompressedTensorsMethod`` does not read."""
+    for name in (config.get("format", "dense"), *(group.get("format") for group in _groups(config))):
+        if name is not None and name not in FORMATS:
+            raise ModelError(f"The weights have the compressed-tensors format {name!r}, and read are {_listed()}.")
+    for key in ("sparsity_config", "transform_config"):
+        part = config.get(key)
+        if part and not (
+            isinstance(part, dict) and part.get("format", part.get("config_groups")) in ("dense", {}, None)
+        ):
+            raise ModelError(f"The compressed-tensors weights have a {key}, which is not read.")
+    for weights in _weights(config):
+        if weights.get("num_bits") not in SUPPORTED_BITS:
+            raise ModelError(f"The compressed-tensors weights have {weights.get('num_bits')!r} bits; 4 or 8 are read.")
+        if weights.get("block_structure"):
+            block_size(weights["block_structure"])
+
+
+def block_size(stored: object) -> tuple[int, int]:
+    """The rows and columns of a block, as a configuration has them. Raises ``ModelError``."""
+    if isinstance(stored, list) and len(stored) == 2 and all(isinstance(size, int) and size > 0 for size in stored):
+        return stored[0], stored[1]
+    raise ModelError(f"The blocks of scales have the size {stored!r}, which is not two whole numbers above 0.")
+
+
+def bits_in(config: dict[str, Any]) -> set[int]:
+    """The bits of the weights in whole numbers; none for float8."""
+    return {weights["num_bits"] for weights in _weights(config) if weights.get("type", "int") == "int"}
+
+
+def read_scales(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, int], block: tuple[int, int]
+) -> tuple[torch.Tensor, int]:
+    """fp32 [out, groups] and the size of the groups, of scales for a weight of ``shape`` [out, in]. They are stored for
+    all of it (one number), its outputs ([out] or [out, 1]), groups of inputs ([out, groups]) or blocks of ``block``
+    rows and columns. Raises ``ModelError`` for scales of another shape.
+    """
+    outputs, inputs = shape
+    stored = checkpoint.shape(name)
+    scales = checkpoint.load_stored(name, stored, FLOATS).float()
+    if scales.numel() == 1:
+        return scales.view(1, 1).expand(outputs, 1), inputs
+    if stored in ((outputs,), (outputs, 1)):
+        return scales.view(outputs, 1), inputs
+    if len(stored) == 2 and stored[0] == outputs and stored[1] and inputs % stored[1] == 0:
+        return scales, inputs // stored[1]
+    if stored == (-(-outputs // block[0]), -(-inputs // block[1])):
+        return scales.repeat_interleave(block[0], dim=0)[:outputs], block[1]
+    raise ModelError(f"The scales {name} have the shape {list(stored)}, which does not divide {list(shape)}.")
+
+
+def _packed(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> tuple[torch.Tensor, int]:
+    """Values [out, in] and their bits: int8, or uint8 where they are four bits, which are stored with 8 added."""
+    outputs, inputs = shape
+    words = checkpoint.shape(f"{name}.weight_packed")[-1]
+    bits = bits_of(name, words, inputs)
+    values = checkpoint.load_stored(f"{name}.weight_packed", (outputs, words), ("I32",))
+    numbers = unpack(values, bits)[:, :inputs]
+    return numbers if bits == 4 else _signed(numbers), bits
+
+
+def _signed(numbers: torch.Tensor) -> torch.Tensor:
+    """uint8 with 128 added -> int8."""
+    return (numbers ^ 128).view(torch.int8)
+
+
+def _plain(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> tuple[torch.Tensor, int]:
+    return checkpoint.load_stored(f"{name}.weight", shape, ("I8", "F8_E4M3")), 8
+
+
+def _zeros(checkpoint: Checkpoint, name: str, shape: torch.Size, packed_bits: int | None) -> torch.Tensor | None:
+    """fp32 of ``shape`` [out, groups], or None where all are 0."""
+    stored, (outputs, groups) = f"{name}.weight_zero_point", shape
+    if stored not in checkpoint:
+        return torch.full((outputs, groups), 8.0) if packed_bits == 4 else None
+    if packed_bits:
+        words = checkpoint.load_stored(stored, (-(-outputs * packed_bits // 32), groups), ("I32",))
+        numbers = unpack(words.T, packed_bits)[:, :outputs].T
+        return (numbers if packed_bits == 4 else _signed(numbers)).float().contiguous()
+    zeros = checkpoint.load_stored(stored, checkpoint.shape(stored), ("I8", *FLOATS)).float()
+    if not bool(zeros.any()):
+        return None
+    if zeros.numel() not in (1, outputs, outputs * groups):
+        raise ModelError(f"The zeros {stored} have the shape {list(zeros.shape)}, which is not that of the scales.")
+    return zeros.reshape(-1, 1 if zeros.numel() in (1, outputs) else groups).expand(outputs, groups)
+
+
+def _group_index(checkpoint: Checkpoint, name: str, inputs: int, groups: int) -> torch.Tensor | None:
+    """The group of each input, where inputs of a group are not neighbours."""
+    if f"{name}.weight_g_idx" not in checkpoint:
+        return None
+    return read_group_index(checkpoint, f"{name}.weight_g_idx", inputs, groups)
+
+
+def _groups(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    groups = config.get("config_groups") or {}
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise ModelError("The compressed-tensors config_groups are not an object of objects.")
+    yield from groups.values()
+
+
+def _weights(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What the groups say of their weights."""
+    yield from (group["weights"] for group in _groups(config) if isinstance(group.get("weights"), dict))
+
+
+def _listed() -> str:
+    return ", ".join(FORMATS)

@@ -1,0 +1,45 @@
+"""Checkpoints with weights in float8 (e4m3) of the kind ``fp8``, as DeepSeek and Qwen publish them: a scale for each
+block of outputs and inputs, or one for the tensor.
+"""
+
+from typing import Any
+
+import torch
+
+from quire_engine.checkpoint.weights import Checkpoint, LoadOptions
+from quire_engine.errors import ModelError
+from quire_engine.quantization.base import DenseMethod
+from quire_engine.quantization.compressed_tensors import DEFAULT_BLOCK, block_size, read_scales
+from quire_engine.quantization.stored import StoredMethod, StoredWeight
+
+
+class Fp8Method(StoredMethod):
+    """Layers are ``weight`` [out, in] in float8, with ``weight_scale_inv`` (by blocks) or ``weight_scale``; both are
+    multiplied with. How activations were to be rounded (``activation_scheme``) is not followed.
+    """
+
+    suffixes = ("weight_scale_inv", "weight_scale", "input_scale", "activation_scale")
+
+    def __init__(
+        self, options: LoadOptions, dtype: torch.dtype, dense: DenseMethod | None, config: dict[str, Any]
+    ) -> None:
+        super().__init__(options, dtype, dense)
+        self._block = block_size(config.get("weight_block_size") or list(DEFAULT_BLOCK))
+
+    def is_stored(self, checkpoint: Checkpoint, name: str) -> bool:
+        """See ``StoredMethod.is_stored``."""
+        return any(f"{name}.{suffix}" in checkpoint for suffix in self.suffixes[:2])
+
+    def read_layer(self, checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> StoredWeight:
+        """See ``StoredMethod.read_layer``."""
+        scale = next(suffix for suffix in self.suffixes if f"{name}.{suffix}" in checkpoint)
+        scales, group_size = read_scales(checkpoint, f"{name}.{scale}", shape, self._block)
+        values = checkpoint.load_stored(f"{name}.weight", shape, ("F8_E4M3",))
+        return StoredWeight(values, scales, None, 8, group_size)
+
+
+def check_fp8(config: dict[str, Any]) -> None:
+    """Raises ``ModelError`` for what ``Fp8Method`` does not read."""
+    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise ModelError(f"The fp8 weights have the format {config['fmt']!r}, and e4m3 is read.")
+    block_size(config.get("weight_block_size") or list(DEFAULT_BLOCK))

@@ -1,0 +1,215 @@
+"""Layers that a checkpoint stores quantised: ``StoredWeight`` is what the formats have in common, ``StoredMethod``
+reads a layer into it and packs it.
+
+A weight in whole numbers is multiplied as whole numbers where a kernel holds exactly its numbers and scales. All else
+is dequantised as it is read, and held as ``--quantization`` says, by default in the model's dtype: that loses nothing
+beyond one rounding to that dtype.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeAlias
+
+import torch
+
+from quire_engine.checkpoint.weights import Checkpoint, LoadOptions
+from quire_engine.distributed.communicator import shard
+from quire_engine.errors import ModelError
+from quire_engine.quantization.base import DenseMethod, LayerSpec, Linear, LinearMethod
+from quire_engine.quantization.int8 import Int8Linear
+from quire_engine.quantization.unquantized import UnquantizedMethod
+
+FLOATS = ("F32", "F16", "BF16")
+"""The safetensors dtypes of scales."""
+SUPPORTED_BITS = (4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """Quantised rows: the weight is ``(values - zeros) * scales``, with scales and zeros for each group of inputs.
+
+    ``values`` [out, in] are uint8 below 2^``bits``, int8 or float8. ``scales`` and ``zeros`` (None: all 0) are fp32
+    [out, groups]. Input ``i`` is of group ``i // group_size``, or of ``group_index[i]`` (int64 [in]) where there is
+    one, as GPTQ's ``desc_act`` has it.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    bits: int
+    group_size: int
+    group_index: torch.Tensor | None = None
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight [out, in], computed in fp32 and rounded to ``dtype``."""
+        weight = self.values.float()
+        if self.zeros is not None:
+            weight -= self._spread(self.zeros)
+        return weight.mul_(self._spread(self.scales)).to(dtype)
+
+    def rows(self, part: slice) -> "StoredWeight":
+        """The outputs of ``part``."""
+        zeros = None if self.zeros is None else self.zeros[part]
+        return replace(self, values=self.values[part], scales=self.scales[part], zeros=zeros)
+
+    def columns(self, part: slice) -> "StoredWeight":
+        """The inputs of ``part``. Groups stay groups where ``part`` begins with one, else it has a ``group_index``."""
+        values = self.values[:, part]
+        if self.group_index is not None:
+            return replace(self, values=values, group_index=self.group_index[part])
+        if part.start % self.group_size:
+            return replace(self, values=values, group_index=torch.arange(part.start, part.stop) // self.group_size)
+        groups = slice(part.start // self.group_size, -(-part.stop // self.group_size))
+        zeros = None if self.zeros is None else self.zeros[:, groups]
+        return replace(self, values=values, scales=self.scales[:, groups], zeros=zeros)
+
+    def can_merge(self, other: "StoredWeight") -> bool:
+        """Whether the rows of both have groups of the same inputs and numbers of the same kind."""
+        alike = self.bits == other.bits and self.values.dtype is other.values.dtype
+        alike = alike and self.group_size == other.group_size and (self.zeros is None) == (other.zeros is None)
+        if self.group_index is None or other.group_index is None:
+            return alike and self.group_index is other.group_index
+        return alike and torch.equal(self.group_index, other.group_index)
+
+    def _spread(self, groups: torch.Tensor) -> torch.Tensor:
+        """[out, groups] -> [out, in], or what broadcasts to it."""
+        if self.group_index is not None:
+            return groups[:, self.group_index]
+        if groups.shape[1] == 1:
+            return groups
+        return groups.repeat_interleave(self.group_size, dim=1)[:, : self.values.shape[1]]
+
+
+Stored: TypeAlias = "StoredWeight | torch.Tensor"
+"""A quantised weight, or a dense one [out, in] of the model's dtype."""
+
+
+class StoredMethod(LinearMethod[Stored]):
+    """A ``LinearMethod`` for a checkpoint with quantised layers. A layer that it stores as plain numbers, as formats
+    leave the head and the routers of experts, is held like those of plain checkpoints.
+    """
+
+    devices = ("cpu", "cuda")
+    suffixes: ClassVar[tuple[str, ...]]
+    """Of the tensors that a quantised layer has, in the order of their need. The first shows that it is quantised."""
+
+    def __init__(self, options: LoadOptions, dtype: torch.dtype, dense: DenseMethod | None = None) -> None:
+        super().__init__(options, dtype)
+        self._dense = dense or UnquantizedMethod(options, dtype)
+
+    @abstractmethod
+    def read_layer(self, checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> StoredWeight:
+        """The whole stored layer ``name`` of ``shape`` [out, in]."""
+
+    def is_stored(self, checkpoint: Checkpoint, name: str) -> bool:
+        """Whether the layer ``name`` is quantised."""
+        return f"{name}.{self.suffixes[0]}" in checkpoint
+
+    def tensor_names(self, layer: str) -> Sequence[str]:
+        """See ``LinearMethod.tensor_names``: all that a quantised or a plain layer may have."""
+        return (f"{layer}.weight", *(f"{layer}.{suffix}" for suffix in self.suffixes))
+
+    def read(self, checkpoint: Checkpoint, spec: LayerSpec) -> Stored:
+        """See ``LinearMethod.read``. A stored layer is read whole, and this rank's shard is kept."""
+        if not any(self.is_stored(checkpoint, name) for name in spec.names):
+            return self._dense.read(checkpoint, spec)
+        return self._merge(
+            [self._read_one(checkpoint, spec, name, size) for name, size in zip(spec.names, spec.outputs, strict=True)]
+        )
+
+    def read_expert(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], index: int) -> Stored:
+        """See ``LinearMethod.read_expert``: only experts in plain numbers are stored in one tensor."""
+        return self._dense.read_expert(checkpoint, name, shape, index)
+
+    def pack(self, weight: Stored, bias: torch.Tensor | None) -> Linear:
+        """See ``LinearMethod.pack``."""
+        if isinstance(weight, torch.Tensor):
+            return self._dense.pack(weight, bias)
+        if self.options.device.type == "cpu" and _is_int8(weight):
+            return Int8Linear.from_quantized(weight.values, weight.scales[:, 0], bias, self.dtype)
+        dense = weight.dequantize(self.dtype).to(self.options.device)
+        return self._dense.pack(dense, bias)
+
+    def _read_one(self, checkpoint: Checkpoint, spec: LayerSpec, name: str, outputs: int) -> Stored:
+        if not self.is_stored(checkpoint, name):
+            return self._dense.read(checkpoint, LayerSpec([name], [outputs], spec.inputs, spec.dim, spec.communicator))
+        weight = self.read_layer(checkpoint, name, (outputs, spec.inputs))
+        checkpoint.mark_used(self.tensor_names(name))
+        if spec.communicator.size == 1:
+            return weight
+        part = shard((outputs, spec.inputs)[spec.dim], spec.communicator)
+        return weight.columns(part) if spec.dim else weight.rows(part)
+
+    def _merge(self, parts: Sequence[Stored]) -> Stored:
+        """The rows of all parts, as stored where they are alike."""
+        first, stored = parts[0], [part for part in parts if isinstance(part, StoredWeight)]
+        if isinstance(first, StoredWeight) and len(stored) == len(parts) and all(map(first.can_merge, stored)):
+            zeros = [part.zeros for part in stored if part.zeros is not None]
+            return replace(
+                first,
+                values=_cat([part.values for part in stored]),
+                scales=torch.cat([part.scales for part in stored]),
+                zeros=torch.cat(zeros) if zeros else None,
+            )
+        dense = [part.dequantize(self.dtype) if isinstance(part, StoredWeight) else part for part in parts]
+        return torch.cat([part.to(self.options.device) for part in dense])
+
+
+class StoredDenseMethod(UnquantizedMethod):
+    """The layers that are needed as plain numbers (head, embedding, routers) of a checkpoint that may store them as
+    ``stored`` reads them.
+    """
+
+    def __init__(self, stored: StoredMethod) -> None:
+        super().__init__(stored.options, stored.dtype)
+        self._stored = stored
+
+    def tensor_names(self, layer: str) -> Sequence[str]:
+        """See ``LinearMethod.tensor_names``."""
+        return self._stored.tensor_names(layer)
+
+    def read(self, checkpoint: Checkpoint, spec: LayerSpec) -> torch.Tensor:
+        """See ``LinearMethod.read``."""
+        weight = self._stored.read(checkpoint, spec)
+        return weight if isinstance(weight, torch.Tensor) else weight.dequantize(self.dtype).to(self.options.device)
+
+
+def _is_int8(weight: StoredWeight) -> bool:
+    """Whether the weight is what ``Int8Linear`` holds: signed whole numbers with one scale for each output."""
+    whole = weight.values.dtype is torch.int8 and weight.zeros is None and weight.group_index is None
+    return whole and weight.scales.shape[1] == 1
+
+
+def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows of one dtype with one byte each; torch does not concatenate all of them."""
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
+
+
+def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 [rows, words] -> uint8 [rows, words * 32 / ``bits``], for 4 or 8 ``bits``: the lowest bits come first."""
+    numbers = words.contiguous().view(torch.uint8)
+    return numbers if bits == 8 else torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(1)
+
+
+def bits_of(name: str, words: int, numbers: int) -> int:
+    """The bits of each of ``numbers`` that lie in ``words`` of 32 bits: 4 or 8, else raises ``ModelError``."""
+    for bits in SUPPORTED_BITS:
+        if -(-numbers * bits // 32) == words:
+            return bits
+    raise ModelError(f"The layer {name} holds {numbers} numbers in {words} words of 32 bits, and read are 4 or 8 bits.")
+
+
+def group_size_of(name: str, inputs: int, groups: int) -> int:
+    """How many inputs share a scale, for ``groups`` of the same size. Raises ``ModelError`` if there is no such."""
+    if groups < 1 or inputs % groups:
+        raise ModelError(f"The layer {name} has scales for {groups} groups, which do not divide its {inputs} inputs.")
+    return inputs // groups
+
+
+def read_group_index(checkpoint: Checkpoint, name: str, inputs: int, groups: int) -> torch.Tensor:
+    """The group of each input, int64 [in]. Raises ``ModelError`` for a group that is not one of ``groups``."""
+    index = checkpoint.load_stored(name, (inputs,), ("I32", "I64")).long()
+    if not bool(((index >= 0) & (index < groups)).all()):
+        raise ModelError(f"{name} names groups that have no scales.")
+    return index
