@@ -21,6 +21,7 @@ from quire_engine.core.outputs import EngineCoreOutput, EngineLoad, KVCacheFragm
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import MAX_DEPTH, Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput, StepTimings
+from quire_engine.core.step_time_model import StepWork
 
 log = logging.getLogger(__name__)
 
@@ -110,14 +111,22 @@ class EngineCore:
     """Runs steps for as long as there is work, on the thread that calls ``run``.
 
     ``publish`` is called on that thread after each step and must return quickly. ``send`` may be called from any
-    thread.
+    thread. The scheduler's ``step_times`` learn from each step; how long one took is read from ``clock``, in seconds.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, publish: Callable[[EngineCoreOutputs], None]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        publish: Callable[[EngineCoreOutputs], None],
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
         self.scheduler = scheduler
         assert executor.depth <= MAX_DEPTH, f"steps can be scheduled for a depth of {MAX_DEPTH} at most"
         self._executor = executor
         self._publish = publish
+        self._clock = clock
+        self._ended = clock()
         self._in_flight: deque[InFlightStep] = deque()
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._rejected: list[EngineCoreOutput] = []
@@ -158,9 +167,9 @@ class EngineCore:
         N, then sample N, whose grammars and penalties need the tokens of N-1. With nothing to launch, the step in
         flight is finished alone.
         """
-        started, begun = time_ns(), perf_counter()
+        started, begun = time_ns(), self._clock()
         scheduler_output = self.scheduler.schedule()
-        schedule = perf_counter() - begun
+        schedule = self._clock() - begun
         is_empty = scheduler_output.is_empty
         if not (is_empty and self._in_flight):  # an empty step is finished too, but only when none is in flight
             self._in_flight.append(InFlightStep(self._executor, scheduler_output, started, begun, schedule))
@@ -179,13 +188,19 @@ class EngineCore:
         """Takes the model output of the oldest step in flight, updates the scheduler with it and publishes."""
         step = self._in_flight.popleft()
         model_output, scheduler_output = self._get_model_output(step), step.scheduler_output
-        executed = perf_counter()
+        executed = self._clock()
         request_ids = self.scheduler.request_ids(scheduler_output)
         outputs = self._rejected + self.scheduler.update_from_output(scheduler_output, model_output)
         self._rejected = []
         measures = scheduler_output.step % FRAGMENTATION_INTERVAL == 0 or not self.scheduler.has_work
         fragmentation = self.scheduler.get_fragmentation() if measures else None
-        trace = _trace(step, model_output, request_ids, executed, perf_counter())
+        ended = self._clock()
+        trace = _trace(step, model_output, request_ids, executed, ended)
+        if not trace.failed:
+            # Steps that overlap last from the end of the one before.
+            seconds = ended - max(step.begun, self._ended) - model_output.timings.swap
+            self.scheduler.step_times.observe(StepWork.of(scheduler_output.chunks), seconds, ended)
+        self._ended = ended
         events = self.scheduler.kv_cache_manager.take_events()
         self._publish(EngineCoreOutputs(outputs, self.scheduler.get_load(), events, trace, fragmentation))
 
@@ -254,7 +269,7 @@ class InFlightStep:
     it.
 
     An executor of depth 1 runs the whole step in ``get_output``. ``started`` (nanoseconds since 1970) and ``begun`` (on
-    ``perf_counter``) are when scheduling began, and ``schedule`` the seconds that it took. With a ``failure``,
+    core's clock) are when scheduling began, and ``schedule`` the seconds that it took. With a ``failure``,
     ``get_output`` can only raise it, and nothing of the step is in flight any more.
     """
 

@@ -11,6 +11,7 @@ from quire_engine.core.block_pool import BlockPool
 from quire_engine.core.kv_cache_manager import BlockTable, KVCacheManager
 from quire_engine.core.request import SequenceTimings
 from quire_engine.core.request_queue import PreemptionMode, PreemptionReason
+from quire_engine.core.step_time_model import Pace
 
 
 @dataclass(slots=True)
@@ -41,7 +42,7 @@ class EngineCoreOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What an engine is busy with; see ``quire.v1.Load``."""
+    """What an engine is busy with, and how fast it is; see ``quire.v1.Load``."""
 
     running: int
     waiting: int
@@ -51,6 +52,7 @@ class EngineLoad:
     blocks_free: int
     host_blocks_total: int
     host_blocks_free: int
+    pace: Pace | None = None
 
 
 @dataclass(slots=True)

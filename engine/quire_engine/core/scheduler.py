@@ -46,6 +46,7 @@ from quire_engine.core.request import (
     check_request,
 )
 from quire_engine.core.step import BeamCandidates, ModelOutput, ScheduledChunk, SchedulerOutput
+from quire_engine.core.step_time_model import StepTimeEstimator
 
 if TYPE_CHECKING:
     from quire_engine.core.config import SchedulerConfig
@@ -69,6 +70,7 @@ class Scheduler:
         self.config = config
         self.kv_cache_manager = kv_cache_manager
         self.stats = SchedulerStats()
+        self.step_times = StepTimeEstimator(rates, kv_cache_manager.block_bytes)
         self._clock = clock
         self._registry = SequenceRegistry(config, kv_cache_manager, clock)
         self._batch_scheduler = BatchScheduler(config, kv_cache_manager, rates, self.stats, clock)
@@ -181,6 +183,7 @@ class Scheduler:
             blocks_free=device.num_free,
             host_blocks_total=host.num_blocks,
             host_blocks_free=host.num_free,
+            pace=self.step_times.pace,
         )
 
     def get_fragmentation(self) -> KVCacheFragmentation:

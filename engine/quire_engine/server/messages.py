@@ -12,7 +12,7 @@ from quire_proto.sampling import FinishReason
 from quire_engine.core.block_pool import BlockStored, KVCacheEvent, Tier
 from quire_engine.core.outputs import EngineCoreOutput, EngineLoad
 from quire_engine.core.request import Request, ResumedOutput
-from quire_engine.server.step_time_model import StepTimeModel
+from quire_engine.core.step_time_model import Pace
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 PROMPT_LOGPROBS_PER_MESSAGE = 1024  # prompt tokens; a quarter of a MiB at most
@@ -72,8 +72,8 @@ def abort_to_proto(request_id: str, request: Request) -> list[pb.SequenceOutput]
     return outputs
 
 
-def load_to_proto(load: EngineLoad, model: StepTimeModel | None) -> pb.Load:
-    """The load, with the step time model as ``pace`` unless it is None."""
+def load_to_proto(load: EngineLoad) -> pb.Load:
+    """The load, with its ``pace`` unless that is None."""
     return pb.Load(
         running=load.running,
         waiting=load.waiting,
@@ -83,7 +83,7 @@ def load_to_proto(load: EngineLoad, model: StepTimeModel | None) -> pb.Load:
         blocks_free=load.blocks_free,
         host_blocks_total=load.host_blocks_total,
         host_blocks_free=load.host_blocks_free,
-        pace=None if model is None else _pace_to_proto(model),
+        pace=None if load.pace is None else _pace_to_proto(load.pace),
     )
 
 
@@ -107,12 +107,12 @@ def _changes_to_proto(kind: type[KVCacheEvent], tier: Tier, hashes: Sequence[byt
     return pb.KvEvent(removed=pb.KvRemoved(block_hashes=hashes, tier=_TIER[tier]))
 
 
-def _pace_to_proto(model: StepTimeModel) -> pb.Pace:
+def _pace_to_proto(pace: Pace) -> pb.Pace:
     return pb.Pace(
-        step_seconds=model.step_seconds,
-        token_seconds=model.token_seconds,
-        sequence_seconds=model.sequence_seconds,
-        host_block_seconds=model.host_block_seconds,
+        step_seconds=pace.step_seconds,
+        token_seconds=pace.token_seconds,
+        sequence_seconds=pace.sequence_seconds,
+        host_block_seconds=pace.host_block_seconds,
     )
 
 

@@ -26,7 +26,6 @@ from quire_engine.core.scheduler import Scheduler
 from quire_engine.server.metrics import EngineMetrics, ProbeServer
 from quire_engine.server.servicer import EngineServicer
 from quire_engine.server.session_manager import SessionManager
-from quire_engine.server.step_time_model import StepTimeEstimator
 from quire_engine.server.tracing import TraceExporter
 from quire_engine.structured_output.compiler import GrammarCompiler, ModelGrammars
 
@@ -79,10 +78,7 @@ class EngineServer:
         self._metrics = EngineMetrics(name, scheduler.stats, lambda: self._core.seconds_since_progress)
         self._grammars = GrammarCompiler(grammars, self._metrics.on_grammar)
         exporter = TraceExporter(enabled=tracing, step_interval=config.trace_step_interval)
-        step_times = StepTimeEstimator(executor.rates, executor.kv_cache_config.block_bytes)
-        self._sessions = SessionManager(
-            description.generation, config.session_grace, exporter, self._grammars, step_times
-        )
+        self._sessions = SessionManager(description.generation, config.session_grace, exporter, self._grammars)
         self._sessions.bind(self._core)
         self._failure: BaseException | None = None
         self._tasks: list[SupervisedTask] = []

@@ -33,7 +33,6 @@ from quire_engine.server.messages import (
     request_from_proto,
 )
 from quire_engine.server.session import Session, SessionOverflowError
-from quire_engine.server.step_time_model import StepTimeEstimator
 from quire_engine.server.tracing import TraceExporter
 from quire_engine.structured_output.compiler import GrammarCompiler
 from quire_engine.structured_output.llguidance import CompiledGrammar
@@ -66,12 +65,10 @@ class SessionManager:
         grace: float,
         tracing: TraceExporter,
         grammars: GrammarCompiler,
-        step_times: StepTimeEstimator,
     ) -> None:
         self._generation = generation
         self._grace = grace
         self._tracing = tracing
-        self._step_times = step_times
         self._grammars = grammars
         self._pending_grammars = PendingGrammars(self._start, self._refuse, grammars.withdraw)
         self._sessions: dict[str, Session] = {}
@@ -190,7 +187,7 @@ class SessionManager:
         else with the next idle update.
         """
         self._step = step.trace.step
-        self._load = load_to_proto(step.load, self._step_times.model)
+        self._load = load_to_proto(step.load)
         outputs_of: dict[str, list[pb.SequenceOutput]] = {}
         for output in step.outputs:
             if (live := self._live.get(output.request_id)) is not None:
@@ -206,7 +203,6 @@ class SessionManager:
             else:
                 session.defer(events)
         self._schedule_idle_update()
-        self._step_times.on_step(step.trace)
         self._tracing.on_step(step)  # last: should tracing raise, the tokens have been sent
 
     def _schedule_idle_update(self) -> None:
@@ -307,7 +303,7 @@ class SessionManager:
             return
         if (other := self._sessions.get(session_id)) is not None:
             self.close(other)
-        self._load = load_to_proto(load, self._step_times.model)
+        self._load = load_to_proto(load)
         session = self._sessions[session_id] = Session(session_id, self._generation, draining=self.draining)
         snapshot = session.snapshot(self._load, cached_to_proto(stored), resumed=False)
         opened.set_result((session, session.attach(), snapshot))

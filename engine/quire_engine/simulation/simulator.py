@@ -45,7 +45,7 @@ class Simulation:
         memory = KVCacheManager(capacity, prefix_caching=prefix_caching, host_caching=host_caching)
         self.scheduler = Scheduler(limits, memory, rates=latency.rates, clock=self.clock)
         self.recorder = SimulationRecorder(self.scheduler)
-        self._core = EngineCore(self.scheduler, executor, self._on_step)
+        self._core = EngineCore(self.scheduler, executor, self._on_step, lambda: self.clock.seconds)
         self._step_start = 0.0
 
     def run(self, arrivals: Iterable[Arrival]) -> "SimulationRecorder":

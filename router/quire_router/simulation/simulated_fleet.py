@@ -16,7 +16,6 @@ from quire_engine.core.outputs import EngineCoreOutput, count_leaked_blocks
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.server.messages import load_to_proto
-from quire_engine.server.step_time_model import StepTimeEstimator
 from quire_engine.simulation.config import SimulatedEngineConfig
 from quire_engine.simulation.simulated_executor import SimulatedExecutor, splitmix
 from quire_engine.simulation.simulator import NANOSECONDS
@@ -291,9 +290,8 @@ class SimulatedEngine:
             host_caching=settings.enable_host_caching,
         )
         self.scheduler = Scheduler(limits, self.memory, rates=settings.latency.rates, clock=self._time)
-        self._core = EngineCore(self.scheduler, executor, self._receive)
-        self._step_times = StepTimeEstimator(settings.latency.rates, settings.kv_cache_config.block_bytes)
         self._now = 0
+        self._core = EngineCore(self.scheduler, executor, self._receive, lambda: self._now / NANOSECONDS)
         self._idle_steps = 0
         self._inbox: list[Request] = []
         self._step: EngineCoreOutputs | None = None
@@ -305,7 +303,7 @@ class SimulatedEngine:
 
     def report(self) -> engine_pb2.Load:
         """Returns the load that it reports now."""
-        return load_to_proto(self.scheduler.get_load(), self._step_times.model)
+        return load_to_proto(self.scheduler.get_load())
 
     def submit(self, generation: GenerationRequest, num_output: int) -> None:
         """Adds a request that will draw so many tokens to the inbox; ``admit_arrived`` takes it when the next step
@@ -333,7 +331,6 @@ class SimulatedEngine:
         self._now = now
         self._core.step()
         self.busy += self._now - now
-        self._measure((self._now - now) / NANOSECONDS)
         self._idle_steps = 0 if self._now > now else self._idle_steps + 1
         assert self._idle_steps < STUCK_AFTER, "the engine has work and does none"
         return self._now
@@ -342,16 +339,7 @@ class SimulatedEngine:
         """Ends the step. Returns its outputs and the load after it."""
         step, self._step = self._step, None
         assert step is not None, "no step has started"
-        return step, load_to_proto(step.load, self._step_times.model)
-
-    def _measure(self, seconds: float) -> None:
-        """Observes the step as the service does, but for the clock."""
-        assert self._step is not None, "every step is published"
-        trace = self._step.trace
-        prompt_tokens = trace.num_tokens - trace.num_decode
-        self._step_times.observe(
-            prompt_tokens, trace.num_sample_requests, seconds - trace.timings.swap, self._now / NANOSECONDS
-        )
+        return step, load_to_proto(step.load)
 
     def _receive(self, step: EngineCoreOutputs) -> None:
         self._step = step

@@ -27,7 +27,7 @@ ROUTER = ("router/quire_router", "proto/quire_proto")
 TOKEN_TEXT = json.dumps(byte_level().decode([80])).encode() + b"}"
 KEY = "a-key-of-enough-characters"
 PAGE = "architecture.md"
-STEP_FILES = 19
+STEP_FILES = 20
 REQUEST_FILES = 37  # each has a part of the request, of its text, its placement or its way to the engine
 HAS_KERNELS = library() is not None and is_fast(torch.bfloat16)
 

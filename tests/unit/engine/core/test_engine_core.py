@@ -13,6 +13,8 @@ from quire_engine.core.outputs import EngineCoreOutput
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput
+from quire_engine.core.step_time_model import StepWork
+from quire_engine.simulation.simulated_executor import LatencyModel, SimulatedExecutor
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import FinishReason, SamplingParams
 
@@ -170,3 +172,68 @@ def test_a_step_reports_what_it_did() -> None:
     assert (first.num_prefill, first.num_decode, first.num_tokens, first.request_ids) == (2, 0, 30, ["a", "b"])
     assert (second.num_prefill, second.num_decode, second.num_tokens) == (0, 2, 2)
     assert first.started <= second.started
+
+
+class SlowExecutor(PagedExecutor):
+    """Takes 10 ms for each step, and says that 40 ms of 50 went into copies where there is a prompt."""
+
+    now = 0.0
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
+        model_output = super().execute_model(scheduler_output)
+        model_output.timings.swap = 0.04 if scheduler_output.num_tokens > 1 else 0.0
+        self.now += 0.01 + model_output.timings.swap
+        return model_output
+
+
+def test_step_times_are_learned_from_each_step_without_its_copies() -> None:
+    executor, published = SlowExecutor(CAPACITY), []
+    config = SchedulerConfig(max_model_len=100, vocab_size=VOCAB_SIZE)
+    scheduler = Scheduler(config, KVCacheManager(CAPACITY))
+    core = EngineCore(scheduler, executor, published.append, lambda: executor.now)
+    for number in range(20):
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
+        scheduler.add_request(Request(str(number), [number, 2, 3], params))
+        executor.now += 1.0  # a pause is no part of a step
+        while scheduler.has_work:
+            core.step()
+    model = scheduler.step_times.model
+    assert model is not None
+    assert model.predict(StepWork(0, 1, 0, 5)) == pytest.approx(0.01, rel=0.1)
+    assert model.predict(StepWork(3, 1, 6, 0)) == pytest.approx(0.01, rel=0.1)
+    assert published[-1].load.pace == scheduler.step_times.pace
+
+
+class OverlappedSteps(SimulatedExecutor):
+    """Two steps in flight, each of 10 ms on a device that computes one at a time."""
+
+    now = 0.0
+
+    def __init__(self) -> None:
+        super().__init__(CAPACITY, FLAT, depth=2, sleep=self.advance)
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+FLAT = LatencyModel(1e9, 0.01, 0.0, 0.0, 0.0, overhead_seconds=0.0, bytes_per_second=1e9)
+
+
+def test_steps_that_overlap_are_learned_to_last_from_the_end_of_the_one_before() -> None:
+    executor = OverlappedSteps()
+    scheduler = Scheduler(SchedulerConfig(max_model_len=100, vocab_size=VOCAB_SIZE), KVCacheManager(CAPACITY))
+    core = EngineCore(scheduler, executor, lambda _: None, lambda: executor.now)
+    for number in range(10):
+        scheduler.add_request(Request(str(number), [number, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True)))
+        while scheduler.has_work:
+            core.step()
+    assert scheduler.step_times.model is not None
+    assert scheduler.step_times.model.predict(StepWork(0, 1, 0, 10)) == pytest.approx(0.01, rel=0.05)
+
+
+def test_failed_steps_are_not_learned_from() -> None:
+    engine = Engine(PoisonedExecutor(CAPACITY))
+    for number in range(20):
+        engine.add(str(number), [PoisonedExecutor.poison])
+    engine.run()
+    assert engine.core.scheduler.step_times.model is None

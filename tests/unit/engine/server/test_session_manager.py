@@ -19,7 +19,6 @@ from quire_engine.server import messages, session_manager
 from quire_engine.server.messages import cached_to_proto, output_to_proto, request_from_proto
 from quire_engine.server.session import Session, SessionOverflowError
 from quire_engine.server.session_manager import SessionManager
-from quire_engine.server.step_time_model import StepTimeEstimator
 from quire_engine.server.tracing import TraceExporter
 from quire_proto.sampling import TokenLogprobs
 
@@ -36,9 +35,7 @@ class Engine:
     def __init__(self) -> None:
         self.grammars = Watched()
         spans = TraceExporter(enabled=False, step_interval=1)
-        self.manager = SessionManager(
-            7, grace=0.05, tracing=spans, grammars=self.grammars.compiler, step_times=StepTimeEstimator(UNMEASURED, 1)
-        )
+        self.manager = SessionManager(7, grace=0.05, tracing=spans, grammars=self.grammars.compiler)
         config = SchedulerConfig(max_model_len=100, vocab_size=VOCAB_SIZE)
         self.core = EngineCore(
             Scheduler(config, KVCacheManager(CAPACITY)), PagedExecutor(CAPACITY), self.manager.publish

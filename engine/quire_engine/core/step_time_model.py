@@ -1,0 +1,249 @@
+"""A model of how long this engine's steps take, fitted to its past steps.
+
+A step's seconds are a sum: a constant, and a cost for each prompt token that it computes, each token that it draws,
+each pair of a prompt token and a token before it that attention computes, and each token of context that decoding
+reads. Old steps count exponentially less. Memory and time for each step are constant.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import exp
+
+from quire_engine.core.executor import Rates
+from quire_engine.core.step import ScheduledChunk
+
+WARM = 5  # from this step with prompts on, an engine is warm
+
+_MEMORY = 1 - 1 / 256  # weight of a step after the next one of its kind
+_MEMORY_SECONDS = 60.0  # a pause in which the weight of earlier steps of a kind falls to 1/e
+_TRUST = 0.001  # weight of the prior, in steps
+_SOLVABLE = 1e-9  # part of a sum of squares: the least ridge, so that rounding does not decide
+_SHORTEST = 1e-6  # seconds; no step is shorter
+_REFIT = 16  # steps
+_REFIT_SECONDS = 1.0
+_WORST = 4.0  # longer steps, relative to the expected and to the last one, were delayed by something else
+_PRIOR_STEP_TOKENS = 32
+_PRIOR_CONTEXT = 8192  # tokens before a token whose attention takes as long as the token otherwise
+
+_SIZE = 5
+_TOKENS, _SEQUENCES, _PAIRS, _CONTEXT = range(1, _SIZE)  # features, behind the constant 1
+Vector = Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step computes, as far as its duration depends on it: tokens of chunks of more than one, which are prompts'
+    (or drafts'); sequences that it draws a token for; pairs of a token of such a chunk and one that it attends to; and
+    the tokens that chunks of one token attend to.
+    """
+
+    prompt_tokens: int = 0
+    sequences: int = 0
+    prompt_pairs: float = 0.0
+    context_tokens: int = 0
+
+    @classmethod
+    def of(cls, chunks: Iterable[ScheduledChunk]) -> "StepWork":
+        """The work of a step of these chunks."""
+        prompt_tokens = sequences = context_tokens = 0
+        prompt_pairs = 0.0
+        for chunk in chunks:
+            length = len(chunk.token_ids)
+            sequences += len(chunk.sample_requests)
+            if length == 1:
+                context_tokens += chunk.start + 1
+            else:
+                prompt_tokens += length
+                prompt_pairs += count_pairs(chunk.start, length)
+        return cls(prompt_tokens, sequences, prompt_pairs, context_tokens)
+
+
+def count_pairs(start: int, length: int) -> float:
+    """Pairs of tokens in the causal attention of ``length`` tokens behind ``start`` others: the first attends to
+    ``start + 1`` tokens, the last to all.
+    """
+    return length * (start + (length + 1) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Step times as routers get them: the costs of attention are part of the tokens' and the sequences', as large as
+    they were in the last steps. See ``quire.v1.Pace``.
+    """
+
+    step_seconds: float
+    token_seconds: float
+    sequence_seconds: float
+    host_block_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeModel:
+    """Seconds for each step, and for each unit of its ``StepWork``."""
+
+    step_seconds: float
+    token_seconds: float
+    sequence_seconds: float
+    pair_seconds: float
+    context_seconds: float
+
+    def predict(self, work: StepWork) -> float:
+        """Seconds of a step that copies no blocks."""
+        return (
+            self.step_seconds
+            + work.prompt_tokens * self.token_seconds
+            + work.sequences * self.sequence_seconds
+            + work.prompt_pairs * self.pair_seconds
+            + work.context_tokens * self.context_seconds
+        )
+
+
+class StepTimeEstimator:
+    """Fits a ``StepTimeModel`` by least squares of the relative error, so that short steps count as much as long ones.
+    Costs are never negative. Costs that the steps do not determine stay near those of ``rates``.
+
+    Steps with and without prompt tokens are summed separately: many decode steps do not displace what is known of
+    prompts. After minutes without steps, the next ones determine the model. A step that something else delayed counts
+    as at most ``_WORST`` times as long as expected.
+
+    Steps before the ``warm``-th one with prompt tokens are ignored: the first prompts pay for what is built or read
+    once, which would make an engine look slow, so that it would get no others.
+
+    Reads no clock: the same steps make the same model. Written by the thread of the steps; ``model`` and ``pace`` may
+    be read from any.
+    """
+
+    def __init__(self, rates: Rates, block_bytes: int, *, warm: int = WARM) -> None:
+        token = 1 / rates.tokens_per_second
+        self._prior = (_PRIOR_STEP_TOKENS * token, token, token, token / _PRIOR_CONTEXT, token / _PRIOR_CONTEXT)
+        self._host_block_seconds = block_bytes / rates.bytes_per_second
+        self._decoding, self._mixed = _DecayedSums(), _DecayedSums()
+        self._model = StepTimeModel(*self._prior)
+        self._pace: Pace | None = None
+        self._steps = 0
+        self._warm = warm
+        self._prompt_steps = 0
+        self._fitted = 0.0
+
+    @property
+    def model(self) -> StepTimeModel | None:
+        """The current model; None before the first steps that count: until then, assuming the speed of other engines is
+        better than a partial fit.
+        """
+        return self._model if self._steps else None
+
+    @property
+    def pace(self) -> Pace | None:
+        """The model as routers get it; None as long as ``model``."""
+        return self._pace
+
+    def observe(self, work: StepWork, seconds: float, ended: float = 0.0) -> None:
+        """Adds one step. ``seconds`` are without block copies. ``ended`` is in seconds since a fixed time."""
+        if seconds <= 0 or not (work.prompt_tokens or work.sequences) or not self._is_warm(work):
+            return
+        moments = self._mixed if work.prompt_tokens else self._decoding
+        expected = max(moments.last, self._model.predict(work))
+        moments.last = max(_SHORTEST, seconds)
+        seconds = min(moments.last, _WORST * expected)
+        features = (1, work.prompt_tokens, work.sequences, work.prompt_pairs, work.context_tokens)
+        moments.add([feature / seconds for feature in features], ended)
+        self._steps += 1
+        if self._steps <= _REFIT or self._steps % _REFIT == 0 or ended - self._fitted >= _REFIT_SECONDS:
+            self._fitted = ended
+            self._refit()
+
+    def _is_warm(self, work: StepWork) -> bool:
+        self._prompt_steps += work.prompt_tokens > 0
+        return self._prompt_steps >= self._warm
+
+    def _refit(self) -> None:
+        # The ridge penalises relative errors of each cost, relative to the larger of the prior and the current cost.
+        model = self._model
+        known = (
+            model.step_seconds,
+            model.token_seconds,
+            model.sequence_seconds,
+            model.pair_seconds,
+            model.context_seconds,
+        )
+        ridge = [_TRUST / max(cost, first) ** 2 for cost, first in zip(known, self._prior, strict=True)]
+        both = self._decoding.plus(self._mixed)
+        self._model = model = StepTimeModel(*_fit(both, self._prior, ridge))
+        pairs = both.sums[_PAIRS] / both.sums[_TOKENS] if both.sums[_TOKENS] else 0.0
+        context = both.sums[_CONTEXT] / both.sums[_SEQUENCES] if both.sums[_SEQUENCES] else 0.0
+        self._pace = Pace(
+            model.step_seconds,
+            model.token_seconds + pairs * model.pair_seconds,
+            model.sequence_seconds + context * model.context_seconds,
+            self._host_block_seconds,
+        )
+
+
+class _DecayedSums:
+    """Exponentially decayed sums over steps: of the features (1 and those of ``StepWork``), each divided by the step's
+    seconds, and of their products. ``last`` are the seconds of the last step, before clipping, ``ended`` its end.
+    """
+
+    __slots__ = ("ended", "last", "products", "sums")
+
+    def __init__(self) -> None:
+        self.last = float("inf")
+        self.ended = 0.0
+        self.sums = [0.0] * _SIZE
+        self.products = [0.0] * _SIZE**2
+
+    def add(self, features: Vector, ended: float) -> None:
+        """Adds one step."""
+        kept = _MEMORY * exp(min(0.0, self.ended - ended) / _MEMORY_SECONDS)
+        self.ended = ended
+        self.sums = [kept * old + new for old, new in zip(self.sums, features, strict=True)]
+        squares = [left * right for left in features for right in features]
+        self.products = [kept * old + new for old, new in zip(self.products, squares, strict=True)]
+
+    def plus(self, other: "_DecayedSums") -> "_DecayedSums":
+        """The sums over the steps of both."""
+        both = _DecayedSums()
+        both.sums = [left + right for left, right in zip(self.sums, other.sums, strict=True)]
+        both.products = [left + right for left, right in zip(self.products, other.products, strict=True)]
+        return both
+
+
+def _fit(moments: _DecayedSums, prior: Vector, ridge: Vector) -> Vector:
+    """The costs, none below 0, with the least sum of squared relative errors, drawn a little to the prior.
+
+    An active-set method as Lawson and Hanson's, which begins with all costs: the lowest is left out while any is below
+    0, and one that would reduce the error is taken back.
+    """
+    size = range(_SIZE)
+    ridge = [max(steep, _SOLVABLE * moments.products[(_SIZE + 1) * i]) for i, steep in enumerate(ridge)]
+    matrix = [[moments.products[_SIZE * i + j] + (ridge[i] if i == j else 0.0) for j in size] for i in size]
+    goal = [moments.sums[i] + ridge[i] * prior[i] for i in size]
+    kept, best = list(size), [0.0] * _SIZE
+    for _ in range(3 * _SIZE):  # rounding may let the search go round in circles
+        costs = _solve(matrix, goal, kept)
+        if min(costs) < 0:
+            kept.remove(costs.index(min(costs)))
+            continue
+        best = costs
+        pulls = {i: goal[i] - sum(matrix[i][j] * costs[j] for j in kept) for i in size if i not in kept}
+        pulls = {i: pull / goal[i] for i, pull in pulls.items() if pull > 1e-9 * abs(goal[i])}
+        if not pulls:
+            break
+        kept = sorted([*kept, max(pulls, key=lambda i: pulls[i])])
+    return best
+
+
+def _solve(matrix: Sequence[Vector], goal: Vector, kept: Sequence[int]) -> list[float]:
+    """The costs of ``kept`` by Gaussian elimination, the others 0. The matrix is positive definite."""
+    rows = [[matrix[i][j] for j in kept] + [goal[i]] for i in kept]
+    size = len(kept)
+    for i in range(size):
+        for below in rows[i + 1 :]:
+            factor = below[i] / rows[i][i]
+            for j in range(i, size + 1):
+                below[j] -= factor * rows[i][j]
+    costs = [0.0] * len(goal)
+    for i in reversed(range(size)):
+        known = sum(rows[i][j] * costs[kept[j]] for j in range(i + 1, size))
+        costs[kept[i]] = (rows[i][size] - known) / rows[i][i]
+    return costs
