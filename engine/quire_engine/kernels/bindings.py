@@ -51,6 +51,16 @@ class Int8Call(ctypes.Structure):
     )
 
 
+class SampleCall(ctypes.Structure):
+    """The argument of ``quire_sample``: field by field the struct of that name in ``sample.cpp``."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("logits", "row_of", "temperature", "top_k", "top_p", "log_min_p", "keys")),
+        *((name, _POINTER) for name in ("token_ids", "noisy", "lowest_kept", "places", "highest", "finite")),
+        *((name, _INTEGER) for name in ("stride", "rows", "width", "draws", "bf16", "threads")),
+    )
+
+
 class LinearLayer(ctypes.Structure):
     """A packed weight and a call with it: field by field the struct of that name in ``linear.cpp``."""
 
@@ -77,7 +87,7 @@ _SIGNATURES = {
         *(_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER, _POINTER),
         *(*(_INTEGER,) * 5, ctypes.c_float, _INTEGER, _INTEGER),
     ),
-    "quire_scan_rows": (_POINTER, *(_INTEGER,) * 4, _POINTER, _POINTER, _INTEGER),
+    "quire_sample": (ctypes.POINTER(SampleCall),),
     "quire_replay": (_POINTER, _INTEGER),
 }
 

@@ -12,6 +12,7 @@ import torch
 from quire_proto.sampling import SamplingParams
 
 from quire_engine.device.accelerator import upload_arrays
+from quire_engine.sampling.exact_math import exponential_of_uniform, log_of_parts, split
 
 TokenArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -46,7 +47,7 @@ def repeat_per_index(values: Sequence[float], lengths: Sequence[int]) -> FloatAr
 #
 # The low 31 bits n give u = (n + 0.5) / 2^31, held below 1, and the noise is -log(-log(1 - u)). Taking 1 - u instead of
 # u puts the fine end of float32 where the noise is large, so that improbable tokens keep their probability down to
-# 2^-32.
+# 2^-32. The logarithms are those of ``exact_math``, so the noise has the same bits on every processor and device.
 #
 # Drawing without state is how vLLM's second model runner and SGLang's deterministic mode draw; preemption, another
 # batch or another engine cannot change the noise.
@@ -77,7 +78,7 @@ def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 def gumbel_from_bits(bits: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise float32, always finite, from random bits int32, which are overwritten."""
     uniform = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=_BELOW_ONE)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+    return log_of_parts(*split(exponential_of_uniform(uniform))).neg_()
 
 
 def hash_tokens(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

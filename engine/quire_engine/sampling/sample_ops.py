@@ -22,8 +22,9 @@ import torch
 from quire_proto.sampling import TokenLogprobs
 
 from quire_engine.device.accelerator import upload_arrays
-from quire_engine.kernels.bindings import DTYPES, library
+from quire_engine.sampling.exact_math import weights
 from quire_engine.sampling.metadata import BoolArray, DeviceSamplingMetadata, SamplingMetadata, TokenArray, gumbel_noise
+from quire_engine.sampling.sample_kernel import run_sample_kernel
 
 # Top-k, top-p and min-p: the lowest score that a row keeps.
 #
@@ -82,12 +83,20 @@ def _top_p_threshold(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The lowest score [R, 1] in the nucleus of what is not below ``kth``, and whether it ends within ``top``, [R]."""
     everything = top_p >= 1
-    # Over the whole row whatever the width of ``top``, so that a probability has the same bits for any width.
-    probabilities = scores.masked_fill(scores < kth, -torch.inf).softmax(-1).gather(1, top.token_ids)
-    mass = probabilities.double().cumsum(-1)
-    kept = 1 + (mass[:, :-1] < top_p[:, None]).sum(-1, keepdim=True)
+    need = (_total_weight(scores, kth).double() * top_p).ceil_().long()
+    mass = weights(top.scores).cumsum_(-1)
+    kept = 1 + (mass[:, :-1] < need[:, None]).sum(-1, keepdim=True)
     lowest = top.scores.gather(1, kept - 1).masked_fill(everything[:, None], -torch.inf)
-    return lowest, everything | (mass[:, -1] >= top_p)
+    return lowest, everything | (mass[:, -1] >= need)
+
+
+def _total_weight(scores: torch.Tensor, kth: torch.Tensor) -> torch.Tensor:
+    """What all scores of a row that are not below ``kth`` weigh, [R] int64."""
+    width = max(1, (NOISE_TOKENS if scores.device.type == "cpu" else DEVICE_NOISE_TOKENS) // max(1, len(scores)))
+    total = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
+    for part in scores.split(width, dim=1):
+        total += weights(part.masked_fill(part < kth, -torch.inf)).sum(-1)
+    return total
 
 
 # The most probable token of each row, the lowest id of equal ones: the whole cost of a greedy draw.
@@ -117,16 +126,7 @@ def scan_rows(rows: torch.Tensor, *, places: torch.Tensor | None = None, finite:
     where a row has a NaN; and which of them hold only finite numbers into ``finite`` [R] bool. Returns False, and
     writes nothing, where there is no kernel for them.
     """
-    kernels = library() if rows.is_cpu and rows.dtype in DTYPES and rows.numel() and rows.stride(1) == 1 else None
-    if kernels is None:
-        return False
-    kernels.quire_scan_rows(
-        *(rows.data_ptr(), rows.stride(0), *rows.shape, rows.dtype is torch.bfloat16),
-        None if places is None else places.data_ptr(),
-        None if finite is None else finite.data_ptr(),
-        torch.get_num_threads(),
-    )
-    return True
+    return run_sample_kernel(rows, places=places, finite=finite)
 
 
 def _bfloat16_argmax(scores: torch.Tensor) -> TokenArray:

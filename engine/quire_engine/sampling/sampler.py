@@ -29,6 +29,7 @@ from quire_engine.sampling.grammar_bitmask import (
 )
 from quire_engine.sampling.logits_processors import SequenceSamplingState, apply_logits_processors
 from quire_engine.sampling.metadata import SamplingMetadata, TokenArray
+from quire_engine.sampling.sample_kernel import SampledRows, sample_rows
 from quire_engine.sampling.sample_ops import (
     compute_logprobs,
     finite_rows,
@@ -50,6 +51,10 @@ class SamplingGroup:
     states: list[SequenceSamplingState] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
+
+    def joined(self, other: "SamplingGroup") -> "SamplingGroup":
+        """The sample requests of both groups."""
+        return SamplingGroup(self.states + other.states, self.indices + other.indices, self.rows + other.rows)
 
     def without(self, sequence_ids: Container[int]) -> "SamplingGroup":
         """The sample requests of all other sequences."""
@@ -272,19 +277,11 @@ class Sampler:
         token_ids = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
         sampling_pass = _SamplingPass(logits, token_ids, allow_sync)
         groups, bitmask = SamplingGroups.from_states(prepared.states, rows), NO_GRAMMARS
-        if groups.greedy.states:
-            sampling_pass.write_tokens(
-                groups.greedy, lowest_argmax(groups.greedy.select(logits), allow_sync=allow_sync)
-            )
-        if groups.random.states:
-            sampling_pass.write_tokens(
-                groups.random, sampling_pass.sample(groups.random, groups.random.select_copy(logits))
-            )
+        finite = sampling_pass.sample_plain(groups.greedy, groups.random)
         if prepared.bitmask is not None:  # it was being filled meanwhile
             bitmask = prepared.bitmask.wait()
             if bitmask.errors:
                 groups = groups.without(bitmask.errors)
-        finite = finite_rows(logits, allow_sync=allow_sync)
         allowed = sampling_pass.sample_processed(groups.processed, bitmask) if groups.processed.states else None
         candidates = sampling_pass.beam_candidates(groups.beams, bitmask) if groups.beams.states else None
         token_ids.mul_(select_rows(finite, rows))
@@ -311,23 +308,44 @@ class _SamplingPass:
 
     def write_tokens(self, group: SamplingGroup, token_ids: torch.Tensor) -> None:
         """Writes the tokens [D] of a group."""
-        if len(group.indices) == len(self.token_ids):
+        if group.indices == list(range(len(self.token_ids))):
             self.token_ids.copy_(token_ids)
         else:
             (indices,) = upload_arrays((index_array(group.indices),), self.token_ids.device)
             self.token_ids.index_copy_(0, indices, token_ids)
 
-    def sample(self, group: SamplingGroup, scores: torch.Tensor) -> torch.Tensor:
-        """Draws one token from each row of ``scores``, with the parameters of the group's sample requests."""
-        return sample(scores, group.sampling_metadata(), allow_sync=self.allow_sync)
+    def sample_plain(self, greedy: SamplingGroup, random: SamplingGroup) -> torch.Tensor:
+        """Samples those that have no logits processors. Returns which rows of the logits are finite, [R] bool."""
+        both = greedy.joined(random)
+        if sampled := self._sample_rows(self.logits, both, both.rows):
+            self.write_tokens(both, sampled.token_ids)
+            return sampled.finite
+        if greedy.states:
+            self.write_tokens(greedy, lowest_argmax(greedy.select(self.logits), allow_sync=self.allow_sync))
+        if random.states:
+            scores = random.select_copy(self.logits)
+            self.write_tokens(random, sample(scores, random.sampling_metadata(), allow_sync=self.allow_sync))
+        return finite_rows(self.logits, allow_sync=self.allow_sync)
 
     def sample_processed(self, group: SamplingGroup, bitmask: GrammarBitmask) -> torch.Tensor:
         """Samples those that have logits processors. Returns for which of them any token is allowed, [D] bool."""
         scores = group.select_copy(self.logits)
         apply_logits_processors(scores, group.states, bitmask)
-        allowed = scores.amax(-1) > -torch.inf
-        self.write_tokens(group, self.sample(group, scores).mul_(allowed))
+        if sampled := self._sample_rows(scores, group, range(len(scores))):
+            token_ids, highest = sampled.token_ids, sampled.highest
+        else:
+            highest = scores.amax(-1)
+            token_ids = sample(scores, group.sampling_metadata(), allow_sync=self.allow_sync)
+        allowed = highest > -torch.inf
+        self.write_tokens(group, token_ids.mul_(allowed))
         return allowed
+
+    def _sample_rows(self, scores: torch.Tensor, group: SamplingGroup, rows: Sequence[int]) -> SampledRows | None:
+        """The group's draws by the compiled kernel; None where there is none, or where nothing may be waited for."""
+        if not self.allow_sync:
+            return None
+        metadata = None if all(state.greedy for state in group.states) else group.sampling_metadata()
+        return sample_rows(scores, index_array(rows), metadata)
 
     def beam_candidates(self, group: SamplingGroup, bitmask: GrammarBitmask) -> list[torch.Tensor]:
         """The best candidates of each beam: log-probabilities and token ids, both [D, C], and for which beams any token

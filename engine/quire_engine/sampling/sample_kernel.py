@@ -1,0 +1,78 @@
+"""The compiled sampler: ``kernels/sample.cpp`` draws from rows of logits where they lie, in bf16 or fp32 and without a
+copy, the same tokens as ``sample_ops.sample`` draws in torch.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire_engine.kernels.bindings import DTYPES, SampleCall, library
+from quire_engine.sampling.metadata import SamplingMetadata, TokenArray
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """What ``sample_rows`` finds: the token of each draw, [D] int64, and of each row of the logits its highest number,
+    [R] float32, and whether all are finite, [R] bool.
+    """
+
+    token_ids: torch.Tensor
+    highest: torch.Tensor
+    finite: torch.Tensor
+
+
+def sample_rows(logits: torch.Tensor, rows: TokenArray, metadata: SamplingMetadata | None) -> SampledRows | None:
+    """Draws from row ``rows[i]`` [D] of ``logits`` [R, V] with the parameters i of ``metadata``, None for greedy draws.
+    None where there is no kernel for ``logits``.
+
+    A row with a NaN or +inf, or with nothing above -inf, gets any valid id. ``rows`` are not checked.
+    """
+    found = SampledRows(
+        token_ids=torch.zeros(len(rows), dtype=torch.int64),
+        highest=torch.empty(len(logits)),
+        finite=torch.empty(len(logits), dtype=torch.bool),
+    )
+    outputs = {"token_ids": found.token_ids, "highest": found.highest, "finite": found.finite}
+    return found if run_sample_kernel(logits, rows, metadata, **outputs) else None
+
+
+def run_sample_kernel(
+    logits: torch.Tensor,
+    rows: TokenArray | None = None,
+    metadata: SamplingMetadata | None = None,
+    *,
+    kernels: ctypes.CDLL | None = None,
+    **outputs: torch.Tensor | None,
+) -> bool:
+    """Runs the kernel (``kernels`` instead of the usual library) on ``logits`` [R, V], with draws from ``rows`` or
+    without any, and writes into ``outputs``, by their names in ``SampleCall``. Returns False, and writes nothing, where
+    there is no kernel for ``logits``.
+    """
+    if not (logits.is_cpu and logits.dtype in DTYPES and logits.numel() and logits.stride(1) == 1):
+        return False
+    if (kernels := kernels or library()) is None:
+        return False
+    call = SampleCall(
+        logits=logits.data_ptr(),
+        stride=logits.stride(0),
+        rows=logits.shape[0],
+        width=logits.shape[1],
+        draws=0 if rows is None else len(rows),
+        row_of=None if rows is None else _address(rows),
+        bf16=logits.dtype is torch.bfloat16,
+        threads=torch.get_num_threads(),
+        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in outputs.items()},
+    )
+    if metadata is not None:
+        call.temperature, call.keys = _address(metadata.temperature), _address(metadata.keys)
+        call.top_k, call.top_p = _address(metadata.top_k), _address(metadata.top_p)
+        call.log_min_p = _address(metadata.log_min_p)
+    kernels.quire_sample(ctypes.byref(call))
+    return True
+
+
+def _address(array: np.ndarray) -> int:
+    assert array.flags.c_contiguous
+    return array.ctypes.data
