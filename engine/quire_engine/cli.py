@@ -124,8 +124,8 @@ def _describe(config: EngineConfig, executor: "TorchExecutor", max_model_len: in
         dtype=executor.dtype_name,
         version=__version__,
         prefix_caching=config.enable_prefix_caching,
-        tokenizer_digest=folder_vocabulary_digest(config.model),
-        config_digest=folder_config_digest(config.model),
+        tokenizer_digest=folder_vocabulary_digest(config.tokenizer_folder),
+        config_digest=folder_config_digest(config.tokenizer_folder),
     )
 
 

@@ -36,7 +36,7 @@ Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 
 
 # Range and help of settings that another command has with a default or a help text of its own.
-ModelFolder = Annotated[Path, Field(description="Folder of the model, as Hugging Face lays it out.")]
+ModelFolder = Annotated[Path, Field(description="Folder of the model, as Hugging Face lays it out, or a GGUF file.")]
 MaxNumSeqs = Annotated[int, Field(ge=1, le=65536, description="Sequences that run at once.")]
 MaxWaiting = Annotated[int, Field(ge=1, description="Requests that may wait; more are refused.")]
 BlockSize = Annotated[int, Field(ge=1, le=256, description="Tokens of one KV block.")]
@@ -58,6 +58,11 @@ class ServedModel(_Frozen):
     served_model_name: Names = Field(
         default=[], description="Names that clients may ask for; the folder's name when none is given."
     )
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where the tokenizer's files are: the model's folder, or the one that a GGUF file is in."""
+        return self.model if self.model.is_dir() or self.model.suffix != ".gguf" else self.model.parent
 
     @property
     def names(self) -> list[str]:

@@ -54,7 +54,7 @@ def make_scheduler(config: EngineArgs, executor: "TorchExecutor") -> Scheduler:
 
 def model_grammars(config: EngineArgs, executor: "TorchExecutor") -> ModelGrammars:
     """The grammar backend of this executor's model. Costs nothing before the first grammar."""
-    return ModelGrammars(config.model, executor.config.vocab_size, executor.config.eos_token_ids)
+    return ModelGrammars(config.tokenizer_folder, executor.config.vocab_size, executor.config.eos_token_ids)
 
 
 def make_grammar_compiler(config: EngineArgs, executor: "TorchExecutor") -> GrammarCompiler:

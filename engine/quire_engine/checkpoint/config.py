@@ -8,11 +8,13 @@ parameters mean what they mean there. Code from a model folder is never run.
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NoReturn
 
+from quire_engine.checkpoint.gguf import GGUF_SUFFIX, GgufFile, find_gguf, gguf_config
 from quire_engine.errors import ModelError
 
 # The architectures that have own code, with their model types in config.json.
@@ -115,8 +117,10 @@ class DecoderConfig(ModelConfig):
 
     @classmethod
     def read(cls, folder: Path) -> "DecoderConfig":
-        """Reads ``config.json``, and ``generation_config.json`` where there is one. Raises ``ModelError``."""
-        path = folder / "config.json"
+        """Reads ``config.json``, and ``generation_config.json`` where there is one, or a GGUF file. Raises
+        ``ModelError``.
+        """
+        path = config_path(folder)
         raw = read_config_json(folder)
         architecture = architecture_of(path, raw)
         if not is_supported(architecture, raw):
@@ -124,7 +128,7 @@ class DecoderConfig(ModelConfig):
         _check_sizes(path, raw)
         end_token_ids = eos_token_ids(folder, raw)
         hf = _parse_config(path, architecture, raw)
-        frequencies, scale = _rope_frequencies(path, hf)
+        frequencies, scale = _rope_frequencies(path, hf, raw.get("rope_factors"))
         qkv_bias, output_bias = _attention_biases(hf)
         config = cls(
             architecture=architecture,
@@ -242,9 +246,9 @@ def _moe_layers(path: Path, hf: Any) -> tuple[bool, ...]:
     return tuple(index not in dense and (index + 1) % step == 0 for index in range(hf.num_hidden_layers))
 
 
-def _rope_frequencies(path: Path, hf: Any) -> tuple[tuple[float, ...], float]:
+def _rope_frequencies(path: Path, hf: Any, factors: Sequence[float] | None) -> tuple[tuple[float, ...], float]:
     """Frequencies [head_dim / 2] and scale by transformers' own functions, for the length that the weights were trained
-    for.
+    for. ``factors`` divide the frequencies where a GGUF file has them.
     """
     parameters = hf.rope_parameters
     kind = parameters.get("rope_type", "default")
@@ -254,6 +258,8 @@ def _rope_frequencies(path: Path, hf: Any) -> tuple[tuple[float, ...], float]:
         raise ModelError(f"{path} rotates only a part of each head, which is not supported.")
     try:
         frequencies, scale = _compute_rope_frequencies(kind, hf)
+        if factors is not None:
+            frequencies = tuple(each / factor for each, factor in zip(frequencies, factors, strict=True))
     except Exception as error:  # noqa: BLE001 - a wrong parameter fails wherever the formula uses it
         raise ModelError(f"{path} has rope parameters that do not work: {one_line(error)}.") from None
     if not all(map(math.isfinite, (*frequencies, scale))):
@@ -284,9 +290,18 @@ def _check_shape(path: Path, config: DecoderConfig) -> None:
         raise ModelError(f"{path} says that rms_norm_eps is {config.rms_norm_eps}, which is not a number from 0 on.")
 
 
+def config_path(folder: Path) -> Path:
+    """The file that a model's configuration is read from: ``config.json``, or a GGUF file."""
+    return find_gguf(folder) or folder / "config.json"
+
+
 def read_config_json(folder: Path) -> dict[str, Any]:
-    """The object in ``config.json``. Raises ``ModelError`` when there is none, or when it needs code."""
-    path = folder / "config.json"
+    """The object in ``config.json``, or what a GGUF file says in its place. Raises ``ModelError`` when there is none,
+    or when it needs code.
+    """
+    path = config_path(folder)
+    if path.suffix == GGUF_SUFFIX:
+        return gguf_config(GgufFile.read(path))
     raw = read_json(path)
     if raw.get("auto_map"):
         raise ModelError(f"{path} has auto_map, but code from a model folder is never run.")
@@ -297,7 +312,7 @@ def quantization_of(folder: Path, raw: dict[str, Any]) -> dict[str, Any] | None:
     """How the stored weights are quantised, as ``config.json`` says; None where they are plain."""
     config = raw.get("quantization_config") or raw.get("compression_config") or None
     if config is not None and not isinstance(config, dict):
-        raise ModelError(f"{folder / 'config.json'} has a quantization_config that is not an object.")
+        raise ModelError(f"{config_path(folder)} has a quantization_config that is not an object.")
     return config
 
 
@@ -334,10 +349,10 @@ def rope_max_length(length: int, rope: dict[str, Any]) -> int:
 
 def eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     """The ids that end an output: those of ``generation_config.json``, else those of ``config.json``, else none."""
-    path = folder / "generation_config.json"
+    path, config = folder / "generation_config.json", config_path(folder)
     value = read_json(path).get("eos_token_id") if path.is_file() else None
     if value is None:
-        path, value = folder / "config.json", raw.get("eos_token_id")
+        path, value = config, raw.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
         raise ModelError(f"{path} says that eos_token_id is {value!r}, which is neither a token id nor a list of them.")
@@ -376,11 +391,14 @@ def is_positive_int(value: object) -> bool:
 
 
 def compute_revision(folder: Path) -> str:
-    """Hash of ``config.json`` and of names, sizes, headers and samples of the weight files.
+    """Hash of ``config.json`` and of names, sizes, headers and samples of the weight files, or of a GGUF file's.
 
     Fine-tunes of one base share headers and sizes, hence the samples; reading all gigabytes would slow every start.
     """
-    digest = blake2b((folder / "config.json").read_bytes(), digest_size=8)
+    path = config_path(folder)
+    if path.suffix == GGUF_SUFFIX:
+        return _gguf_revision(path)
+    digest = blake2b(path.read_bytes(), digest_size=8)
     for path in sorted(folder.glob("*.safetensors")):
         digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
         digest.update(_safetensors_header(path))
@@ -397,6 +415,13 @@ def _sample_bytes(path: Path) -> bytes:
             return b"".join(os.pread(file.fileno(), SAMPLE_BYTES, start) for start in starts)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def _gguf_revision(path: Path) -> str:
+    """Hash of a GGUF file's size, metadata, names of tensors and samples."""
+    file = GgufFile.read(path)
+    facts = repr((path.stat().st_size, sorted(file.metadata.items()), sorted(file.tensors)))
+    return blake2b(facts.encode() + _sample_bytes(path), digest_size=8).hexdigest()
 
 
 def _safetensors_header(path: Path) -> bytes:

@@ -6,7 +6,7 @@ of the weights and of one tensor. Nothing is read with pickle.
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,16 +43,18 @@ class Checkpoint:
     """The tensors of one folder, by name. All methods raise ``ModelError``, which names the file."""
 
     def __init__(self, folder: Path) -> None:
-        self._source_path = folder / SINGLE_FILE if (folder / SINGLE_FILE).is_file() else folder / INDEX_FILE
-        self._tensors = _read_tensor_infos(self._source_path)
-        self._unused = set(self._tensors)
+        listing = folder / SINGLE_FILE if (folder / SINGLE_FILE).is_file() else folder / INDEX_FILE
+        self._list(listing, _read_tensor_infos(listing))
+
+    def _list(self, source: Path, tensors: Mapping[str, TensorInfo]) -> None:
+        self._source_path, self._tensors, self._unused = source, tensors, set(tensors)
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that a tensor is stored in."""
-        return SAFETENSORS_DTYPES[self._info(name).dtype]
+        return SAFETENSORS_DTYPES[_supported(name, self._entry(name)).dtype]
 
     def dominant_dtype(self) -> torch.dtype:
         """The dtype that the largest tensor is stored in."""
@@ -86,10 +88,9 @@ class Checkpoint:
     ) -> torch.Tensor:
         """``name[index]`` of a tensor of the given shape, without reading the rest of it."""
         self._check_shape(name, shape)
-        with _open_safetensors(self._info(name).path) as file:
-            part = torch.empty(shape[1:], dtype=dtype, device=device).copy_(file.get_slice(name)[index])
-        self._unused.discard(name)
-        return part
+        part = torch.empty((1, *shape[1:]), dtype=dtype, device=device)
+        self._load_slice(name, (slice(index, index + 1), *map(slice, shape[1:])), part)
+        return part[0]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a stored tensor."""
@@ -122,12 +123,6 @@ class Checkpoint:
             raise ModelError(f"{self._source_path} has no tensor {name}.")
         return self._tensors[name]
 
-    def _info(self, name: str) -> TensorInfo:
-        entry = self._entry(name)
-        if entry.dtype not in SAFETENSORS_DTYPES:
-            raise ModelError(f"{entry.path} stores {name} as {entry.dtype}, which is not supported.")
-        return entry
-
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         entry = self._entry(name)
         if entry.shape != shape:
@@ -136,11 +131,21 @@ class Checkpoint:
             )
 
     def _load_slice(self, name: str, slices: tuple[slice, ...], target: torch.Tensor) -> None:
-        entry = self._info(name)
+        self._copy_slice(name, slices, target)
+        self._unused.discard(name)
+
+    def _copy_slice(self, name: str, slices: tuple[slice, ...], target: torch.Tensor) -> None:
+        """Copies a part of a stored tensor to ``target``, whatever it is stored as."""
+        entry = _supported(name, self._entry(name))
         with _open_safetensors(entry.path) as file:
             whole = tuple(target.shape) == entry.shape
             target.copy_(file.get_tensor(name) if whole else file.get_slice(name)[slices])
-        self._unused.discard(name)
+
+
+def _supported(name: str, entry: TensorInfo) -> TensorInfo:
+    if entry.dtype not in SAFETENSORS_DTYPES:
+        raise ModelError(f"{entry.path} stores {name} as {entry.dtype}, which is not supported.")
+    return entry
 
 
 def resolve_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:

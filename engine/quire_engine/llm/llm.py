@@ -74,7 +74,7 @@ class LLM:
 
     def __init__(self, model: str | Path, *, seed: int | None = None, **settings: Any) -> None:
         config = engine_config(model, settings)
-        self._tokenizer = ModelTokenizer.load(config.model)
+        self._tokenizer = ModelTokenizer.load(config.tokenizer_folder)
         self._executor = load_executor(config)
         scheduler = make_scheduler(config, self._executor)
         self._core = EngineCore(scheduler, self._executor, self._publish)

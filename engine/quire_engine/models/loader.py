@@ -10,10 +10,13 @@ from quire_engine.checkpoint.config import (
     DecoderConfig,
     ModelConfig,
     architecture_of,
+    config_path,
     is_supported,
     quantization_of,
     read_config_json,
 )
+from quire_engine.checkpoint.gguf import find_gguf
+from quire_engine.checkpoint.gguf_checkpoint import GgufCheckpoint
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions, resolve_dtype
 from quire_engine.errors import ModelError
 from quire_engine.layers.weight_loader import WeightLoader
@@ -31,7 +34,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     quantized = quantization_of(folder, raw)
     if quantized is not None:
         _check_stored(folder, quantized)
-    if is_supported(architecture_of(folder / "config.json", raw), raw):
+    if is_supported(architecture_of(config_path(folder), raw), raw):
         return DecoderConfig.read(folder)
     return TransformersConfig.read(folder)
 
@@ -50,7 +53,8 @@ def load_model(
     quantized = quantization_of(folder, read_config_json(folder))
     _check_quantization(config, options, quantized)
     _check_deterministic(config, options)
-    checkpoint = Checkpoint(folder)
+    gguf = find_gguf(folder)
+    checkpoint = Checkpoint(folder) if gguf is None else GgufCheckpoint(gguf)
     dtype = _model_dtype(config, checkpoint, options)
     if check is not None:
         check(dtype)

@@ -1,0 +1,311 @@
+"""GGUF files, as llama.cpp writes them: metadata and tensors in one file.
+
+The file comes from elsewhere, so that every count, length and offset is checked against the file's size and fixed
+bounds before anything is taken from it. Of the metadata, arrays are skipped: those hold the tokenizer.
+"""
+
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from quire_engine.errors import ModelError
+
+GGUF_SUFFIX = ".gguf"
+VERSIONS = (2, 3)
+MAX_ENTRIES = 1 << 16
+MAX_NAME_BYTES = 1 << 16
+MAX_ARRAY = 1 << 24
+MAX_DIMENSIONS = 4
+DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 16
+# Of the types of values, the format of struct.
+_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+# The architectures whose models have own code here: their class and model type in transformers.
+_ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+}
+ROPE_FACTORS = "rope_freqs.weight"
+MAX_ROPE_FACTORS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """A type of tensors: its ``number`` in files, and the ``numbers`` and bytes (``nbytes``) of a block."""
+
+    number: int
+    numbers: int
+    nbytes: int
+
+
+BLOCKS = {
+    "F32": BlockType(0, 1, 4),
+    "F16": BlockType(1, 1, 2),
+    "BF16": BlockType(30, 1, 2),
+    "Q4_0": BlockType(2, 32, 18),
+    "Q4_1": BlockType(3, 32, 20),
+    "Q5_0": BlockType(6, 32, 22),
+    "Q5_1": BlockType(7, 32, 24),
+    "Q8_0": BlockType(8, 32, 34),
+    "Q4_K": BlockType(12, 256, 144),
+    "Q5_K": BlockType(13, 256, 176),
+    "Q6_K": BlockType(14, 256, 210),
+}
+"""The types that are read, by ggml's names."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A stored tensor: ``kind`` names its type (``Q4_K``), ``shape`` is as torch has it, and ``start`` where its bytes
+    begin.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the last dimension."""
+        block = BLOCKS[self.kind]
+        return self.shape[-1] // block.numbers * block.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """The contents of a file but for the bytes of its tensors. ``metadata`` has numbers and strings, and of arrays that
+    they are there (None).
+    """
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+    @classmethod
+    def read(cls, path: Path) -> "GgufFile":
+        """Reads all but the tensors' bytes. Raises ``ModelError``."""
+        try:
+            with path.open("rb") as file:
+                return _Reader(path, file, path.stat().st_size).read()
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
+
+    def read_rows(self, tensor: GgufTensor, first: int, end: int) -> bytearray:
+        """The bytes of a tensor's rows from ``first`` on, before ``end``. Raises ``ModelError``."""
+        raw = bytearray((end - first) * tensor.row_bytes)
+        try:
+            with self.path.open("rb") as file:
+                file.seek(tensor.start + first * tensor.row_bytes)
+                complete = file.readinto(raw) == len(raw)
+        except OSError as error:
+            raise ModelError(f"{self.path} cannot be read: {error.strerror}.") from None
+        if not complete:
+            raise ModelError(f"{self.path} is not a whole GGUF file: it has become shorter.")
+        return raw
+
+    @property
+    def architecture(self) -> str:
+        """``llama``, ``qwen2`` or ``qwen3``. Raises ``ModelError`` for others."""
+        name = self.metadata.get("general.architecture")
+        if name not in _ARCHITECTURES:
+            raise ModelError(
+                f"{self.path} has the architecture {name!r}, and of GGUF files read are {', '.join(_ARCHITECTURES)}."
+            )
+        return str(name)
+
+
+def find_gguf(model: Path) -> Path | None:
+    """The GGUF file that ``model`` is, or that is the only one in a folder without ``config.json``; else None. Raises
+    ``ModelError`` where a folder has several.
+    """
+    if model.suffix == GGUF_SUFFIX and not model.is_dir():
+        return model
+    if not model.is_dir() or (model / "config.json").is_file():
+        return None
+    files = sorted(model.glob(f"*{GGUF_SUFFIX}"))
+    if len(files) > 1:
+        raise ModelError(f"The model folder {model} has {len(files)} GGUF files: --model has to name one of them.")
+    return files[0] if files else None
+
+
+def gguf_config(file: GgufFile) -> dict[str, Any]:
+    """What ``config.json`` would say of the model. Raises ``ModelError`` for a model that cannot be served."""
+    prefix = file.architecture
+    if file.metadata.get("split.count", 1) not in (0, 1):
+        raise ModelError(f"{file.path} is a part of a split file; llama-gguf-split --merge makes one of them.")
+    if file.metadata.get(f"{prefix}.expert_count"):
+        raise ModelError(f"{file.path} has a mixture of experts, which is not read from GGUF files.")
+    sizes = {name: file.metadata.get(f"{prefix}.{key}") for name, key in _SIZES.items()}
+    embedding = file.tensors.get("token_embd.weight")
+    architecture, model_type = _ARCHITECTURES[prefix]
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        **{name: value for name, value in sizes.items() if value is not None},
+        "vocab_size": embedding.shape[0] if embedding else None,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "rope_parameters": _rope_parameters(file, prefix),
+        "rope_factors": _rope_factors(file),
+        "eos_token_id": _end_tokens(file),
+    }
+
+
+_SIZES = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+
+
+def _rope_parameters(file: GgufFile, prefix: str) -> dict[str, Any]:
+    def value(key: str, default: Any) -> Any:
+        return file.metadata.get(f"{prefix}.rope.{key}", default)
+
+    parameters = {"rope_type": "default", "rope_theta": value("freq_base", 10000.0)}
+    rotated, head_dim = value("dimension_count", None), file.metadata.get(f"{prefix}.attention.key_length")
+    if None not in (rotated, head_dim) and rotated != head_dim:
+        raise ModelError(f"{file.path} rotates {rotated} of {head_dim} numbers of each head, which is not supported.")
+    kind = value("scaling.type", "none")
+    if kind == "none":
+        return parameters
+    if kind not in ("linear", "yarn"):
+        raise ModelError(
+            f"{file.path} asks for rope of type {kind!r}, and of GGUF files read are none, linear and yarn."
+        )
+    parameters |= {"rope_type": kind, "factor": value("scaling.factor", 1.0)}
+    original = value("scaling.original_context_length", None)
+    return parameters if original is None else parameters | {"original_max_position_embeddings": original}
+
+
+def _rope_factors(file: GgufFile) -> list[float] | None:
+    """What each frequency of rope is divided by, where the file says so: Llama 3.1's scaling, computed."""
+    tensor = file.tensors.get(ROPE_FACTORS)
+    if tensor is None:
+        return None
+    if tensor.kind != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_ROPE_FACTORS:
+        raise ModelError(f"{file.path} has {ROPE_FACTORS} as {tensor.kind} {list(tensor.shape)}, which is not read.")
+    return list(struct.unpack(f"<{tensor.shape[0]}f", file.read_rows(tensor, 0, 1)))
+
+
+def _end_tokens(file: GgufFile) -> list[int]:
+    """The ids that end a text or a turn."""
+    names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+    return [file.metadata[name] for name in names if name in file.metadata]
+
+
+class _Reader:
+    """Reads a file from its begin. ``size`` is that of the file."""
+
+    def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
+        self._path, self._file, self._left, self._size = path, file, size, size
+
+    def read(self) -> GgufFile:
+        """See ``GgufFile.read``."""
+        if self._size < 4 or self._take(4) != b"GGUF":
+            raise ModelError(f"{self._path} is not a GGUF file.")
+        version = self._number("<I")
+        if version not in VERSIONS:
+            raise ModelError(f"{self._path} is a GGUF file of version {version}, and read are 2 and 3.")
+        num_tensors, num_values = self._count(MAX_ENTRIES), self._count(MAX_ENTRIES)
+        metadata: dict[str, Any] = self._entries(num_values, self._value)
+        infos: dict[str, tuple[str, tuple[int, ...], int]] = self._entries(num_tensors, self._tensor_info)
+        data = -(-(self._size - self._left) // self._alignment(metadata)) * self._alignment(metadata)
+        tensors = {name: self._place(name, data, *info) for name, info in infos.items()}
+        return GgufFile(self._path, metadata, tensors)
+
+    def _entries(self, count: int, read: Callable[[], Any]) -> dict[str, Any]:
+        entries: dict[str, Any] = {}
+        for _ in range(count):
+            name = self._text()
+            if name in entries:
+                raise self._broken(f"names {name} twice")
+            entries[name] = read()
+        return entries
+
+    def _value(self) -> Any:
+        kind = self._number("<I")
+        if kind == _STRING:
+            return self._text(self._left)
+        if kind == _ARRAY:
+            return self._skip_array()
+        return self._number(self._format(kind))
+
+    def _skip_array(self) -> None:
+        kind, count = self._number("<I"), self._count(MAX_ARRAY)
+        if kind != _STRING:
+            return self._skip(count * struct.calcsize(self._format(kind)))
+        for _ in range(count):
+            self._skip(self._count(self._left))
+
+    def _tensor_info(self) -> tuple[str, tuple[int, ...], int]:
+        dimensions = self._number("<I")
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
+            raise self._broken(f"has a tensor of {dimensions} dimensions")
+        shape = tuple(self._number("<Q") for _ in range(dimensions))[::-1]
+        kind = self._number("<I")
+        name = next((name for name, block in BLOCKS.items() if block.number == kind), f"number {kind}")
+        return name, shape, self._number("<Q")
+
+    def _place(self, name: str, data: int, kind: str, shape: tuple[int, ...], offset: int) -> GgufTensor:
+        """The tensor at ``offset`` from ``data``, of which all bytes are in the file."""
+        if kind not in BLOCKS:
+            raise ModelError(f"{self._path} stores {name} as type {kind}, and read are {', '.join(BLOCKS)}.")
+        block, tensor = BLOCKS[kind], GgufTensor(kind, shape, data + offset)
+        if shape[-1] % block.numbers:
+            raise self._broken(f"has rows of {shape[-1]} numbers in {name}, which {kind} cannot hold")
+        if min(shape) < 1 or tensor.start + math.prod(shape[:-1]) * tensor.row_bytes > self._size:
+            raise self._broken(f"ends before {name} does")
+        return tensor
+
+    def _alignment(self, metadata: dict[str, Any]) -> int:
+        value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(value, int) or not 1 <= value <= MAX_ALIGNMENT or value & (value - 1):
+            raise self._broken(f"has the alignment {value!r}")
+        return value
+
+    def _format(self, kind: int) -> str:
+        if kind not in _NUMBERS:
+            raise self._broken(f"has a value of type {kind}")
+        return _NUMBERS[kind]
+
+    def _text(self, limit: int = MAX_NAME_BYTES) -> str:
+        return self._take(self._count(limit)).decode(errors="replace")
+
+    def _count(self, limit: int) -> int:
+        count = int(self._number("<Q"))
+        if count > limit:
+            raise self._broken(f"asks for {count} of what it can have {limit} of")
+        return count
+
+    def _number(self, layout: str) -> Any:
+        return struct.unpack(layout, self._take(struct.calcsize(layout)))[0]
+
+    def _take(self, count: int) -> bytes:
+        self._use(count)
+        taken = self._file.read(count)
+        if len(taken) != count:
+            raise self._broken("ends too early")
+        return taken
+
+    def _skip(self, count: int) -> None:
+        self._use(count)
+        self._file.seek(count, 1)
+
+    def _use(self, count: int) -> None:
+        if count > self._left:
+            raise self._broken("ends too early")
+        self._left -= count
+
+    def _broken(self, what: str) -> ModelError:
+        return ModelError(f"{self._path} is not a whole GGUF file: it {what}.")

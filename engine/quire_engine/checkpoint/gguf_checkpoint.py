@@ -1,0 +1,98 @@
+"""``GgufCheckpoint``: the tensors of a GGUF file under the names that they have in Hugging Face's layout."""
+
+import re
+from pathlib import Path
+
+import torch
+
+from quire_engine.checkpoint.gguf import BLOCKS, ROPE_FACTORS, GgufFile, GgufTensor
+from quire_engine.checkpoint.gguf_blocks import DEQUANTIZE
+from quire_engine.checkpoint.weights import SAFETENSORS_DTYPES, Checkpoint, TensorInfo
+from quire_engine.errors import ModelError
+
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output": "lm_head",
+    "output_norm": "model.norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NAME = re.compile(r"(?:blk\.(\d{1,6})\.)?(\w+)\.(weight|bias)")
+_NUMBERS_AT_ONCE = 1 << 24
+
+
+class GgufCheckpoint(Checkpoint):
+    """The tensors of one file. Quantised ones are dequantised as they are read, in float32."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = GgufFile.read(path)
+        self._stored = {_hugging_face_name(name): tensor for name, tensor in self._file.tensors.items()}
+        self._orders = self._row_orders()
+        self._list(path, {name: TensorInfo(path, each.shape, each.kind) for name, each in self._stored.items()})
+        self.mark_used([ROPE_FACTORS])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See ``Checkpoint.dtype``; bfloat16 where it is quantised."""
+        return SAFETENSORS_DTYPES.get(self._entry(name).dtype, torch.bfloat16)
+
+    def _copy_slice(self, name: str, slices: tuple[slice, ...], target: torch.Tensor) -> None:
+        tensor, order = self._stored[name], self._orders.get(name.rpartition(".")[0])
+        chosen = torch.arange(tensor.shape[0])[slices[0]] if len(tensor.shape) > 1 else None
+        if len(tensor.shape) > 2:
+            raise ModelError(f"{self._file.path} has {name} in {len(tensor.shape)} dimensions, and read are 2.")
+        if chosen is None:
+            values = self._rows(tensor, 0, 1).flatten()
+            target.copy_((values if order is None else values[order])[slices[0]])
+            return
+        if order is not None:
+            chosen = order[chosen]
+        count = max(1, _NUMBERS_AT_ONCE // tensor.shape[1])
+        for rows, part in zip(chosen.split(count), target.split(count), strict=True):
+            first, last = int(rows.min()), int(rows.max())
+            part.copy_(self._rows(tensor, first, last + 1)[rows - first][:, slices[1]])
+
+    def _rows(self, tensor: GgufTensor, first: int, end: int) -> torch.Tensor:
+        """fp32 [rows, columns]: the rows from ``first`` on, before ``end``."""
+        raw = torch.frombuffer(self._file.read_rows(tensor, first, end), dtype=torch.uint8)
+        return DEQUANTIZE[tensor.kind](raw.view(-1, BLOCKS[tensor.kind].nbytes)).view(end - first, -1)
+
+    def _row_orders(self) -> dict[str, torch.Tensor]:
+        """Where the rows of queries and keys are stored, for models whose heads llama.cpp rotates in pairs of
+        neighbours instead of halves: the architecture ``llama``.
+        """
+        if self._file.architecture != "llama":
+            return {}
+        prefix, heads = "llama.attention.head_count", {}
+        heads["q_proj"] = self._file.metadata.get(prefix)
+        heads["k_proj"] = self._file.metadata.get(f"{prefix}_kv", heads["q_proj"])
+        orders = {}
+        for name, tensor in self._stored.items():
+            layer = name.rpartition(".")[0]
+            part = layer.rpartition(".")[2]
+            if part in heads:
+                orders[layer] = self._unpermuted(name, tensor, heads[part])
+        return orders
+
+    def _unpermuted(self, name: str, tensor: GgufTensor, heads: object) -> torch.Tensor:
+        rows = tensor.shape[0]
+        if not isinstance(heads, int) or heads < 1 or rows % (2 * heads):
+            raise ModelError(f"{self._file.path} has {rows} rows in {name} for {heads!r} heads.")
+        return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+
+
+def _hugging_face_name(name: str) -> str:
+    """The name of a tensor in Hugging Face's layout, or ``name`` itself where it has none."""
+    match = _NAME.fullmatch(name)
+    if match is None or match[2] not in _NAMES:
+        return name
+    layer = "" if match[1] is None else f"model.layers.{int(match[1])}."
+    return f"{layer}{_NAMES[match[2]]}.{match[3]}"
