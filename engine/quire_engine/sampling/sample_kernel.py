@@ -1,15 +1,23 @@
-"""The compiled sampler: ``kernels/sample.cpp`` draws from rows of logits where they lie, in bf16 or fp32 and without a
-copy, the same tokens as ``sample_ops.sample`` draws in torch.
+"""The compiled samplers draw from rows of logits where they lie and without a copy, the same tokens as
+``sample_ops.sample`` draws in torch: ``kernels/sample.cpp`` on the CPU in bf16 and fp32, and
+``kernels/gumbel_argmax.py`` on a GPU in any float dtype.
 """
 
 import ctypes
+import functools
+import importlib
+import logging
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from quire_engine.device.accelerator import upload_arrays
 from quire_engine.kernels.bindings import DTYPES, SampleCall, library
 from quire_engine.sampling.metadata import SamplingMetadata, TokenArray
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +33,15 @@ class SampledRows:
 
 def sample_rows(logits: torch.Tensor, rows: TokenArray, metadata: SamplingMetadata | None) -> SampledRows | None:
     """Draws from row ``rows[i]`` [D] of ``logits`` [R, V] with the parameters i of ``metadata``, None for greedy draws.
-    None where there is no kernel for ``logits``.
+    None where there is no kernel for ``logits``; on a GPU there is none for greedy draws alone. A GPU is not waited
+    for.
 
     A row with a NaN or +inf, or with nothing above -inf, gets any valid id. ``rows`` are not checked.
     """
+    if logits.is_cuda:
+        if metadata is None or not logits.numel() or (module := _triton_module(logits.device)) is None:
+            return None
+        return sample_rows_in_triton(module, logits, rows, metadata)
     found = SampledRows(
         token_ids=torch.zeros(len(rows), dtype=torch.int64),
         highest=torch.empty(len(logits)),
@@ -36,6 +49,37 @@ def sample_rows(logits: torch.Tensor, rows: TokenArray, metadata: SamplingMetada
     )
     outputs = {"token_ids": found.token_ids, "highest": found.highest, "finite": found.finite}
     return found if run_sample_kernel(logits, rows, metadata, **outputs) else None
+
+
+def sample_rows_in_triton(
+    module: Any, logits: torch.Tensor, rows: TokenArray, metadata: SamplingMetadata
+) -> SampledRows | None:
+    """As ``sample_rows``, by ``module.gumbel_argmax``."""
+    if logits.stride(1) != 1:
+        return None
+    lowest, highest = torch.aminmax(logits, dim=-1)
+    (row_of,), params = upload_arrays((rows,), logits.device), metadata.to(logits.device)
+    token_ids, _ = module.gumbel_argmax(
+        *(logits, row_of),
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        log_min_p=params.log_min_p,
+        keys=params.keys,
+    )
+    return SampledRows(token_ids, highest.float(), lowest.isfinite() & highest.isfinite())
+
+
+@functools.cache
+def _triton_module(device: torch.device) -> Any:
+    """``gumbel_argmax``, if it draws on ``device``; else None. Triton may be missing, or the C compiler it needs."""
+    try:
+        module = importlib.import_module("quire_engine.kernels.gumbel_argmax")
+        module.draw_something(device)
+    except Exception as error:  # noqa: BLE001 -- whatever a compiler raises
+        logger.warning("Triton's sampler is not available, torch stands in for it and is slower: %s", error)
+        return None
+    return module
 
 
 def run_sample_kernel(

@@ -341,8 +341,8 @@ class _SamplingPass:
         return allowed
 
     def _sample_rows(self, scores: torch.Tensor, group: SamplingGroup, rows: Sequence[int]) -> SampledRows | None:
-        """The group's draws by the compiled kernel; None where there is none, or where nothing may be waited for."""
-        if not self.allow_sync:
+        """The group's draws by a compiled kernel; None where there is none. That of the CPU is a wait for it."""
+        if scores.is_cpu and not self.allow_sync:
             return None
         metadata = None if all(state.greedy for state in group.states) else group.sampling_metadata()
         return sample_rows(scores, index_array(rows), metadata)

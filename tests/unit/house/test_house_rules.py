@@ -22,6 +22,8 @@ SOURCES = [ROOT / name / f"quire_{name}" for name in DISTRIBUTIONS]
 # its door only, which says so where the engine is not installed.
 SIMULATOR = ROOT / "router/quire_router/simulation"
 SIMULATOR_DOOR = {SIMULATOR / "__init__.py", SIMULATOR / "main.py"}
+# Triton's functions call each other as globals, so they are a module that cannot be imported without it.
+TRITON_FUNCTIONS = ROOT / "engine/quire_engine/kernels/gumbel_argmax.py"
 # Scripts that run in the environment of what they run, never in ours.
 FOREIGN = ROOT / "engine/quire_engine/bench/peers"
 FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
@@ -103,7 +105,13 @@ def own_modules(distribution: str) -> Iterator[Path]:
 
 
 def is_behind_a_door(path: Path) -> bool:
-    return SIMULATOR in path.parents and path not in SIMULATOR_DOOR
+    return path == TRITON_FUNCTIONS or (SIMULATOR in path.parents and path not in SIMULATOR_DOOR)
+
+
+def test_triton_functions_are_imported_by_name_where_they_are_used() -> None:
+    for path in own_modules("engine"):
+        lines = path.read_text().splitlines()
+        assert not [line for line in lines if "gumbel_argmax" in line and line.lstrip().startswith(("import", "from"))]
 
 
 def test_nothing_but_the_simulator_imports_the_simulator_or_the_engine() -> None:

@@ -283,6 +283,6 @@ def test_a_cuda_device_is_not_waited_for_and_draws_what_the_cpu_draws() -> None:
     assert set(made.candidates) == set(expected.candidates)
     greedy = {request.sequence_id for request in sample_requests if request.params.greedy}
     assert all(made.token_ids[id] == token_id for id, token_id in expected.token_ids.items() if id in greedy)
-    # The two devices' logarithms may differ in the last bit.
+    # Scores and noise have the same bits on both devices; what a logits processor computes may differ in the last one.
     alike = [made.token_ids[id] == token_id for id, token_id in expected.token_ids.items()]
     assert sum(alike) >= 0.98 * len(alike)
