@@ -122,6 +122,15 @@ def test_other_layers_are_held_in_plain_numbers(name: str) -> None:
     assert isinstance(method_of(HERE / name).pack(weight, None), PackedLinear)
 
 
+@pytest.mark.parametrize(("quantization", "held"), [(None, PackedLinear), ("int8", Int8Linear)])
+def test_the_head_is_held_as_the_flag_says(quantization: Quantization | None, held: type) -> None:
+    folder, options = HERE / "fp8", LoadOptions(ExecutorConfig(quantization=quantization))
+    head = make_quantization(options, torch.float32, quantization_of(folder, read_config_json(folder))).head
+    table = head.read(Checkpoint(folder), LayerSpec(["lm_head"], [64], 64))
+    assert isinstance(head.pack(table, None), held)
+    assert isinstance(head.pack_tied(table)[1], held)
+
+
 @pytest.mark.parametrize("name", ["awq", "gptq", "w4a16"])
 def test_another_quantization_than_the_checkpoints_is_refused(name: str) -> None:
     folder, options = HERE / name, LoadOptions(ExecutorConfig(quantization="int8"))

@@ -67,8 +67,8 @@ def make_quantization(
         return made
     assert isinstance(made.linear, DenseMethod)
     method = stored_scheme(stored).make(options, dtype, made.linear, stored)
-    plain = StoredDenseMethod(method)
-    return QuantizationConfig(method, plain, plain)
+    head, router = StoredDenseMethod(method, made.head), StoredDenseMethod(method, made.router)
+    return QuantizationConfig(method, head, router)
 
 
 def stored_scheme(config: StoredConfig) -> StoredScheme:

@@ -16,7 +16,7 @@ import torch
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions
 from quire_engine.distributed.communicator import shard
 from quire_engine.errors import ModelError
-from quire_engine.quantization.base import DenseMethod, LayerSpec, Linear, LinearMethod
+from quire_engine.quantization.base import DenseMethod, Embedding, LayerSpec, Linear, LinearMethod
 from quire_engine.quantization.int8 import Int8Linear
 from quire_engine.quantization.unquantized import UnquantizedMethod
 
@@ -156,14 +156,16 @@ class StoredMethod(LinearMethod[Stored]):
         return torch.cat([part.to(self.options.device) for part in dense])
 
 
-class StoredDenseMethod(UnquantizedMethod):
+class StoredDenseMethod(DenseMethod):
     """The layers that are needed as plain numbers (head, embedding, routers) of a checkpoint that may store them as
-    ``stored`` reads them.
+    ``stored`` reads them. They are held as ``dense`` holds them.
     """
 
-    def __init__(self, stored: StoredMethod) -> None:
+    devices = ("cpu", "cuda")
+
+    def __init__(self, stored: StoredMethod, dense: DenseMethod) -> None:
         super().__init__(stored.options, stored.dtype)
-        self._stored = stored
+        self._stored, self._dense = stored, dense
 
     def tensor_names(self, layer: str) -> Sequence[str]:
         """See ``LinearMethod.tensor_names``."""
@@ -173,6 +175,18 @@ class StoredDenseMethod(UnquantizedMethod):
         """See ``LinearMethod.read``."""
         weight = self._stored.read(checkpoint, spec)
         return weight if isinstance(weight, torch.Tensor) else weight.dequantize(self.dtype).to(self.options.device)
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """See ``LinearMethod.pack``."""
+        return self._dense.pack(weight, bias)
+
+    def pack_embedding(self, table: torch.Tensor) -> Embedding:
+        """See ``DenseMethod.pack_embedding``."""
+        return self._dense.pack_embedding(table)
+
+    def pack_tied(self, table: torch.Tensor) -> tuple[Embedding, Linear]:
+        """See ``DenseMethod.pack_tied``."""
+        return self._dense.pack_tied(table)
 
 
 def _is_int8(weight: StoredWeight) -> bool:

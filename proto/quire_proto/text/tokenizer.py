@@ -65,6 +65,10 @@ class ModelTokenizer:
         """Reads ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``; the last two may be
         missing. Raises ``TokenizerLoadError``.
         """
+        if folder.is_file():
+            raise TokenizerLoadError(
+                f"{folder} is a file: name the folder that it is in, which has to have a tokenizer.json beside it."
+            )
         config = _read_config(folder / "tokenizer_config.json")
         return cls(
             _read_tokenizer(folder / "tokenizer.json"),

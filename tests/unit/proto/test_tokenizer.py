@@ -409,6 +409,13 @@ def test_code_that_a_folder_brings_is_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_file_in_place_of_a_folder_is_refused(tmp_path):
+    file = write_model_folder(tmp_path) / "model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(TokenizerLoadError, match=f"^{file} is a file: name the folder"):
+        ModelTokenizer.load(file)
+
+
 @pytest.mark.parametrize(
     ("file", "content"),
     [
