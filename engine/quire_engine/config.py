@@ -19,7 +19,7 @@ from quire_proto.tls import CaFile, CertificateFile, KeyFile, ServerTls, check_c
 
 Policy = Literal["fcfs", "sjf", "priority"]
 Batching = Literal["continuous", "static"]
-Quantization = Literal["int8"]
+Quantization = Literal["int8", "int4"]
 
 
 def _split(value: object) -> object:
@@ -80,7 +80,7 @@ class ExecutorConfig(_Frozen):
         default="auto", description="Element type of weights and KV memory; auto is the checkpoint's."
     )
     quantization: Quantization | None = Field(
-        default=None, description="What the weights of linear layers are held in instead; int8 on the CPU."
+        default=None, description="What the weights of linear layers are held in instead, on the CPU."
     )
     tensor_parallel_size: int = Field(
         default=1, ge=1, le=64, description="Processes (on CUDA: GPUs) that share the model's layers."

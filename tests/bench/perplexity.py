@@ -1,9 +1,9 @@
-"""What int8 weights cost in accuracy: `python -m tests.bench.perplexity`.
+"""What quantised weights cost in accuracy: `python -m tests.bench.perplexity`.
 
 The engine scores held-out conversations of the demo model's generator by their prompt log-probabilities, in each dtype
-with plain weights and with int8. The perplexity of the tokens that the model was trained to say (answers, and text
-after its beginning) is what it is good at; the perplexity of all tokens counts the users' words too, which it never
-learned. The margin of error is that of the difference of two means over the same tokens, one standard error.
+with plain weights and with each quantization. The perplexity of the tokens that the model was trained to say (answers,
+and text after its beginning) is what it is good at; the perplexity of all tokens counts the users' words too, which it
+never learned. The margin of error is that of the difference of two means over the same tokens, one standard error.
 ``--random FOLDER`` also compares logits of a model of random weights, which has no answers to be sure of.
 """
 
@@ -12,9 +12,9 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from quire_engine.attention.base import AttentionBatch, AttentionShape
@@ -32,6 +32,7 @@ DEMO = Path(__file__).parents[2] / "demo"
 HELD_OUT_SEED = 161_803_398
 RANDOM_TOKENS = 128
 DTYPES = ("float32", "bfloat16")
+QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 SCORED = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)
 MIB = 1 << 20
 Document = tuple[list[int], list[bool]]
@@ -42,8 +43,10 @@ def main() -> None:
     documents = held_out(options.documents)
     figures: dict[str, Any] = {}
     for dtype in DTYPES:
-        plain, int8 = (score(DEMO / "model", documents, dtype, quantization) for quantization in (None, "int8"))
-        figures[dtype] = compare(plain, int8, learned_of(documents))
+        plain = score(DEMO / "model", documents, dtype, None)
+        for quantization in QUANTIZATIONS:
+            held = score(DEMO / "model", documents, dtype, quantization)
+            figures[f"{quantization}, {dtype}"] = compare(plain, held, learned_of(documents))
     report(figures)
     if options.random:
         figures["random weights"] = compare_logits(options.random)
@@ -90,44 +93,44 @@ def score(folder: Path, documents: Sequence[Document], dtype: str, quantization:
     return torch.tensor([(each.logprob, each.logprob >= each.top[0][1]) for each in told], dtype=torch.float64)
 
 
-def compare(plain: torch.Tensor, int8: torch.Tensor, learned: torch.Tensor) -> dict[str, dict[str, float]]:
+def compare(plain: torch.Tensor, held: torch.Tensor, learned: torch.Tensor) -> dict[str, dict[str, float]]:
     """Perplexities of the learned tokens and of all, and what the second costs over the first."""
     return {
-        "learned": _compare(plain[learned], int8[learned]),
-        "all": _compare(plain, int8),
+        "learned": _compare(plain[learned], held[learned]),
+        "all": _compare(plain, held),
     }
 
 
-def _compare(plain: torch.Tensor, int8: torch.Tensor) -> dict[str, float]:
-    difference = plain[:, 0] - int8[:, 0]
-    (before, first_before), (after, first_after) = plain.mean(0).tolist(), int8.mean(0).tolist()
+def _compare(plain: torch.Tensor, held: torch.Tensor) -> dict[str, float]:
+    difference = plain[:, 0] - held[:, 0]
+    (before, first_before), (after, first_after) = plain.mean(0).tolist(), held.mean(0).tolist()
     return {
         "tokens": len(plain),
         "plain": math.exp(-before),
-        "int8": math.exp(-after),
+        "quantised": math.exp(-after),
         "difference_percent": 100 * math.expm1(before - after),
         "error_percent": 100 * float(difference.std()) / math.sqrt(len(difference)),
         "plain_first_percent": 100 * first_before,
-        "int8_first_percent": 100 * first_after,
+        "quantised_first_percent": 100 * first_after,
     }
 
 
 def report(figures: dict[str, Any]) -> None:
-    print("| dtype | tokens | plain | int8 | difference | ranked first, plain | int8 |")
+    print("| held in | tokens | plain | quantised | difference | ranked first, plain | quantised |")
     print("|---|---|---|---|---|---|---|")
-    for dtype, kinds in figures.items():
+    for form, kinds in figures.items():
         for kind, each in kinds.items():
             difference = f"{each['difference_percent']:+.3f} % ± {each['error_percent']:.3f} %"
-            perplexities = f"{each['plain']:.5f} | {each['int8']:.5f} | {difference}"
-            first = f"{each['plain_first_percent']:.3f} % | {each['int8_first_percent']:.3f} %"
-            print(f"| {dtype} | {kind}, {each['tokens']} | {perplexities} | {first} |")
+            perplexities = f"{each['plain']:.5f} | {each['quantised']:.5f} | {difference}"
+            first = f"{each['plain_first_percent']:.3f} % | {each['quantised_first_percent']:.3f} %"
+            print(f"| {form} | {kind}, {each['tokens']} | {perplexities} | {first} |")
 
 
 def compare_logits(folder: Path) -> dict[str, float]:
     """The median over tokens of how far logits are off those of plain float32, relative to their size."""
     truth = logits_of(folder, "float32", None)
     errors = {}
-    for dtype, quantization in (("bfloat16", None), ("float32", "int8"), ("bfloat16", "int8")):
+    for dtype, quantization in (("bfloat16", None), *product(DTYPES, QUANTIZATIONS)):
         off = (logits_of(folder, dtype, quantization) - truth).norm(dim=-1) / truth.norm(dim=-1)
         errors[" ".join(filter(None, (dtype, quantization)))] = float(off.median())
     return errors

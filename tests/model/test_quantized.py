@@ -1,4 +1,6 @@
-"""Weights in int8 through the whole engine: the same tokens however the work is cut, right answers, and refusals."""
+"""Weights in int8 and int4 through the whole engine: the same tokens however the work is cut, right answers, and
+refusals.
+"""
 
 import shutil
 from dataclasses import replace
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from quire_engine.checkpoint.weights import LoadOptions
-from quire_engine.config import ExecutorConfig
+from quire_engine.config import ExecutorConfig, Quantization
 from quire_engine.errors import ModelError
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.kernels.bindings import library
@@ -23,15 +25,17 @@ from tests.model.test_schedules import PRESSURES, SCHEDULES, UNLIMITED
 from tests.support.executors import load_executor
 from tests.support.kernels import PATHS, cpu_path
 
-BITWISE = (("mixtral", "bfloat16"), ("qwen3", "float32"))
+BITWISE = (("mixtral", "bfloat16", "int8"), ("qwen3", "float32", "int8"), ("mixtral", "bfloat16", "int4"))
 PARAMS = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=2)
 needs_kernel = pytest.mark.skipif(library() is None, reason="the kernels cannot be compiled here")
 INT8 = LoadOptions(ExecutorConfig(quantization="int8"))
 
 
 @cache
-def executor_of(folder: Path, pressure: str, dtype: str = "float32") -> TorchExecutor:
-    return load(folder, *PRESSURES[pressure], dtype=dtype, quantization="int8", deterministic=True)
+def executor_of(
+    folder: Path, pressure: str, dtype: str = "float32", quantization: Quantization = "int8"
+) -> TorchExecutor:
+    return load(folder, *PRESSURES[pressure], dtype=dtype, quantization=quantization, deterministic=True)
 
 
 def outputs_of(made: Run) -> list[tuple[list[int], list[object]]]:
@@ -40,23 +44,25 @@ def outputs_of(made: Run) -> list[tuple[list[int], list[object]]]:
 
 
 @cache
-def alone(folder: Path, prompts: tuple[tuple[int, ...], ...], dtype: str) -> list[tuple[list[int], list[object]]]:
+def alone(
+    folder: Path, prompts: tuple[tuple[int, ...], ...], dtype: str, quantization: Quantization
+) -> list[tuple[list[int], list[object]]]:
     """What each prompt leads to with nothing beside it."""
-    executor = executor_of(folder, "no pressure", dtype)
+    executor = executor_of(folder, "no pressure", dtype, quantization)
     return [outputs_of(run(executor, [list(prompt)], [PARAMS], prefix_caching=False))[0] for prompt in prompts]
 
 
 @needs_kernel
 @pytest.mark.parametrize(("pressure", "caching"), SCHEDULES)
-@pytest.mark.parametrize(("model_name", "dtype"), BITWISE)
+@pytest.mark.parametrize(("model_name", "dtype", "quantization"), BITWISE)
 def test_tokens_and_logprobs_are_the_same_bits_however_the_work_is_cut(
-    small_models: SmallModels, model_name: str, pressure: str, caching: str, dtype: str
+    small_models: SmallModels, model_name: str, pressure: str, caching: str, dtype: str, quantization: Quantization
 ) -> None:
     folder, prompts = small_models.folder(model_name), small_models.prompts
-    expected = alone(folder, tuple(map(tuple, prompts)), dtype)
+    expected = alone(folder, tuple(map(tuple, prompts)), dtype, quantization)
     for chunk in (7, 64, UNLIMITED):
         made = run(
-            executor_of(folder, pressure, dtype),
+            executor_of(folder, pressure, dtype, quantization),
             prompts,
             [PARAMS] * len(prompts),
             chunk=chunk,
@@ -71,24 +77,37 @@ def test_tokens_and_logprobs_are_the_same_bits_however_the_work_is_cut(
 
 
 @needs_kernel
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("model_name", OWN)
 def test_every_model_with_code_of_its_own_makes_the_same_tokens_under_pressure(
-    small_models: SmallModels, model_name: str
+    small_models: SmallModels, model_name: str, quantization: Quantization
 ) -> None:
     folder, prompts = small_models.folder(model_name), small_models.prompts
-    expected = run(executor_of(folder, "no pressure"), prompts, [PARAMS] * len(prompts), prefix_caching=False)
-    made = run(executor_of(folder, "swap"), prompts, [PARAMS] * len(prompts), chunk=7, max_num_seqs=12)
+    expected = run(
+        executor_of(folder, "no pressure", quantization=quantization),
+        prompts,
+        [PARAMS] * len(prompts),
+        prefix_caching=False,
+    )
+    made = run(
+        executor_of(folder, "swap", quantization=quantization),
+        prompts,
+        [PARAMS] * len(prompts),
+        chunk=7,
+        max_num_seqs=12,
+    )
     assert made.outputs == expected.outputs
     assert made.statistics.preemptions_by_swap > 0
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_demo_model_still_answers_right(dtype: str, path: str) -> None:
+def test_the_demo_model_still_answers_right(dtype: str, quantization: Quantization, path: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     prompts = prompts_of(tokenizer)
     with cpu_path(path):
-        executor = load_executor(DEMO, dtype=dtype, quantization="int8", kv_cache_memory=32 << 20, swap_bytes=0)
+        executor = load_executor(DEMO, dtype=dtype, quantization=quantization, kv_cache_memory=32 << 20, swap_bytes=0)
         made = run(executor, prompts, [SamplingParams(temperature=0, max_tokens=40)] * len(prompts))
     texts = [tokenizer.decode(output) for output in made.outputs]
     assert texts[:-1] == list(CONVERSATIONS)

@@ -145,11 +145,12 @@ def test_tokens_that_are_pending_reach_all_ranks(threads: None, small_models: Sm
         assert generate(shared, small_models).outputs == expected(small_models, "llama3")
 
 
-def test_int8_weights_are_shared(threads: None, small_models: SmallModels) -> None:
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_weights_are_shared(threads: None, small_models: SmallModels, quantization: str) -> None:
     folder = small_models.folder("llama2")
     with (
-        closing(load(folder, 2, quantization="int8")) as shared,
-        closing(load(folder, 1, quantization="int8")) as alone,
+        closing(load(folder, 2, quantization=quantization)) as shared,
+        closing(load(folder, 1, quantization=quantization)) as alone,
     ):
         made, wanted = generate(shared, small_models), generate(alone, small_models)
     first, other = ([choices[0].logprobs[0].logprob for choices in one.choices] for one in (made, wanted))

@@ -15,6 +15,7 @@ PEERS = ("transformers", "vllm", "llama.cpp")
 # What the engine can be measured with beside its own settings.
 VARIANTS: Mapping[str, Mapping[str, object]] = {
     "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
     "deterministic": {"deterministic": True},
     "eager": {"enforce_eager": True},
     "async": {"async_scheduling": True},

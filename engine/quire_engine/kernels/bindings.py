@@ -51,6 +51,15 @@ class Int8Call(ctypes.Structure):
     )
 
 
+class Int4Call(ctypes.Structure):
+    """The argument of ``quire_int4_linear``: field by field the struct of that name in ``int4.cpp``."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("panels", "scales", "bias", "x", "out")),
+        *((name, _INTEGER) for name in ("inputs", "outputs", "group", "stride", "rows", "gated", "bf16", "threads")),
+    )
+
+
 class SampleCall(ctypes.Structure):
     """The argument of ``quire_sample``: field by field the struct of that name in ``sample.cpp``."""
 
@@ -79,6 +88,7 @@ _SIGNATURES = {
         *(_INTEGER, _INTEGER, _INTEGER, ctypes.c_float, _INTEGER, _INTEGER),
     ),
     "quire_silu_mul": (_POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER),
+    "quire_int4_linear": (ctypes.POINTER(Int4Call),),
     "quire_int8_linear": (ctypes.POINTER(Int8Call),),
     "quire_linear_describe": (ctypes.POINTER(LinearLayer),),
     "quire_linear_pack": (ctypes.POINTER(LinearLayer), _POINTER, _INTEGER),
@@ -112,8 +122,14 @@ def _load() -> ctypes.CDLL | None:
     except (BuildError, OSError) as error:
         logger.warning("the CPU kernels are not available, torch stands in for them and is slower: %s", error)
         return None
-    for name, arguments in _SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, None
+    declare(loaded)
     loaded.quire_player.argtypes, loaded.quire_player.restype = (ctypes.c_char_p,), _POINTER
     return loaded
+
+
+def declare(loaded: ctypes.CDLL) -> None:
+    """Gives the kernels that are in ``loaded`` the types of their arguments."""
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(loaded, name, None)
+        if function is not None:
+            function.argtypes, function.restype = arguments, None

@@ -7,19 +7,9 @@
 // The processors' instruction multiplies unsigned by signed bytes: a weight w is held as w + 128, and 128 times the sum
 // of the group's activations is taken off where the sum begins.
 //
-// A panel is what one thread computes at a time: kSide channels of the first half of the outputs and the same of the
-// second half. A gate and the number that it multiplies so meet in registers. In memory a panel is, for every four
-// inputs, [2 sides, kSide channels, 4 inputs].
+// In memory a panel is, for every four inputs, [2 sides, kSide channels, 4 inputs].
 
-#include <algorithm>
-#include <vector>
-
-#include "vectors.h"
-#if defined(__AVX2__)
-#include <immintrin.h>
-#elif defined(__SSE2__)
-#include <emmintrin.h>
-#endif
+#include "panels.h"
 
 struct Int8Call {  // field by field as in bindings.py
   const uint8_t* panels;
@@ -31,53 +21,7 @@ struct Int8Call {  // field by field as in bindings.py
 
 namespace {
 
-constexpr int kSide = 16, kParts = kSide / kLanes, kWide = 2 * kParts, kStep = 4, kStepBytes = 2 * kSide * kStep;
-constexpr int64_t kGroup = 128;
-// As many sums (rows * kWide) as leave registers for the operands.
-constexpr int kTile = kLanes == 16 ? 12 : kLanes == 8 ? 3 : 2;
-// Rows that are rounded at once: they stay in the second level cache while all panels pass by.
-constexpr int64_t kBlock = 240;
-constexpr int64_t kDistance = 8192;  // bytes between what a lone tile multiplies by and what it prefetches
-constexpr int64_t kWorthSharing = 32768;  // numbers to round; below, waking the other threads costs more
-
-typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
-typedef int8_t Bytes __attribute__((vector_size(kLanes)));
-
-#if defined(__AVX512BW__)
-inline Ints multiply_add(Shorts a, Shorts b) { return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-inline Ints multiply_add(Shorts a, Shorts b) { return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
-#elif defined(__SSE2__) && !defined(__AVX__)
-inline Ints multiply_add(Shorts a, Shorts b) { return (Ints)_mm_madd_epi16((__m128i)a, (__m128i)b); }
-#else
-inline Ints multiply_add(Shorts a, Shorts b) {
-  const Ints x = (Ints)a, y = (Ints)b;
-  const Ints low = ((Ints)((Words)x << 16) >> 16) * ((Ints)((Words)y << 16) >> 16);
-  return low + (x >> 16) * (y >> 16);
-}
-#endif
-
-// Adds to each lane the products of its four bytes of `w`, unsigned, with those of `x`, signed.
-inline Ints dot(Ints sum, Ints w, Ints x) {
-#if defined(__AVX512VNNI__)
-  return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
-#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
-  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
-#else
-  const Shorts even = (Shorts)((Words)w & 0x00ff00ffu), odd = (Shorts)((Words)w >> 8 & 0x00ff00ffu);
-  const Shorts x_even = (Shorts)((Words)x << 8 & 0xff00ff00u) >> 8, x_odd = (Shorts)x >> 8;
-  return sum + multiply_add(even, x_even) + multiply_add(odd, x_odd);
-#endif
-}
-
-// The lowest byte of each lane. GCC takes the vector apart for it, where AVX-512 has an instruction.
-inline Bytes low_bytes(Ints v) {
-#ifdef __AVX512F__
-  return (Bytes)_mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)v);
-#else
-  return __builtin_convertvector(v, Bytes);
-#endif
-}
+constexpr int kStepBytes = 2 * kSide * kStep;
 
 // The activations of one pass, rounded. The rows of a tile lie beside each other: of every four inputs one row's after
 // the other's, and so for the scales and offsets of every group.
@@ -93,25 +37,6 @@ struct Rounded {
     if (int64_t(scales.size()) < rows * groups) scales.resize(rows * groups), offsets.resize(rows * groups);
   }
 };
-
-// All lanes as one.
-template <typename V, typename Join, int... i>
-inline V fold(V v, Join join, std::integer_sequence<int, i...>) {
-  if constexpr (kLanes >= 16) v = join(v, SHUFFLE(v, v, (i ^ 8) % kLanes...));
-  if constexpr (kLanes >= 8) v = join(v, SHUFFLE(v, v, (i ^ 4) % kLanes...));
-  v = join(v, SHUFFLE(v, v, (i ^ 2)...));
-  return join(v, SHUFFLE(v, v, (i ^ 1)...));
-}
-
-// The largest magnitude. Where there is a NaN, it is that: its bits are above those of all numbers.
-template <typename T>
-inline float magnitude(const T* x, int64_t count) {
-  const auto larger_of = [](Words a, Words b) { return a > b ? a : b; };
-  Words most{};
-  for (int64_t i = 0; i < count; i += kLanes)
-    most = larger_of(most, (Words)read_some(x + i, count - i) & 0x7fffffffu);
-  return ((Floats)fold(most, larger_of, Lanes{}))[0];
-}
 
 // One group of one row: returns the scale. What is not finite makes a scale that is not finite, and so does its row.
 template <typename T>
@@ -146,10 +71,6 @@ void round_tile(const T* x, int64_t stride, int64_t first, int64_t rows, int64_t
                           : round_group(from, inputs - begin, values, rows * kStep, &to.offsets[at]);
     }
 }
-
-// Tiles of equal height, as far as that goes.
-inline int64_t tiles_of(int64_t rows) { return (rows + kTile - 1) / kTile; }
-inline int64_t tile_begin(int64_t rows, int64_t tile) { return rows * tile / tiles_of(rows); }
 
 // What is prefetched while a tile multiplies: `pace` bytes of the weight for every four inputs.
 struct Ahead {
@@ -196,28 +117,6 @@ __attribute__((noinline)) void multiply(const uint8_t* panel, const Rounded& x, 
   }
 }
 
-// Where the results of a pass go: rows of `width` numbers, of which the second half begins at `half`.
-template <typename T>
-struct Target {
-  T* out;
-  int64_t width, half;
-  bool gated;
-};
-
-template <typename T>
-inline void put(const Target<T>& to, const Int8Call& call, int64_t row, int64_t panel, const Floats* sums) {
-  const float *scales = call.scales + panel * 2 * kSide, *bias = call.bias + panel * 2 * kSide;
-  T* out = to.out + row * to.width;
-  for (int part = 0; part < kParts; ++part) {
-    const int64_t channel = panel * kSide + part * kLanes, left = to.half - channel;
-    const auto value = [&](int v) { return sums[v] * read(scales + v * kLanes) + read(bias + v * kLanes); };
-    const Floats a = value(part), b = value(kParts + part);
-    if (left > 0) write_some(out + channel, to.gated ? silu(a) * b : a, left);
-    const int64_t right = to.width - to.half - channel;
-    if (!to.gated && right > 0) write_some(out + to.half + channel, b, right);
-  }
-}
-
 template <int kRows, typename T>
 void compute_rows(const Int8Call& call, const Rounded& x, int64_t first, int64_t rows, int64_t panel, Ahead ahead,
                   const Target<T>& to) {
@@ -226,7 +125,7 @@ void compute_rows(const Int8Call& call, const Rounded& x, int64_t first, int64_t
   }
   Floats sums[kRows][kWide];
   multiply<kRows>(call.panels + panel * x.words * kStepBytes, x, first, ahead, sums);
-  for (int r = 0; r < kRows; ++r) put(to, call, first + r, panel, sums[r]);
+  for (int r = 0; r < kRows; ++r) put(to, call.scales, call.bias, first + r, panel, sums[r]);
 }
 
 template <typename T>

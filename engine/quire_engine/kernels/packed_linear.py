@@ -118,7 +118,7 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = torch.empty(len(weight), dtype=torch.float32)
     rows = max(1, _NUMBERS_AT_ONCE // max(1, weight.shape[1]))
     for part, target, scale in zip(weight.split(rows), rounded.split(rows), scales.split(rows), strict=True):
-        values, scale[:] = _round(part.float())
+        values, scale[:] = round_rows(part.float())
         target.copy_(values)
     return rounded, scales
 
@@ -142,9 +142,7 @@ class PackedInt8:
     ) -> None:
         outputs, inputs = weight.shape
         bias = torch.zeros_like(scales) if bias is None else bias.float()
-        self._buffers = tuple(
-            on_huge_pages(tensor) for tensor in (pack_int8(weight), _by_panel(scales), _by_panel(bias))
-        )
+        self._buffers = tuple(on_huge_pages(tensor) for tensor in (pack_int8(weight), by_panel(scales), by_panel(bias)))
         panels, scales, bias = (tensor.data_ptr() for tensor in self._buffers)
         self._call = Int8Call(panels, scales, bias, inputs=inputs, outputs=outputs, bf16=int(dtype == torch.bfloat16))
         self._pointer = ctypes.pointer(self._call)
@@ -163,6 +161,16 @@ class PackedInt8:
         call.rows, call.gated, call.threads = rows, gated, torch.get_num_threads()
         self._run(self._pointer)
         return out
+
+    def rows(self, channels: torch.Tensor) -> torch.Tensor:
+        """The weight's rows of ``channels`` [N], dequantised -> fp32 [N, in]. Raises ``IndexError`` for one beyond."""
+        panels, scales, _ = self._buffers
+        _check_channels(channels, self._call.outputs)
+        half = (self._call.outputs + 1) // 2
+        side, place = channels // half, channels % half
+        panel, lane = place // SIDE, place % SIDE
+        values = panels[panel, :, side, lane].flatten(1)[:, : self._call.inputs]
+        return (values.float() - 128) * scales[panel, side, lane, None]
 
 
 class PlainInt8:
@@ -183,7 +191,7 @@ class PlainInt8:
         """See ``PackedInt8.matmul``."""
         total = torch.zeros(len(x), len(self._weight))
         for inputs, weight in zip(x.float().split(GROUP, dim=1), self._weight.split(GROUP, dim=1), strict=True):
-            rounded, scales = _round(inputs)
+            rounded, scales = round_rows(inputs)
             total += _exact_matmul(rounded, weight) * scales[:, None]
         total *= self._scales
         if self._bias is not None:
@@ -192,6 +200,11 @@ class PlainInt8:
             gate, up = total.chunk(2, dim=1)
             total = F.silu(gate) * up
         return total.to(x.dtype)
+
+    def rows(self, channels: torch.Tensor) -> torch.Tensor:
+        """See ``PackedInt8.rows``."""
+        _check_channels(channels, len(self._weight))
+        return self._weight[channels].float() * self._scales[channels, None]
 
 
 def make_product(
@@ -205,29 +218,40 @@ def make_product(
 def pack_int8(weight: torch.Tensor) -> torch.Tensor:
     """int8 [out, in] -> uint8 [panels, ceil(in / STEP), 2, SIDE, STEP], 128 added to each."""
     outputs, inputs = weight.shape
-    side = _panels(outputs) * SIDE
+    side = panels_of(outputs) * SIDE
     padded = torch.zeros(2, side, -(-inputs // STEP) * STEP, dtype=torch.int8)
-    for half, part in zip(padded, _halves(weight), strict=True):
+    for half, part in zip(padded, halves_of(weight), strict=True):
         half[: len(part), :inputs] = part
     words = padded.view(torch.int32).view(2, -1, SIDE, padded.shape[2] // STEP).permute(1, 3, 0, 2).contiguous()
     return words.view(torch.uint8).view(*words.shape, STEP).bitwise_xor_(128)
 
 
-def _by_panel(numbers: torch.Tensor) -> torch.Tensor:
-    """fp32 [out] -> [panels, 2, SIDE], in the order of the channels of ``pack_int8``."""
-    padded = torch.zeros(2, _panels(len(numbers)) * SIDE)
-    for half, part in zip(padded, _halves(numbers), strict=True):
+def by_panel(numbers: torch.Tensor) -> torch.Tensor:
+    """[out] -> [panels, 2, SIDE], in the order of the channels of ``pack_int8``; [out, groups] -> [panels, groups, 2,
+    SIDE]. Channels that there are not are 0.
+    """
+    rest = numbers.shape[1:]
+    padded = numbers.new_zeros(2, panels_of(len(numbers)) * SIDE, *rest)
+    for half, part in zip(padded, halves_of(numbers), strict=True):
         half[: len(part)] = part
-    return padded.view(2, -1, SIDE).transpose(0, 1).contiguous()
+    by_side = padded.view(2, -1, SIDE, *rest)
+    return (by_side.permute(1, 3, 0, 2) if rest else by_side.transpose(0, 1)).contiguous()
 
 
-def _halves(channels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def halves_of(channels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The channels of the two sides of all panels."""
     middle = (len(channels) + 1) // 2
     return channels[:middle], channels[middle:]
 
 
-def _panels(outputs: int) -> int:
+def panels_of(outputs: int) -> int:
+    """The number of panels."""
     return -(-((outputs + 1) // 2) // SIDE)
+
+
+def _check_channels(channels: torch.Tensor, outputs: int) -> None:
+    if channels.numel() and not 0 <= int(channels.min()) <= int(channels.max()) < outputs:
+        raise IndexError(f"a row beyond the {outputs} of the table")
 
 
 def _exact_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -243,7 +267,7 @@ def _exact_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return product
 
 
-def _round(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def round_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 [R, N] as whole numbers in fp32, at most 127 in each row, and the scales [R]."""
     most = rows.abs().amax(1)
     vanishes = most < _SMALLEST

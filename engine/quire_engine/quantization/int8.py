@@ -3,7 +3,7 @@
 import torch
 
 from quire_engine.kernels.packed_linear import make_product, quantize
-from quire_engine.quantization.base import DenseMethod, Linear
+from quire_engine.quantization.base import DenseMethod, Embedding, Linear
 
 
 class Int8Method(DenseMethod):
@@ -12,6 +12,23 @@ class Int8Method(DenseMethod):
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """See ``LinearMethod.pack``."""
         return Int8Linear(weight, bias)
+
+
+class Int8TableMethod(DenseMethod):
+    """Heads and embeddings are held in int8, and as one where they are tied."""
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """See ``LinearMethod.pack``."""
+        return Int8Linear(weight, bias)
+
+    def pack_embedding(self, table: torch.Tensor) -> Embedding:
+        """See ``DenseMethod.pack_embedding``."""
+        return Int8Linear(table).rows
+
+    def pack_tied(self, table: torch.Tensor) -> tuple[Embedding, Linear]:
+        """See ``DenseMethod.pack_tied``."""
+        head = Int8Linear(table)
+        return head.rows, head
 
 
 class Int8Linear:
@@ -56,6 +73,10 @@ class Int8Linear:
         if self.out_features % 2:
             raise ValueError(f"{self.out_features} outputs are not a gate and as many to multiply with it")
         return self._matmul.matmul(self._checked(x), gated=True)
+
+    def rows(self, channels: torch.Tensor) -> torch.Tensor:
+        """Rows of the weight, as an ``Embedding`` returns them."""
+        return self._matmul.rows(channels).to(self._dtype)
 
     def _checked(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` with contiguous rows, as the kernel needs. Raises ``ValueError`` for another shape, dtype or device."""

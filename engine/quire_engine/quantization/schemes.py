@@ -16,7 +16,8 @@ from quire_engine.quantization.base import DenseMethod, Linear, QuantizationConf
 from quire_engine.quantization.compressed_tensors import CompressedTensorsMethod, bits_in, check_compressed_tensors
 from quire_engine.quantization.fp8 import Fp8Method, check_fp8
 from quire_engine.quantization.gptq import GptqMethod, check_gptq
-from quire_engine.quantization.int8 import Int8Method
+from quire_engine.quantization.int4 import Int4Method
+from quire_engine.quantization.int8 import Int8Method, Int8TableMethod
 from quire_engine.quantization.stored import StoredDenseMethod, StoredMethod
 from quire_engine.quantization.unquantized import UnquantizedMethod
 
@@ -35,7 +36,13 @@ def _int8(options: LoadOptions, dtype: torch.dtype) -> QuantizationConfig:
     return QuantizationConfig(int8, int8, UnquantizedMethod(options, dtype))
 
 
-SCHEMES: Mapping[Quantization | None, Scheme] = {None: _unquantized, "int8": _int8}
+def _int4(options: LoadOptions, dtype: torch.dtype) -> QuantizationConfig:
+    return QuantizationConfig(
+        Int4Method(options, dtype), Int8TableMethod(options, dtype), UnquantizedMethod(options, dtype)
+    )
+
+
+SCHEMES: Mapping[Quantization | None, Scheme] = {None: _unquantized, "int8": _int8, "int4": _int4}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,8 @@
 memory is held.
 """
 
-import ctypes
-import platform
-import shutil
-import subprocess
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,17 +21,10 @@ from quire_engine.quantization.int8 import Int8Linear
 from quire_engine.quantization.schemes import make_linear
 from torch.nn import functional as F
 
+from tests.support.processors import FORMS, compile_for, on_threads
+
 INT8 = LoadOptions(ExecutorConfig(quantization="int8"))
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
-# Of the processors that there may be: what this one has, then ever less.
-FORMS = ["native", "x86-64-v4", "x86-64-v3 -mavxvnni", "x86-64-v3", "x86-64 -mavx", "x86-64", "torch"]
-FLAGS = {
-    "x86-64-v4": "avx512bw",
-    "x86-64-v3 -mavxvnni": "avx_vnni",
-    "x86-64-v3": "avx2",
-    "x86-64 -mavx": "avx",
-    "x86-64": "sse2",
-}
 Make = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.dtype], PackedInt8 | PlainInt8]
 
 
@@ -48,30 +36,12 @@ def make(request, tmp_path_factory) -> Make:
     native = bindings.library()
     if native is None:
         pytest.skip("the kernels cannot be compiled here")
-    build = native if request.param == "native" else compile_for(request.param, tmp_path_factory.mktemp("build"))
+    build = (
+        native
+        if request.param == "native"
+        else compile_for(request.param, "int8.cpp", tmp_path_factory.mktemp("build"))
+    )
     return lambda weight, scales, bias, dtype: PackedInt8(build, weight, scales, bias, dtype)
-
-
-def compile_for(processor: str, folder: Path) -> ctypes.CDLL:
-    compiler = shutil.which("c++")
-    if platform.machine() != "x86_64" or FLAGS[processor] not in Path("/proc/cpuinfo").read_text() or not compiler:
-        pytest.skip(f"no {processor} here")
-    source, output = Path(bindings.__file__).parent / "int8.cpp", folder / "int8.so"
-    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fopenmp", *f"-march={processor}".split()]
-    subprocess.run([compiler, *flags, source, "-o", output], check=True, capture_output=True, timeout=120)
-    loaded = ctypes.CDLL(str(output))
-    loaded.quire_int8_linear.argtypes, loaded.quire_int8_linear.restype = (ctypes.POINTER(bindings.Int8Call),), None
-    return loaded
-
-
-@contextmanager
-def on_threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def draw(*size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

@@ -1,0 +1,115 @@
+"""Weights in four bits with a scale and a zero for each group of inputs: made as a checkpoint with plain weights is
+read, or stored so (AWQ, GPTQ, compressed-tensors and Q4_K all are such weights, see ``Int4Weight``).
+"""
+
+import torch
+
+from quire_engine.kernels.packed_int4 import Int4Weight, make_int4_product
+from quire_engine.quantization.base import DenseMethod, Linear
+
+_LEVELS = 15
+# Parts of a group's range that are tried: where few numbers are at its ends, a finer scale for the others is worth it.
+_RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+_NUMBERS_AT_ONCE = 1 << 18  # they and what is computed of them stay in a cache
+
+
+class Int4Method(DenseMethod):
+    """Layers hold their weight in four bits."""
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """See ``LinearMethod.pack``."""
+        return Int4Linear(quantize_int4(weight), bias, weight.dtype)
+
+
+class Int4Linear:
+    """A ``Linear`` whose weight is held in four bits, on the CPU, for activations of ``dtype``. It keeps neither
+    ``weight`` nor ``bias``. A row of a result depends on its own inputs alone, bit for bit.
+    """
+
+    __slots__ = ("_dtype", "_matmul", "in_features", "out_features")
+
+    def __init__(self, weight: Int4Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        self.out_features, self.in_features = weight.q.shape
+        self._dtype = dtype
+        self._matmul = make_int4_product(weight, bias, dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held, in bytes."""
+        return self._matmul.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear``."""
+        return self._matmul.matmul(self._checked(x), gated=False)
+
+    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear.forward_silu_mul``; gate and up are not rounded before they are multiplied."""
+        if self.out_features % 2:
+            raise ValueError(f"{self.out_features} outputs are not a gate and as many to multiply with it")
+        return self._matmul.matmul(self._checked(x), gated=True)
+
+    def _checked(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` with contiguous rows, as the kernel needs. Raises ``ValueError`` for another shape, dtype or device."""
+        if x.dtype is not self._dtype or not x.is_cpu or x.dim() != 2 or x.shape[1] != self.in_features:
+            raise ValueError(
+                f"int4: {x.dtype} {tuple(x.shape)} on {x.device} is not {self._dtype} [T, {self.in_features}]"
+            )
+        return x if x.stride(1) == 1 else x.contiguous()
+
+
+def quantize_int4(weight: torch.Tensor, group_size: int = 32) -> Int4Weight:
+    """``weight`` [out, in] in four bits, with the scale and the zero of each group that give the least squared error
+    among those of several ranges. A group with a non-finite number gets a non-finite scale.
+    """
+    outputs, inputs = weight.shape
+    groups = -(-inputs // group_size)
+    q = torch.empty(outputs, inputs, dtype=torch.uint8)
+    scales, zeros = torch.empty(outputs, groups), torch.empty(outputs, groups)
+    whole = inputs - inputs % group_size
+    for columns, size in ((slice(0, whole), group_size), (slice(whole, inputs), inputs - whole)):
+        some = slice(columns.start // group_size, -(-columns.stop // group_size))
+        rows = max(1, _NUMBERS_AT_ONCE // max(1, columns.stop - columns.start))
+        for first in range(0, outputs if size and some.start < some.stop else 0, rows):
+            part = slice(first, first + rows)
+            groups_of_part = weight[part, columns].float().unflatten(1, (-1, size))
+            values, scales[part, some], zeros[part, some] = _search(groups_of_part)
+            q[part, columns] = values.flatten(1)
+    return Int4Weight(q, scales, zeros, group_size)
+
+
+def _search(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """fp32 [out, groups, group] -> q [out, groups, group], scales and zeros [out, groups]."""
+    low, high = w.amin(2, keepdim=True).clamp(max=0), w.amax(2, keepdim=True).clamp(min=0)
+    step = (high - low) / _LEVELS
+    best_scale, best_zero = step, torch.where(step == 0, 0, -low / step)
+    best = _error(w, _whole(w, best_scale, best_zero), best_scale, best_zero)
+    start = best_zero
+    for part in _RANGES:
+        q = _whole(w, step * part, start)
+        scale, zero = _fit(w, q, step * part, start)
+        error = _error(w, q, scale, zero)
+        better = error < best
+        best = torch.where(better, error, best)
+        best_scale, best_zero = torch.where(better, scale, best_scale), torch.where(better, zero, best_zero)
+    return _whole(w, best_scale, best_zero).to(torch.uint8), best_scale.squeeze(2), best_zero.squeeze(2)
+
+
+def _whole(w: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    inverse = torch.where(scale == 0, 0, 1 / scale)
+    return (w * inverse + zero).round_().nan_to_num_(0, 0, 0).clamp_(0, _LEVELS)
+
+
+def _fit(
+    w: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale and zero that suit ``q`` best, by least squares; those given where ``q`` is everywhere the same."""
+    mean, level = w.mean(2, keepdim=True), q.mean(2, keepdim=True)
+    centred = q - level
+    fitted = (centred * w).sum(2, keepdim=True) / centred.square().sum(2, keepdim=True)
+    usable = fitted > 0
+    fitted = torch.where(usable, fitted, scale)
+    return fitted, torch.where(usable, (level - mean / fitted).clamp(0, _LEVELS), zero)
+
+
+def _error(w: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    return (scale * (q - zero) - w).square().sum(2, keepdim=True)
