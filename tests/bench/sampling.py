@@ -3,6 +3,9 @@
 One decode step's draws, from ready logits to tokens, for each kind of parameter, as a ratio to plain rows of the same
 batch: greedy ones for what changes a greedy draw, and ones drawn at temperature 1 for the rest. Every sequence has a
 prompt and an output behind it. The kinds take turns, and medians are compared.
+
+A second table, on the CPU: the compiled sampler at the vocabularies of two families of models, and how many times as
+long the torch form takes for the same step.
 """
 
 import argparse
@@ -10,6 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import torch
@@ -34,6 +38,14 @@ KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "beams": ("greedy", {"temperature": 0, "num_candidates": 16}),
     "everything": ("random", {"temperature": 1.0, "grammar": True} | EVERYTHING),
 }
+COMPILED: dict[str, dict[str, object]] = {
+    "greedy": {"temperature": 0},
+    "T=1": {"temperature": 1.0},
+    "T=1, top-p 0.95": {"temperature": 1.0, "top_p": 0.95},
+    "top-k 50": {"temperature": 1.0, "top_k": 50},
+    "min-p 0.05": {"temperature": 1.0, "min_p": 0.05},
+}
+VOCABULARIES = (49_152, 151_936)
 
 
 class EvenTokens:
@@ -51,15 +63,35 @@ class EvenTokens:
 
 def main() -> None:
     options = parse_options()
-    logits = torch.randn(options.rows, options.vocab, generator=torch.Generator().manual_seed(0)).to(
-        options.device, getattr(torch, options.dtype)
-    )
+    logits = make_logits(options)
     steps = {name: make_step(options, wanted, logits) for name, (_, wanted) in KINDS.items()}
     figures = measure(steps, options.steps)
     where = f"{options.device}, {torch.get_num_threads()} threads"
     print(f"{options.rows} rows of {options.vocab} {options.dtype} logits, {where}")
     for name, (base, _) in KINDS.items():
         print(f"  {name:<12}{figures[name]:8.3f} ms a step, {figures[name] / figures[base]:6.2f} of {base}")
+    if options.device == "cpu":
+        for vocab_size in VOCABULARIES:
+            options.vocab = vocab_size
+            print_compiled(options)
+
+
+def print_compiled(options: argparse.Namespace) -> None:
+    """Each kind's step with the compiled sampler, and what the torch form takes for it."""
+    logits = make_logits(options)
+    steps = {name: make_step(options, wanted, logits) for name, wanted in COMPILED.items()}
+    figures = measure(steps, options.steps)
+    with mock.patch("quire_engine.sampling.sample_kernel.library", return_value=None):
+        in_torch = measure(steps, max(1, options.steps // 10))
+    print(f"{options.rows} rows of {options.vocab} {options.dtype} logits: compiled, and how often as long in torch")
+    for name, took in figures.items():
+        print(f"  {name:<16}{took:8.3f} ms a step{in_torch[name] / took:8.1f}")
+
+
+def make_logits(options: argparse.Namespace) -> torch.Tensor:
+    """Logits whose distribution is flat: hardly any other costs more."""
+    logits = torch.randn(options.rows, options.vocab, generator=torch.Generator().manual_seed(0))
+    return logits.to(options.device, getattr(torch, options.dtype))
 
 
 def parse_options() -> argparse.Namespace:

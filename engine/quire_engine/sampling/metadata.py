@@ -77,8 +77,25 @@ def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 def gumbel_from_bits(bits: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise float32, always finite, from random bits int32, which are overwritten."""
-    uniform = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=_BELOW_ONE)
+    return gumbel_from_uniform(uniform_from_bits(bits))
+
+
+def uniform_from_bits(bits: torch.Tensor) -> torch.Tensor:
+    """Uniform numbers float32 between 0 and 1, neither of them, from random bits int32, which are overwritten."""
+    return bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=_BELOW_ONE)
+
+
+def gumbel_from_uniform(uniform: torch.Tensor) -> torch.Tensor:
+    """The noise of uniform numbers."""
     return log_of_parts(*split(exponential_of_uniform(uniform))).neg_()
+
+
+def noise_bound(uniform: torch.Tensor) -> torch.Tensor:
+    """At least the noise of uniform numbers, and at a fraction of its cost: it is below ``-log(uniform)``, and the bits
+    of a float32 are a line from power to power of two, which is nowhere above the logarithm. Above by 0.06 at most,
+    where the noise is large.
+    """
+    return uniform.view(torch.int32).float().mul_(-log(2) / (1 << 23)).add_(127 * log(2) + 0.001)
 
 
 def hash_tokens(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

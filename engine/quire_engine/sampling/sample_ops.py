@@ -23,7 +23,17 @@ from quire_proto.sampling import TokenLogprobs
 
 from quire_engine.device.accelerator import upload_arrays
 from quire_engine.sampling.exact_math import weights
-from quire_engine.sampling.metadata import BoolArray, DeviceSamplingMetadata, SamplingMetadata, TokenArray, gumbel_noise
+from quire_engine.sampling.metadata import (
+    BoolArray,
+    DeviceSamplingMetadata,
+    SamplingMetadata,
+    TokenArray,
+    gumbel_from_uniform,
+    gumbel_noise,
+    hash_tokens,
+    noise_bound,
+    uniform_from_bits,
+)
 from quire_engine.sampling.sample_kernel import run_sample_kernel
 
 # Top-k, top-p and min-p: the lowest score that a row keeps.
@@ -253,7 +263,13 @@ def _sample_from_all(scores: torch.Tensor, keys: torch.Tensor, allow_sync: bool)
     token_ids = torch.zeros(len(keys), dtype=torch.int64, device=scores.device)
     for start, part in zip(range(0, scores.shape[1], width), scores.split(width, dim=1), strict=True):
         ids = torch.arange(start, start + part.shape[1], dtype=torch.int32, device=scores.device)
-        noisy = gumbel_noise(keys, ids).add_(part)
+        uniform = uniform_from_bits(hash_tokens(keys, ids))
+        if allow_sync:  # noise for those that can win
+            hopeful = (noise_bound(uniform).add_(part) >= best[:, None]).nonzero(as_tuple=True)
+            noise = gumbel_from_uniform(uniform[hopeful])
+            noisy = torch.full_like(part, -torch.inf).index_put_(hopeful, noise.add_(part[hopeful]))
+        else:
+            noisy = gumbel_from_uniform(uniform).add_(part)
         index = lowest_argmax(noisy, allow_sync=allow_sync)
         highest = noisy.gather(1, index[:, None]).squeeze(1)
         better = highest > best

@@ -7,7 +7,15 @@ import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from quire_engine.sampling.metadata import SamplingMetadata, gumbel_from_bits, gumbel_noise, hash_tokens
+from quire_engine.sampling.metadata import (
+    SamplingMetadata,
+    gumbel_from_bits,
+    gumbel_from_uniform,
+    gumbel_noise,
+    hash_tokens,
+    noise_bound,
+    uniform_from_bits,
+)
 from quire_engine.sampling.sample_ops import TopCandidates, finite_rows, sample, sampling_threshold
 from quire_proto.sampling import MAX_SEED, SamplingParams
 
@@ -82,6 +90,17 @@ def test_the_next_position_has_other_noise(seed: int, position: int) -> None:
 def test_noise_is_finite_for_any_bits() -> None:
     extremes = [0, 1, -1, 2**31 - 1, -(2**31), 2**31 - 2, 2**30, *range(-70, 70)]
     assert gumbel_from_bits(torch.tensor(extremes, dtype=torch.int32)).isfinite().all()
+
+
+@settings(deadline=None)
+@given(seeds, positions)
+def test_the_bound_of_the_noise_holds_and_is_close_where_noise_is_large(seed: int, position: int) -> None:
+    edges = torch.tensor([0, 1, 2, 2**23, 2**30, 2**31 - 1], dtype=torch.int32)
+    bits = torch.cat([hash_tokens(row_keys([seed], [position]), torch.arange(5000, dtype=torch.int32))[0], edges])
+    uniform = uniform_from_bits(bits)
+    noise, bound = gumbel_from_uniform(uniform), noise_bound(uniform)
+    assert (bound > noise).all()
+    assert (bound < noise + 0.08)[noise > 4].all()
 
 
 def test_noise_has_the_mean_and_variance_of_a_gumbel_distribution() -> None:
