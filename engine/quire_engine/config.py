@@ -121,6 +121,13 @@ class SchedulerArgs(_Frozen):
     )
     max_num_seqs: MaxNumSeqs = 64
     max_num_batched_tokens: int = Field(default=2048, ge=1, le=1 << 20, description="Tokens that one step computes.")
+    max_step_seconds: float | None = Field(
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds that a step may take while sequences decode: prompts get as many tokens of it as fit; 0 "
+        "is no bound, and by default it is a multiple of what decoding alone takes.",
+    )
     max_waiting: MaxWaiting = 16384
     max_overtakes: int = Field(
         default=64, ge=1, description="How often later requests can overtake one, with --scheduling-policy sjf."

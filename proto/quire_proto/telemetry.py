@@ -112,6 +112,7 @@ class Metric:
     ENGINE_BLOCKS_TOTAL = "quire_engine_blocks"
     ENGINE_BLOCKS_FREE = "quire_engine_free_blocks"
     ENGINE_STEP_SECONDS = "quire_engine_step_seconds"
+    ENGINE_BOUNDED_STEP_RATIO = "quire_engine_bounded_step_ratio"
     ENGINE_COMPUTED_TOKENS = "quire_engine_computed_tokens"
     ENGINE_GENERATION_TOKENS = "quire_engine_generation_tokens"
     ENGINE_PREEMPTIONS = "quire_engine_preemptions"

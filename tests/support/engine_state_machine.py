@@ -23,6 +23,7 @@ from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor, expected_bea
 
 EOS = 7
 MAX_MODEL_LEN = 40
+TOO_SHORT = 1e-12  # seconds; prompts get the least, however long steps take
 
 
 @dataclass
@@ -70,9 +71,21 @@ class EngineStateMachine(RuleBasedStateMachine):
         batching=st.sampled_from(["continuous", "continuous", "static"]),
         rates=st.sampled_from([Rates(1e3, 1e9), Rates(1e3, 1e3), Rates(1e9, 1.0)]),
         max_swapped=st.sampled_from([0, 2, 64]),
+        max_step_seconds=st.sampled_from([0.0, TOO_SHORT]),
     )
     def start(
-        self, block_size, pool_tokens, host_blocks, budget, max_num_seqs, caching, policy, batching, rates, max_swapped
+        self,
+        block_size,
+        pool_tokens,
+        host_blocks,
+        budget,
+        max_num_seqs,
+        caching,
+        policy,
+        batching,
+        rates,
+        max_swapped,
+        max_step_seconds,
     ):
         capacity = KVCacheConfig(block_size, 1 + pool_tokens // block_size, host_blocks, block_bytes=100)
         config = SchedulerConfig(
@@ -85,6 +98,7 @@ class EngineStateMachine(RuleBasedStateMachine):
             max_overtakes=2,
             batching=batching,
             max_swapped=max_swapped,
+            max_step_seconds=max_step_seconds,
         )
         self.memory = KVCacheManager(capacity, prefix_caching=caching != "none", host_caching=caching == "host")
         self.scheduler = Scheduler(config, self.memory, rates=rates)

@@ -26,6 +26,7 @@ from quire_engine.core.request_queue import (
     choose_preemption_mode,
 )
 from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ScheduledChunk, SchedulerOutput
+from quire_engine.core.step_time_model import StepBudget, StepTimeEstimator
 
 if TYPE_CHECKING:
     from quire_engine.core.config import SchedulerConfig
@@ -44,6 +45,8 @@ class BatchScheduler:
         kv_cache_manager: KVCacheManager,
         rates: Rates,
         stats: SchedulerStats,
+        step_times: StepTimeEstimator,
+        *,
         clock: Callable[[], int],
     ) -> None:
         self.running = AdmittedQueue()
@@ -56,6 +59,7 @@ class BatchScheduler:
         self._rates = rates
         self._stats = stats
         self._clock = clock
+        self._step_times = step_times
         self._policy = POLICIES[config.scheduling_policy]
         self._by_length = config.scheduling_policy == "sjf"
         self._by_priority = config.scheduling_policy == "priority"
@@ -91,10 +95,11 @@ class BatchScheduler:
         """The next step. Empty when nothing can be computed. ``ahead``: the step before it is still in flight."""
         scheduler_output = SchedulerOutput(step)
         self.out_of_memory.clear()
-        budget = self._schedule_running(scheduler_output, self._config.max_num_batched_tokens)
+        budget = self._make_budget()
+        self._schedule_running(scheduler_output, budget)
         if not scheduler_output.num_preempted:
             if self.swapped or self.preempted:
-                budget = self._schedule_preempted(scheduler_output, budget)
+                self._schedule_preempted(scheduler_output, budget)
             if self.waiting.sequences and not self.swapped and not self.preempted and self._can_admit():
                 self._schedule_waiting(scheduler_output, budget)
         if not (
@@ -105,30 +110,38 @@ class BatchScheduler:
             or self._kv_cache_manager.has_pending_copies
         ):
             self._break_beam_deadlock(scheduler_output)
+        if budget.has_prompts:
+            scheduler_output.max_seconds = budget.max_seconds
         copies = self._kv_cache_manager.take_pending_copies()
         scheduler_output.blocks_to_swap_out = copies.blocks_to_swap_out
         scheduler_output.blocks_to_copy = copies.blocks_to_copy
         scheduler_output.blocks_to_swap_in = copies.blocks_to_swap_in
         return scheduler_output
 
+    def _make_budget(self) -> StepBudget:
+        """The step's budget, which prompts share with the sequences that decode."""
+        limit = self._config.max_step_seconds
+        contexts = [] if limit == 0 else [s.num_scheduled_tokens for s in self.running if s.num_unscheduled_tokens == 1]
+        return self._step_times.make_budget(self._config.max_num_batched_tokens, limit, contexts)
+
     # Running
 
-    def _schedule_running(self, scheduler_output: SchedulerOutput, budget: int) -> int:
+    def _schedule_running(self, scheduler_output: SchedulerOutput, budget: StepBudget) -> None:
         search: SequenceGroup | None = None
         running = SequenceStatus.RUNNING  # a member of an enumeration is slow to look up
         for sequence in self.running.copy():
-            if budget == 0 or self.out_of_memory or sequence.status is not running:
+            if budget.tokens == 0 or self.out_of_memory or sequence.status is not running:
                 break  # victims are those of the least precedence, so all that follow a victim are victims too
             group = sequence.group
             if group.beam_search is not None and group is not search:
                 # Room for all of them is made at once: none can be preempted when others have been scheduled.
                 search = group
-                if not self._preempt_until_fits(_running_beams(group), budget, scheduler_output):
+                if not self._preempt_until_fits(_running_beams(group), budget.tokens, scheduler_output):
                     continue
-            length = min(sequence.num_unscheduled_tokens, budget)
+            wanted = sequence.num_unscheduled_tokens
+            length = budget.chunk_length(sequence.num_scheduled_tokens, wanted) if wanted else 0
             if length and self._preempt_until_fits([sequence], length, scheduler_output):
-                budget -= self._schedule(sequence, length, scheduler_output)
-        return budget
+                self._schedule(sequence, length, scheduler_output, budget)
 
     def _preempt_until_fits(self, beams: list[Sequence], budget: int, scheduler_output: SchedulerOutput) -> bool:
         """Preempts until there are blocks for the next tokens of ``beams``, which are scheduled together, or a single
@@ -159,9 +172,10 @@ class BatchScheduler:
         """The sequences preempted with ``victim``, the least precedence first: beams can only go on together."""
         return [victim] if victim.group.beam_search is None else _running_beams(victim.group)[::-1]
 
-    def _schedule(self, sequence: Sequence, length: int, scheduler_output: SchedulerOutput) -> int:
-        """Adds the sequence's next chunk to the step and returns its length. There is room for it."""
+    def _schedule(self, sequence: Sequence, length: int, scheduler_output: SchedulerOutput, budget: StepBudget) -> None:
+        """Adds the sequence's next chunk to the step. There is room for it."""
         start, known = sequence.num_scheduled_tokens, sequence.token_ids
+        budget.spend(start, length, sequence.num_unscheduled_tokens)
         end = start + length
         self._kv_cache_manager.allocate_slots(sequence.table, start, end)
         token_ids = known[start:end] or [PLACEHOLDER_TOKEN_ID]
@@ -174,7 +188,6 @@ class BatchScheduler:
             chunk.num_prompt_logprobs = sequence.request.sampling.prompt_logprobs or 0
         scheduler_output.chunks.append(chunk)
         sequence.num_scheduled_tokens = end
-        return length
 
     def _needs_prompt_logprobs(self, group: SequenceGroup) -> bool:
         """Whether log-probabilities of the prompt are still to be computed: then all of it is computed, whatever is
@@ -236,15 +249,24 @@ class BatchScheduler:
 
     # Resuming preempted sequences
 
-    def _schedule_preempted(self, scheduler_output: SchedulerOutput, budget: int) -> int:
+    def _schedule_preempted(self, scheduler_output: SchedulerOutput, budget: StepBudget) -> None:
         """What was preempted comes back by precedence, whether swapped out or not: nothing passes another."""
-        while budget and (sequence := self._next_preempted()) is not None and self._has_free_slots(sequence):
+        while budget.tokens and (sequence := self._next_preempted()) is not None and self._has_free_slots(sequence):
             is_swapped = sequence.status is SequenceStatus.SWAPPED
-            if not (self._swap_in(sequence, budget) if is_swapped else self._readmit(sequence)):
+            if not (self._swap_in(sequence, budget.tokens) if is_swapped else self._readmit(sequence)):
                 break
-            if sequence.num_unscheduled_tokens:
-                budget -= self._schedule(sequence, min(sequence.num_unscheduled_tokens, budget), scheduler_output)
-        return budget
+            if not self._schedule_next_chunk(sequence, scheduler_output, budget):
+                break
+
+    def _schedule_next_chunk(self, sequence: Sequence, scheduler_output: SchedulerOutput, budget: StepBudget) -> bool:
+        """Adds what the budget allows of a sequence that was just admitted. Returns False if it lacks tokens and the
+        budget allows none.
+        """
+        wanted = sequence.num_unscheduled_tokens
+        length = budget.chunk_length(sequence.num_scheduled_tokens, wanted) if wanted else 0
+        if length:
+            self._schedule(sequence, length, scheduler_output, budget)
+        return bool(length) or not wanted
 
     def _next_preempted(self) -> Sequence | None:
         heads = [queue.first() for queue in (self.swapped, self.preempted) if queue]
@@ -278,10 +300,10 @@ class BatchScheduler:
             return True
         return not any(sequence.timings.first_token for sequence in self.running)
 
-    def _schedule_waiting(self, scheduler_output: SchedulerOutput, budget: int) -> None:
+    def _schedule_waiting(self, scheduler_output: SchedulerOutput, budget: StepBudget) -> None:
         if self._by_length:
             self._reorder_some()
-        while self.waiting.sequences and budget:
+        while self.waiting.sequences and budget.allows_prompts:
             sequence = self._next_waiting()
             hits = self._cached_blocks_if_fits(sequence) if self._has_free_slots(sequence) else None
             if hits is None:
@@ -289,7 +311,7 @@ class BatchScheduler:
             self.waiting.remove_admitted(sequence)
             self._admit(sequence, hits)
             self._record_admission(sequence, hits, scheduler_output.step)
-            budget -= self._schedule(sequence, min(sequence.num_unscheduled_tokens, budget), scheduler_output)
+            self._schedule_next_chunk(sequence, scheduler_output, budget)
 
     def _cached_blocks_if_fits(self, sequence: Sequence) -> list[CachedBlock] | None:
         """The cached blocks of a sequence that can be admitted now; None if it has to wait.

@@ -11,10 +11,12 @@ class SchedulerConfig(SchedulerArgs):
     """Limits of one step and of one sequence, and facts of the model.
 
     ``max_model_len``: tokens of one sequence. ``watermark``: part of the device blocks that an admission leaves free,
-    so that running sequences can grow for a while.
+    so that running sequences can grow for a while. ``max_step_seconds`` is 0 here unless it is given, so that what a
+    step computes does not depend on a clock.
     """
 
     max_model_len: int = Field(default=2048, ge=1)
+    max_step_seconds: float | None = 0.0
     watermark: float = 0.01
     eos_token_ids: frozenset[int] = frozenset()
     vocab_size: int = 2**31 - 1

@@ -65,7 +65,9 @@ class StepTrace:
 
     ``num_decode`` counts the chunks of one token, which the last of a prompt may be too, and ``num_sample_requests``
     the tokens that were to be drawn. Where steps overlap, others are scheduled and ended in the ``pause`` between the
-    launch of a step and the wait for what it makes.
+    launch of a step and the wait for what it makes. ``seconds`` is how long the step took on the core's clock, from the
+    end of the one before where they overlap, and ``max_seconds`` what it was planned to take at most, 0 without a
+    bound.
     """
 
     step: int
@@ -82,6 +84,8 @@ class StepTrace:
     failed: bool
     request_ids: list[str]
     num_sample_requests: int = 0
+    seconds: float = 0.0
+    max_seconds: float = 0.0
 
     @property
     def duration(self) -> float:
@@ -167,12 +171,14 @@ class EngineCore:
         N, then sample N, whose grammars and penalties need the tokens of N-1. With nothing to launch, the step in
         flight is finished alone.
         """
-        started, begun = time_ns(), self._clock()
+        clocked, started, begun = self._clock(), time_ns(), perf_counter()
         scheduler_output = self.scheduler.schedule()
-        schedule = self._clock() - begun
+        schedule = perf_counter() - begun
         is_empty = scheduler_output.is_empty
         if not (is_empty and self._in_flight):  # an empty step is finished too, but only when none is in flight
-            self._in_flight.append(InFlightStep(self._executor, scheduler_output, started, begun, schedule))
+            step = InFlightStep(self._executor, scheduler_output, started, begun, schedule)
+            step.clocked = clocked
+            self._in_flight.append(step)
         if is_empty or len(self._in_flight) == self._executor.depth:
             self._finish_step()
         if self._in_flight:
@@ -188,21 +194,27 @@ class EngineCore:
         """Takes the model output of the oldest step in flight, updates the scheduler with it and publishes."""
         step = self._in_flight.popleft()
         model_output, scheduler_output = self._get_model_output(step), step.scheduler_output
-        executed = self._clock()
+        executed = perf_counter()
         request_ids = self.scheduler.request_ids(scheduler_output)
         outputs = self._rejected + self.scheduler.update_from_output(scheduler_output, model_output)
         self._rejected = []
         measures = scheduler_output.step % FRAGMENTATION_INTERVAL == 0 or not self.scheduler.has_work
         fragmentation = self.scheduler.get_fragmentation() if measures else None
-        ended = self._clock()
-        trace = _trace(step, model_output, request_ids, executed, ended)
-        if not trace.failed:
-            # Steps that overlap last from the end of the one before.
-            seconds = ended - max(step.begun, self._ended) - model_output.timings.swap
-            self.scheduler.step_times.observe(StepWork.of(scheduler_output.chunks), seconds, ended)
-        self._ended = ended
+        trace = _trace(step, model_output, request_ids, executed, perf_counter())
+        trace.seconds = self._measure(step, model_output)
         events = self.scheduler.kv_cache_manager.take_events()
         self._publish(EngineCoreOutputs(outputs, self.scheduler.get_load(), events, trace, fragmentation))
+
+    def _measure(self, step: "InFlightStep", model_output: ModelOutput) -> float:
+        """Returns the seconds that a step took on the core's clock, and has the scheduler learn from them. Steps that
+        overlap last from the end of the one before.
+        """
+        ended = self._clock()
+        seconds, self._ended = ended - max(step.clocked, self._ended), ended
+        if not model_output.errors:
+            work = StepWork.of(step.scheduler_output.chunks)
+            self.scheduler.step_times.observe(work, seconds - model_output.timings.swap, ended)
+        return seconds
 
     def _get_model_output(self, step: "InFlightStep") -> ModelOutput:
         try:
@@ -268,8 +280,9 @@ class InFlightStep:
     the order of the steps. Only an ``ExecutorError`` of a step that is discarded is raised at once: nothing can follow
     it.
 
-    An executor of depth 1 runs the whole step in ``get_output``. ``started`` (nanoseconds since 1970) and ``begun`` (on
-    core's clock) are when scheduling began, and ``schedule`` the seconds that it took. With a ``failure``,
+    An executor of depth 1 runs the whole step in ``get_output``. ``clocked`` is when scheduling began on the core's
+    clock. ``started`` (nanoseconds since 1970) and ``begun`` (on
+    ``perf_counter``) are when scheduling began, and ``schedule`` the seconds that it took. With a ``failure``,
     ``get_output`` can only raise it, and nothing of the step is in flight any more.
     """
 
@@ -280,6 +293,7 @@ class InFlightStep:
         self.started = started
         self.begun = begun
         self.schedule = schedule
+        self.clocked = 0.0
         self._executor = executor
         self.failure: Exception | None = None
         self._async_output: AsyncModelOutput | None = None
@@ -348,5 +362,6 @@ def _trace(
         swapped_blocks=len(scheduler_output.blocks_to_swap_out) + len(scheduler_output.blocks_to_swap_in),
         failed=bool(model_output.errors),
         request_ids=request_ids,
+        max_seconds=scheduler_output.max_seconds,
         num_sample_requests=sum([len(chunk.sample_requests) for chunk in scheduler_output.chunks]),
     )

@@ -73,7 +73,9 @@ class Scheduler:
         self.step_times = StepTimeEstimator(rates, kv_cache_manager.block_bytes)
         self._clock = clock
         self._registry = SequenceRegistry(config, kv_cache_manager, clock)
-        self._batch_scheduler = BatchScheduler(config, kv_cache_manager, rates, self.stats, clock)
+        self._batch_scheduler = BatchScheduler(
+            config, kv_cache_manager, rates, self.stats, self.step_times, clock=clock
+        )
         self.waiting = self._batch_scheduler.waiting
         self.running = self._batch_scheduler.running
         self.swapped = self._batch_scheduler.swapped

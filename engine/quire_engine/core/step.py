@@ -124,7 +124,8 @@ class SchedulerOutput:
     (``blocks_to_copy``), then from the host to the device (``blocks_to_swap_in``), each list in its own order: a block
     may be the target of one copy and the source of a later one. ``finished_seq_ids`` are sequences that have ended:
     nothing needs to be kept for them any more, and no step in flight draws for them. ``num_preempted`` counts the
-    sequences that were preempted.
+    sequences that were preempted. ``max_seconds`` is what a step that computes prompts beside sequences that decode is
+    planned to take at most; 0 without a bound.
     """
 
     step: int
@@ -134,6 +135,7 @@ class SchedulerOutput:
     blocks_to_swap_in: list[BlockCopy] = field(default_factory=list)
     finished_seq_ids: list[int] = field(default_factory=list)
     num_preempted: int = 0
+    max_seconds: float = 0.0
 
     @property
     def num_tokens(self) -> int:

@@ -7,7 +7,7 @@ reads. Old steps count exponentially less. Memory and time for each step are con
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import exp
+from math import exp, inf, sqrt
 
 from quire_engine.core.executor import Rates
 from quire_engine.core.step import ScheduledChunk
@@ -24,6 +24,15 @@ _REFIT_SECONDS = 1.0
 _WORST = 4.0  # longer steps, relative to the expected and to the last one, were delayed by something else
 _PRIOR_STEP_TOKENS = 32
 _PRIOR_CONTEXT = 8192  # tokens before a token whose attention takes as long as the token otherwise
+
+AUTO_MULTIPLE = 5.0
+"""By default a step with prompts takes at most so many times what decoding alone takes, or ``AUTO_SECONDS``."""
+AUTO_SECONDS = 0.05
+MIN_PROMPT_TOKENS = 16
+"""The first prompt of a step gets as many, whatever was promised; and no chunk of a prompt has fewer but its last."""
+
+_DRIFT = 1 / 8  # weight of the last mixed step in the mean of how much longer than expected those steps take
+_ALIGNED = 16  # chunks of more tokens are multiples of it, as kernels' tiles are
 
 _SIZE = 5
 _TOKENS, _SEQUENCES, _PAIRS, _CONTEXT = range(1, _SIZE)  # features, behind the constant 1
@@ -98,6 +107,81 @@ class StepTimeModel:
         )
 
 
+class StepBudget:
+    """What a step may still compute: ``tokens``, of which one is kept for each of the ``decoding`` sequences that have
+    not been scheduled yet, and ``seconds`` of prompts. A prompt's chunk takes its tokens, its attention and, at the
+    prompt's end, the draw of a token. ``max_seconds`` is what the step may take in all, 0 without a bound.
+    """
+
+    __slots__ = ("_model", "_prompts", "decoding", "max_seconds", "seconds", "tokens")
+
+    def __init__(
+        self,
+        tokens: int,
+        model: StepTimeModel | None = None,
+        *,
+        max_seconds: float = 0.0,
+        seconds: float = inf,
+        decoding: int = 0,
+    ) -> None:
+        """Without a bound in time unless ``model`` is given."""
+        self.tokens = tokens
+        self.max_seconds = max_seconds
+        self.seconds = seconds
+        self.decoding = decoding
+        self._model = model
+        self._prompts = 0
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether a bounded step computes any prompt."""
+        return self._prompts > 0
+
+    @property
+    def allows_prompts(self) -> bool:
+        """Whether another prompt may be begun: there is some time left, or none has been yet."""
+        if self._model is None:
+            return self.tokens > 0
+        if self.tokens <= self.decoding:
+            return False
+        return not self._prompts or self._fitting(self._model, 0) >= MIN_PROMPT_TOKENS
+
+    def chunk_length(self, start: int, wanted: int) -> int:
+        """The tokens that the next chunk of a sequence may have, whose first is ``start`` and which lacks ``wanted``: 0
+        if its turn is in another step.
+        """
+        if self._model is None or wanted == 1:
+            return min(wanted, self.tokens)
+        least = min(wanted, MIN_PROMPT_TOKENS)
+        length = min(wanted, self.tokens - self.decoding, self._fitting(self._model, start))
+        if _ALIGNED < length < wanted:
+            length -= length % _ALIGNED
+        if length >= least:
+            return length
+        return 0 if self._prompts else min(least, self.tokens)
+
+    def spend(self, start: int, length: int, wanted: int) -> None:
+        """Takes the chunk of ``length`` tokens that a sequence got."""
+        self.tokens -= length
+        if self._model is None:
+            return
+        if wanted == 1:
+            self.decoding = max(0, self.decoding - 1)
+            return
+        self._prompts += 1
+        work = StepWork(length, int(length == wanted), count_pairs(start, length))
+        self.seconds -= self._model.predict(work) - self._model.step_seconds
+
+    def _fitting(self, model: StepTimeModel, start: int) -> int:
+        """The most tokens behind ``start`` others that take ``seconds``: the root of a quadratic equation."""
+        seconds = self.seconds - model.sequence_seconds
+        if seconds <= 0:
+            return 0
+        linear = model.token_seconds + model.pair_seconds * (start + 0.5)
+        root = linear + sqrt(linear * linear + 2 * model.pair_seconds * seconds)
+        return int(min(2 * seconds / root, self.tokens)) if root else self.tokens
+
+
 class StepTimeEstimator:
     """Fits a ``StepTimeModel`` by least squares of the relative error, so that short steps count as much as long ones.
     Costs are never negative. Costs that the steps do not determine stay near those of ``rates``.
@@ -108,6 +192,9 @@ class StepTimeEstimator:
 
     Steps before the ``warm``-th one with prompt tokens are ignored: the first prompts pay for what is built or read
     once, which would make an engine look slow, so that it would get no others.
+
+    Steps with prompts and sequences that decode may take longer for a while than the model says, or shorter: the mean
+    of the last few is accounted for in budgets.
 
     Reads no clock: the same steps make the same model. Written by the thread of the steps; ``model`` and ``pace`` may
     be read from any.
@@ -124,6 +211,7 @@ class StepTimeEstimator:
         self._warm = warm
         self._prompt_steps = 0
         self._fitted = 0.0
+        self._drift = 1.0
 
     @property
     def model(self) -> StepTimeModel | None:
@@ -137,18 +225,36 @@ class StepTimeEstimator:
         """The model as routers get it; None as long as ``model``."""
         return self._pace
 
+    def make_budget(self, tokens: int, max_seconds: float | None, contexts: Sequence[int]) -> StepBudget:
+        """The budget of a step in which sequences with these ``contexts`` decode. Not bounded in time where nothing
+        decodes or too little is known. ``max_seconds`` is ``max_step_seconds`` of the settings.
+        """
+        model = self.model
+        if max_seconds == 0 or model is None or not contexts:
+            return StepBudget(tokens)
+        decoding = model.predict(StepWork(0, len(contexts), 0.0, sum(contexts)))
+        if max_seconds is None:
+            max_seconds = max(AUTO_SECONDS, AUTO_MULTIPLE * decoding)
+        left = max_seconds / self._drift - decoding
+        return StepBudget(tokens, model, max_seconds=max_seconds, seconds=left, decoding=len(contexts))
+
     def observe(self, work: StepWork, seconds: float, ended: float = 0.0) -> None:
         """Adds one step. ``seconds`` are without block copies. ``ended`` is in seconds since a fixed time."""
         if seconds <= 0 or not (work.prompt_tokens or work.sequences) or not self._is_warm(work):
             return
         moments = self._mixed if work.prompt_tokens else self._decoding
-        expected = max(moments.last, self._model.predict(work))
+        predicted = self._model.predict(work)
+        if work.prompt_tokens and work.context_tokens and predicted:
+            ratio = min(2.0, max(0.5, seconds / predicted))
+            self._drift += _DRIFT * (ratio - self._drift)
+        expected = max(moments.last, predicted)
         moments.last = max(_SHORTEST, seconds)
         seconds = min(moments.last, _WORST * expected)
         features = (1, work.prompt_tokens, work.sequences, work.prompt_pairs, work.context_tokens)
         moments.add([feature / seconds for feature in features], ended)
         self._steps += 1
-        if self._steps <= _REFIT or self._steps % _REFIT == 0 or ended - self._fitted >= _REFIT_SECONDS:
+        is_due = work.prompt_tokens or self._steps <= _REFIT or self._steps % _REFIT == 0
+        if is_due or ended - self._fitted >= _REFIT_SECONDS:
             self._fitted = ended
             self._refit()
 

@@ -16,6 +16,7 @@ from quire_engine.structured_output.compiler import CompileOutcome
 
 _GRAMMAR_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_RATIO_BUCKETS = (0.25, 0.5, 0.75, 0.9, 1, 1.1, 1.2, 1.5, 2, 4, 8)
 log = logging.getLogger(__name__)
 
 
@@ -41,6 +42,13 @@ class EngineMetrics:
             buckets=_STEP_BUCKETS,
             registry=self.registry,
         )
+        self._bounded = Histogram(
+            Metric.ENGINE_BOUNDED_STEP_RATIO,
+            "Duration of a step that --max-step-seconds bounds, relative to its bound",
+            ("model",),
+            buckets=_RATIO_BUCKETS,
+            registry=self.registry,
+        ).labels(self._model)
         self._grammars = self._counter(Metric.ENGINE_GRAMMARS, "Grammars that were asked for", ("outcome",))
         self._grammar_seconds = Histogram(
             Metric.ENGINE_GRAMMAR_SECONDS,
@@ -93,6 +101,8 @@ class EngineMetrics:
             ("emit", times.emit),
         ):
             self._phases.labels(self._model, phase).observe(seconds)
+        if times.max_seconds:
+            self._bounded.observe(times.seconds / times.max_seconds)
         if step.fragmentation is not None:
             self._set_fragmentation(step.fragmentation)
         self._count()
