@@ -89,6 +89,7 @@ _SIGNATURES = {
     ),
     "quire_silu_mul": (_POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER),
     "quire_int4_linear": (ctypes.POINTER(Int4Call),),
+    "quire_int4_search": (*(_POINTER,) * 4, *(_INTEGER,) * 3),
     "quire_int8_linear": (ctypes.POINTER(Int8Call),),
     "quire_linear_describe": (ctypes.POINTER(LinearLayer),),
     "quire_linear_pack": (ctypes.POINTER(LinearLayer), _POINTER, _INTEGER),

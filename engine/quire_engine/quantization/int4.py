@@ -4,13 +4,14 @@ read, or stored so (AWQ, GPTQ, compressed-tensors and Q4_K all are such weights,
 
 import torch
 
-from quire_engine.kernels.packed_int4 import Int4Weight, make_int4_product
+from quire_engine.kernels.bindings import library
+from quire_engine.kernels.packed_int4 import GROUP_SIZES, Int4Weight, make_int4_product
 from quire_engine.quantization.base import DenseMethod, Linear
 
 _LEVELS = 15
 # Parts of a group's range that are tried: where few numbers are at its ends, a finer scale for the others is worth it.
 _RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
-_NUMBERS_AT_ONCE = 1 << 18  # they and what is computed of them stay in a cache
+_NUMBERS_AT_ONCE = 1 << 20
 
 
 class Int4Method(DenseMethod):
@@ -78,7 +79,20 @@ def quantize_int4(weight: torch.Tensor, group_size: int = 32) -> Int4Weight:
 
 
 def _search(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """fp32 [out, groups, group] -> q [out, groups, group], scales and zeros [out, groups]."""
+    """fp32 [out, groups, group] -> q uint8 [out, groups, group], scales and zeros [out, groups]."""
+    kernels = library()
+    if kernels is None or w.shape[2] not in GROUP_SIZES:
+        return _torch_search(w)
+    w = w.contiguous()
+    q, scales, zeros = torch.empty_like(w, dtype=torch.uint8), torch.empty(w.shape[:2]), torch.empty(w.shape[:2])
+    kernels.quire_int4_search(
+        *(each.data_ptr() for each in (w, q, scales, zeros)), scales.numel(), w.shape[2], torch.get_num_threads()
+    )
+    return q, scales, zeros
+
+
+def _torch_search(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``_search`` in torch, which finds the same to the last rounding."""
     low, high = w.amin(2, keepdim=True).clamp(max=0), w.amax(2, keepdim=True).clamp(min=0)
     step = (high - low) / _LEVELS
     best_scale, best_zero = step, torch.where(step == 0, 0, -low / step)
