@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from quire_engine.checkpoint.config import quantization_of, read_config_json
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions
 from quire_engine.config import ExecutorConfig, Quantization
@@ -17,18 +19,21 @@ from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, Sin
 from quire_engine.errors import ModelError
 from quire_engine.models.loader import load_model, read_model_config
 from quire_engine.quantization.base import LayerSpec, LinearMethod
+from quire_engine.quantization.int4 import Int4Linear
 from quire_engine.quantization.int8 import Int8Linear
 from quire_engine.quantization.schemes import make_quantization
-from quire_engine.quantization.stored import Stored, StoredWeight
+from quire_engine.quantization.stored import PermutedLinear, Stored, StoredWeight, as_int4
 from quire_engine.quantization.unquantized import PackedLinear
 from quire_proto.sampling import SamplingParams
 from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
 
 from tests.model.engine import load, run
 from tests.model.quantized.make import FOLDERS, HERE, SHOWN
 
 PLAIN = LoadOptions(ExecutorConfig(dtype="float32"))
 Q_PROJ = "model.layers.0.self_attn.q_proj"
+FOUR_BITS = ("awq", "gptq", "gptq-asymmetric", "gptq-desc-act", "w4a16", "w4a16-asymmetric")
 FORMATS_IN_FLOAT8 = [name for name in FOLDERS if name.startswith("fp8")]
 
 
@@ -116,10 +121,46 @@ def test_layers_are_held_in_eight_bits_where_they_are_stored_so_or_that_is_asked
     assert (layer(x) - expected).norm() < (0.015 if quantization else 0.01) * expected.norm()
 
 
-@pytest.mark.parametrize("name", [name for name in FOLDERS if name not in ("w8a8", "w8a16")])
+@pytest.mark.parametrize("name", FOUR_BITS)
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_layers_that_are_stored_in_four_bits_stay_so(name: str, quantization: Quantization | None) -> None:
+    weight, x = read(HERE / name, Q_PROJ), torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    layer = method_of(HERE / name, quantization).pack(weight, None)
+    assert isinstance(layer, PermutedLinear if name == "gptq-desc-act" else Int4Linear)
+    expected = x @ weight.dequantize(torch.float32).T
+    assert (layer(x) - expected).norm() < 0.01 * expected.norm()
+    gate, up = layer(x).chunk(2, dim=1)
+    torch.testing.assert_close(layer.forward_silu_mul(x), F.silu(gate) * up, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gptq-8-bits", *FORMATS_IN_FLOAT8])
 def test_other_layers_are_held_in_plain_numbers(name: str) -> None:
     weight = read(HERE / name, SHOWN)
     assert isinstance(method_of(HERE / name).pack(weight, None), PackedLinear)
+
+
+@pytest.mark.parametrize(("name", "quantization"), [("fp8", "int4"), ("fp8-tensor", "int4")])
+def test_float8_is_rounded_to_four_bits_where_that_is_asked_for(name: str, quantization: Quantization) -> None:
+    assert isinstance(method_of(HERE / name, quantization).pack(read(HERE / name, SHOWN), None), Int4Linear)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    outputs=st.integers(1, 20),
+    groups=st.integers(1, 4),
+    group_size=st.sampled_from([8, 16, 32, 48, 64, 96, 128, 256, 384]),
+    seed=st.integers(0, 1 << 16),
+)
+def test_four_bits_have_the_same_numbers_in_the_kernels_groups(
+    outputs: int, groups: int, group_size: int, seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 16, (outputs, groups * group_size), generator=random, dtype=torch.uint8)
+    scales, zeros = torch.rand(2, outputs, groups, generator=random)
+    whole = StoredWeight(values, scales, zeros * 15, 4, group_size)
+    made = as_int4(whole)
+    assert (made is not None) == (groups == 1 or group_size % 32 == 0)
+    assert made is None or torch.equal(made.dequantize(), whole.dequantize(torch.float32))
 
 
 @pytest.mark.parametrize(("quantization", "held"), [(None, PackedLinear), ("int8", Int8Linear)])

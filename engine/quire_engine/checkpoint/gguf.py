@@ -153,6 +153,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         "rope_parameters": _rope_parameters(file, prefix),
         "rope_factors": _rope_factors(file),
         "eos_token_id": _end_tokens(file),
+        "quantization_config": {"quant_method": "gguf"},
     }
 
 

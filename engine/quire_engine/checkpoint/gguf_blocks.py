@@ -96,3 +96,26 @@ DEQUANTIZE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Q6_K": _q6_k,
 }
 """For each of ``gguf.BLOCKS``: uint8 [blocks, nbytes] -> fp32 [blocks, numbers]."""
+
+
+FourBits = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _four_bits_q4_0(blocks: torch.Tensor) -> FourBits:
+    scales = _half(blocks, 0)
+    return _nibbles(blocks[:, 2:]), scales, torch.full_like(scales, 8)
+
+
+def _four_bits_q4_k(blocks: torch.Tensor) -> FourBits:
+    scales, minima = _k_scales(blocks)
+    # A group without a scale is the same number everywhere: less its minimum.
+    constant = scales == 0
+    values = _k_nibbles(blocks[:, 16:]).masked_fill(constant, 0)
+    scales = torch.where(constant, minima, scales)
+    return values, scales, torch.where(scales == 0, 0, minima / scales)
+
+
+FOUR_BITS: dict[str, Callable[[torch.Tensor], FourBits]] = {"Q4_0": _four_bits_q4_0, "Q4_K": _four_bits_q4_k}
+"""For types that are four bits with a scale and a zero for 32 numbers: uint8 [blocks, nbytes] -> uint8 numbers below
+16, and fp32 scales and zeros, of which the weight is (number - zero) * scale.
+"""

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from quire_engine.checkpoint.gguf import BLOCKS, ROPE_FACTORS, GgufFile, GgufTensor
-from quire_engine.checkpoint.gguf_blocks import DEQUANTIZE
+from quire_engine.checkpoint.gguf_blocks import DEQUANTIZE, FOUR_BITS
 from quire_engine.checkpoint.weights import SAFETENSORS_DTYPES, Checkpoint, TensorInfo
 from quire_engine.errors import ModelError
 
@@ -44,6 +44,21 @@ class GgufCheckpoint(Checkpoint):
         """See ``Checkpoint.dtype``; bfloat16 where it is quantised."""
         return SAFETENSORS_DTYPES.get(self._entry(name).dtype, torch.bfloat16)
 
+    def has_four_bits(self, name: str) -> bool:
+        """Whether ``load_four_bits`` reads the tensor."""
+        return name in self._stored and self._stored[name].kind in FOUR_BITS
+
+    def load_four_bits(self, name: str, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A tensor of ``shape`` [out, in] as it is stored: uint8 [out, in] below 16, and fp32 scales and zeros
+        [out, in / 32].
+        """
+        self._check_shape(name, shape)
+        tensor, order = self._stored[name], self._orders.get(name.rpartition(".")[0])
+        parts = FOUR_BITS[tensor.kind](self._blocks(tensor, 0, shape[0]))
+        self.mark_used([name])
+        values, scales, zeros = (part.reshape(shape[0], -1) for part in parts)
+        return (values, scales, zeros) if order is None else (values[order], scales[order], zeros[order])
+
     def _copy_slice(self, name: str, slices: tuple[slice, ...], target: torch.Tensor) -> None:
         tensor, order = self._stored[name], self._orders.get(name.rpartition(".")[0])
         chosen = torch.arange(tensor.shape[0])[slices[0]] if len(tensor.shape) > 1 else None
@@ -62,8 +77,12 @@ class GgufCheckpoint(Checkpoint):
 
     def _rows(self, tensor: GgufTensor, first: int, end: int) -> torch.Tensor:
         """fp32 [rows, columns]: the rows from ``first`` on, before ``end``."""
+        return DEQUANTIZE[tensor.kind](self._blocks(tensor, first, end)).view(end - first, -1)
+
+    def _blocks(self, tensor: GgufTensor, first: int, end: int) -> torch.Tensor:
+        """uint8 [blocks, bytes] of the same rows."""
         raw = torch.frombuffer(self._file.read_rows(tensor, first, end), dtype=torch.uint8)
-        return DEQUANTIZE[tensor.kind](raw.view(-1, BLOCKS[tensor.kind].nbytes)).view(end - first, -1)
+        return raw.view(-1, BLOCKS[tensor.kind].nbytes)
 
     def _row_orders(self) -> dict[str, torch.Tensor]:
         """Where the rows of queries and keys are stored, for models whose heads llama.cpp rotates in pairs of

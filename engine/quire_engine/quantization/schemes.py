@@ -15,6 +15,7 @@ from quire_engine.quantization.awq import AwqMethod, check_awq
 from quire_engine.quantization.base import DenseMethod, Linear, QuantizationConfig
 from quire_engine.quantization.compressed_tensors import CompressedTensorsMethod, bits_in, check_compressed_tensors
 from quire_engine.quantization.fp8 import Fp8Method, check_fp8
+from quire_engine.quantization.gguf_linear import GgufMethod
 from quire_engine.quantization.gptq import GptqMethod, check_gptq
 from quire_engine.quantization.int4 import Int4Method
 from quire_engine.quantization.int8 import Int8Method, Int8TableMethod
@@ -61,6 +62,9 @@ STORED_SCHEMES: Mapping[str, StoredScheme] = {
     "awq": StoredScheme(check_awq, lambda _: {4}, lambda options, dtype, dense, _: AwqMethod(options, dtype, dense)),
     "gptq": StoredScheme(check_gptq, lambda config: {config["bits"]}, GptqMethod),
     "compressed-tensors": StoredScheme(check_compressed_tensors, bits_in, CompressedTensorsMethod),
+    "gguf": StoredScheme(
+        lambda _: None, lambda _: set(), lambda options, dtype, dense, _: GgufMethod(options, dtype, dense)
+    ),
     "fp8": StoredScheme(check_fp8, lambda _: set(), Fp8Method),
 }
 
@@ -83,9 +87,7 @@ def stored_scheme(config: StoredConfig) -> StoredScheme:
     name = config.get("quant_method")
     scheme = STORED_SCHEMES.get(name) if isinstance(name, str) else None
     if scheme is None:
-        raise ModelError(
-            f"The weights are quantised by {name!r}, and read are {', '.join(STORED_SCHEMES)}, and GGUF files."
-        )
+        raise ModelError(f"The weights are quantised by {name!r}, and read are {', '.join(STORED_SCHEMES)}.")
     scheme.check(config)
     return scheme
 

@@ -1,9 +1,9 @@
 """Layers that a checkpoint stores quantised: ``StoredWeight`` is what the formats have in common, ``StoredMethod``
 reads a layer into it and packs it.
 
-A weight in whole numbers is multiplied as whole numbers where a kernel holds exactly its numbers and scales. All else
-is dequantised as it is read, and held as ``--quantization`` says, by default in the model's dtype: that loses nothing
-beyond one rounding to that dtype.
+A weight in whole numbers stays so where a kernel has its numbers and its groups (the kernel of four bits rounds scales
+and zeros to float16). All else is dequantised as it is read, and held as ``--quantization`` says, by default in the
+model's dtype: that loses nothing beyond one rounding to that dtype.
 """
 
 from abc import abstractmethod
@@ -16,7 +16,9 @@ import torch
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions
 from quire_engine.distributed.communicator import shard
 from quire_engine.errors import ModelError
+from quire_engine.kernels.packed_int4 import GROUP_SIZES, Int4Weight
 from quire_engine.quantization.base import DenseMethod, Embedding, LayerSpec, Linear, LinearMethod
+from quire_engine.quantization.int4 import Int4Linear
 from quire_engine.quantization.int8 import Int8Linear
 from quire_engine.quantization.unquantized import UnquantizedMethod
 
@@ -126,10 +128,23 @@ class StoredMethod(LinearMethod[Stored]):
         """See ``LinearMethod.pack``."""
         if isinstance(weight, torch.Tensor):
             return self._dense.pack(weight, bias)
-        if self.options.device.type == "cpu" and _is_int8(weight):
-            return Int8Linear.from_quantized(weight.values, weight.scales[:, 0], bias, self.dtype)
+        whole = self._pack_whole(weight, bias) if self.options.device.type == "cpu" else None
+        if whole is not None:
+            return whole
         dense = weight.dequantize(self.dtype).to(self.options.device)
         return self._dense.pack(dense, bias)
+
+    def _pack_whole(self, weight: StoredWeight, bias: torch.Tensor | None) -> Linear | None:
+        """The layer that multiplies whole numbers, where a kernel has those of ``weight``; else None."""
+        if _is_int8(weight):
+            return Int8Linear.from_quantized(weight.values, weight.scales[:, 0], bias, self.dtype)
+        order = _order_of_groups(weight)
+        neighbours = weight if order is None else replace(weight, values=weight.values[:, order], group_index=None)
+        int4 = as_int4(neighbours)
+        if int4 is None:
+            return None
+        layer = Int4Linear(int4, bias, self.dtype)
+        return layer if order is None else PermutedLinear(layer, order)
 
     def _read_one(self, checkpoint: Checkpoint, spec: LayerSpec, name: str, outputs: int) -> Stored:
         if not self.is_stored(checkpoint, name):
@@ -154,6 +169,22 @@ class StoredMethod(LinearMethod[Stored]):
             )
         dense = [part.dequantize(self.dtype) if isinstance(part, StoredWeight) else part for part in parts]
         return torch.cat([part.to(self.options.device) for part in dense])
+
+
+class PermutedLinear:
+    """A ``Linear`` whose ``layer`` takes its inputs in another ``order`` (int64 [in])."""
+
+    def __init__(self, layer: Linear, order: torch.Tensor) -> None:
+        self._layer, self._order = layer, order
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear.__call__``."""
+        return self._layer(x.index_select(1, self._order))
+
+    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear.forward_silu_mul``."""
+        return self._layer.forward_silu_mul(x.index_select(1, self._order))
 
 
 class StoredDenseMethod(DenseMethod):
@@ -187,6 +218,30 @@ class StoredDenseMethod(DenseMethod):
     def pack_tied(self, table: torch.Tensor) -> tuple[Embedding, Linear]:
         """See ``DenseMethod.pack_tied``."""
         return self._dense.pack_tied(table)
+
+
+def as_int4(weight: StoredWeight) -> Int4Weight | None:
+    """The weight for the kernel of four bits, with the same numbers; None where it has no such groups. Groups that are
+    larger than the kernel's become several of the same scale.
+    """
+    inputs, groups = weight.values.shape[1], weight.scales.shape[1]
+    if weight.bits != 4 or weight.zeros is None or weight.group_index is not None:
+        return None
+    size = next((size for size in sorted(GROUP_SIZES)[::-1] if groups == 1 or weight.group_size % size == 0), None)
+    if size is None:
+        return None
+    count = -(-inputs // size)
+    repeats = count if groups == 1 else weight.group_size // size
+    scales, zeros = (each.repeat_interleave(repeats, dim=1)[:, :count] for each in (weight.scales, weight.zeros))
+    return Int4Weight(weight.values, scales, zeros, size)
+
+
+def _order_of_groups(weight: StoredWeight) -> torch.Tensor | None:
+    """The inputs by their groups, where ``group_index`` has as many of each as ``group_size`` says; else None."""
+    if weight.group_index is None:
+        return None
+    sizes = weight.group_index.bincount(minlength=weight.scales.shape[1])
+    return weight.group_index.argsort(stable=True) if bool((sizes == weight.group_size).all()) else None
 
 
 def _is_int8(weight: StoredWeight) -> bool:
