@@ -25,12 +25,10 @@ import psutil
 from quire.v1.engine_pb2_grpc import add_EngineServicer_to_server
 from quire_engine.core.block_pool import BlockStored, Tier
 from quire_engine.core.engine_core import Command, EngineCoreOutputs, GetSnapshot, StepTrace
-from quire_engine.core.executor import UNMEASURED
 from quire_engine.core.outputs import EngineLoad
 from quire_engine.core.step import StepTimings
 from quire_engine.server.servicer import EngineServicer
 from quire_engine.server.session_manager import SessionManager
-from quire_engine.server.step_time_model import StepTimeEstimator
 from quire_engine.server.tracing import TraceExporter
 from quire_engine.structured_output.compiler import GrammarCompiler
 
@@ -76,7 +74,6 @@ async def serve(count: int, pace: float, blocks: int, ports: Connection) -> None
                 grace=1.0,
                 tracing=TraceExporter(enabled=False, step_interval=1),
                 grammars=grammars,
-                step_times=StepTimeEstimator(UNMEASURED, 1),
             )
             core: Any = BusyCore(manager)
             manager.bind(core)

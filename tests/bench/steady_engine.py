@@ -17,14 +17,14 @@ MODEL = "quire-demo"
 
 
 class _Live:
-    """The requests of one session, each with its position and its length."""
+    """The requests of one session, each with its position, its length and its handle."""
 
     def __init__(self) -> None:
         self.places: dict[str, list[int]] = {}
         self._any = asyncio.Event()
 
     def add(self, submit: pb.Submit) -> None:
-        self.places[submit.request_id] = [0, submit.sampling.max_tokens]
+        self.places[submit.request_id] = [0, submit.sampling.max_tokens, submit.handle]
         self._any.set()
 
     async def wait(self) -> None:
@@ -84,10 +84,15 @@ class SteadyEngine(EngineServicer):  # type: ignore[misc]
     def _step(self, step: int, live: dict[str, list[int]], load: pb.Load) -> pb.StepBatch:
         batch = pb.StepBatch(sequence=step, step=step, load=load)
         for request_id, place in list(live.items()):
-            position, most = place
-            output = batch.outputs.add(request_id=request_id, position=position)
-            output.token_ids.append(self._tokens[(position + len(live)) % 4096])
+            position, most, handle = place
             place[0] += 1
+            token_id = self._tokens[(position + len(live)) % 4096]
+            if handle and 0 < position < most - 1:
+                batch.tokens.handles.append(handle)
+                batch.tokens.token_ids.append(token_id)
+                batch.tokens.positions.append(position)
+                continue
+            output = batch.outputs.add(request_id=request_id, position=position, token_ids=[token_id])
             if place[0] == most:
                 output.finish_reason = types_pb2.FINISH_REASON_LENGTH
                 del live[request_id]

@@ -36,6 +36,7 @@ class _Run:
     made: dict[int, int]
     search: int = 0
     prompt_told: int = 1
+    started: bool = False
 
     @property
     def tells_prompt(self) -> bool:
@@ -46,7 +47,8 @@ class _Run:
 @dataclass
 class ContractEngine:
     """Batches are kept, so that they can be replayed; nothing happens but in ``step``. With each piece it says the last
-    ``repeats`` tokens again, and with ``late_ends`` a choice's end comes after its last token.
+    ``repeats`` tokens again, and with ``late_ends`` a choice's end comes after its last token. Without ``columns`` it
+    is an engine that does not know them.
     """
 
     script: Script
@@ -56,8 +58,10 @@ class ContractEngine:
     searches: int = 0
     repeats: int = 0
     late_ends: bool = False
+    columns: bool = False
     submits: int = 0
     _outputs: list[engine_pb2.SequenceOutput] = field(default_factory=list)
+    _tokens: engine_pb2.TokenColumns = field(default_factory=engine_pb2.TokenColumns)
 
     def receive(self, command: engine_pb2.SessionRequest) -> None:
         kind = command.WhichOneof("command")
@@ -74,9 +78,10 @@ class ContractEngine:
             if not run.tells_prompt:
                 for index, count in tokens.items():
                     self._advance(request_id, run, index, count)
-        batch = engine_pb2.StepBatch(sequence=len(self.batches) + 1, outputs=self._outputs)
+        tokens = self._tokens if self._tokens.handles else None
+        batch = engine_pb2.StepBatch(sequence=len(self.batches) + 1, outputs=self._outputs, tokens=tokens)
         self.batches.append(batch)
-        self._outputs = []
+        self._outputs, self._tokens = [], engine_pb2.TokenColumns()
         return batch
 
     def give_back(self) -> None:
@@ -88,6 +93,7 @@ class ContractEngine:
         """Nothing is left of what it knew."""
         self.generation += 1
         self.batches, self.runs, self._outputs = [], {}, []
+        self._tokens = engine_pb2.TokenColumns()
 
     def _start(self, message: engine_pb2.Submit) -> None:
         if message.request_id in self.runs:
@@ -179,6 +185,13 @@ class ContractEngine:
         told = sampling.HasField("logprobs") or sampling.best_of > sampling.n
         values = [self.script.logprob(index, position) for position in range(begin, end)] if told else []
         score = -1.0 - index if sampling.beam_width and reason == STOP else None
+        plain = len(token_ids) == 1 and not reason and not told and not sampling.beam_width
+        if self.columns and run.message.handle and run.started and plain:
+            self._tokens.handles.append(run.message.handle + index)
+            self._tokens.token_ids.extend(token_ids)
+            self._tokens.positions.append(begin)
+            return
+        run.started = True
         self._outputs.append(
             output(request_id, token_ids, begin, reason, index=index, logprobs=logprobs(*values), score=score)
         )

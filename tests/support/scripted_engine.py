@@ -108,6 +108,7 @@ class ScriptedEngine(EngineServicer):
         load: engine_pb2.Load | None = None,
         kv_events: Sequence[engine_pb2.KvEvent] = (),
         skip: int = 0,
+        tokens: engine_pb2.TokenColumns | None = None,
     ) -> None:
         """The next batch; ``skip`` loses so many before it. Without a stream it waits to be replayed."""
         self.sequence += 1 + skip
@@ -118,6 +119,7 @@ class ScriptedEngine(EngineServicer):
             load=load,
             kv_events=kv_events,
             draining=self.draining,
+            tokens=tokens,
         )
         self._kept.append(batch)
         self._outgoing.put_nowait(batch)

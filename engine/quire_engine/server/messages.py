@@ -55,6 +55,17 @@ def output_to_proto(output: EngineCoreOutput, request_id: str) -> list[pb.Sequen
     return [*earlier, last]
 
 
+def is_token(output: EngineCoreOutput) -> bool:
+    """Whether an output is one token and nothing else, so that it can be a line of ``TokenColumns``."""
+    return (
+        len(output.token_ids) == 1
+        and output.finish_reason is None
+        and not output.logprobs
+        and not output.prompt_logprobs
+        and output.score is None
+    )
+
+
 def refusal_to_proto(request_id: str, error: QuireError) -> list[pb.SequenceOutput]:
     """The output that refuses a request which was not sent to the core."""
     return output_to_proto(EngineCoreOutput("", finish_reason=FinishReason.ERROR, error=error), request_id)

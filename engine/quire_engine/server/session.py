@@ -67,7 +67,12 @@ class Session:
         self._deferred += events
 
     def publish(
-        self, step: int, outputs: Sequence[pb.SequenceOutput], load: pb.Load, events: Sequence[pb.KvEvent]
+        self,
+        step: int,
+        outputs: Sequence[pb.SequenceOutput],
+        load: pb.Load,
+        events: Sequence[pb.KvEvent],
+        tokens: pb.TokenColumns | None = None,
     ) -> None:
         """Adds a step's batch, split if it is too large. ``step`` is 0 for a batch without a step. Raises
         ``SessionOverflowError`` when too many batches are kept already.
@@ -81,6 +86,7 @@ class Session:
             load=load,
             kv_events=[*(self._deferred or ()), *events],
             draining=self.draining,
+            tokens=tokens,
         )
         self._deferred = None
         if (size := whole.ByteSize()) <= MAX_BATCH_BYTES:
@@ -144,8 +150,8 @@ class Session:
 
 
 def _split(whole: pb.StepBatch) -> Iterator[pb.StepBatch]:
-    """Yields batches with at most ``MAX_BATCH_BYTES`` of outputs, or with a single output; the events are in
-    the last.
+    """Yields batches with at most ``MAX_BATCH_BYTES`` of outputs, or with a single output; the tokens, which follow
+    the outputs, and the events are in the last.
     """
     part = pb.StepBatch(sequence=whole.sequence, step=whole.step, load=whole.load, draining=whole.draining)
     size = 0
@@ -157,5 +163,7 @@ def _split(whole: pb.StepBatch) -> Iterator[pb.StepBatch]:
             part = pb.StepBatch(sequence=sequence, step=whole.step, load=whole.load, draining=whole.draining)
             size = output.ByteSize()
         part.outputs.append(output)
+    if whole.HasField("tokens"):
+        part.tokens.CopyFrom(whole.tokens)
     part.kv_events.extend(whole.kv_events)
     yield part

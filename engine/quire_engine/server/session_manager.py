@@ -21,12 +21,13 @@ from quire_proto.structured_output import Structured
 
 from quire_engine.core.block_pool import BlockStored
 from quire_engine.core.engine_core import AbortRequest, AddRequest, EngineCore, EngineCoreOutputs, GetSnapshot
-from quire_engine.core.outputs import EngineLoad
+from quire_engine.core.outputs import EngineCoreOutput, EngineLoad
 from quire_engine.core.request import Request
 from quire_engine.server.messages import (
     abort_to_proto,
     cached_to_proto,
     events_to_proto,
+    is_token,
     load_to_proto,
     output_to_proto,
     refusal_to_proto,
@@ -51,6 +52,43 @@ GRAMMAR_TIMEOUT_SECONDS = 15.0
 """How long a request waits for its grammar. Compiling one takes a second or two at most: the rest is queueing."""
 
 
+@dataclass(slots=True)
+class LiveRequest:
+    """A request as its router knows it. ``handle`` names its choices in ``TokenColumns``, 0 if the router does not read
+    them. ``started`` is set with its first output, which is a message: it says more than a token.
+    """
+
+    session: Session
+    request_id: str
+    handle: int
+    started: bool = False
+
+
+@dataclass(slots=True)
+class _SessionStep:
+    """What a step has for one session."""
+
+    outputs: list[pb.SequenceOutput] = field(default_factory=list)
+    handles: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+
+    def add(self, live: LiveRequest, output: EngineCoreOutput) -> None:
+        if live.handle and live.started and is_token(output):
+            self.handles.append(live.handle + output.index)
+            self.token_ids.append(output.token_ids[0])
+            self.positions.append(output.position)
+        else:
+            live.started = True
+            self.outputs += output_to_proto(output, live.request_id)
+
+    @property
+    def tokens(self) -> pb.TokenColumns | None:
+        if not self.handles:
+            return None
+        return pb.TokenColumns(handles=self.handles, token_ids=self.token_ids, positions=self.positions)
+
+
 class SessionManager:
     """Maps live requests to sessions, and passes commands to the core and steps to the sessions.
 
@@ -72,7 +110,7 @@ class SessionManager:
         self._grammars = grammars
         self._pending_grammars = PendingGrammars(self._start, self._refuse, grammars.withdraw)
         self._sessions: dict[str, Session] = {}
-        self._live: dict[str, tuple[Session, str]] = {}
+        self._live: dict[str, LiveRequest] = {}
         self._keys = count(1)
         self._ended = asyncio.Event()
         self._last_sequences: dict[str, int] = {}
@@ -188,18 +226,20 @@ class SessionManager:
         """
         self._step = step.trace.step
         self._load = load_to_proto(step.load)
-        outputs_of: dict[str, list[pb.SequenceOutput]] = {}
+        steps: dict[str, _SessionStep] = {}
         for output in step.outputs:
             if (live := self._live.get(output.request_id)) is not None:
-                session, request_id = live
-                outputs_of.setdefault(session.session_id, []).extend(output_to_proto(output, request_id))
+                if (mine := steps.get(live.session.session_id)) is None:
+                    mine = steps[live.session.session_id] = _SessionStep()
+                mine.add(live, output)
                 if output.ends_request:
                     self._remove(output.request_id)
         events = events_to_proto(step.kv_events)
         for session in list(self._sessions.values()):
-            outputs = outputs_of.get(session.session_id, [])
-            if outputs or session.requests:
-                self._send(session, self._step, outputs, events)
+            if (found := steps.get(session.session_id)) is not None:
+                self._send(session, self._step, found.outputs, events, found.tokens)
+            elif session.requests:
+                self._send(session, self._step, [], events)
             else:
                 session.defer(events)
         self._schedule_idle_update()
@@ -227,10 +267,15 @@ class SessionManager:
             self._idle_update_due = asyncio.get_running_loop().time() + IDLE_UPDATE_INTERVAL
 
     def _send(
-        self, session: Session, step: int, outputs: Sequence[pb.SequenceOutput], events: Sequence[pb.KvEvent]
+        self,
+        session: Session,
+        step: int,
+        outputs: Sequence[pb.SequenceOutput],
+        events: Sequence[pb.KvEvent],
+        tokens: pb.TokenColumns | None = None,
     ) -> None:
         try:
-            session.publish(step, outputs, self._load, events)
+            session.publish(step, outputs, self._load, events, tokens)
         except SessionOverflowError:
             log.warning("session %s does not read what it is sent and is closed", session.session_id)
             self.close(session)
@@ -243,7 +288,7 @@ class SessionManager:
         request = request_from_proto(message, str(next(self._keys)))
         structured = request.sampling.structured
         grammar = None if structured is None else self._grammars.submit(structured)
-        self._live[request.request_id] = session, message.request_id
+        self._live[request.request_id] = LiveRequest(session, message.request_id, message.handle)
         session.requests[message.request_id] = request.request_id
         self._tracing.on_submit(request)
         if grammar is None:
@@ -257,8 +302,8 @@ class SessionManager:
             self.core.send(AbortRequest(request.request_id, indexes))
 
     def _refuse(self, request: Request, error: QuireError) -> None:
-        _, request_id = self._live[request.request_id]
-        self._finish_unstarted(request.request_id, refusal_to_proto(request_id, error))
+        live = self._live[request.request_id]
+        self._finish_unstarted(request.request_id, refusal_to_proto(live.request_id, error))
 
     def _finish_unstarted(self, key: str, outputs: Sequence[pb.SequenceOutput]) -> None:
         """Ends a request that was not sent to the core."""
@@ -267,10 +312,10 @@ class SessionManager:
         self._send(session, 0, outputs, [])
 
     def _remove(self, key: str) -> Session:
-        session, request_id = self._live.pop(key)
-        del session.requests[request_id]
+        live = self._live.pop(key)
+        del live.session.requests[live.request_id]
         self._ended.set()
-        return session
+        return live.session
 
     async def _open_new(self, session_id: str) -> tuple[Session, int, pb.SessionResponse]:
         if len(self._sessions) >= MAX_SESSIONS:

@@ -25,49 +25,51 @@ _sym_db = _symbol_database.Default()
 from quire.v1 import types_pb2 as quire_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/engine.proto\x12\x08quire.v1\x1a\x14quire/v1/types.proto\"\xa1\x01\n\x0eSessionRequest\x12\x1e\n\x04open\x18\x01 \x01(\x0b\x32\x0e.quire.v1.OpenH\x00\x12\"\n\x06submit\x18\x02 \x01(\x0b\x32\x10.quire.v1.SubmitH\x00\x12\"\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x10.quire.v1.CancelH\x00\x12\x1c\n\x03\x61\x63k\x18\x04 \x01(\x0b\x32\r.quire.v1.AckH\x00\x42\t\n\x07\x63ommand\"1\n\x04Open\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rlast_sequence\x18\x02 \x01(\x04\"\xdf\x01\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\x05\x12\x18\n\x10output_token_ids\x18\x03 \x03(\x05\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12&\n\tdelivered\x18\x07 \x03(\x0b\x32\x13.quire.v1.Delivered\x12\x10\n\x08priority\x18\x08 \x01(\x05\"?\n\tDelivered\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\"-\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07indexes\x18\x02 \x03(\r\"\x17\n\x03\x41\x63k\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"m\n\x0fSessionResponse\x12&\n\x08snapshot\x18\x01 \x01(\x0b\x32\x12.quire.v1.SnapshotH\x00\x12)\n\nstep_batch\x18\x02 \x01(\x0b\x32\x13.quire.v1.StepBatchH\x00\x42\x07\n\x05\x65vent\"\x95\x01\n\x08Snapshot\x12\x12\n\ngeneration\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0f\n\x07resumed\x18\x03 \x01(\x08\x12\x1c\n\x04load\x18\x04 \x01(\x0b\x32\x0e.quire.v1.Load\x12\"\n\x06\x63\x61\x63hed\x18\x05 \x03(\x0b\x32\x12.quire.v1.KvStored\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\"\xac\x01\n\tStepBatch\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12)\n\x07outputs\x18\x03 \x03(\x0b\x32\x18.quire.v1.SequenceOutput\x12\x1c\n\x04load\x18\x04 \x01(\x0b\x32\x0e.quire.v1.Load\x12$\n\tkv_events\x18\x05 \x03(\x0b\x32\x11.quire.v1.KvEvent\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\"\xd2\x02\n\x0eSequenceOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x10\n\x08position\x18\x03 \x01(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1e\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x0f.quire.v1.Error\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\r\n\x05index\x18\x07 \x01(\r\x12)\n\x08logprobs\x18\x08 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12\x17\n\x0fprompt_position\x18\n \x01(\r\x12\x12\n\x05score\x18\x0b \x01(\x02H\x00\x88\x01\x01\x42\x08\n\x06_score\"\xd2\x01\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0f\n\x07swapped\x18\x03 \x01(\r\x12\x19\n\x11uncomputed_tokens\x18\x04 \x01(\x04\x12\x14\n\x0c\x62locks_total\x18\x05 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x06 \x01(\r\x12\x19\n\x11host_blocks_total\x18\x07 \x01(\r\x12\x18\n\x10host_blocks_free\x18\x08 \x01(\r\x12\x1c\n\x04pace\x18\t \x01(\x0b\x32\x0e.quire.v1.Pace\"i\n\x04Pace\x12\x14\n\x0cstep_seconds\x18\x01 \x01(\x01\x12\x15\n\rtoken_seconds\x18\x02 \x01(\x01\x12\x18\n\x10sequence_seconds\x18\x03 \x01(\x01\x12\x1a\n\x12host_block_seconds\x18\x04 \x01(\x01\"`\n\x07KvEvent\x12$\n\x06stored\x18\x01 \x01(\x0b\x32\x12.quire.v1.KvStoredH\x00\x12&\n\x07removed\x18\x02 \x01(\x0b\x32\x13.quire.v1.KvRemovedH\x00\x42\x07\n\x05\x65vent\"@\n\x08KvStored\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x1e\n\x04tier\x18\x02 \x01(\x0e\x32\x10.quire.v1.KvTier\"A\n\tKvRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x1e\n\x04tier\x18\x02 \x01(\x0e\x32\x10.quire.v1.KvTier\"\x11\n\x0f\x44\x65scribeRequest\"\x80\x03\n\x10\x44\x65scribeResponse\x12\x1a\n\x12served_model_names\x18\x01 \x03(\t\x12\x16\n\x0emodel_revision\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\x05\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x07 \x01(\r\x12\x19\n\x11host_blocks_total\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\n \x01(\r\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x12\n\ngeneration\x18\x0c \x01(\x06\x12\x0f\n\x07version\x18\r \x01(\t\x12\x16\n\x0eprefix_caching\x18\x0e \x01(\x08\x12\x18\n\x10tokenizer_digest\x18\x0f \x01(\x0c\x12\x15\n\rconfig_digest\x18\x10 \x01(\x0c*G\n\x06KvTier\x12\x17\n\x13KV_TIER_UNSPECIFIED\x10\x00\x12\x12\n\x0eKV_TIER_DEVICE\x10\x01\x12\x10\n\x0cKV_TIER_HOST\x10\x02\x32\x8f\x01\n\x06\x45ngine\x12\x42\n\x07Session\x12\x18.quire.v1.SessionRequest\x1a\x19.quire.v1.SessionResponse(\x01\x30\x01\x12\x41\n\x08\x44\x65scribe\x12\x19.quire.v1.DescribeRequest\x1a\x1a.quire.v1.DescribeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/engine.proto\x12\x08quire.v1\x1a\x14quire/v1/types.proto\"\xa1\x01\n\x0eSessionRequest\x12\x1e\n\x04open\x18\x01 \x01(\x0b\x32\x0e.quire.v1.OpenH\x00\x12\"\n\x06submit\x18\x02 \x01(\x0b\x32\x10.quire.v1.SubmitH\x00\x12\"\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x10.quire.v1.CancelH\x00\x12\x1c\n\x03\x61\x63k\x18\x04 \x01(\x0b\x32\r.quire.v1.AckH\x00\x42\t\n\x07\x63ommand\"1\n\x04Open\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rlast_sequence\x18\x02 \x01(\x04\"\xef\x01\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\x05\x12\x18\n\x10output_token_ids\x18\x03 \x03(\x05\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12&\n\tdelivered\x18\x07 \x03(\x0b\x32\x13.quire.v1.Delivered\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x0e\n\x06handle\x18\t \x01(\x04\"?\n\tDelivered\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\"-\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07indexes\x18\x02 \x03(\r\"\x17\n\x03\x41\x63k\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"m\n\x0fSessionResponse\x12&\n\x08snapshot\x18\x01 \x01(\x0b\x32\x12.quire.v1.SnapshotH\x00\x12)\n\nstep_batch\x18\x02 \x01(\x0b\x32\x13.quire.v1.StepBatchH\x00\x42\x07\n\x05\x65vent\"\x95\x01\n\x08Snapshot\x12\x12\n\ngeneration\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0f\n\x07resumed\x18\x03 \x01(\x08\x12\x1c\n\x04load\x18\x04 \x01(\x0b\x32\x0e.quire.v1.Load\x12\"\n\x06\x63\x61\x63hed\x18\x05 \x03(\x0b\x32\x12.quire.v1.KvStored\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\"\xd4\x01\n\tStepBatch\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12)\n\x07outputs\x18\x03 \x03(\x0b\x32\x18.quire.v1.SequenceOutput\x12\x1c\n\x04load\x18\x04 \x01(\x0b\x32\x0e.quire.v1.Load\x12$\n\tkv_events\x18\x05 \x03(\x0b\x32\x11.quire.v1.KvEvent\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12&\n\x06tokens\x18\x07 \x01(\x0b\x32\x16.quire.v1.TokenColumns\"E\n\x0cTokenColumns\x12\x0f\n\x07handles\x18\x01 \x03(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x11\n\tpositions\x18\x03 \x03(\r\"\xd2\x02\n\x0eSequenceOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x10\n\x08position\x18\x03 \x01(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1e\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x0f.quire.v1.Error\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\r\n\x05index\x18\x07 \x01(\r\x12)\n\x08logprobs\x18\x08 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12\x17\n\x0fprompt_position\x18\n \x01(\r\x12\x12\n\x05score\x18\x0b \x01(\x02H\x00\x88\x01\x01\x42\x08\n\x06_score\"\xd2\x01\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0f\n\x07swapped\x18\x03 \x01(\r\x12\x19\n\x11uncomputed_tokens\x18\x04 \x01(\x04\x12\x14\n\x0c\x62locks_total\x18\x05 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x06 \x01(\r\x12\x19\n\x11host_blocks_total\x18\x07 \x01(\r\x12\x18\n\x10host_blocks_free\x18\x08 \x01(\r\x12\x1c\n\x04pace\x18\t \x01(\x0b\x32\x0e.quire.v1.Pace\"i\n\x04Pace\x12\x14\n\x0cstep_seconds\x18\x01 \x01(\x01\x12\x15\n\rtoken_seconds\x18\x02 \x01(\x01\x12\x18\n\x10sequence_seconds\x18\x03 \x01(\x01\x12\x1a\n\x12host_block_seconds\x18\x04 \x01(\x01\"`\n\x07KvEvent\x12$\n\x06stored\x18\x01 \x01(\x0b\x32\x12.quire.v1.KvStoredH\x00\x12&\n\x07removed\x18\x02 \x01(\x0b\x32\x13.quire.v1.KvRemovedH\x00\x42\x07\n\x05\x65vent\"@\n\x08KvStored\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x1e\n\x04tier\x18\x02 \x01(\x0e\x32\x10.quire.v1.KvTier\"A\n\tKvRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x1e\n\x04tier\x18\x02 \x01(\x0e\x32\x10.quire.v1.KvTier\"\x11\n\x0f\x44\x65scribeRequest\"\x80\x03\n\x10\x44\x65scribeResponse\x12\x1a\n\x12served_model_names\x18\x01 \x03(\t\x12\x16\n\x0emodel_revision\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\x05\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x07 \x01(\r\x12\x19\n\x11host_blocks_total\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\n \x01(\r\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x12\n\ngeneration\x18\x0c \x01(\x06\x12\x0f\n\x07version\x18\r \x01(\t\x12\x16\n\x0eprefix_caching\x18\x0e \x01(\x08\x12\x18\n\x10tokenizer_digest\x18\x0f \x01(\x0c\x12\x15\n\rconfig_digest\x18\x10 \x01(\x0c*G\n\x06KvTier\x12\x17\n\x13KV_TIER_UNSPECIFIED\x10\x00\x12\x12\n\x0eKV_TIER_DEVICE\x10\x01\x12\x10\n\x0cKV_TIER_HOST\x10\x02\x32\x8f\x01\n\x06\x45ngine\x12\x42\n\x07Session\x12\x18.quire.v1.SessionRequest\x1a\x19.quire.v1.SessionResponse(\x01\x30\x01\x12\x41\n\x08\x44\x65scribe\x12\x19.quire.v1.DescribeRequest\x1a\x1a.quire.v1.DescribeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.engine_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVTIER']._serialized_start=2371
-  _globals['_KVTIER']._serialized_end=2442
+  _globals['_KVTIER']._serialized_start=2498
+  _globals['_KVTIER']._serialized_end=2569
   _globals['_SESSIONREQUEST']._serialized_start=58
   _globals['_SESSIONREQUEST']._serialized_end=219
   _globals['_OPEN']._serialized_start=221
   _globals['_OPEN']._serialized_end=270
   _globals['_SUBMIT']._serialized_start=273
-  _globals['_SUBMIT']._serialized_end=496
-  _globals['_DELIVERED']._serialized_start=498
-  _globals['_DELIVERED']._serialized_end=561
-  _globals['_CANCEL']._serialized_start=563
-  _globals['_CANCEL']._serialized_end=608
-  _globals['_ACK']._serialized_start=610
-  _globals['_ACK']._serialized_end=633
-  _globals['_SESSIONRESPONSE']._serialized_start=635
-  _globals['_SESSIONRESPONSE']._serialized_end=744
-  _globals['_SNAPSHOT']._serialized_start=747
-  _globals['_SNAPSHOT']._serialized_end=896
-  _globals['_STEPBATCH']._serialized_start=899
-  _globals['_STEPBATCH']._serialized_end=1071
-  _globals['_SEQUENCEOUTPUT']._serialized_start=1074
-  _globals['_SEQUENCEOUTPUT']._serialized_end=1412
-  _globals['_LOAD']._serialized_start=1415
-  _globals['_LOAD']._serialized_end=1625
-  _globals['_PACE']._serialized_start=1627
-  _globals['_PACE']._serialized_end=1732
-  _globals['_KVEVENT']._serialized_start=1734
-  _globals['_KVEVENT']._serialized_end=1830
-  _globals['_KVSTORED']._serialized_start=1832
-  _globals['_KVSTORED']._serialized_end=1896
-  _globals['_KVREMOVED']._serialized_start=1898
-  _globals['_KVREMOVED']._serialized_end=1963
-  _globals['_DESCRIBEREQUEST']._serialized_start=1965
-  _globals['_DESCRIBEREQUEST']._serialized_end=1982
-  _globals['_DESCRIBERESPONSE']._serialized_start=1985
-  _globals['_DESCRIBERESPONSE']._serialized_end=2369
-  _globals['_ENGINE']._serialized_start=2445
-  _globals['_ENGINE']._serialized_end=2588
+  _globals['_SUBMIT']._serialized_end=512
+  _globals['_DELIVERED']._serialized_start=514
+  _globals['_DELIVERED']._serialized_end=577
+  _globals['_CANCEL']._serialized_start=579
+  _globals['_CANCEL']._serialized_end=624
+  _globals['_ACK']._serialized_start=626
+  _globals['_ACK']._serialized_end=649
+  _globals['_SESSIONRESPONSE']._serialized_start=651
+  _globals['_SESSIONRESPONSE']._serialized_end=760
+  _globals['_SNAPSHOT']._serialized_start=763
+  _globals['_SNAPSHOT']._serialized_end=912
+  _globals['_STEPBATCH']._serialized_start=915
+  _globals['_STEPBATCH']._serialized_end=1127
+  _globals['_TOKENCOLUMNS']._serialized_start=1129
+  _globals['_TOKENCOLUMNS']._serialized_end=1198
+  _globals['_SEQUENCEOUTPUT']._serialized_start=1201
+  _globals['_SEQUENCEOUTPUT']._serialized_end=1539
+  _globals['_LOAD']._serialized_start=1542
+  _globals['_LOAD']._serialized_end=1752
+  _globals['_PACE']._serialized_start=1754
+  _globals['_PACE']._serialized_end=1859
+  _globals['_KVEVENT']._serialized_start=1861
+  _globals['_KVEVENT']._serialized_end=1957
+  _globals['_KVSTORED']._serialized_start=1959
+  _globals['_KVSTORED']._serialized_end=2023
+  _globals['_KVREMOVED']._serialized_start=2025
+  _globals['_KVREMOVED']._serialized_end=2090
+  _globals['_DESCRIBEREQUEST']._serialized_start=2092
+  _globals['_DESCRIBEREQUEST']._serialized_end=2109
+  _globals['_DESCRIBERESPONSE']._serialized_start=2112
+  _globals['_DESCRIBERESPONSE']._serialized_end=2496
+  _globals['_ENGINE']._serialized_start=2572
+  _globals['_ENGINE']._serialized_end=2715
 # @@protoc_insertion_point(module_scope)

@@ -106,7 +106,7 @@ Global___Open: _TypeAlias = Open  # noqa: Y015
 
 @_typing.final
 class Submit(_message.Message):
-    """Runs one request. Every answer to it, also a refusal, is a SequenceOutput in a StepBatch. A Submit whose id is live in the same
+    """Runs one request. Every answer to it, also a refusal, is an output in a StepBatch. A Submit whose id is live in the same
     session is ignored, so that a router may repeat one that it cannot know to have arrived.
     """
 
@@ -120,6 +120,7 @@ class Submit(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     DELIVERED_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Opaque, `[A-Za-z0-9_-]{1,64}`, unique among the session's live requests."""
     cache_salt: _builtins.bytes
@@ -128,6 +129,10 @@ class Submit(_message.Message):
     """W3C trace context of the attempt's span; empty when it is not traced."""
     priority: _builtins.int
     """With `--scheduling-policy priority`, requests with a smaller number go first; ignored by the other policies."""
+    handle: _builtins.int
+    """Where it is not 0, the router reads TokenColumns, which name choice i of this request `handle + i`. None of these numbers is that
+    of another request of the session. An engine that does not know this field sends every token as a SequenceOutput.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt. At least one token."""
@@ -157,10 +162,11 @@ class Submit(_message.Message):
         traceparent: _builtins.str = ...,
         delivered: _abc.Iterable[Global___Delivered] | None = ...,
         priority: _builtins.int = ...,
+        handle: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "delivered", b"delivered", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "delivered", b"delivered", "handle", b"handle", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -332,6 +338,7 @@ class StepBatch(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     KV_EVENTS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Counts the batches of this session, from 1, without gaps."""
     step: _builtins.int
@@ -348,6 +355,12 @@ class StepBatch(_message.Message):
     def kv_events(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEvent]:
         """In the order in which they happened."""
 
+    @_builtins.property
+    def tokens(self) -> Global___TokenColumns:
+        """Further outputs of the step, of other choices than those in `outputs`, and to be read after them: a request's first output may
+        be there.
+        """
+
     def __init__(
         self,
         *,
@@ -357,14 +370,51 @@ class StepBatch(_message.Message):
         load: Global___Load | None = ...,
         kv_events: _abc.Iterable[Global___KvEvent] | None = ...,
         draining: _builtins.bool = ...,
+        tokens: Global___TokenColumns | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "kv_events", b"kv_events", "load", b"load", "outputs", b"outputs", "sequence", b"sequence", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "kv_events", b"kv_events", "load", b"load", "outputs", b"outputs", "sequence", b"sequence", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepBatch: _TypeAlias = StepBatch  # noqa: Y015
+
+@_typing.final
+class TokenColumns(_message.Message):
+    """Outputs that are one token and nothing else, of requests whose Submit had a handle; entry i of each column is of the same output.
+    Never a request's first output. Columns are read in a fraction of the time that as many messages take.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLES_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Which choice: the handle of its request plus its index."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Index of the token in the choice's output, as SequenceOutput.position."""
+
+    def __init__(
+        self,
+        *,
+        handles: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        positions: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handles", b"handles", "positions", b"positions", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenColumns: _TypeAlias = TokenColumns  # noqa: Y015
 
 @_typing.final
 class SequenceOutput(_message.Message):

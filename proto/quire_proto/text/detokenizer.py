@@ -61,15 +61,16 @@ class OutputTextStream:
         stop.
         """
         if len(token_ids) == 1:
-            return self._push(token_ids[0])
-        return "".join(map(self._push, token_ids))
+            return self.push_token(token_ids[0])
+        return "".join(map(self.push_token, token_ids))
 
     def finish(self) -> str:
         """Returns what was held back, at the end of the output. Not called after a stop."""
         rest = self._detokenizer.finish()
         return rest if self._matcher is None else self._matcher.push(rest) + self._matcher.finish()
 
-    def _push(self, token_id: int) -> str:
+    def push_token(self, token_id: int) -> str:
+        """As ``push`` of one token."""
         matcher = self._matcher
         if matcher is not None and matcher.stopped:
             return ""

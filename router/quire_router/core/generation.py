@@ -252,6 +252,10 @@ class DeltaSink(Protocol):
         """Writes a delta. May be called only while ``is_open``."""
         ...
 
+    def write_token(self, index: int, token_id: int, text: str) -> None:
+        """As ``write`` of a delta that is one token of choice ``index`` and its text."""
+        ...
+
 
 class DirectPath:
     """Leads deltas from where an engine's output arrives to the client's connection, without the generator; ``sink`` is

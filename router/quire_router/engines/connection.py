@@ -221,8 +221,6 @@ class ReconnectLimiter:
 
 
 _MIN_RETRY_INTERVAL = 1.0  # seconds between two tries for which ``retry_now`` ends a pause
-OUTPUTS_PER_YIELD = 4  # a sixth of a millisecond or so, after which requests that come have their turn
-
 SessionCall = grpc.aio.StreamStreamCall[engine_pb2.SessionRequest, engine_pb2.SessionResponse]
 
 
@@ -461,9 +459,8 @@ async def _yielding_to_loop(outputs: Iterator[None]) -> None:
     at once, because an engine sends nothing twice.
     """
     try:
-        for number, _ in enumerate(outputs, 1):
-            if number % OUTPUTS_PER_YIELD == 0:
-                await asyncio.sleep(0)
+        for _ in outputs:
+            await asyncio.sleep(0)
     finally:
         for _ in outputs:
             pass

@@ -242,8 +242,10 @@ class OutputStream:
     choice, or the one with an error, and raises ``AttemptFailed`` after the tokens that came before. ``end`` is how the
     stream has ended, None until it has. ``on_cancel`` is called when the request ends before the engine ended it, maybe
     twice, and for each choice that is cancelled alone. ``on_first`` is called once, with the first tokens of all or the
-    first end: the prompt has been computed. ``sink`` is called with each output that comes while the reader waits, and
-    returns whether it has processed it.
+    first end: the prompt has been computed. ``handle`` plus a choice's index
+    is its name in ``TokenColumns``. ``sink`` is called with each output that comes while the reader waits, and returns
+    whether it has processed it; ``token_sink`` likewise with each output that is one token and nothing else, as choice
+    and token, where the request asks for nothing else.
     """
 
     __slots__ = (
@@ -263,22 +265,26 @@ class OutputStream:
         "confirmed",
         "end",
         "expected",
+        "handle",
         "num_running_choices",
         "on_first",
         "request_id",
         "sink",
+        "token_sink",
     )
 
     def __init__(
         self, request_id: str, expected: ExpectedOutput, *, on_cancel: OnCancel, slow_client_timeout: float
     ) -> None:
         self.request_id = request_id
+        self.handle = 0
         self.expected = expected
         self.confirmed = False
         self.end: StreamEnd | None = None
         self.num_running_choices = len(expected.positions)
         self.on_first: Callable[[], None] | None = None
         self.sink: Callable[[Output], bool] | None = None
+        self.token_sink: Callable[[int, int], bool] | None = None
         self._on_cancel = on_cancel
         self._slow_client_timeout = slow_client_timeout
         self._loop = asyncio.get_running_loop()
@@ -315,6 +321,32 @@ class OutputStream:
                 self._notify_first()
             if self.sink is None or not self._try_sink(self.sink, output):
                 self._queue(choice, output)
+
+    def push_token(self, index: int, token_id: int, position: int) -> None:
+        """As ``push`` of an output that is one token. Most tokens are what was expected, behind an earlier one, and
+        come while the reader waits: these go to ``token_sink``, without an object being made.
+        """
+        waiter, choice, expected = self._waiter, self._choices.get(index), self.expected
+        if (
+            waiter is not None
+            and not waiter.done()  # so nothing is unread, and the stream has not ended
+            and self.token_sink is not None
+            and self.confirmed
+            and self.on_first is None
+            and choice is not None
+            and not choice.closed
+            and position == choice.position < expected.max_tokens
+            and 0 <= token_id < expected.vocabulary
+        ):
+            try:
+                if self.token_sink(index, token_id):
+                    choice.position = position + 1
+                    return
+            except Exception:
+                log.exception("request %s failed", self.request_id)
+                self.fail(internal())
+                return
+        self.push(Output([token_id], position, index=index))
 
     def on_engine_end(self, index: int, reason: FinishReason) -> None:
         """Records that the engine has ended a choice, or with ERROR all of them; ``running`` are left."""
@@ -382,7 +414,7 @@ class OutputStream:
         self._abort(StreamEnd.CLOSED)
         self._ready.clear()
         self._delivered = True
-        self.sink = None  # the request refers to this stream: the cycle would wait for the collector
+        self.sink = self.token_sink = None  # the request refers to this stream: the cycle would wait for the collector
         if self.num_running_choices:
             self._on_cancel(self.request_id, None)
 

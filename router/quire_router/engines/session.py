@@ -23,6 +23,10 @@ from quire_router.engines.output_stream import (
 )
 from quire_router.engines.settings import ConnectionSettings
 
+OUTPUTS_PER_YIELD = 4
+TOKENS_PER_YIELD = 8
+"""A sixth of a millisecond or so, after which requests that come have their turn."""
+
 
 class CommandQueue:
     """Commands to one engine, in a bounded queue that one writer empties. Cancels go first, because they free memory;
@@ -139,6 +143,8 @@ class Session:
         self._on_kv_event = on_kv_event
         self._on_load = on_load
         self._streams: dict[str, OutputStream] = {}
+        self._choices: dict[int, tuple[OutputStream, int]] = {}  # by handle: the request's plus the choice's index
+        self._next_handle = 1
         self._unconfirmed: OrderedDict[str, engine_pb2.Submit] = OrderedDict()
         self._resubmitted: set[str] = set()
         self._maybe_duplicated: dict[str, None] = {}
@@ -160,6 +166,7 @@ class Session:
         """
         if message.request_id in self._streams:
             raise internal()
+        message.handle = self._next_handle
         self.commands.submit(message)
         stream = OutputStream(
             message.request_id,
@@ -168,6 +175,7 @@ class Session:
             slow_client_timeout=self._settings.slow_client_timeout,
         )
         self._streams[message.request_id] = stream
+        self._add_handles(stream, message.handle)
         self._unconfirmed[message.request_id] = message
         if len(self._unconfirmed) > self._settings.max_unconfirmed:
             self._unconfirmed.popitem(last=False)
@@ -197,8 +205,8 @@ class Session:
             self._on_load(snapshot.load)
 
     def process_batch(self, batch: engine_pb2.StepBatch) -> Iterator[None]:
-        """Applies a batch. Each step of the returned iterator passes one of its outputs to its request, and it has to
-        be exhausted before the next batch. A batch that came before is ignored; raises ``SequenceGap`` if one is
+        """Applies a batch. Each step of the returned iterator passes a few of its outputs to their requests, and it has
+        to be exhausted before the next batch. A batch that came before is ignored; raises ``SequenceGap`` if one is
         missing.
         """
         if batch.sequence <= self.sequence:
@@ -213,11 +221,24 @@ class Session:
         return self._outputs(batch)
 
     def _outputs(self, batch: engine_pb2.StepBatch) -> Iterator[None]:
-        for output in batch.outputs:
+        for number, output in enumerate(batch.outputs, 1):
             self._receive(output)
-            yield
+            if number % OUTPUTS_PER_YIELD == 0:
+                yield
+        if batch.HasField("tokens"):
+            yield from self._tokens(batch.tokens)
         if self._maybe_duplicated:
             self._prune_duplicates()
+
+    def _tokens(self, columns: engine_pb2.TokenColumns) -> Iterator[None]:
+        choices = self._choices
+        # Slices are the quickest copies of repeated fields.
+        rows = zip(columns.handles[:], columns.token_ids[:], columns.positions[:], strict=True)
+        for number, (handle, token_id, position) in enumerate(rows, 1):
+            if (choice := choices.get(handle)) is not None:
+                choice[0].push_token(choice[1], token_id, position)
+            if number % TOKENS_PER_YIELD == 0:
+                yield
 
     def fail_all(self, reason: str) -> None:
         """Ends every request with ``EngineLost``. The next stream opens a new session, and so gets a whole snapshot:
@@ -228,6 +249,7 @@ class Session:
             self._remember_cancel(stream)
             stream.lose(self._loss(reason))
         self._streams.clear()
+        self._choices.clear()
 
     def invalidate(self) -> None:
         """Ends the session, as its state is not known any more."""
@@ -276,6 +298,7 @@ class Session:
         stream.on_engine_end(index, reason)
         if not stream.num_running_choices:
             del self._streams[stream.request_id]
+            self._remove_handles(stream)
             self._cancel_duplicate(stream.request_id)
 
     def _cancel_duplicate(self, request_id: str) -> None:
@@ -329,8 +352,21 @@ class Session:
             self.commands.cancel(request_id, index)
             return
         stream = self._streams.pop(request_id, None)
-        if stream is not None and self._remember_cancel(stream):
+        if stream is None:
+            return
+        self._remove_handles(stream)
+        if self._remember_cancel(stream):
             self.commands.cancel(request_id)
+
+    def _add_handles(self, stream: OutputStream, handle: int) -> None:
+        stream.handle = handle
+        for index in stream.expected.positions:
+            self._choices[handle + index] = stream, index
+        self._next_handle = handle + max(stream.expected.positions, default=0) + 1
+
+    def _remove_handles(self, stream: OutputStream) -> None:
+        for index in stream.expected.positions:
+            self._choices.pop(stream.handle + index, None)
 
     def _remember_cancel(self, stream: OutputStream) -> bool:
         """Notes that the outputs of a cancelled request are to be dropped. Returns False when its Submit was not sent

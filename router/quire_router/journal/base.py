@@ -157,6 +157,10 @@ class Journal(Protocol):
         """
         ...
 
+    def append_token(self, lease: Lease, index: int, position: int, token_id: int) -> None:
+        """As ``append`` of a delta that is one token of choice ``index``; called once for nearly every token."""
+        ...
+
     def finish(self, lease: Lease, reason: FinishReason, error: str = "", usage: Usage = NO_USAGE) -> None:
         """Ends the record, which is kept for the retention time. A cancelled one ends with ``FinishReason.ABORT``,
         whatever its choices ended with, since that was the answer to ``cancel``. Never waits.

@@ -150,6 +150,14 @@ class MemoryJournal:
             if self._tokens > self._max_tokens:
                 self._evict_to_fit(0, 0)
 
+    def append_token(self, lease: Lease, index: int, position: int, token_id: int) -> None:
+        """See ``Journal``."""
+        record = self._writable_record(lease)
+        if record is not None:
+            self._tokens += record.log.append_token(index, position, token_id)
+            if self._tokens > self._max_tokens:
+                self._evict_to_fit(0, 0)
+
     def finish(self, lease: Lease, reason: FinishReason, error: str = "", usage: Usage = NO_USAGE) -> None:
         """See ``Journal``."""
         record = self._writable_record(lease)

@@ -82,6 +82,18 @@ class TokenLog:
         self._advance(delta)
         return len(self.values) - before
 
+    def append_token(self, index: int, position: int, token_id: int) -> int:
+        """As ``append`` of a delta that is one token of choice ``index``."""
+        if position != self._lengths[index] or self._ended[index]:
+            return self.append(position, RecordedDelta(index, [token_id]))
+        self._lengths[index] = position + 1
+        if index == self._current:
+            self.values.append(token_id)
+            return 1
+        self._current = index
+        self.values.extend((_marker(index, 0), token_id))
+        return 2
+
     def _without_known(self, known: int, delta: AnyDelta) -> RecordedDelta:
         """The delta without its first ``known`` tokens. Log-probabilities of the prompt come once, a score with the
         end.

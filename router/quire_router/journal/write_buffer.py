@@ -127,7 +127,13 @@ class WriteBuffer:
 
     def append(self, request: BufferedRequest, position: int, delta: AnyDelta) -> bool:
         """Adds what is new of a delta; removes the request and returns False if there is no capacity for it."""
-        added = request.log.append(position, delta)
+        return self._on_appended(request, request.log.append(position, delta))
+
+    def append_token(self, request: BufferedRequest, index: int, position: int, token_id: int) -> bool:
+        """As ``append`` of a delta that is one token of choice ``index``."""
+        return self._on_appended(request, request.log.append_token(index, position, token_id))
+
+    def _on_appended(self, request: BufferedRequest, added: int) -> bool:
         self._num_unwritten += added
         if self._num_unwritten > self._max_tokens or request.log_length > MAX_LOG_VALUES:
             self.remove(request)

@@ -75,6 +75,11 @@ class Choice:
         self.token_ids += token_ids
         return Delta(text, token_ids, reason, None, self.index, logprobs, [], output.score)
 
+    def push_token(self, token_id: int) -> str:
+        """Adds a token; returns its text. Only for a choice without stop strings."""
+        self.token_ids.append(token_id)
+        return self._text.push_token(token_id)
+
     def finish(self, reason: FinishReason) -> Delta:
         """Returns the last delta of a choice that ends without an output of the engine that ends it."""
         return self.process(Output([], len(self.token_ids), reason))
@@ -242,6 +247,8 @@ class RequestState:
         self._outputs = outputs
         if self.generation.params.prompt_logprobs is None:  # they come in parts, which ``outputs`` gathers
             outputs.sink = self.try_direct_write
+            if self._passes_tokens:
+                outputs.token_sink = self.try_direct_token
 
     def interrupt(self, error: QuireError | None) -> None:
         """Ends the request from outside: with ``error``, or as cancelled. The first interruption counts."""
@@ -301,6 +308,33 @@ class RequestState:
             return False
         for delta in deltas:
             writer.write(delta)
+        return True
+
+    @property
+    def _passes_tokens(self) -> bool:
+        """Whether a token is nothing but its text: no log-probabilities, stop strings or candidates, and no consumer
+        that has a part of the answer already.
+        """
+        request = self.generation
+        is_plain = not request.stop and request.params.logprobs is None
+        return is_plain and self._selection is None and self._cursor is None
+
+    def try_direct_token(self, index: int, token_id: int) -> bool:
+        """As ``try_direct_write``, for an output that is one token and nothing else, where ``_passes_tokens``. Does for
+        nearly every token what ``process_output`` and ``DeltaSink.write`` do, without an output or a delta. False for
+        a choice's first token.
+        """
+        writer, choice = self._direct_path.sink, self._choices[index]
+        last = choice.last_token
+        if writer is None or last is None or choice.finish_reason is not None or not writer.is_open:
+            return False
+        text = choice.push_token(token_id)
+        now = choice.last_token = monotonic()
+        self._token_metrics.add(1, now - last)
+        position = self._recorded[index]
+        self._journal.append_token(self._lease, index, position, token_id)
+        self._recorded[index] = position + 1
+        writer.write_token(index, token_id, text)
         return True
 
     def finish_open_choices(self, reason: FinishReason) -> list[Delta]:

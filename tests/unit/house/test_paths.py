@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from quire.v1.engine_pb2 import TokenColumns
 from quire_engine import LLM, SamplingParams
 from quire_engine.core.engine_core import EngineCore
 from quire_engine.kernels.bindings import library
@@ -39,6 +40,7 @@ class StreamingRouter:
     engine: ScriptedEngine
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    handle: int = 0
 
     async def start_stream(self, prompt: str) -> str:
         """Sends a chat and returns the id of its request once its first token has reached the client."""
@@ -47,13 +49,15 @@ class StreamingRouter:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
         self.writer.write(head.encode() + data)
-        request_id = (await self.engine.submit()).request_id
-        await self.next_token(request_id, 0)
-        return request_id
+        submit = await self.engine.submit()
+        self.handle = submit.handle
+        self.engine.send(output(submit.request_id, [80], 0))
+        await self._read_until(TOKEN_TEXT)
+        return submit.request_id
 
-    async def next_token(self, request_id: str, position: int) -> None:
-        """Has the engine send one token, and waits until the client has it."""
-        self.engine.send(output(request_id, [80], position))
+    async def next_token(self, position: int) -> None:
+        """Has the engine send one token of the last stream, and waits until the client has it."""
+        self.engine.send(tokens=TokenColumns(handles=[self.handle], token_ids=[80], positions=[position]))
         await self._read_until(TOKEN_TEXT)
 
     async def end_stream(self, request_id: str, position: int) -> None:
@@ -107,10 +111,10 @@ async def trace_token() -> Trace:
     traces = []
     async with streaming_router() as router:
         request_id = await router.start_stream("a prompt")
-        await router.next_token(request_id, 1)
+        await router.next_token(1)
         for position in (2, 3, 4):
             with traced_calls(*ROUTER) as trace:
-                await router.next_token(request_id, position)
+                await router.next_token(position)
             traces.append(trace)
         await router.end_stream(request_id, 5)
     return common(traces)

@@ -177,6 +177,14 @@ class SseEncoder:
             data = self._with_usage(data, delta.index)
         return data if delta.usage is None else data + self._closing(delta.usage)
 
+    def encode_token(self, index: int, token_id: int, text: str) -> bytes:
+        """As ``encode`` of a delta that is one token of choice ``index`` and its text."""
+        if self._advances_cursor or self._parsers is not None or self.logprobs is not None:
+            return self.encode(Delta(text, [token_id], index=index))
+        if text:
+            return f"{self._before[index]}{_quote(text)}{self._after}".encode("ascii")
+        return b""
+
     def _encode_text(self, delta: Delta, logprobs: LogprobLists) -> bytes:
         line = self._advance(delta) if self._advances_cursor else ""
         if delta.finish_reason is not None:
@@ -185,7 +193,7 @@ class SseEncoder:
             text = self._before[delta.index] + _quote(delta.text) + self._style.delta_suffix
             text += f',"logprobs":{self._logprobs_object(logprobs)}{self._end}'
             return f"{line}{text}".encode("ascii")
-        if delta.text:  # once for each token, so it only joins strings
+        if delta.text:
             return f"{line}{self._before[delta.index]}{_quote(delta.text)}{self._after}".encode("ascii")
         return b""
 
@@ -304,17 +312,17 @@ class SseStream:
 
     __slots__ = (
         "_comment",
-        "_direct",
         "_disconnected",
         "_heartbeat_task",
-        "_is_busy",
         "_last_write",
         "_loop",
         "_opening",
         "_response",
         "_seconds",
         "_timer",
+        "direct",
         "headers",
+        "is_busy",
     )
 
     def __init__(self, response: HttpResponse, keepalive: KeepAlive, *, ids: bool) -> None:
@@ -324,9 +332,9 @@ class SseStream:
         self._comment, self._opening = (HEARTBEAT_WITH_IDS, RECONNECT) if ids else (HEARTBEAT, b"")
         self._loop = asyncio.get_running_loop()
         self._last_write = self._loop.time()
-        self._is_busy = False  # a write is in progress, or the client has disconnected
+        self.is_busy = False  # a write is in progress, or the client has disconnected
         self._disconnected = False
-        self._direct: DirectWriter | None = None
+        self.direct: DirectWriter | None = None
         self._heartbeat_task: asyncio.Task[None] | None = None
         self._timer = self._loop.call_at(self._last_write + self._seconds, self._check_idle) if self._seconds else None
 
@@ -345,19 +353,13 @@ class SseStream:
     async def write(self, data: bytes) -> None:
         """Writes some events."""
         await self._response.write(await self._prepare() + data)
-        self._is_busy = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether events can be written without waiting."""
-        direct = self._direct
-        return direct is not None and not self._is_busy and direct.is_open
+        self.is_busy = False
 
     def write_now(self, data: bytes) -> None:
-        """Writes some events without waiting. Only while ``is_open``."""
-        assert self._direct is not None  # else ``is_open`` was False
+        """Writes some events without waiting. Only while ``SseDeltaSink.is_open``."""
+        assert self.direct is not None  # else the sink is not open
         self._last_write = self._loop.time()
-        self._direct.write(data)
+        self.direct.write(data)
 
     async def end(self, data: bytes) -> None:
         """Writes the last events."""
@@ -372,13 +374,13 @@ class SseStream:
             await asyncio.wait([self._heartbeat_task])
         if self._disconnected:
             raise ClientDisconnectedError
-        self._is_busy = True
+        self.is_busy = True
         return b"" if self._response.started else await self._start()
 
     async def _start(self) -> bytes:
         await self._response.start(200, (*SSE_HEADERS, *self.headers))
         if self._response.direct is not None and self._response.direct.is_streaming:
-            self._direct = self._response.direct
+            self.direct = self._response.direct
         return self._opening
 
     def _check_idle(self) -> None:
@@ -386,8 +388,8 @@ class SseStream:
         now = self._loop.time()
         if now >= self._last_write + self._seconds:
             self._last_write = now
-            if not self._is_busy:
-                self._is_busy = True
+            if not self.is_busy:
+                self.is_busy = True
                 self._heartbeat_task = self._loop.create_task(self._heartbeat(), name="heartbeat")
         self._timer = self._loop.call_at(self._last_write + self._seconds, self._check_idle)
 
@@ -403,7 +405,7 @@ class SseStream:
             self._disconnected = True  # the next write raises
             self._stop_timer()
         finally:
-            self._is_busy = self._disconnected
+            self.is_busy = self._disconnected
 
 
 class SseDeltaSink:
@@ -418,10 +420,18 @@ class SseDeltaSink:
     @property
     def is_open(self) -> bool:
         """Whether an event can be written without waiting."""
-        return self._stream.is_open
+        stream = self._stream
+        direct = stream.direct
+        return direct is not None and not stream.is_busy and direct.is_open
 
     def write(self, delta: Delta) -> None:
         """Writes what a delta adds, if that is anything."""
         data = self._encoder.encode(delta)
+        if data:
+            self._stream.write_now(data)
+
+    def write_token(self, index: int, token_id: int, text: str) -> None:
+        """Writes what a token adds, if that is anything."""
+        data = self._encoder.encode_token(index, token_id, text)
         if data:
             self._stream.write_now(data)

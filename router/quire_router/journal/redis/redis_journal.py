@@ -145,6 +145,12 @@ class RedisJournal:
         if request is not None and not self._buffer.append(request, position, delta):
             metrics.JOURNAL_DROPPED.inc()
 
+    def append_token(self, lease: Lease, index: int, position: int, token_id: int) -> None:
+        """See ``Journal``."""
+        request = self._writable_request(lease)
+        if request is not None and not self._buffer.append_token(request, index, position, token_id):
+            metrics.JOURNAL_DROPPED.inc()
+
     def finish(self, lease: Lease, reason: FinishReason, error: str = "", usage: Usage = NO_USAGE) -> None:
         """See ``Journal``."""
         request = self._writable_request(lease)

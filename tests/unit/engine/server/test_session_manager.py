@@ -180,6 +180,62 @@ def hashes_of(batches: list[pb.StepBatch]) -> list[tuple[str, int, bytes]]:
     ]
 
 
+def unpacked(batches: list[pb.StepBatch], names: dict[int, tuple[str, int]]) -> dict[tuple[str, int], list[int]]:
+    """The tokens of each choice, from messages and columns. Checks that each follows the one before."""
+    made: dict[tuple[str, int], list[int]] = {}
+    for batch in batches:
+        columns = batch.tokens
+        rows = zip(columns.handles, columns.token_ids, columns.positions, strict=True)
+        told = [(names[handle], position, [token_id]) for handle, token_id, position in rows]
+        told += [((each.request_id, each.index), each.position, list(each.token_ids)) for each in batch.outputs]
+        assert len({choice for choice, _, _ in told}) == len(told)
+        for choice, position, token_ids in told:
+            assert len(made.setdefault(choice, [])) == position
+            made[choice] += token_ids
+    return made
+
+
+async def test_a_router_that_reads_columns_gets_the_same_tokens_as_one_that_does_not() -> None:
+    engine = Engine()
+    (old, _, _), (new, _, _) = await engine.open("old"), await engine.open("new")
+    for session, handle in ((old, 0), (new, 7)):
+        for number, (name, n) in enumerate((("a", 2), ("b", 1))):
+            params = types.SamplingParams(max_tokens=6, n=n, seed=3)
+            message = pb.Submit(request_id=name, prompt_token_ids=[1, 2, number], sampling=params)
+            message.handle = handle + 2 * number if handle else 0
+            engine.manager.submit(session, message)
+    engine.step(9)
+    (plain, packed) = (list(session._unacknowledged) for session in (old, new))
+    assert not any(batch.HasField("tokens") for batch in plain)
+    names = {7: ("a", 0), 8: ("a", 1), 9: ("b", 0)}
+    assert unpacked(packed, names) == unpacked(plain, {})
+    assert sum(len(batch.tokens.handles) for batch in packed) >= 3 * 4 - 1  # all but first outputs and ends
+    assert sum(len(batch.outputs) for batch in packed) <= 2 + 3 + 1
+    ends = [[each.finish_reason for each in outputs_of(batches) if each.finish_reason] for batches in (plain, packed)]
+    assert ends[0] == ends[1]
+    assert len(ends[0]) == 3
+
+
+async def test_a_batch_that_is_split_has_its_tokens_behind_all_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire_engine.server.session.MAX_BATCH_BYTES", 1)
+    session = Session("s", 1)
+    outputs = [pb.SequenceOutput(request_id=name, token_ids=[1]) for name in "ab"]
+    session.publish(1, outputs, pb.Load(), [], pb.TokenColumns(handles=[1], token_ids=[2], positions=[3]))
+    assert [len(batch.outputs) for batch in session._unacknowledged] == [1, 1]
+    assert [len(batch.tokens.handles) for batch in session._unacknowledged] == [0, 1]
+
+
+async def test_outputs_that_are_more_than_a_token_are_messages() -> None:
+    engine = Engine()
+    session, _, _ = await engine.open("s")
+    params = types.SamplingParams(max_tokens=6, logprobs=1)
+    engine.manager.submit(session, pb.Submit(request_id="r", prompt_token_ids=[1, 2], sampling=params, handle=5))
+    engine.step(8)
+    batches = list(session._unacknowledged)
+    assert not any(batch.HasField("tokens") for batch in batches)
+    assert sum(len(each.token_ids) for each in outputs_of(batches)) == 6
+
+
 async def test_a_session_without_requests_gets_many_steps_in_one_batch_and_one_with_requests_gets_each() -> None:
     engine = Engine()
     (busy, _, _), (idle, _, _) = await engine.open("busy"), await engine.open("idle")

@@ -97,6 +97,23 @@ def response_after(answer: RecordedAnswer, after: str) -> Response:
     return Response(prepared, deltas, cursor)
 
 
+@given(recorded_answers(), st.booleans())
+@settings(max_examples=50, deadline=None)
+def test_a_token_is_encoded_as_a_delta_of_one_token_is(answer: RecordedAnswer, event_ids: bool) -> None:
+    prepared = replace(answer.prepared, event_ids=event_ids)
+    style = CHAT if prepared.first.operation == "chat" else COMPLETION
+    encoders = [SseEncoder(style, prepared, StreamCursor(prepared.num_choices)) for _ in range(2)]
+    opening = [encoder.opening() for encoder in encoders]
+    assert opening[0] == opening[1]
+    for delta in answer.deltas:
+        if delta.logprobs:
+            continue
+        for number, token_id in enumerate(delta.token_ids):
+            text = delta.text if number == 0 else ""
+            as_delta = encoders[1].encode(Delta(text, [token_id], index=delta.index))
+            assert encoders[0].encode_token(delta.index, token_id, text) == as_delta
+
+
 def rest_events(answer: RecordedAnswer, after: str = "") -> list[tuple[str | None, object]]:
     """The server-sent events after the event id ``after``: each one's id and data."""
 

@@ -11,7 +11,7 @@ import pytest
 from quire.v1 import engine_pb2, types_pb2
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import FinishReason
-from quire_router.engines.connection import OUTPUTS_PER_YIELD, EngineConnection, _yielding_to_loop
+from quire_router.engines.connection import EngineConnection, _yielding_to_loop
 from quire_router.engines.output_stream import EngineFull, EngineLost, Output, OutputStream
 from quire_router.engines.settings import ConnectionSettings
 
@@ -146,7 +146,7 @@ async def test_a_large_batch_is_delivered_completely_and_yields_to_other_tasks(i
     handed, turns = [], []
 
     def outputs() -> Iterator[None]:
-        for number in range(5 * OUTPUTS_PER_YIELD):
+        for number in range(5):
             handed.append(number)
             yield
 
@@ -157,8 +157,8 @@ async def test_a_large_batch_is_delivered_completely_and_yields_to_other_tasks(i
         if interrupted and len(turns) == 2:
             handing.cancel()
     assert handing.cancelled() == interrupted
-    assert handed == [*range(5 * OUTPUTS_PER_YIELD)]
-    assert turns[0] == OUTPUTS_PER_YIELD
+    assert handed == [*range(5)]
+    assert turns[0] == 1
 
 
 async def test_a_missing_batch_loses_what_is_in_flight_and_cancels_it() -> None:

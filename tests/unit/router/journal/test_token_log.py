@@ -33,6 +33,28 @@ def test_any_prefix_of_the_log_is_what_was_sent_up_to_some_moment(
     assert canonical(read_in_parts(log, data)) == whole
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2**31 - 1), st.integers(-1, 1), st.booleans()), max_size=30)
+)
+def test_a_token_is_appended_as_a_delta_of_one_token_is(
+    appended: list[tuple[int, int, int, bool]],
+) -> None:
+    """Also one that came before, one behind a gap, and one after its choice's end."""
+    one, other, lengths = TokenLog(3), TokenLog(3), [0] * 3
+    for index, token_id, shift, ends in appended:
+        position = max(0, lengths[index] + shift)
+        delta = RecordedDelta(index, [token_id])
+        assert one.append_token(index, position, token_id) == other.append(position, delta)
+        if ends:
+            end = RecordedDelta(index, [], FinishReason.STOP)
+            assert one.append(lengths[index], end) == other.append(lengths[index], end)
+        assert one.values == other.values
+        assert one.num_tokens == other.num_tokens
+        lengths[index] = len(
+            [1 for delta in TokenLogReader(3).read(one.values)[0] if delta.index == index for _ in delta.token_ids]
+        )
+
+
 def is_beginning(delta: RecordedDelta, of: RecordedDelta) -> bool:
     """Whether a piece is another one, or the first of its tokens without anything more."""
     return delta == of or (is_plain(of) and delta == RecordedDelta(of.index, of.token_ids[: len(delta.token_ids)]))

@@ -14,13 +14,17 @@ from quire_router.requests.runner import RequestRunner
 from quire_router.requests.state import RequestState
 
 from tests.support.byte_tokenizer import TOKENIZER
+from tests.support.contract_engine import ContractEngine
 from tests.unit.router.requests.test_runner_properties import (
     CALM,
     PROMPT,
     Client,
+    DirectLink,
     DisturbedRun,
+    OneEngine,
     Script,
     answers,
+    make_lifecycle,
     settle,
     tokens,
     undisturbed,
@@ -35,6 +39,7 @@ class DirectClient(Client):
 
     opened: list[bool] = field(default_factory=list)
     num_direct: int = 0
+    num_tokens: int = 0
 
     @property
     def is_open(self) -> bool:
@@ -45,6 +50,10 @@ class DirectClient(Client):
         assert delta.usage is None
         self.deltas.append(delta)
         self.num_direct += 1
+
+    def write_token(self, index: int, token_id: int, text: str) -> None:
+        self.write(Delta(text, [token_id], index=index))
+        self.num_tokens += 1
 
     async def read(self, lifecycle: RequestRunner, generation: GenerationRequest, journal: MemoryJournal) -> None:
         answer = lifecycle.run(generation)
@@ -93,6 +102,25 @@ def test_deltas_computed_for_a_direct_write_belong_to_their_own_output() -> None
         assert [(delta.index, delta.text) for delta in progress.process_output(ends)] == [(0, "a")]
 
     asyncio.run(scenario())
+
+
+async def test_a_token_in_columns_is_written_directly_from_the_second_of_its_choice_on() -> None:
+    generation = GenerationRequest("r", "m", tokens(PROMPT), SamplingParams(seed=7, max_tokens=9, n=2))
+    engine = ContractEngine(Script([tokens("abcdefgh"), tokens("ijklmnop")], 9), columns=True)
+    link, journal, client = DirectLink(engine), MemoryJournal(), DirectClient()
+    reading = asyncio.create_task(client.read(make_lifecycle(OneEngine(link), journal), generation, journal))
+    await settle()
+    link.deliver_commands()
+    for _ in range(9):
+        link.step({0: 1, 1: 1})
+        await settle()
+    await asyncio.wait_for(reading, 10)
+    assert (client.text(0), client.text(1)) == ("abcdefgh", "ijklmnop")
+    # Of each choice the first token opens the direct path or starts the clock, and the end comes alone.
+    assert client.num_tokens == 2 * 7
+    record = await journal.read("r")
+    assert record is not None
+    assert [list(choice.token_ids) for choice in record.choices] == [tokens("abcdefgh"), tokens("ijklmnop")]
 
 
 async def open_stream() -> OutputStream:

@@ -163,6 +163,7 @@ class DisturbedRun:
             self.script,
             repeats=draw(st.integers(0, 2), label="repeats"),
             late_ends=draw(st.booleans(), label="late ends"),
+            columns=draw(st.booleans(), label="columns"),
         )
         self.client = Client()
         self.events = draw(st.sampled_from([CALM, DISTURBED]), label="events")
