@@ -20,6 +20,7 @@ from quire_proto.tls import CaFile, CertificateFile, KeyFile, ServerTls, check_c
 Policy = Literal["fcfs", "sjf", "priority"]
 Batching = Literal["continuous", "static"]
 Quantization = Literal["int8", "int4"]
+SpeculativeMethod = Literal["none", "ngram"]
 
 
 def _split(value: object) -> object:
@@ -139,6 +140,29 @@ class SchedulerArgs(_Frozen):
     batching: Batching = Field(
         default="continuous", description="static takes nothing in until a whole batch has ended; for comparisons."
     )
+    speculative_method: SpeculativeMethod = Field(
+        default="none",
+        description="ngram guesses next tokens where prompt and output repeat themselves, as far as it pays; steps are "
+        "then not overlapped.",
+    )
+    num_speculative_tokens: int = Field(
+        default=10, ge=1, le=64, description="Most tokens that are guessed for a sequence in one step."
+    )
+    prompt_lookup_min: int = Field(
+        default=3,
+        ge=1,
+        le=64,
+        description="Last tokens that must occur earlier, for --speculative-method ngram.",
+    )
+    prompt_lookup_max: int = Field(
+        default=16, ge=1, le=64, description="Last tokens beyond which a longer equal text counts no more."
+    )
+
+    @model_validator(mode="after")
+    def _lookup_is_a_range(self) -> Self:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError("--prompt-lookup-min is above --prompt-lookup-max.")
+        return self
 
 
 class CacheConfig(_Frozen):
@@ -163,6 +187,12 @@ class EngineArgs(CacheConfig, SchedulerArgs, ExecutorConfig, ServedModel):
     """All settings of an engine, with or without a server. ``quire-engine --help`` lists the fields of the bases from
     the last to the first.
     """
+
+    @model_validator(mode="after")
+    def _speculation_is_not_overlapped(self) -> Self:
+        if self.async_scheduling and self.speculative_method != "none":
+            raise ValueError("--async-scheduling and --speculative-method exclude each other.")
+        return self
 
 
 class EngineConfig(CliSettings, EngineArgs):

@@ -1,6 +1,6 @@
 """Runs prompts through the whole synchronous engine: scheduler, pools and the torch executor, without a server."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,8 +88,9 @@ def run(
     max_num_seqs: int = 64,
     grammars: Sequence[Grammar | None] = (),
     rates: Rates = SWAPPING_PAYS,
+    guesses: Callable[[Scheduler], None] = lambda _: None,
 ) -> Run:
-    """All prompts at once, to the end; every block must be back afterwards."""
+    """All prompts at once, to the end; every block must be back afterwards. ``guesses`` may have tokens guessed."""
     choices = [[Choice() for _ in range(wanted.n)] for wanted in params]
     told: list[list[TokenLogprobs]] = [[] for _ in prompts]
 
@@ -112,6 +113,7 @@ def run(
     )
     memory = KVCacheManager(executor.kv_cache_config, prefix_caching=prefix_caching, host_caching=host_caching)
     core = EngineCore(Scheduler(config, memory, rates=rates), executor, receive)
+    guesses(core.scheduler)
     for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
         grammar = grammars[index] if grammars else None
         core.scheduler.add_request(Request(str(index), prompt, wanted, grammar=grammar))

@@ -121,7 +121,10 @@ class EngineStateMachine(RuleBasedStateMachine):
         assert scheduler_output.num_tokens <= self.scheduler.config.max_num_batched_tokens
         assert len({chunk.sequence_id for chunk in scheduler_output.chunks}) == len(scheduler_output.chunks)
         self.sampled.update(
-            request.sequence_id for chunk in scheduler_output.chunks for request in chunk.sample_requests
+            request.sequence_id
+            for chunk in scheduler_output.chunks
+            for request in chunk.sample_requests
+            if request.draft_of is None
         )
         self.check_ended(scheduler_output)
 

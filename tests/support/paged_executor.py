@@ -87,8 +87,8 @@ class PagedExecutor:
         model_output = ModelOutput()
         for chunk in scheduler_output.chunks:
             prefix = self.compute(chunk, model_output)
-            for sample_request in chunk.sample_requests:
-                self.draw(sample_request, sample_request.token_ids, prefix, model_output)
+            for sample_request, behind in zip(chunk.sample_requests, self.prefixes(chunk, prefix), strict=True):
+                self.draw(sample_request, sample_request.token_ids, behind, model_output)
         return model_output
 
     def close(self) -> None:
@@ -111,6 +111,15 @@ class PagedExecutor:
             told = [TokenLogprobs(float(position + 1), ((token_id, 0.0),)) for token_id, position in pairs]
             model_output.prompt_logprobs[chunk.sequence_id] = told
         return prefix
+
+    def prefixes(self, chunk: ScheduledChunk, last: bytes) -> list[bytes]:
+        """What each of the chunk's sample requests draws behind, of the prefixes that end in ``last``."""
+        if not chunk.num_draft_tokens:
+            return [last] * len(chunk.sample_requests)
+        behind = [last]
+        for _ in range(chunk.num_draft_tokens):
+            behind.append(self.parents[behind[-1]])
+        return behind[::-1]
 
     def spoil(self, chunk: ScheduledChunk) -> None:
         """Leaves in the chunk's slots what no token is."""

@@ -41,6 +41,11 @@ class ModuloMatcher:
         if self.grammar.poison in token_ids:
             raise self.grammar.failure
 
+    def fill_bitmask_after(self, draft_token_ids: Sequence[int], mask: memoryview) -> None:
+        after = ModuloMatcher(self.grammar)
+        after.accept_tokens([*self.output, *draft_token_ids])
+        after.fill_bitmask(mask)
+
     def fill_bitmask(self, mask: memoryview) -> None:
         words = np.frombuffer(mask, np.int32)
         assert not words.any()

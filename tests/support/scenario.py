@@ -142,6 +142,7 @@ class Run:
         )
         self.scheduler = Scheduler(scenario.limits, memory, rates=scenario.rates)
         self.core = EngineCore(self.scheduler, executor, self._receive)
+        self.prepare()
         last = max([*scenario.arrivals, *scenario.aborts])
         for number in range(MAX_ROUNDS):
             for request in scenario.arrivals.get(number, ()):
@@ -157,6 +158,9 @@ class Run:
         assert all(pool.num_free == pool.num_blocks for pool in (memory.device_pool, memory.host_pool)), (
             "a block was lost"
         )
+
+    def prepare(self) -> None:
+        """Called before the first request."""
 
     def _add(self, request: Request) -> None:
         history = {one.index: [*one.token_ids] for one in request.all_resumed_outputs}

@@ -7,7 +7,9 @@ Nothing is admitted in a step that preempted, or while anything that was admitte
 preemption from thrashing. The unified budget is vLLM V1's idea, after Sarathi's chunked prefill.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Tokens
+from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -25,7 +27,8 @@ from quire_engine.core.request_queue import (
     WaitingQueue,
     choose_preemption_mode,
 )
-from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ScheduledChunk, SchedulerOutput
+from quire_engine.core.speculation import Speculator
+from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_engine.core.step_time_model import StepBudget, StepTimeEstimator
 
 if TYPE_CHECKING:
@@ -37,7 +40,9 @@ _preemption_key = attrgetter("preemption_key")
 
 
 class BatchScheduler:
-    """Owns the queues. ``out_of_memory``: sequences that the last call found no memory for, whatever it preempted."""
+    """Owns the queues. ``out_of_memory``: sequences that the last call found no memory for, whatever it preempted.
+    ``speculator``: chooses drafts, where there is speculation.
+    """
 
     def __init__(
         self,
@@ -65,6 +70,8 @@ class BatchScheduler:
         self._by_priority = config.scheduling_policy == "priority"
         self._watermark = max(1, int(config.watermark * kv_cache_manager.device_pool.num_blocks))
         self._num_admitted = 0
+        self._num_draft_requests = 0
+        self.speculator = Speculator(config, rates) if config.speculative_method == "ngram" else None
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence."""
@@ -96,6 +103,7 @@ class BatchScheduler:
         scheduler_output = SchedulerOutput(step)
         self.out_of_memory.clear()
         budget = self._make_budget()
+        self._num_draft_requests = 0
         self._schedule_running(scheduler_output, budget)
         if not scheduler_output.num_preempted:
             if self.swapped or self.preempted:
@@ -128,6 +136,7 @@ class BatchScheduler:
 
     def _schedule_running(self, scheduler_output: SchedulerOutput, budget: StepBudget) -> None:
         search: SequenceGroup | None = None
+        drafts = self._propose_drafts(budget)
         running = SequenceStatus.RUNNING  # a member of an enumeration is slow to look up
         for sequence in self.running.copy():
             if budget.tokens == 0 or self.out_of_memory or sequence.status is not running:
@@ -141,7 +150,21 @@ class BatchScheduler:
             wanted = sequence.num_unscheduled_tokens
             length = budget.chunk_length(sequence.num_scheduled_tokens, wanted) if wanted else 0
             if length and self._preempt_until_fits([sequence], length, scheduler_output):
-                self._schedule(sequence, length, scheduler_output, budget)
+                self._schedule(sequence, length, scheduler_output, budget, drafts.get(sequence.id, ()))
+
+    def _propose_drafts(self, budget: StepBudget) -> Mapping[int, Tokens[int]]:
+        """Drafts by sequence id. There are none in a step that may compute a prompt too, and so many at most that all
+        tokens and blocks of the step are there without them: they preempt nothing.
+        """
+        if self.speculator is None or self.waiting.sequences or self.swapped or self.preempted:
+            return {}
+        sequences = list(self.running)
+        if any(each.num_unscheduled_tokens != 1 or len(each.sample_requests) > 1 for each in sequences):
+            return {}
+        sequences = [each for each in sequences if not each.table.tail_shared and each.group.beam_search is None]
+        blocks = self._kv_cache_manager.device_pool.num_free - len(self.running)
+        room = min(budget.tokens - len(self.running), blocks * self._kv_cache_manager.block_size)
+        return self.speculator.propose(sequences, room) if room > 0 else {}
 
     def _preempt_until_fits(self, beams: list[Sequence], budget: int, scheduler_output: SchedulerOutput) -> bool:
         """Preempts until there are blocks for the next tokens of ``beams``, which are scheduled together, or a single
@@ -172,15 +195,29 @@ class BatchScheduler:
         """The sequences preempted with ``victim``, the least precedence first: beams can only go on together."""
         return [victim] if victim.group.beam_search is None else _running_beams(victim.group)[::-1]
 
-    def _schedule(self, sequence: Sequence, length: int, scheduler_output: SchedulerOutput, budget: StepBudget) -> None:
-        """Adds the sequence's next chunk to the step. There is room for it."""
+    def _schedule(
+        self,
+        sequence: Sequence,
+        length: int,
+        scheduler_output: SchedulerOutput,
+        budget: StepBudget,
+        drafts: Tokens[int] = (),
+    ) -> None:
+        """Adds the sequence's next chunk to the step, with ``drafts`` behind its known tokens. There is room for it."""
         start, known = sequence.num_scheduled_tokens, sequence.token_ids
         budget.spend(start, length, sequence.num_unscheduled_tokens)
+        if drafts:
+            known = [*known, *drafts]
+            length += len(drafts)
+            budget.tokens -= len(drafts)
         end = start + length
         self._kv_cache_manager.allocate_slots(sequence.table, start, end)
         token_ids = known[start:end] or [PLACEHOLDER_TOKEN_ID]
         sample_requests = sequence.sample_requests if end >= len(known) else ()
         chunk = ScheduledChunk(sequence.id, token_ids, start, sequence.table.block_ids, sample_requests)
+        if drafts:
+            chunk.num_draft_tokens = len(drafts)
+            chunk.sample_requests = self._with_draft_requests(sample_requests[0], drafts)
         if start < sequence.group.num_prompt_tokens and self._needs_prompt_logprobs(sequence.group):
             chunk.prompt_logprob_targets = sequence.token_ids[
                 start + 1 : min(end + 1, sequence.group.num_prompt_tokens)
@@ -188,6 +225,15 @@ class BatchScheduler:
             chunk.num_prompt_logprobs = sequence.request.sampling.prompt_logprobs or 0
         scheduler_output.chunks.append(chunk)
         sequence.num_scheduled_tokens = end
+
+    def _with_draft_requests(self, own: SampleRequest, drafts: Tokens[int]) -> tuple[SampleRequest, ...]:
+        """A sequence's own sample request, and one behind each of its drafts."""
+        requests = [own]
+        for count in range(1, len(drafts) + 1):
+            self._num_draft_requests += 1
+            known = [*own.token_ids, *drafts[:count]]
+            requests.append(replace(own, sequence_id=-self._num_draft_requests, token_ids=known, draft_of=own))
+        return tuple(requests)
 
     def _needs_prompt_logprobs(self, group: SequenceGroup) -> bool:
         """Whether log-probabilities of the prompt are still to be computed: then all of it is computed, whatever is

@@ -63,11 +63,11 @@ class StepTrace:
     """What a step did and how long it took. ``started`` in nanoseconds since 1970, the durations in seconds, and
     ``elapsed`` are those from the start of its scheduling to its end.
 
-    ``num_decode`` counts the chunks of one token, which the last of a prompt may be too, and ``num_sample_requests``
-    the tokens that were to be drawn. Where steps overlap, others are scheduled and ended in the ``pause`` between the
-    launch of a step and the wait for what it makes. ``seconds`` is how long the step took on the core's clock, from the
-    end of the one before where they overlap, and ``max_seconds`` what it was planned to take at most, 0 without a
-    bound.
+    ``num_decode`` counts the chunks of one token, which the last of a prompt may be too, and of one token and drafts;
+    ``num_tokens`` has no drafts, and ``num_sample_requests`` counts the tokens that were to be drawn, those behind
+    drafts included. Where steps overlap, others are scheduled and ended in the ``pause`` between the launch of a step
+    and the wait for what it makes. ``seconds`` is how long the step took on the core's clock, from the end of the one
+    before where they overlap, and ``max_seconds`` what it was planned to take at most, 0 without a bound.
     """
 
     step: int
@@ -126,6 +126,8 @@ class EngineCore:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.scheduler = scheduler
+        if executor.depth > 1:
+            scheduler.disable_speculation()
         assert executor.depth <= MAX_DEPTH, f"steps can be scheduled for a depth of {MAX_DEPTH} at most"
         self._executor = executor
         self._publish = publish
@@ -346,7 +348,7 @@ def _trace(
     ``perf_counter``.
     """
     scheduler_output = step.scheduler_output
-    lengths = [len(chunk.token_ids) for chunk in scheduler_output.chunks]
+    lengths = [len(chunk.token_ids) - chunk.num_draft_tokens for chunk in scheduler_output.chunks]
     num_decode = lengths.count(1)
     return StepTrace(
         step=scheduler_output.step,

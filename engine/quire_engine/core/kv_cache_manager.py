@@ -176,6 +176,13 @@ class KVCacheManager:
         while len(table.block_ids) * self.block_size < num_tokens:
             table.block_ids.append(self.device_pool.allocate())
 
+    def free_unused_blocks(self, table: BlockTable, num_computed_tokens: int) -> None:
+        """Gives back the device blocks behind those that ``num_computed_tokens`` fill: they hold nothing but rejected
+        drafts.
+        """
+        while len(table.block_ids) > self.num_blocks_for(num_computed_tokens):
+            self.device_pool.decref(table.block_ids.pop())
+
     def cache_full_blocks(self, table: BlockTable, token_ids: Sequence[int], num_computed_tokens: int) -> None:
         """Makes the blocks that ``num_computed_tokens`` tokens fill findable by later requests."""
         full = num_computed_tokens // self.block_size

@@ -61,7 +61,8 @@ class SchedulerStats:
     ``prefix_device_tokens`` of the prompts were found in the device pool, and ``prefix_host_tokens`` came back from the
     host's. ``blocks_copied_out`` and ``_in`` are all that moved between the pools, those swapped among them;
     ``blocks_parted`` those copied because a sequence wrote into a shared one. ``out_of_memory`` requests were alone and
-    could not grow.
+    could not grow. ``num_draft_tokens`` were guessed, in ``num_drafts`` chunks, and ``num_accepted_tokens`` of them
+    were then drawn.
     """
 
     computed_tokens: int = 0
@@ -75,6 +76,9 @@ class SchedulerStats:
     blocks_copied_in: int = 0
     blocks_parted: int = 0
     out_of_memory: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     preemptions: Counter[tuple[PreemptionMode, PreemptionReason]] = field(default_factory=Counter)
 
     @property

@@ -13,6 +13,7 @@ from quire_proto.sampling import SamplingParams, check_length, choice_seed
 
 from quire_engine.core.beam_search import BeamSearch
 from quire_engine.core.kv_cache_manager import BlockTable, KVCacheManager
+from quire_engine.core.speculation import NgramProposer
 from quire_engine.core.step import BeamCandidates, Grammar, SampleRequest, SchedulerOutput
 
 if TYPE_CHECKING:
@@ -134,12 +135,13 @@ class Sequence:
     """The tokens of one output being made, or of several that are not forked yet.
 
     ``token_ids``: all known tokens, prompt and output. ``num_computed_tokens`` of them are in KV memory, and
-    ``num_scheduled_tokens`` will be once the steps in flight are done. Everything the scheduler decides follows from
-    these three: there is no prefill phase and no decode phase. ``index``: the choice that it is an output of.
-    ``sample_requests``: how its next token is sampled, one for each output that is forked from it then. At ``limit``
-    tokens it ends. ``num_slots``: how many sequences it counts as against ``max_num_seqs``. ``num_output_sent``: output
-    tokens that were published. ``preemption_key`` orders admitted sequences: the largest is preempted first.
-    ``queue_key`` orders waiting ones; ``served_at_arrival``: tokens that the engine had computed before it arrived.
+    ``num_scheduled_tokens`` will be once the steps in flight are done. Everything the scheduler decides follows
+    from these three: there is no prefill phase and no decode phase. ``index``: the choice that it is an output of.
+    ``sample_requests``: how its next token is sampled, one for each output that is forked from it then. At
+    ``limit`` tokens it ends. ``num_slots``: how many sequences it counts as against ``max_num_seqs``.
+    ``num_output_sent``: output tokens that were published. ``preemption_key`` orders admitted sequences: the
+    largest is preempted first. ``proposer`` guesses its next tokens, where there is speculation. ``queue_key``
+    orders waiting ones; ``served_at_arrival``: tokens that the engine had computed before it arrived.
     """
 
     __slots__ = (
@@ -152,6 +154,7 @@ class Sequence:
         "num_scheduled_tokens",
         "num_slots",
         "preemption_key",
+        "proposer",
         "queue_key",
         "sample_requests",
         "served_at_arrival",
@@ -185,6 +188,7 @@ class Sequence:
         self.num_scheduled_tokens = 0
         self.num_output_sent = self.num_output
         self.preemption_key = (0, 0, sequence_id)
+        self.proposer: NgramProposer | None = None
         self.queue_key = 0.0
         self.served_at_arrival = 0
         self.status = SequenceStatus.WAITING

@@ -16,8 +16,10 @@ meanwhile frees its blocks at once, although a step in flight still writes into 
 * outputs for a sequence that has ended are dropped, and the executor is given its id once no step in flight samples it.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Tokens
 from dataclasses import replace
 from time import time_ns
 from typing import TYPE_CHECKING
@@ -50,6 +52,8 @@ from quire_engine.core.step_time_model import StepTimeEstimator
 
 if TYPE_CHECKING:
     from quire_engine.core.config import SchedulerConfig
+
+log = logging.getLogger(__name__)
 
 MAX_DEPTH = 2
 
@@ -133,6 +137,14 @@ class Scheduler:
             self._in_flight.append(scheduler_output)
         return scheduler_output
 
+    def disable_speculation(self) -> None:
+        """Guesses no tokens from now on: the executor overlaps steps, and what follows a token that is being drawn
+        cannot be looked up.
+        """
+        if self._batch_scheduler.speculator is not None:
+            log.info("steps overlap, so that no tokens are guessed")
+        self._batch_scheduler.speculator = None
+
     def split_for_retry(self, scheduler_output: SchedulerOutput) -> list[SchedulerOutput]:
         """One step for each chunk of a step that failed, the oldest that is in flight, to be run alone. Chunks whose
         sequence no longer has its blocks are struck from ``scheduler_output``.
@@ -155,6 +167,8 @@ class Scheduler:
         self.stats.blocks_parted += len(scheduler_output.blocks_to_copy)
         self.stats.blocks_copied_out += len(scheduler_output.blocks_to_swap_out)
         self.stats.blocks_copied_in += len(scheduler_output.blocks_to_swap_in)
+        if self._batch_scheduler.speculator is not None:
+            self._batch_scheduler.speculator.observe(scheduler_output, model_output.timings)
         for chunk in scheduler_output.chunks:
             sequence = self._registry.sequences.get(chunk.sequence_id)
             if sequence is not None:  # None: it has ended meanwhile, or another choice of its request has failed
@@ -211,6 +225,9 @@ class Scheduler:
         if error is not None:
             self._fail(sequence.group, error)
             return
+        if chunk.num_draft_tokens:
+            self._commit_drafts(sequence, chunk, model_output)
+            return
         num_computed_tokens = len(chunk.token_ids)
         if sequence.table.block_ids:  # otherwise it was preempted, and these were counted then
             end = sequence.num_computed_tokens = chunk.start + num_computed_tokens
@@ -223,7 +240,7 @@ class Scheduler:
         if sequence.group.beam_search is not None:
             self._collect(sequence, model_output.candidates[sequence.id])
         elif len(chunk.sample_requests) == 1:
-            self._commit_token(sequence, model_output.token_ids[sequence.id], model_output.logprobs.get(sequence.id))
+            self._commit_token(sequence, model_output.token_ids[sequence.id], _logprobs(sequence.id, model_output))
         elif sequence.status is SequenceStatus.RUNNING:
             self._fork_choices(sequence, chunk, model_output)
         else:  # preempted, with no blocks to share: the same tokens are sampled when it runs again
@@ -242,11 +259,35 @@ class Scheduler:
         if root.index not in root.group.unfinished:
             self._remove(children.pop(0))
         for sequence in children:
-            self._commit_token(sequence, model_output.token_ids[sequence.id], model_output.logprobs.get(sequence.id))
+            self._commit_token(sequence, model_output.token_ids[sequence.id], _logprobs(sequence.id, model_output))
 
-    def _commit_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def _commit_drafts(self, sequence: Sequence, chunk: ScheduledChunk, model_output: ModelOutput) -> None:
+        """Commits the tokens that were drawn behind a known token and the drafts that turned out right. Nothing of the
+        others stays: what is computed for them is overwritten, and blocks that hold nothing else are given back.
+        """
+        drawn = _accepted_tokens(chunk, model_output)
+        *accepted, last = drawn
+        for token_id in accepted:
+            self._append(sequence, token_id)
+        end = sequence.num_computed_tokens = chunk.end - chunk.num_draft_tokens + len(accepted)
+        sequence.num_scheduled_tokens = end
+        self.kv_cache_manager.cache_full_blocks(sequence.table, sequence.token_ids, end)
+        self.kv_cache_manager.free_unused_blocks(sequence.table, end)
+        self.stats.computed_tokens += end - chunk.start
+        self.stats.num_drafts += 1
+        self.stats.num_draft_tokens += chunk.num_draft_tokens
+        self.stats.num_accepted_tokens += len(accepted)
+        logprobs = [
+            each
+            for request in chunk.sample_requests[: len(drawn)]
+            for each in _logprobs(request.sequence_id, model_output)
+        ]
+        self._commit_token(sequence, last, logprobs)
+
+    def _commit_token(self, sequence: Sequence, token_id: int, logprobs: Tokens[TokenLogprobs]) -> None:
+        """Adds the token, or ends the sequence. ``logprobs`` are those of all tokens that have not been sent yet."""
         if token_id in sequence.sample_requests[0].stop_token_ids:
-            self._end(sequence, FinishReason.STOP)
+            self._end(sequence, FinishReason.STOP, logprobs[:-1])
             return
         self._append(sequence, token_id)
         if len(sequence.token_ids) >= sequence.limit:
@@ -339,7 +380,7 @@ class Scheduler:
 
     # Ending
 
-    def _end(self, sequence: Sequence, reason: FinishReason, logprobs: TokenLogprobs | None = None) -> None:
+    def _end(self, sequence: Sequence, reason: FinishReason, logprobs: Tokens[TokenLogprobs]) -> None:
         """Ends a choice at a stop token or at its limit."""
         output = self._finish_output(sequence, sequence.index, reason)
         delta = _output_delta(sequence, logprobs)
@@ -400,7 +441,28 @@ class Scheduler:
         self._registry.free(sequence)
 
 
-def _output_delta(sequence: Sequence, logprobs: TokenLogprobs | None) -> EngineCoreOutput:
+def _accepted_tokens(chunk: ScheduledChunk, model_output: ModelOutput) -> list[int]:
+    """The tokens that were drawn behind the chunk's known token and behind the drafts, as long as the drafts are equal
+    to what was drawn in their place. The last is no draft, or counts as none: it ends the output, or what follows it
+    could not be drawn, and the next step finds out why.
+    """
+    request, *behind_drafts = chunk.sample_requests
+    drawn = [model_output.token_ids[request.sequence_id]]
+    for draft, behind in zip(chunk.draft_token_ids, behind_drafts, strict=True):
+        failed = behind.sequence_id in model_output.errors
+        if drawn[-1] != draft or draft in request.stop_token_ids or failed:
+            break
+        drawn.append(model_output.token_ids[behind.sequence_id])
+    return drawn
+
+
+def _logprobs(sequence_id: int, model_output: ModelOutput) -> Tokens[TokenLogprobs]:
+    """The log-probabilities of a drawn token; none where they were not asked for."""
+    logprobs = model_output.logprobs.get(sequence_id)
+    return () if logprobs is None else (logprobs,)
+
+
+def _output_delta(sequence: Sequence, logprobs: Tokens[TokenLogprobs]) -> EngineCoreOutput:
     """What the outside has not seen of the sequence yet."""
     group, position = sequence.group, sequence.num_output_sent
     token_ids = sequence.token_ids[group.num_prompt_tokens + position :]
@@ -411,13 +473,14 @@ def _output_delta(sequence: Sequence, logprobs: TokenLogprobs | None) -> EngineC
         position,
         cached_tokens=group.num_cached_tokens or 0,
         index=sequence.index,
-        logprobs=() if logprobs is None else (logprobs,),
+        logprobs=logprobs,
     )
 
 
 def _error_of(chunk: ScheduledChunk, model_output: ModelOutput) -> QuireError | None:
-    """The first error of what the chunk computes or draws."""
-    concerned = (chunk.sequence_id, *(request.sequence_id for request in chunk.sample_requests))
+    """The first error of what the chunk computes or draws; one behind drafts, which may be wrong, is none."""
+    own = [request.sequence_id for request in chunk.sample_requests if request.draft_of is None]
+    concerned = (chunk.sequence_id, *own)
     return next((model_output.errors[each] for each in concerned if each in model_output.errors), None)
 
 

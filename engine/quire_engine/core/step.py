@@ -34,6 +34,12 @@ class GrammarMatcher(Protocol):
         """
         ...
 
+    def fill_bitmask_after(self, draft_token_ids: Sequence[int], mask: memoryview) -> None:
+        """As ``fill_bitmask``, as if the output had also got ``draft_token_ids``; the state stays what it is. Leaves
+        ``mask`` alone where the grammar forbids one of them: then nobody looks at it. Raises ``GrammarError``.
+        """
+        ...
+
 
 class Grammar(Protocol):
     """A compiled grammar: constant, shared by all outputs that are held to it, safe to use from any thread. Implemented
@@ -64,6 +70,9 @@ class SampleRequest:
     ``params.seed`` is not read. With ``num_candidates`` above 0 nothing is drawn: the executor returns so many most
     probable tokens instead, for the scheduler's beam search. ``stop_token_ids`` are those that end the sequence, the
     model's end-of-sequence tokens included: none is drawn before ``params.min_tokens``.
+
+    With ``draft_of`` it draws the token behind draft tokens of that request's sequence, as if they were known: its
+    ``token_ids`` end in them, and it and its ``sequence_id``, which is below 0, are of one step only.
     """
 
     sequence_id: int
@@ -74,6 +83,7 @@ class SampleRequest:
     stop_token_ids: frozenset[int] = frozenset()
     grammar: Grammar | None = None
     num_candidates: int = 0
+    draft_of: "SampleRequest | None" = None
 
 
 @dataclass(slots=True)
@@ -88,7 +98,13 @@ class ScheduledChunk:
 
     ``sample_requests`` is filled when the chunk reaches the sequence's last known token: token ``end`` is then to be
     drawn, once for each of them, all from the same logits. There are several where one prompt has several outputs, and
-    before they part. ``prompt_logprob_targets`` are the tokens whose log-probabilities are asked for:
+    before they part.
+
+    The last ``num_draft_tokens`` of ``token_ids`` are not known but guessed. There are then one more sample requests
+    than drafts, one for each of the last ``num_draft_tokens + 1`` tokens, whose logits it draws from: the first is the
+    sequence's own, and the others draw behind the drafts.
+
+    ``prompt_logprob_targets`` are the tokens whose log-probabilities are asked for:
     ``prompt_logprob_targets[i]`` follows ``token_ids[i]``, and there are none for tokens that follow the prompt;
     ``num_prompt_logprobs`` most probable tokens are returned beside each.
     """
@@ -100,6 +116,12 @@ class ScheduledChunk:
     sample_requests: tuple[SampleRequest, ...] = ()
     prompt_logprob_targets: list[int] = field(default_factory=list)
     num_prompt_logprobs: int = 0
+    num_draft_tokens: int = 0
+
+    @property
+    def draft_token_ids(self) -> list[int]:
+        """The tokens at its end that are guessed."""
+        return self.token_ids[len(self.token_ids) - self.num_draft_tokens :]
 
     @property
     def end(self) -> int:

@@ -41,9 +41,9 @@ Vector = Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step computes, as far as its duration depends on it: tokens of chunks of more than one, which are prompts'
-    (or drafts'); sequences that it draws a token for; pairs of a token of such a chunk and one that it attends to; and
-    the tokens that chunks of one token attend to.
+    """What a step computes, as far as its duration depends on it: tokens of chunks of more than one, which are
+    prompts'; tokens that it draws, those behind drafts included; pairs of a token of such a chunk and one that it
+    attends to; and the tokens that chunks of one token, and of one and its drafts, attend to.
     """
 
     prompt_tokens: int = 0
@@ -57,10 +57,10 @@ class StepWork:
         prompt_tokens = sequences = context_tokens = 0
         prompt_pairs = 0.0
         for chunk in chunks:
-            length = len(chunk.token_ids)
+            length = len(chunk.token_ids) - chunk.num_draft_tokens
             sequences += len(chunk.sample_requests)
             if length == 1:
-                context_tokens += chunk.start + 1
+                context_tokens += chunk.start + len(chunk.token_ids)
             else:
                 prompt_tokens += length
                 prompt_pairs += count_pairs(chunk.start, length)

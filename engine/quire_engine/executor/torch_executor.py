@@ -77,7 +77,8 @@ class TorchExecutor:
         ``max_model_len`` defaults to the model's own limit. Without ``kv_cache_memory``, the largest step that
         ``max_num_batched_tokens`` and ``max_num_seqs`` allow is run, and the pools take what is left of the device's
         memory; ``gpu_memory_utilization`` is the part of it that may be taken in all (see ``worker.memory``).
-        ``async_scheduling`` says whether a step may be launched while another runs; by default it may on CUDA. With
+        ``async_scheduling`` says whether a step may be launched while another runs; by default it may on CUDA, but not
+        with speculation. With
         ``enforce_eager`` no graphs are captured. With a ``tensor_parallel_size`` above 1 other processes share the
         model until ``close``; ``on_lost`` is called, on another thread, with the reason why they cannot go on. An
         engine that ``owns_process`` sets the number of torch's threads and how the heap treats freed memory, for all of
@@ -119,7 +120,9 @@ class TorchExecutor:
             work = run_largest if budget.kv_cache_bytes is None else None
             profiles = [profiler.profile(work)] if leader is None else leader.profile_memory(profiler, work)
         cache_sizes, deciding_profile = compute_rank_cache_sizes(budget, profiles, model.min_cache_sizes)
-        overlaps = model.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+        overlaps = config.async_scheduling
+        if overlaps is None:  # a draft can only be looked up behind a token that is known
+            overlaps = model.device.type == "cuda" and config.speculative_method == "none"
         executor = cls(model, cache_sizes, depth=2 if overlaps else 1, make_runner=make_runner)
         num_tokens = min(config.max_num_batched_tokens, model.max_model_len)
         executor.rates = measure_rates(executor, num_tokens, model.config.vocab_size)

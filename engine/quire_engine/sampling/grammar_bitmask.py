@@ -5,7 +5,7 @@ bitmask, in the order in which steps are started. So a step that failed can be s
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -58,20 +58,60 @@ class GrammarState:
             self._error = self._try_to_fill(new, mask)
         return self._error
 
+    def fill_after(self, draft_token_ids: Sequence[int], mask: memoryview) -> QuireError | None:
+        """Fills ``mask`` for the token behind drafts, after a ``fill`` for the token before them. Returns the error if
+        it or that failed, which is no error of the output: the drafts may be wrong.
+        """
+        if self._error is not None:
+            return self._error
+        return self._guarded(lambda matcher: matcher.fill_bitmask_after(draft_token_ids, mask))
+
     def _try_to_fill(self, new: Sequence[int], mask: memoryview) -> QuireError | None:
+        def fill(matcher: GrammarMatcher) -> None:
+            if new:
+                matcher.accept_tokens(new)
+            matcher.fill_bitmask(mask)
+
+        return self._guarded(fill)
+
+    def _guarded(self, work: Callable[[GrammarMatcher], None]) -> QuireError | None:
+        """Has ``work`` done with the matcher, and returns what it raises as an error of the output."""
         try:
             if self._matcher is None:
                 assert self._sample_request.grammar is not None
                 self._matcher = self._sample_request.grammar.new_matcher()
-            if new:
-                self._matcher.accept_tokens(new)
-            self._matcher.fill_bitmask(mask)
+            work(self._matcher)
         except GrammarError as error:
             return invalid(grammar_param(self._sample_request), f"The output cannot go on under its grammar: {error}")
         except BaseException:  # a panic inside a native library is no Exception
             log.exception("the grammar of sequence %d failed", self.sequence_id)
             return internal()
         return None
+
+
+class DraftGrammarState:
+    """The state of an output in its grammar behind drafts, ``GrammarState`` of one step: made from that of the output,
+    which is filled before it.
+    """
+
+    __slots__ = ("_draft_token_ids", "_state", "sequence_id")
+
+    def __init__(self, sample_request: SampleRequest, state: GrammarState) -> None:
+        assert sample_request.draft_of is not None
+        self.sequence_id = sample_request.sequence_id
+        self._draft_token_ids = sample_request.token_ids[len(sample_request.draft_of.token_ids) :]
+        self._state = state
+
+    def take_new_tokens(self) -> list[int]:
+        """The drafts."""
+        return self._draft_token_ids
+
+    def fill(self, new: Sequence[int], mask: memoryview) -> QuireError | None:
+        """Fills ``mask`` as if the output had got the drafts ``new``. Returns an error if that failed."""
+        return self._state.fill_after(new, mask)
+
+
+AnyGrammarState = GrammarState | DraftGrammarState
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +134,7 @@ class PendingBitmask:
     """A bitmask that is being filled."""
 
     words: Words
-    states: Sequence[GrammarState]
+    states: Sequence[AnyGrammarState]
     errors: "Future[list[QuireError | None]]"
 
     def wait(self) -> GrammarBitmask:
@@ -111,7 +151,7 @@ class BitmaskFiller:
         self._num_words = -(-vocab_size // WORD_BITS)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-masks")
 
-    def start(self, states: Sequence[GrammarState]) -> PendingBitmask:
+    def start(self, states: Sequence[AnyGrammarState]) -> PendingBitmask:
         """Starts to fill one row for each state."""
         words = np.zeros((len(states), self._num_words), dtype=np.int32)
         work = [(state, state.take_new_tokens(), row.data) for state, row in zip(states, words, strict=True)]
@@ -149,5 +189,5 @@ def grammar_param(sample_request: SampleRequest) -> str:
     return "response_format" if structured is None else structured.param
 
 
-def _fill(work: Sequence[tuple[GrammarState, list[int], memoryview]]) -> list[QuireError | None]:
+def _fill(work: Sequence[tuple[AnyGrammarState, list[int], memoryview]]) -> list[QuireError | None]:
     return [state.fill(new, mask) for state, new, mask in work]

@@ -13,6 +13,7 @@ Each one touches only the rows that ask for it.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +23,13 @@ from quire_proto.sampling import SamplingParams
 
 from quire_engine.core.step import SampleRequest
 from quire_engine.device.accelerator import upload_arrays
-from quire_engine.sampling.grammar_bitmask import GrammarBitmask, GrammarState, apply_grammar_bitmask
+from quire_engine.sampling.grammar_bitmask import (
+    AnyGrammarState,
+    DraftGrammarState,
+    GrammarBitmask,
+    GrammarState,
+    apply_grammar_bitmask,
+)
 from quire_engine.sampling.metadata import FloatArray, TokenArray, flat_indices, repeat_per_index, token_array
 
 
@@ -100,6 +107,14 @@ class Penalties:
         params = sample_request.params
         asked = params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty
         return cls(sample_request) if asked else None
+
+    def of_draft(self, sample_request: SampleRequest) -> "Penalties":
+        """The same penalties where drafts count as output: those of ``sample_request``, which draws behind them."""
+        copied = copy(self)
+        copied._sample_request = sample_request
+        copied._slots = self._slots.copy()
+        copied._tokens, copied._counts = self._tokens.copy(), self._counts.copy()
+        return copied
 
     @property
     def has_repetition(self) -> bool:
@@ -253,8 +268,22 @@ class SequenceSamplingState:
         self.bias = LogitBias.from_params(sample_request.params, vocab_size)
         self.penalties = Penalties.from_request(sample_request)
         self.bans = TokenBans.from_request(sample_request)
-        self.grammar_state = None if sample_request.grammar is None else GrammarState(sample_request)
+        self.grammar_state: AnyGrammarState | None = (
+            None if sample_request.grammar is None else GrammarState(sample_request)
+        )
         self.has_processors = bool(self.bias or self.penalties or self.grammar_state)
+
+    def of_draft(self, sample_request: SampleRequest) -> "SequenceSamplingState":
+        """The state of ``sample_request``, which draws behind drafts of this sequence. Holds for one step."""
+        state = copy(self)
+        state.sample_request, state.sequence_id = sample_request, sample_request.sequence_id
+        if self.penalties is not None:
+            state.penalties = self.penalties.of_draft(sample_request)
+        if self.bans is not None:
+            state.bans = TokenBans.from_request(sample_request)
+        if isinstance(self.grammar_state, GrammarState):
+            state.grammar_state = DraftGrammarState(sample_request, self.grammar_state)
+        return state
 
 
 def apply_logits_processors(

@@ -257,15 +257,22 @@ class Sampler:
         """
         states = []
         for request in sample_requests:
-            state = self._states.get(request.sequence_id)
-            # Cached state is for the same SampleRequest object only: another scheduler may use the same sequence ids.
-            if state is None or state.sample_request is not request:
-                state = self._states[request.sequence_id] = SequenceSamplingState(request, self.vocab_size)
-                if len(self._states) > MAX_CACHED_SEQUENCES:
-                    del self._states[next(iter(self._states))]
-            states.append(state)
+            if request.draft_of is None:
+                states.append(self._state(request))
+            else:
+                states.append(self._state(request.draft_of).of_draft(request))
         grammars = [state.grammar_state for state in states if state.grammar_state is not None]
         return SamplerInput(states, self._filler.start(grammars) if grammars else None)
+
+    def _state(self, request: SampleRequest) -> SequenceSamplingState:
+        """What is cached for the request's sequence."""
+        state = self._states.get(request.sequence_id)
+        # Cached state is for the same SampleRequest object only: another scheduler may use the same sequence ids.
+        if state is None or state.sample_request is not request:
+            state = self._states[request.sequence_id] = SequenceSamplingState(request, self.vocab_size)
+            if len(self._states) > MAX_CACHED_SEQUENCES:
+                del self._states[next(iter(self._states))]
+        return state
 
     def sample(self, prepared: SamplerInput, logits: torch.Tensor, rows: Sequence[int]) -> SamplerOutput:
         """Samples from ``logits`` [R, V], any float dtype: ``rows[i]`` is the row that sample request i draws from.

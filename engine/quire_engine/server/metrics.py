@@ -63,6 +63,7 @@ class EngineMetrics:
         self._preemptions = self._counter(Metric.ENGINE_PREEMPTIONS, "Sequences that gave way", ("mode", "reason"))
         self._empty_slots = self._gauge(Metric.ENGINE_EMPTY_SLOTS, "Slots of held KV blocks without a token")
         self._unreachable = self._gauge(Metric.ENGINE_UNREACHABLE_BLOCKS, "KV blocks neither free nor held")
+        self._vllm_totals: dict[str, Counter] = {}
         self._totals = self._counters()
         self._exported: dict[Counter, int] = {}
         self._vllm_waiting = self._gauge("vllm:num_requests_waiting", "Requests waiting")
@@ -114,8 +115,9 @@ class EngineMetrics:
 
     def _readings(self) -> Iterator[tuple[Counter, int]]:
         """Yields each counter with its current total."""
-        for name, counter in self._totals.items():
-            yield counter, getattr(self._statistics, name)
+        for totals in (self._totals, self._vllm_totals):
+            for name, counter in totals.items():
+                yield counter, getattr(self._statistics, name)
         # Copied first: the core's thread may add another reason meanwhile.
         for (mode, reason), count in list(self._statistics.preemptions.items()):
             yield self._preemptions.labels(self._model, mode, reason), count
@@ -138,16 +140,25 @@ class EngineMetrics:
             "computed_tokens": (Metric.ENGINE_COMPUTED_TOKENS, "Tokens computed"),
             "generated_tokens": (Metric.ENGINE_GENERATION_TOKENS, "Tokens generated"),
         }
+        drafted = {
+            "num_drafts": (Metric.ENGINE_DRAFTS, "Sequences whose tokens were guessed, in all steps"),
+            "num_draft_tokens": (Metric.ENGINE_DRAFT_TOKENS, "Tokens guessed and computed"),
+            "num_accepted_tokens": (Metric.ENGINE_ACCEPTED_TOKENS, "Guessed tokens that were right"),
+        }
+        totals |= drafted
         counters = {key: self._counter(name, text).labels(self._model) for key, (name, text) in totals.items()}
         hits = self._counter(Metric.ENGINE_PREFIX_HITS, "Prompt tokens found", ("tier",))
         counters["prefix_device_tokens"] = hits.labels(self._model, "device")
         counters["prefix_host_tokens"] = hits.labels(self._model, "host")
         counters["blocks_copied_out"] = moved.labels(self._model, "out")
         counters["blocks_copied_in"] = moved.labels(self._model, "in")
+        for key, (_, text) in drafted.items():
+            self._vllm_totals[key] = self._counter(f"vllm:spec_decode_{key}", text).labels(self._model)
         return counters
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-        return Counter(name, text, ("model", *labels), registry=self.registry)
+        model = "model_name" if name.startswith("vllm:") else "model"
+        return Counter(name, text, (model, *labels), registry=self.registry)
 
     def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
         model = "model_name" if name.startswith("vllm:") else "model"  # what dashboards made for vLLM ask for

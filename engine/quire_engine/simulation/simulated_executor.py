@@ -155,7 +155,8 @@ class SimulatedExecutor:
 
     def _sample(self, chunk: ScheduledChunk, request: SampleRequest, model_output: ModelOutput) -> None:
         greedy = request.params.greedy or request.num_candidates > 0
-        context_hash = splitmix(self._seed, chunk.end, _last_token(chunk, request), 0 if greedy else request.seed + 1)
+        position, last = _drawn_behind(chunk, request)
+        context_hash = splitmix(self._seed, position, last, 0 if greedy else request.seed + 1)
         banned = _banned(request)
         if request.num_candidates:
             ranking = self._ranking(context_hash, request.num_candidates, banned)
@@ -215,10 +216,14 @@ class SimulatedStep:
         return self._model_output
 
 
-def _last_token(chunk: ScheduledChunk, request: SampleRequest) -> int:
-    """The token before the one to be sampled. May be any token if the sequence ended before it was sampled."""
-    last = chunk.token_ids[-1]
-    return request.token_ids[-1] if last == PLACEHOLDER_TOKEN_ID else last
+def _drawn_behind(chunk: ScheduledChunk, request: SampleRequest) -> tuple[int, int]:
+    """The position of the token to be sampled, and the token before it, which may be any token if the sequence ended
+    before it was sampled.
+    """
+    if request.draft_of is not None:
+        return len(request.token_ids), request.token_ids[-1]
+    last = chunk.token_ids[-1 - chunk.num_draft_tokens]
+    return chunk.end - chunk.num_draft_tokens, request.token_ids[-1] if last == PLACEHOLDER_TOKEN_ID else last
 
 
 def _banned(request: SampleRequest) -> frozenset[int]:

@@ -203,6 +203,22 @@ class GuidanceMatcher:
         """See ``GrammarMatcher.fill_bitmask``."""
         if self._matcher_age > self._max_matcher_age:
             self._reset_matcher()
+        self._fill(mask)
+
+    def fill_bitmask_after(self, draft_token_ids: Sequence[int], mask: memoryview) -> None:
+        """See ``GrammarMatcher.fill_bitmask_after``."""
+        drafts = list(draft_token_ids)
+        self._budget.credit(len(drafts))
+        if self._matcher.is_stopped() or self._charged(lambda: self._matcher.validate_tokens(drafts)) < len(drafts):
+            return
+        try:
+            if self._charged(lambda: self._matcher.consume_tokens(drafts)) and not self._matcher.is_stopped():
+                self._fill(mask)
+        finally:
+            if self._matcher.is_error() or not self._matcher.rollback(len(drafts)):
+                self._reset_matcher()
+
+    def _fill(self, mask: memoryview) -> None:
         bits = self._charged(self._matcher.compute_bitmask)
         if self._matcher.is_error():  # the bitmask does not show it: it then allows the end of the output
             raise GrammarError(_error_message(self._matcher))

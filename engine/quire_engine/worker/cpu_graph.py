@@ -220,7 +220,9 @@ class CpuGraphRunner:
         self._not_capturable = False
 
     def can_run(self, size: int) -> bool:
-        """Whether a step of one token of each of ``size`` sequences may run from a graph."""
+        """Whether a step of ``size`` tokens, those of sequences that decode and their drafts, may run from a graph. How
+        they are shared among sequences makes no difference: the attention's plan is read when a graph is replayed.
+        """
         return size <= LARGEST_BATCH and not self._not_capturable
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

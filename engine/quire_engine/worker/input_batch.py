@@ -19,9 +19,9 @@ class ModelInput:
     """The tokens of a step, packed in the order of its chunks: all that a forward pass needs, as plain numbers.
 
     ``token_ids`` [T] int64. ``sampled_rows`` [S] int64 are the indices in the batch of the tokens whose logits are
-    drawn from, the last of each chunk with sample requests; ``prompt_logprob_rows`` [N] int64 those of the tokens that
-    targets follow. ``pending_rows`` [P] int64 are the indices of tokens that are not known yet, as they are drawn by
-    the step before.
+    drawn from: of each chunk with sample requests the last, and as many before it as it has drafts;
+    ``prompt_logprob_rows`` [N] int64 those of the tokens that targets follow. ``pending_rows`` [P] int64 are the
+    indices of tokens that are not known yet, as they are drawn by the step before.
     """
 
     token_ids: torch.Tensor
@@ -34,6 +34,11 @@ class ModelInput:
     def is_decode(self) -> bool:
         """Whether each chunk is one token."""
         return len(self.token_ids) == len(self.attention.context_lens)
+
+    @property
+    def is_drawn_from_whole(self) -> bool:
+        """Whether a token is drawn behind every token: each chunk is one token, or one and its drafts."""
+        return len(self.token_ids) == len(self.sampled_rows)
 
     def check_vocabulary(self, size: int) -> None:
         """Raises ``IndexError`` for a token that is none of the first ``size``: a GPU could not go on after it."""
@@ -84,14 +89,14 @@ def prepare_inputs(chunks: Sequence[ScheduledChunk], block_size: int) -> InputBa
     model_input = ModelInput(
         token_ids=torch.from_numpy(token_ids),
         attention=AttentionBatch(*[torch.from_numpy(array.astype(np.int32, copy=False)) for array in attention_arrays]),
-        sampled_rows=torch.from_numpy((query_indptr[1:] - 1)[[bool(chunk.sample_requests) for chunk in chunks]]),
+        sampled_rows=_sampled_rows(chunks, query_indptr),
         prompt_logprob_rows=_prompt_logprob_rows(chunks, query_indptr) if prompt_logprob_chunks else _NO_ROWS,
         pending_rows=torch.from_numpy(np.flatnonzero(token_ids == PLACEHOLDER_TOKEN_ID)) if pending else _NO_ROWS,
     )
     return InputBatch(
         model_input,
         sample_requests=[request for chunk in sampled for request in chunk.sample_requests],
-        logits_rows=[row for row, chunk in enumerate(sampled) for _ in chunk.sample_requests],
+        logits_rows=_logits_rows(sampled),
         awaits_token=[chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID for chunk in sampled for _ in chunk.sample_requests],
         prompt_logprob_chunks=prompt_logprob_chunks,
         pending_sequence_ids=[chunk.sequence_id for chunk in pending],
@@ -101,6 +106,29 @@ def prepare_inputs(chunks: Sequence[ScheduledChunk], block_size: int) -> InputBa
 def _indptr(sizes: np.ndarray) -> np.ndarray:
     """[0, and the running sum of ``sizes``]."""
     return np.concatenate(([0], np.cumsum(sizes)))
+
+
+def _sampled_rows(chunks: Sequence[ScheduledChunk], query_indptr: np.ndarray) -> torch.Tensor:
+    """The indices of the tokens that are drawn behind, ``ModelInput.sampled_rows``."""
+    last = (query_indptr[1:] - 1)[[bool(chunk.sample_requests) for chunk in chunks]]
+    drafts = np.array([chunk.num_draft_tokens for chunk in chunks if chunk.sample_requests], np.int64)
+    if not drafts.any():
+        return torch.from_numpy(last)
+    bounds = _indptr(drafts + 1)
+    return torch.from_numpy(np.arange(bounds[-1]) + np.repeat(last - drafts - bounds[:-1], drafts + 1))
+
+
+def _logits_rows(sampled: Sequence[ScheduledChunk]) -> list[int]:
+    """Which of the sampled rows each sample request draws from: outputs of one prompt all from one, drafts each from
+    its own.
+    """
+    rows: list[int] = []
+    first = 0
+    for chunk in sampled:
+        count = chunk.num_draft_tokens + 1
+        rows += range(first, first + count) if count > 1 else [first] * len(chunk.sample_requests)
+        first += count
+    return rows
 
 
 def _prompt_logprob_rows(chunks: Sequence[ScheduledChunk], query_indptr: np.ndarray) -> torch.Tensor:

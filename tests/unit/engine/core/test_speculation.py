@@ -1,0 +1,235 @@
+"""Drafts change no output, whatever they guess, and cost no block; they are guessed where text repeats, and where it
+pays.
+"""
+
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from quire_engine.core.block_pool import KVCacheConfig
+from quire_engine.core.config import SchedulerConfig
+from quire_engine.core.engine_core import AddRequest, EngineCore, EngineCoreOutputs
+from quire_engine.core.executor import Rates
+from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.request import Request
+from quire_engine.core.scheduler import Scheduler
+from quire_engine.core.speculation import DecodeTimes, NgramProposer
+from quire_engine.simulation.simulated_executor import LatencyModel, SimulatedExecutor
+from quire_proto.sampling import SamplingParams
+
+from tests.support.engine_state_machine import CheckedExecutor, EngineStateMachine
+from tests.support.guessing import guess
+from tests.support.overlapping_executor import OverlappingPagedExecutor
+from tests.support.paged_executor import PagedExecutor
+from tests.support.scenario import Run, Scenario
+
+
+class SpeculatingStateMachine(EngineStateMachine):
+    """The same engine, with drafts that are right more often than not."""
+
+    def make_executor(self, capacity: KVCacheConfig) -> CheckedExecutor:
+        guess(self.scheduler, seed=capacity.device_blocks)
+        return super().make_executor(capacity)
+
+    def check_scheduler_output(self, scheduler_output):
+        super().check_scheduler_output(scheduler_output)
+        with_drafts = [chunk for chunk in scheduler_output.chunks if chunk.num_draft_tokens]
+        assert not (with_drafts and scheduler_output.num_preempted), "drafts had a sequence preempted"
+        for chunk in with_drafts:
+            assert len(chunk.sample_requests) == chunk.num_draft_tokens + 1
+
+    def step_once(self) -> None:
+        super().step_once()
+        size = self.memory.block_size
+        for sequence in self.scheduler.running:
+            assert len(sequence.table.block_ids) <= -(-sequence.num_computed_tokens // size), "a block holds nothing"
+            assert sequence.num_scheduled_tokens == sequence.num_computed_tokens
+
+
+SpeculatingStateMachine.TestCase.settings = settings(
+    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestSpeculatingEngine = SpeculatingStateMachine.TestCase
+
+
+class SpeculatingRun(Run):
+    """A scenario with drafts."""
+
+    def __init__(self, scenario: Scenario, executor: PagedExecutor, seed: int) -> None:
+        self.seed = seed
+        super().__init__(scenario, executor)
+
+    def prepare(self) -> None:
+        guess(self.scheduler, self.seed)
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=150, deadline=None)
+def test_drafts_change_no_output(seed: int) -> None:
+    scenario = Scenario(seed)
+    scenario.aborts.clear()  # what was delivered before an abort depends on when it comes
+    expected = Run(scenario, PagedExecutor(scenario.capacity)).answers
+    run = SpeculatingRun(scenario, PagedExecutor(scenario.capacity), seed)
+    for request_id, answer in run.answers.items():
+        if answer.error is None and expected[request_id].error is None:
+            assert answer == expected[request_id]
+    assert run.scheduler.stats.num_accepted_tokens <= run.scheduler.stats.num_draft_tokens
+
+
+def test_drafts_are_accepted_and_save_steps() -> None:
+    def run(*, guesses: bool) -> tuple[list[int], int]:
+        scheduler = Scheduler(SchedulerConfig(max_model_len=200), KVCacheManager(KVCacheConfig(4, 100, 0)))
+        tokens: list[int] = []
+        steps = 0
+
+        def receive(step: EngineCoreOutputs) -> None:
+            nonlocal steps
+            steps += 1
+            tokens.extend(token_id for output in step.outputs for token_id in output.token_ids)
+
+        core = EngineCore(scheduler, PagedExecutor(KVCacheConfig(4, 100, 0)), receive)
+        if guesses:
+            guess(scheduler, 1)
+        core._handle_command(AddRequest(Request("r", [1, 2, 3], SamplingParams(max_tokens=100, ignore_eos=True))))
+        while scheduler.has_work:
+            core.step()
+        return tokens, steps
+
+    plain, plain_steps = run(guesses=False)
+    drafted, steps = run(guesses=True)
+    assert drafted == plain
+    assert plain_steps == 100
+    assert steps < 70
+
+
+def test_an_executor_that_overlaps_steps_gets_no_drafts() -> None:
+    config = SchedulerConfig(speculative_method="ngram")
+    scheduler = Scheduler(config, KVCacheManager(KVCacheConfig(4, 100, 0)))
+    assert scheduler._batch_scheduler.speculator is not None
+    EngineCore(scheduler, OverlappingPagedExecutor(KVCacheConfig(4, 100, 0)), lambda _: None)
+    assert scheduler._batch_scheduler.speculator is None
+
+
+def best_source(token_ids: list[int], shortest: int, longest: int) -> int:
+    """The end of the longest earlier occurrence of the last tokens, the last of equally long ones, by looking at
+    all.
+    """
+    best, best_length = 0, shortest - 1
+    for end in range(len(token_ids) - 1, 0, -1):
+        length = 0
+        while length < min(longest, end) and token_ids[end - 1 - length] == token_ids[-1 - length]:
+            length += 1
+        if length > best_length:
+            best, best_length = end, length
+    return best
+
+
+@given(
+    token_ids=st.lists(st.integers(0, 2), min_size=1, max_size=15),
+    shortest=st.integers(1, 3),
+    more=st.integers(0, 4),
+    count=st.integers(1, 8),
+)
+def test_what_followed_the_longest_equal_text_is_proposed(
+    token_ids: list[int], shortest: int, more: int, count: int
+) -> None:
+    proposer = NgramProposer(token_ids, shortest, shortest + more)
+    proposer.update()
+    source = best_source(token_ids, shortest, shortest + more)
+    proposed = proposer.propose(count)
+    if not source:
+        assert proposed == []
+        return
+    text = [*token_ids]
+    for offset in range(count):
+        text.append(text[source + offset])
+    assert proposed == text[len(token_ids) :]
+
+
+def test_the_hit_rate_follows_what_was_drawn() -> None:
+    text = [1, 2, 3, 4, 5, 6, 7, 8] * 2
+    repeating = NgramProposer(text, 2, 4)
+    repeating.update()
+    for token_id in [1, 2, 3, 4, 5, 6, 7, 8] * 5:
+        text.append(token_id)
+        repeating.update()
+    assert repeating.hit_rate > 0.9
+    random = Random(1)
+    for _ in range(40):
+        for token_id in (1, 2, random.randrange(100, 1000)):
+            text.append(token_id)
+            repeating.update()
+    assert repeating.hit_rate < 0.7
+
+
+@given(step=st.floats(1e-3, 1.0), row=st.floats(1e-5, 1e-2), rows=st.lists(st.integers(1, 64), min_size=20))
+def test_the_times_of_steps_are_found(step: float, row: float, rows: list[int]) -> None:
+    times = DecodeTimes(Rates(1e3, 1e9))
+    for count in [1, 8, 16, *rows]:
+        times.observe(count, step + row * count)
+    assert min(times.step_seconds, times.row_seconds) >= 0
+    if len(set(rows)) > 8:
+        assert times.predict(4) == pytest.approx(step + 4 * row, rel=0.3)
+
+
+LATENCY = LatencyModel(
+    tokens_per_second=1e4,
+    weights_seconds=0.02,
+    context_seconds=0.0,
+    pair_seconds=0.0,
+    draw_seconds=1e-4,
+    overhead_seconds=0.0,
+    bytes_per_second=1e9,
+)
+
+
+class Echo(SimulatedExecutor):
+    """Repeats the text ``0 .. period - 1``."""
+
+    period = 7
+
+    def _sample(self, chunk, request, model_output):
+        position = len(request.token_ids)
+        model_output.token_ids[request.sequence_id] = position % self.period
+
+
+def run_echo(executor: SimulatedExecutor, method: str) -> tuple[list[int], float, Scheduler]:
+    config = SchedulerConfig(speculative_method=method, max_model_len=2000)
+    scheduler = Scheduler(config, KVCacheManager(executor.kv_cache_config), rates=executor.rates)
+    tokens: list[int] = []
+    core = EngineCore(
+        scheduler, executor, lambda step: tokens.extend(t for output in step.outputs for t in output.token_ids)
+    )
+    prompt = [position % 7 for position in range(50)]
+    core._handle_command(AddRequest(Request("r", prompt, SamplingParams(max_tokens=400, ignore_eos=True, seed=5))))
+    while scheduler.has_work:
+        core.step()
+    return tokens, 0.0, scheduler
+
+
+def test_text_that_repeats_itself_is_guessed_and_other_text_is_not() -> None:
+    seconds: list[float] = []
+    echo = Echo(KVCacheConfig(16, 200, 0), LATENCY, sleep=seconds.append)
+    plain, _, _ = run_echo(echo, "none")
+    plain_seconds, seconds[:] = sum(seconds), []
+    drafted, _, scheduler = run_echo(echo, "ngram")
+    assert drafted == plain
+    assert sum(seconds) < plain_seconds / 4
+    assert scheduler.stats.num_accepted_tokens > 300
+    other = SimulatedExecutor(KVCacheConfig(16, 200, 0), LATENCY, sleep=lambda _: None)
+    assert run_echo(other, "none")[0] == run_echo(other, "ngram")[0]
+
+
+def test_drafts_that_cost_more_than_they_bring_are_not_computed() -> None:
+    costly = LatencyModel(
+        tokens_per_second=100.0,
+        weights_seconds=0.0,
+        context_seconds=0.0,
+        pair_seconds=0.0,
+        draw_seconds=1e-2,
+        overhead_seconds=0.0,
+        bytes_per_second=1e9,
+    )
+    *_, scheduler = run_echo(Echo(KVCacheConfig(16, 200, 0), costly, sleep=lambda _: None), "ngram")
+    assert scheduler.stats.num_draft_tokens < 40
