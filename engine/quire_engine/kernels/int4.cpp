@@ -24,6 +24,8 @@ namespace {
 
 constexpr int kSpan = 2 * kSide, kEight = 2 * kStep, kEightBytes = kSpan * kStep;
 constexpr int kHeaderBytes = 2 * kSpan * sizeof(uint16_t);
+// Rows of a tile: besides the sums of a group there are those of kGroup inputs, and the unpacked weights.
+constexpr int kTile = kLanes == 16 ? 6 : kLanes == 8 ? 3 : 2;
 constexpr int64_t kSmallest = 32;  // inputs in a group, at least
 
 #if defined(__AVX512F__)
@@ -192,16 +194,16 @@ void compute_block(const Int4Call& call, const T* x, int64_t rows, const Target<
   static thread_local Activations rounded;
   Activations& shared = rounded;
   shared.reserve(rows, call.inputs, call.group);
-  const int64_t tiles = tiles_of(rows), panels = (to.half + kSide - 1) / kSide;
+  const int64_t tiles = tiles_of<kTile>(rows), panels = (to.half + kSide - 1) / kSide;
   const int64_t panel_bytes = shared.groups * group_bytes(call.group);
   const auto round = [&](int64_t tile) {
-    const int64_t first = tile_begin(rows, tile);
-    round_tile(x, call, first, tile_begin(rows, tile + 1) - first, shared);
+    const int64_t first = tile_begin<kTile>(rows, tile);
+    round_tile(x, call, first, tile_begin<kTile>(rows, tile + 1) - first, shared);
   };
   const auto compute = [&](int64_t panel) {
     const uint8_t* weights = call.panels + panel * panel_bytes;
     for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t first = tile_begin(rows, tile), count = tile_begin(rows, tile + 1) - first;
+      const int64_t first = tile_begin<kTile>(rows, tile), count = tile_begin<kTile>(rows, tile + 1) - first;
       const Fetch fetch = fetch_of(weights, panel_bytes, call.group, tile, tiles);
       compute_rows<kTile>(call, shared, weights, first, count, panel, fetch, to);
     }

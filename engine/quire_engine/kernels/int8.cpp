@@ -22,6 +22,8 @@ struct Int8Call {  // field by field as in bindings.py
 namespace {
 
 constexpr int kStepBytes = 2 * kSide * kStep;
+// As many sums (rows * kWide) as leave registers for the operands.
+constexpr int kTile = kLanes == 16 ? 12 : kLanes == 8 ? 3 : 2;
 
 // The activations of one pass, rounded. The rows of a tile lie beside each other: of every four inputs one row's after
 // the other's, and so for the scales and offsets of every group.
@@ -131,8 +133,8 @@ void compute_rows(const Int8Call& call, const Rounded& x, int64_t first, int64_t
 template <typename T>
 void compute_tile(const Int8Call& call, const Rounded& x, int64_t rows, int64_t tile, int64_t panel,
                   const Target<T>& to) {
-  const int64_t first = tile_begin(rows, tile), count = tile_begin(rows, tile + 1) - first;
-  const Ahead ahead = ahead_of(call.panels + panel * x.words * kStepBytes, x.words, tile, tiles_of(rows));
+  const int64_t first = tile_begin<kTile>(rows, tile), count = tile_begin<kTile>(rows, tile + 1) - first;
+  const Ahead ahead = ahead_of(call.panels + panel * x.words * kStepBytes, x.words, tile, tiles_of<kTile>(rows));
   compute_rows<kTile>(call, x, first, count, panel, ahead, to);
 }
 
@@ -141,9 +143,9 @@ void compute_block(const Int8Call& call, const T* x, int64_t rows, const Target<
   static thread_local Rounded rounded;
   Rounded& shared = rounded;
   shared.reserve(rows, call.inputs);
-  const int64_t tiles = tiles_of(rows), panels = (to.half + kSide - 1) / kSide;
+  const int64_t tiles = tiles_of<kTile>(rows), panels = (to.half + kSide - 1) / kSide;
   const auto round = [&](int64_t tile) {
-    const int64_t first = tile_begin(rows, tile), end = tile_begin(rows, tile + 1);
+    const int64_t first = tile_begin<kTile>(rows, tile), end = tile_begin<kTile>(rows, tile + 1);
     round_tile(x + first * call.stride, call.stride, first, end - first, call.inputs, shared);
   };
   const auto compute = [&](int64_t panel) {

@@ -18,8 +18,6 @@ namespace {
 
 constexpr int kSide = 16, kParts = kSide / kLanes, kWide = 2 * kParts, kStep = 4;
 constexpr int64_t kGroup = 128;
-// As many sums (rows * kWide) as leave registers for the operands.
-constexpr int kTile = kLanes == 16 ? 12 : kLanes == 8 ? 3 : 2;
 // Rows that are rounded at once: they stay in the second level cache while all panels pass by.
 constexpr int64_t kBlock = 240;
 constexpr int64_t kDistance = 8192;  // bytes between what a lone tile multiplies by and what it prefetches
@@ -83,9 +81,15 @@ inline float magnitude(const T* x, int64_t count) {
   return ((Floats)fold(most, larger_of, Lanes{}))[0];
 }
 
-// Tiles of equal height, as far as that goes.
-inline int64_t tiles_of(int64_t rows) { return (rows + kTile - 1) / kTile; }
-inline int64_t tile_begin(int64_t rows, int64_t tile) { return rows * tile / tiles_of(rows); }
+// Tiles of at most kTile rows, and of equal height, as far as that goes.
+template <int kTile>
+inline int64_t tiles_of(int64_t rows) {
+  return (rows + kTile - 1) / kTile;
+}
+template <int kTile>
+inline int64_t tile_begin(int64_t rows, int64_t tile) {
+  return rows * tile / tiles_of<kTile>(rows);
+}
 
 // Where the results of a pass go: rows of `width` numbers, of which the second half begins at `half`.
 template <typename T>
