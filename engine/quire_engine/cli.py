@@ -17,7 +17,7 @@ from quire_proto.tracing import setup_tracing, shutdown_tracing
 
 from quire_engine.config import EngineConfig
 from quire_engine.errors import quit_with
-from quire_engine.factory import load_executor, make_scheduler, model_grammars
+from quire_engine.factory import block_revision, load_executor, make_scheduler, model_grammars
 from quire_engine.server.server import EngineServer
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _exit_on_lost_rank(sentence: str) -> None:
 def _describe(config: EngineConfig, executor: "TorchExecutor", max_model_len: int) -> pb.DescribeResponse:
     return pb.DescribeResponse(
         served_model_names=config.names,
-        model_revision=executor.config.model_revision,
+        model_revision=block_revision(config, executor),
         max_model_len=max_model_len,
         vocab_size=executor.config.vocab_size,
         eos_token_ids=executor.config.eos_token_ids,

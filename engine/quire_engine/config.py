@@ -21,6 +21,7 @@ Policy = Literal["fcfs", "sjf", "priority"]
 Batching = Literal["continuous", "static"]
 Quantization = Literal["int8", "int4"]
 SpeculativeMethod = Literal["none", "ngram"]
+KVCacheDtype = Literal["auto", "int8", "fp8"]
 
 
 def _split(value: object) -> object:
@@ -78,7 +79,12 @@ class ExecutorConfig(_Frozen):
         default="auto", description="What the model runs on; auto is a GPU where there is one."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Element type of weights and KV memory; auto is the checkpoint's."
+        default="auto", description="Element type of weights, and of KV memory by default; auto is the checkpoint's."
+    )
+    kv_cache_dtype: KVCacheDtype = Field(
+        default="auto",
+        description="Element type of KV memory, where it shall not be --dtype: int8 on the CPU, with a scale for each "
+        "token and KV head, and fp8 (e4m3) on a GPU. Either holds about twice as many tokens.",
     )
     quantization: Quantization | None = Field(
         default=None, description="What the weights of linear layers are held in instead, on the CPU."
@@ -223,7 +229,6 @@ class EngineConfig(CliSettings, EngineArgs):
         "--enable-auto-tool-choice": _SEEN,
         "--tool-call-parser": _SEEN,
         "--reasoning-parser": _SEEN,
-        "--kv-cache-dtype": "KV memory has the element type of --dtype",
         "--enable-chunked-prefill": "prompts are always computed in chunks, of --max-num-batched-tokens",
         "--data-parallel-size": "start more engines, and name each to the router",
         "--pipeline-parallel-size": "--tensor-parallel-size shares a model among GPUs",

@@ -44,12 +44,20 @@ def make_scheduler(config: EngineArgs, executor: "TorchExecutor") -> Scheduler:
         max_model_len=_max_servable_length(executor.max_model_len, executor.kv_cache_config),
         eos_token_ids=frozenset(executor.config.eos_token_ids),
         vocab_size=executor.config.vocab_size,
-        model_revision=executor.config.model_revision,
+        model_revision=block_revision(config, executor),
     )
     memory = KVCacheManager(
         executor.kv_cache_config, prefix_caching=config.enable_prefix_caching, host_caching=config.enable_host_caching
     )
     return Scheduler(limits, memory, rates=executor.rates)
+
+
+def block_revision(config: EngineArgs, executor: "TorchExecutor") -> str:
+    """What the hashes of KV blocks name as the model's revision: blocks whose rows are held in another dtype than the
+    model's own are other blocks.
+    """
+    revision = executor.config.model_revision
+    return revision if config.kv_cache_dtype == "auto" else f"{revision}+kv-{config.kv_cache_dtype}"
 
 
 def model_grammars(config: EngineArgs, executor: "TorchExecutor") -> ModelGrammars:

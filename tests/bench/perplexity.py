@@ -1,7 +1,7 @@
 """What quantised weights cost in accuracy: `python -m tests.bench.perplexity`.
 
 The engine scores held-out conversations of the demo model's generator by their prompt log-probabilities, in each dtype
-with plain weights and with each quantization. The perplexity of the tokens that the model was trained to say (answers,
+plain, with each quantization and with KV memory in int8. The perplexity of the tokens that the model was trained to say (answers,
 and text after its beginning) is what it is good at; the perplexity of all tokens counts the users' words too, which it
 never learned. The margin of error is that of the difference of two means over the same tokens, one standard error.
 ``--random FOLDER`` also compares logits of a model of random weights, which has no answers to be sure of.
@@ -33,6 +33,11 @@ HELD_OUT_SEED = 161_803_398
 RANDOM_TOKENS = 128
 DTYPES = ("float32", "bfloat16")
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
+VARIANTS: dict[str, dict[str, str]] = {
+    **{name: {"quantization": name} for name in QUANTIZATIONS},
+    "KV in int8": {"kv_cache_dtype": "int8"},
+    "weights and KV in int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
+}
 SCORED = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)
 MIB = 1 << 20
 Document = tuple[list[int], list[bool]]
@@ -43,10 +48,10 @@ def main() -> None:
     documents = held_out(options.documents)
     figures: dict[str, Any] = {}
     for dtype in DTYPES:
-        plain = score(DEMO / "model", documents, dtype, None)
-        for quantization in QUANTIZATIONS:
-            held = score(DEMO / "model", documents, dtype, quantization)
-            figures[f"{quantization}, {dtype}"] = compare(plain, held, learned_of(documents))
+        plain = score(DEMO / "model", documents, dtype)
+        for name, settings in VARIANTS.items():
+            held = score(DEMO / "model", documents, dtype, **settings)
+            figures[f"{name}, {dtype}"] = compare(plain, held, learned_of(documents))
     report(figures)
     if options.random:
         figures["random weights"] = compare_logits(options.random)
@@ -81,11 +86,11 @@ def learned_of(documents: Sequence[Document]) -> torch.Tensor:
     return torch.tensor([each for _, learned in documents for each in learned[1:]])
 
 
-def score(folder: Path, documents: Sequence[Document], dtype: str, quantization: Quantization | None) -> torch.Tensor:
+def score(folder: Path, documents: Sequence[Document], dtype: str, **settings: str) -> torch.Tensor:
     """[T, 2] in float64, of every token but each document's first: the log-probability, and 1 where no token is
     likelier.
     """
-    executor = load_executor(folder, dtype=dtype, quantization=quantization, kv_cache_memory=256 * MIB, swap_bytes=0)
+    executor = load_executor(folder, dtype=dtype, kv_cache_memory=256 * MIB, swap_bytes=0, **settings)
     prompts = [tokens for tokens, _ in documents]
     made = run(executor, prompts, [SCORED] * len(prompts), prefix_caching=False)
     executor.close()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from quire_engine.attention.base import AttentionShape
 from quire_engine.attention.flashinfer import FlashInferAttention
+from quire_engine.attention.kv_rows import FP8
 from quire_engine.attention.reference import ReferenceAttention
 from quire_engine.kernels import cuda_ops as cuda
 from quire_engine.kernels import ops as fused
@@ -44,6 +45,20 @@ def test_steps_are_as_the_reference_computes_them(gpu, shape, dtype, determinist
     for seed, lengths in enumerate((DECODE, PREFILL, MIXED, DECODE)):
         step = make_step(shape, lengths, dtype, seed).to(gpu)
         assert_agrees(step, step.run(backend, *windows), *windows)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@torch.inference_mode()
+def test_steps_over_kv_memory_in_fp8_are_as_the_reference_computes_them(gpu, shape, dtype):
+    backend = FlashInferAttention(shape, gpu, dtype, FP8)
+    for seed, lengths in enumerate((DECODE, PREFILL, MIXED, DECODE)):
+        step = make_step(shape, lengths, dtype, seed, kv_dtype=FP8).to(gpu)
+        made, expected = step.run(backend, None, 100), step.run(ReferenceAttention(shape), None, 100)
+        for mine, reference in zip(made[::2], expected[::2], strict=True):
+            torch.testing.assert_close(mine, reference, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+        for mine, reference in zip(made[1::2], expected[1::2], strict=True):
+            assert torch.equal(mine.view(torch.uint8), reference.view(torch.uint8))
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 32])

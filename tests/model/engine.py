@@ -53,7 +53,10 @@ class Run:
 
 def load(folder: Path, device_blocks: int, host_blocks: int, dtype: str = "float32", **settings: Any) -> TorchExecutor:
     """The model with pools of exactly so many blocks. ``settings`` are further ones of ``EngineArgs``."""
-    block_bytes = getattr(torch, dtype).itemsize * numbers_a_token(folder) * BLOCK_SIZE
+    bytes_a_token = getattr(torch, dtype).itemsize * numbers_a_token(folder)
+    if settings.get("kv_cache_dtype") == "int8":
+        bytes_a_token = int8_bytes_a_token(folder)
+    block_bytes = bytes_a_token * BLOCK_SIZE
     executor = load_executor(
         folder,
         dtype=dtype,
@@ -71,10 +74,21 @@ def load(folder: Path, device_blocks: int, host_blocks: int, dtype: str = "float
 
 def numbers_a_token(folder: Path) -> int:
     """How many numbers the keys and values of one token are, by transformers' reading of the model."""
+    rows, head_dim = _rows_a_token(folder)
+    return rows * head_dim
+
+
+def int8_bytes_a_token(folder: Path) -> int:
+    """Bytes of the keys and values of one token in int8: a byte for each number, and a scale for each row."""
+    rows, head_dim = _rows_a_token(folder)
+    return rows * (head_dim + 4)
+
+
+def _rows_a_token(folder: Path) -> tuple[int, int]:
     config = AutoConfig.from_pretrained(folder)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return 2 * config.num_hidden_layers * getattr(config, "num_key_value_heads", heads) * head_dim
+    return 2 * config.num_hidden_layers * getattr(config, "num_key_value_heads", heads), head_dim
 
 
 def run(

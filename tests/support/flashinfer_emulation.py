@@ -260,6 +260,8 @@ def append_paged_kv_cache(
         assert array.is_contiguous()
     assert len(append_key) == len(append_value) == len(batch_indices) == len(positions)
     assert len(kv_indptr) == len(kv_last_page_len) + 1
+    # The kernel reads keys and values as being of the cache's dtype, whatever they are of.
+    assert append_key.dtype == append_value.dtype == paged_kv_cache.dtype
     assert append_key.shape[1:] == append_value.shape[1:] == paged_kv_cache.shape[2:5:2]
     assert append_key.stride(2) == append_value.stride(2) == paged_kv_cache.stride(4) == 1
 
@@ -267,10 +269,15 @@ def append_paged_kv_cache(
         size = paged_kv_cache.shape[3]
         place = kv_indptr[batch_indices] * size + positions
         pages, offsets = kv_indices[place // size], place % size
-        paged_kv_cache[pages, 0, :, offsets] = append_key
-        paged_kv_cache[pages, 1, :, offsets] = append_value
+        for plane, rows in enumerate((append_key, append_value)):
+            as_bytes(paged_kv_cache)[pages, plane, :, offsets] = as_bytes(rows)
 
     STREAM.queue(store)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """fp8 as bytes, which torch can index; any other tensor as it is."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 def attend(
@@ -285,7 +292,7 @@ def attend(
         queries = slice(int(bounds[request]), int(bounds[request + 1]))
         first_page, end_page = arrays["kv_indptr"][request : request + 2].tolist()
         count = (end_page - first_page - 1) * size + last
-        pages = kv[arrays["kv_indices"][first_page:end_page].long()]
+        pages = as_bytes(kv)[arrays["kv_indices"][first_page:end_page].long()].view(kv.dtype)
         keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :count].double()
         rows = q[queries].double()
         group = rows.shape[1] // len(keys)

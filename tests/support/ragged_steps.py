@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from quire_engine.attention.base import AttentionBackend, AttentionBatch, AttentionShape
+from quire_engine.attention.kv_rows import encode_rows
 
 LAYER, LAYERS = 1, 3
 
@@ -34,9 +35,17 @@ class RaggedStep:
 
 
 def make_step(
-    shape: AttentionShape, lengths: list[tuple[int, int]], dtype: torch.dtype, seed: int, *, pads: int = 0
+    shape: AttentionShape,
+    lengths: list[tuple[int, int]],
+    dtype: torch.dtype,
+    seed: int,
+    *,
+    pads: int = 0,
+    kv_dtype: torch.dtype | None = None,
 ) -> RaggedStep:
-    """A chunk for each of ``lengths``, its tokens and the tokens before them; then pads on the null page."""
+    """A chunk for each of ``lengths``, its tokens and the tokens before them; then pads on the null page. KV memory is
+    of ``kv_dtype``, by default of ``dtype``.
+    """
     noise = torch.Generator().manual_seed(seed)
     size = shape.block_size
     contexts = [tokens + past for tokens, past in lengths]
@@ -50,7 +59,7 @@ def make_step(
             slot.copy_(torch.randn(slot.shape, generator=noise))
     tokens = sum(tokens for tokens, _ in lengths) + pads
     heads = torch.randn(tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, generator=noise).to(dtype)
-    return RaggedStep(shape, _batch(lengths, counts, ids, size, pads), heads, kv)
+    return RaggedStep(shape, _batch(lengths, counts, ids, size, pads), heads, encode_rows(kv, kv_dtype or dtype))
 
 
 def _batch(

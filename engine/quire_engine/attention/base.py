@@ -63,7 +63,8 @@ class AttentionBackend(Protocol):
         """Stores this step's keys and values into one layer's pages, then attends causally.
 
         ``query`` [T, heads, head_dim], ``key`` and ``value`` [T, kv_heads, head_dim], after rotation; ``kv`` is the
-        layer's view [blocks, 2, kv_heads, block_size, head_dim] of the same dtype. ``window`` limits each token to
+        layer's view [blocks, 2, kv_heads, block_size, row_size] of the same dtype, or of one with eight bits (see
+        ``kv_rows``). ``window`` limits each token to
         the last ``window`` tokens, itself included. Returns [T, heads, head_dim].
         """
         ...

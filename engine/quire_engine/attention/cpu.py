@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from quire_engine.attention.base import AttentionBatch, AttentionShape
+from quire_engine.attention.kv_rows import load_pages, row_size, store_rows
 from quire_engine.kernels.bindings import DTYPES, AttentionCall, AttentionPlan, library
 
 _NO_WINDOW = 2**62
@@ -29,7 +30,7 @@ class CpuAttention:
     """Paged attention for one batch at a time. An ``AttentionBackend``.
 
     ``use_kernel`` False takes the torch form, True insists on the kernel, and None takes the kernel where it
-    can be had (see ``library``) and the tensors suit it: bf16 with an even head size, or fp32.
+    can be had (see ``library``) and the tensors suit it: queries in bf16 with an even head size, or in fp32.
 
     Each row of the kernel's result depends on its own sequence alone, bit for bit: not on the batch, nor on
     how its tokens were divided into chunks, nor on which pages hold them, nor on the number of threads.
@@ -100,10 +101,11 @@ class CpuAttention:
         stored = (plan.num_tokens, shape.num_kv_heads, shape.head_dim)
         _require(query.shape == (plan.num_tokens, shape.num_heads, shape.head_dim), "query has another shape", query)
         _require(key.shape == value.shape == stored, "key or value has another shape", key, value)
-        _require(kv.dim() == 5 and kv.shape[1:] == _page_shape(shape), "kv has another shape", kv)
-        _require(kv.stride(4) == 1 and kv.stride(3) == shape.head_dim, "kv has gaps in a page", kv)
+        _require(kv.dim() == 5 and kv.shape[1:] == _page_shape(shape, kv.dtype), "kv has another shape", kv)
+        _require(kv.stride(4) == 1 and kv.stride(3) == kv.shape[4], "kv has gaps in a page", kv)
         _require(plan.last_page < kv.shape[0], f"kv has no page {plan.last_page}", kv)
-        _require(query.dtype == key.dtype == value.dtype == kv.dtype, "dtypes differ", query, key, value, kv)
+        _require(query.dtype == key.dtype == value.dtype, "dtypes differ", query, key, value)
+        _require(kv.dtype in (key.dtype, torch.int8), "kv is neither of the keys' dtype nor int8", key, kv)
         _require(all(t.device.type == "cpu" for t in (query, key, value, kv)), "a tensor is not on the CPU")
         _require(query.stride(2) == key.stride(2) == value.stride(2) == 1, "rows have gaps", query, key, value)
 
@@ -179,12 +181,12 @@ class _Plan:
     def set_layout(self, layer: _LayerTensors) -> None:
         """Takes what layers of one form have in common."""
         call, (query, key, value, kv, _) = self.call, layer
-        self.suits_kernel = kv.dtype in DTYPES and kv.shape[4] * kv.element_size() % 4 == 0
+        self.suits_kernel = key.dtype in DTYPES and key.shape[2] * key.element_size() % 4 == 0
         call.query_token, call.query_head, _ = query.stride()
         call.key_token, call.key_head, _ = key.stride()
         call.value_token, call.value_head, _ = value.stride()
         call.kv_page, call.kv_plane, call.kv_head, _, _ = kv.stride()
-        call.bf16 = int(kv.dtype == torch.bfloat16)
+        call.bf16, call.int8 = int(key.dtype == torch.bfloat16), int(kv.dtype == torch.int8)
 
     def set_pointers(self, layer: _LayerTensors, out: torch.Tensor) -> None:
         """Points the call at the tensors of one layer."""
@@ -220,8 +222,8 @@ class _Plan:
 def _forward_in_torch(layer: _LayerTensors, plan: _Plan, scale: float, out: torch.Tensor) -> None:
     query, key, value, kv, window = layer
     pages, slots = plan.token_slots()
-    kv[pages, 0, :, slots] = key
-    kv[pages, 1, :, slots] = value
+    store_rows(kv, 0, pages, slots, key)
+    store_rows(kv, 1, pages, slots, value)
     for chunk in range(plan.num_chunks):
         tokens = plan.tokens_of(chunk)
         past = plan.context_of(chunk) - (tokens.stop - tokens.start)
@@ -229,14 +231,16 @@ def _forward_in_torch(layer: _LayerTensors, plan: _Plan, scale: float, out: torc
             continue
         first = max(0, past + 1 - window) if window else 0
         seen = _seen(past, first, plan.context_of(chunk), window)
-        keys, values = _gather(kv, plan.pages_of(chunk), slice(first, plan.context_of(chunk)))
-        out[tokens] = _attend(query[tokens], keys, values, seen, scale)
+        gathered = load_pages(kv, plan.pages_of(chunk), query.shape[2])
+        keys, values = _select(gathered, slice(first, plan.context_of(chunk)))
+        out[tokens] = _attend(query[tokens].to(keys.dtype), keys, values, seen, scale)
 
 
-def _gather(kv: torch.Tensor, pages: torch.Tensor, span: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of one sequence, [kv_heads, tokens, head_dim] each, of the tokens in ``span``."""
-    kv_heads, dim = kv.shape[2], kv.shape[4]
-    keys, values = (kv[pages, plane].transpose(0, 1).reshape(kv_heads, -1, dim)[:, span] for plane in (0, 1))
+def _select(pages: torch.Tensor, span: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values, [kv_heads, tokens, head_dim] each, of the tokens in ``span`` of one sequence's ``pages``
+    [P, 2, kv_heads, block_size, head_dim].
+    """
+    keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, span]
     return keys, values
 
 
@@ -272,8 +276,8 @@ def _attend(
     return result.permute(2, 0, 1, 3).reshape(query.shape)
 
 
-def _page_shape(shape: AttentionShape) -> tuple[int, ...]:
-    return 2, shape.num_kv_heads, shape.block_size, shape.head_dim
+def _page_shape(shape: AttentionShape, dtype: torch.dtype) -> tuple[int, ...]:
+    return 2, shape.num_kv_heads, shape.block_size, row_size(shape.head_dim, dtype)
 
 
 def _require(condition: bool, message: str, *tensors: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from quire_engine.attention.base import MAX_GRAPH_BATCH_SIZE, AttentionBackend, AttentionBatch, AttentionShape
+from quire_engine.attention.kv_rows import encode_rows
 from quire_engine.device.accelerator import stage_arrays
 
 LAYOUT = "HND"
@@ -115,7 +116,8 @@ class _PlannedAttention:
             self._add_window(self._step, window)
         read = self._step.read
         self._shared.flashinfer.append_paged_kv_cache(
-            *(key, value, read.chunk_ids, read.positions, kv, read.page_ids, read.page_indptr, read.last_page_len),
+            *(encode_rows(key, kv.dtype), encode_rows(value, kv.dtype), read.chunk_ids, read.positions),
+            *(kv, read.page_ids, read.page_indptr, read.last_page_len),
             kv_layout=LAYOUT,
         )
         # Allocated here, as FlashInfer would fill its own with zeros first.
@@ -152,9 +154,15 @@ class FlashInferAttention(_PlannedAttention):
     """
 
     def __init__(
-        self, shape: AttentionShape, device: torch.device, dtype: torch.dtype, *, deterministic: bool = False
+        self,
+        shape: AttentionShape,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+        *,
+        deterministic: bool = False,
     ) -> None:
-        super().__init__(_SharedState(shape, device, dtype, deterministic))
+        super().__init__(_SharedState(shape, device, dtype, kv_dtype or dtype, deterministic))
         self._wrappers: dict[tuple[bool, int | None], Any] = {}
 
     def for_graph(self, batch_size: int, max_pages: int) -> AttentionBackend:
@@ -203,7 +211,14 @@ class _SharedState:
     layers. One plan serves all layers of a window.
     """
 
-    def __init__(self, shape: AttentionShape, device: torch.device, dtype: torch.dtype, deterministic: bool) -> None:
+    def __init__(
+        self,
+        shape: AttentionShape,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        deterministic: bool,
+    ) -> None:
         import flashinfer
 
         self.flashinfer: Any = flashinfer
@@ -212,7 +227,7 @@ class _SharedState:
         self.workspace = torch.zeros(_workspace_bytes(shape, device), dtype=torch.uint8, device=device)
         self.fence = StagingFence(device)
         self.windows: list[int | None] = []
-        self._dtype = dtype
+        self._dtype, self._kv_dtype = dtype, kv_dtype
         self._graph_memory: PageArrays | None = None
         self._graph_plans: dict[int | None, torch.Tensor] = {}
 
@@ -233,7 +248,7 @@ class _SharedState:
             sm_scale=shape.scale,
             window_left=-1 if window is None else window - 1,
             q_data_type=self._dtype,
-            kv_data_type=self._dtype,
+            kv_data_type=self._kv_dtype,
             seq_lens=host.context_lens,
             non_blocking=True,
             disable_split_kv=self.deterministic,

@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 
 from quire_engine.attention.base import AttentionBatch, AttentionShape
+from quire_engine.attention.kv_rows import load_pages, store_rows
 
 
 class ReferenceAttention:
@@ -37,8 +38,8 @@ class ReferenceAttention:
     ) -> torch.Tensor:
         """See ``AttentionBackend.forward``."""
         pages, offsets = self._slot_pages.to(kv.device), self._slot_offsets.to(kv.device)
-        kv[pages, 0, :, offsets] = key
-        kv[pages, 1, :, offsets] = value
+        store_rows(kv, 0, pages, offsets, key)
+        store_rows(kv, 1, pages, offsets, value)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for chunk, tokens in enumerate(self._queries):
             keys, values = self._gather(chunk, kv)
@@ -47,7 +48,7 @@ class ReferenceAttention:
 
     def _gather(self, chunk: int, kv: torch.Tensor) -> torch.Tensor:
         """Keys and values [2, kv_heads, context, head_dim] of one chunk's sequence, in float32."""
-        pages = kv[self._pages[chunk].to(kv.device)].permute(1, 2, 0, 3, 4)
+        pages = load_pages(kv, self._pages[chunk].to(kv.device), self._shape.head_dim).permute(1, 2, 0, 3, 4)
         return pages.flatten(2, 3)[:, :, : self._context_lens[chunk]].float()
 
     def _attend(

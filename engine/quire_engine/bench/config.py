@@ -16,6 +16,7 @@ PEERS = ("transformers", "vllm", "llama.cpp")
 VARIANTS: Mapping[str, Mapping[str, object]] = {
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
+    "int8-kv": {"kv_cache_dtype": "int8"},
     "deterministic": {"deterministic": True},
     "eager": {"enforce_eager": True},
     "async": {"async_scheduling": True},

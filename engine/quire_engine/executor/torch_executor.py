@@ -150,7 +150,7 @@ class TorchExecutor:
 
     @property
     def dtype_name(self) -> str:
-        """What weights and KV memory are held in: ``float32`` or ``bfloat16``."""
+        """What weights and activations are held in: ``float32`` or ``bfloat16``."""
         return str(self._runner.dtype).removeprefix("torch.")
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:

@@ -1,4 +1,4 @@
-// Paged attention, for bf16 and fp32. Callers check shapes and bounds. Hidden scores are masked without infinities.
+// Paged attention, for bf16 and fp32, over KV memory of the same or of int8. Callers check shapes and bounds. Hidden scores are masked without infinities.
 
 #include <algorithm>
 #include <vector>
@@ -135,10 +135,61 @@ inline Floats power(Floats x) {
 #endif
 }
 
+// Rows of KV memory in int8, as `kv_rows.py` defines them: integers, and behind them the float that they are to be
+// multiplied by. The integers are exact in bf16 too, so a tile holds them as numbers of T, and their scales go into the
+// scores and the probabilities.
+
+typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+
+template <typename T>
+inline void quantize_row(const T* from, int64_t dim, char* to) {
+  Floats most{}, sound{};
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    const Floats x = read_some(from + d, dim - d);
+    most = larger(x < 0.f ? -x : x, most);
+    sound = sound + x * 0.f;  // stays zero but for infinity and NaN
+  }
+  const bool finite = total(sound) == 0.f;
+  const float scale = finite ? largest(most, Lanes{}) / 127.f : NAN;
+  const float divisor = scale > 0.f ? scale : INFINITY;
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    Floats x = finite ? read_some(from + d, dim - d) / divisor : Floats{};
+    x = (x + 12582912.f) - 12582912.f;  // to the nearest integer, ties to even
+    x = x > 127.f ? Floats{} + 127.f : x < -127.f ? Floats{} - 127.f : x;  // of a row of subnormal numbers
+    const Bytes bytes = __builtin_convertvector(__builtin_convertvector(x, Ints), Bytes);
+    std::memcpy(to + d, &bytes, std::min<int64_t>(dim - d, kLanes));
+  }
+  std::memcpy(to + dim, &scale, 4);
+}
+
+// The integers of a row as numbers of T. Returns their scale.
+template <typename T>
+inline float widen_row(const char* row, int64_t dim, T* to) {
+  int64_t d = 0;
+#ifdef __AVX512BF16__
+  if constexpr (sizeof(T) == 2) {  // two vectors in one rounding, which is what takes longest
+    for (; d + 32 <= dim; d += 32) {
+      const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(row + d)));
+      const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(row + d + 16)));
+      store(to + d, _mm512_cvtne2ps_pbh(high, low));
+    }
+  }
+#endif
+  for (; d < dim; d += kLanes) {
+    Bytes bytes{};
+    if (dim - d >= kLanes) bytes = load<Bytes>(row + d);
+    else std::memcpy(&bytes, row + d, dim - d);
+    write_some(to + d, __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats), dim - d);
+  }
+  return load<float>(row + dim);
+}
+
 // One row of scores -> unnormalised probabilities of the keys first <= key <= last. Returns what the row's sums so far
 // are to be multiplied by. A row that sees none of the keys changes nothing, so any further tiles may be passed to it.
+// Scores are multiplied by the keys' own scales first, and probabilities by the values' last, where there are any.
 template <typename T, bool all>
-inline float soften(float* scores, float scale, int64_t first, int64_t last, float& peak, Floats& sum) {
+inline float soften(float* scores, const float* key_scales, const float* value_scales, float scale, int64_t first,
+                    int64_t last, float& peak, Floats& sum) {
   constexpr int n = kKeys / kLanes;
   Ints lane;
   for (int i = 0; i < kLanes; ++i) lane[i] = i;
@@ -147,7 +198,9 @@ inline float soften(float* scores, float scale, int64_t first, int64_t last, flo
   for (int v = 0; v < n; ++v) {
     const Ints key = lane + v * kLanes;
     seen[v] = (key >= int32_t(first)) & (key <= int32_t(last));
-    s[v] = settled(read(scores + v * kLanes) * scale);
+    s[v] = read(scores + v * kLanes);
+    if (key_scales) s[v] = settled(s[v] * read(key_scales + v * kLanes));
+    s[v] = settled(s[v] * scale);
     if (!all) s[v] = seen[v] ? s[v] : Floats{} + kHidden;
     highest = larger(highest, s[v]);
   }
@@ -159,6 +212,7 @@ inline float soften(float* scores, float scale, int64_t first, int64_t last, flo
     Floats p = power(s[v] - top);
     if (!all) p = seen[v] ? p : Floats{};
     fresh = fresh + p;
+    if (value_scales) p = p * read(value_scales + v * kLanes);
     put(scores, v, p, T{});
   }
   sum = sum * keep + fresh;
@@ -171,13 +225,14 @@ struct AttentionPlan {
   int64_t chunks;
 };
 
-// One layer of one step. Strides are in elements; a row is contiguous, and so are a head's rows in a page.
+// One layer of one step. Strides are in elements; a row is contiguous, and so are a head's rows in a page. Queries, keys
+// and values are bf16 or fp32, and so are rows in a page unless they are int8.
 struct AttentionCall {
   const char *query, *key, *value;
   char *kv, *out;
   int64_t query_token, query_head, key_token, key_head, value_token, value_head, kv_page, kv_plane, kv_head;
   const AttentionPlan* plan;
-  int64_t heads, kv_heads, head_dim, block_size, window, bf16, threads;
+  int64_t heads, kv_heads, head_dim, block_size, window, bf16, int8, threads;
   double scale;
 };
 
@@ -192,7 +247,8 @@ struct Attention {
   const int64_t group = call.heads / call.kv_heads;
   const int64_t row_bytes = call.head_dim * int64_t(sizeof(T)), words = row_bytes / 4;
   const int64_t columns = (call.head_dim + kLanes - 1) / kLanes * kLanes;
-  const int64_t plane = call.kv_plane * int64_t(sizeof(T));  // from a key to its value
+  const int64_t element = call.int8 ? 1 : sizeof(T), slot_bytes = call.int8 ? call.head_dim + 4 : row_bytes;
+  const int64_t plane = call.kv_plane * element;  // from a key to its value
 
   int64_t past(int64_t chunk) const {  // tokens of the chunk's sequence before the chunk
     return call.plan->context_lens[chunk] - (call.plan->query_indptr[chunk + 1] - call.plan->query_indptr[chunk]);
@@ -202,8 +258,8 @@ struct Attention {
 
   char* slot(const Item& item, int64_t position) const {
     const int64_t page = call.plan->page_ids[call.plan->page_indptr[item.chunk] + position / call.block_size];
-    const int64_t row = position % call.block_size * call.head_dim;
-    return call.kv + (page * call.kv_page + item.head * call.kv_head + row) * int64_t(sizeof(T));
+    const int64_t row = position % call.block_size * slot_bytes;
+    return call.kv + (page * call.kv_page + item.head * call.kv_head) * element + row;
   }
 
   void store_rows(const Item& item) const {
@@ -212,6 +268,11 @@ struct Attention {
       const int64_t key = token * call.key_token + item.head * call.key_head;
       const int64_t value = token * call.value_token + item.head * call.value_head;
       char* to = slot(item, past(item.chunk) + i);
+      if (call.int8) {
+        quantize_row((const T*)call.key + key, call.head_dim, to);
+        quantize_row((const T*)call.value + value, call.head_dim, to + plane);
+        continue;
+      }
       std::memcpy(to, call.key + key * int64_t(sizeof(T)), row_bytes);
       std::memcpy(to + plane, call.value + value * int64_t(sizeof(T)), row_bytes);
     }
@@ -246,6 +307,47 @@ struct Attention {
     std::memset(to, 0, stop - to);
   }
 
+  // What an item is computed in, all of it starting at cache lines: a load that straddles two costs as much as both.
+  struct Scratch {
+    uint32_t *query, *keys, *values;
+    float *sums, *scores, *masses, *peaks;
+    int32_t* positions;
+    char* copies;
+    float *key_scales, *value_scales;  // of a tile; null where rows have none
+  };
+
+  // The same for pages of int8: all of the tile in `copies`, and its scales. What the next tile is made of is fetched
+  // here, as nothing else reads the pages.
+  void unpack(const Item& item, int64_t begin, const Scratch& at, KeyTile& tile, KeyTile& ahead) const {
+    const int64_t run_bytes = kRun * row_bytes;
+    char* copies = at.copies;
+    const char* row = nullptr;
+    int64_t left = 0;  // rows from `row` to the end of its page
+    for (int run = 0; run < kRuns; ++run, copies += 2 * run_bytes) {
+      fetch(ahead.keys[run], kRun * slot_bytes);
+      fetch(ahead.values[run], kRun * slot_bytes);
+      tile.keys[run] = copies;
+      tile.values[run] = copies + run_bytes;
+      for (int k = 0; k < kRun; ++k, row += slot_bytes, --left) {
+        const int64_t key = run * kRun + k, position = begin + key;
+        T *to_key = (T*)(copies + k * row_bytes), *to_value = (T*)(copies + run_bytes + k * row_bytes);
+        if (position >= end(item)) {
+          std::memset(to_key, 0, row_bytes);
+          std::memset(to_value, 0, row_bytes);
+          at.key_scales[key] = at.value_scales[key] = 0;
+          continue;
+        }
+        if (left == 0) {
+          row = slot(item, position);
+          left = call.block_size - position % call.block_size;
+        }
+        at.key_scales[key] = widen_row(row, call.head_dim, to_key);
+        at.value_scales[key] = widen_row(row + plane, call.head_dim, to_value);
+      }
+    }
+    ahead = tile;
+  }
+
   // The runs as far ahead of the tile's as a tile is long, in this item or the next: what is fetched during this tile.
   void foresee(const Item& item, const Item& after, int64_t begin, KeyTile& tile) const {
     const int64_t over = first_tile(after) - (end(item) + kRun - 1) / kRun * kRun;
@@ -259,26 +361,21 @@ struct Attention {
     }
   }
 
-  // What an item is computed in, all of it starting at cache lines: a load that straddles two costs as much as both.
-  struct Scratch {
-    uint32_t *query, *keys, *values;
-    float *sums, *scores, *masses, *peaks;
-    int32_t* positions;
-    char* copies;
-  };
-
   Scratch scratch(int64_t rows) const {
     const int64_t sizes[] = {words * rows,     words * kKeys, columns * kKeys, columns * rows,   kKeys * kMostFew,
-                             kLanes * rows, rows,          rows,            2 * words * kKeys};
+                             kLanes * rows, rows,          rows,            2 * words * kKeys, 2 * kKeys};
+    constexpr int count = sizeof sizes / sizeof *sizes;
     thread_local std::vector<uint32_t> memory;
-    uint32_t* parts[9];
+    uint32_t* parts[count];
     int64_t need = 16;
     for (const int64_t size : sizes) need += (size + 15) / 16 * 16;
     if (int64_t(memory.size()) < need) memory.resize(need);
     uint32_t* next = reinterpret_cast<uint32_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
-    for (int i = 0; i < 9; next += (sizes[i++] + 15) / 16 * 16) parts[i] = next;
+    for (int i = 0; i < count; next += (sizes[i++] + 15) / 16 * 16) parts[i] = next;
+    float* scales = call.int8 ? (float*)parts[9] : nullptr;
     return {parts[0],         parts[1],         parts[2],           (float*)parts[3],  (float*)parts[4],
-            (float*)parts[5], (float*)parts[6], (int32_t*)parts[7], (char*)parts[8]};
+            (float*)parts[5], (float*)parts[6], (int32_t*)parts[7], (char*)parts[8],  scales,
+            scales ? scales + kKeys : nullptr};
   }
 
   // Rows of queries, and nothing seen yet.
@@ -313,8 +410,8 @@ struct Attention {
     const bool all = first <= 0 && last >= kKeys - 1;
     const float scale = float(call.scale * 1.4426950408889634);  // softmax in powers of two
     Floats mass = read(at.masses + r * kLanes);
-    const float keep = all ? soften<T, true>(scores, scale, first, last, at.peaks[r], mass)
-                           : soften<T, false>(scores, scale, first, last, at.peaks[r], mass);
+    const auto work = all ? soften<T, true> : soften<T, false>;
+    const float keep = work(scores, at.key_scales, at.value_scales, scale, first, last, at.peaks[r], mass);
     write(at.masses + r * kLanes, mass);
     return keep;
   }
@@ -322,11 +419,12 @@ struct Attention {
   // Calls work(begin, tile, ahead, runs) for each key tile of the item, of which `runs` runs have keys. `after` is what
   // this thread will most likely do next; its first keys are fetched during the last tile of this item.
   template <typename Work>
-  void each_tile(const Item& item, const Item& after, char* copies, const Work& work) const {
+  void each_tile(const Item& item, const Item& after, const Scratch& at, const Work& work) const {
     KeyTile tile, ahead;
     for (int64_t begin = first_tile(item); begin < end(item); begin += kKeys) {
       foresee(item, after, begin, ahead);
-      locate(item, begin, copies, tile);
+      if (call.int8) unpack(item, begin, at, tile, ahead);
+      else locate(item, begin, at.copies, tile);
       work(begin, tile, ahead, int((std::min<int64_t>(end(item) - begin, kKeys) + kRun - 1) / kRun));
     }
   }
@@ -335,7 +433,7 @@ struct Attention {
     const int64_t rows = item.tokens * group, padded = (rows + kRows - 1) / kRows * kRows;
     const Scratch at = scratch(padded);
     begin(item, rows, padded, at);
-    each_tile(item, after, at.copies, [&](int64_t begin, const KeyTile& tile, const KeyTile& ahead, int) {
+    each_tile(item, after, at, [&](int64_t begin, const KeyTile& tile, const KeyTile& ahead, int) {
       const uint32_t* probabilities = (uint32_t*)at.scores;
       pack_keys(tile, ahead, words, at.keys);
       pack_values(tile, ahead, call.head_dim, columns, at.values, T{});
@@ -355,7 +453,7 @@ struct Attention {
     constexpr int n = rows <= 4 ? 4 : 2, many = rows <= 4 ? 2 : 1;  // vectors of outputs and runs of keys at once
     const Scratch at = scratch(rows);
     begin(item, rows, rows, at);
-    each_tile(item, after, at.copies, [&](int64_t begin, const KeyTile& tile, const KeyTile& ahead, int runs) {
+    each_tile(item, after, at, [&](int64_t begin, const KeyTile& tile, const KeyTile& ahead, int runs) {
       int run = 0;
       for (; run + many <= runs; run += many) score<T, rows, many>(at.query, tile, ahead, run, words, at.scores);
       for (; run < runs; ++run) score<T, rows, 1>(at.query, tile, ahead, run, words, at.scores);

@@ -37,7 +37,7 @@ class AttentionCall(ctypes.Structure):
         *((name, _INTEGER) for name in ("value_token", "value_head", "kv_page", "kv_plane", "kv_head")),
         ("plan", _POINTER),
         *((name, _INTEGER) for name in ("heads", "kv_heads", "head_dim", "block_size")),
-        *((name, _INTEGER) for name in ("window", "bf16", "threads")),
+        *((name, _INTEGER) for name in ("window", "bf16", "int8", "threads")),
         ("scale", ctypes.c_double),
     )
 

@@ -18,7 +18,7 @@ class Model(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of its weights, activations and KV memory. Constant."""
+        """The dtype of its weights and activations. Constant."""
         ...
 
     @property

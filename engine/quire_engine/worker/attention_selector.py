@@ -8,7 +8,9 @@ import torch
 from quire_engine.attention.base import AttentionBackend, AttentionShape
 from quire_engine.attention.cpu import CpuAttention
 from quire_engine.attention.flashinfer import FlashInferAttention, unsupported_reason, unsupported_shape_reason
+from quire_engine.attention.kv_rows import FP8
 from quire_engine.attention.reference import ReferenceAttention
+from quire_engine.config import KVCacheDtype
 from quire_engine.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -36,33 +38,53 @@ def check_attention(name: str, device: torch.device, dtype: torch.dtype, *, dete
             raise ModelError(f"The attention backend {name!r} does not exist; use auto, cpu, flashinfer or reference.")
 
 
+def check_kv_cache_dtype(name: KVCacheDtype, device: torch.device) -> None:
+    """Raises ``ModelError`` where KV memory cannot be held so on ``device``."""
+    if name == "int8" and device.type != "cpu":
+        raise ModelError("KV memory in int8 is for the CPU; on a GPU, --kv-cache-dtype fp8 takes the same memory.")
+    if name == "fp8" and device.type != "cuda":
+        raise ModelError("KV memory in fp8 is for GPUs; on the CPU, --kv-cache-dtype int8 takes the same memory.")
+
+
+def resolve_kv_cache_dtype(name: KVCacheDtype, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What the rows of KV memory are held in for a model of ``dtype``. Raises ``ModelError``."""
+    check_kv_cache_dtype(name, device)
+    return {"auto": dtype, "int8": torch.int8, "fp8": FP8}[name]
+
+
 def make_attention(
-    name: str, shape: AttentionShape, device: torch.device, dtype: torch.dtype, *, deterministic: bool = False
+    name: str,
+    shape: AttentionShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    *,
+    deterministic: bool = False,
 ) -> AttentionBackend:
     """The backend called ``name``: cpu, flashinfer, reference or auto.
 
     On the CPU, auto is cpu, in torch where its kernel cannot be compiled. On a GPU it is flashinfer, and where that
     is not usable reference, with a warning. With ``deterministic``, the result for a token depends on its sequence
-    alone. Raises ``ModelError``.
+    alone. ``kv_dtype`` is that of KV memory, the model's ``dtype`` by default. Raises ``ModelError``.
     """
     check_attention(name, device, dtype, deterministic=deterministic)
     match name:
         case "auto" if device.type == "cuda":
-            return _auto_for_gpu(shape, device, dtype, deterministic)
+            return _auto_for_gpu(shape, device, dtype, kv_dtype or dtype, deterministic)
         case "auto":
             return CpuAttention(shape)
         case "cpu":
             return _compiled_cpu(shape)
         case "flashinfer":
-            return _flashinfer(shape, device, dtype, deterministic)
+            return _flashinfer(shape, device, dtype, kv_dtype or dtype, deterministic)
     return ReferenceAttention(shape)
 
 
 def _auto_for_gpu(
-    shape: AttentionShape, device: torch.device, dtype: torch.dtype, deterministic: bool
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, deterministic: bool
 ) -> AttentionBackend:
     try:
-        return _flashinfer(shape, device, dtype, deterministic)
+        return _flashinfer(shape, device, dtype, kv_dtype, deterministic)
     except ModelError as error:
         if deterministic:
             raise
@@ -71,12 +93,12 @@ def _auto_for_gpu(
 
 
 def _flashinfer(
-    shape: AttentionShape, device: torch.device, dtype: torch.dtype, deterministic: bool
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, deterministic: bool
 ) -> FlashInferAttention:
     _check_flashinfer(device, dtype, deterministic=deterministic)
     if reason := unsupported_shape_reason(shape):
         raise ModelError(f"FlashInfer {reason}.")
-    return FlashInferAttention(shape, device, dtype, deterministic=deterministic)
+    return FlashInferAttention(shape, device, dtype, kv_dtype, deterministic=deterministic)
 
 
 def _check_flashinfer(device: torch.device, dtype: torch.dtype, *, deterministic: bool) -> None:

@@ -1,7 +1,7 @@
 """The KV memory itself: the device's blocks, the host's blocks, and copies between them.
 
-Both pools are ``[blocks, layers, 2, kv_heads, block_size, head_dim]``, so that a block of all layers is one
-contiguous copy, and so are neighbouring blocks that move to neighbouring places.
+Both pools are ``[blocks, layers, 2, kv_heads, block_size, row_size]``, with rows as ``attention.kv_rows`` has them, so
+that a block of all layers is one contiguous copy, and so are neighbouring blocks that move to neighbouring places.
 """
 
 import math
@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 
+from quire_engine.attention.kv_rows import row_size
 from quire_engine.checkpoint.config import AttentionLayout
 from quire_engine.core.block_pool import BlockCopy, KVCacheConfig
 from quire_engine.core.executor import CopyError
@@ -74,7 +75,7 @@ MIN_BLOCKS = 2
 
 
 class KVCache:
-    """Device and host pool of one model, of the sizes that were decided in bytes.
+    """Device and host pool of one model, of the sizes that were decided in bytes, with rows of ``dtype``.
 
     ``swap_stream`` orders block copies among the work of a GPU; None on the CPU. On CUDA the host pool is pinned.
     """
@@ -89,7 +90,7 @@ class KVCache:
         *,
         swap_stream: CudaSwapStream | None = None,
     ) -> None:
-        shape = _block_shape(layout, block_size)
+        shape = _block_shape(layout, block_size, dtype)
         block_bytes = math.prod(shape) * dtype.itemsize
         blocks, host_blocks = sizes.kv_cache_bytes // block_bytes, max(0, sizes.swap_bytes) // block_bytes
         if blocks < MIN_BLOCKS:
@@ -128,13 +129,13 @@ class KVCache:
 
 def min_cache_sizes(layout: AttentionLayout, block_size: int, dtype: torch.dtype) -> CacheSizes:
     """The least that an executor can be made with. Raises ``ModelError`` for an impossible block size."""
-    return CacheSizes(MIN_BLOCKS * math.prod(_block_shape(layout, block_size)) * dtype.itemsize, 0)
+    return CacheSizes(MIN_BLOCKS * math.prod(_block_shape(layout, block_size, dtype)) * dtype.itemsize, 0)
 
 
-def _block_shape(layout: AttentionLayout, block_size: int) -> tuple[int, ...]:
+def _block_shape(layout: AttentionLayout, block_size: int, dtype: torch.dtype) -> tuple[int, ...]:
     if block_size < 1:
         raise ModelError(f"The block size is {block_size} tokens, and it must be at least 1.")
-    return layout.num_layers, 2, layout.num_kv_heads, block_size, layout.head_dim
+    return layout.num_layers, 2, layout.num_kv_heads, block_size, row_size(layout.head_dim, dtype)
 
 
 def _copy_blocks(sources: torch.Tensor, targets: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
@@ -178,9 +179,9 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
         return torch.empty(shape, dtype=dtype, device=device)
     try:
         if device.type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=device)
+            return torch.zeros(size, dtype=torch.uint8, device=device).view(dtype).view(shape)
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return torch.frombuffer(pages, dtype=dtype).view(shape)
+        return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
     except (OSError, OverflowError, MemoryError, RuntimeError):
         raise ModelError(f"There is no memory for a KV pool of {size} bytes on the {device.type}.") from None
 

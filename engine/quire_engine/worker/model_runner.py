@@ -21,7 +21,12 @@ from quire_engine.distributed.communicator import SINGLE_RANK, Communicator
 from quire_engine.errors import ModelError
 from quire_engine.models.base import Model
 from quire_engine.models.loader import load_model
-from quire_engine.worker.attention_selector import check_attention, make_attention
+from quire_engine.worker.attention_selector import (
+    check_attention,
+    check_kv_cache_dtype,
+    make_attention,
+    resolve_kv_cache_dtype,
+)
 from quire_engine.worker.cpu_graph import make_cpu_graphs
 from quire_engine.worker.cuda_graph import (
     NO_GRAPHS,
@@ -44,11 +49,13 @@ class LoadedModel:
     """A model, its attention and its limits: all that a ``ModelRunner`` is made of but the KV memory. ``max_model_len``
     is the longest sequence in tokens. ``graph_sizes`` are the batch sizes of decode steps that are captured as CUDA
     graphs, where model and attention allow it; where there are any, the CPU captures CPU graphs of the sizes that come.
+    Rows of KV memory are held in ``kv_cache_dtype``.
     """
 
     config: ModelConfig
     model: Model
     attention: AttentionBackend
+    kv_cache_dtype: torch.dtype
     block_size: int
     max_model_len: int
     device: torch.device
@@ -57,11 +64,11 @@ class LoadedModel:
     @property
     def min_cache_sizes(self) -> CacheSizes:
         """The least KV memory that anything can be run with. Raises ``ModelError`` for an impossible block size."""
-        return min_cache_sizes(self.model.layout, self.block_size, self.model.dtype)
+        return min_cache_sizes(self.model.layout, self.block_size, self.kv_cache_dtype)
 
     def make_kv_cache(self, pools: CacheSizes) -> KVCache:
         """KV memory for this model. Raises ``ModelError`` where it cannot be had."""
-        return KVCache(self.model.layout, self.block_size, pools, self.model.dtype, self.device)
+        return KVCache(self.model.layout, self.block_size, pools, self.kv_cache_dtype, self.device)
 
 
 def load_model_and_attention(
@@ -73,11 +80,13 @@ def load_model_and_attention(
     length = _max_model_len(model_config, config.max_model_len)
     deterministic = config.deterministic
     check = partial(check_attention, config.attention, device, deterministic=deterministic)
+    check_kv_cache_dtype(config.kv_cache_dtype, device)
     model = load_model(model_config, config.model, LoadOptions(config, device, ranks), check)
     shape = _attention_shape(model.layout, config.block_size)
-    backend = make_attention(config.attention, shape, device, model.dtype, deterministic=deterministic)
+    kv_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, model.dtype, device)
+    backend = make_attention(config.attention, shape, device, model.dtype, kv_dtype, deterministic=deterministic)
     graph_sizes = () if config.enforce_eager else capture_sizes(config.max_num_seqs)
-    return LoadedModel(model_config, model, backend, config.block_size, length, device, graph_sizes)
+    return LoadedModel(model_config, model, backend, kv_dtype, config.block_size, length, device, graph_sizes)
 
 
 def _max_model_len(config: ModelConfig, asked: int | None) -> int:
@@ -104,7 +113,7 @@ class Runner(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What weights and KV memory are held in."""
+        """What weights and activations are held in, and KV memory unless it has a dtype of its own."""
         ...
 
     def copy(self, out: Sequence[BlockCopy], within: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:

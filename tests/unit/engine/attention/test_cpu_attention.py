@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from quire_engine.attention import cpu
 from quire_engine.attention.base import AttentionBatch, AttentionShape
 from quire_engine.attention.cpu import CpuAttention
+from quire_engine.attention.kv_rows import decode_rows, encode_rows, row_size
 from quire_engine.attention.reference import ReferenceAttention
 from quire_engine.kernels import bindings as kernels
 from quire_engine.kernels import build
@@ -49,7 +50,9 @@ class Sequence:
 
 @dataclass
 class Case:
-    """A step: its sequences in order, the batch's plan, and KV memory in which everything unused is NaN."""
+    """A step: its sequences in order, the batch's plan, and KV memory in which everything unused is NaN, or in int8
+    rows of -1 whose scale is NaN.
+    """
 
     shape: AttentionShape
     sequences: list[Sequence]
@@ -66,7 +69,14 @@ class Case:
         return backend.forward(query, key, value, self.kv[:, 1], self.window)
 
     def expected(self) -> torch.Tensor:
-        return torch.cat([by_the_formula(s, self.shape, self.window) for s in self.sequences])
+        return torch.cat([by_the_formula(self._as_stored(s), self.shape, self.window) for s in self.sequences])
+
+    def _as_stored(self, sequence: Sequence) -> Sequence:
+        keys, values = (
+            decode_rows(encode_rows(rows, self.kv.dtype), self.shape.head_dim)
+            for rows in (sequence.keys, sequence.values)
+        )
+        return Sequence(sequence.query, keys, values)
 
 
 def by_the_formula(sequence: Sequence, shape: AttentionShape, window: int | None) -> torch.Tensor:
@@ -93,17 +103,20 @@ def random_sequence(shape: AttentionShape, tokens: int, context: int, dtype: tor
     return Sequence(rows(tokens, shape.num_heads), *(rows(context, shape.num_kv_heads) for _ in range(2)))
 
 
-def place(shape: AttentionShape, sequences: list[Sequence], seed: int, window: int | None = None) -> Case:
+def place(
+    shape: AttentionShape, sequences: list[Sequence], seed: int, window: int | None = None, *, int8: bool = False
+) -> Case:
     """Lays sequences out on random pages of a KV tensor with three layers; the layer in the middle is used."""
+    dtype = torch.int8 if int8 else sequences[0].keys.dtype
     noise = torch.Generator().manual_seed(seed)
     counts = [-(-s.context // shape.block_size) for s in sequences]
     ids = torch.randperm(sum(counts) + 3, generator=noise)[: sum(counts)]
-    size = (sum(counts) + 3, 3, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
-    kv = torch.full(size, torch.nan, dtype=sequences[0].keys.dtype)
+    size = (sum(counts) + 3, 3, 2, shape.num_kv_heads, shape.block_size, row_size(shape.head_dim, dtype))
+    kv = torch.full(size, -1 if int8 else torch.nan, dtype=dtype)
     for sequence, pages in zip(sequences, ids.split(counts), strict=True):
         for position in range(sequence.context - sequence.tokens):
             slot = kv[pages[position // shape.block_size], 1, :, :, position % shape.block_size]
-            slot[0], slot[1] = sequence.keys[position], sequence.values[position]
+            slot[0], slot[1] = (encode_rows(rows[position], dtype) for rows in (sequence.keys, sequence.values))
     return Case(shape, sequences, plan_of(shape, sequences, ids), kv, window)
 
 
@@ -142,7 +155,7 @@ def cases(draw: st.DrawFn, shapes: st.SearchStrategy[AttentionShape] = SHAPES, d
     sequences = [
         random_sequence(shape, tokens, past + tokens, dtype, seed + i) for i, (tokens, past) in enumerate(draw(LENGTHS))
     ]
-    return place(shape, sequences, seed, draw(WINDOWS))
+    return place(shape, sequences, seed, draw(WINDOWS), int8=draw(st.booleans()))
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -174,7 +187,7 @@ def test_only_the_slots_of_the_steps_tokens_are_written(use_kernel, case):
     case.run(CpuAttention(case.shape, use_kernel=use_kernel))
     written = ~((case.kv == before) | (case.kv.isnan() & before.isnan()))
     tokens = sum(s.tokens for s in case.sequences)
-    assert written.sum() == tokens * 2 * case.shape.num_kv_heads * case.shape.head_dim
+    assert written.any(-1).sum() == tokens * 2 * case.shape.num_kv_heads
 
 
 @pytest.mark.parametrize("use_kernel", FORMS)
@@ -185,34 +198,49 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_any_batch(use_kernel, case, 
     backend = CpuAttention(case.shape, use_kernel=use_kernel)
     together = case.run(backend)
     start = int(case.batch.query_indptr[at % len(case.sequences)])
-    alone = place(case.shape, [needle], seed=5, window=case.window).run(backend)
+    int8 = case.kv.dtype == torch.int8
+    alone = place(case.shape, [needle], seed=5, window=case.window, int8=int8).run(backend)
     assert torch.equal(together[start : start + needle.tokens], alone)
 
 
 @needs_kernel
 @settings(max_examples=15, deadline=None)
-@given(shape=SHAPES, dtype=DTYPES, context=st.integers(2, 300), cut=st.integers(1, 299), window=WINDOWS)
-def test_the_kernel_gives_the_same_bits_however_a_prompt_is_chunked(shape, dtype, context, cut, window):
+@given(
+    shape=SHAPES,
+    dtype=DTYPES,
+    context=st.integers(2, 300),
+    cut=st.integers(1, 299),
+    window=WINDOWS,
+    int8=st.booleans(),
+)
+def test_the_kernel_gives_the_same_bits_however_a_prompt_is_chunked(shape, dtype, context, cut, window, int8):
     whole = random_sequence(shape, context, context, dtype, seed=context)
-    first = place(shape, [whole], seed=1, window=window)
+    first = place(shape, [whole], seed=1, window=window, int8=int8)
     backend = CpuAttention(shape, use_kernel=True)
     expected = first.run(backend)
     cut = min(cut, context - 1)
     rest = Sequence(whole.query[cut:], whole.keys, whole.values)
-    assert torch.equal(place(shape, [rest], seed=2, window=window).run(backend), expected[cut:])
+    assert torch.equal(place(shape, [rest], seed=2, window=window, int8=int8).run(backend), expected[cut:])
 
 
 @needs_kernel
 @settings(max_examples=60, deadline=None)
-@given(shape=SHAPES, dtype=DTYPES, tokens=st.integers(1, 8), past=st.integers(16, 300), window=WINDOWS)
-def test_a_decode_gets_the_same_bits_as_the_rows_of_a_prefill(shape, dtype, tokens, past, window):
+@given(
+    shape=SHAPES,
+    dtype=DTYPES,
+    tokens=st.integers(1, 8),
+    past=st.integers(16, 300),
+    window=WINDOWS,
+    int8=st.booleans(),
+)
+def test_a_decode_gets_the_same_bits_as_the_rows_of_a_prefill(shape, dtype, tokens, past, window, int8):
     """Few rows take another way through the kernel than many."""
     whole = random_sequence(shape, past + tokens, past + tokens, dtype, seed=past)
     backend = CpuAttention(shape, use_kernel=True)
-    expected = place(shape, [whole], seed=1, window=window).run(backend)[past:]
+    expected = place(shape, [whole], seed=1, window=window, int8=int8).run(backend)[past:]
     few = Sequence(whole.query[past:], whole.keys, whole.values)
     other = random_sequence(shape, 1, 70, dtype, seed=past + 1)
-    made = place(shape, [other, few, other], seed=2, window=window).run(backend)
+    made = place(shape, [other, few, other], seed=2, window=window, int8=int8).run(backend)
     assert torch.equal(made[1 : 1 + tokens], expected)
 
 
@@ -259,14 +287,15 @@ def test_very_large_scores_neither_overflow_nor_vanish(use_kernel):
     torch.testing.assert_close(out.double(), case.expected(), atol=2e-3, rtol=2e-3)  # scores in the thousands
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("use_kernel", FORMS)
-def test_a_sequence_with_non_finite_values_does_not_change_its_neighbours(use_kernel):
+def test_a_sequence_with_non_finite_values_does_not_change_its_neighbours(use_kernel, int8):
     shape = shape_of(group=2, kv_heads=2, head_dim=64, block_size=16)
     broken, sound = (random_sequence(shape, 3, 40, torch.bfloat16, seed) for seed in (1, 2))
     broken.keys[:], broken.values[:], broken.query[:] = torch.nan, torch.inf, torch.nan
-    case = place(shape, [broken, sound, broken], seed=7)
+    case = place(shape, [broken, sound, broken], seed=7, int8=int8)
     out = case.run(CpuAttention(shape, use_kernel=use_kernel))
-    assert_close(out[3:6], by_the_formula(sound, shape, None))
+    assert_close(out[3:6], place(shape, [sound], seed=8, int8=int8).expected())
     assert out[:3].isnan().all()
     assert out[6:].isnan().all()
 

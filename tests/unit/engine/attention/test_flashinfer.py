@@ -15,9 +15,10 @@ from quire_engine.attention import flashinfer
 from quire_engine.attention.base import AttentionShape
 from quire_engine.attention.cpu import CpuAttention
 from quire_engine.attention.flashinfer import FlashInferAttention, unsupported_reason, unsupported_shape_reason
+from quire_engine.attention.kv_rows import FP8
 from quire_engine.attention.reference import ReferenceAttention
 from quire_engine.errors import ModelError
-from quire_engine.worker.attention_selector import make_attention
+from quire_engine.worker.attention_selector import make_attention, resolve_kv_cache_dtype
 
 from tests.support import flashinfer_emulation
 from tests.support.flashinfer_contract import CONTRACT, Call, breaches
@@ -210,6 +211,19 @@ def test_steps_of_single_tokens_take_the_decode_kernel_and_all_others_the_prefil
         assert made == ["BatchDecodeWithPagedKVCacheWrapper"]
 
 
+@settings(max_examples=20, deadline=None)
+@given(SHAPES, DECODES | MIXED, WINDOWS, DTYPES, st.integers(0, 999))
+def test_steps_over_kv_memory_in_fp8_equal_the_reference(shape, lengths, windows, dtype, seed):
+    step = make_step(shape, lengths, dtype, seed, kv_dtype=FP8)
+    expected = step.run(ReferenceAttention(shape), *windows)
+    with installed():
+        made = step.run(FlashInferAttention(shape, CPU, dtype, FP8), *windows)
+    for mine, reference in zip(made[::2], expected[::2], strict=True):
+        torch.testing.assert_close(mine, reference, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    for mine, reference in zip(made[1::2], expected[1::2], strict=True):
+        assert torch.equal(mine.view(torch.uint8), reference.view(torch.uint8))
+
+
 def record_and_make(made: list[str], kind: type, *args, **kwargs):
     made.append(kind.__name__)
     return kind(*args, **kwargs)
@@ -262,9 +276,9 @@ class Gpu:
         self.made = []
         monkeypatch.setattr("quire_engine.worker.attention_selector.FlashInferAttention", self._make)
 
-    def _make(self, shape, device, dtype, *, deterministic):
-        self.made.append((device, dtype, deterministic))
-        return FlashInferAttention(shape, CPU, dtype, deterministic=deterministic)
+    def _make(self, shape, device, dtype, kv_dtype, *, deterministic):
+        self.made.append((device, dtype, kv_dtype, deterministic))
+        return FlashInferAttention(shape, CPU, dtype, kv_dtype, deterministic=deterministic)
 
 
 def test_a_gpu_gets_flashinfer_and_a_cpu_its_own_kernel(monkeypatch):
@@ -272,7 +286,7 @@ def test_a_gpu_gets_flashinfer_and_a_cpu_its_own_kernel(monkeypatch):
     with installed():
         for name in ("auto", "flashinfer"):
             assert isinstance(make_attention(name, SHAPE, CUDA, BF16, deterministic=True), FlashInferAttention)
-    assert gpu.made == [(CUDA, BF16, True)] * 2
+    assert gpu.made == [(CUDA, BF16, BF16, True)] * 2
     assert isinstance(make_attention("auto", SHAPE, CPU, BF16), CpuAttention)
     assert isinstance(make_attention("reference", SHAPE, CUDA, BF16), ReferenceAttention)
 
@@ -315,6 +329,16 @@ def test_invalid_attention_settings_are_refused_in_one_sentence(
     with installed(), pytest.raises(ModelError, match=sentence) as error:
         make_attention(name, SHAPE, device, dtype, deterministic=deterministic)
     assert str(error.value).endswith(".")
+
+
+def test_kv_memory_in_eight_bits_is_int8_on_a_cpu_and_fp8_on_a_gpu():
+    assert resolve_kv_cache_dtype("auto", BF16, CPU) == resolve_kv_cache_dtype("auto", BF16, CUDA) == BF16
+    assert resolve_kv_cache_dtype("int8", BF16, CPU) == torch.int8
+    assert resolve_kv_cache_dtype("fp8", BF16, CUDA) == FP8
+    with pytest.raises(ModelError, match="--kv-cache-dtype fp8"):
+        resolve_kv_cache_dtype("int8", BF16, CUDA)
+    with pytest.raises(ModelError, match="--kv-cache-dtype int8"):
+        resolve_kv_cache_dtype("fp8", BF16, CPU)
 
 
 @pytest.mark.parametrize("call", CONTRACT, ids=lambda call: call.name)
