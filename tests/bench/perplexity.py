@@ -1,10 +1,10 @@
-"""What quantised weights cost in accuracy: `python -m tests.bench.perplexity`.
+"""What quantised weights and KV memory cost in accuracy: `python -m tests.bench.perplexity`.
 
 The engine scores held-out conversations of the demo model's generator by their prompt log-probabilities, in each dtype
-plain, with each quantization and with KV memory in int8. The perplexity of the tokens that the model was trained to say (answers,
-and text after its beginning) is what it is good at; the perplexity of all tokens counts the users' words too, which it
-never learned. The margin of error is that of the difference of two means over the same tokens, one standard error.
-``--random FOLDER`` also compares logits of a model of random weights, which has no answers to be sure of.
+plain, with each quantization and with KV memory in int8. The perplexity of the tokens that the model was trained to say
+(answers, and text after its beginning) is what it is good at; the perplexity of all tokens counts the users' words too,
+which it never learned. The margin of error is that of the difference of two means over the same tokens, one standard
+error. ``--random FOLDER`` also compares logits of a model of random weights, which has no answers to be sure of.
 """
 
 import argparse
