@@ -158,7 +158,7 @@ def _preemptions_by_reason(stats: SchedulerStats) -> Mapping[str, int]:
     reasons: Counter[str] = Counter()
     for (_, reason), count in stats.preemptions.items():
         reasons[reason.value] += count
-    return reasons
+    return dict(reasons)  # asdict would count the entries of a Counter
 
 
 def _simulator_speed(recorder: SimulationRecorder) -> SimulatorSpeed:

@@ -49,6 +49,12 @@ def test_json_holds_settings_and_figures_and_repeats(command, trace) -> None:
     assert set(figures["ttft"]) == {"mean", "p50", "p90", "p99", "max"}
 
 
+def test_json_counts_preemptions_by_their_reason(command, trace) -> None:
+    arguments = ("--trace", trace, "--json", "--rate", "50", "--num-gpu-blocks-override", "200", "--swap-space", "0")
+    figures = json.loads(command(*arguments))["policies"]["fcfs"]
+    assert sum(figures["preemption_reasons"].values()) == figures["preemptions_by_recompute"] > 0
+
+
 def test_limits_come_from_the_engines_environment_variables_too(command, trace, monkeypatch) -> None:
     monkeypatch.setenv("QUIRE_ENGINE_MAX_NUM_SEQS", "3")
     assert json.loads(command("--trace", trace, "--json"))["policies"]["fcfs"]["running"]["max"] == 3
