@@ -171,7 +171,6 @@ def test_a_misspelt_flag_gets_a_suggestion(capsys):
     [
         ("quire-router", "--port", "--http-port and --grpc-port are the ports that clients use"),
         ("quire-engine", "--api-key", "keys are the router's, which has this flag"),
-        ("quire-engine", "--kv-cache-dtype", "KV memory has the element type of --dtype"),
         ("quire-engine", "--trust-remote-code=true", "no code of a model's folder is run"),
     ],
 )
