@@ -135,10 +135,18 @@ class ServeBenchConfig(CliSettings):
     )
     disable_shuffle: bool = Field(default=False, description="Take a ShareGPT file's conversations in their order.")
     timed_trace_sec_multiplier: float = Field(
-        default=1.0, gt=0, description="What turns the trace's timestamps into seconds: 0.001 for milliseconds."
+        default=1.0,
+        gt=0,
+        description="Seconds in a unit of the trace's times: 0.001 for milliseconds. Larger replays it slower.",
     )
     timed_trace_chunk_hash_size: int = Field(
         default=16, ge=1, description="Tokens that one of the trace's hash_ids stands for."
+    )
+    timed_trace_jitter_sec: float = Field(
+        default=0.0,
+        ge=0,
+        le=86_400,
+        description="Spread the trace's times by up to as many seconds: those of some traces are rounded, as to 3 s.",
     )
     self_timed: bool | None = Field(
         default=None, description="Send a trace's requests at its own times, as is the default, or at --request-rate."

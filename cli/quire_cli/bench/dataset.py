@@ -4,10 +4,12 @@ Each is made into the bytes that are sent before any is sent. Prompts are token 
 tokenizer is needed and every server computes the same ones; text is made from a tokenizer.
 """
 
+import csv
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -117,25 +119,23 @@ class RequestFactory:
                 yield self._request(prompt if self._config.sends_text else ids, len(ids), output)
 
     def _timed_trace(self, path: Path, count: int, rng: np.random.Generator) -> Iterator[SampleRequest]:
-        """Lines of JSON with ``timestamp``, ``input_length``, ``output_length`` and perhaps ``hash_ids``, as Mooncake
-        publishes: prompts share the tokens of equal ids.
-        """
+        """The rows of a trace, in the order of their times, which begin at 0; prompts share the tokens of equal ids."""
         seed, size = int(rng.integers(1 << 62)), self._config.timed_trace_chunk_hash_size
+        spread = np.random.default_rng([seed, 2])
         first: float | None = None
+        requests: list[SampleRequest] = []
         with path.open(encoding="utf-8") as file:
-            for row, line in enumerate(islice(file, count)):
-                try:
-                    fields = json.loads(line)
-                    time = float(fields["timestamp"]) * self._config.timed_trace_sec_multiplier
-                    length, output = max(1, int(fields["input_length"])), max(1, int(fields["output_length"]))
-                    chunks = [int(number) for number in fields.get("hash_ids") or ()]
-                    first = time if first is None else first
-                    if not 0 <= time - first < math.inf:
-                        raise ValueError("its time is before the first one's")
-                except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-                    raise DatasetError(f"{path}, row {row}: not a row of a timed trace ({error!r}).") from None
-                request = self._from_ids(self._trace_prompt(length, chunks, size, (seed, row)), output, rng)
-                yield SampleRequest(request.body, request.prompt_len, output, time - first)
+            read = _read_azure if path.suffix == ".csv" else _read_mooncake
+            for row, found in enumerate(islice(read(path, file, self._config.timed_trace_sec_multiplier), count)):
+                first = found.time if first is None else first
+                if not 0 <= found.time - first < math.inf:
+                    raise DatasetError(f"{path}, row {row}: its time is before the first one's, or none.")
+                ids = self._trace_prompt(max(1, found.input_len), found.chunks, size, (seed, row))
+                request = self._from_ids(ids, max(1, found.output_len), rng)
+                requests.append(replace(request, time=found.time - first))
+        if jitter := self._config.timed_trace_jitter_sec:
+            requests = [replace(each, time=each.time + jitter * float(spread.random())) for each in requests]
+        return iter(sorted(requests, key=lambda request: request.time))
 
     def _trace_prompt(self, length: int, chunks: Sequence[int], size: int, key: tuple[int, int]) -> TokenIds:
         """``length`` tokens: ``size`` for each id, equal for equal ids, and those that are left of the row's own."""
@@ -178,6 +178,42 @@ class RequestFactory:
             body |= {"prompt": prompt, "max_tokens": output_len}
         body |= {"stream": True, "stream_options": {"include_usage": True}} | self._config.sampling
         return SampleRequest(json.dumps(body, separators=(",", ":")).encode(), prompt_len, output_len)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row of a trace: its time in seconds, its lengths in tokens, and the ids of its prompt's chunks."""
+
+    time: float
+    input_len: int
+    output_len: int
+    chunks: Sequence[int] = ()
+
+
+def _read_mooncake(path: Path, file: Iterable[str], seconds: float) -> Iterator[_Row]:
+    """Lines of JSON with ``timestamp``, whose unit is so many ``seconds``, ``input_length``, ``output_length`` and
+    perhaps ``hash_ids``, as Mooncake publishes.
+    """
+    for row, line in enumerate(file):
+        try:
+            fields = json.loads(line)
+            chunks = [int(number) for number in fields.get("hash_ids") or ()]
+            time = float(fields["timestamp"]) * seconds
+            yield _Row(time, int(fields["input_length"]), int(fields["output_length"]), chunks)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            raise DatasetError(f"{path}, row {row}: not a row of a timed trace ({error!r}).") from None
+
+
+def _read_azure(path: Path, file: Iterable[str], seconds: float) -> Iterator[_Row]:
+    """CSV with ``TIMESTAMP``, which is a date and time, ``ContextTokens`` and ``GeneratedTokens``, as Azure
+    publishes. A second of its clock becomes so many ``seconds``.
+    """
+    for row, fields in enumerate(csv.DictReader(file)):
+        try:
+            time = datetime.fromisoformat(fields["TIMESTAMP"]).replace(tzinfo=UTC).timestamp() * seconds
+            yield _Row(time, int(fields["ContextTokens"]), int(fields["GeneratedTokens"]))
+        except (ValueError, TypeError, KeyError) as error:
+            raise DatasetError(f"{path}, row {row}: not a row of a timed trace ({error!r}).") from None
 
 
 def _lengths(rng: np.random.Generator, count: int, mean: int, ratio: float) -> list[int]:

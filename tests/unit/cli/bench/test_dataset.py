@@ -139,6 +139,44 @@ def test_a_traces_prompts_share_what_its_hash_ids_share_and_come_at_its_times(tm
     assert make(9, seed=1, **settings)[0].body != make(9, seed=2, **settings)[0].body
 
 
+def azure(path: Path, *rows: str) -> dict[str, Any]:
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    return {"dataset_name": "timed_trace", "dataset_path": path}
+
+
+def test_a_trace_in_csv_has_dates_for_times(tmp_path: Path) -> None:
+    """The form that Azure publishes, seven digits of a second included."""
+    rows = ("2023-11-16 23:59:59.5000000,374,44", "2023-11-17 00:00:00.7500001,0,109", "2023-11-17 00:00:03,9,0")
+    settings = azure(tmp_path / "trace.csv", *rows)
+    made = make(9, **settings)
+    assert [(each.time, each.prompt_len, each.output_len) for each in made] == [
+        (0, 374, 44),
+        (1.25, 1, 109),
+        (3.5, 9, 1),
+    ]
+    assert [each.time for each in make(2, **settings, timed_trace_sec_multiplier=2)] == [0, 2.5]
+
+
+@pytest.mark.parametrize("row", ["2023-11-16 25:00:00,1,1", "2023-11-16,x,1", "2023-11-16", "2020-01-01,1,1"])
+def test_a_row_of_a_csv_that_is_none_is_named(tmp_path: Path, row: str) -> None:
+    with pytest.raises(DatasetError, match="row 1"):
+        make(5, **azure(tmp_path / "trace.csv", "2023-11-16 18:15:46.6805900,374,44", row))
+
+
+@given(st.integers(1, 30), st.floats(0, 10), st.integers(0, 5))
+def test_jitter_spreads_times_that_are_rounded_and_keeps_them_in_order(
+    tmp_path_factory: pytest.TempPathFactory, count: int, jitter: float, seed: int
+) -> None:
+    rows = [{"timestamp": 3 * (row // 8), "input_length": 1 + row, "output_length": 1} for row in range(count)]
+    settings = trace(tmp_path_factory.getbasetemp() / "jitter.jsonl", *rows)
+    made = make(count, seed, **settings, timed_trace_jitter_sec=jitter)
+    assert [each.time for each in made] == sorted(each.time for each in made)
+    for each in made:
+        rounded = rows[each.prompt_len - 1]["timestamp"]
+        assert rounded <= each.time <= rounded + jitter
+    assert made == make(count, seed, **settings, timed_trace_jitter_sec=jitter)
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
