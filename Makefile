@@ -24,7 +24,7 @@ help:
 	@echo "make soak                                     100,000 simulated requests, aborted at every moment (some minutes)"
 	@echo "make chaos [ARGS='--rounds 10']               routers, engines and Redis die under streams, again and again (some minutes)"
 	@echo "make lint                                     style, types, stale stubs"
-	@echo "make bench                                    speed beside transformers' and installed peers', in one run, and more"
+	@echo "make bench [ARGS='--rounds 3']                speed, offline and served, beside installed peers', and more; then one table"
 	@echo "make peers                                    vLLM's CPU build and llama.cpp, each in an environment of its own"
 	@echo "make clients                                  clients that others wrote, installed in .clients, talk to a router"
 	@echo "make bench-router                             what the router costs, and what some clients do to others"
@@ -77,8 +77,18 @@ lint: $(READY) proto-check
 	$(BIN)/lint-imports --no-logo
 	cd cli && ../$(BIN)/lint-imports --no-logo
 
+# What is measured with each shape, and the shapes whose figures stand in the table at the end.
+BENCHED := 135m qwen3-0.6b llama3-1b
+SERVED  := --measure throughput,latency,prefill,served
+SMALL   := --also int8,int4 --num-prompts 8 --input-len 64 --output-len 32 --latency-input-len 64 --latency-output-len 48 --prefill-len 512 \
+  --kv-cache-memory 268435456
+
 bench: $(READY)
-	$(BIN)/quire-engine bench --shape 135m $(ARGS)
+	@scripts/redis.sh
+	@mkdir -p .run
+	$(BIN)/quire-engine bench --shape 135m $(SERVED) --json .run/bench-135m.json $(ARGS)
+	$(BIN)/quire-engine bench --shape qwen3-0.6b $(SERVED) --json .run/bench-qwen3-0.6b.json $(ARGS)
+	$(BIN)/quire-engine bench --shape llama3-1b $(SMALL) --json .run/bench-llama3-1b.json $(ARGS)
 	$(BIN)/python -m tests.bench.scheduling
 	$(BIN)/python -m tests.bench.growth
 	$(BIN)/python -m tests.bench.memory
@@ -86,6 +96,7 @@ bench: $(READY)
 	$(BIN)/python -m tests.bench.sampling
 	$(BIN)/python -m tests.bench.kv_cache_dtype
 	$(BIN)/python -m tests.bench.structured
+	$(BIN)/python -m quire_engine.bench.table $(BENCHED:%=.run/bench-%.json)
 
 bench-router: $(READY)
 	$(BIN)/python -m tests.bench.router $(ARGS)

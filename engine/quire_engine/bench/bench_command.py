@@ -6,13 +6,14 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from dataclasses import field as dataclass_field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire_proto.cli import read_settings
 
-from quire_engine.bench.config import PEERS, VARIANTS, BenchConfig
+from quire_engine.bench.config import PEERS, QUANTIZED_PEERS, SERVED, VARIANTS, BenchConfig
 from quire_engine.bench.measure import (
     LOWER_IS_BETTER,
     UNITS,
@@ -29,6 +30,14 @@ from quire_engine.bench.measure import (
     run_in_turn,
 )
 from quire_engine.bench.quire import DecodeSteps
+from quire_engine.bench.served import (
+    ServedReadings,
+    find_servers,
+    measure_served,
+    served_data,
+    served_folder,
+    served_lines,
+)
 from quire_engine.bench.workload import SHAPES, Lengths, Workload, model_of_shape, random_workload
 from quire_engine.errors import ModelError, quit_with
 
@@ -47,11 +56,12 @@ def bench(arguments: Sequence[str]) -> None:
     config = read_settings(BenchConfig, arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
-        report = _measure(_with_defaults(config))
+        report = _measure(_with_defaults(config), config)
     except (ModelError, SystemFailedError) as error:
         quit_with(1, str(error))
-    if report.readings[OURS].failure:
-        quit_with(1, str(report.readings[OURS].failure))
+    for readings in (report.readings, report.served):
+        if OURS in readings and readings[OURS].failure:
+            quit_with(1, str(readings[OURS].failure))
     sys.stdout.write(f"{report.as_table()}\n")
     if config.json_path is not None:
         try:
@@ -87,7 +97,8 @@ def _limit_to_model(config: BenchConfig, most: int) -> BenchConfig:
     return config.model_copy(update={"max_model_len": config.max_model_len or config.longest})
 
 
-def _measure(config: BenchConfig) -> "BenchReport":
+def _measure(config: BenchConfig, given: BenchConfig) -> "BenchReport":
+    """``config`` has the defaults of this benchmark; servers are started with what the user set, which is ``given``."""
     from quire_engine.device.host import limit_onednn_caches
 
     limit_onednn_caches()
@@ -105,11 +116,22 @@ def _measure(config: BenchConfig) -> "BenchReport":
     systems |= find_peers(config, lambda: _peer_settings(config, engine, device, threads))
     in_turn = device.type == "cpu" if config.in_turn is None else config.in_turn
     limits = Limits(config, engine, device)
+    if not plan.workloads:
+        systems = {}
     readings = (run_in_turn if in_turn else run_apart)(systems, plan, _print_progress, limits.measure)
     dtype = engine[0].executor.dtype_name if engine else config.dtype
+    served: dict[str, ServedReadings] = {}
+    if SERVED in config.measure:
+        uses_vllm = not {"auto", "vllm"}.isdisjoint(config.against)
+        vllm = _python(config, "vllm") if uses_vllm else None
+        with served_folder(config.model, model.vocab_size) as folder:
+            limited = given.model_copy(update={"max_model_len": config.max_model_len})
+            starts = find_servers(limited, folder, vllm, threads, "bfloat16" if dtype == "auto" else dtype)
+            served = measure_served(config, starts, model.vocab_size, _print_progress, in_turn=in_turn)
     return BenchReport(
         title=_title(config, threads, device, dtype),
         readings=readings,
+        served=served,
         best=limits.best(plan),
         steps=engine[0].decode_steps(config.num_prompts) if engine else None,
         settings=config.model_dump(mode="json"),
@@ -213,9 +235,15 @@ def _title(config: BenchConfig, threads: int, device: "torch.device", dtype: str
     where = f"{threads} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
     shape = config.shape if config.shape in SHAPES else config.shape and "a shape"
     what = f"{shape or config.model.resolve().name}, {config.quantization or dtype}, {where}"
-    throughput = f"{config.num_prompts} requests of {config.input_len} tokens in and {config.output_len} out"
-    stream = f"one stream of {config.latency_input_len} in and {config.latency_output_len} out"
-    return f"{what}: {throughput}; {stream}; a prompt of {config.prefill_len}; medians of {config.rounds} rounds"
+    lengths = f"of {config.input_len} tokens in and {config.output_len} out"
+    parts = {
+        "throughput": f"{config.num_prompts} requests {lengths}",
+        "latency": f"one stream of {config.latency_input_len} in and {config.latency_output_len} out",
+        "prefill": f"a prompt of {config.prefill_len}",
+        SERVED: f"served {config.num_served_prompts} requests {lengths}, {config.num_prompts} at once",
+    }
+    measured = "; ".join(text for name, text in parts.items() if name in config.measure)
+    return f"{what}: {measured}; medians of {config.rounds} rounds"
 
 
 def _print_progress(text: str) -> None:
@@ -234,17 +262,23 @@ class BenchReport:
     best: Mapping[Figure, float]
     steps: DecodeSteps | None
     settings: Mapping[str, Any]
+    served: Mapping[str, ServedReadings] = dataclass_field(default_factory=dict)
 
     def ratios(self) -> dict[str, dict[Figure, float]]:
-        """How many times better our median is than each peer's."""
-        ours = self.readings[OURS]
+        """How many times better our median is than that of each other system."""
         found: dict[str, dict[Figure, float]] = {}
         for name, readings in self.readings.items():
+            ours = self.readings[self.rival(name)]
             for figure in UNITS:
                 mine, other = ours.median(figure), readings.median(figure)
                 if name != OURS and mine and other:
                     found.setdefault(name, {})[figure] = ratio(mine, other, figure)
         return found
+
+    def rival(self, name: str) -> str:
+        """What ``name`` is compared with: our engine, in as few bits as a quantised peer if it was measured so."""
+        variant = f"{OURS} {QUANTIZED_PEERS.get(name)}"
+        return variant if variant in self.readings else OURS
 
     def as_data(self) -> dict[str, Any]:
         """All results, for JSON."""
@@ -261,6 +295,7 @@ class BenchReport:
                 for name, readings in self.readings.items()
             },
             "ratios": self.ratios(),
+            "served": served_data(self.served),
             "roofline": dict(self.best),
             "decode_steps_ms": None if self.steps is None else asdict(self.steps),
         }
@@ -269,7 +304,7 @@ class BenchReport:
         """A text with a block for each figure and a line for each system."""
         lines = [self.title]
         for figure, unit in UNITS.items():
-            if self.readings[OURS].median(figure) is not None:
+            if OURS in self.readings and self.readings[OURS].median(figure) is not None:
                 lines += ["", f"{figure}, {unit}{' (less is better)' if figure in LOWER_IS_BETTER else ''}"]
                 lines += self._lines(figure)
         lines += [f"{name}: {each.failure}" for name, each in self.readings.items() if each.failure]
@@ -280,6 +315,7 @@ class BenchReport:
                 f"decode step of the whole batch: {steps.step:.2f} ms, of which forward {steps.forward:.2f}, "
                 f"sampling {steps.sample:.2f}, scheduling and bookkeeping {steps.bookkeeping:.2f}",
             ]
+        lines += served_lines(self.served)
         return "\n".join(lines)
 
     def _lines(self, figure: Figure) -> list[str]:
@@ -289,7 +325,7 @@ class BenchReport:
             median = readings.median(figure)
             if median is not None:
                 times = ratios.get(name, {}).get(figure)
-                beside = f"quire: {times:.2f} times as good" if times else ""
+                beside = f"{self.rival(name)}: {times:.2f} times as good" if times else ""
                 shown = f"({_number(min(readings.values[figure]))} to {_number(max(readings.values[figure]))})"
                 lines.append(f"  {name:<{width}}  {_number(median):>10}  {shown:<22}  {beside}".rstrip())
         ours, best = self.readings[OURS].median(figure), self.best.get(figure)
@@ -309,17 +345,23 @@ def _number(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A peer's module, the script that runs it, and the interpreter of the environment that ``make peers`` creates."""
+    """A peer's module, the script that runs it, the interpreter of the environment that ``make peers`` creates, and the
+    settings that only this peer has.
+    """
 
     module: str
     script: str
     peer_python: Path | None = None
+    settings: Mapping[str, object] = dataclass_field(default_factory=dict)
 
 
+LLAMA = Path(".peers/llama/bin/python")
 INSTALLED = {
     "transformers": Peer("transformers", "run_transformers.py"),
     "vllm": Peer("vllm", "run_vllm.py", Path(".peers/vllm/bin/python")),
-    "llama.cpp": Peer("llama_cpp", "run_llama_cpp.py", Path(".peers/llama/bin/python")),
+    "llama.cpp": Peer("llama_cpp", "run_llama_cpp.py", LLAMA),
+    "llama.cpp-q4_k_m": Peer("llama_cpp", "run_llama_cpp.py", LLAMA, {"ftype": "q4_k_m"}),
+    "llama.cpp-q8_0": Peer("llama_cpp", "run_llama_cpp.py", LLAMA, {"ftype": "q8_0"}),
 }
 
 
@@ -332,21 +374,28 @@ def find_peers(config: BenchConfig, settings: Callable[[], Mapping[str, object]]
         return {}
     found: dict[str, Callable[[], System]] = {}
     for name in PEERS:
-        python = _python(config, name) if name in config.against or "auto" in config.against else None
+        wanted = name in config.against or ("auto" in config.against and _is_comparable(config, name))
+        python = _python(config, name) if wanted else None
         if python is not None:
-            found[name] = partial(_start, python, INSTALLED[name].script, settings)
+            found[name] = partial(_start, python, INSTALLED[name], settings)
         elif name in config.against:
             raise SystemFailedError(f"{name} is not installed; docs/bench.md says how.")
     return found
 
 
+def _is_comparable(config: BenchConfig, name: str) -> bool:
+    """Whether the engine is measured in as many bits as the peer."""
+    variant = QUANTIZED_PEERS.get(name)
+    return variant is None or variant in (config.quantization, *config.also)
+
+
 def _python(config: BenchConfig, name: str) -> Path | None:
     """The first interpreter whose environment has the peer; None if there is none."""
-    given = {"vllm": config.vllm_python, "llama.cpp": config.llama_python}.get(name)
+    given = {"vllm": config.vllm_python, "llama_cpp": config.llama_python}.get(INSTALLED[name].module)
     peer_python = INSTALLED[name].peer_python
     candidates = [given] if given else [own_python(), *([peer_python] if peer_python else [])]
     return next((python for python in candidates if has_module(python, INSTALLED[name].module)), None)
 
 
-def _start(python: Path, script: str, settings: Callable[[], Mapping[str, object]]) -> System:
-    return PeerProcess(python, script, settings(), os.environ)
+def _start(python: Path, peer: Peer, settings: Callable[[], Mapping[str, object]]) -> System:
+    return PeerProcess(python, peer.script, {**settings(), **peer.settings}, os.environ)

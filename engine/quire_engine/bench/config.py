@@ -11,7 +11,10 @@ from quire_engine.bench.measure import Figure
 from quire_engine.bench.workload import SHAPES, Lengths
 from quire_engine.config import EngineConfig, ModelFolder, Names
 
-PEERS = ("transformers", "vllm", "llama.cpp")
+PEERS = ("transformers", "vllm", "llama.cpp", "llama.cpp-q4_k_m", "llama.cpp-q8_0")
+# Peers in fewer bits, each with the variant of the engine beside which it is measured.
+QUANTIZED_PEERS: Mapping[str, str] = {"llama.cpp-q4_k_m": "int4", "llama.cpp-q8_0": "int8"}
+SERVED = "served"  # the figures of a server under load, beside those of ``Figure``
 # What the engine can be measured with beside its own settings.
 VARIANTS: Mapping[str, Mapping[str, object]] = {
     "int8": {"quantization": "int8"},
@@ -56,13 +59,22 @@ class BenchConfig(EngineConfig):
     llama_python: Path | None = Field(
         default=None, description="The interpreter of llama-cpp-python's environment; by default ours, or .peers/llama."
     )
-    measure: Names = Field(default=list(FIGURES), description=f"What is measured: {', '.join(FIGURES)}.")
+    measure: Names = Field(
+        default=list(FIGURES),
+        description=f"What is measured: {', '.join(FIGURES)}, and {SERVED} for servers under load.",
+    )
     num_prompts: int = Field(default=32, ge=1, le=65536, description="Requests of the throughput measurement.")
     input_len: Range = Field(default="128", description="Tokens of each of its prompts, one number or 100..1024.")
     output_len: Range = Field(default="64", description="Tokens of each of its outputs, likewise.")
     latency_input_len: int = Field(default=128, ge=1, description="Prompt of the single stream, in tokens.")
     latency_output_len: int = Field(default=128, ge=2, description="Output of the single stream, in tokens.")
     prefill_len: int = Field(default=2048, ge=1, description="Prompt of the prefill measurement, in tokens.")
+    num_served_prompts: int = Field(
+        default=96,
+        ge=1,
+        le=65536,
+        description="Requests of a run of the served measurement; as many at once as --num-prompts says.",
+    )
     rounds: int = Field(default=5, ge=1, le=1000, description="How often everything is measured; medians are reported.")
     in_turn: bool | None = Field(
         default=None,
@@ -84,9 +96,10 @@ class BenchConfig(EngineConfig):
     @field_validator("measure")
     @classmethod
     def _are_figures(cls, names: list[str]) -> list[str]:
-        unknown = [name for name in names if name not in FIGURES]
+        known = (*FIGURES, SERVED)
+        unknown = [name for name in names if name not in known]
         if unknown or not names:
-            raise ValueError(f"{', '.join(unknown) or 'nothing'} is not one of {', '.join(FIGURES)}.")
+            raise ValueError(f"{', '.join(unknown) or 'nothing'} is not one of {', '.join(known)}.")
         return names
 
     @model_validator(mode="after")

@@ -1,5 +1,6 @@
 """llama.cpp through the low-level calls of llama-cpp-python: prompts in batches of whole ones, then one batch a step
-for all sequences that are not done, over one unified KV cache. The weights are written as a GGUF file first.
+for all sequences that are not done, over one unified KV cache. The weights are written as a GGUF file first, which
+llama.cpp itself quantises where fewer bits are asked for.
 """
 
 import ctypes
@@ -13,6 +14,8 @@ import lines  # type: ignore[import-not-found] # beside this script
 
 LEAST_BATCH = 2048
 KV_TOKENS = 1 << 16
+# llama.cpp's numbers of the kinds of quantised files (enum llama_ftype).
+FTYPES = {"q4_k_m": 15, "q8_0": 7}
 # Token, position, sequence, and whether a next token is taken.
 Entry = tuple[int, int, int, bool]
 
@@ -29,8 +32,12 @@ def main() -> None:
         write_gguf(Path(settings["model"]), config, path, settings["dtype"])
         import llama_cpp  # type: ignore[import-not-found]
 
+        kind = settings.get("ftype")
+        if kind:
+            path = quantize(llama_cpp, path, kind)
         engine = Engine(llama_cpp, path, settings, config["vocab_size"])
-        lines.serve(answers, f"llama.cpp (llama-cpp-python {llama_cpp.__version__})", engine.run)
+        name = f"llama.cpp (llama-cpp-python {llama_cpp.__version__}){f', {kind}' if kind else ''}"
+        lines.serve(answers, name, engine.run)
 
 
 def write_gguf(folder: Path, config: dict[str, Any], path: Path, dtype: str) -> None:
@@ -75,6 +82,18 @@ def write_gguf(folder: Path, config: dict[str, Any], path: Path, dtype: str) -> 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def quantize(library: Any, path: Path, kind: str) -> Path:
+    """Replaces the file with one beside it whose weights are quantised."""
+    library.llama_backend_init()
+    made = path.with_name(f"{kind}.gguf")
+    params = library.llama_model_quantize_default_params()
+    params.ftype = FTYPES[kind]
+    if library.llama_model_quantize(str(path).encode(), str(made).encode(), ctypes.byref(params)):
+        raise RuntimeError(f"llama.cpp cannot quantise this model to {kind}")
+    path.unlink()
+    return made
 
 
 def gguf_name(name: str) -> str:
