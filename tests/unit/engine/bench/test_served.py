@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tokenizers import Tokenizer
 
 from tests.support.kernels import cache_with_kernels
 from tests.support.ports import free_port
+from tests.support.processes import eventually
 from tests.unit.engine.bench.test_bench import TINY
 
 # A server of two tokens for each request, or of an error. It writes what it was asked into a file.
@@ -135,7 +137,15 @@ def test_nothing_is_left_of_a_server_that_does_not_end(tmp_path: Path, monkeypat
     command = [sys.executable, "-c", stubborn + SCRIPT, "answer", str(port), str(tmp_path / "asked")]
     Server(f"http://127.0.0.1:{port}", lambda _: [("stubborn", command, {})]).close()
     for pid in map(int, pids.read_text().split()):
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        eventually(partial(has_ended, pid), message=f"process {pid} goes on")
+
+
+def has_ended(pid: int) -> bool:
+    """Whether it runs no more, even if nobody has waited for it."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_the_engine_of_the_stack_has_the_settings_that_the_user_gave() -> None:
