@@ -14,9 +14,15 @@ POOL = 4 << 20
 
 
 def flashinfer(
-    name: str, shape: AttentionShape, device: torch.device, dtype: torch.dtype, *, deterministic: bool
+    name: str,
+    shape: AttentionShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    *,
+    deterministic: bool,
 ) -> AttentionBackend:
-    return FlashInferAttention(shape, device, dtype, deterministic=deterministic)
+    return FlashInferAttention(shape, device, dtype, kv_dtype, deterministic=deterministic)
 
 
 @pytest.mark.parametrize(("name", "deterministic"), [("mistral", False), ("qwen2-yarn", True)])
