@@ -201,7 +201,7 @@ async def test_the_end_of_the_connection_ends_a_body_without_length_or_chunks() 
     assert server.connections == 2
 
 
-async def test_nobody_there_is_a_failure_of_each_request() -> None:
+async def test_a_server_that_is_not_there_fails_each_request() -> None:
     client = HttpClient("http://127.0.0.1:1", {})
     found = await run_load(client, "/v1/completions", requests(2), Load(), np.random.default_rng(0))
     assert [output.error for output in found.outputs] == ["ConnectionRefusedError: Connection refused"] * 2
@@ -219,7 +219,7 @@ async def test_tokens_are_counted_where_the_server_does_not_say(
     assert any(f"counted by {how}" in text for text in result["warnings"])
 
 
-async def test_events_of_several_tokens_are_told() -> None:
+async def test_events_of_several_tokens_give_a_warning() -> None:
     found, _ = await run(stream(token(), token(), usage(7, 8)), 1)
     result = compute_result(config(), Load(), found, lambda text: None)
     assert result["tokens_per_event"] == 4

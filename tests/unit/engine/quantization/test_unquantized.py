@@ -7,8 +7,6 @@ import platform
 import shutil
 import subprocess
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,8 @@ from quire_engine.quantization import unquantized
 from quire_engine.quantization.schemes import make_linear
 from quire_engine.quantization.unquantized import PackedLinear
 from torch.nn import functional as F
+
+from tests.support.processors import on_threads
 
 OWN = [torch.float32, torch.bfloat16]
 # Of the processors that there may be: what this one has, without its widest vectors, and the least.
@@ -50,16 +50,6 @@ def build(request, tmp_path_factory) -> ctypes.CDLL:
     for name in ("quire_linear", "quire_linear_pack", "quire_linear_describe"):
         getattr(loaded, name).argtypes, getattr(loaded, name).restype = bindings._SIGNATURES[name], None
     return loaded
-
-
-@contextmanager
-def on_threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def draw(*size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
