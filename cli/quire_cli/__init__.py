@@ -1,4 +1,5 @@
-"""The command ``quire``, for people who use Quire. It needs neither the engine nor the router, nor torch.
+"""The command ``quire``, for people who use Quire.
 
-Packages: ``bench`` (``quire bench serve``, which measures any OpenAI-compatible server).
+Packages: ``serve`` (``quire serve``: a router and its engines as one tree of processes), ``bench`` (``quire bench
+serve``, which measures any OpenAI-compatible server) and ``machine`` (what this machine has). None imports torch.
 """

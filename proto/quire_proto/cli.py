@@ -11,7 +11,7 @@ from argparse import Action, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import cleandoc
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 from pydantic import ValidationError
 from pydantic_settings import (
@@ -25,6 +25,9 @@ from pydantic_settings import (
 )
 
 from quire_proto import __version__
+
+if TYPE_CHECKING:
+    from argparse import _ArgumentGroup as ArgumentGroup
 
 Settings = TypeVar("Settings", bound="CliSettings")
 EXIT_USAGE = 2
@@ -140,11 +143,18 @@ class FlagParser(ArgumentParser):
 
     def add_argument(self, *names: str, **options: Any) -> Action:
         """As ``ArgumentParser.add_argument``."""
+        return super().add_argument(*names, **self._prepare(names, options))
+
+    def add_to(self, group: "ArgumentGroup", *names: str, **options: Any) -> Action:
+        """As ``add_argument``, listed in a group of this parser."""
+        return group.add_argument(*names, **self._prepare(names, options))
+
+    def _prepare(self, names: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
         if "metavar" in options:
             options["metavar"] = self._metavars.get(names[0]) or _kind(options["metavar"])
         self._flags += names
         options["help"] = _DEFAULT.sub(_format_default, options.get("help") or "")
-        return super().add_argument(*names, **options)
+        return options
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with one line, without the usage, whose many flags would hide it."""

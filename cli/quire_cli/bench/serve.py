@@ -119,7 +119,7 @@ def _report_all(config: ServeBenchConfig, results: Sequence[dict[str, Any]]) -> 
     try:
         draw_plot(config.plot, results)
     except ImportError:
-        _quit("--plot needs matplotlib: pip install 'quire-cli[plot]'.")
+        _quit("--plot needs matplotlib: pip install 'quire-llm[plot]'.")
     except (OSError, ValueError) as error:
         _quit(f"The plot cannot be written: {error}.")
 

@@ -1,0 +1,1 @@
+"""What this machine has: memory, processor and GPUs, read without importing torch."""

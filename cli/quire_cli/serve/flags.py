@@ -1,0 +1,187 @@
+"""The command line of ``quire serve``: its own flags, and those of the engine and of the router by their own names.
+
+A flag that both services have goes to both; ``--engine-FLAG`` and ``--router-FLAG`` set it for one. What a flag means,
+and which values it takes, is checked by the services' own settings, of which each gets its part of the command line.
+"""
+
+from argparse import SUPPRESS, BooleanOptionalAction
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from quire_engine.config import EngineConfig
+from quire_proto.cli import CliSettings, FlagParser
+from quire_router.config import Settings
+
+Service = Literal["engine", "router"]
+SERVICES: Mapping[Service, type[CliSettings]] = {"engine": EngineConfig, "router": Settings}
+# What the command itself gives to each service, by flags of its own.
+OWN: Mapping[Service, frozenset[str]] = {
+    "engine": frozenset({"model", "served_model_name", "host", "port", "metrics_port"}),
+    "router": frozenset({"model", "engine", "host", "http_port"}),
+}
+SHARED = (EngineConfig.model_fields.keys() - OWN["engine"]) & (Settings.model_fields.keys() - OWN["router"])
+MAX_ENGINES = 64
+DESCRIPTION = """Serves a model: a router and its engines on this machine, as one tree of processes with one log.
+
+MODEL is a folder in Hugging Face's layout or a GGUF file. Ctrl-C ends all of it; a process that dies is
+started again.
+
+The flags of quire-engine and quire-router are taken too, by their own names, and so are their variables,
+QUIRE_ENGINE_... and QUIRE_ROUTER_...."""
+FOREIGN = {
+    **Settings.foreign_flags,
+    **EngineConfig.foreign_flags,
+    "--model": "quire serve MODEL names it",
+    "--engine": "--engines N starts them, and quire-router serves engines elsewhere",
+    "--data-parallel-size": "--engines starts several",
+    "--tp": "--tensor-parallel-size is one",
+    "--uvicorn-log-level": "--log-level is one",
+}
+
+
+@dataclass(frozen=True)
+class ServeFlags:
+    """What the command line says. ``engine`` and ``router`` are the arguments for each service; None stands for what
+    was not given.
+    """
+
+    model: str
+    engines: int
+    host: str | None
+    port: int | None
+    names: list[str]
+    engine_port: int | None
+    engine_metrics_port: int | None
+    engine: list[str]
+    router: list[str]
+
+
+def read_flags(arguments: Sequence[str]) -> ServeFlags:
+    """Reads the command line. Ends the process with one sentence if a flag is unknown or misses its value."""
+    parser = FlagParser("quire serve", DESCRIPTION, {}, {k: v for k, v in FOREIGN.items() if k not in _taken()})
+    parser.usage = "quire serve MODEL [FLAGS]"
+    parser.add_argument("model", metavar="MODEL", help="what is served")
+    _add_own(parser)
+    groups = {
+        "both services": [(name, "") for name in Settings.model_fields if name in SHARED],
+        "the engines": [(name, "engine") for name in _passed("engine") if name not in SHARED],
+        "the router": [(name, "router") for name in _passed("router") if name not in SHARED],
+    }
+    for title, flags in groups.items():
+        group = parser.add_argument_group(f"flags of {title}")
+        for name, service in flags:
+            kind = SERVICES["engine" if service == "engine" else "router"]
+            parser.add_to(group, flag_of(name), **_options(kind, name))
+    for service, kind in SERVICES.items():
+        for name in SHARED:  # not listed: as many again, each said already
+            parser.add_argument(f"--{service}-{_kebab(name)}", **{**_options(kind, name), "help": SUPPRESS})
+    given = vars(parser.parse_args(list(arguments)))
+    return ServeFlags(
+        model=given["model"],
+        engines=given["engines"],
+        host=given["host"],
+        port=given["port"],
+        names=[name.strip() for entry in given["served_model_name"] for name in entry.split(",") if name.strip()],
+        engine_port=given["engine_port"],
+        engine_metrics_port=given["engine_metrics_port"],
+        engine=[*_arguments("engine", given)],
+        router=[*_arguments("router", given)],
+    )
+
+
+def flag_of(name: str) -> str:
+    """A setting's flag."""
+    return f"--{_kebab(name)}"
+
+
+def _kebab(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _passed(service: Service) -> Iterator[str]:
+    """The settings of a service that the command passes on."""
+    return (name for name in SERVICES[service].model_fields if name not in OWN[service])
+
+
+def _taken() -> set[str]:
+    """Flags that a user may give, which are therefore no foreign ones."""
+    own = {"--port", "--host", "--engines", "--served-model-name", "--http-port"}
+    return own | {flag_of(name) for service in SERVICES for name in _passed(service)}
+
+
+def _add_own(parser: FlagParser) -> None:
+    parser.add_argument(
+        "--engines", type=_count, default=1, metavar="N", help="engines, each with the whole model (default: 1)"
+    )
+    parser.add_argument("--host", metavar="ADDRESS", help="address that clients reach (default: 127.0.0.1)")
+    parser.add_argument(
+        "--port", "--http-port", type=_port, metavar="PORT", help="port of the REST API (default: 8000, or a free one)"
+    )
+    parser.add_argument(
+        "--served-model-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="names that clients may ask for (default: MODEL's name)",
+    )
+    parser.add_argument(
+        "--engine-port", type=_port, metavar="PORT", help="gRPC port of the first engine; the next are 10 above it each"
+    )
+    parser.add_argument("--engine-metrics-port", type=_port, metavar="PORT", help="its port of metrics, likewise")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_ENGINES:
+        raise ValueError(text)
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise ValueError(text)
+    return int(text)
+
+
+_count.__name__, _port.__name__ = "number of engines", "port"  # what argparse calls a wrong value
+
+
+def _options(kind: type[CliSettings], name: str) -> dict[str, Any]:
+    """How argparse is to read a setting: as it stands, to be passed on."""
+    field = kind.model_fields[name]
+    text = (field.description or "").replace("%", "%%") + _default(field)
+    if _is_bool(field):
+        return {"action": BooleanOptionalAction, "default": SUPPRESS, "help": text}
+    metavar = kind.metavars.get(flag_of(name)) or _metavar(field.annotation)
+    return {"action": "append", "default": SUPPRESS, "metavar": metavar, "help": text}
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required() or field.default in (None, []):
+        return ""
+    return f" (default: {field.default})"
+
+
+def _is_bool(field: FieldInfo) -> bool:
+    return field.annotation is bool or bool in get_args(field.annotation)
+
+
+def _metavar(annotation: Any) -> str:
+    """The placeholder of a value: its words, or what it is."""
+    parts = [annotation, *get_args(annotation)]
+    for part in parts:
+        if get_origin(part) is Literal:
+            return f"{{{','.join(get_args(part))}}}"
+    return "N" if int in parts else "NUMBER" if float in parts else "TEXT"
+
+
+def _arguments(service: Service, given: Mapping[str, Any]) -> Iterator[str]:
+    """A service's part of the command line: a flag of both goes before the service's own form of it, which counts."""
+    for name in _passed(service):
+        for key in (name, f"{service}_{name}") if name in SHARED else (name,):
+            value = given.get(key)
+            if isinstance(value, bool):
+                yield f"--{'' if value else 'no-'}{_kebab(name)}"
+            elif value is not None:
+                yield from (f"{flag_of(name)}={text}" for text in value)

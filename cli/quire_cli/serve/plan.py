@@ -1,0 +1,162 @@
+"""What ``quire serve`` starts: the model and its names, the ports, and the command line of each process."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire_engine.config import EngineConfig
+from quire_proto.cli import read_settings
+from quire_router.config import Settings
+
+from quire_cli.serve.flags import ServeFlags
+from quire_cli.serve.ports import LOCALHOST, Ports
+from quire_cli.serve.process_tree import Program
+
+SHARED_POOL = 512 << 20  # bytes of KV memory of each of several engines, so that none of them takes what it finds
+GRACE = 5.0  # seconds that a process may take longer to end than its settings say
+ENGINE_STEP = 10  # between the ports of two engines
+ROUTER_PORTS = (
+    ("http_port", "REST API", "--port"),
+    ("grpc_port", "gRPC API", "--grpc-port"),
+    ("metrics_port", "metrics", "--metrics-port"),
+)
+# For a person at a terminal, unless flags or variables say otherwise.
+QUIET = {"log_level": "warning", "shutdown_timeout": "2"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is started, and where. ``model`` is a folder or a GGUF file; ``settings`` and ``engine`` are what the
+    services will read.
+    """
+
+    model: Path
+    settings: Settings
+    engine: EngineConfig
+    programs: list[Program]
+    engine_ports: list[tuple[int, int]]
+
+    @property
+    def name(self) -> str:
+        """The name that clients ask for."""
+        return self.engine.names[0]
+
+    @property
+    def engines(self) -> int:
+        """How many engines there are."""
+        return len(self.engine_ports)
+
+
+def make_plan(flags: ServeFlags, model: Path, ports: Ports, gpus: int = 0) -> Plan:
+    """Chooses ports and writes the command lines for a model in a folder or GGUF file. Ends the process with one
+    sentence for each wrong setting. Raises ``PortError``, and ``ValueError`` where there are fewer GPUs than needed.
+    """
+    names = flags.names or [name_of(model)]
+    engine = [f"--model={model}", *(f"--served-model-name={name}" for name in names)]
+    engine += [*flags.engine, *_unless_given("ENGINE", flags.engine, QUIET)]
+    if flags.engines > 1 and _unless_given("ENGINE", flags.engine, {"gpu_memory_utilization": ""}):
+        engine += _unless_given("ENGINE", flags.engine, {"kv_cache_memory": str(SHARED_POOL)})
+    folder = model.parent if model.is_file() else model
+    router = [*(f"--model={name}={folder}" for name in names)]
+    router += [*flags.router, *_unless_given("ROUTER", flags.router, QUIET)]
+    router += [f"--host={flags.host}"] if flags.host else []
+    router += [f"--http-port={flags.port}"] if flags.port else []
+    config, settings = read_settings(EngineConfig, engine), read_settings(Settings, router)
+    places = _engine_ports(flags, config, ports)
+    chosen = _router_ports(settings, ports)
+    programs = [
+        _engine_program(index, pair, engine, config, _environment(index, flags.engines, config, gpus))
+        for index, pair in enumerate(places)
+    ]
+    where = [f"--{name.replace('_', '-')}={port}" for name, port in chosen.items()]
+    engines = [f"--engine={LOCALHOST}:{port}" for port, _ in places]
+    settings = settings.model_copy(update=chosen)
+    programs.append(
+        Program(
+            "router",
+            "router",
+            "quire_router.main",
+            [*router, *where, *engines],
+            (settings.metrics_port, "/started"),
+            settings.shutdown_delay + settings.shutdown_timeout + GRACE,
+        )
+    )
+    return Plan(model, settings, config, programs, places)
+
+
+def name_of(model: Path) -> str:
+    """What a model is called that was given no name."""
+    return model.stem if model.is_file() else model.resolve().name
+
+
+def _engine_program(
+    index: int, ports: tuple[int, int], arguments: Sequence[str], config: EngineConfig, environment: dict[str, str]
+) -> Program:
+    where = [f"--host={LOCALHOST}", f"--port={ports[0]}", f"--metrics-port={ports[1]}"]
+    return Program(
+        f"engine-{index + 1}",
+        "engine",
+        "quire_engine.cli",
+        [*arguments, *where],
+        (ports[1], "/started"),
+        config.shutdown_delay + config.shutdown_timeout + GRACE,
+        environment,
+    )
+
+
+def _environment(index: int, engines: int, config: EngineConfig, gpus: int) -> dict[str, str]:
+    """Gives each of several engines GPUs of its own. Raises ``ValueError`` if there are too few."""
+    if engines == 1 or not gpus or config.device == "cpu":
+        return {}
+    size = config.tensor_parallel_size
+    if engines * size > gpus:
+        raise ValueError(f"{engines} engines of {size} GPUs each need {engines * size}, and there are {gpus}.")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(str(index * size + rank) for rank in range(size))}
+
+
+def _router_ports(settings: Settings, ports: Ports) -> dict[str, int]:
+    """The ports of the router: those of flags and variables, and free ones beside that of REST."""
+    given, host = settings.model_fields_set, settings.host
+    chosen: dict[str, int] = {}
+    for offset, (name, what, flag) in enumerate(ROUTER_PORTS):
+        owner = f"the router's {what}"
+        if name in given and getattr(settings, name):
+            chosen[name] = ports.named(getattr(settings, name), owner, flag, host)
+        else:
+            first = chosen.get("http_port", settings.http_port or 8000) + offset
+            chosen[name] = ports.free(first, owner, 1 if offset else ENGINE_STEP, host, tell=name == "http_port")
+    return chosen
+
+
+def _engine_ports(flags: ServeFlags, config: EngineConfig, ports: Ports) -> list[tuple[int, int]]:
+    """Ports of gRPC and of metrics of each engine."""
+    given = config.model_fields_set
+    first = flags.engine_port or (config.port if "port" in given else 0)
+    metrics = flags.engine_metrics_port or (config.metrics_port if "metrics_port" in given else 0)
+    places: list[tuple[int, int]] = []
+    next_port = 9000
+    for index in range(flags.engines):
+        owner = f"engine {index + 1}"
+        if first:
+            port = ports.named(first + ENGINE_STEP * index, owner, "--engine-port")
+        else:
+            port = ports.free(next_port, owner, ENGINE_STEP)
+            next_port = port + ENGINE_STEP
+        if metrics:
+            pair = port, ports.named(metrics + ENGINE_STEP * index, f"{owner}'s metrics", "--engine-metrics-port")
+        else:
+            pair = port, ports.free(port + 2, f"{owner}'s metrics")
+        places.append(pair)
+    return places
+
+
+def _unless_given(service: str, arguments: Sequence[str], defaults: Mapping[str, str]) -> list[str]:
+    """Flags for those settings that neither the arguments nor the service's variables set."""
+    flags = {name: f"--{name.replace('_', '-')}" for name in defaults}
+    return [
+        f"{flags[name]}={value}"
+        for name, value in defaults.items()
+        if not os.environ.get(f"QUIRE_{service}_{name.upper()}")
+        and not any(argument.startswith(f"{flags[name]}=") for argument in arguments)
+    ]

@@ -1,0 +1,165 @@
+"""The command ``quire serve``: finds the model, starts the tree of processes, and says how to use it."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from time import monotonic
+from typing import NoReturn
+
+from quire_proto.cli import join_host_port
+
+from quire_cli.machine.gpus import count_gpus
+from quire_cli.machine.memory import GIB, available_memory, weight_bytes
+from quire_cli.serve.flags import read_flags
+from quire_cli.serve.log import say
+from quire_cli.serve.plan import Plan, make_plan
+from quire_cli.serve.ports import PortError, Ports
+from quire_cli.serve.process_tree import ProcessTree, answers
+
+SLOW_START = 10.0  # seconds after which a start is worth an explanation
+PROCESS_BYTES = 600 << 20  # that an engine takes beside its weights, at the least
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - what to connect to, instead
+
+
+def serve(arguments: Sequence[str]) -> NoReturn:
+    """Serves until a signal comes. Exits with 2 for wrong settings, and with 1 and one sentence if it cannot start."""
+    flags = read_flags(arguments)
+    model = find_model(flags.model)
+    ports = Ports(say)  # holds its claims until the end
+    try:
+        plan = make_plan(flags, model, ports, count_gpus())
+    except (PortError, ValueError) as error:
+        _quit(str(error))
+    check_memory(plan)
+    raise SystemExit(asyncio.run(_run(plan)))
+
+
+def find_model(name: str) -> Path:
+    """The folder or GGUF file that is served. Ends the process with one sentence if there is none."""
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return path
+    if not path.is_dir():
+        _quit(f"{name} is neither a folder nor a GGUF file here; fetch the model and name its folder.")
+    if not (path / "config.json").is_file() and not [*path.glob("*.gguf")]:
+        _quit(f"{path.resolve()} is not a model folder that can be served: it has no config.json.")
+    if not (path / "tokenizer.json").is_file() and not [*path.glob("*.gguf")]:
+        _quit(f"{path.resolve()} is not a model folder that can be served: it has no tokenizer.json.")
+    return path
+
+
+def check_memory(plan: Plan) -> None:
+    """Ends the process with one sentence if the weights cannot fit into the host's memory. What a GPU holds is left to
+    the engine, which measures it.
+    """
+    config = plan.engine
+    if config.device != "cpu" and count_gpus():
+        return
+    weights = weight_bytes(plan.model, config.dtype, config.quantization)
+    needed, available = plan.engines * (weights + PROCESS_BYTES), available_memory()
+    if needed <= available:
+        return
+    ways = ["--engines 1"] if plan.engines > 1 else []
+    ways += ["--quantization int8"] if config.quantization is None else []
+    ways += ["--quantization int4"] if config.quantization != "int4" else []
+    engines = f"{plan.engines} engines with {plan.name} need" if plan.engines > 1 else f"{plan.name} needs"
+    _quit(
+        f"{engines} about {needed / GIB:.1f} GiB of memory, and {available / GIB:.1f} GiB are available: try "
+        f"{' or '.join([*ways, 'a smaller model'])}."
+    )
+
+
+async def _run(plan: Plan) -> int:
+    changed = asyncio.Event()
+    tree = ProcessTree(plan.programs, say, changed.set)
+    loop, interrupts = asyncio.get_running_loop(), 0
+
+    def stop(number: int) -> None:
+        nonlocal interrupts
+        interrupts += number == signal.SIGINT
+        if interrupts > 1:  # somebody does not want to wait; a closed terminal sends its signals twice by itself
+            tree.kill()
+        tree.stop(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        loop.add_signal_handler(number, stop, number)
+    async with asyncio.TaskGroup() as tasks:
+        announcing = tasks.create_task(_announce(plan, tree, changed))
+        try:
+            status = await tree.run()
+        finally:
+            announcing.cancel()
+            say("stopped")
+    return status
+
+
+async def _announce(plan: Plan, tree: ProcessTree, changed: asyncio.Event) -> None:
+    """Prints how far the start is, then how to try it."""
+    began, last = monotonic(), -1
+    explain = asyncio.get_running_loop().call_later(
+        SLOW_START, say, "the first time, engines build their kernels, which takes about a minute"
+    )
+    while True:
+        ready = len([name for name in tree.ready if name != "router"])
+        if ready != last and ready:
+            say(f"{ready} of {plan.engines} engines ready after {monotonic() - began:.1f} s")
+            last = ready
+        if ready == plan.engines and "router" in tree.ready:
+            break
+        changed.clear()
+        await changed.wait()
+    explain.cancel()
+    await answers(plan.settings.metrics_port, "/health")  # the router has found its engines
+    say(how_to_try(plan))
+
+
+def how_to_try(plan: Plan) -> str:
+    """Commands that ask for an answer."""
+    url = url_of(plan)
+    body: dict[str, object] = {"model": plan.name, "stream": True}
+    if has_template(plan.model):
+        route = "chat/completions"
+        body["messages"] = [{"role": "user", "content": "What is 7 plus 5?"}]
+    else:
+        route = "completions"
+        body |= {"prompt": "Once upon a time", "max_tokens": 64}
+    key = f'    -H "Authorization: Bearer {_variable_of_key()}" \\\n' if os.environ.get("QUIRE_ROUTER_API_KEY") else ""
+    return (
+        f"ready: {plan.name} on {url} (gRPC on {plan.settings.grpc_port}); Ctrl-C stops it. Try\n\n"
+        f"  curl -N {url}/v1/{route} \\\n"
+        f"    -H 'Content-Type: application/json' \\\n{key}"
+        f"    -d '{json.dumps(body)}'\n"
+    )
+
+
+def url_of(plan: Plan) -> str:
+    """Where clients on this machine find the REST API."""
+    host = ANY_ADDRESS.get(plan.settings.host, plan.settings.host)
+    return f"http://{join_host_port(host, plan.settings.http_port)}"
+
+
+def has_template(model: Path) -> bool:
+    """Whether the model can chat."""
+    folder = model.parent if model.is_file() else model
+    if (folder / "chat_template.jinja").is_file() or model.is_file():
+        return True
+    path = folder / "tokenizer_config.json"
+    try:
+        return "chat_template" in json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+
+
+def _variable_of_key() -> str:
+    """A shell expression for the first of the keys, so that the key itself is not printed."""
+    several = "," in os.environ["QUIRE_ROUTER_API_KEY"]
+    return "${QUIRE_ROUTER_API_KEY%%,*}" if several else "$QUIRE_ROUTER_API_KEY"
+
+
+def _quit(sentence: str) -> NoReturn:
+    sys.stderr.write(f"quire: {sentence}\n")
+    raise SystemExit(1)

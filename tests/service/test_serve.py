@@ -1,0 +1,188 @@
+"""``quire serve``: one command, one tree of processes; what dies comes back, and nothing is left behind."""
+
+import json
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from openai import OpenAI
+
+from tests.service.conftest import DEMO, FLOAT32, SMALL_POOLS
+from tests.support.ports import free_port
+from tests.support.processes import Process, eventually, fetch, metric
+
+NAME = "quire/demo"
+LONG = {"model": NAME, "prompt": "Once upon a time", "max_tokens": 1200, "temperature": 1.2, "seed": 11}
+IGNORE_EOS = {"ignore_eos": True}
+
+
+class Tree(Process):
+    """A ``quire serve`` on free ports, if ``flags`` do not name them."""
+
+    def __init__(self, log: Path, *flags: str, model: Path = DEMO, stdout: int | None = None) -> None:
+        command = [sys.executable, "-m", "quire_cli.main", "serve", str(model), "--served-model-name", NAME]
+        super().__init__([*command, *SMALL_POOLS, *flags], log, stdout=stdout)
+
+    @property
+    def url(self) -> str:
+        return re.findall(r"ready: \S+ on (http://\S+)", self.text)[0]
+
+    @property
+    def client(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        return psutil.Process(self.popen.pid).children(recursive=True)
+
+    def named(self, module: str) -> list[psutil.Process]:
+        return [process for process in self.processes if module in process.cmdline()]
+
+    def wait_ready(self) -> "Tree":
+        eventually(lambda: "Ctrl-C stops it" in self.text or self.popen.poll() is not None, timeout=180)
+        assert self.popen.poll() is None, self.text
+        return self
+
+    def end(self, number: int = signal.SIGINT) -> int:
+        """Its status, after all of its processes have ended."""
+        children = self.processes
+        assert len(children) >= 2
+        self.signal(number)
+        status = self.wait(30)
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert not alive, f"left behind: {alive}"
+        return status
+
+
+@contextmanager
+def serving(tmp_path: Path, *flags: str) -> Iterator[Tree]:
+    tree = Tree(tmp_path / f"tree-{free_port()}.log", *flags)
+    try:
+        yield tree.wait_ready()
+    finally:
+        if tree.popen.poll() is None:
+            tree.end(signal.SIGKILL)
+
+
+def port_of(process: psutil.Process, flag: str) -> int:
+    return int(next(part.partition("=")[2] for part in process.cmdline() if part.startswith(f"{flag}=")))
+
+
+def printed_command(text: str) -> list[str]:
+    found = re.search(r"^  (curl .*?[^\\])$", text, re.DOTALL | re.MULTILINE)
+    assert found is not None
+    return shlex.split(found[1].replace("\\\n", " "))
+
+
+def test_streams_go_on_when_an_engine_is_killed_and_both_it_and_the_router_come_back(tmp_path: Path) -> None:
+    with serving(tmp_path, "--engines", "2", "--port", str(free_port()), *FLOAT32) as tree:
+        expected = tree.client.completions.create(**LONG, extra_body=IGNORE_EOS).choices[0].text
+        engines = tree.named("quire_engine.cli")
+        assert len(engines) == 2
+        stream = tree.client.completions.create(**LONG, stream=True, extra_body=IGNORE_EOS)
+        text = next(stream).choices[0].text
+        busy = [e for e in engines if metric(port_of(e, "--metrics-port"), "quire_engine_running_sequences")]
+        assert len(busy) == 1
+        busy[0].kill()
+        assert text + "".join(chunk.choices[0].text for chunk in stream) == expected
+        [router] = tree.named("quire_router.main")
+        router.kill()
+        eventually(lambda: fetch(int(tree.url.rpartition(":")[2]), "/health")[0] == 200, timeout=120)
+        assert tree.client.completions.create(**LONG, extra_body=IGNORE_EOS).choices[0].text == expected
+        eventually(lambda: len(tree.named("quire_engine.cli")) == 2, timeout=120)
+        assert {busy[0].pid, router.pid}.isdisjoint(process.pid for process in tree.processes)
+        assert tree.end() == 130
+
+
+def test_two_trees_run_beside_each_other_and_each_ends_alone(tmp_path: Path) -> None:
+    first, second = (Tree(tmp_path / f"{name}.log") for name in ("first", "second"))
+    try:
+        assert first.wait_ready().url != second.wait_ready().url
+        if shutil.which("curl") is not None:
+            answer = subprocess.run(printed_command(first.text), capture_output=True, text=True, check=True, timeout=60)
+            data = [line.removeprefix("data: ") for line in answer.stdout.splitlines() if line.startswith("data: ")]
+            assert data[-1] == "[DONE]"
+            assert "12" in "".join(json.loads(line)["choices"][0]["delta"].get("content", "") for line in data[:-1])
+        assert first.end(signal.SIGTERM) == 143
+        assert second.client.models.list().data[0].id == NAME
+        assert second.end(signal.SIGKILL) == -signal.SIGKILL
+    finally:
+        for tree in (first, second):
+            tree.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "closed terminal"])
+def test_no_process_is_left_when_the_output_is_closed(tmp_path: Path, number: int) -> None:
+    """As with ``quire serve … | head``: every line that is printed fails."""
+    tree = Tree(tmp_path / "tree.log", "--engine-log-level=info", stdout=subprocess.PIPE)
+    assert tree.popen.stdout is not None
+    while b"ready: " not in tree.popen.stdout.readline():
+        assert tree.popen.poll() is None
+    tree.popen.stdout.close()
+    assert tree.end(number) == 128 + number
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "told"),
+    [
+        (["--max-model-len", "many"], 2, "quire-engine: --max-model-len: "),
+        (["--redis-url", "nowhere"], 2, "quire-router: "),
+        (["--port", "TAKEN"], 1, "quire: port TAKEN is in use, which the router's REST API needs; --port chooses"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_before_anything_starts(
+    tmp_path: Path, flags: list[str], status: int, told: str
+) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        tree = Tree(tmp_path / "tree.log", *(flag.replace("TAKEN", port) for flag in flags))
+        assert tree.wait(60) == status
+    assert tree.text.startswith(told.replace("TAKEN", port)), tree.text
+    assert tree.text.count("\n") == 1
+
+
+def test_a_model_that_the_engine_refuses_ends_all_with_its_sentence(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
+    tree = Tree(tmp_path / "tree.log", model=folder)
+    assert tree.wait(120) == 1
+    assert "engine-1 | quire-engine: " in tree.text
+    assert "num_attention_heads" in tree.text
+    assert "engine-1 ended with status 1; the others are stopped" in tree.text
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    tree = Tree(tmp_path / "tree.log", model=tmp_path)
+    assert tree.wait(60) == 1
+    assert tree.text == f"quire: {tmp_path} is not a model folder that can be served: it has no config.json.\n"
+
+
+def test_more_weights_than_memory_are_refused_with_what_would_help(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO, folder)
+    size = psutil.virtual_memory().total + (8 - psutil.virtual_memory().total % 8)
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [size // 2], "data_offsets": [0, size]}}).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)  # sparse: none of it is written
+    tree = Tree(tmp_path / "tree.log", model=folder)
+    assert tree.wait(60) == 1
+    assert re.fullmatch(
+        r"quire: quire/demo needs about \S+ GiB of memory, and \S+ GiB are available: try --quantization int8 or "
+        r"--quantization int4 or a smaller model\.\n",
+        tree.text,
+    ), tree.text

@@ -1,0 +1,81 @@
+"""``quire serve`` takes the flags of both services by their own names, and gives each its part."""
+
+import pytest
+from quire_cli.serve.flags import SERVICES, SHARED, ServeFlags, flag_of, read_flags
+from quire_engine.config import EngineConfig
+from quire_proto.cli import read_settings
+from quire_router.config import Settings
+
+
+def test_each_service_gets_its_flags_as_they_were_written() -> None:
+    flags = read_flags(
+        ["demo/model", "--max-num-seqs", "3", "--debug-route", "--no-enable-prefix-caching", "--api-key", "k" * 16]
+    )
+    assert flags.model == "demo/model"
+    assert flags.engine == ["--max-num-seqs=3", "--no-enable-prefix-caching"]
+    assert sorted(flags.router) == [f"--api-key={'k' * 16}", "--debug-route"]
+
+
+def test_a_flag_of_both_goes_to_both_unless_it_is_for_one() -> None:
+    flags = read_flags(["m", "--router-log-level", "debug", "--log-level", "error", "--engine-shutdown-timeout", "9"])
+    assert read_settings(EngineConfig, ["--model=m", *flags.engine]).log_level == "error"
+    assert read_settings(EngineConfig, ["--model=m", *flags.engine]).shutdown_timeout == 9
+    settings = read_settings(Settings, ["--model=m", *flags.router])
+    assert (settings.log_level, settings.shutdown_timeout) == ("debug", 25)
+
+
+def test_names_may_have_slashes_and_be_several() -> None:
+    flags = read_flags(["m", "--served-model-name", "Qwen/Qwen3-0.6B,small", "--served-model-name", "other"])
+    assert flags.names == ["Qwen/Qwen3-0.6B", "small", "other"]
+
+
+def test_the_port_of_rest_has_two_names() -> None:
+    assert read_flags(["m", "--http-port", "81"]).port == read_flags(["m", "--port=81"]).port == 81
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["m", "--max-num-seq=3"], "--max-num-seq is no flag; --max-num-seqs is one"),
+        (["m", "--engine", "a:1"], "--engine is no flag; --engines N starts them"),
+        (["m", "--trust-remote-code"], "--trust-remote-code is no flag; no code of a model's folder is run"),
+        (["m", "--model", "x"], "--model is no flag; quire serve MODEL names it"),
+        (["m", "--engines", "0"], "invalid number of engines value: '0'"),
+        (["m", "--port", "70000"], "invalid port value: '70000'"),
+        ([], "the following arguments are required: MODEL"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        read_flags(arguments)
+    [line] = capsys.readouterr().err.splitlines()
+    assert told in line
+
+
+def test_the_help_lists_every_flag_that_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        read_flags(["--help"])
+    told = capsys.readouterr().out
+    given_by_the_command = {"model", "engine"}
+    for kind in SERVICES.values():
+        for name in kind.model_fields.keys() - given_by_the_command:
+            assert flag_of(name) in told, name
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_flag_that_is_passed_on_is_one_of_the_service(service: str) -> None:
+    """Each with some value: the services' own parsers know the flags that they are given."""
+    kind = SERVICES[service]  # type: ignore[index]
+    known = {"--model=m"} | {flag_of(name) for name in kind.model_fields}
+    values: list[str] = []
+    for name, field in kind.model_fields.items():
+        if name in ("model", "engine", "host", "served_model_name"):
+            continue
+        is_switch = field.annotation is bool or "bool" in str(field.annotation)
+        values += [flag_of(name)] if is_switch else [flag_of(name), "1"]
+    flags: ServeFlags = read_flags(["m", *values])
+    passed = [argument.partition("=")[0] for argument in getattr(flags, service)]
+    assert set(passed) <= known
+    assert len(passed) >= len(kind.model_fields) - len(SHARED) - 5

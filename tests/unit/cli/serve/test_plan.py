@@ -1,0 +1,112 @@
+"""What ``quire serve`` starts: processes with their ports, names and bounds."""
+
+import os
+from pathlib import Path
+
+import pytest
+from quire_cli.serve.flags import read_flags
+from quire_cli.serve.plan import Plan, make_plan
+from quire_cli.serve.ports import PortError, Ports
+from quire_engine.config import EngineConfig
+from quire_proto.cli import read_settings
+from quire_router.config import Settings
+
+from tests.support.ports import free_port
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("QUIRE_ENGINE_", "QUIRE_ROUTER_")):
+            monkeypatch.delenv(name)
+
+
+def plan(*arguments: str, gpus: int = 0) -> Plan:
+    return make_plan(read_flags(["model", *arguments]), Path("model"), Ports(lambda *_: None), gpus)
+
+
+def engines(plan: Plan) -> list[EngineConfig]:
+    return [read_settings(EngineConfig, program.arguments) for program in plan.programs if program.kind == "engine"]
+
+
+def router(plan: Plan) -> Settings:
+    return read_settings(Settings, plan.programs[-1].arguments)
+
+
+def test_the_router_knows_every_engine_by_its_address() -> None:
+    made = plan("--engines", "3")
+    assert [program.name for program in made.programs] == ["engine-1", "engine-2", "engine-3", "router"]
+    assert router(made).engine == [f"127.0.0.1:{engine.port}" for engine in engines(made)]
+    assert len({port for engine in engines(made) for port in (engine.port, engine.metrics_port)}) == 6
+
+
+def test_names_are_those_of_the_flag_or_the_folder() -> None:
+    made = plan("--served-model-name", "Qwen/Qwen3-0.6B,small")
+    assert engines(made)[0].served_model_name == ["Qwen/Qwen3-0.6B", "small"]
+    assert router(made).models == {"Qwen/Qwen3-0.6B": Path("model"), "small": Path("model")}
+    assert made.name == "Qwen/Qwen3-0.6B"
+    assert plan().name == "model"
+
+
+def test_a_gguf_file_is_the_engines_and_its_folder_the_routers(tmp_path: Path) -> None:
+    file = tmp_path / "small.gguf"
+    file.touch()
+    made = make_plan(read_flags([str(file)]), file, Ports(lambda *_: None))
+    assert engines(made)[0].model == file
+    assert router(made).models == {"small": tmp_path}
+
+
+def test_other_ports_follow_the_one_that_was_named() -> None:
+    port = free_port()
+    settings = router(plan("--port", str(port)))
+    assert settings.http_port == port
+    assert port < settings.grpc_port < settings.metrics_port
+
+
+def test_ports_of_variables_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    http, grpc, engine = free_port(), free_port(), free_port()
+    monkeypatch.setenv("QUIRE_ROUTER_HTTP_PORT", str(http))
+    monkeypatch.setenv("QUIRE_ROUTER_GRPC_PORT", str(grpc))
+    monkeypatch.setenv("QUIRE_ENGINE_PORT", str(engine))
+    made = plan("--engines", "2")
+    assert (router(made).http_port, router(made).grpc_port) == (http, grpc)
+    assert [config.port for config in engines(made)] == [engine, engine + 10]
+
+
+def test_a_port_for_two_is_refused() -> None:
+    port = str(free_port())
+    with pytest.raises(PortError, match="wanted twice"):
+        plan("--port", port, "--engine-port", port)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "pool"),
+    [
+        (["--engines", "2"], None, 512 << 20),
+        (["--engines", "1"], None, None),
+        (["--engines", "2", "--kv-cache-memory", "5"], None, 5),
+        (["--engines", "2", "--gpu-memory-utilization", "0.3"], None, None),
+        (["--engines", "2"], "QUIRE_ENGINE_GPU_MEMORY_UTILIZATION", None),
+    ],
+)
+def test_several_engines_have_bounded_pools_unless_someone_decided_otherwise(
+    arguments: list[str], variable: str | None, pool: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if variable:
+        monkeypatch.setenv(variable, "0.3")
+    assert [engine.kv_cache_memory for engine in engines(plan(*arguments))] == [pool] * int(arguments[1])
+
+
+def test_the_log_is_brief_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {engines(plan())[0].log_level, router(plan()).log_level} == {"warning"}
+    monkeypatch.setenv("QUIRE_ENGINE_LOG_LEVEL", "info")
+    made = plan("--router-log-level", "debug")
+    assert (engines(made)[0].log_level, router(made).log_level) == ("info", "debug")
+
+
+def test_each_engine_gets_gpus_of_its_own() -> None:
+    made = plan("--engines", "2", "--tensor-parallel-size", "2", gpus=4)
+    assert [program.environment.get("CUDA_VISIBLE_DEVICES") for program in made.programs] == ["0,1", "2,3", None]
+    assert not any(program.environment for program in plan("--engines", "2", "--device", "cpu", gpus=4).programs)
+    with pytest.raises(ValueError, match="3 engines of 2 GPUs each need 6, and there are 4"):
+        plan("--engines", "3", "--tensor-parallel-size", "2", gpus=4)
