@@ -1,33 +1,64 @@
 """The command ``quire``: finds the subcommand and passes the other arguments on."""
 
+import os
 import sys
+from collections.abc import Sequence
 
 USAGE = """usage: quire COMMAND [FLAGS]
 
 commands:
-  serve MODEL   serve a model on this machine: a router and its engines, one log
-  bench serve   measure an OpenAI-compatible server: latency, throughput and goodput at given request rates
+  serve MODEL      serve a model on this machine: a router and its engines, one log
+  chat             talk to a running server
+  complete         continue a text at a running server
+  bench serve      measure an OpenAI-compatible server: latency, throughput and goodput at given request rates
+  bench offline    measure the engine beside others on this machine (quire-engine bench)
+  simulate engine  try a trace of requests on a scheduler without a model (quire-engine simulate)
+  simulate fleet   try a trace of requests on routers and engines without a model (quire-router simulate)
 
 quire COMMAND --help tells the flags of a command.
 """
+# Commands of the services, which take the place of this process.
+PASSED_ON = {
+    ("bench", "offline"): ("quire_engine.cli", "bench"),
+    ("simulate", "engine"): ("quire_engine.cli", "simulate"),
+    ("simulate", "fleet"): ("quire_router.main", "simulate"),
+}
 
 
 def main() -> None:
     """Runs the subcommand that the arguments begin with. Exits with 2 if they name none."""
     arguments = sys.argv[1:]
-    if arguments[:1] == ["serve"]:
-        from quire_cli.serve.serve_command import serve
-
-        serve(arguments[1:])
-    elif arguments[:2] == ["bench", "serve"]:
+    first, second = [*arguments[:2], "", ""][:2]
+    if (first, second) in PASSED_ON:
+        module, command = PASSED_ON[first, second]
+        os.execv(sys.executable, [sys.executable, "-m", module, command, *arguments[2:]])  # noqa: S606 - this Python
+    elif (first, second) == ("bench", "serve"):
         from quire_cli.bench.serve import bench_serve
 
         bench_serve(arguments[2:])
+    elif first in ("serve", "chat", "complete"):
+        _run(first, arguments[1:])
     elif arguments and arguments[-1] in ("--help", "-h"):
         sys.stdout.write(USAGE)
     else:
         sys.stderr.write(USAGE)
         raise SystemExit(2)
+
+
+def _run(command: str, arguments: Sequence[str]) -> None:
+    """Imports what the command needs, and no more, and runs it."""
+    if command == "serve":
+        from quire_cli.serve.serve_command import serve
+
+        serve(arguments)
+    elif command == "chat":
+        from quire_cli.chat.chat_command import chat
+
+        chat(arguments)
+    else:
+        from quire_cli.chat.chat_command import complete
+
+        complete(arguments)
 
 
 if __name__ == "__main__":

@@ -111,6 +111,9 @@ def test_two_trees_run_beside_each_other_and_each_ends_alone(tmp_path: Path) -> 
             data = [line.removeprefix("data: ") for line in answer.stdout.splitlines() if line.startswith("data: ")]
             assert data[-1] == "[DONE]"
             assert "12" in "".join(json.loads(line)["choices"][0]["delta"].get("content", "") for line in data[:-1])
+        chat = [sys.executable, "-m", "quire_cli.main", "chat", "--url", first.url, "--temperature", "0"]
+        asked = subprocess.run([*chat, "What is 7 plus 5?"], capture_output=True, text=True, timeout=60, check=True)
+        assert "12" in asked.stdout
         assert first.end(signal.SIGTERM) == 143
         assert second.client.models.list().data[0].id == NAME
         assert second.end(signal.SIGKILL) == -signal.SIGKILL

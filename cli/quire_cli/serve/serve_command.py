@@ -20,6 +20,7 @@ from quire_cli.serve.plan import Plan, make_plan
 from quire_cli.serve.ports import PortError, Ports
 from quire_cli.serve.process_tree import ProcessTree, answers
 
+DEFAULT_PORT = 8000
 SLOW_START = 10.0  # seconds after which a start is worth an explanation
 PROCESS_BYTES = 600 << 20  # that an engine takes beside its weights, at the least
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - what to connect to, instead
@@ -121,15 +122,17 @@ def how_to_try(plan: Plan) -> str:
     """Commands that ask for an answer."""
     url = url_of(plan)
     body: dict[str, object] = {"model": plan.name, "stream": True}
+    where = "" if plan.settings.http_port == DEFAULT_PORT else f" --url {url}"
     if has_template(plan.model):
-        route = "chat/completions"
+        route, command = "chat/completions", f"quire chat{where}"
         body["messages"] = [{"role": "user", "content": "What is 7 plus 5?"}]
     else:
-        route = "completions"
+        route, command = "completions", f"quire complete{where} 'Once upon a time'"
         body |= {"prompt": "Once upon a time", "max_tokens": 64}
     key = f'    -H "Authorization: Bearer {_variable_of_key()}" \\\n' if os.environ.get("QUIRE_ROUTER_API_KEY") else ""
     return (
         f"ready: {plan.name} on {url} (gRPC on {plan.settings.grpc_port}); Ctrl-C stops it. Try\n\n"
+        f"  {command}\n\n"
         f"  curl -N {url}/v1/{route} \\\n"
         f"    -H 'Content-Type: application/json' \\\n{key}"
         f"    -d '{json.dumps(body)}'\n"

@@ -63,9 +63,10 @@ def test_the_router_never_imports_torch_or_transformers() -> None:
     assert not names & {"torch", "transformers", "quire_engine"}
 
 
-def test_the_command_needs_neither_the_services_nor_torch() -> None:
-    names = imported("import quire_cli.main, quire_cli.bench.serve")
+def test_the_command_imports_no_torch_and_measures_without_the_services() -> None:
+    names = imported("import quire_cli.main, quire_cli.bench.serve, quire_cli.chat.chat_command")
     assert not names & {"torch", "transformers", "quire_engine", "quire_router", "grpc", "matplotlib"}
+    assert not imported("import quire_cli.serve.serve_command") & {"torch", "transformers", "matplotlib"}
 
 
 def test_the_simulator_needs_neither_torch_nor_what_only_its_plots_need() -> None:

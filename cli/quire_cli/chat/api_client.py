@@ -1,0 +1,161 @@
+"""A client of the OpenAI API for one person: streams that go on after a cut connection, with the standard library.
+
+Each request has an ``Idempotency-Key``, so that Quire numbers its events; where the connection is cut the rest is read
+from ``/v1/requests/{id}/events``, and nothing is printed twice. Other servers ignore the key: their cut streams end
+with an error.
+"""
+
+import json
+import os
+import ssl
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from time import monotonic, sleep
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+READ_TIMEOUT = 60.0  # seconds of silence; Quire's streams have a comment each 5 s
+PATIENCE = 60.0  # seconds in which a stream that was cut is tried again
+PAUSE = 0.5  # seconds between two tries
+_UNAVAILABLE = 503
+_OK = 200
+_NOT_FOUND = 404
+
+
+class ApiError(Exception):
+    """The server cannot be reached, or refuses. The text is one sentence."""
+
+
+class _CutError(Exception):
+    """The stream ended before its end, and can be read on."""
+
+
+class Ask(NamedTuple):
+    """One HTTP request."""
+
+    method: str
+    path: str
+    body: Mapping[str, object] | None = None
+    headers: Mapping[str, str] | None = None
+
+
+class ApiClient:
+    """A server at ``url``, which may end with ``/v1`` or not. ``key`` is the bearer token."""
+
+    def __init__(self, url: str, key: str | None = None, *, patience: float = PATIENCE) -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ApiError(f"{url} is not the URL of a server, such as http://127.0.0.1:8000.")
+        self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+        self._parts = parts
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._patience = patience
+
+    def models(self) -> list[str]:
+        """The names of the models that are served."""
+        with self._response(Ask("GET", "/models")) as response:
+            try:
+                return [str(entry["id"]) for entry in json.loads(response.read())["data"]]
+            except (ValueError, KeyError, TypeError):
+                raise ApiError(f"{self.url}/v1/models is not a list of models.") from None
+
+    def stream(self, path: str, body: Mapping[str, object]) -> Generator[dict[str, Any], None, None]:
+        """The chunks of a streamed answer, each once, across cut connections. If the caller stops reading, the request
+        is cancelled. Raises ``ApiError``.
+        """
+        body = {**body, "stream": True}
+        ask = Ask("POST", path, body, {"Idempotency-Key": uuid4().hex})
+        request_id, ended, began = "", False, False
+        last = monotonic()
+        try:
+            while True:
+                try:
+                    for event_id, chunk in self._events(ask):
+                        request_id, last, began = str(chunk.get("id", "")), monotonic(), True
+                        yield chunk
+                        if event_id:
+                            ask = Ask("GET", f"/requests/{request_id}/events", None, {"Last-Event-ID": event_id})
+                    ended = True
+                    return
+                except ApiError:
+                    ended = True
+                    raise
+                except (OSError, HTTPException, _CutError) as error:
+                    if began and ask.method == "POST":
+                        raise ApiError("the connection was cut, and this server cannot continue an answer.") from None
+                    if not began and isinstance(error, ConnectionRefusedError):
+                        raise ApiError(f"no server answers at {self.url}; quire serve MODEL starts one.") from None
+                    if monotonic() - last > self._patience:
+                        said = str(error) if isinstance(error, _CutError) else f"the connection is lost: {error}."
+                        raise ApiError(said) from None
+                    sleep(PAUSE)
+        finally:
+            if request_id and not ended:
+                self.cancel(request_id)
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request, if the server is there and knows it."""
+        with suppress(ApiError, OSError, HTTPException), self._response(Ask("POST", f"/requests/{request_id}/cancel")):
+            pass
+
+    def _events(self, ask: Ask) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Id and content of each event of one connection. Raises ``_CutError`` if it ends before ``[DONE]``."""
+        with self._response(ask) as response:
+            event_id = ""
+            while line := response.readline():
+                name, _, value = line.decode().rstrip("\r\n").partition(": ")
+                if name == "id":
+                    event_id = value
+                elif name == "data":
+                    if value == "[DONE]":
+                        return
+                    chunk = json.loads(value)
+                    if "error" in chunk:
+                        raise _error_of(chunk["error"])
+                    yield event_id, chunk
+        raise _CutError("the stream ended early")
+
+    @contextmanager
+    def _response(self, ask: Ask) -> Iterator[HTTPResponse]:
+        """The response to a request, if it is a good one. Raises ``ApiError``, ``OSError`` and ``HTTPException``."""
+        kind = HTTPConnection if self._parts.scheme == "http" else HTTPSConnection
+        options: dict[str, Any] = {} if kind is HTTPConnection else {"context": ssl.create_default_context()}
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=READ_TIMEOUT, **options)
+        data = None if ask.body is None else json.dumps(ask.body).encode()
+        headers = {"Content-Type": "application/json"} if data else {}
+        try:
+            connection.request(
+                ask.method, f"{self._prefix}{ask.path}", data, {**self._headers, **headers, **(ask.headers or {})}
+            )
+            response = connection.getresponse()
+            if response.status == _UNAVAILABLE:
+                raise _CutError(_message_of(response))
+            if response.status == _NOT_FOUND and ask.headers and "Last-Event-ID" in ask.headers:
+                raise ApiError("the connection was cut, and the server has forgotten the request since.")
+            if response.status != _OK:
+                raise ApiError(_message_of(response))
+            yield response
+        finally:
+            connection.close()
+
+
+def key_of_environment() -> str | None:
+    """The key that is sent where no flag names one."""
+    return os.environ.get("QUIRE_API_KEY") or os.environ.get("OPENAI_API_KEY")
+
+
+def _error_of(error: Mapping[str, Any]) -> Exception:
+    message = str(error.get("message", "the server ended the answer with an error."))
+    return _CutError(message) if error.get("resumable") else ApiError(message)
+
+
+def _message_of(response: HTTPResponse) -> str:
+    """What an error response says."""
+    text = response.read(1 << 16).decode(errors="replace")
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answers HTTP {response.status}: {text.strip()[:200] or response.reason}"

@@ -1,0 +1,180 @@
+"""The commands ``quire chat`` and ``quire complete``: what is typed goes to a running server, its answer to the
+terminal as it is generated.
+
+Ctrl-C ends an answer, and cancels its request; at the prompt it ends the command, as Ctrl-D does.
+"""
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from typing import NoReturn
+
+from quire_proto.cli import FlagParser
+
+from quire_cli.chat.api_client import ApiClient, ApiError, key_of_environment
+
+URL = "http://127.0.0.1:8000"
+INTERRUPTED = 130
+PROMPT = "> "
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+CHAT = """Talks to a running server, by default the one that quire serve starts.
+
+Without MESSAGE it asks for one after the other, and the model sees the whole conversation; /new begins
+another one. MESSAGE alone is answered once. Text that is piped in is part of the message."""
+COMPLETE = """Continues a text at a running server, by default the one that quire serve starts.
+
+PROMPT, or the text that is piped in, is printed together with its continuation."""
+Message = Mapping[str, str]
+
+
+def chat(arguments: Sequence[str]) -> None:
+    """Runs ``quire chat``. Exits with 1 and one sentence if the server cannot answer."""
+    parser = _parser("quire chat", CHAT)
+    parser.add_argument("message", nargs="*", metavar="MESSAGE", help="what is asked")
+    parser.add_argument("--system", metavar="TEXT", help="instructions before the conversation")
+    flags = parser.parse_args(list(arguments))
+    _guarded(lambda: _chat(flags))
+
+
+def complete(arguments: Sequence[str]) -> None:
+    """Runs ``quire complete``. Exits with 1 and one sentence if the server cannot answer."""
+    parser = _parser("quire complete", COMPLETE)
+    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="the text to continue")
+    flags = parser.parse_args(list(arguments))
+    _guarded(lambda: _complete(flags))
+
+
+def _parser(name: str, description: str) -> FlagParser:
+    parser = FlagParser(name, description, {})
+    parser.add_argument("--url", default=URL, metavar="URL", help=f"the server (default: {URL})")
+    parser.add_argument("--api-key", metavar="KEY", help="by default QUIRE_API_KEY or OPENAI_API_KEY")
+    parser.add_argument("--model", metavar="NAME", help="by default the only one that is served")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer")
+    parser.add_argument("--temperature", type=float, metavar="NUMBER", help="how freely is chosen; 0: never")
+    parser.add_argument("--top-p", type=float, metavar="NUMBER", help="part of the probability that is chosen from")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same choices each time")
+    return parser
+
+
+def _guarded(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except ApiError as error:
+        _quit(str(error), 1)
+    except BrokenPipeError:  # ``| head``; a reader that is gone needs no sentence
+        sys.stdout = None  # what is buffered cannot be written at the exit either
+        raise SystemExit(1) from None
+    except OSError as error:
+        _quit(f"the server cannot be reached: {error}.", 1)
+    except KeyboardInterrupt:
+        sys.stdout.write("\n")
+        raise SystemExit(INTERRUPTED) from None
+
+
+def _chat(flags: Namespace) -> None:
+    client = _client(flags)
+    body = _body(flags, client)
+    beginning: list[Message] = [{"role": "system", "content": flags.system}] if flags.system else []
+    message = _given(flags.message)
+    if message is not None:
+        _show_chat(client, body, [*beginning, {"role": "user", "content": message}])
+        return
+    sys.stderr.write(f"{body['model']} at {client.url}; /new begins another conversation, Ctrl-D ends\n")
+    messages = list(beginning)
+    for line in _lines():
+        if line == "/new":
+            messages = list(beginning)
+            continue
+        messages.append({"role": "user", "content": line})
+        try:
+            messages.append({"role": "assistant", "content": _show_chat(client, body, messages)})
+        except KeyboardInterrupt:
+            sys.stdout.write("\n")
+            messages.pop()  # an answer that nobody wanted, and its question
+        except ApiError as error:
+            sys.stderr.write(f"quire: {error}\n")
+            messages.pop()
+
+
+def _complete(flags: Namespace) -> None:
+    client = _client(flags)
+    prompt = _given(flags.prompt)
+    if not prompt:
+        _quit("quire complete: PROMPT is needed, as an argument or piped in.", 2)
+    body = {"max_tokens": 256, **_body(flags, client), "prompt": prompt}
+    _show(prompt)
+    with closing(client.stream("/completions", body)) as chunks:
+        for chunk in chunks:
+            _show("".join(choice.get("text") or "" for choice in chunk.get("choices", ())))
+    _show("\n")
+
+
+def _show_chat(client: ApiClient, body: Mapping[str, object], messages: Sequence[Message]) -> str:
+    """Prints an answer as it comes, thoughts dimmed; returns it without its thoughts."""
+    answer, thinking = "", False
+    with closing(client.stream("/chat/completions", {**body, "messages": messages})) as chunks:
+        for delta in (choice.get("delta", {}) for chunk in chunks for choice in chunk.get("choices", ())):
+            thought, text = delta.get("reasoning_content") or "", delta.get("content") or ""
+            if sys.stdout.isatty() and thinking != bool(thought) and (thought or text):
+                _show(DIM if thought else f"{PLAIN}\n")
+                thinking = bool(thought)
+            _show(thought + text if sys.stdout.isatty() else text)
+            answer += text
+    _show(f"{PLAIN}\n" if thinking else "\n")
+    return answer
+
+
+def _client(flags: Namespace) -> ApiClient:
+    return ApiClient(flags.url, flags.api_key or key_of_environment())
+
+
+def _body(flags: Namespace, client: ApiClient) -> dict[str, object]:
+    """The fields of each request that the flags set, and the model."""
+    names = ("max_tokens", "temperature", "top_p", "seed")
+    given: dict[str, object] = {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
+    return {"model": flags.model or _only_model(client), **given}
+
+
+def _only_model(client: ApiClient) -> str:
+    try:
+        models = client.models()
+    except ConnectionRefusedError:
+        raise ApiError(f"no server answers at {client.url}; quire serve MODEL starts one.") from None
+    if len(models) != 1:
+        raise ApiError(f"{client.url} serves {', '.join(models) or 'no model'}: choose with --model.")
+    return models[0]
+
+
+def _given(words: Sequence[str]) -> str | None:
+    """The arguments and what is piped in; None where there is neither."""
+    piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
+    parts = [part for part in (" ".join(words), piped.rstrip("\n")) if part]
+    return "\n\n".join(parts) or None
+
+
+def _lines() -> Iterator[str]:
+    """What is typed, line by line, until Ctrl-D or Ctrl-C."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401 - gives input() its history and its editing
+    while True:
+        try:
+            line = input(PROMPT).strip()
+        except (EOFError, KeyboardInterrupt):
+            sys.stdout.write("\n")
+            return
+        if line:
+            yield line
+
+
+def _show(text: str) -> None:
+    if text:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def _quit(sentence: str, status: int) -> NoReturn:
+    sys.stderr.write(f"quire: {sentence}\n" if status == 1 else f"{sentence}\n")
+    raise SystemExit(status)

@@ -1,0 +1,289 @@
+"""``quire chat`` and ``quire complete`` print an answer once, whatever happens to its connections."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quire_cli.chat.api_client import ApiClient, ApiError
+
+from tests.support.ports import free_port
+from tests.support.processes import eventually
+
+WORDS = ["Once", " upon", " a", " time", ",", " there", " was", " a", " fox", "."]
+
+
+@dataclass
+class Asked:
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+
+
+@dataclass
+class Server:
+    """Answers chats and completions with ``WORDS``, in events with ids, and cuts each connection after as many events
+    as ``cuts`` says, one number for each connection, until none is left.
+    """
+
+    port: int
+    cuts: list[int] = field(default_factory=list)
+    models: tuple[str, ...] = ("demo",)
+    ids: bool = True
+    error: dict[str, Any] | None = None  # sent in the place of a cut
+    forgets: bool = False
+    hangs: bool = False  # after the first event
+    asked: list[Asked] = field(default_factory=list)
+    closed: Event = field(default_factory=Event)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def of(self, path: str) -> list[Asked]:
+        return [asked for asked in self.asked if path in asked.path]
+
+
+class Handler(BaseHTTPRequestHandler):
+    script: Server
+
+    def do_GET(self) -> None:
+        self.note({})
+        if self.path == "/v1/models":
+            self.whole(200, {"data": [{"id": name} for name in self.script.models]})
+        elif self.script.forgets:
+            self.whole(404, {"error": {"message": "There is no such request."}})
+        else:
+            self.events(int(self.headers["Last-Event-ID"]) + 1)
+
+    def do_POST(self) -> None:
+        self.note(json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}"))
+        if self.path.endswith("/cancel"):
+            self.whole(200, {})
+        else:
+            self.events(0)
+
+    def note(self, body: dict[str, Any]) -> None:
+        self.script.asked.append(Asked(self.command, self.path, dict(self.headers.items()), body))
+
+    def whole(self, status: int, body: object) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def events(self, first: int) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        left = self.script.cuts.pop(0) if self.script.cuts else len(WORDS) + 1
+        for position, word in list(enumerate(WORDS))[first:]:
+            if left == 0:
+                return self.cut()
+            left -= 1
+            choice = {"index": 0, "text": word, "delta": {"content": word}}
+            self.event({"id": "cmpl-7", "choices": [choice]}, f"id: {position}\n" if self.script.ids else "")
+            if self.script.hangs:
+                self.script.closed.wait(60)
+                return
+        if left == 0:
+            return self.cut()
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def event(self, content: object, event_id: str = "") -> None:
+        self.wfile.write(f"{event_id}data: {json.dumps(content)}\n\n: waiting\n".encode())
+
+    def cut(self) -> None:
+        if self.script.error:
+            self.event({"error": self.script.error})
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def serving(**behaviour: Any) -> Iterator[Server]:
+    server = Server(free_port(), **behaviour)
+    with ThreadingHTTPServer(("127.0.0.1", server.port), type("Scripted", (Handler,), {"script": server})) as listening:
+        thread = Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.closed.set()
+            listening.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire_cli.chat.api_client.PAUSE", 0.0)
+
+
+def text_of(client: ApiClient) -> str:
+    chunks = client.stream("/completions", {"model": "demo", "prompt": "x"})
+    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+
+
+@given(cuts=st.lists(st.integers(0, len(WORDS)), max_size=5), resumable_error=st.booleans())
+def test_wherever_connections_are_cut_every_token_comes_once(cuts: list[int], resumable_error: bool) -> None:
+    error = {"message": "This router is shutting down.", "resumable": True} if resumable_error else None
+    with serving(cuts=list(cuts), error=error) as server:
+        assert text_of(ApiClient(server.url)) == "".join(WORDS)
+        keys = {asked.headers["Idempotency-Key"] for asked in server.of("/completions")}
+        assert len(keys) == 1, "the request is the same one until its first event"
+        assert not server.of("/cancel")
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "told"),
+    [
+        ({"cuts": [3], "ids": False}, "the connection was cut, and this server cannot continue an answer"),
+        ({"cuts": [3], "forgets": True}, "the server has forgotten the request since"),
+        ({"cuts": [3], "error": {"message": "Out of tokens.", "resumable": False}}, "Out of tokens."),
+    ],
+)
+def test_an_answer_that_cannot_go_on_ends_with_a_sentence(behaviour: dict[str, Any], told: str) -> None:
+    with serving(**behaviour) as server, pytest.raises(ApiError, match=told):
+        text_of(ApiClient(server.url))
+
+
+def test_a_stream_that_stays_cut_ends() -> None:
+    with serving(cuts=[2] + [0] * 100_000) as server, pytest.raises(ApiError, match="ended early"):
+        text_of(ApiClient(server.url, patience=0.2))
+
+
+def test_who_stops_reading_cancels() -> None:
+    with serving() as server:
+        chunks = ApiClient(server.url).stream("/completions", {"prompt": "x"})
+        next(chunks)
+        chunks.close()
+        assert [asked.path for asked in server.of("/cancel")] == ["/v1/requests/cmpl-7/cancel"]
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_the_url_may_end_with_the_version(suffix: str) -> None:
+    with serving() as server:
+        assert ApiClient(server.url + suffix).models() == ["demo"]
+
+
+# The commands
+
+
+def command(server: Server, *arguments: str) -> list[str]:
+    name, *others = arguments
+    return [sys.executable, "-m", "quire_cli.main", name, "--url", server.url, *others]
+
+
+def run(server: Server, *arguments: str, piped: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(server, *arguments), input=piped, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_message_is_answered_by_the_only_model() -> None:
+    with serving(cuts=[4]) as server:
+        done = run(
+            server, "chat", "Tell me", "a story", "--temperature", "0", "--api-key", "secret", piped="about foxes"
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "".join(WORDS) + "\n", "")
+        [asked] = server.of("/chat/completions")
+        assert asked.headers["Authorization"] == "Bearer secret"
+        assert asked.body == {
+            "model": "demo",
+            "temperature": 0.0,
+            "messages": [{"role": "user", "content": "Tell me a story\n\nabout foxes"}],
+            "stream": True,
+        }
+
+
+def test_a_text_is_printed_with_its_continuation() -> None:
+    with serving() as server:
+        assert run(server, "complete", "It was so:").stdout == f"It was so:{''.join(WORDS)}\n"
+        assert server.of("/completions")[0].body["prompt"] == "It was so:"
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "arguments", "status", "told"),
+    [
+        ({"models": ("a", "b")}, ("chat", "x"), 1, "serves a, b: choose with --model."),
+        ({"models": ()}, ("chat", "x"), 1, "serves no model: choose with --model."),
+        ({}, ("complete",), 2, "PROMPT is needed"),
+        ({}, ("chat", "--tempratur", "1"), 2, "--tempratur is no flag; --temperature is one"),
+        ({}, ("chat", "x", "--url", f"http://127.0.0.1:{free_port()}"), 1, "quire serve MODEL starts one."),
+        ({}, ("chat", "x", "--url", "ftp://a"), 1, "ftp://a is not the URL of a server"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(
+    behaviour: dict[str, Any], arguments: tuple[str, ...], status: int, told: str
+) -> None:
+    with serving(**behaviour) as server:
+        done = run(server, *arguments)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_ctrl_c_cancels_the_request() -> None:
+    with serving(hangs=True) as server:
+        asking = subprocess.Popen(command(server, "chat", "x"), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        assert asking.stdout is not None
+        assert asking.stdout.read(4) == b"Once"
+        asking.send_signal(signal.SIGINT)
+        assert asking.wait(30) == 130
+        assert server.of("/cancel")
+
+
+def test_the_model_sees_the_conversation_until_another_one_begins() -> None:
+    with serving() as server, terminal(command(server, "chat", "--system", "Be brief.")) as (type_in, shown):
+        answer = "".join(WORDS)
+        for number, line in enumerate(("first", "second", "/new", "third"), 1):
+            type_in(f"{line}\n")
+            eventually(lambda number=number: shown().count("> ") > number)
+        type_in("\x04")
+        histories = [[message["content"] for message in asked.body["messages"]] for asked in server.of("/chat")]
+        assert histories == [
+            ["Be brief.", "first"],
+            ["Be brief.", "first", answer, "second"],
+            ["Be brief.", "third"],
+        ]
+
+
+@contextmanager
+def terminal(arguments: list[str]) -> Iterator[tuple[Callable[[str], None], Callable[[], str]]]:
+    """Runs a command in a terminal; it has to end by itself, with 0."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(arguments, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    seen: list[bytes] = []
+
+    def read() -> None:
+        try:
+            while piece := os.read(ours, 4096):
+                seen.append(piece)
+        except OSError:  # the other end is closed
+            return
+
+    reader = Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        eventually(lambda: b"> " in b"".join(seen))
+        yield lambda text: os.write(ours, text.encode()) and None, lambda: b"".join(seen).decode()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        reader.join(10)
+        os.close(ours)
