@@ -2,7 +2,8 @@
 experts on top of it), and what the folder says about any model: end tokens, revision, rope length.
 
 ``config.json`` is read through transformers' own configuration classes, so that defaults and both spellings of the rope
-parameters mean what they mean there. Code from a model folder is never run.
+parameters mean what they mean there; a file that leaves nothing to them is read without (``plain_config``), as they
+take long to import. Code from a model folder is never run.
 """
 
 import json
@@ -12,10 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire_engine.checkpoint.gguf import GGUF_SUFFIX, GgufFile, find_gguf, gguf_config
+from quire_engine.checkpoint.plain_config import plain_config
 from quire_engine.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
 
 # The architectures that have own code, with their model types in config.json.
 SUPPORTED_ARCHITECTURES = {
@@ -188,9 +193,12 @@ def _check_sizes(path: Path, raw: dict[str, Any]) -> None:
 
 
 def _parse_config(path: Path, architecture: str, raw: dict[str, Any]) -> Any:
+    model_type = SUPPORTED_ARCHITECTURES[architecture]
+    if plain := plain_config(model_type, raw):
+        return plain
     from transformers import CONFIG_MAPPING
 
-    return to_hf_config(path, raw, CONFIG_MAPPING[SUPPORTED_ARCHITECTURES[architecture]])
+    return to_hf_config(path, raw, CONFIG_MAPPING[model_type])
 
 
 def _head_dim(hf: Any) -> int:
@@ -269,14 +277,29 @@ def _rope_frequencies(path: Path, hf: Any, factors: Sequence[float] | None) -> t
 
 def _compute_rope_frequencies(kind: str, hf: Any) -> tuple[tuple[float, ...], float]:
     import torch
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    if kind == "default":
+    if kind in ("default", "llama3"):
         size = _head_dim(hf)
         exponents = torch.arange(0, size, 2, dtype=torch.float) / size
-        return tuple((1.0 / (hf.rope_parameters["rope_theta"] ** exponents)).tolist()), 1.0
+        plain = 1.0 / (hf.rope_parameters["rope_theta"] ** exponents)
+        return tuple((plain if kind == "default" else _llama3_frequencies(plain, hf.rope_parameters)).tolist()), 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
     return tuple(frequencies.tolist()), float(scale)
+
+
+def _llama3_frequencies(plain: "torch.Tensor", rope: dict[str, Any]) -> "torch.Tensor":
+    """Llama 3.1's: low frequencies divided by ``factor``, high ones as they are, and a mixture in between."""
+    import torch
+
+    low, high, length = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    wavelengths = 2 * math.pi / plain
+    divided = torch.where(wavelengths > length / low, plain / rope["factor"], plain)
+    share = (length / wavelengths - low) / (high - low)
+    mixed = (1 - share) * divided / rope["factor"] + share * divided
+    is_between = ~(wavelengths < length / high) * ~(wavelengths > length / low)
+    return torch.where(is_between, mixed, divided)
 
 
 def _check_shape(path: Path, config: DecoderConfig) -> None:
