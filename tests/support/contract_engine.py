@@ -185,11 +185,11 @@ class ContractEngine:
         told = sampling.HasField("logprobs") or sampling.best_of > sampling.n
         values = [self.script.logprob(index, position) for position in range(begin, end)] if told else []
         score = -1.0 - index if sampling.beam_width and reason == STOP else None
-        plain = len(token_ids) == 1 and not reason and not told and not sampling.beam_width
+        plain = bool(token_ids) and not reason and not told and not sampling.beam_width
         if self.columns and run.message.handle and run.started and plain:
-            self._tokens.handles.append(run.message.handle + index)
+            self._tokens.handles.extend([run.message.handle + index] * len(token_ids))
             self._tokens.token_ids.extend(token_ids)
-            self._tokens.positions.append(begin)
+            self._tokens.positions.extend(range(begin, end))
             return
         run.started = True
         self._outputs.append(

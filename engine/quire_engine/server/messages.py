@@ -55,10 +55,10 @@ def output_to_proto(output: EngineCoreOutput, request_id: str) -> list[pb.Sequen
     return [*earlier, last]
 
 
-def is_token(output: EngineCoreOutput) -> bool:
-    """Whether an output is one token and nothing else, so that it can be a line of ``TokenColumns``."""
+def is_tokens(output: EngineCoreOutput) -> bool:
+    """Whether an output is tokens and nothing else, so that each can be a line of ``TokenColumns``."""
     return (
-        len(output.token_ids) == 1
+        bool(output.token_ids)
         and output.finish_reason is None
         and not output.logprobs
         and not output.prompt_logprobs

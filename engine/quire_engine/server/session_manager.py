@@ -27,7 +27,7 @@ from quire_engine.server.messages import (
     abort_to_proto,
     cached_to_proto,
     events_to_proto,
-    is_token,
+    is_tokens,
     load_to_proto,
     output_to_proto,
     refusal_to_proto,
@@ -74,10 +74,13 @@ class _SessionStep:
     positions: list[int] = field(default_factory=list)
 
     def add(self, live: LiveRequest, output: EngineCoreOutput) -> None:
-        if live.handle and live.started and is_token(output):
-            self.handles.append(live.handle + output.index)
-            self.token_ids.append(output.token_ids[0])
-            self.positions.append(output.position)
+        if live.handle and live.started and is_tokens(output):
+            handle, position = live.handle + output.index, output.position
+            for token_id in output.token_ids:  # several, where drafts were right
+                self.handles.append(handle)
+                self.token_ids.append(token_id)
+                self.positions.append(position)
+                position += 1
         else:
             live.started = True
             self.outputs += output_to_proto(output, live.request_id)

@@ -382,8 +382,9 @@ Global___StepBatch: _TypeAlias = StepBatch  # noqa: Y015
 
 @_typing.final
 class TokenColumns(_message.Message):
-    """Outputs that are one token and nothing else, of requests whose Submit had a handle; entry i of each column is of the same output.
-    Never a request's first output. Columns are read in a fraction of the time that as many messages take.
+    """Outputs that are tokens and nothing else, of requests whose Submit had a handle; entry i of each column is of the same token. A choice
+    that got several tokens in the step has as many entries, in their order. Never a request's first output. Columns are read in a
+    fraction of the time that as many messages take.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

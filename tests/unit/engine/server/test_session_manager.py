@@ -22,6 +22,7 @@ from quire_engine.server.session_manager import SessionManager
 from quire_engine.server.tracing import TraceExporter
 from quire_proto.sampling import TokenLogprobs
 
+from tests.support.guessing import guess
 from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor
 from tests.support.slow_grammars import EmptyGrammar, Watched
 from tests.support.waiting import until
@@ -32,14 +33,15 @@ CAPACITY = KVCacheConfig(4, 40, 0)
 class Engine:
     """A manager on a core that is stepped by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, guesses: bool = False) -> None:
         self.grammars = Watched()
         spans = TraceExporter(enabled=False, step_interval=1)
         self.manager = SessionManager(7, grace=0.05, tracing=spans, grammars=self.grammars.compiler)
         config = SchedulerConfig(max_model_len=100, vocab_size=VOCAB_SIZE)
-        self.core = EngineCore(
-            Scheduler(config, KVCacheManager(CAPACITY)), PagedExecutor(CAPACITY), self.manager.publish
-        )
+        scheduler = Scheduler(config, KVCacheManager(CAPACITY))
+        if guesses:
+            guess(scheduler, 1)
+        self.core = EngineCore(scheduler, PagedExecutor(CAPACITY), self.manager.publish)
         self.manager.bind(self.core)
 
     async def open(self, session_id: str, last_sequence: int = 0) -> tuple[Session, int, pb.Snapshot]:
@@ -186,17 +188,18 @@ def unpacked(batches: list[pb.StepBatch], names: dict[int, tuple[str, int]]) -> 
     for batch in batches:
         columns = batch.tokens
         rows = zip(columns.handles, columns.token_ids, columns.positions, strict=True)
-        told = [(names[handle], position, [token_id]) for handle, token_id, position in rows]
-        told += [((each.request_id, each.index), each.position, list(each.token_ids)) for each in batch.outputs]
-        assert len({choice for choice, _, _ in told}) == len(told)
+        told = [((each.request_id, each.index), each.position, list(each.token_ids)) for each in batch.outputs]
+        assert not {choice for choice, _, _ in told} & {names[handle] for handle in columns.handles}
+        told += [(names[handle], position, [token_id]) for handle, token_id, position in rows]
         for choice, position, token_ids in told:
             assert len(made.setdefault(choice, [])) == position
             made[choice] += token_ids
     return made
 
 
-async def test_a_router_that_reads_columns_gets_the_same_tokens_as_one_that_does_not() -> None:
-    engine = Engine()
+@pytest.mark.parametrize("guesses", [False, True])
+async def test_a_router_that_reads_columns_gets_the_same_tokens_as_one_that_does_not(*, guesses: bool) -> None:
+    engine = Engine(guesses=guesses)
     (old, _, _), (new, _, _) = await engine.open("old"), await engine.open("new")
     for session, handle in ((old, 0), (new, 7)):
         for number, (name, n) in enumerate((("a", 2), ("b", 1))):
@@ -209,8 +212,11 @@ async def test_a_router_that_reads_columns_gets_the_same_tokens_as_one_that_does
     assert not any(batch.HasField("tokens") for batch in plain)
     names = {7: ("a", 0), 8: ("a", 1), 9: ("b", 0)}
     assert unpacked(packed, names) == unpacked(plain, {})
-    assert sum(len(batch.tokens.handles) for batch in packed) >= 3 * 4 - 1  # all but first outputs and ends
-    assert sum(len(batch.outputs) for batch in packed) <= 2 + 3 + 1
+    columns = [list(batch.tokens.handles) for batch in packed]
+    assert any(len(set(handles)) < len(handles) for handles in columns) == guesses
+    if not guesses:
+        assert sum(map(len, columns)) >= 3 * 4 - 1  # all but first outputs and ends
+    assert sum(len(batch.outputs) for batch in packed) <= 2 + 3 + 1  # each choice's first and last
     ends = [[each.finish_reason for each in outputs_of(batches) if each.finish_reason] for batches in (plain, packed)]
     assert ends[0] == ends[1]
     assert len(ends[0]) == 3
