@@ -41,7 +41,6 @@ from quire_router.api.rpc.grpc_server import CallLimits, RpcServer
 from quire_router.api.service import ApiService
 from quire_router.autoscale.load_totals import Load, LoadPublisher, LocalLoad, RedisLoad
 from quire_router.autoscale.scaling_server import start_scaling_servers
-from quire_router.clients.redis_client import RedisAccess
 from quire_router.config import Settings, connections_within, log_startup_warnings, raise_descriptor_limit
 from quire_router.core import metrics
 from quire_router.core.metrics import WorkerContext
@@ -53,9 +52,11 @@ from quire_router.engines.load_sharing import LoadSharing
 from quire_router.engines.output_stream import ATTEMPT_FAILURES
 from quire_router.engines.pool import EnginePool, ModelIdentity
 from quire_router.engines.settings import ConnectionSettings, assumed_limits
+from quire_router.journal.buffered_journal import BufferedJournal
 from quire_router.journal.codec import JournalSettings
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis.redis_journal import RedisJournal
+from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
 from quire_router.placement.placer import Placer
 from quire_router.placement.policies import PlacementSettings
 from quire_router.placement.prefix_index import PrefixIndex
@@ -272,7 +273,7 @@ class Components:
         redis = settings.redis
         # One membership: the owner of leases in the journal, and the sender of load to routers and autoscalers.
         router_id = uuid4().hex
-        self.journal = _journal(redis, router_id, settings.retention)
+        self.journal = _journal(settings, router_id)
         self.shared_limiter = None if redis is None else RedisRateLimiter(redis)
         self.speculative_blocks = SpeculativeBlocks(self.fleet.table, self.index)
         self.load_sharing = (
@@ -357,10 +358,16 @@ def _queue_settings(settings: Settings) -> QueueSettings:
     )
 
 
-def _journal(redis: RedisAccess | None, router_id: str, retention: float) -> RedisJournal | MemoryJournal:
-    if redis is None:
-        return MemoryJournal(retention=retention)
-    journal = RedisJournal(redis, owner=router_id, settings=JournalSettings(retention=retention))
+def _journal(settings: Settings, router_id: str) -> BufferedJournal | MemoryJournal:
+    """Raises ``JournalFileError``."""
+    times = JournalSettings(retention=settings.retention)
+    journal: BufferedJournal
+    if settings.redis is not None:
+        journal = RedisJournal(settings.redis, owner=router_id, settings=times)
+    elif settings.journal_file is not None:
+        journal = SqliteJournal(settings.journal_file, owner=router_id, settings=times)
+    else:
+        return MemoryJournal(retention=settings.retention)
     journal.start()
     return journal
 

@@ -224,7 +224,12 @@ class Settings(CliSettings):
     workers: Annotated[int, Field(ge=1, le=256)] = Field(
         default=1, description="Processes that share the ports; more than one need --redis-url."
     )
-    redis_url: SecretStr | None = Field(default=None, description="Where request state is kept; none: in memory.")
+    redis_url: SecretStr | None = Field(
+        default=None, description="Redis, where routers keep and share request state; none: --journal-file, or memory."
+    )
+    journal_file: Path | None = Field(
+        default=None, description="SQLite file where one router keeps request state, instead of Redis; none: memory."
+    )
     redis_username: Annotated[str, Field(pattern=r"^\S+$")] | None = Field(
         default=None, description="User of Redis; none: the one in the URL, or the default user."
     )
@@ -275,6 +280,12 @@ class Settings(CliSettings):
     def _workers_share(self) -> Self:
         if self.workers > 1 and self.redis_url is None:
             raise ValueError("--workers needs --redis-url: several processes know of each other through Redis.")
+        return self
+
+    @model_validator(mode="after")
+    def _one_journal(self) -> Self:
+        if self.redis_url is not None and self.journal_file is not None:
+            raise ValueError("--journal-file and --redis-url exclude each other: request state is kept in one place.")
         return self
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ from quire_proto.sampling import SamplingParams
 from quire_router.core.generation import GenerationRequest
 from quire_router.journal.base import Lease, RequestRecord
 from quire_router.journal.codec import JournalSettings
-from quire_router.journal.redis.redis_connection import BACKGROUND, keys
+from quire_router.journal.redis.redis_connection import BACKGROUND, RedisHealth, keys
 from quire_router.journal.redis.redis_journal import RedisJournal
 from quire_router.journal.redis.store import RedisStore
 from redis.asyncio import Redis
@@ -69,8 +69,9 @@ async def expire(server: RedisServer, request_id: str) -> None:
 
 @asynccontextmanager
 async def store_at(server: RedisServer) -> AsyncIterator[RedisStore]:
+    settings = JournalSettings()
     async with redis_at(server) as client:
-        yield RedisStore(client, JournalSettings())
+        yield RedisStore(client, settings, RedisHealth(client, settings.settle))
 
 
 async def store_row(redis: Redis, request_id: str, row: bytes) -> None:

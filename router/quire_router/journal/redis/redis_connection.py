@@ -6,7 +6,6 @@ that it had.
 """
 
 import asyncio
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,15 +15,12 @@ from time import monotonic
 from typing import Any
 
 from hiredis import pack_command
-from quire_proto.errors import QuireError, internal
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
 from quire_router.clients.redis_client import lua_source
+from quire_router.journal.buffered_journal import MAX_WAIT
 
-log = logging.getLogger(__name__)
-
-MAX_REDIS_WAIT = 0.5  # seconds that a request waits for Redis where it can go on, or begin, without
 _CORRUPTION_MESSAGES = ("WRONGTYPE", "DAMAGED", "string exceeds maximum allowed size", "attempt to")
 
 
@@ -134,7 +130,7 @@ class RedisHealth:
 
     @contextmanager
     def track_exchange(self, *, writes: bool = False) -> Iterator[None]:
-        """Around an exchange with Redis. One that takes longer than ``MAX_REDIS_WAIT`` while no other gets a reply
+        """Around an exchange with Redis. One that takes longer than ``MAX_WAIT`` while no other gets a reply
         means that Redis was unavailable. Replies to reads say nothing of replies to ``writes``. With many exchanges at
         once, one may only have waited here for its turn, and must not make Redis count as unavailable for all others.
         """
@@ -150,7 +146,7 @@ class RedisHealth:
     def _check_latency(self, writes: bool) -> None:
         """Marks Redis unavailable if it has sent no reply since the oldest outstanding exchange, for too long."""
         first = next(iter(self._outstanding[writes].values()))
-        if monotonic() - max(first, self._last_reply[writes]) > MAX_REDIS_WAIT:
+        if monotonic() - max(first, self._last_reply[writes]) > MAX_WAIT:
             self.mark_unavailable()
 
     def mark_unavailable(self) -> None:
@@ -191,9 +187,3 @@ def to_milliseconds(time: tuple[int, int]) -> int:
 def is_corruption(error: Exception) -> bool:
     """Whether an error is of one record's keys, and will come again, rather than of Redis, which may pass."""
     return isinstance(error, ResponseError) and any(sign in str(error) for sign in _CORRUPTION_MESSAGES)
-
-
-def corrupt_record_error(request_id: str) -> QuireError:
-    """The error if what is stored is no record; logs it."""
-    log.error("the record of request %s is damaged", request_id)
-    return internal()

@@ -1,39 +1,30 @@
 """What a journal reads from Redis, and changes there at once: calls that wait for the reply.
 
-``RedisStore`` has the calls; ``RedisFollower`` follows one record that any router may be writing, and reads only what
-is new; ``OrphanFinder`` looks for background requests without a lease.
+``RedisStore`` has the calls; ``OrphanFinder`` looks for background requests without a lease.
 """
 
 import logging
-from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from quire_proto.errors import internal
 from quire_proto.sampling import FinishReason
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import NoScriptError, RedisError, ResponseError
 
-from quire_router.core.errors import journal_unavailable
 from quire_router.core.generation import GenerationRequest
-from quire_router.journal.base import MAX_ORPHANS, Lease, RecordUpdate, encode_error, partial_update
+from quire_router.journal.base import MAX_ORPHANS, Lease, encode_error
+from quire_router.journal.buffered_journal import StoredRecord
 from quire_router.journal.codec import (
     MAX_LEASE,
     MIN_RETENTION,
     STATUS_FIELDS,
-    TOKEN_BYTES,
     CorruptRecordError,
     JournalSettings,
-    decode_epoch,
-    decode_num_choices,
-    decode_state,
     is_epoch,
-    pack_tokens,
-    unpack_tokens,
-    verify_checksum,
 )
+from quire_router.journal.follower import RawRecordUpdate
 from quire_router.journal.redis.redis_connection import (
     BACKGROUND,
     CANCEL,
@@ -43,62 +34,32 @@ from quire_router.journal.redis.redis_connection import (
     INDEX,
     OPEN,
     LuaScript,
+    RedisHealth,
     ScriptReply,
-    corrupt_record_error,
     is_corruption,
     keys,
     to_milliseconds,
 )
 from quire_router.journal.redis.writer import open_arguments
-from quire_router.journal.token_log import TokenLogReader, log_checksum, read_chunk
 
 log = logging.getLogger(__name__)
 
-UPDATE_FIELDS = ("epoch", "reason", "error", "usage", "lease_expires", "sum")
 MAX_EXAMINED = 4 * MAX_ORPHANS
 T = TypeVar("T")
-StoredRecord = tuple[dict[bytes, bytes], bytes, int]
-"""A record's fields, its packed token log, and Redis' time in ms."""
-
-
-@dataclass(frozen=True, slots=True)
-class RawRecordUpdate:
-    """Some fields of a record, the ``length`` of its packed token log in bytes, the log from some byte on (``packed``),
-    and the time in ms by Redis' clock, all of one moment.
-    """
-
-    fields: Mapping[bytes, bytes]
-    length: int
-    packed: bytes
-    now: int
 
 
 class RedisStore:
-    """The calls. Each is one exchange, and repeated once when its connection turns out to be dead: all of them are
-    idempotent. They raise what the client raises, or ``CorruptRecordError``; ``call`` makes a ``QuireError`` of that.
+    """See ``RecordStore``. Each call is one exchange, and repeated once when its connection turns out to be dead: all
+    of them are idempotent. ``health`` gets to know how long they take.
     """
 
-    def __init__(self, client: Redis, settings: JournalSettings) -> None:
+    errors: tuple[type[Exception], ...] = (RedisError, OSError, TimeoutError)
+
+    def __init__(self, client: Redis, settings: JournalSettings, health: RedisHealth) -> None:
         self._client = client
         self._settings = settings
-
-    async def call(self, request_id: str, operation: Callable[[], Awaitable[T]]) -> T:
-        """What ``operation`` returns. Raises ``QuireError``: UNAVAILABLE without Redis, INTERNAL for no record."""
-        try:
-            return await self.call_with_retry(operation)
-        except CorruptRecordError:
-            raise corrupt_record_error(request_id) from None
-        except (RedisError, OSError, TimeoutError) as error:
-            raise (corrupt_record_error(request_id) if is_corruption(error) else journal_unavailable()) from None
-
-    async def call_with_retry(self, operation: Callable[[], Awaitable[T]]) -> T:
-        """What ``operation`` returns, at its second try if the first finds a dead connection."""
-        try:
-            return await operation()
-        except RedisConnectionError:
-            # The pool may hold connections that died with a former Redis; a fresh one shows whether it is there.
-            await self._client.connection_pool.disconnect(inuse_connections=False)
-            return await operation()
+        self._health = health
+        self._orphans = OrphanFinder(client)
 
     async def open(self, generation: GenerationRequest, lease: Lease) -> bool:
         """Creates the record with this lease; False if there is one of another request or owner. A background request
@@ -140,21 +101,29 @@ class RedisStore:
     async def read(self, request_id: str) -> StoredRecord | None:
         """The record as it is; None if there is none."""
         record, tokens = keys(request_id)
-        pipeline = self._client.pipeline(transaction=True)
-        pipeline.hgetall(record)
-        pipeline.get(tokens)
-        pipeline.time()
-        fields, packed, time = await pipeline.execute()
+
+        async def exchange() -> Any:
+            pipeline = self._client.pipeline(transaction=True)
+            pipeline.hgetall(record)
+            pipeline.get(tokens)
+            pipeline.time()
+            return await pipeline.execute()
+
+        fields, packed, time = await self._tracked(exchange)
         return (fields, packed or b"", to_milliseconds(time)) if fields else None
 
     async def statuses(self, request_ids: Sequence[str]) -> list[tuple[dict[bytes, bytes], int, int]]:
         """Of each record its ``STATUS_FIELDS``, the bytes of its prompt, and Redis' time in ms."""
-        pipeline = self._client.pipeline(transaction=False)
-        pipeline.time()
-        for record, _ in map(keys, request_ids):
-            pipeline.hmget(record, STATUS_FIELDS)
-            pipeline.hstrlen(record, "prompt")
-        time, *answers = await pipeline.execute()
+
+        async def exchange() -> Any:
+            pipeline = self._client.pipeline(transaction=False)
+            pipeline.time()
+            for record, _ in map(keys, request_ids):
+                pipeline.hmget(record, STATUS_FIELDS)
+                pipeline.hstrlen(record, "prompt")
+            return await pipeline.execute()
+
+        time, *answers = await self._tracked(exchange)
         now = to_milliseconds(time)
         found = [_present_fields(STATUS_FIELDS, values) for values in answers[::2]]
         return [(fields, length, now) for fields, length in zip(found, answers[1::2], strict=True)]
@@ -162,13 +131,34 @@ class RedisStore:
     async def read_update(self, request_id: str, names: tuple[str, ...], offset: int) -> RawRecordUpdate:
         """What is new in the record."""
         record, tokens = keys(request_id)
-        pipeline = self._client.pipeline(transaction=True)
-        pipeline.hmget(record, names)
-        pipeline.strlen(tokens)
-        pipeline.getrange(tokens, offset, -1)
-        pipeline.time()
-        values, length, packed, time = await pipeline.execute()
+
+        async def exchange() -> Any:
+            pipeline = self._client.pipeline(transaction=True)
+            pipeline.hmget(record, names)
+            pipeline.strlen(tokens)
+            pipeline.getrange(tokens, offset, -1)
+            pipeline.time()
+            return await pipeline.execute()
+
+        values, length, packed, time = await self._tracked(exchange)
         return RawRecordUpdate(_present_fields(names, values), length, packed, to_milliseconds(time))
+
+    async def orphans(self) -> list[str]:
+        """See ``Journal``."""
+        return await self._call(self._orphans.find)
+
+    async def is_settling(self) -> bool:
+        """Whether a record that is missing may yet be written: see ``RedisHealth``."""
+        with self._health.track_exchange(writes=True):
+            await self._call(self._health.check)
+        return self._health.is_settling
+
+    def abandon(self, lease: Lease) -> None:
+        """Does nothing: the lease expires."""
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._client.aclose()
 
     async def _index(self, request_id: str) -> None:
         terms = self._settings.lease_ms, self._settings.running_ttl_s
@@ -178,80 +168,37 @@ class RedisStore:
         return await self._evaluate(script, 2, *keys(request_id), *arguments)
 
     async def _evaluate(self, script: LuaScript, number_of_keys: int, *arguments: str | int | bytes) -> Any:
+        async def exchange() -> Any:
+            try:
+                return await self._client.evalsha(script.sha, number_of_keys, *arguments)
+            except NoScriptError:
+                return await self._client.eval(script.source, number_of_keys, *arguments)
+
+        return await self._call(exchange)
+
+    async def _tracked(self, exchange: Callable[[], Awaitable[T]]) -> T:
+        """The reply to a read."""
+        with self._health.track_exchange():
+            return await self._call(exchange)
+
+    async def _call(self, exchange: Callable[[], Awaitable[T]]) -> T:
+        """The reply, at the second try if the first finds a dead connection."""
         try:
-            return await self._client.evalsha(script.sha, number_of_keys, *arguments)
-        except NoScriptError:
-            return await self._client.eval(script.source, number_of_keys, *arguments)
+            try:
+                return await exchange()
+            except RedisConnectionError:
+                # The pool may hold connections that died with a former Redis; a fresh one shows whether it is there.
+                await self._client.connection_pool.disconnect(inuse_connections=False)
+                return await exchange()
+        except ResponseError as error:
+            if is_corruption(error):
+                raise CorruptRecordError("the keys are not a record's") from None
+            raise
 
 
 def _present_fields(names: Sequence[str], values: Sequence[bytes | None]) -> dict[bytes, bytes]:
     """The fields that have a value."""
     return {name.encode(): value for name, value in zip(names, values, strict=True) if value is not None}
-
-
-class RedisFollower:
-    """The position of one reader of a record. ``read_update`` takes names of fields and an offset in bytes.
-
-    The log may be lost with Redis' data and be written again, also by another router; then nothing is new until it is
-    as long as what was read. The record's checksum is of the whole log, so it shows whether the log continues what was
-    read; if not, the record counts as damaged.
-    """
-
-    def __init__(self, read_update: Callable[[tuple[str, ...], int], Awaitable[RawRecordUpdate]]) -> None:
-        self._read_update = read_update
-        self._reader: TokenLogReader | None = None
-        self._offset = 0  # bytes of the log that were read
-        self._checksum = 0  # of these
-        self._unread: _UnreadLog | None = None
-
-    async def poll(self) -> RecordUpdate | None:
-        """See ``Follower``."""
-        if self._reader is not None and self._unread is not None:
-            return await self._read(self._reader, self._unread)
-        update = await self._read_update(
-            ("request", *UPDATE_FIELDS) if self._reader is None else UPDATE_FIELDS, self._offset
-        )
-        if not update.fields:
-            return None
-        decode_epoch(update.fields.get(b"epoch", b""))
-        if self._reader is None:
-            self._reader = TokenLogReader(decode_num_choices(update.fields.get(b"request", b"")))
-        end = decode_state(update.fields, update.now)
-        if update.length >= self._offset:
-            total = await log_checksum(update.packed, self._checksum)
-            verify_checksum(update.fields, update.length, total)
-            self._unread = _UnreadLog(unpack_tokens(update.packed), total, end)
-            return await self._read(self._reader, self._unread)
-        if end.finish_reason is not None:
-            raise CorruptRecordError("a record ended shorter than it was")
-        return end
-
-    async def _read(self, reader: TokenLogReader, unread: "_UnreadLog") -> RecordUpdate:
-        try:
-            deltas, taken = await read_chunk(reader, unread.values, unread.position)
-        except ValueError:
-            raise CorruptRecordError("the log is damaged") from None
-        unread.position += taken
-        if reader.has_complete_entry(unread.values, unread.position):
-            return partial_update(deltas)
-        self._unread = None
-        self._offset += unread.position * TOKEN_BYTES
-        complete = unread.position == len(unread.values)
-        read = b"" if complete else pack_tokens(unread.values[: unread.position])
-        self._checksum = unread.checksum if complete else await log_checksum(read, self._checksum)
-        return replace(unread.end, deltas=deltas)
-
-
-@dataclass(slots=True)
-class _UnreadLog:
-    """Values of a log that fit its checksum, of which those before ``position`` were returned, and the state of the
-    record when they were read.
-    """
-
-    values: "array[int]"
-    checksum: int
-    end: RecordUpdate
-    position: int = 0
 
 
 class OrphanFinder:

@@ -1,23 +1,18 @@
-"""The one task that writes to Redis: what a ``WriteBuffer`` has, in pipelined flushes.
+"""What a journal writes to Redis: pipelined flushes of scripts.
 
-Nothing waits for it, and it survives every failure. ``CommandBuilder`` says which commands a write is.
+``RedisTarget`` exchanges them; ``CommandBuilder`` says which commands a write is.
 """
 
-import asyncio
-import logging
 from collections.abc import Iterable
-from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
 
-from quire_proto.supervise import Backoff
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
-from quire_router.core import metrics
 from quire_router.core.generation import GenerationRequest
-from quire_router.journal.base import LeaseListener
 from quire_router.journal.codec import TOKEN_BYTES, JournalSettings, encode_request_fields, encode_usage
+from quire_router.journal.journal_writer import WriteReply
 from quire_router.journal.redis.redis_connection import (
     ALL_SCRIPTS,
     APPEND,
@@ -34,203 +29,87 @@ from quire_router.journal.redis.redis_connection import (
     is_corruption,
     keys,
 )
-from quire_router.journal.write_buffer import BufferedRequest, BufferedWrite, RequestEnd, WriteBuffer
-
-log = logging.getLogger(__name__)
-
-MAX_WRITES_PER_FLUSH = 128  # a flush of so many holds the loop for a millisecond or so
-PAUSE_PER_WRITE = 0.0004  # seconds; a write takes about a thirtieth of that here
-FIRST_DELAY, LAST_DELAY = 0.05, 1.0  # seconds from a failure to the next try
-HEARTBEATS_PER_LEASE = 4
+from quire_router.journal.write_buffer import BufferedRequest, BufferedWrite, RequestEnd
 
 
-class RedisWriter:
-    """Flushes dirty requests in one exchange after the other.
+class RedisTarget:
+    """See ``WriteTarget``: a Redis. Every script is idempotent."""
 
-    A write is repeated after a failure, as it is not known whether Redis saw it: every script is idempotent. A Redis
-    that replies may still refuse writes, so once it did, only a write that succeeded ends the outage.
-    """
+    name = "Redis"
+    errors: tuple[type[Exception], ...] = (RedisError, OSError, TimeoutError)
 
     def __init__(
-        self,
-        client: Redis,
-        connection: PipelinedConnection,
-        health: RedisHealth,
-        buffer: WriteBuffer,
-        settings: JournalSettings,
+        self, client: Redis, connection: PipelinedConnection, health: RedisHealth, settings: JournalSettings
     ) -> None:
-        self.available = False
         self._client = client
         self._connection = connection
         self._health = health
-        self._buffer = buffer
-        self._settings = settings
         self._commands = CommandBuilder(settings)
-        self._listener: LeaseListener | None = None
         self._scripts_loaded = False
-        self._refusing = False
-        self._outage_logged = False
-        self._backoff = Backoff(FIRST_DELAY, LAST_DELAY)
-        self._next_heartbeat = 0.0
-        self._flushed = asyncio.Event()
-        metrics.JOURNAL_AVAILABLE.set(0)
 
-    def set_listener(self, listener: LeaseListener) -> None:
-        """See ``Journal``."""
-        self._listener = listener
-
-    async def run(self) -> None:
-        """Never returns."""
-        while True:
-            try:
-                await self._run_once()
-            except NoScriptError:
-                # Redis was restarted, or its scripts were flushed, maybe again before they could be loaded and used.
-                self._commands.send_source = True
-                await asyncio.sleep(self._settings.pause)
-            except ResponseError as error:  # read only, out of memory, not allowed: Redis is there and has the scripts
-                await self._on_failure(error)
-            except (RedisError, OSError, TimeoutError) as error:
-                self._scripts_loaded = False
-                await self._on_failure(error)
-            except Exception as error:
-                log.exception("the journal's writer failed")
-                await self._on_failure(error)
-
-    async def flush(self) -> None:
-        """Waits until nothing is dirty."""
-        while self._buffer:
-            self._flushed.clear()
-            await self._flushed.wait()
-
-    async def wait_written(self, request: BufferedRequest) -> None:
-        """Waits until a request that was finished or released is written, or dropped."""
-        while self._buffer.contains(request):
-            self._flushed.clear()
-            await self._flushed.wait()
-
-    async def _run_once(self) -> None:
+    async def connect(self) -> None:
+        """Loads the scripts."""
         if not self._scripts_loaded:
-            await self._load_scripts()
-        if asyncio.get_running_loop().time() >= self._next_heartbeat:
-            await self._renew_leases()
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(self._next_heartbeat):
-                await self._buffer.wait_dirty()
-        writes = self._buffer.next_writes(MAX_WRITES_PER_FLUSH)
-        await self._write(writes)
-        metrics.JOURNAL_PENDING.set(len(self._buffer))
-        self._flushed.set()
-        await asyncio.sleep(max(self._settings.pause, PAUSE_PER_WRITE * len(writes)))
+            for script in ALL_SCRIPTS:
+                await self._client.script_load(script.source)
+            self._scripts_loaded = True
 
-    async def _load_scripts(self) -> None:
-        for script in ALL_SCRIPTS:
-            await self._client.script_load(script.source)
-        self._scripts_loaded = True
-
-    async def _renew_leases(self) -> None:
-        """Renews every lease: marks the records that were not written lately dirty, so that the next flush sends an
-        ``append.lua`` for each, which renews it. Notices that Redis is gone or refuses writes even if there is nothing
-        to write.
-        """
+    async def beat(self) -> None:
+        """See ``WriteTarget``."""
         with self._health.track_exchange(writes=True):
             refusal = await self._health.check()
         if refusal is not None:
             raise refusal
-        if not self._refusing or not self._buffer:  # it may refuse larger writes than the one that was tried here
-            self._on_success()
-        now, interval = asyncio.get_running_loop().time(), self._settings.lease / HEARTBEATS_PER_LEASE
-        self._buffer.mark_unrenewed_dirty(now - interval / 2)
-        self._next_heartbeat = now + interval
 
-    def _on_success(self) -> None:
-        if not self.available:
-            log.info("the journal is written to Redis")
-        self.available, self._refusing, self._outage_logged = True, False, False
-        self._backoff.reset()
-        metrics.JOURNAL_AVAILABLE.set(1)
-
-    def record_failure(self, error: Exception) -> None:
-        """Redis did not take a write, of this or another task: it counts as unavailable until it takes one."""
-        if not self._outage_logged:
-            # Only the type: a message might repeat a part of what was written.
-            log.warning("the journal cannot be written to Redis (%s); requests go on", type(error).__name__)
-        self.available, self._outage_logged = False, True
-        self._refusing = self._refusing or isinstance(error, ResponseError)
-        self._health.mark_unavailable()
-        metrics.JOURNAL_AVAILABLE.set(0)
-        metrics.JOURNAL_PENDING.set(len(self._buffer))
-
-    async def _on_failure(self, error: Exception) -> None:
-        self.record_failure(error)
-        await asyncio.sleep(self._backoff.next())
-
-    async def _write(self, writes: list[BufferedWrite]) -> None:
-        if not writes:
-            return
+    async def write(self, writes: list[BufferedWrite]) -> list[WriteReply | Exception]:
+        """See ``WriteTarget``."""
         commands = [self._commands.build(write) for write in writes]
         with self._health.track_exchange(writes=True):
-            replies = iter(await self._connection.execute(chain.from_iterable(commands)))
-        now = asyncio.get_running_loop().time()
-        problems, last_replies = [], []
+            answers = iter(await self._connection.execute(chain.from_iterable(commands)))
+        replies, ended = list[WriteReply | Exception](), list[BufferedWrite]()
         for write, own_commands in zip(writes, commands, strict=True):
-            *_, last = own_replies = list(islice(replies, len(own_commands)))
-            problems.append(self._apply_replies(write, own_replies, now))
-            last_replies.append(last)
+            own_answers = list(islice(answers, len(own_commands)))
+            replies.append(_reply(own_answers[1:] if enters_index(write) else own_answers, own_answers))
+            if leaves_index(write) and own_answers[-1] == ScriptReply.DONE:
+                ended.append(write)
         self._commands.send_source = False  # Redis knows the scripts by their hashes again
-        ended = [
-            write
-            for write, last in zip(writes, last_replies, strict=True)
-            if leaves_index(write) and last == ScriptReply.DONE
-        ]
         if ended:
             await self._connection.execute([index_removal(ended)])
-        for problem in filter(None, problems):
-            raise problem
-        self._on_success()
+        return replies
 
-    def _apply_replies(self, write: BufferedWrite, replies: list[Any], now: float) -> Exception | None:
-        """Applies the replies to one write; returns the error if it is to be tried again later."""
-        if replies == [ScriptReply.DONE]:  # the usual case
-            self._buffer.mark_stored(write, now)
-            return None
-        errors = [reply for reply in replies if isinstance(reply, Exception)]
-        problem = next((error for error in errors if not is_corruption(error)), None)
-        if problem is None:
-            self._apply_written(write, replies[1:] if enters_index(write) else replies, now)
+    def repeats(self, error: Exception) -> bool:
+        """Whether Redis was restarted, or its scripts were flushed, maybe again before they could be used."""
+        if isinstance(error, NoScriptError):
+            self._commands.send_source = True
+            return True
+        if not isinstance(error, ResponseError):
+            self._scripts_loaded = False
+        return False
+
+    def is_refusal(self, error: Exception) -> bool:
+        """Whether Redis is there and has the scripts: it is read only, out of memory, or does not allow it."""
+        return isinstance(error, ResponseError)
+
+    def mark_unavailable(self) -> None:
+        """See ``WriteTarget``."""
+        self._health.mark_unavailable()
+
+
+def _reply(replies: list[Any], with_index: list[Any]) -> WriteReply | Exception:
+    """What the replies to one write's scripts mean; ``with_index`` are those and the one of the index."""
+    if replies == [ScriptReply.DONE]:  # the usual case
+        return WriteReply.DONE
+    errors = [reply for reply in with_index if isinstance(reply, Exception)]
+    problem = next((error for error in errors if not is_corruption(error)), None)
+    if problem is not None:
         return problem
-
-    def _apply_written(self, write: BufferedWrite, replies: list[Any], now: float) -> None:
-        if any(isinstance(reply, Exception) for reply in replies):
-            self._drop_corrupt(write.request)
-        elif ScriptReply.STALE in replies:
-            self._on_lease_lost(write.request)
-        elif ScriptReply.LOST in replies:
-            self._buffer.mark_lost(write.request)
-        else:
-            self._buffer.mark_stored(write, now)
-            if ScriptReply.CANCELLED in replies:
-                self._on_cancelled(write.request)
-
-    def _drop_corrupt(self, request: BufferedRequest) -> None:
-        """Drops a request whose keys are damaged or not a record's: its writes would always fail."""
-        if self._buffer.contains(request):
-            log.error("the record of request %s is damaged and is not written any more", request.lease.request_id)
-            metrics.JOURNAL_DROPPED.inc()
-            self._buffer.remove(request)
-
-    def _on_lease_lost(self, request: BufferedRequest) -> None:
-        metrics.STALE_EPOCHS.inc()
-        notify = request.is_writable and self._buffer.contains(request)
-        self._buffer.remove(request)
-        if notify and self._listener is not None:
-            self._listener.on_lease_lost(request.lease.request_id)
-
-    def _on_cancelled(self, request: BufferedRequest) -> None:
-        notify = request.is_writable and self._buffer.contains(request) and not request.cancelled
-        request.cancelled = True
-        if notify and self._listener is not None:
-            self._listener.on_cancelled(request.lease.request_id)
+    if any(isinstance(reply, Exception) for reply in replies):
+        return WriteReply.DAMAGED
+    if ScriptReply.STALE in replies:
+        return WriteReply.STALE
+    if ScriptReply.LOST in replies:
+        return WriteReply.LOST
+    return WriteReply.CANCELLED if ScriptReply.CANCELLED in replies else WriteReply.DONE
 
 
 class CommandBuilder:

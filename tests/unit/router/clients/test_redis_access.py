@@ -172,6 +172,7 @@ async def test_the_urls_credentials_count_where_no_others_are_set(guarded: Guard
     [
         (["--redis-username", "x"], "--redis-username needs --redis-url"),
         (["--redis-password-file", "FILE"], "--redis-password-file needs --redis-url"),
+        (["--redis-url", "redis://:horse@h/0", "--journal-file", "FILE"], "--journal-file and --redis-url exclude"),
         (["--redis-url", "redis://:hor/se@h:1/0"], "the Redis URL is not of the form"),
         (["--redis-url", "redis://:horse@h/0", "--redis-password-file", "FILE"], "has a password already"),
         (["--redis-url", "redis://horse@h/0", "--redis-username", "x"], "has a user name already"),

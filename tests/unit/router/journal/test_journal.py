@@ -1,9 +1,8 @@
-"""The contract of both journals: a record is what was written to it, once, by its owner."""
+"""The contract of all journals: a record is what was written to it, once, by its owner."""
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from uuid import uuid4
 
@@ -12,32 +11,18 @@ from hypothesis import HealthCheck, given, settings
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.core.generation import GenerationRequest
 from quire_router.journal.base import DeliveredChoice, Lease, RecordedDelta, RequestRecord
-from quire_router.journal.codec import JournalSettings
-from quire_router.journal.memory import MemoryJournal
-from quire_router.journal.redis.redis_journal import RedisJournal
 
+from tests.support.journal_kinds import KINDS, AnyJournal, Databases, databases, journal_of
 from tests.support.journals import Seen, append_tokens, by_choice, seen
 from tests.support.record_strategies import deltas, generations, possible
-from tests.support.redis_server import RedisServer, redis_server
 
-KINDS = ["memory", "redis"]
-SETTINGS = JournalSettings(settle=0)  # there are no others
 STOP = FinishReason.STOP
 
 
 @pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
-
-
-@asynccontextmanager
-async def journal_of(kind: str, redis: RedisServer) -> AsyncIterator[MemoryJournal | RedisJournal]:
-    journal = MemoryJournal(owner="me") if kind == "memory" else RedisJournal(redis.url, owner="me", settings=SETTINGS)
-    try:
-        yield journal
-    finally:
-        await journal.close()
+def stores() -> Iterator[Databases]:
+    with databases() as running:
+        yield running
 
 
 def request(request_id: str = "r", prompt: list[int] | None = None, n: int = 1) -> GenerationRequest:
@@ -53,8 +38,8 @@ def fresh(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_record_reads_as_it_was_written(kind: str, redis: RedisServer, fresh: str) -> None:
-    async with journal_of(kind, redis) as journal:
+async def test_a_record_reads_as_it_was_written(kind: str, stores: Databases, fresh: str) -> None:
+    async with journal_of(kind, stores) as journal:
         generation = request(fresh)
         lease = journal.open(generation)
         append_tokens(journal, lease, 0, [10, 11])
@@ -69,8 +54,8 @@ async def test_a_record_reads_as_it_was_written(kind: str, redis: RedisServer, f
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_each_choice_has_its_own_tokens_and_its_own_end(kind: str, redis: RedisServer, fresh: str) -> None:
-    async with journal_of(kind, redis) as journal:
+async def test_each_choice_has_its_own_tokens_and_its_own_end(kind: str, stores: Databases, fresh: str) -> None:
+    async with journal_of(kind, stores) as journal:
         generation = request(fresh, n=3)
         lease = journal.open(generation)
         assert len((await flushed(journal, fresh)).choices) == 3
@@ -92,8 +77,8 @@ async def test_each_choice_has_its_own_tokens_and_its_own_end(kind: str, redis: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_nothing_is_added_to_a_choice_that_has_ended(kind: str, redis: RedisServer, fresh: str) -> None:
-    async with journal_of(kind, redis) as journal:
+async def test_nothing_is_added_to_a_choice_that_has_ended(kind: str, stores: Databases, fresh: str) -> None:
+    async with journal_of(kind, stores) as journal:
         lease = journal.open(request(fresh, n=2))
         for _ in range(2):
             append_tokens(journal, lease, 0, [5], 1, FinishReason.STOP)
@@ -102,7 +87,7 @@ async def test_nothing_is_added_to_a_choice_that_has_ended(kind: str, redis: Red
         assert (await flushed(journal, fresh)).choices == [DeliveredChoice(), DeliveredChoice([5], FinishReason.STOP)]
 
 
-async def flushed(journal: MemoryJournal | RedisJournal, request_id: str) -> RequestRecord:
+async def flushed(journal: AnyJournal, request_id: str) -> RequestRecord:
     """The record, once all is written."""
     await journal.flush()
     record = await journal.read(request_id)
@@ -111,8 +96,8 @@ async def flushed(journal: MemoryJournal | RedisJournal, request_id: str) -> Req
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_record_that_was_never_opened_is_unknown(kind: str, redis: RedisServer, fresh: str) -> None:
-    async with journal_of(kind, redis) as journal:
+async def test_a_record_that_was_never_opened_is_unknown(kind: str, stores: Databases, fresh: str) -> None:
+    async with journal_of(kind, stores) as journal:
         append_tokens(journal, Lease(fresh, "me", 1), 0, [1])
         journal.finish(Lease(fresh, "me", 1), FinishReason.STOP)
         await journal.flush()
@@ -120,8 +105,8 @@ async def test_a_record_that_was_never_opened_is_unknown(kind: str, redis: Redis
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_repeating_a_write_changes_nothing(kind: str, redis: RedisServer, fresh: str) -> None:
-    async with journal_of(kind, redis) as journal:
+async def test_repeating_a_write_changes_nothing(kind: str, stores: Databases, fresh: str) -> None:
+    async with journal_of(kind, stores) as journal:
         lease = journal.open(request(fresh))
         for _ in range(2):
             append_tokens(journal, lease, 0, [1, 2])
@@ -134,8 +119,8 @@ async def test_repeating_a_write_changes_nothing(kind: str, redis: RedisServer, 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lease", [Lease("", "me", 0), Lease("", "someone", 1)])
-async def test_only_the_lease_may_write(kind: str, lease: Lease, redis: RedisServer, fresh: str) -> None:
-    async with journal_of(kind, redis) as journal:
+async def test_only_the_lease_may_write(kind: str, lease: Lease, stores: Databases, fresh: str) -> None:
+    async with journal_of(kind, stores) as journal:
         generation = request(fresh)
         mine = journal.open(generation)
         append_tokens(journal, mine, 0, [1])
@@ -148,9 +133,9 @@ async def test_only_the_lease_may_write(kind: str, lease: Lease, redis: RedisSer
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("finished", [True, False])
 async def test_another_request_of_the_same_id_changes_nothing(
-    kind: str, finished: bool, redis: RedisServer, fresh: str
+    kind: str, finished: bool, stores: Databases, fresh: str
 ) -> None:
-    async with journal_of(kind, redis) as journal:
+    async with journal_of(kind, stores) as journal:
         generation = request(fresh)
         lease = journal.open(generation)
         append_tokens(journal, lease, 0, [1])
@@ -168,8 +153,8 @@ async def test_another_request_of_the_same_id_changes_nothing(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_nothing_is_added_after_the_end(kind: str, redis: RedisServer, fresh: str) -> None:
-    async with journal_of(kind, redis) as journal:
+async def test_nothing_is_added_after_the_end(kind: str, stores: Databases, fresh: str) -> None:
+    async with journal_of(kind, stores) as journal:
         lease = journal.open(request(fresh))
         journal.finish(lease, FinishReason.ABORT)
         append_tokens(journal, lease, 0, [1])
@@ -182,15 +167,16 @@ async def test_nothing_is_added_after_the_end(kind: str, redis: RedisServer, fre
         assert (record.choices[0].token_ids, record.finish_reason) == ([], FinishReason.ABORT)
 
 
-@given(generations, deltas)
+@pytest.mark.parametrize("kind", ["redis", "sqlite"])
+@given(generation=generations, deltas=deltas)
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_a_record_comes_back_exactly_from_redis(
-    redis: RedisServer, generation: GenerationRequest, deltas: list[RecordedDelta]
+def test_a_record_comes_back_exactly_from_a_database(
+    kind: str, stores: Databases, generation: GenerationRequest, deltas: list[RecordedDelta]
 ) -> None:
     async def run() -> None:
         unique = replace(generation, request_id=uuid4().hex)
         sent = possible(deltas, unique.params.n)
-        async with journal_of("redis", redis) as journal:
+        async with journal_of(kind, stores) as journal:
             lease = journal.open(unique)
             made = [0] * 4
             for delta in sent:

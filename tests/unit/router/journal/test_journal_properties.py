@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.core.generation import GenerationRequest
 from quire_router.journal.base import DeliveredChoice, Lease
-from quire_router.journal.codec import JournalSettings
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis.redis_journal import RedisJournal
+from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
 
+from tests.support.journal_kinds import ALONE, AnyJournal
 from tests.support.journals import Seen, append_tokens, seen
 from tests.support.redis_server import RedisServer, redis_server
 
@@ -37,6 +38,9 @@ operations = st.one_of(
 )
 
 
+Script = list[tuple[object, ...]]
+
+
 @pytest.fixture(scope="module")
 def persistent() -> Iterator[RedisServer]:
     with redis_server(persistent=True) as server:
@@ -47,7 +51,7 @@ def persistent() -> Iterator[RedisServer]:
 class Run:
     """One journal, and the records as they ought to be."""
 
-    journal: MemoryJournal | RedisJournal
+    journal: AnyJournal
     server: RedisServer | None
     prefix: str = field(default_factory=lambda: uuid4().hex)
     model: dict[str, Seen] = field(default_factory=dict)
@@ -105,9 +109,7 @@ class Run:
             assert seen(await self.journal.read(self.prefix + name)) == self.model.get(name)
 
 
-async def play(
-    journal: MemoryJournal | RedisJournal, server: RedisServer | None, script: list[tuple[object, ...]]
-) -> None:
+async def play(journal: AnyJournal, server: RedisServer | None, script: Script) -> None:
     run = Run(journal, server)
     try:
         for operation in script:
@@ -120,17 +122,23 @@ async def play(
 
 @given(st.lists(operations, max_size=40))
 @settings(deadline=None)
-def test_memory_holds_what_the_model_holds(script: list[tuple[object, ...]]) -> None:
+def test_memory_holds_what_the_model_holds(script: Script) -> None:
     asyncio.run(play(MemoryJournal(owner="me"), None, script))
 
 
 @given(st.lists(operations, max_size=40))
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-def test_redis_holds_what_the_model_holds_however_often_it_is_killed(
-    persistent: RedisServer, script: list[tuple[object, ...]]
-) -> None:
+def test_redis_holds_what_the_model_holds_however_often_it_is_killed(persistent: RedisServer, script: Script) -> None:
     async def run() -> None:
-        settings = JournalSettings(settle=0)  # nobody else has anything to write after an outage
-        await play(RedisJournal(persistent.url, owner="me", settings=settings), persistent, script)
+        await play(RedisJournal(persistent.url, owner="me", settings=ALONE), persistent, script)
+
+    asyncio.run(run())
+
+
+@given(st.lists(operations, max_size=40))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_file_holds_what_the_model_holds(tmp_path_factory: pytest.TempPathFactory, script: Script) -> None:
+    async def run() -> None:
+        await play(SqliteJournal(tmp_path_factory.mktemp("file") / "journal", owner="me"), None, script)
 
     asyncio.run(run())

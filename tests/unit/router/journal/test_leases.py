@@ -1,4 +1,4 @@
-"""Leases, followers and cancellations of records: the same in memory and in Redis."""
+"""Leases, followers and cancellations of records: the same in all journals."""
 
 from array import array
 from collections.abc import AsyncIterator, Iterator
@@ -10,34 +10,25 @@ import pytest
 from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
 from quire_router.core.generation import MAX_PARTS, MAX_SHAPE_CHARACTERS, GenerationRequest, Usage
 from quire_router.journal.base import RecordedDelta, RequestRecord
-from quire_router.journal.codec import JournalSettings
-from quire_router.journal.memory import MemoryJournal
-from quire_router.journal.redis.redis_journal import RedisJournal
+from quire_router.journal.buffered_journal import BufferedJournal
 
+from tests.support.journal_kinds import KINDS, AnyJournal, Databases, databases, journal_of
 from tests.support.journals import Heard, append_tokens, by_choice
-from tests.support.redis_server import RedisServer, redis_server
 from tests.support.waiting import until
 
 STOP, ABORT = FinishReason.STOP, FinishReason.ABORT
-AnyJournal = MemoryJournal | RedisJournal
-SETTINGS = JournalSettings(settle=0)  # there are no others
 
 
 @pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
+def stores() -> Iterator[Databases]:
+    with databases() as running:
+        yield running
 
 
-@pytest.fixture(params=["memory", "redis"])
-async def journal(request: pytest.FixtureRequest, redis: RedisServer) -> AsyncIterator[AnyJournal]:
-    journal = (
-        MemoryJournal(owner="me")
-        if request.param == "memory"
-        else RedisJournal(redis.url, owner="me", settings=SETTINGS)
-    )
-    yield journal
-    await journal.close()
+@pytest.fixture(params=KINDS)
+async def journal(request: pytest.FixtureRequest, stores: Databases) -> AsyncIterator[AnyJournal]:
+    async with journal_of(request.param, stores) as journal:
+        yield journal
 
 
 @pytest.fixture
@@ -191,10 +182,10 @@ async def test_a_cancel_that_was_acknowledged_is_not_overtaken_by_an_end(
 
 async def cancelled_elsewhere(journal: AnyJournal, request_id: str) -> None:
     """By another router, of which this one has not heard yet."""
-    if isinstance(journal, MemoryJournal):
-        await journal.cancel(request_id)
-    else:
+    if isinstance(journal, BufferedJournal):
         await journal._store.cancel(request_id)
+    else:
+        await journal.cancel(request_id)
 
 
 async def test_a_record_without_a_lease_ends_when_it_is_cancelled(journal: AnyJournal, heard: Heard) -> None:

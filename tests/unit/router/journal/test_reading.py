@@ -5,6 +5,8 @@ from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import pytest
@@ -16,10 +18,12 @@ from quire_router.core.generation import Delta, GenerationRequest, ResponseConsu
 from quire_router.journal.base import Journal, RecordedDelta, RequestRecord
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis.redis_connection import keys
+from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
 from quire_router.journal.token_log import CHUNK_VALUES, MAX_INLINE_VALUES, DeltaMerger, TokenLogReader, read_chunk
 from quire_router.requests.resume import BackgroundRequests, RequestResumer
 from quire_router.requests.runner import RequestRegistry
 
+from tests.support.journal_kinds import KINDS
 from tests.support.journals import append_tokens, by_choice
 from tests.support.record_strategies import deliver, deltas, possible
 from tests.support.redis_journals import flushed, journal_at, redis_at, small_request
@@ -40,11 +44,16 @@ def server() -> Iterator[RedisServer]:
 
 @asynccontextmanager
 async def journal_of(kind: str, server: RedisServer) -> AsyncIterator[Journal]:
-    if kind == "memory":
-        yield MemoryJournal()
-    else:
+    if kind == "redis":
         async with journal_at(server) as journal:
             yield journal
+    elif kind == "memory":
+        yield MemoryJournal()
+    else:
+        with TemporaryDirectory() as folder:
+            journal = SqliteJournal(Path(folder) / "journal")
+            yield journal
+            await journal.close()
 
 
 async def turns(work: Awaitable[T]) -> tuple[T, int]:
@@ -93,7 +102,7 @@ async def write(journal: Journal, request_id: str, *, ended: bool) -> list[Recor
     return sent
 
 
-@pytest.mark.parametrize("kind", ["memory", "redis"])
+@pytest.mark.parametrize("kind", KINDS)
 async def test_a_long_record_is_read_in_chunks(kind: str, server: RedisServer) -> None:
     async with journal_of(kind, server) as journal:
         sent = await write(journal, kind, ended=False)
@@ -123,7 +132,7 @@ def holds(journal: Journal, request_id: str) -> bool:
     return journal._buffer.get(request_id) is not None
 
 
-@pytest.mark.parametrize("kind", ["memory", "redis"])
+@pytest.mark.parametrize("kind", KINDS)
 async def test_a_cancelled_claim_leaves_no_lease(kind: str, server: RedisServer) -> None:
     async with journal_of(kind, server) as journal:
         name = f"{kind}-left"

@@ -1,0 +1,435 @@
+"""A journal in a database, so that neither a dead engine nor a dead router loses a request.
+
+``BufferedJournal`` puts what is written into a ``WriteBuffer``, which a ``JournalWriter`` flushes, and reads through a
+``RecordStore``. ``RedisJournal`` and ``SqliteJournal`` are made of these.
+"""
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol, TypeVar
+from uuid import uuid4
+
+from quire_proto.errors import QuireError, internal
+from quire_proto.sampling import FinishReason
+from quire_proto.supervise import SupervisedTask
+
+from quire_router.core import metrics
+from quire_router.core.errors import journal_unavailable
+from quire_router.core.generation import NO_USAGE, GenerationRequest, Usage
+from quire_router.core.retry import supervise
+from quire_router.journal.base import (
+    REFUSED_EPOCH,
+    AnyDelta,
+    Follower,
+    Lease,
+    LeaseListener,
+    RecordUpdate,
+    RequestRecord,
+)
+from quire_router.journal.codec import (
+    TOKEN_BYTES,
+    CorruptRecordError,
+    decode_deadline,
+    decode_epoch,
+    decode_status,
+    unpack_tokens,
+)
+from quire_router.journal.follower import RawRecordUpdate, RecordFollower
+from quire_router.journal.journal_writer import JournalWriter
+from quire_router.journal.token_log import TokenLog, log_checksum, read_record
+from quire_router.journal.write_buffer import BufferedRequest, RequestEnd, WriteBuffer
+
+log = logging.getLogger(__name__)
+MAX_WAIT = 0.5  # seconds that a request waits for the database where it can go on, or begin, without
+CLOSE_TIMEOUT = 2.0  # seconds that a router which stops waits for the database, which may be stopping too
+T = TypeVar("T")
+StoredRecord = tuple[dict[bytes, bytes], bytes, int]
+"""A record's fields, its packed token log, and the database's time in ms."""
+
+
+class RecordStore(Protocol):
+    """What a journal reads from its database, and changes there at once: calls that wait for the reply. They raise
+    ``CorruptRecordError`` for what is no record, and ``errors`` without the database.
+    """
+
+    errors: tuple[type[Exception], ...]
+
+    async def open(self, generation: GenerationRequest, lease: Lease) -> bool:
+        """Creates the record with this lease; False if there is one of another request or owner."""
+        ...
+
+    async def claim(self, request_id: str, owner: str, name: str) -> StoredRecord | None:
+        """Takes the lease on a record that has none; None if it cannot. ``name`` is the claim's own, so it can be
+        repeated.
+        """
+        ...
+
+    async def fail_corrupt(self, lease: Lease) -> None:
+        """Ends a record that cannot be read."""
+        ...
+
+    async def cancel(self, request_id: str) -> bool:
+        """Ends the record, or marks it as cancelled if it is leased; False if there is none that has not ended."""
+        ...
+
+    async def delete(self, request_id: str) -> bool:
+        """Deletes the record, or cancels it and deletes it soon after its end; False if there is none."""
+        ...
+
+    async def read(self, request_id: str) -> StoredRecord | None:
+        """The record as it is; None if there is none."""
+        ...
+
+    async def statuses(self, request_ids: Sequence[str]) -> list[tuple[dict[bytes, bytes], int, int]]:
+        """Of each record its ``STATUS_FIELDS``, the bytes of its prompt, and the database's time in ms."""
+        ...
+
+    async def read_update(self, request_id: str, names: tuple[str, ...], offset: int) -> RawRecordUpdate:
+        """What is new in the record from this byte of its token log on, and these fields of it."""
+        ...
+
+    async def orphans(self) -> list[str]:
+        """See ``Journal``."""
+        ...
+
+    def abandon(self, lease: Lease) -> None:
+        """Nothing will be written with this lease any more, although its request goes on. Never waits."""
+        ...
+
+    async def close(self) -> None:
+        """Closes connections, when nothing is to be written any more."""
+        ...
+
+
+class BufferedJournal(ABC):
+    """Records in the database of ``store`` and ``writer``.
+
+    Writes are buffered and return; one task writes them, and retries while the database is unavailable. What is beyond
+    the limits of ``buffer`` is dropped, a record at a time, and counted. A token takes 4 bytes, that of a prompt when
+    it came in an ``array``, as from the validator.
+    """
+
+    def __init__(
+        self, store: RecordStore, writer: JournalWriter, buffer: WriteBuffer, *, owner: str | None, timeout: float
+    ) -> None:
+        self._owner = owner or uuid4().hex
+        self._timeout = timeout
+        self._listener: LeaseListener | None = None
+        self._buffer = buffer
+        self._store = store
+        self._writer = writer
+        self._openings: set[asyncio.Task[Lease | None]] = set()
+        self._task: SupervisedTask | None = None
+
+    @property
+    def available(self) -> bool:
+        """Whether the last exchange with the database succeeded."""
+        return self._writer.available
+
+    def start(self) -> None:
+        """Begins to connect; never waits, never fails. The first ``open`` does it as well."""
+        if self._task is None:
+            self._task = supervise("journal writer", self._writer.run)
+
+    def set_listener(self, listener: LeaseListener) -> None:
+        """See ``Journal``. It is called by the task that writes, and by ``cancel``."""
+        self._listener = listener
+        self._writer.set_listener(listener)
+
+    def open(self, generation: GenerationRequest) -> Lease:
+        """See ``Journal``. A request id that is still buffered here is not opened again."""
+        self.start()
+        lease = Lease(generation.request_id, self._owner, 1)
+        if self._buffer.get(generation.request_id) is not None:
+            metrics.STALE_EPOCHS.inc()
+            return Lease(generation.request_id, self._owner, REFUSED_EPOCH)
+        if not self._buffer.add(BufferedRequest(generation, lease)):
+            metrics.JOURNAL_DROPPED.inc()
+        return lease
+
+    async def open_if_absent(self, generation: GenerationRequest) -> Lease | None:
+        """See ``Journal``. Waits half a second for the database at most, and then knows only this router's own."""
+        self.start()
+        request = BufferedRequest(generation, Lease(generation.request_id, self._owner, 1))
+        if self._buffer.get(generation.request_id) is not None:
+            return None
+        if not self._buffer.has_capacity(request):
+            return self.open(generation)
+        opening = asyncio.create_task(self._open_at_once(request), name="journal opening")
+        self._openings.add(opening)
+        opening.add_done_callback(self._openings.discard)
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # The database may have the record by now, with a lease that is not used.
+            opening.add_done_callback(self._release_unused)
+            raise
+
+    def append(self, lease: Lease, position: int, delta: AnyDelta) -> None:
+        """See ``Journal``. Tokens that would leave a gap are not kept."""
+        request = self._writable_request(lease)
+        if request is not None and not self._buffer.append(request, position, delta):
+            self._on_dropped(lease)
+
+    def append_token(self, lease: Lease, index: int, position: int, token_id: int) -> None:
+        """See ``Journal``."""
+        request = self._writable_request(lease)
+        if request is not None and not self._buffer.append_token(request, index, position, token_id):
+            self._on_dropped(lease)
+
+    def finish(self, lease: Lease, reason: FinishReason, error: str = "", usage: Usage = NO_USAGE) -> None:
+        """See ``Journal``."""
+        request = self._writable_request(lease)
+        if request is not None:
+            request.end = (
+                RequestEnd(FinishReason.ABORT, "", usage) if request.cancelled else RequestEnd(reason, error, usage)
+            )
+            self._buffer.mark_dirty(request)
+
+    def release(self, lease: Lease) -> None:
+        """See ``Journal``. A cancelled request ends."""
+        request = self._writable_request(lease)
+        if request is not None:
+            request.released = True
+            request.end = RequestEnd(FinishReason.ABORT) if request.cancelled else None
+            self._buffer.mark_dirty(request)
+
+    async def claim(self, request_id: str) -> tuple[RequestRecord, Lease] | None:
+        """See ``Journal``. A damaged record ends with an error. Nothing is claimed just after the database was
+        unavailable: a router that lives may still have to write what it buffers.
+        """
+        self.start()
+        if not await self._is_not_leased_here(request_id) or await self._is_settling(request_id):
+            return None
+        if self._buffer.is_full:
+            raise journal_unavailable()
+        name = uuid4().hex
+        claimed = await self._call(request_id, lambda: self._store.claim(request_id, self._owner, name))
+        return None if claimed is None else await self._resume_claimed(request_id, *claimed)
+
+    async def read(self, request_id: str, *, tokens_only: bool = False) -> RequestRecord | None:
+        """See ``Journal``: what the database has, which may be a moment behind what was written. Raises UNAVAILABLE
+        instead of returning None just after the database was unavailable.
+        """
+        stored = await self._call(request_id, lambda: self._store.read(request_id))
+        if stored is not None:
+            record, *_ = await self._call(request_id, lambda: read_record(request_id, *stored, tokens_only=tokens_only))
+            return record
+        if await self._is_settling(request_id):
+            raise journal_unavailable()
+        return None
+
+    async def statuses(self, request_ids: Sequence[str], *, confirm_missing: bool = True) -> list[RequestRecord | None]:
+        """See ``Journal``."""
+        first = request_ids[0]
+        stored = await self._call(first, lambda: self._store.statuses(request_ids))
+        records = [await self._status(*each) for each in zip(request_ids, stored, strict=True)]
+        if confirm_missing and None in records and await self._is_settling(first):
+            raise journal_unavailable()
+        return records
+
+    async def _status(self, request_id: str, stored: tuple[dict[bytes, bytes], int, int]) -> RequestRecord | None:
+        fields, prompt, now = stored
+        if b"request" not in fields and b"epoch" not in fields:
+            return None
+        try:
+            record = decode_status(request_id, fields, prompt, now)
+        except CorruptRecordError:
+            raise corrupt_record_error(request_id) from None
+        return self._with_local_end(record or await self.read(request_id, tokens_only=True))
+
+    def _with_local_end(self, record: RequestRecord | None) -> RequestRecord | None:
+        """The record with the end that this router is about to write: what has ended cannot be cancelled any more."""
+        request = None if record is None else self._buffer.get(record.generation.request_id)
+        if record is None or request is None or request.end is None or record.finish_reason is not None:
+            return record
+        end = request.end
+        return replace(record, finish_reason=end.reason, error=end.error, usage=end.usage, leased=False)
+
+    def follow(self, request_id: str) -> Follower:
+        """See ``Journal``."""
+        return _CheckedFollower(
+            partial(self._poll, request_id, RecordFollower(partial(self._store.read_update, request_id)))
+        )
+
+    async def cancel(self, request_id: str) -> bool:
+        """See ``Journal``. Another router gets to know it with its next write to the record, or when it renews its
+        lease.
+        """
+        request = self._buffer.get(request_id)
+        if request is None:
+            return await self._call(request_id, lambda: self._store.cancel(request_id))
+        if request.end is not None:
+            return False
+        if request.released:
+            request.end = RequestEnd(FinishReason.ABORT)
+        elif not request.cancelled and self._listener is not None:
+            self._listener.on_cancelled(request_id)
+        request.cancelled = True
+        return True
+
+    async def delete(self, request_id: str) -> bool:
+        """See ``Journal``."""
+        request = self._buffer.get(request_id)
+        if request is not None:  # the record may not be written yet, or have to be written again
+            request.generation = replace(request.generation, retention=0)
+            await self.cancel(request_id)
+        deleted = await self._call(request_id, lambda: self._store.delete(request_id))
+        return deleted or request is not None
+
+    async def orphans(self) -> list[str]:
+        """See ``Journal``. Returns none just after the database was unavailable."""
+        if await self._is_settling("of the background"):
+            return []
+        return await self._call("of the background", self._store.orphans)
+
+    async def flush(self) -> None:
+        """Waits until everything written so far is in the database; for as long as that takes."""
+        await self._writer.flush()
+
+    async def close(self) -> None:
+        """See ``Journal``."""
+        if self._openings:
+            await asyncio.wait(self._openings)  # each takes half a second at most
+        if self._task is not None:
+            await self._stop_writer(self._task)
+        await self._store.close()
+
+    async def _open_at_once(self, request: BufferedRequest) -> Lease | None:
+        generation, lease = request.generation, request.lease
+        try:
+            async with asyncio.timeout(MAX_WAIT):
+                request.opened = await self._store.open(generation, lease)
+            if not request.opened:
+                return None
+        except CorruptRecordError:
+            pass  # it cannot be written either, which the writer finds out
+        except self._store.errors as error:
+            self._writer.record_failure(error)  # before the response begins, whose headers say so
+        if self._buffer.get(generation.request_id) is not None:
+            return None  # the same request came once more while this one waited
+        if not self._buffer.add(request):
+            self._on_dropped(lease)
+        return lease
+
+    def _release_unused(self, opening: "asyncio.Task[Lease | None]") -> None:
+        lease = None if opening.cancelled() or opening.exception() is not None else opening.result()
+        if lease is not None:
+            self.release(lease)
+
+    async def _poll(self, request_id: str, follower: RecordFollower) -> RecordUpdate | None:
+        update = await self._call(request_id, follower.poll)
+        if update is None and await self._is_settling(request_id):
+            return RecordUpdate([], None, "", NO_USAGE, leased=True)
+        return update
+
+    @abstractmethod
+    async def _is_settling(self, request_id: str) -> bool:
+        """Whether what the database has may be older than what some router is about to write, maybe again."""
+
+    async def _call(self, request_id: str, operation: Callable[[], Awaitable[T]]) -> T:
+        """What ``operation`` returns. Raises ``QuireError``: UNAVAILABLE without the database, INTERNAL for no
+        record.
+        """
+        try:
+            return await operation()
+        except CorruptRecordError:
+            raise corrupt_record_error(request_id) from None
+        except self._store.errors:
+            raise journal_unavailable() from None
+
+    async def _stop_writer(self, task: SupervisedTask) -> None:
+        try:
+            async with asyncio.timeout(min(CLOSE_TIMEOUT, self._timeout)):
+                await self._writer.flush()
+        except TimeoutError:
+            log.warning("the state of %d requests was not written", len(self._buffer))
+        await task.stop()
+
+    async def _resume_claimed(
+        self, request_id: str, fields: dict[bytes, bytes], packed: bytes, now: int
+    ) -> tuple[RequestRecord, Lease] | None:
+        """Buffers a record that was claimed, to be continued. Its lease is renewed while it is being read, which may
+        take long.
+        """
+        lease = Lease(request_id, self._owner, decode_epoch(fields[b"epoch"]))
+        try:
+            request = await self._restore(lease, fields, packed)
+            if not self._buffer.add(request):
+                self._store.abandon(lease)
+                raise journal_unavailable()
+            record, *_ = await read_record(request_id, fields, packed)
+        except CorruptRecordError:
+            await self._fail_corrupt(lease)
+            raise internal() from None
+        except asyncio.CancelledError:
+            self.release(lease)
+            if self._buffer.get(request_id) is None:  # it was not even restored
+                self._store.abandon(lease)
+            raise
+        if request.cancelled or not self._buffer.contains(request):
+            self.release(lease)  # cancelled or lost while it was read
+            return None
+        generation = replace(record.generation, deadline=decode_deadline(record.generation, fields, now))
+        return replace(record, generation=generation, leased=True), lease
+
+    async def _restore(self, lease: Lease, fields: dict[bytes, bytes], packed: bytes) -> BufferedRequest:
+        record, reader, taken = await read_record(lease.request_id, fields, packed, tokens_only=True)
+        request = BufferedRequest(record.generation, lease, opened=True)
+        request.log = TokenLog.restore(unpack_tokens(packed[: taken * TOKEN_BYTES]), reader)
+        request.num_stored, request.checksum = taken, await log_checksum(packed[: taken * TOKEN_BYTES])
+        return request
+
+    async def _fail_corrupt(self, lease: Lease) -> None:
+        request = self._buffer.get(lease.request_id)
+        if request is not None and request.lease == lease:
+            self._buffer.remove(request)
+        await self._call(lease.request_id, lambda: self._store.fail_corrupt(lease))
+
+    async def _is_not_leased_here(self, request_id: str) -> bool:
+        """Whether this router has no lease on the record; waits until a release is written."""
+        request = self._buffer.get(request_id)
+        if request is None:
+            return True
+        if not request.released or request.end is not None:
+            return False
+        try:
+            async with asyncio.timeout(MAX_WAIT):
+                await self._writer.wait_written(request)
+        except TimeoutError:
+            raise journal_unavailable() from None
+        return True
+
+    def _on_dropped(self, lease: Lease) -> None:
+        metrics.JOURNAL_DROPPED.inc()
+        self._store.abandon(lease)
+
+    def _writable_request(self, lease: Lease) -> BufferedRequest | None:
+        request = self._buffer.get(lease.request_id)
+        if request is None or not request.is_writable:
+            return None
+        if lease is not request.lease and lease != request.lease:  # comparing takes longer than a token may
+            metrics.STALE_EPOCHS.inc()
+            return None
+        return request
+
+
+def corrupt_record_error(request_id: str) -> QuireError:
+    """The error if what is stored is no record; logs it."""
+    log.error("the record of request %s is damaged", request_id)
+    return internal()
+
+
+class _CheckedFollower:
+    """A ``RecordFollower`` with the journal's errors and its care for records that may reappear."""
+
+    def __init__(self, poll: Callable[[], Awaitable[RecordUpdate | None]]) -> None:
+        self._poll = poll
+
+    async def poll(self) -> RecordUpdate | None:
+        """See ``Follower``."""
+        return await self._poll()

@@ -1,0 +1,501 @@
+"""Records in the tables of a journal's file: what each write, claim, cancellation and look does there.
+
+All of it blocks and belongs into the threads of ``SqliteStore``. What these transactions promise is what the Lua
+scripts of the journal in Redis promise (``redis/common.lua``): a write with an older epoch or of another owner changes
+nothing, and repeating one that was done changes nothing either. A record is leased while it has no time at which it
+expires.
+"""
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import time
+from typing import Any
+from zlib import crc32
+
+from quire_proto.sampling import FinishReason
+
+from quire_router.core.generation import GenerationRequest
+from quire_router.journal.base import MAX_ORPHANS, Lease
+from quire_router.journal.buffered_journal import StoredRecord
+from quire_router.journal.codec import (
+    MIN_RETENTION,
+    STATUS_FIELDS,
+    TOKEN_BYTES,
+    JournalSettings,
+    encode_request_fields,
+    encode_usage,
+)
+from quire_router.journal.follower import RawRecordUpdate
+from quire_router.journal.journal_writer import WriteReply
+from quire_router.journal.sqlite.database import FileTakenError, JournalFile, session_number
+from quire_router.journal.write_buffer import BufferedRequest, BufferedWrite, RequestEnd
+
+MAX_MERGED_PARTS = 16_384  # of a log, which are read and written as one when its record ends
+SWEPT_RECORDS = 100  # that one transaction deletes
+MIN_FREE_SHARE = 0.25  # of the file that is free before pages are given back, so that it does not shrink and grow
+MIN_FREE_PAGES = 256  # 1 MiB
+VACUUMED_PAGES = 4_096  # that are given back at once: 16 MiB
+ABORTED = FinishReason.ABORT.value
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
+    """All or nothing of what the block does. ``IMMEDIATE`` writes, ``DEFERRED`` reads the state of one moment."""
+    connection.execute(f"BEGIN {kind}")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:  # some errors have rolled it back
+            connection.execute("ROLLBACK")
+        raise
+
+
+@dataclass(slots=True)
+class _Stored:
+    """What writes have to know of a record."""
+
+    record: int
+    owner: str
+    epoch: int
+    leased: bool
+    cancelled: bool
+    ended: bool
+    retention: int | None
+
+    def is_of(self, lease: Lease) -> bool:
+        return self.owner == lease.owner and self.epoch == lease.epoch
+
+
+@dataclass(slots=True)
+class _WrittenLog:
+    """The log of a record that this router writes: ``length`` in bytes as of the last commit or in this transaction."""
+
+    record: int
+    lease: Lease
+    length: int
+
+
+class RecordWriter:
+    """The connection that writes. Each method is a transaction. Raises ``sqlite3.Error``, and has changed nothing."""
+
+    def __init__(self, file: JournalFile, settings: JournalSettings) -> None:
+        self._connection = file.writer
+        self._session = file.session
+        self._settings = settings
+        self._logs: dict[str, _WrittenLog] = {}
+        self._data_version = 0  # another one means that another connection has written
+        self._now = 0.0  # of the transaction, in seconds
+        self.has_garbage = True  # what was deleted, also by the last router, may still be in the WAL
+
+    def write(self, writes: list[BufferedWrite], abandoned: Sequence[Lease]) -> list[WriteReply]:
+        """Writes all of this; gives up the leases ``abandoned``."""
+        with self._transaction():
+            for lease in abandoned:
+                self._abandon(lease)
+            return [self._write(write) for write in writes]
+
+    def open(self, generation: GenerationRequest, lease: Lease) -> bool:
+        """See ``RecordStore``."""
+        with self._transaction():
+            return self._open(generation, lease) is WriteReply.DONE
+
+    def claim(self, request_id: str, owner: str) -> Lease | None:
+        """Takes the lease on a record that has none; None if it cannot."""
+        with self._transaction():
+            stored = self._stored(request_id)
+            if stored is None or stored.ended or stored.leased:
+                return None
+            if stored.cancelled:
+                self._abort(stored, self._settings.retention_s)
+                return None
+            lease = Lease(request_id, owner, stored.epoch + 1)
+            self._hold(stored.record, lease)
+            return lease
+
+    def cancel(self, request_id: str) -> bool:
+        """See ``RecordStore``."""
+        with self._transaction():
+            stored = self._stored(request_id)
+            if stored is None or stored.ended:
+                return False
+            self._cancel(request_id, stored, self._settings.retention_s)
+            return True
+
+    def delete(self, request_id: str) -> bool:
+        """See ``RecordStore``."""
+        with self._transaction():
+            stored = self._stored(request_id)
+            if stored is None:
+                return False
+            if stored.ended:
+                self._delete(stored)
+                return True
+            self._connection.execute(
+                "UPDATE records SET retention = ? WHERE record = ?", (MIN_RETENTION, stored.record)
+            )
+            stored.retention = MIN_RETENTION
+            self._cancel(request_id, stored, MIN_RETENTION)
+            return True
+
+    def fail(self, lease: Lease, error: str) -> None:
+        """Ends a record with an error, whatever its log is."""
+        with self._transaction():
+            stored = self._stored(lease.request_id)
+            if stored is not None and stored.is_of(lease) and not stored.ended:
+                self._end(stored, RequestEnd(FinishReason.ERROR, error), self._settings.retention_s)
+
+    def sweep(self) -> int:
+        """Deletes records whose time is over; returns how many, at most ``SWEPT_RECORDS``."""
+        due = "SELECT record FROM records WHERE expires <= ? LIMIT ?"
+        if not self._connection.execute(due, (time(), 1)).fetchone():
+            return 0
+        with self._transaction():
+            records = self._connection.execute(due, (self._now, SWEPT_RECORDS)).fetchall()
+            self._connection.executemany("DELETE FROM records WHERE record = ?", records)
+            self.has_garbage = True
+            return len(records)
+
+    def vacuum(self) -> None:
+        """Gives back free pages if they are many, and empties the WAL: what was deleted is in neither file any more."""
+        execute = self._connection.execute
+        (free,), (pages,) = execute("PRAGMA freelist_count").fetchone(), execute("PRAGMA page_count").fetchone()
+        if free > max(MIN_FREE_PAGES, MIN_FREE_SHARE * pages):
+            # Not execute(), which would end after the first page, as it sees no column in the result.
+            self._connection.executescript(f"PRAGMA incremental_vacuum({VACUUMED_PAGES})")
+        busy, _, _ = execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        self.has_garbage = bool(busy)  # somebody reads an older state
+
+    def probe(self) -> None:
+        """Writes a page with nothing new on it."""
+        (version,) = self._connection.execute("PRAGMA user_version").fetchone()
+        self._connection.execute(f"PRAGMA user_version = {version}")
+
+    # Within a transaction
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._now = time()
+        try:
+            with transaction(self._connection):
+                (version,) = self._connection.execute("PRAGMA data_version").fetchone()
+                if version != self._data_version:
+                    if session_number(self._connection) != self._session:
+                        raise FileTakenError("another router has opened the journal's file")
+                    self._logs.clear()
+                    self._data_version = version
+                yield
+        except BaseException:
+            self._logs.clear()  # it is not known what of them is stored
+            raise
+
+    def _write(self, write: BufferedWrite) -> WriteReply:
+        request, reply = write.request, WriteReply.DONE
+        if write.opens:
+            reply = self._open(request.generation, request.lease)
+        if reply is WriteReply.DONE:
+            reply = self._append(write)
+        if reply in (WriteReply.DONE, WriteReply.CANCELLED):
+            if write.end is not None:
+                return self._finish(write, write.end)
+            if write.releases:
+                return self._release(request)
+        return reply
+
+    def _open(self, generation: GenerationRequest, lease: Lease) -> WriteReply:
+        stored = self._stored(lease.request_id)
+        request, prompt, seal = encode_request_fields(generation)
+        if stored is None:
+            record = self._create(generation, lease)
+        else:
+            (before,) = self._connection.execute(
+                "SELECT request FROM requests WHERE record = ?", (stored.record,)
+            ).fetchone() or (None,)
+            if before != request or not (stored.is_of(lease) or lease.epoch > stored.epoch):
+                return WriteReply.STALE
+            if stored.ended:
+                return WriteReply.DONE if stored.is_of(lease) else WriteReply.STALE
+            if not stored.is_of(lease):
+                self._connection.execute("DELETE FROM logs WHERE record = ?", (stored.record,))
+            self._hold(record := stored.record, lease)
+        self._connection.execute(
+            "INSERT OR REPLACE INTO requests (record, request, prompt, seal) VALUES (?, ?, ?, ?)",
+            (record, request, prompt, seal),
+        )
+        if generation.retention is not None:
+            self._connection.execute(
+                "UPDATE records SET retention = ? WHERE record = ?", (self._settings.retention_of(generation), record)
+            )
+        self._logs.pop(lease.request_id, None)
+        return WriteReply.DONE
+
+    def _create(self, generation: GenerationRequest, lease: Lease) -> int:
+        # One whose time is over may still be there.
+        self._connection.execute("DELETE FROM records WHERE request_id = ?", (lease.request_id,))
+        opened, kept = int(self._now * 1000), self._settings.running_ttl_of(generation)
+        created = self._connection.execute(
+            "INSERT INTO records (request_id, owner, epoch, opened, running_ttl, background) VALUES (?, ?, ?, ?, ?, ?)",
+            (lease.request_id, lease.owner, lease.epoch, opened, kept, generation.background),
+        )
+        assert created.lastrowid is not None
+        return created.lastrowid
+
+    def _append(self, write: BufferedWrite) -> WriteReply:
+        """Adds a part to the log, which ends with it. Nearly always that is one statement."""
+        lease, start = write.request.lease, write.start * TOKEN_BYTES
+        log = self._logs.get(lease.request_id)
+        if log is None or log.lease != lease or log.length != start:
+            stored = self._stored(lease.request_id)
+            reply = _refusal(stored, lease)
+            if reply is not None or stored is None or stored.ended:
+                return reply or WriteReply.DONE  # an ended one is a repeat
+            length = _log_length(self._connection, stored.record)
+            if length < start:
+                return WriteReply.LOST
+            if length > start:
+                # A former owner was cut off within a delta. What is left of it must not follow this one's.
+                self._truncate(stored.record, start)
+            self._hold(stored.record, lease)
+            log = _WrittenLog(stored.record, lease, start)
+            if stored.cancelled:
+                self._add_part(log, write)
+                return WriteReply.CANCELLED
+            self._logs[lease.request_id] = log
+        self._add_part(log, write)
+        return WriteReply.DONE
+
+    def _add_part(self, log: _WrittenLog, write: BufferedWrite) -> None:
+        if write.packed:
+            part = log.record, log.length, write.packed, write.checksum, write.num_tokens
+            self._connection.execute("INSERT INTO logs VALUES (?, ?, ?, ?, ?)", part)
+            log.length += len(write.packed)
+
+    def _truncate(self, record: int, length: int) -> None:
+        """Cuts a log to so many bytes."""
+        execute = self._connection.execute
+        execute("DELETE FROM logs WHERE record = ? AND start >= ?", (record, length))
+        parts = execute(
+            "SELECT start, packed, checksum FROM logs WHERE record = ? ORDER BY start DESC LIMIT 2", (record,)
+        ).fetchall()
+        if parts and parts[0][0] + len(parts[0][1]) > length:
+            start, packed, _ = parts[0]
+            packed = packed[: length - start]
+            checksum = crc32(packed, parts[1][2] if len(parts) > 1 else 0)
+            execute(
+                "UPDATE logs SET packed = ?, checksum = ?, num_tokens = NULL WHERE record = ? AND start = ?",
+                (packed, checksum, record, start),
+            )
+
+    def _finish(self, write: BufferedWrite, end: RequestEnd) -> WriteReply:
+        lease = write.request.lease
+        stored = self._stored(lease.request_id)
+        refused = _refusal(stored, lease)
+        self._logs.pop(lease.request_id, None)
+        if refused is not None or stored is None or stored.ended:
+            return refused or WriteReply.DONE
+        if _log_length(self._connection, stored.record) != write.stop * TOKEN_BYTES:
+            return WriteReply.LOST
+        if stored.cancelled:
+            end = RequestEnd(FinishReason.ABORT, "", end.usage)  # that was the answer to cancel
+        self._end(stored, end, self._settings.retention_of(write.request.generation))
+        self._merge(stored.record)
+        return WriteReply.DONE
+
+    def _release(self, request: BufferedRequest) -> WriteReply:
+        stored = self._stored(request.lease.request_id)
+        refused = _refusal(stored, request.lease)
+        self._logs.pop(request.lease.request_id, None)
+        if refused is not None or stored is None or stored.ended:
+            return refused or WriteReply.DONE
+        retention = self._settings.retention_of(request.generation)
+        if stored.cancelled:
+            self._abort(stored, retention)
+        else:
+            self._keep(stored.record, self._settings.running_ttl_s if request.generation.background else retention)
+        return WriteReply.DONE
+
+    def _abandon(self, lease: Lease) -> None:
+        stored = self._stored(lease.request_id)
+        if stored is None or not stored.is_of(lease) or stored.ended or not stored.leased:
+            return
+        self._logs.pop(lease.request_id, None)
+        if stored.cancelled:
+            self._abort(stored, self._settings.retention_s)
+        else:
+            self._keep(stored.record, self._settings.retention_s)
+
+    def _cancel(self, request_id: str, stored: _Stored, retention: int) -> None:
+        self._logs.pop(request_id, None)  # so that the next write looks at the record
+        if stored.leased:
+            self._connection.execute("UPDATE records SET cancelled = 1 WHERE record = ?", (stored.record,))
+        else:
+            self._abort(stored, retention)
+
+    def _abort(self, stored: _Stored, retention: int) -> None:
+        """Ends a record with a new epoch, so that its former owner learns that it has ended."""
+        self._connection.execute("UPDATE records SET owner = '', epoch = epoch + 1 WHERE record = ?", (stored.record,))
+        self._end(stored, RequestEnd(FinishReason.ABORT), retention)
+
+    def _end(self, stored: _Stored, end: RequestEnd, retention: int) -> None:
+        kept = retention if stored.retention is None else stored.retention
+        text = end.error.encode("utf-8", "surrogatepass")
+        self._connection.execute(
+            "UPDATE records SET reason = ?, error = ?, usage = ?, expires = ? WHERE record = ?",
+            (end.reason.value, text, encode_usage(end.usage), int(self._now) + kept, stored.record),
+        )
+
+    def _merge(self, record: int) -> None:
+        """Makes one part of a log, which takes a third of the space and of the time that reading it takes."""
+        execute = self._connection.execute
+        parts = execute(
+            "SELECT packed, checksum, num_tokens FROM logs WHERE record = ? ORDER BY start LIMIT ?",
+            (record, MAX_MERGED_PARTS + 1),
+        ).fetchall()
+        if 1 < len(parts) <= MAX_MERGED_PARTS:
+            _, checksum, num_tokens = parts[-1]
+            packed = b"".join(part for part, _, _ in parts)
+            execute("DELETE FROM logs WHERE record = ?", (record,))
+            execute("INSERT INTO logs VALUES (?, 0, ?, ?, ?)", (record, packed, checksum, num_tokens))
+
+    def _hold(self, record: int, lease: Lease) -> None:
+        self._connection.execute(
+            "UPDATE records SET owner = ?, epoch = ?, expires = NULL WHERE record = ?",
+            (lease.owner, lease.epoch, record),
+        )
+
+    def _keep(self, record: int, seconds: int) -> None:
+        """Gives up the lease."""
+        self._connection.execute("UPDATE records SET expires = ? WHERE record = ?", (int(self._now) + seconds, record))
+
+    def _delete(self, stored: _Stored) -> None:
+        self.has_garbage = True
+        self._connection.execute("DELETE FROM records WHERE record = ?", (stored.record,))
+
+    def _stored(self, request_id: str) -> _Stored | None:
+        row = self._connection.execute(
+            "SELECT record, owner, epoch, expires IS NULL, cancelled, reason IS NOT NULL, retention FROM records "
+            "WHERE request_id = ? AND (expires IS NULL OR expires > ?)",
+            (request_id, self._now),
+        ).fetchone()
+        return None if row is None else _Stored(*row)
+
+
+def _refusal(stored: _Stored | None, lease: Lease) -> WriteReply | None:
+    """None when the lease may write."""
+    if stored is None or stored.epoch < lease.epoch:
+        return WriteReply.LOST  # an older state came back: its log need not be this writer's
+    return None if stored.is_of(lease) else WriteReply.STALE
+
+
+def _log_length(connection: sqlite3.Connection, record: int) -> int:
+    """In bytes."""
+    last = "SELECT start + length(packed) FROM logs WHERE record = ? ORDER BY start DESC LIMIT 1"
+    (length,) = connection.execute(last, (record,)).fetchone() or (0,)
+    return int(length)
+
+
+class RecordReader:
+    """The connection that reads. Raises ``sqlite3.Error``."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._last_orphan = 0
+
+    def read(self, request_id: str) -> StoredRecord | None:
+        """See ``RecordStore``."""
+        with transaction(self._connection, "DEFERRED"):
+            fields, now = self._fields(request_id)
+            if fields is None:
+                return None
+            record = fields.pop("record")
+            names = "request", "prompt", "seal"
+            row = self._connection.execute(
+                "SELECT request, prompt, seal FROM requests WHERE record = ?", (record,)
+            ).fetchone()
+            fields |= dict(zip(names, row or (), strict=False))
+            parts = self._connection.execute("SELECT packed FROM logs WHERE record = ? ORDER BY start", (record,))
+            return _encode(fields), b"".join(part for (part,) in parts), now
+
+    def statuses(self, request_ids: Sequence[str]) -> list[tuple[dict[bytes, bytes], int, int]]:
+        """See ``RecordStore``."""
+        with transaction(self._connection, "DEFERRED"):
+            return [self._status(request_id) for request_id in request_ids]
+
+    def _status(self, request_id: str) -> tuple[dict[bytes, bytes], int, int]:
+        fields, now = self._fields(request_id)
+        if fields is None:
+            return {}, 0, now
+        row = self._connection.execute(
+            "SELECT request, length(prompt) FROM requests WHERE record = ?", (fields["record"],)
+        ).fetchone()
+        told = self._connection.execute(
+            "SELECT num_tokens FROM logs WHERE record = ? AND num_tokens IS NOT NULL ORDER BY start DESC LIMIT 1",
+            (fields["record"],),
+        ).fetchone()
+        request, length = row or (None, 0)
+        fields |= {"request": request, "told": told[0] if told else 0}
+        return _encode({name: fields.get(name) for name in STATUS_FIELDS}), length, now
+
+    def read_update(self, request_id: str, names: tuple[str, ...], offset: int) -> RawRecordUpdate:
+        """See ``RecordStore``."""
+        with transaction(self._connection, "DEFERRED"):
+            fields, now = self._fields(request_id)
+            if fields is None:
+                return RawRecordUpdate({}, 0, b"", now)
+            record = fields["record"]
+            if "request" in names:
+                row = self._connection.execute("SELECT request FROM requests WHERE record = ?", (record,)).fetchone()
+                fields["request"] = row[0] if row else None
+            parts = self._connection.execute(
+                "SELECT start, packed FROM logs WHERE record = :record AND start >= coalesce("
+                "(SELECT max(start) FROM logs WHERE record = :record AND start <= :offset), 0) ORDER BY start",
+                {"record": record, "offset": offset},
+            ).fetchall()
+            length = parts[-1][0] + len(parts[-1][1]) if parts else 0
+            packed = b"".join(part for _, part in parts)[offset - parts[0][0] :] if parts else b""
+            return RawRecordUpdate(_encode({name: fields.get(name) for name in names}), length, packed, now)
+
+    def orphans(self) -> list[str]:
+        """See ``Journal``."""
+        found = self._next_orphans()
+        if not found and self._last_orphan:
+            self._last_orphan = 0
+            found = self._next_orphans()
+        self._last_orphan = found[-1][0] if found else 0
+        return [request_id for _, request_id in found]
+
+    def _next_orphans(self) -> list[tuple[int, str]]:
+        return self._connection.execute(
+            "SELECT record, request_id FROM records WHERE background AND reason IS NULL AND expires > ? "
+            "AND record > ? ORDER BY record LIMIT ?",
+            (time(), self._last_orphan, MAX_ORPHANS),
+        ).fetchall()
+
+    def _fields(self, request_id: str) -> tuple[dict[str, Any] | None, int]:
+        """The record's fields, as those of a hash in Redis, without its request, and the time in ms."""
+        now = time()
+        row = self._connection.execute(
+            "SELECT record, owner, epoch, expires, opened, retention, reason, error, usage FROM records "
+            "WHERE request_id = ? AND (expires IS NULL OR expires > ?)",
+            (request_id, now),
+        ).fetchone()
+        if row is None:
+            return None, int(now * 1000)
+        names = "record", "owner", "epoch", "expires", "opened", "retention", "reason", "error", "usage"
+        fields = dict(zip(names, row, strict=True))
+        if fields.pop("expires") is None:
+            fields["lease_expires"] = int(now * 1000) + 1
+        last = "SELECT checksum FROM logs WHERE record = ? ORDER BY start DESC LIMIT 1"
+        (fields["sum"],) = self._connection.execute(last, (fields["record"],)).fetchone() or (0,)
+        return fields, int(now * 1000)
+
+
+def _encode(fields: dict[str, Any]) -> dict[bytes, bytes]:
+    """The fields that have a value, as a hash in Redis has them."""
+    return {name.encode(): _as_bytes(value) for name, value in fields.items() if value is not None}
+
+
+def _as_bytes(value: Any) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
