@@ -16,7 +16,7 @@ is that of torch's builds for CPUs, which torch's installation page names.
 endef
 export TORCH_SIZE
 
-.PHONY: up test soak chaos lint bench bench-router bench-simulation bench-fleet peers clients images proto proto-check clean help
+.PHONY: up test soak chaos lint bench bench-router bench-simulation bench-fleet peers clients images dist proto proto-check clean help
 
 help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2]   serve a model on this machine; Ctrl-C stops everything"
@@ -31,6 +31,7 @@ help:
 	@echo "make bench-simulation TRACE=/path/to/file     KV waste, and sjf against fcfs, on a trace"
 	@echo "make bench-fleet TRACES=/path/to/folder       placement policies against each other, simulated"
 	@echo "make images [DEVICES='cpu cuda']              the router's and the engines' images (docker/README.md)"
+	@echo "make dist                                     wheels, the chart, a bill of materials and sums, in dist/ (docs/release.md)"
 	@echo "make proto                                    the stubs of proto/quire"
 	@echo "make clean                                    takes the environments and what Redis kept away"
 
@@ -135,6 +136,17 @@ images:
 	set -e; for device in $(DEVICES); do \
 	  $(BUILD) --file docker/engine.Dockerfile --target $$device --tag quire-engine:$(VERSION)-$$device .; done
 
+# Of the last commit. With IMAGES=1 the images too, built beforehand and saved by $(DOCKER), so that the sums have them.
+dist: $(READY)
+	@mkdir -p dist
+ifdef IMAGES
+	$(MAKE) images
+	$(DOCKER) save quire-router:$(VERSION) | gzip -n > dist/quire-router-$(VERSION).image.tar.gz
+	set -e; for device in $(DEVICES); do \
+	  $(DOCKER) save quire-engine:$(VERSION)-$$device | gzip -n > dist/quire-engine-$(VERSION)-$$device.image.tar.gz; done
+endif
+	$(BIN)/python scripts/dist.py $(ARGS)
+
 proto: $(READY)
 	proto/generate.sh
 
@@ -145,4 +157,4 @@ proto-check: $(READY)
 	  || { echo "the stubs are stale: run make proto"; exit 1; }
 
 clean:
-	rm -rf $(VENV) $(HELM) .run .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(HELM) .run dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -158,7 +158,9 @@ class ServeBenchConfig(CliSettings):
         default=None, description="A folder with tokenizer.json: for prompts as text, and to count tokens."
     )
     vocab_size: int = Field(
-        default=10_000, ge=8, description="Without a tokenizer, token ids of prompts are below this number."
+        default=1_000,
+        ge=8,
+        description="Without a tokenizer, token ids of prompts are below this number, as most models have.",
     )
     seed: int = Field(default=0, ge=0, lt=1 << 63, description="Decides prompts, lengths and arrival times.")
 

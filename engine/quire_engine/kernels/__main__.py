@@ -1,8 +1,11 @@
-"""``python -m quire_engine.kernels``: compiles the kernels ahead of time, for an image that has no compiler."""
+"""``python -m quire_engine.kernels [LEVEL …]``: compiles the kernels ahead of time, for a wheel or an image that
+has no compiler; for all levels of processors unless some are named.
+"""
 
 import logging
+import sys
 
 from quire_engine.kernels.build import compile_ahead
 
 logging.basicConfig(level="INFO", format="%(message)s")
-compile_ahead()
+compile_ahead(sys.argv[1:])

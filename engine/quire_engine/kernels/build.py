@@ -1,5 +1,5 @@
 """Compiles the kernels of this folder for this processor, once for each user, and finds them again; or for all levels
-of processors, ahead of time, as an image is built on one processor and runs on others.
+of processors, ahead of time, as a wheel or an image is built on one processor and runs on others.
 
 The sources need neither torch's headers nor Python's, so a bare compiler is enough and a build takes seconds. Any
 number of engines may start at once: each compiles into a folder of its own and renames the result into place, which is
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 AHEAD_FOLDER = Path(__file__).parent / "ahead"
-"""Where an image has the kernels, compiled for every level. The folder exists in images only."""
+"""Where a wheel or an image has the kernels, compiled for every level. A checkout does not have the folder."""
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp")
 _SECONDS_TO_COMPILE = 300
@@ -77,7 +77,7 @@ def levels_of(machine: str) -> Sequence[CpuLevel]:
 
 
 def shared_object() -> Path:
-    """The compiled kernels: those of the image, from the cache, or compiled now.
+    """The compiled kernels: those of the wheel or the image, from the cache, or compiled now.
 
     The cache is ``$XDG_CACHE_HOME/quire`` or ``~/.cache/quire``. A build found there needs no compiler. Where
     that folder cannot be written or not be trusted, the build goes to a fresh private folder that ends with
@@ -96,14 +96,18 @@ def shared_object() -> Path:
     return _compile(cache if cache and os.access(cache, os.W_OK) else _private_folder(), stem)
 
 
-def compile_ahead() -> None:
-    """Compiles the kernels for every level of this architecture into ``AHEAD_FOLDER``, which takes ten seconds each.
+def compile_ahead(names: Sequence[str] = ()) -> None:
+    """Compiles the kernels for the levels of this architecture with these names, or for all, into ``AHEAD_FOLDER``,
+    which takes ten seconds each.
 
     Raises:
-        BuildError: there is no compiler, or it fails.
+        BuildError: a name is unknown, there is no compiler, or it fails.
     """
+    levels = {level.name: level for level in levels_of(platform.machine())}
+    if unknown := [name for name in names if name not in levels]:
+        raise BuildError(f"{unknown[0]} is no level of processors; there are {', '.join(levels)}")
     AHEAD_FOLDER.mkdir(exist_ok=True)
-    for level in levels_of(platform.machine()):
+    for level in map(levels.__getitem__, names or levels):
         _run(
             [*_compiler(), *_FLAGS, *level.flags, *map(str, SOURCES), "-o", str(_ahead_path(level.name))],
             _SECONDS_TO_COMPILE_AHEAD,
