@@ -10,6 +10,7 @@ commands:
   serve MODEL      serve a model on this machine: a router and its engines, one log
   chat             talk to a running server
   complete         continue a text at a running server
+  doctor           say what this machine has, and what is missing
   bench serve      measure an OpenAI-compatible server: latency, throughput and goodput at given request rates
   bench offline    measure the engine beside others on this machine (quire-engine bench)
   simulate engine  try a trace of requests on a scheduler without a model (quire-engine simulate)
@@ -36,7 +37,7 @@ def main() -> None:
         from quire_cli.bench.serve import bench_serve
 
         bench_serve(arguments[2:])
-    elif first in ("serve", "chat", "complete"):
+    elif first in ("serve", "chat", "complete", "doctor"):
         _run(first, arguments[1:])
     elif arguments and arguments[-1] in ("--help", "-h"):
         sys.stdout.write(USAGE)
@@ -55,6 +56,10 @@ def _run(command: str, arguments: Sequence[str]) -> None:
         from quire_cli.chat.chat_command import chat
 
         chat(arguments)
+    elif command == "doctor":
+        from quire_cli.doctor.doctor_command import doctor
+
+        doctor(arguments)
     else:
         from quire_cli.chat.chat_command import complete
 

@@ -9,8 +9,9 @@ from quire_engine.config import EngineConfig
 from quire_proto.cli import read_settings
 from quire_router.config import Settings
 
+from quire_cli.machine.sockets import LOCALHOST
 from quire_cli.serve.flags import ServeFlags
-from quire_cli.serve.ports import LOCALHOST, Ports
+from quire_cli.serve.ports import Ports
 from quire_cli.serve.process_tree import Program
 
 SHARED_POOL = 512 << 20  # bytes of KV memory of each of several engines, so that none of them takes what it finds

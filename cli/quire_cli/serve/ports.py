@@ -7,10 +7,10 @@ same. The claim is an abstract Unix socket, which the kernel removes with its pr
 import socket
 from dataclasses import dataclass, field
 
+from quire_cli.machine.sockets import LOCALHOST, is_free
 from quire_cli.serve.log import SELF, Say
 
 MAX_PORT = 65535
-LOCALHOST = "127.0.0.1"
 
 
 class PortError(Exception):
@@ -54,15 +54,4 @@ class Ports:
             claim.close()
             return False
         self._claims[port], self._owners[port] = claim, owner
-        return True
-
-
-def is_free(port: int, host: str = LOCALHOST) -> bool:
-    """Whether the port can be listened on."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-        except OSError:
-            return False
         return True

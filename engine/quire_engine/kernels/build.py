@@ -86,14 +86,22 @@ def shared_object() -> Path:
     Raises:
         BuildError: there is no compiler, or it fails.
     """
+    if ready := find_build():
+        return ready
+    cache = _cache_folder()
+    folder = cache if cache and os.access(cache, os.W_OK) else _private_folder()
+    return _compile(folder, f"kernels-{_fingerprint()}")
+
+
+def find_build() -> Path | None:
+    """Kernels that need not be compiled any more; None if there are none."""
     if ready := _compiled_ahead():
         return ready
-    stem = f"kernels-{_fingerprint()}"
-    cache = _cache_folder()
+    stem, cache = f"kernels-{_fingerprint()}", _cache_folder()
     for build in sorted(cache.glob(f"{stem}-*.so")) if cache else ():
         if build.stem == f"{stem}-{_digest(build)}":
             return build
-    return _compile(cache if cache and os.access(cache, os.W_OK) else _private_folder(), stem)
+    return None
 
 
 def compile_ahead(names: Sequence[str] = ()) -> None:
@@ -109,10 +117,16 @@ def compile_ahead(names: Sequence[str] = ()) -> None:
     AHEAD_FOLDER.mkdir(exist_ok=True)
     for level in map(levels.__getitem__, names or levels):
         _run(
-            [*_compiler(), *_FLAGS, *level.flags, *map(str, SOURCES), "-o", str(_ahead_path(level.name))],
+            [*find_compiler(), *_FLAGS, *level.flags, *map(str, SOURCES), "-o", str(_ahead_path(level.name))],
             _SECONDS_TO_COMPILE_AHEAD,
         )
         logger.info("compiled the CPU kernels for %s", level.name)
+
+
+def best_level() -> CpuLevel:
+    """The best level that this processor can run."""
+    features = _cpu_features()
+    return next(level for level in levels_of(platform.machine()) if level.runs_on(features))
 
 
 def _compiled_ahead() -> Path | None:
@@ -183,7 +197,8 @@ def _flags() -> tuple[str, ...]:
     return (*_FLAGS, "-march=native" if x86 else "-mcpu=native")
 
 
-def _compiler() -> list[str]:
+def find_compiler() -> list[str]:
+    """The command of a C++ compiler: ``$CXX``, or one on the path. Raises ``BuildError`` if there is none."""
     named = os.environ.get("CXX", "").strip()
     if named:
         try:
@@ -200,7 +215,7 @@ def _compile(folder: Path, stem: str) -> Path:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as temporary:
         output = Path(temporary) / "kernels.so"
-        _run([*_compiler(), *_flags(), *map(str, SOURCES), "-o", str(output)])
+        _run([*find_compiler(), *_flags(), *map(str, SOURCES), "-o", str(output)])
         target = folder / f"{stem}-{_digest(output)}.so"
         output.replace(target)
     logger.info("compiled the CPU kernels in %.1f s into %s", time.monotonic() - started, target)

@@ -21,6 +21,7 @@ def quire(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["chat"], "usage: quire chat"),
         (["complete"], "usage: quire complete"),
         (["serve"], "usage: quire serve"),
+        (["doctor"], "usage: quire doctor"),
         ([], "usage: quire COMMAND"),
     ],
     ids=" ".join,

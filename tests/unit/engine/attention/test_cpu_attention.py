@@ -550,7 +550,7 @@ def small_sources(tmp_path, monkeypatch) -> None:
 @pytest.fixture
 def hasty_compiler(tmp_path, monkeypatch) -> None:
     compiler = tmp_path / "hasty"
-    compiler.write_text(f'#!/bin/sh\nexec {shlex.join(build._compiler())} "$@" -O0\n')
+    compiler.write_text(f'#!/bin/sh\nexec {shlex.join(build.find_compiler())} "$@" -O0\n')
     compiler.chmod(0o700)
     monkeypatch.setenv("CXX", str(compiler))
 
@@ -633,7 +633,7 @@ def test_a_blank_name_of_a_compiler_is_none(monkeypatch):
     monkeypatch.setenv("CXX", " ")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(build.BuildError, match="no C\\+\\+ compiler"):
-        build._compiler()
+        build.find_compiler()
 
 
 def test_the_kernels_can_be_refused_by_the_environment(monkeypatch):

@@ -1,0 +1,1 @@
+"""``quire doctor``: what this machine has, and what is missing for serving."""
