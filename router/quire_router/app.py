@@ -26,6 +26,7 @@ from quire_proto.errors import QuireError, TokenizerLoadError
 from quire_proto.supervise import SupervisedTask
 from quire_proto.text.tokenizer import ModelTokenizer
 from quire_proto.tracing import setup_tracing, shutdown_tracing
+from starlette.types import ASGIApp
 
 from quire_router.admission.fair_queue import QueueBounds
 from quire_router.admission.limits import RateLimiter
@@ -35,7 +36,7 @@ from quire_router.admission.tenants_file import TenantsFile, TenantsFileError, r
 from quire_router.api.auth import StaticKeys
 from quire_router.api.request_limits import BodyBudget, ConcurrencyLimit
 from quire_router.api.rest.http_server import ConnectionLimits, HttpServer, listen
-from quire_router.api.rest.rest_app import build_admin, build_api
+from quire_router.api.rest.rest_app import allow_origins, build_admin, build_api
 from quire_router.api.rest.sse import KeepAlive
 from quire_router.api.rpc.grpc_server import CallLimits, RpcServer
 from quire_router.api.service import ApiService
@@ -238,9 +239,11 @@ class Router:
         share = settings.max_peer_share
         limits = ConnectionLimits(connections=connections_within(settings), head=write_timeout, peer_share=share)
         keepalive = KeepAlive(settings.sse_keepalive_seconds)
-        api = build_api(
+        api: ASGIApp = build_api(
             service, max_body_bytes=settings.max_body_bytes, client_timeout=write_timeout, keepalive=keepalive
         )
+        if settings.allowed_origins:
+            api = allow_origins(api, settings.allowed_origins)
         if self._worker is not None:
             return [HttpServer(api, listen(settings.host, self._worker.http_port, shared=True), limits)]
         admin = build_admin(service, client_timeout=write_timeout)

@@ -44,6 +44,7 @@ _AUTOSCALER_DESCRIPTORS = 768  # for each port of autoscalers: a relayed connect
 _MIN_CONNECTIONS = 16  # of a port
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9.\[\]:_-]{1,260}")
 _SERVER_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 
 
@@ -97,6 +98,12 @@ def _password_file(file: Path) -> Path:
     return file
 
 
+def _origin(entry: str) -> str:
+    if entry != "*" and not _ORIGIN.fullmatch(entry):
+        raise ValueError(f"{entry!r} is not an origin: scheme, host and perhaps a port, as https://chat.example, or *")
+    return entry
+
+
 def _namespace(entry: str) -> str:
     if not _NAMESPACE.fullmatch(entry):
         raise ValueError(f"{entry!r} is not the name of a namespace")
@@ -122,6 +129,7 @@ Sources = Annotated[
     list[Annotated[str, AfterValidator(_source)]], NoDecode, BeforeValidator(_split), AfterValidator(_once)
 ]
 PasswordFile = Annotated[Path, AfterValidator(_password_file)]
+Origins = Annotated[list[Annotated[str, AfterValidator(_origin)]], NoDecode, BeforeValidator(_split)]
 Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 Keys = Annotated[list[Annotated[SecretStr, AfterValidator(_key)]], NoDecode, BeforeValidator(_split)]
 
@@ -141,10 +149,10 @@ class Settings(CliSettings):
         "--served-model-name": "--model NAME=FOLDER names it",
         "--worker-urls": "--engine is one",
         "--policy": "--placement-policy is one",
-        "--allowed-origins": "what browsers need of other sites (CORS) is for a proxy before the router",
     }
     metavars: ClassVar[Mapping[str, str]] = {
         "--model": "[NAME=]FOLDER",
+        "--allowed-origins": "ORIGIN",
         "--engine": "HOST:PORT|URL",
         "--engine-tls-ca": "FILE",
         "--engine-tls-cert": "FILE",
@@ -193,6 +201,11 @@ class Settings(CliSettings):
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     http_port: Port = Field(default=8000, description="Port of the REST API.")
     grpc_port: Port = Field(default=8001, description="Port of the gRPC API.")
+    allowed_origins: Origins = Field(
+        default=[],
+        description="A site whose pages may use the API in browsers (CORS), as https://chat.example; * is every site; "
+        "repeatable.",
+    )
     metrics_port: Port = Field(default=8002, description="Port of metrics and health.")
     scaling_port: Port | None = Field(
         default=None, description="Port of external.metrics.k8s.io, for autoscalers, over TLS; none: not served."

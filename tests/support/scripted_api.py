@@ -17,7 +17,7 @@ from quire_router.api.auth import StaticKeys
 from quire_router.api.prepared_request import Runner
 from quire_router.api.request_limits import ConcurrencyLimit
 from quire_router.api.rest.http_server import ConnectionLimits, HttpServer, listen
-from quire_router.api.rest.rest_app import RestApp, build_admin, build_api
+from quire_router.api.rest.rest_app import RestApp, allow_origins, build_admin, build_api
 from quire_router.api.rest.sse import KeepAlive
 from quire_router.api.rpc.grpc_server import CallLimits, RpcServer
 from quire_router.api.service import ApiService
@@ -335,6 +335,7 @@ async def open_stage(
     keepalive: float = 15.0,
     runner: Runner | None = None,
     file: TenantsFile | None = None,
+    origins: Sequence[str] = (),
     **settings: Any,
 ) -> AsyncIterator[Stage]:
     """Serves until the block ends. Streams with ids have a comment after ``heartbeat`` seconds of silence, others after
@@ -347,7 +348,7 @@ async def open_stage(
     )
     silence = KeepAlive(keepalive, heartbeat)
     app = build_api(service, max_body_bytes=max_body_bytes, client_timeout=patience, keepalive=silence)
-    server = HttpServer(app, listen("127.0.0.1", 0), limits)
+    server = HttpServer(allow_origins(app, origins) if origins else app, listen("127.0.0.1", 0), limits)
     admin = HttpServer(build_admin(service, client_timeout=patience), listen("127.0.0.1", 0))
     rpc = RpcServer(
         service, "127.0.0.1:0", max_message_bytes=max_body_bytes, client_timeout=patience, limits=call_limits

@@ -1,8 +1,9 @@
-"""The other routes: models, health and metrics (``StatusEndpoints``), stored requests under ``/v1/requests/{id}``
-(``RequestEndpoints``), ``/tokenize`` and ``/detokenize`` (``TokenizeEndpoints``).
+"""The other routes: models, health, metrics and the API's description (``StatusEndpoints``), stored requests under
+``/v1/requests/{id}`` (``RequestEndpoints``), ``/tokenize`` and ``/detokenize`` (``TokenizeEndpoints``).
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from importlib.metadata import version
 from urllib.parse import parse_qsl
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -22,6 +23,7 @@ from quire_router.api.rest.http import (
     x_headers,
 )
 from quire_router.api.rest.openai_format import format_for, model_object, request_object
+from quire_router.api.rest.openapi import openapi
 from quire_router.api.rest.sse import KeepAlive, collect_completion, stream
 from quire_router.api.service import ApiService, counting_rejections, ignored_parameters_header
 from quire_router.api.stored_requests import RequestStatus, StoredRequest
@@ -29,15 +31,17 @@ from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest, Tokeni
 from quire_router.core.errors import RETRY_NOT_READY
 from quire_router.core.retry import failing_tasks
 
+VERSION = version("quire-router")
 _OK, _LEAVING, _FAILING = (to_json({"status": status}) for status in ("ok", "leaving", "failing"))
 _UNREADY = (*JSON_HEADERS, (b"retry-after", str(int(RETRY_NOT_READY)).encode()))
 
 
 class StatusEndpoints:
-    """Handlers of models, health and metrics."""
+    """Handlers of models, health and metrics, and of what the API says of itself."""
 
     def __init__(self, service: ApiService) -> None:
         self._service = service
+        self._openapi = b""
 
     async def models(self, exchange: HttpExchange) -> None:
         """The configured models that the caller may use, whether or not an engine is ready."""
@@ -65,6 +69,20 @@ class StatusEndpoints:
     async def health_in_detail(self, exchange: HttpExchange) -> None:
         """As ``health``, with the engines of all models for every caller."""
         await self._health(exchange, self._engines(ANONYMOUS))
+
+    async def ping(self, exchange: HttpExchange) -> None:
+        """As ``health``, without details: what SageMaker asks of a container."""
+        await self._health(exchange, {})
+
+    async def version(self, exchange: HttpExchange) -> None:
+        """The version of the router."""
+        await exchange.response.send(200, to_json({"version": VERSION}))
+
+    async def openapi(self, exchange: HttpExchange) -> None:
+        """What this API takes, for tools that read OpenAPI."""
+        if not self._openapi:
+            self._openapi = to_json(openapi(VERSION))
+        await exchange.response.send(200, self._openapi)
 
     async def started(self, exchange: HttpExchange) -> None:
         """Answers once settings and tokenizers are loaded: the ports are not open before."""

@@ -9,8 +9,9 @@ from http import HTTPStatus
 
 from quire_proto.errors import ErrorCode, QuireError, internal, invalid
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire_router.api.prepared_request import PreparedRequest, RequestOptions, options_from_headers
 from quire_router.api.request_limits import ReservedBody
@@ -48,7 +49,7 @@ from quire_router.api.validation import check_stream
 
 log = logging.getLogger(__name__)
 
-PUBLIC_PATHS = frozenset({"/started", "/ready", "/health", "/live"})
+PUBLIC_PATHS = frozenset({"/started", "/ready", "/health", "/live", "/ping"})
 _NOT_FOR_CLIENTS = "this is the metrics port; the API is on the port of --http-port, 8000 by default"
 _CONNECTION_CLOSE = ((b"connection", b"close"),)
 Handler = Callable[[HttpExchange], Awaitable[None]]
@@ -227,9 +228,21 @@ def build_api(
         _route("/detokenize", "POST", tokens.detokenize),
         _route("/v1/models", "GET", status.models),
         _route("/v1/models/{model:path}", "GET", status.model),
+        _route("/version", "GET", status.version),
+        _route("/openapi.json", "GET", status.openapi),
+        _route("/ping", ("GET", "POST"), status.ping),
         *_probes(status, status.health),
     ]
     return RestApp(service, routes, client_timeout)
+
+
+def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """``app`` for pages of other sites too: browsers are told that they may send requests, keys included, and read all
+    of the response. A key comes in a header, never in a cookie, so a page has only the keys that its user gave it.
+    """
+    return CORSMiddleware(
+        app, allow_origins=origins, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",), expose_headers=("*",)
+    )
 
 
 def build_admin(service: ApiService, *, client_timeout: float) -> RestApp:

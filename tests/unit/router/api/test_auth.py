@@ -19,7 +19,7 @@ from tests.support.scripted_api import ask, chat, open_stage, read_answer
 KEY, OTHER = "the-right-long-key", "another-right-key"
 RIGHT = {"authorization": f"Bearer {KEY}"}
 REFLECTION_V1 = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
-OPEN = {"/started", "/ready", "/health", "/live"}
+OPEN = {"/started", "/ready", "/health", "/live", "/ping"}
 WRONG = [
     {},
     {"authorization": ""},

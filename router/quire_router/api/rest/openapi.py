@@ -1,0 +1,103 @@
+"""``/openapi.json``: the routes of the REST API and the schemas of their bodies, for tools that read OpenAPI."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from quire_router.api.schemas.openai import ChatRequest, CompletionRequest
+from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest
+
+_SCHEMAS = "#/components/schemas/"
+_JSON, _EVENTS = "application/json", "text/event-stream"
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"], "description": "The field of the body that is wrong."},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+class Operation:
+    """What one method of one path does: in one line, with the schema of its body, and whether it can stream."""
+
+    def __init__(self, summary: str, body: type[BaseModel] | None = None, *, streams: bool = False) -> None:
+        self.summary = summary
+        self.body = body
+        self.streams = streams
+
+
+OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
+    "/v1/chat/completions": {"post": Operation("Answers a conversation.", ChatRequest, streams=True)},
+    "/v1/completions": {"post": Operation("Continues a text.", CompletionRequest, streams=True)},
+    "/v1/models": {"get": Operation("The models that the caller may use.")},
+    "/v1/models/{model}": {"get": Operation("One model.")},
+    "/v1/requests/{id}": {
+        "get": Operation("The state of a request, and its answer once that is complete."),
+        "delete": Operation("Ends and forgets a request."),
+    },
+    "/v1/requests/{id}/cancel": {"post": Operation("Ends a request.")},
+    "/v1/requests/{id}/events": {"get": Operation("The answer from Last-Event-ID on.", streams=True)},
+    "/tokenize": {"post": Operation("The tokens of a text or of a conversation.", TokenizeRequest)},
+    "/detokenize": {"post": Operation("The text of tokens.", DetokenizeRequest)},
+}
+"""All routes but those of probes, by path."""
+
+
+def openapi(version: str) -> dict[str, Any]:
+    """The document, in OpenAPI 3.1."""
+    schemas: dict[str, Any] = {"Error": _ERROR}
+    paths = {
+        path: {method: _operation(path, operation, schemas) for method, operation in methods.items()}
+        for path, methods in OPERATIONS.items()
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Quire", "version": version, "description": "OpenAI's API, served by Quire's router."},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+                "api-key": {"type": "apiKey", "in": "header", "name": "api-key"},
+            },
+        },
+        # None of them where the router has no keys.
+        "security": [{}, {"bearer": []}, {"x-api-key": []}, {"api-key": []}],
+    }
+
+
+def _operation(path: str, operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
+    content: dict[str, Any] = {_JSON: {}}
+    if operation.streams:
+        content[_EVENTS] = {}
+    described: dict[str, Any] = {
+        "summary": operation.summary,
+        "responses": {
+            "200": {"description": "As OpenAI's API has it.", "content": content},
+            "default": {
+                "description": "What was wrong.",
+                "content": {_JSON: {"schema": {"$ref": f"{_SCHEMAS}Error"}}},
+            },
+        },
+    }
+    if name := path.partition("{")[2].partition("}")[0]:
+        described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
+    if operation.body is not None:
+        schema = operation.body.model_json_schema(ref_template=f"{_SCHEMAS}{{model}}")
+        schemas.update(schema.pop("$defs", {}))
+        schemas[operation.body.__name__] = schema
+        reference = {"$ref": f"{_SCHEMAS}{operation.body.__name__}"}
+        described["requestBody"] = {"required": True, "content": {_JSON: {"schema": reference}}}
+    return described
