@@ -53,6 +53,7 @@ up: $(READY)
 test: $(READY) $(HELM_READY)
 	@scripts/redis.sh
 	@scripts/promtool.sh $(BIN)
+	@scripts/chromium.sh
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else

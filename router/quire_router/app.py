@@ -36,6 +36,7 @@ from quire_router.admission.tenants_file import TenantsFile, TenantsFileError, r
 from quire_router.api.auth import StaticKeys
 from quire_router.api.request_limits import BodyBudget, ConcurrencyLimit
 from quire_router.api.rest.http_server import ConnectionLimits, HttpServer, listen
+from quire_router.api.rest.page import Page
 from quire_router.api.rest.rest_app import allow_origins, build_admin, build_api
 from quire_router.api.rest.sse import KeepAlive
 from quire_router.api.rpc.grpc_server import CallLimits, RpcServer
@@ -240,7 +241,11 @@ class Router:
         limits = ConnectionLimits(connections=connections_within(settings), head=write_timeout, peer_share=share)
         keepalive = KeepAlive(settings.sse_keepalive_seconds)
         api: ASGIApp = build_api(
-            service, max_body_bytes=settings.max_body_bytes, client_timeout=write_timeout, keepalive=keepalive
+            service,
+            max_body_bytes=settings.max_body_bytes,
+            client_timeout=write_timeout,
+            keepalive=keepalive,
+            page=Page() if settings.page else None,
         )
         if settings.allowed_origins:
             api = allow_origins(api, settings.allowed_origins)

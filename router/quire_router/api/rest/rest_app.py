@@ -42,6 +42,7 @@ from quire_router.api.rest.openai_format import (
     error_response,
     request_object,
 )
+from quire_router.api.rest.page import FOLDER, HOME, Page
 from quire_router.api.rest.sse import KEEPALIVE, KeepAlive, error_event, send_completion, stream
 from quire_router.api.schemas.openai import ChatRequest, CompletionRequest, GenerationBody
 from quire_router.api.service import ApiService, counting_rejections, new_request_id
@@ -208,9 +209,16 @@ def _resume_hint(request_id: str) -> QuireError:
 
 
 def build_api(
-    service: ApiService, *, max_body_bytes: int, client_timeout: float, keepalive: KeepAlive = KEEPALIVE
+    service: ApiService,
+    *,
+    max_body_bytes: int,
+    client_timeout: float,
+    keepalive: KeepAlive = KEEPALIVE,
+    page: Page | None = None,
 ) -> RestApp:
-    """Returns the public REST API. ``client_timeout`` bounds a body's arrival and each write, in seconds."""
+    """Returns the public REST API. ``client_timeout`` bounds a body's arrival and each write, in seconds. ``page`` is
+    what browsers get; None: there is nothing at its paths.
+    """
     status, requests = StatusEndpoints(service), RequestEndpoints(service, keepalive)
     limits = BodyLimits(max_body_bytes, client_timeout)
     tokens = TokenizeEndpoints(service, limits)
@@ -233,7 +241,10 @@ def build_api(
         _route("/ping", ("GET", "POST"), status.ping),
         *_probes(status, status.health),
     ]
-    return RestApp(service, routes, client_timeout)
+    if page is None:
+        return RestApp(service, routes, client_timeout)
+    routes += [_route(HOME, "GET", page.home), _route(FOLDER + "{name}", "GET", page.file)]
+    return RestApp(service, routes, client_timeout, open_paths=PUBLIC_PATHS | page.paths)
 
 
 def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

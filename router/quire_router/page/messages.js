@@ -1,0 +1,113 @@
+// One message of the conversation on the page: its text, tokens in colours, reasoning, tool calls, and how it ended.
+
+import { element, render } from "./markdown.js";
+
+const WHO = { user: "You", assistant: "Model", tool: "Result of a tool" };
+const REASONS = {
+  length: "It ended at the most tokens.",
+  abort: "Stopped.",
+  tool_calls: "It asks for tools.",
+  deadline: "It ended at its time limit.",
+};
+const SHADES = 8;
+
+/** The shade of a token: 0 for a certain one, up to 7 for one of probability 1/128 or less. */
+const shade = (logprob) => Math.min(SHADES - 1, Math.floor(-logprob / Math.LN2));
+const percent = (logprob) => `${(100 * Math.exp(logprob)).toPrecision(3)} %`;
+const visible = (text) => text.replaceAll("\n", "⏎\n");
+
+/** Shows `message`. `onResults` is called with one result for each of its tool calls, in their order. */
+export class MessageView {
+  constructor(message, onResults) {
+    this.message = message;
+    this.onResults = onResults;
+    this.thoughts = element("div");
+    this.reasoning = element("details", { class: "reasoning", hidden: true }, element("summary", { textContent: "Reasoning" }), this.thoughts);
+    this.text = element("div", { class: "text" });
+    this.calls = element("div");
+    this.end = element("p", { class: "end" });
+    this.node = element(
+      "article",
+      { class: `message ${message.role}` },
+      element("h2", { textContent: WHO[message.role] }),
+      this.reasoning,
+      this.text,
+      this.calls,
+      this.end,
+    );
+    this.update(true);
+  }
+
+  /** Shows what the message is now; `complete` says that no more of it comes. */
+  update(complete) {
+    const { role, content, reasoning, tokens } = this.message;
+    this.node.setAttribute("aria-busy", String(!complete)); // so that it is read out once, when it is complete
+    this.reasoning.hidden = !reasoning;
+    if (reasoning) render(this.thoughts, reasoning);
+    if (role !== "assistant") this.text.textContent = content;
+    else if (tokens?.length) this.showTokens(tokens);
+    else render(this.text, content);
+    if (complete) this.showEnd();
+  }
+
+  showTokens(tokens) {
+    if (!this.tokens) {
+      this.tokens = element("div", { class: "tokens", tabIndex: 0, role: "group", "aria-label": "Tokens. Arrow keys show how probable each one was." });
+      this.chosen = element("p", { class: "chosen", role: "status" });
+      this.tokens.addEventListener("click", (event) => this.choose([...this.tokens.children].indexOf(event.target)));
+      this.tokens.addEventListener("keydown", (event) => {
+        const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+        if (step) this.choose(Math.max(0, (this.index ?? -1) + step));
+        if (step) event.preventDefault();
+      });
+      this.text.replaceChildren(this.tokens, this.chosen);
+    }
+    for (const [text, logprob] of tokens.slice(this.tokens.childElementCount)) {
+      this.tokens.append(element("span", { class: `p${shade(logprob)}`, textContent: visible(text) }));
+    }
+  }
+
+  /** Says how probable a token was, and what else could have stood there. */
+  choose(index) {
+    const found = this.tokens.children[index];
+    if (!found) return;
+    this.tokens.children[this.index]?.classList.remove("on");
+    found.classList.add("on");
+    this.index = index;
+    const [text, logprob, others] = this.message.tokens[index];
+    const name = (token) => JSON.stringify(token);
+    const rest = others.map(([token, other]) => `${name(token)} ${percent(other)}`).join(", ");
+    this.chosen.textContent = `${name(text)} had ${percent(logprob)}. The most probable: ${rest}.`;
+  }
+
+  showEnd() {
+    const { finish, error, usage, seconds, tool_calls: calls, answered } = this.message;
+    const numbers = usage && `${usage.completion_tokens} tokens${seconds ? ` in ${seconds.toFixed(1)} s` : ""}, prompt ${usage.prompt_tokens}${cached(usage)}`;
+    this.end.textContent = [REASONS[finish], numbers].filter(Boolean).join(" ");
+    if (error) this.end.append(element("span", { class: "error", role: "alert", textContent: error }));
+    if (calls?.length && !this.calls.childElementCount) this.showCalls(calls, answered);
+  }
+
+  showCalls(calls, answered) {
+    const boxes = calls.map((call) => {
+      const box = element("textarea", { rows: 2, required: true, "aria-label": `Result of ${call.function.name}` });
+      const name = element("code", { textContent: `${call.function.name}(${call.function.arguments})` });
+      this.calls.append(element("div", { class: "call" }, name, answered ? null : box));
+      return box;
+    });
+    if (answered) return;
+    const send = element("button", { type: "button", textContent: "Send the results" });
+    send.addEventListener("click", () => {
+      const missing = boxes.find((box) => !box.reportValidity());
+      if (missing || !this.onResults(boxes.map((box) => box.value))) return;
+      send.remove();
+      for (const box of boxes) box.disabled = true;
+    });
+    this.calls.append(send);
+  }
+}
+
+const cached = (usage) => {
+  const tokens = usage.prompt_tokens_details?.cached_tokens;
+  return tokens ? ` (${tokens} of them cached)` : "";
+};

@@ -1,0 +1,206 @@
+"""A real Chromium, and a real Quire for it to look at: engines on the demo model behind a router."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.ui import Select
+
+from tests.support.forked_engines import ForkedEngine
+from tests.support.processes import Router, eventually
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "demo" / "model"
+IMAGES = ROOT / "docs" / "images"
+SMALL = ("--kv-cache-memory", str(64 << 20), "--swap-space", "0.0625", "--dtype", "float32")
+DESKTOP, PHONE = (1200, 800), (390, 800)
+PATIENCE = 30.0  # seconds
+REFUSED = ("Refused to", "Content Security Policy", "TrustedHTML", "Uncaught")
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+needs_chromium = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver, which scripts/chromium.sh installs"
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--screenshots", action="store_true", help="write the pictures in docs/images anew")
+
+
+@dataclass
+class Stack:
+    """A router and its engines. Engines that a test kills are started again by ``revive``."""
+
+    folder: Path
+    router: Router
+    engines: list[ForkedEngine]
+
+    def revive(self) -> None:
+        """Starts each engine that is dead again, at its address."""
+        for index, engine in enumerate(self.engines):
+            if engine.popen.poll() is not None:
+                self.engines[index] = ForkedEngine(DEMO, self.folder, *SMALL, port=engine.port)
+                self.engines[index].wait_ready()
+
+
+@contextmanager
+def serving(folder: Path, *flags: str, engines: int = 0, addresses: Sequence[str] = ()) -> Iterator[Stack]:
+    """A stack of so many engines, and others at ``addresses``, whose router has these flags, until the block ends."""
+    started = [ForkedEngine(DEMO, folder, *SMALL) for _ in range(engines)]
+    router = Router(DEMO, [*addresses, *(engine.address for engine in started)], folder, *flags)
+    stack = Stack(folder, router, started)
+    try:
+        for process in (*started, router):
+            process.wait_ready()
+        yield stack
+    finally:
+        for process in (router, *stack.engines):
+            process.stop()
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with serving(tmp_path_factory.mktemp("page"), engines=2) as stack:
+        yield stack
+
+
+@dataclass
+class Browser:
+    """A tab of a Chromium, and all that it asked for and complained about."""
+
+    driver: webdriver.Chrome
+    screenshots: bool = False
+    requests: set[str] = field(default_factory=set)
+    complaints: list[str] = field(default_factory=list)
+
+    def find(self, selector: str) -> WebElement:
+        return self.driver.find_element(By.CSS_SELECTOR, selector)
+
+    def all(self, selector: str) -> list[WebElement]:
+        return self.driver.find_elements(By.CSS_SELECTOR, selector)
+
+    def text(self, selector: str) -> str:
+        """The text of all that match, as the document has it."""
+        script = "return [...document.querySelectorAll(arguments[0])].map((node) => node.textContent).join('\\n')"
+        return str(self.driver.execute_script(script, selector))
+
+    def wait(self, condition: Callable[[], object], message: str = "the page never showed it") -> None:
+        eventually(condition, PATIENCE, f"{message}:\n{self.text('body')[:2000]}")
+
+    def emulate(self, size: tuple[int, int] = DESKTOP, *, dark: bool = False) -> None:
+        """Makes this tab a screen of this size, whose user likes it dark or light."""
+        # The width of a window has a least value; that of a device has none.
+        metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size == PHONE}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+
+    def settled(self, selector: str) -> str:
+        """The text of all that match, once nothing more comes: it has been the same for half a second."""
+        texts = [self.text(selector)]
+        while len(texts) < 6 or len(set(texts[-6:])) > 1:
+            time.sleep(0.1)
+            texts.append(self.text(selector))
+        return texts[-1]
+
+    def open(self, url: str, *, ready: bool = True) -> None:
+        """Opens a page; ``ready`` waits until it knows the models."""
+        self.driver.get(url)
+        if ready:
+            self.wait(lambda: self.all("#model option"))
+
+    def set(self, **fields: object) -> None:
+        """Fills in parameters by their names."""
+        for name, value in fields.items():
+            element = self.find(f"#settings [name={name}]")
+            if element.tag_name == "select":
+                Select(element).select_by_value(str(value))
+            elif isinstance(value, bool):
+                if element.is_selected() != value:
+                    element.click()
+            else:
+                element.clear()
+                element.send_keys(str(value))
+
+    def say(self, text: str) -> None:
+        """Sends a message."""
+        self.find("#message").send_keys(text, Keys.ENTER)
+
+    @property
+    def answering(self) -> bool:
+        return self.find("#stop").is_displayed()
+
+    def answer(self) -> str:
+        """The text of the last answer, once it is complete."""
+        self.wait(lambda: self.all(".message.assistant") and not self.answering)
+        script = "return [...document.querySelectorAll('.message.assistant .text')].at(-1).textContent"
+        return str(self.driver.execute_script(script))
+
+    def violations(self) -> list[str]:
+        """What the page asked of another origin, what its own policy forbade, and its uncaught errors."""
+        self._read_logs()
+        origin = "/".join(self.driver.current_url.split("/")[:3])
+        foreign = [url for url in self.requests if not url.startswith((origin + "/", "data:", "chrome:", "about:"))]
+        return foreign + self.complaints
+
+    def picture(self, name: str) -> None:
+        """Writes a screenshot into the documents, if the tests were started with ``--screenshots``."""
+        if self.screenshots:
+            IMAGES.mkdir(exist_ok=True)
+            self.driver.save_screenshot(str(IMAGES / f"{name}.png"))
+
+    def _read_logs(self) -> None:
+        for entry in self.driver.get_log("performance"):
+            message: dict[str, Any] = json.loads(entry["message"])["message"]
+            if message["method"] == "Network.requestWillBeSent":
+                self.requests.add(message["params"]["request"]["url"])
+        found = [entry["message"] for entry in self.driver.get_log("browser")]
+        self.complaints += [text for text in found if any(word in text for word in REFUSED)]
+
+
+@contextmanager
+def chromium(*, screenshots: bool = False) -> Iterator[Browser]:
+    """A browser without anything stored, until the block ends."""
+    options = Options()
+    options.binary_location = str(CHROMIUM)
+    for flag in ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
+        options.add_argument(flag)
+    if os.geteuid() == 0:
+        options.add_argument("--no-sandbox")  # it has none for root
+    options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    try:
+        yield Browser(driver, screenshots)
+    finally:
+        driver.quit()
+
+
+@pytest.fixture(scope="session")
+def _browser(request: pytest.FixtureRequest) -> Iterator[Browser]:
+    with chromium(screenshots=request.config.getoption("--screenshots")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(_browser: Browser) -> Iterator[Browser]:
+    """A browser that has stored nothing; afterwards nothing must have been forbidden, and no other origin asked."""
+    _browser.driver.switch_to.new_window("tab")
+    _browser.requests.clear()
+    _browser.complaints.clear()
+    _browser.emulate()
+    yield _browser
+    assert _browser.violations() == []
+    _browser.driver.close()
+    _browser.driver.switch_to.window(_browser.driver.window_handles[0])

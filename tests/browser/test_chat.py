@@ -1,0 +1,221 @@
+"""The playground in a real browser, before a real router and real engines."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.browser.conftest import PHONE, Browser, Stack, needs_chromium, serving
+
+pytestmark = needs_chromium
+KEY = "a-key-of-enough-characters"
+STORY = "Tell me a story"
+LONG = "[a-z ]{500}"
+HOSTILE = (
+    """<img src=x onerror=alert(1)> **bold** and `a < b`
+
+- one [link](https://example.org/?a=1&b=2) and [trap](javascript:alert(1))
+- ![picture](https://example.org/x.png)
+
+```html
+<script>alert(1)</script>
+```
+| a | b |
+|---|---|
+| <b>1</b> | 2 |
+
+"""
+    + "> " * 3000
+    + "deep"
+)
+
+
+def expected(stack: Stack, text: str = STORY, **fields: Any) -> dict[str, Any]:
+    """The message with which the API answers the same request when it is not streamed."""
+    body = {"model": "quire-demo", "messages": [{"role": "user", "content": text}], **fields}
+    answer = httpx.post(f"{stack.router.url}/v1/chat/completions", json=body, timeout=60)
+    found: dict[str, Any] = answer.raise_for_status().json()["choices"][0]["message"]
+    return found
+
+
+def test_an_answer_is_streamed_onto_the_page(stack: Stack, browser: Browser) -> None:
+    browser.open(stack.router.url)
+    browser.set(temperature=0, max_tokens=60)
+    browser.say(STORY)
+    assert browser.answer() == expected(stack, temperature=0, max_tokens=60)["content"]
+    assert "60 tokens" in browser.text(".end")
+
+
+def test_an_answer_goes_on_after_a_reload_in_its_middle(stack: Stack, browser: Browser) -> None:
+    browser.open(stack.router.url)
+    browser.set(temperature=1, seed=7, format="regex")
+    browser.set(shape=LONG)
+    browser.say(STORY)
+    browser.wait(lambda: len(browser.text(".assistant .text")) > 20)
+    for engine in stack.engines:  # so that the answer cannot end before the page is there again
+        engine.signal(signal.SIGSTOP)
+    try:
+        before = browser.settled(".assistant .text")
+        browser.driver.refresh()
+        browser.wait(lambda: browser.answering)
+        assert browser.settled(".assistant .text") == before
+    finally:
+        for engine in stack.engines:
+            engine.signal(signal.SIGCONT)
+    whole = expected(stack, temperature=1, seed=7, structured_outputs={"regex": LONG})["content"]
+    assert len(before) < len(whole)
+    assert browser.answer() == whole
+
+
+def test_an_answer_can_be_stopped_and_the_conversation_goes_on(stack: Stack, browser: Browser) -> None:
+    browser.open(stack.router.url)
+    browser.set(format="regex")
+    browser.set(shape="[a-z ]{3000}")
+    browser.say(STORY)
+    browser.wait(lambda: len(browser.text(".assistant .text")) > 20)
+    browser.find("#stop").click()
+    assert 20 < len(browser.answer()) < 3000
+    assert "Stopped." in browser.text(".end")
+    browser.set(format="text", temperature=0, max_tokens=5)
+    browser.say("And then?")
+    browser.wait(lambda: len(browser.all(".message.assistant")) == 2)
+    assert browser.answer()
+
+
+def test_probabilities_are_colours_and_can_be_read_with_the_keyboard(stack: Stack, browser: Browser) -> None:
+    browser.open(stack.router.url)
+    browser.set(temperature=0, max_tokens=20, logprobs=True)
+    browser.say(STORY)
+    text = browser.answer()
+    tokens = browser.all(".tokens span")
+    assert len(tokens) == 20
+    assert "".join(token.get_attribute("textContent") for token in tokens) in text
+    browser.find(".tokens").send_keys("\ue014")  # arrow right
+    assert "The most probable:" in browser.text(".chosen")
+
+
+def test_an_answer_has_the_structure_that_was_asked_for(stack: Stack, browser: Browser) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "boolean"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    browser.open(stack.router.url)
+    browser.set(format="json_schema")
+    browser.set(shape=json.dumps(schema))
+    browser.say("Answer")
+    assert isinstance(json.loads(browser.answer())["n"], bool)
+
+
+def test_a_parameter_that_is_not_json_is_shown_before_anything_is_sent(stack: Stack, browser: Browser) -> None:
+    browser.open(stack.router.url)
+    browser.set(tools="[nothing")
+    browser.say(STORY)
+    assert "This is not JSON" in browser.text("#status")
+    assert browser.driver.switch_to.active_element.get_attribute("name") == "tools"
+    assert not browser.all(".message")
+
+
+def test_what_a_model_writes_never_becomes_html(stack: Stack, browser: Browser) -> None:
+    browser.open(stack.router.url)
+    script = """
+        const [text, done] = arguments;
+        import("/page/markdown.js").then(({ render }) => {
+          const node = document.createElement("div");
+          for (let end = 1; end < 200; end += 7) render(node, text.slice(0, end));
+          render(node, text);
+          const whole = document.createElement("div");
+          render(whole, text);
+          const names = [...new Set([...node.querySelectorAll("*")].map((each) => each.nodeName))].sort();
+          const links = [...node.querySelectorAll("a")].map((each) => each.href);
+          done([names, links, node.textContent, node.isEqualNode(whole)]);
+        });
+    """
+    names, links, text, same = browser.driver.execute_async_script(script, HOSTILE)
+    allowed = {"P", "STRONG", "CODE", "UL", "LI", "A", "DIV", "SPAN", "BUTTON", "PRE", "TABLE", "THEAD", "TBODY", "TR"}
+    assert set(names) <= allowed | {"TH", "TD", "BLOCKQUOTE"}
+    assert links == ["https://example.org/?a=1&b=2", "https://example.org/x.png"]
+    for part in (
+        "<img src=x onerror=alert(1)>",
+        "<script>alert(1)</script>",
+        "<b>1</b>",
+        "javascript:alert(1)",
+        "deep",
+    ):
+        assert part in text
+    assert same, "an answer that grew looks like one that came at once"
+
+
+def test_with_keys_the_page_asks_for_one_and_keeps_it_in_the_tab(
+    stack: Stack, browser: Browser, tmp_path: Path
+) -> None:
+    with serving(tmp_path, "--api-key", KEY, addresses=[stack.engines[0].address]) as keyed:
+        browser.open(keyed.router.url, ready=False)
+        browser.wait(lambda: browser.find("#key-form").is_displayed())
+        browser.find("#key").send_keys("a wrong key of some length\n")
+        browser.wait(lambda: "key" in browser.text("#key-error"))
+        browser.find("#key").clear()
+        browser.find("#key").send_keys(KEY + "\n")
+        browser.wait(lambda: browser.all("#model option"))
+        browser.driver.refresh()
+        browser.wait(lambda: browser.all("#model option"))
+        browser.set(temperature=0, max_tokens=5)
+        browser.say(STORY)
+        assert browser.answer()
+        assert KEY not in browser.driver.page_source
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_all_text_has_enough_contrast(stack: Stack, browser: Browser, dark: bool) -> None:
+    browser.emulate(dark=dark)
+    browser.open(stack.router.url)
+    browser.set(temperature=0, max_tokens=40)
+    browser.say(STORY)
+    browser.answer()
+    ground = browser.driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+    assert ground == ("rgb(18, 23, 28)" if dark else "rgb(255, 255, 255)")
+    assert low_contrast(browser) == []
+    browser.picture(f"page-chat-{'dark' if dark else 'light'}")
+
+
+def test_it_fits_a_phone(stack: Stack, browser: Browser) -> None:
+    browser.emulate(PHONE)
+    browser.open(stack.router.url)
+    browser.say(STORY)
+    browser.answer()
+    assert browser.driver.execute_script("return document.documentElement.scrollWidth") <= PHONE[0]
+    assert browser.find("#message").is_displayed()
+    assert not browser.find("[name=temperature]").is_displayed(), "the parameters are folded away"
+    browser.picture("page-phone")
+
+
+def low_contrast(browser: Browser) -> list[str]:
+    """Texts whose contrast with what is behind them is below 4.5, as WCAG computes it."""
+    script = """
+        const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
+        const light = ([r, g, b]) => [r, g, b].map((each) => each / 255)
+          .map((each) => (each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4))
+          .reduce((sum, each, index) => sum + each * [0.2126, 0.7152, 0.0722][index], 0);
+        const ground = (node) => {
+          for (let each = node; each; each = each.parentElement) {
+            const found = numbers(getComputedStyle(each).backgroundColor);
+            if (found.length === 3) return found;
+          }
+          return [255, 255, 255];
+        };
+        const low = [];
+        for (const node of document.querySelectorAll("body *")) {
+          const texts = [...node.childNodes].some((each) => each.nodeType === 3 && each.data.trim());
+          if (!texts || !node.checkVisibility() || node.disabled) continue;
+          const [one, two] = [light(numbers(getComputedStyle(node).color)), light(ground(node))];
+          const ratio = (Math.max(one, two) + 0.05) / (Math.min(one, two) + 0.05);
+          if (ratio < 4.5) low.push(`${node.nodeName} ${ratio.toFixed(1)} ${node.textContent.slice(0, 40)}`);
+        }
+        return low;
+    """
+    found: list[str] = browser.driver.execute_script(script)
+    return found
