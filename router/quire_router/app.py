@@ -373,7 +373,8 @@ def _journal(settings: Settings, router_id: str) -> BufferedJournal | MemoryJour
     if settings.redis is not None:
         journal = RedisJournal(settings.redis, owner=router_id, settings=times)
     elif settings.journal_file is not None:
-        journal = SqliteJournal(settings.journal_file, owner=router_id, settings=times)
+        most = settings.journal_max_bytes
+        journal = SqliteJournal(settings.journal_file, owner=router_id, settings=times, max_bytes=most)
     else:
         return MemoryJournal(retention=settings.retention)
     journal.start()

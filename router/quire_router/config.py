@@ -243,6 +243,9 @@ class Settings(CliSettings):
     journal_file: Path | None = Field(
         default=None, description="SQLite file where one router keeps request state, instead of Redis; none: memory."
     )
+    journal_max_bytes: Annotated[int, Field(ge=2**20, le=2**43)] = Field(
+        default=2**32, description="Largest --journal-file, for which the oldest records go before their time."
+    )
     redis_username: Annotated[str, Field(pattern=r"^\S+$")] | None = Field(
         default=None, description="User of Redis; none: the one in the URL, or the default user."
     )

@@ -22,8 +22,8 @@ ENGINE = EngineConfig.model_json_schema()
 SET_FOR_ENGINES = {"port", "metrics_port"}
 """Settings of the engine that the chart leaves as they are."""
 SET_FOR_ROUTERS = {
-    "engine_dns_period", "http_port", "grpc_port", "journal_file", "metrics_port", "scaling_client_ca",
-    "scaling_client_name", "scaling_namespace",
+    "engine_dns_period", "http_port", "grpc_port", "journal_file", "journal_max_bytes", "metrics_port",
+    "scaling_client_ca", "scaling_client_name", "scaling_namespace",
 }  # fmt: skip
 """Settings of the router that the chart leaves as they are."""
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const", "type")

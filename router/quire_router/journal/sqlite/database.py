@@ -21,11 +21,12 @@ from quire_router.journal.codec import MIN_RUNNING_TTL
 
 APPLICATION_ID = 0x5155_4A4C  # "QUJL", in the file's header
 MAX_WAL_BYTES = 16_777_216  # that the WAL keeps after a checkpoint
+MIN_SQLITE = (3, 37)  # the first one with STRICT tables
 BUSY_TIMEOUT = 5.0  # seconds: only a program beside the router, such as a backup, has a lock for a moment
 
 MIGRATIONS = (
     """
-    CREATE TABLE session (number INTEGER NOT NULL);
+    CREATE TABLE session (number INTEGER NOT NULL) STRICT;
     INSERT INTO session VALUES (0);
     CREATE TABLE records (
         record INTEGER PRIMARY KEY,
@@ -39,9 +40,10 @@ MIGRATIONS = (
         background INTEGER NOT NULL,
         cancelled INTEGER NOT NULL DEFAULT 0,
         reason TEXT,  -- NULL until it has ended
+        length INTEGER,  -- of its log in bytes, once it has ended
         error BLOB,
         usage TEXT
-    );
+    ) STRICT;
     CREATE INDEX expiring ON records (expires);
     CREATE INDEX running_in_background ON records (record) WHERE background AND reason IS NULL;
     CREATE TABLE requests (
@@ -49,7 +51,7 @@ MIGRATIONS = (
         request BLOB NOT NULL,
         prompt BLOB NOT NULL,
         seal INTEGER NOT NULL  -- the checksum of both
-    );
+    ) STRICT;
     CREATE TABLE logs (
         record INTEGER NOT NULL REFERENCES records ON DELETE CASCADE,
         start INTEGER NOT NULL,  -- offset in the token log, in bytes
@@ -57,7 +59,7 @@ MIGRATIONS = (
         checksum INTEGER NOT NULL,  -- of the log up to the end of this part
         num_tokens INTEGER,  -- in the log up to there; NULL: the next part says it
         PRIMARY KEY (record, start)
-    ) WITHOUT ROWID;
+    ) STRICT, WITHOUT ROWID;
     """,
 )
 """What makes each version of the schema of the one before; ``PRAGMA user_version`` counts them."""
@@ -68,7 +70,7 @@ class JournalFileError(ValueError):
 
 
 class FileTakenError(sqlite3.OperationalError):
-    """Another router has opened the file since, so this one may not write it any more."""
+    """The file is not this router's any more: another one has opened it since, or it is not there."""
 
 
 class JournalFile:
@@ -79,6 +81,8 @@ class JournalFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if sqlite3.sqlite_version_info < MIN_SQLITE:
+            raise JournalFileError(f"--journal-file needs SQLite 3.37, and Python has {sqlite3.sqlite_version} here")
         self._lock = _lock(path)
         try:
             last_write = _create(path)
@@ -95,12 +99,22 @@ class JournalFile:
             except BaseException:
                 self.writer.close()
                 raise
+            self._inode = path.stat().st_ino
         except (OSError, sqlite3.Error) as error:
             os.close(self._lock)
             raise _file_error(path, error) from error
         except BaseException:
             os.close(self._lock)
             raise
+
+    def check_in_place(self) -> None:
+        """Raises ``FileTakenError`` if the file was moved or deleted: what is written to it would be lost."""
+        try:
+            in_place = self.path.stat().st_ino == self._inode
+        except OSError:
+            in_place = False
+        if not in_place:
+            raise FileTakenError("the journal's file was moved or deleted")
 
     def close(self) -> None:
         """Closes the connections, the last of which writes the WAL into the file, and gives up the lock."""

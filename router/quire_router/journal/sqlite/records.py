@@ -34,6 +34,9 @@ from quire_router.journal.write_buffer import BufferedRequest, BufferedWrite, Re
 
 MAX_MERGED_PARTS = 16_384  # of a log, which are read and written as one when its record ends
 SWEPT_RECORDS = 100  # that one transaction deletes
+FULL_SHARE = 0.9  # of the largest file, beyond which records go before their time
+EVICTED_RECORDS = 10  # that one transaction deletes for that reason
+MAX_TIME = 2**62  # seconds
 MIN_FREE_SHARE = 0.25  # of the file that is free before pages are given back, so that it does not shrink and grow
 MIN_FREE_PAGES = 256  # 1 MiB
 VACUUMED_PAGES = 4_096  # that are given back at once: 16 MiB
@@ -81,9 +84,12 @@ class _WrittenLog:
 class RecordWriter:
     """The connection that writes. Each method is a transaction. Raises ``sqlite3.Error``, and has changed nothing."""
 
-    def __init__(self, file: JournalFile, settings: JournalSettings) -> None:
+    def __init__(self, file: JournalFile, settings: JournalSettings, max_bytes: int) -> None:
         self._connection = file.writer
         self._session = file.session
+        (page_bytes,) = self._connection.execute("PRAGMA page_size").fetchone()
+        self._max_pages = max_bytes // page_bytes
+        self._connection.execute(f"PRAGMA max_page_count = {self._max_pages}")
         self._settings = settings
         self._logs: dict[str, _WrittenLog] = {}
         self._data_version = 0  # another one means that another connection has written
@@ -147,31 +153,41 @@ class RecordWriter:
             if stored is not None and stored.is_of(lease) and not stored.ended:
                 self._end(stored, RequestEnd(FinishReason.ERROR, error), self._settings.retention_s)
 
-    def sweep(self) -> int:
-        """Deletes records whose time is over; returns how many, at most ``SWEPT_RECORDS``."""
-        due = "SELECT record FROM records WHERE expires <= ? LIMIT ?"
-        if not self._connection.execute(due, (time(), 1)).fetchone():
-            return 0
+    def sweep(self) -> bool:
+        """Deletes records whose time is over, or while the file is nearly as large as it may be those without a lease
+        whose time is over first. Returns whether there may be more of them.
+        """
+        pages, free = self._pages()
+        is_full = pages - free > FULL_SHARE * self._max_pages
+        until, most = (MAX_TIME, EVICTED_RECORDS) if is_full else (time(), SWEPT_RECORDS)
+        due = "SELECT record FROM records WHERE expires <= ? ORDER BY expires LIMIT ?"
+        if not self._connection.execute(due, (until, 1)).fetchone():
+            return False
         with self._transaction():
-            records = self._connection.execute(due, (self._now, SWEPT_RECORDS)).fetchall()
+            records = self._connection.execute(due, (until, most)).fetchall()
             self._connection.executemany("DELETE FROM records WHERE record = ?", records)
             self.has_garbage = True
-            return len(records)
+            return len(records) == most
 
     def vacuum(self) -> None:
         """Gives back free pages if they are many, and empties the WAL: what was deleted is in neither file any more."""
-        execute = self._connection.execute
-        (free,), (pages,) = execute("PRAGMA freelist_count").fetchone(), execute("PRAGMA page_count").fetchone()
+        pages, free = self._pages()
         if free > max(MIN_FREE_PAGES, MIN_FREE_SHARE * pages):
             # Not execute(), which would end after the first page, as it sees no column in the result.
             self._connection.executescript(f"PRAGMA incremental_vacuum({VACUUMED_PAGES})")
-        busy, _, _ = execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        busy, _, _ = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         self.has_garbage = bool(busy)  # somebody reads an older state
 
     def probe(self) -> None:
         """Writes a page with nothing new on it."""
         (version,) = self._connection.execute("PRAGMA user_version").fetchone()
         self._connection.execute(f"PRAGMA user_version = {version}")
+
+    def _pages(self) -> tuple[int, int]:
+        """How many pages the file has, and how many of them are free."""
+        execute = self._connection.execute
+        (pages,), (free,) = execute("PRAGMA page_count").fetchone(), execute("PRAGMA freelist_count").fetchone()
+        return pages, free
 
     # Within a transaction
 
@@ -342,8 +358,15 @@ class RecordWriter:
         kept = retention if stored.retention is None else stored.retention
         text = end.error.encode("utf-8", "surrogatepass")
         self._connection.execute(
-            "UPDATE records SET reason = ?, error = ?, usage = ?, expires = ? WHERE record = ?",
-            (end.reason.value, text, encode_usage(end.usage), int(self._now) + kept, stored.record),
+            "UPDATE records SET reason = ?, error = ?, usage = ?, expires = ?, length = ? WHERE record = ?",
+            (
+                end.reason.value,
+                text,
+                encode_usage(end.usage),
+                int(self._now) + kept,
+                _log_length(self._connection, stored.record),
+                stored.record,
+            ),
         )
 
     def _merge(self, record: int) -> None:
@@ -454,7 +477,8 @@ class RecordReader:
                 {"record": record, "offset": offset},
             ).fetchall()
             length = parts[-1][0] + len(parts[-1][1]) if parts else 0
-            packed = b"".join(part for _, part in parts)[offset - parts[0][0] :] if parts else b""
+            # Of a damaged log the first part may begin later; its checksum will not fit then.
+            packed = b"".join(part for _, part in parts)[max(0, offset - parts[0][0]) :] if parts else b""
             return RawRecordUpdate(_encode({name: fields.get(name) for name in names}), length, packed, now)
 
     def orphans(self) -> list[str]:
@@ -477,18 +501,20 @@ class RecordReader:
         """The record's fields, as those of a hash in Redis, without its request, and the time in ms."""
         now = time()
         row = self._connection.execute(
-            "SELECT record, owner, epoch, expires, opened, retention, reason, error, usage FROM records "
+            "SELECT record, owner, epoch, expires, opened, retention, reason, error, usage, length FROM records "
             "WHERE request_id = ? AND (expires IS NULL OR expires > ?)",
             (request_id, now),
         ).fetchone()
         if row is None:
             return None, int(now * 1000)
-        names = "record", "owner", "epoch", "expires", "opened", "retention", "reason", "error", "usage"
+        names = "record", "owner", "epoch", "expires", "opened", "retention", "reason", "error", "usage", "length"
         fields = dict(zip(names, row, strict=True))
         if fields.pop("expires") is None:
             fields["lease_expires"] = int(now * 1000) + 1
-        last = "SELECT checksum FROM logs WHERE record = ? ORDER BY start DESC LIMIT 1"
-        (fields["sum"],) = self._connection.execute(last, (fields["record"],)).fetchone() or (0,)
+        last = "SELECT checksum, start + length(packed) FROM logs WHERE record = ? ORDER BY start DESC LIMIT 1"
+        fields["sum"], length = self._connection.execute(last, (fields["record"],)).fetchone() or (0, 0)
+        if fields.pop("length") not in (None, length):
+            fields["sum"] = -1  # its end is missing, so no checksum fits
         return fields, int(now * 1000)
 
 

@@ -24,7 +24,7 @@ from quire_router.journal.codec import JournalSettings
 from quire_router.journal.follower import RawRecordUpdate
 from quire_router.journal.journal_writer import JournalWriter, WriteReply
 from quire_router.journal.sqlite.database import JournalFile
-from quire_router.journal.sqlite.records import SWEPT_RECORDS, RecordReader, RecordWriter
+from quire_router.journal.sqlite.records import RecordReader, RecordWriter
 from quire_router.journal.write_buffer import BufferedWrite, WriteBuffer
 
 log = logging.getLogger(__name__)
@@ -35,8 +35,9 @@ T = TypeVar("T")
 
 
 class SqliteJournal(BufferedJournal):
-    """Records in the file ``path``. At most ``max_requests`` requests, and ``max_tokens`` tokens that are not written
-    yet, are buffered. Raises ``JournalFileError`` if the file cannot be had.
+    """Records in the file ``path``, which does not become larger than ``max_bytes``: before that, records without a
+    lease are deleted, those first that would expire first. At most ``max_requests`` requests, and ``max_tokens`` tokens
+    that are not written yet, are buffered. Raises ``JournalFileError`` if the file cannot be had.
     """
 
     def __init__(
@@ -45,12 +46,13 @@ class SqliteJournal(BufferedJournal):
         *,
         owner: str | None = None,
         settings: JournalSettings | None = None,
+        max_bytes: int = 1 << 32,
         max_requests: int = 20_000,
         max_tokens: int = 8_000_000,
         timeout: float = 5.0,
     ) -> None:
         settings, buffer = settings or JournalSettings(), WriteBuffer(max_requests, max_tokens)
-        store = SqliteStore(JournalFile(path), settings)
+        store = SqliteStore(JournalFile(path), settings, max_bytes)
         writer = JournalWriter(SqliteTarget(store), buffer, settings, renews=False, available=True)
         super().__init__(store, writer, buffer, owner=owner, timeout=timeout)
 
@@ -64,10 +66,10 @@ class SqliteStore:
 
     errors: tuple[type[Exception], ...] = (sqlite3.Error, OSError, TimeoutError)
 
-    def __init__(self, file: JournalFile, settings: JournalSettings) -> None:
+    def __init__(self, file: JournalFile, settings: JournalSettings, max_bytes: int) -> None:
         self.path = file.path
         self._file = file
-        self._records = RecordWriter(file, settings)
+        self._records = RecordWriter(file, settings, max_bytes)
         self._reader = RecordReader(file.reader)
         self._writing = ThreadPoolExecutor(1, "journal writer")
         self._reading = ThreadPoolExecutor(1, "journal reader")
@@ -120,8 +122,13 @@ class SqliteStore:
         """See ``RecordStore``. The lease is given up with the next flush or heartbeat."""
         self._abandoned.append(lease)
 
+    def check_in_place(self) -> None:
+        """Raises ``FileTakenError`` if what is written would be lost."""
+        self._file.check_in_place()
+
     async def flush(self, writes: list[BufferedWrite]) -> list[WriteReply]:
         """Writes all of this in one transaction, and gives up abandoned leases."""
+        self.check_in_place()
         abandoned = list(self._abandoned)
         replies = await self._write(self._records.write, writes, abandoned)
         for _ in abandoned:
@@ -134,7 +141,7 @@ class SqliteStore:
         """
         if self._abandoned:
             await self.flush([])
-        while await self._write(self._records.sweep) == SWEPT_RECORDS:
+        while await self._write(self._records.sweep):
             pass
         if self._records.has_garbage and monotonic() - self._cleaned >= CLEANUP_PERIOD:
             self._cleaned = monotonic()
@@ -180,6 +187,7 @@ class SqliteTarget:
 
     async def beat(self) -> None:
         """See ``WriteTarget``. Also when everything that is too old is deleted."""
+        self._store.check_in_place()
         if self._failing:
             await self._store.probe()
         await self._store.clean()

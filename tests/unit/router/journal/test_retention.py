@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from quire_proto.sampling import FinishReason
@@ -12,12 +13,12 @@ from quire_router.journal.redis.redis_connection import keys
 from quire_router.journal.redis.redis_journal import RedisJournal
 from redis.asyncio import Redis
 
+from tests.support.journal_kinds import KINDS, AnyJournal, Databases, journal_of
 from tests.support.journals import Heard, append_tokens
 from tests.support.redis_journals import flushed, journal_at, redis_at, small_request, taken
 from tests.support.redis_server import RedisServer, redis_server
 
 SETTINGS = JournalSettings(settle=0, retention=3600)
-AnyJournal = MemoryJournal | RedisJournal
 
 
 @pytest.fixture(scope="module")
@@ -132,12 +133,12 @@ async def test_memory_forgets_each_record_when_its_own_time_is_over() -> None:
 # Deleting
 
 
-@pytest.fixture(params=["memory", "redis"])
-async def journal(request: pytest.FixtureRequest, server: RedisServer, redis: Redis) -> AsyncIterator[AnyJournal]:
-    in_memory = request.param == "memory"
-    journal = MemoryJournal(owner="me") if in_memory else RedisJournal(server.url, owner="me", settings=SETTINGS)
-    yield journal
-    await journal.close()
+@pytest.fixture(params=KINDS)
+async def journal(
+    request: pytest.FixtureRequest, server: RedisServer, redis: Redis, tmp_path: Path
+) -> AsyncIterator[AnyJournal]:
+    async with journal_of(request.param, Databases(server, tmp_path / "journal"), SETTINGS) as journal:
+        yield journal
 
 
 async def test_deleting_a_finished_request_is_immediate_and_frees_its_id(journal: AnyJournal) -> None:

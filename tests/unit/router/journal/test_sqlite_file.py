@@ -9,19 +9,21 @@ import subprocess
 import sys
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 from quire_router.core.generation import GenerationRequest
-from quire_router.journal.codec import MIN_RETENTION, MIN_RUNNING_TTL, JournalSettings
+from quire_router.journal.codec import MIN_RETENTION, MIN_RUNNING_TTL, TOKEN_BYTES, JournalSettings
 from quire_router.journal.sqlite import database, records, sqlite_journal
 from quire_router.journal.sqlite.database import MIGRATIONS, JournalFileError
 from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
+from quire_router.journal.token_log import FRAME_MARKER
 
 from tests.support.journals import append_tokens
 from tests.support.redis_journals import counted, small_request
@@ -276,6 +278,50 @@ async def test_the_log_of_a_record_that_has_ended_is_one_part(path: Path) -> Non
         assert record.choices[0].token_ids == [0, 1, 2, 3, 4]
         with sqlite3.connect(path) as connection:
             assert connection.execute("SELECT count(*) FROM logs").fetchone() == (1,)
+
+
+async def test_what_is_left_of_a_delta_that_was_cut_off_does_not_precede_the_next_one(path: Path) -> None:
+    async with journal_at(path) as journal:
+        lease = journal.open(small_request())
+        append_tokens(journal, lease, 0, [1, 2])
+        journal.release(lease)
+        await flushed(journal)
+        with closing(sqlite3.connect(path)) as connection, connection:
+            (record, checksum) = connection.execute("SELECT record, checksum FROM logs").fetchone()
+            cut = array("i", [FRAME_MARKER, 9, 0, 0]).tobytes()
+            part = (record, 2 * TOKEN_BYTES, cut, crc32(cut, checksum), None)
+            connection.execute("INSERT INTO logs VALUES (?, ?, ?, ?, ?)", part)
+        claimed = await journal.claim("r")
+        assert claimed is not None
+        append_tokens(journal, claimed[1], 2, [3])
+        await flushed(journal)
+        record = await journal.read("r")
+        assert record is not None
+        assert record.choices[0].token_ids == [1, 2, 3]
+
+
+async def test_the_file_has_a_largest_size_for_which_the_oldest_records_go_before_their_time(path: Path) -> None:
+    prompt, most = array("i", range(20_000)), 4 << 20
+    async with journal_at(path, settings=JournalSettings(pause=0.001, lease=0.05), max_bytes=most) as journal:
+        await write(journal, replace(small_request("running"), prompt_token_ids=prompt), ended=False)
+        for number in range(100):  # twice as much as there is room for
+            await write(journal, replace(small_request(f"{number}"), prompt_token_ids=prompt))
+        assert await journal.read("0") is None
+        for name in ("running", "70", "99"):  # the last 40 or so of 80 kB each
+            assert await journal.read(name) is not None
+        assert sum(each.stat().st_size for each in files_of(path) if each == path) <= most
+
+
+async def test_a_file_that_is_taken_away_counts_as_unavailable(path: Path) -> None:
+    async with journal_at(path, settings=JournalSettings(lease=0.05)) as journal:
+        await write(journal, small_request())
+        assert journal.available
+        for each in files_of(path):
+            each.unlink()
+        await until(lambda: not journal.available)
+        journal.open(small_request("lost"))
+        await asyncio.sleep(0.1)
+        assert not journal.available
 
 
 # A full disk
