@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.checkpoint.gguf import BLOCKS, GgufFile
-from quire_engine.checkpoint.gguf_blocks import DEQUANTIZE, FOUR_BITS
+from quire_engine.checkpoint.gguf_blocks import DEQUANTIZE, WHOLE_NUMBERS
 from quire_engine.checkpoint.gguf_checkpoint import GgufCheckpoint
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import EngineConfig, ExecutorConfig, Quantization
 from quire_engine.errors import ModelError
 from quire_engine.models.loader import read_model_config
 from quire_engine.quantization.base import LayerSpec, Linear
-from quire_engine.quantization.int4 import Int4Linear
 from quire_engine.quantization.int8 import Int8Linear
+from quire_engine.quantization.quantized_linear import GroupedLinear
 from quire_engine.quantization.schemes import make_quantization
 from quire_engine.quantization.stored import StoredWeight
 from quire_proto.sampling import SamplingParams
@@ -48,36 +48,43 @@ def test_blocks_have_the_numbers_that_llama_cpps_library_makes_of_them(kind: str
     torch.testing.assert_close(numbers, facts[f"{kind}.numbers"], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", FOUR_BITS)
-def test_four_bits_are_the_same_numbers_before_they_are_multiplied(kind: str) -> None:
+@pytest.mark.parametrize("kind", WHOLE_NUMBERS)
+def test_whole_numbers_are_the_same_numbers_before_they_are_multiplied(kind: str) -> None:
     blocks = load_file(HERE / "blocks.safetensors")[f"{kind}.blocks"]
     if kind == "Q4_K":
         blocks[0, :2] = 0  # a block without scales has its minima
         blocks[1, 4:16] = 0
-    values, scales, zeros = (part.reshape(len(blocks), -1) for part in FOUR_BITS[kind](blocks))
-    weight = StoredWeight(values, scales, zeros, 4, 32).dequantize(torch.float32)
+    bits, read = WHOLE_NUMBERS[kind]
+    whole = read(blocks)
+    values, scales = (part.reshape(len(blocks), -1) for part in (whole.values, whole.scales))
+    zeros = None if whole.zeros is None else whole.zeros.reshape(len(blocks), -1)
+    weight = StoredWeight(values, scales, zeros, bits, whole.values.shape[2]).dequantize(torch.float32)
     torch.testing.assert_close(weight, DEQUANTIZE[kind](blocks), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "layer"), [("llama", "self_attn.k_proj"), ("llama", "mlp.down_proj")])
-@pytest.mark.parametrize("quantization", [None, "int4"])
-def test_tensors_of_four_bits_stay_so_and_round_to_eight_where_asked(
-    name: str, layer: str, quantization: Quantization | None
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "layer", "bits"),
+    [
+        *(("llama", "self_attn.k_proj", 4), ("llama", "mlp.down_proj", 4)),
+        *(("llama", "self_attn.q_proj", 8), ("llama", "self_attn.v_proj", 8), ("qwen3", "mlp.down_proj", 8)),
+    ],
+)
+def test_tensors_of_whole_numbers_stay_so_and_are_rounded_where_asked(name: str, layer: str, bits: int) -> None:
     checkpoint, layer = GgufCheckpoint(gguf(name)), f"model.layers.0.{layer}"
     shape = checkpoint.shape(f"{layer}.weight")
     spec, x = LayerSpec([layer], [shape[0]], shape[1]), torch.randn(5, shape[1])
     expected = x @ checkpoint.load_fused([f"{layer}.weight"], [shape], torch.float32, CPU).T
 
-    def made(held: Quantization | None) -> Linear:
-        options = LoadOptions(ExecutorConfig(quantization=held))
+    def made(quantization: Quantization | None) -> Linear:
+        options = LoadOptions(ExecutorConfig(quantization=quantization))
         method = make_quantization(options, torch.float32, {"quant_method": "gguf"}).linear
         return method.pack(method.read(checkpoint, spec), None)
 
-    four, eight = made(quantization), made("int8")
-    assert (type(four), type(eight)) == (Int4Linear, Int8Linear)
-    assert (four(x) - expected).norm() < 0.01 * expected.norm()
-    assert (eight(x) - expected).norm() < 0.02 * expected.norm()
+    for quantization, limit in ((None, 0.01), ("int4", 0.01 if bits == 4 else 0.1), ("int8", 0.02)):
+        linear = made(quantization)
+        assert isinstance(linear, Int8Linear if quantization == "int8" else GroupedLinear)
+        assert linear.bits == (bits if quantization is None else int(quantization[3:]))
+        assert (linear(x) - expected).norm() < limit * expected.norm()
 
 
 def outputs_of(model: Path, name: str, **settings: object) -> tuple[list[int], list[int]]:

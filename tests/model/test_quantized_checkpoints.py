@@ -19,10 +19,10 @@ from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, Sin
 from quire_engine.errors import ModelError
 from quire_engine.models.loader import load_model, read_model_config
 from quire_engine.quantization.base import LayerSpec, LinearMethod
-from quire_engine.quantization.int4 import Int4Linear
 from quire_engine.quantization.int8 import Int8Linear
+from quire_engine.quantization.quantized_linear import GroupedLinear
 from quire_engine.quantization.schemes import make_quantization
-from quire_engine.quantization.stored import PermutedLinear, Stored, StoredWeight, as_int4
+from quire_engine.quantization.stored import PermutedLinear, Stored, StoredWeight, as_groups
 from quire_engine.quantization.unquantized import PackedLinear
 from quire_proto.sampling import SamplingParams
 from safetensors.torch import load_file, save_file
@@ -126,14 +126,23 @@ def test_layers_are_held_in_eight_bits_where_they_are_stored_so_or_that_is_asked
 def test_layers_that_are_stored_in_four_bits_stay_so(name: str, quantization: Quantization | None) -> None:
     weight, x = read(HERE / name, Q_PROJ), torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     layer = method_of(HERE / name, quantization).pack(weight, None)
-    assert isinstance(layer, PermutedLinear if name == "gptq-desc-act" else Int4Linear)
+    assert isinstance(layer, PermutedLinear if name == "gptq-desc-act" else GroupedLinear)
     expected = x @ weight.dequantize(torch.float32).T
     assert (layer(x) - expected).norm() < 0.01 * expected.norm()
     gate, up = layer(x).chunk(2, dim=1)
     torch.testing.assert_close(layer.forward_silu_mul(x), F.silu(gate) * up, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gptq-8-bits", *FORMATS_IN_FLOAT8])
+def test_eight_bits_by_group_stay_so() -> None:
+    weight, x = read(HERE / "gptq-8-bits", SHOWN), torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    layer = method_of(HERE / "gptq-8-bits").pack(weight, None)
+    assert isinstance(layer, GroupedLinear)
+    assert layer.bits == 8
+    expected = x @ weight.dequantize(torch.float32).T
+    assert (layer(x) - expected).norm() < 0.01 * expected.norm()
+
+
+@pytest.mark.parametrize("name", FORMATS_IN_FLOAT8)
 def test_other_layers_are_held_in_plain_numbers(name: str) -> None:
     weight = read(HERE / name, SHOWN)
     assert isinstance(method_of(HERE / name).pack(weight, None), PackedLinear)
@@ -141,7 +150,7 @@ def test_other_layers_are_held_in_plain_numbers(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "quantization"), [("fp8", "int4"), ("fp8-tensor", "int4")])
 def test_float8_is_rounded_to_four_bits_where_that_is_asked_for(name: str, quantization: Quantization) -> None:
-    assert isinstance(method_of(HERE / name, quantization).pack(read(HERE / name, SHOWN), None), Int4Linear)
+    assert isinstance(method_of(HERE / name, quantization).pack(read(HERE / name, SHOWN), None), GroupedLinear)
 
 
 @settings(max_examples=80, deadline=None)
@@ -149,18 +158,30 @@ def test_float8_is_rounded_to_four_bits_where_that_is_asked_for(name: str, quant
     outputs=st.integers(1, 20),
     groups=st.integers(1, 4),
     group_size=st.sampled_from([8, 16, 32, 48, 64, 96, 128, 256, 384]),
+    bits=st.sampled_from([4, 8]),
+    signed=st.booleans(),
     seed=st.integers(0, 1 << 16),
 )
-def test_four_bits_have_the_same_numbers_in_the_kernels_groups(
-    outputs: int, groups: int, group_size: int, seed: int
+def test_whole_numbers_are_the_same_in_the_kernels_groups(
+    outputs: int, groups: int, group_size: int, bits: int, signed: bool, seed: int
 ) -> None:
     random = torch.Generator().manual_seed(seed)
-    values = torch.randint(0, 16, (outputs, groups * group_size), generator=random, dtype=torch.uint8)
+    size = (outputs, groups * group_size)
+    values = torch.randint(0, 1 << bits, size, generator=random, dtype=torch.uint8)
     scales, zeros = torch.rand(2, outputs, groups, generator=random)
-    whole = StoredWeight(values, scales, zeros * 15, 4, group_size)
-    made = as_int4(whole)
-    assert (made is not None) == (groups == 1 or group_size % 32 == 0)
+    if bits == 8:
+        values, zeros = (values.view(torch.int8), None) if signed else (values, torch.full_like(scales, 128))
+    else:
+        zeros *= 15
+    whole = StoredWeight(values, scales, zeros, bits, group_size)
+    made = as_groups(whole)
+    assert (made is not None) == (groups == 1 or group_size % (32 if bits == 4 else 16) == 0)
     assert made is None or torch.equal(made.dequantize(), whole.dequantize(torch.float32))
+
+
+def test_eight_bits_with_other_zeros_are_held_in_plain_numbers() -> None:
+    values, scales = torch.full((3, 32), 7, dtype=torch.uint8), torch.ones(3, 1)
+    assert as_groups(StoredWeight(values, scales, torch.full((3, 1), 127.0), 8, 32)) is None
 
 
 @pytest.mark.parametrize(("quantization", "held"), [(None, PackedLinear), ("int8", Int8Linear)])

@@ -1,6 +1,7 @@
 """Dequantises the blocks of GGUF tensors: numbers that share scales (ggml's ``block_q4_K`` and others)."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -34,7 +35,7 @@ def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _half(blocks, 0) * ((_nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)).float() - 16)
+    return _dequantized(_whole_q5_0(blocks))
 
 
 def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
@@ -42,7 +43,7 @@ def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _half(blocks, 0) * blocks[:, 2:].view(torch.int8).float()
+    return _dequantized(_whole_q8_0(blocks))
 
 
 def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,13 +74,7 @@ def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
-    low = blocks[:, :128].unflatten(1, (2, 1, 64))
-    low = torch.cat((low & 15, low >> 4), dim=2).view(-1, 2, 4, 32)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-    high = blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> shifts & 3
-    numbers = (low | high << 4).float() - 32
-    scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
-    return (numbers.view(-1, 16, 16) * scales[:, :, None]).flatten(1)
+    return _dequantized(_whole_q6_k(blocks))
 
 
 DEQUANTIZE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -98,24 +93,60 @@ DEQUANTIZE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """For each of ``gguf.BLOCKS``: uint8 [blocks, nbytes] -> fp32 [blocks, numbers]."""
 
 
-FourBits = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+@dataclass(frozen=True, slots=True)
+class WholeNumbers:
+    """Whole numbers of which the weight is ``(values - zeros) * scales``: uint8 below 16 with zeros, or int8 without.
+    ``values`` [blocks, groups, numbers], ``scales`` and ``zeros`` fp32 [blocks, groups].
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
 
 
-def _four_bits_q4_0(blocks: torch.Tensor) -> FourBits:
+def _dequantized(whole: WholeNumbers) -> torch.Tensor:
+    return (whole.scales[:, :, None] * whole.values.float()).flatten(1)
+
+
+def _whole_q4_0(blocks: torch.Tensor) -> WholeNumbers:
     scales = _half(blocks, 0)
-    return _nibbles(blocks[:, 2:]), scales, torch.full_like(scales, 8)
+    return WholeNumbers(_nibbles(blocks[:, 2:])[:, None], scales, torch.full_like(scales, 8))
 
 
-def _four_bits_q4_k(blocks: torch.Tensor) -> FourBits:
-    scales, minima = _k_scales(blocks)
+def _whole_q4_k(blocks: torch.Tensor) -> WholeNumbers:
+    scales, minima = (each.squeeze(2) for each in _k_scales(blocks))
     # A group without a scale is the same number everywhere: less its minimum.
     constant = scales == 0
-    values = _k_nibbles(blocks[:, 16:]).masked_fill(constant, 0)
+    values = _k_nibbles(blocks[:, 16:]).masked_fill(constant[:, :, None], 0)
     scales = torch.where(constant, minima, scales)
-    return values, scales, torch.where(scales == 0, 0, minima / scales)
+    return WholeNumbers(values, scales, torch.where(scales == 0, 0, minima / scales))
 
 
-FOUR_BITS: dict[str, Callable[[torch.Tensor], FourBits]] = {"Q4_0": _four_bits_q4_0, "Q4_K": _four_bits_q4_k}
-"""For types that are four bits with a scale and a zero for 32 numbers: uint8 [blocks, nbytes] -> uint8 numbers below
-16, and fp32 scales and zeros, of which the weight is (number - zero) * scale.
+def _whole_q5_0(blocks: torch.Tensor) -> WholeNumbers:
+    numbers = (_nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)).view(torch.int8) - 16
+    return WholeNumbers(numbers[:, None], _half(blocks, 0))
+
+
+def _whole_q8_0(blocks: torch.Tensor) -> WholeNumbers:
+    return WholeNumbers(blocks[:, None, 2:].contiguous().view(torch.int8), _half(blocks, 0))
+
+
+def _whole_q6_k(blocks: torch.Tensor) -> WholeNumbers:
+    low = blocks[:, :128].unflatten(1, (2, 1, 64))
+    low = torch.cat((low & 15, low >> 4), dim=2).view(-1, 2, 4, 32)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    high = blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> shifts & 3
+    numbers = (low | high << 4).view(torch.int8) - 32
+    return WholeNumbers(numbers.view(-1, 16, 16), _half(blocks, 208) * blocks[:, 192:208].view(torch.int8).float())
+
+
+WHOLE_NUMBERS: dict[str, tuple[int, Callable[[torch.Tensor], WholeNumbers]]] = {
+    "Q4_0": (4, _whole_q4_0),
+    "Q4_K": (4, _whole_q4_k),
+    "Q5_0": (8, _whole_q5_0),
+    "Q6_K": (8, _whole_q6_k),
+    "Q8_0": (8, _whole_q8_0),
+}
+"""For types that are whole numbers with scales, and in four bits zeros, of groups: the bits that hold them, and uint8
+[blocks, nbytes] -> ``WholeNumbers``.
 """

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from quire_engine.checkpoint.gguf import BLOCKS, ROPE_FACTORS, GgufFile, GgufTensor
-from quire_engine.checkpoint.gguf_blocks import DEQUANTIZE, FOUR_BITS
+from quire_engine.checkpoint.gguf_blocks import DEQUANTIZE, WHOLE_NUMBERS, WholeNumbers
 from quire_engine.checkpoint.weights import SAFETENSORS_DTYPES, Checkpoint, TensorInfo
 from quire_engine.errors import ModelError
 
@@ -44,20 +44,24 @@ class GgufCheckpoint(Checkpoint):
         """See ``Checkpoint.dtype``; bfloat16 where it is quantised."""
         return SAFETENSORS_DTYPES.get(self._entry(name).dtype, torch.bfloat16)
 
-    def has_four_bits(self, name: str) -> bool:
-        """Whether ``load_four_bits`` reads the tensor."""
-        return name in self._stored and self._stored[name].kind in FOUR_BITS
+    def whole_bits(self, name: str) -> int | None:
+        """The bits of what ``load_whole`` reads of the tensor; None where it does not."""
+        kind = self._stored[name].kind if name in self._stored else None
+        return WHOLE_NUMBERS[kind][0] if kind in WHOLE_NUMBERS else None
 
-    def load_four_bits(self, name: str, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A tensor of ``shape`` [out, in] as it is stored: uint8 [out, in] below 16, and fp32 scales and zeros
-        [out, in / 32].
-        """
+    def load_whole(self, name: str, shape: tuple[int, int]) -> WholeNumbers:
+        """A tensor of ``shape`` [out, in] as it is stored: values [out, in], fp32 scales and zeros [out, groups]."""
         self._check_shape(name, shape)
         tensor, order = self._stored[name], self._orders.get(name.rpartition(".")[0])
-        parts = FOUR_BITS[tensor.kind](self._blocks(tensor, 0, shape[0]))
+        whole = WHOLE_NUMBERS[tensor.kind][1](self._blocks(tensor, 0, shape[0]))
         self.mark_used([name])
-        values, scales, zeros = (part.reshape(shape[0], -1) for part in parts)
-        return (values, scales, zeros) if order is None else (values[order], scales[order], zeros[order])
+
+        def in_rows(part: torch.Tensor) -> torch.Tensor:
+            rows = part.reshape(shape[0], -1)
+            return rows if order is None else rows[order]
+
+        zeros = None if whole.zeros is None else in_rows(whole.zeros)
+        return WholeNumbers(in_rows(whole.values), in_rows(whole.scales), zeros)
 
     def _copy_slice(self, name: str, slices: tuple[slice, ...], target: torch.Tensor) -> None:
         tensor, order = self._stored[name], self._orders.get(name.rpartition(".")[0])

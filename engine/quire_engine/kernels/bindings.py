@@ -51,12 +51,13 @@ class Int8Call(ctypes.Structure):
     )
 
 
-class Int4Call(ctypes.Structure):
-    """The argument of ``quire_int4_linear``: field by field the struct of that name in ``int4.cpp``."""
+class GroupsCall(ctypes.Structure):
+    """The argument of ``quire_groups_linear``: field by field the struct of that name in ``groups.cpp``."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("panels", "scales", "bias", "x", "out")),
-        *((name, _INTEGER) for name in ("inputs", "outputs", "group", "stride", "rows", "gated", "bf16", "threads")),
+        *((name, _INTEGER) for name in ("inputs", "outputs", "bits", "group")),
+        *((name, _INTEGER) for name in ("stride", "rows", "gated", "bf16", "threads")),
     )
 
 
@@ -88,7 +89,7 @@ _SIGNATURES = {
         *(_INTEGER, _INTEGER, _INTEGER, ctypes.c_float, _INTEGER, _INTEGER),
     ),
     "quire_silu_mul": (_POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER),
-    "quire_int4_linear": (ctypes.POINTER(Int4Call),),
+    "quire_groups_linear": (ctypes.POINTER(GroupsCall),),
     "quire_int4_search": (*(_POINTER,) * 4, *(_INTEGER,) * 3),
     "quire_int8_linear": (ctypes.POINTER(Int8Call),),
     "quire_linear_describe": (ctypes.POINTER(LinearLayer),),

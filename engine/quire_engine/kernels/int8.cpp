@@ -40,37 +40,18 @@ struct Rounded {
   }
 };
 
-// One group of one row: returns the scale. What is not finite makes a scale that is not finite, and so does its row.
-template <typename T>
-inline float round_group(const T* x, int64_t count, int8_t* values, int64_t stride, int32_t* offset) {
-  const float most = magnitude(x, count);
-  const bool vanishes = most < 1e-35f;
-  const float inverse = vanishes ? 0.f : 127.f / most;
-  int8_t bytes[kGroup];
-  Words sums{};  // what is not finite gives any bits, whose sum may overflow
-  for (int64_t i = 0; i < count; i += kLanes) {
-    // 1.5 * 2^23: the low bits now hold the number rounded to an integer, ties to even.
-    const Ints bits = (Ints)(read_some(x + i, count - i) * inverse + 12582912.f);
-    sums = sums + ((Words)bits - 0x4b400000u);
-    store(bytes + i, low_bytes(bits));
-  }
-  for (int64_t i = 0; i < count; i += kStep) std::memcpy(values + i / kStep * stride, bytes + i, kStep);
-  const auto sum = int32_t(fold(sums, [](Words a, Words b) { return a + b; }, Lanes{})[0]);
-  *offset = std::isfinite(most) ? -128 * sum : 0;
-  return vanishes ? 0.f : most / 127.f;
-}
-
 template <typename T>
 void round_tile(const T* x, int64_t stride, int64_t first, int64_t rows, int64_t inputs, Rounded& to) {
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t g = 0; g < to.groups; ++g) {
       const int64_t begin = g * kGroup, at = first * to.groups + g * rows + r;
       int8_t* values = to.values.data() + (first * to.words + begin / kStep * rows + r) * kStep;
-      const T* from = x + r * stride + begin;
+      const auto round = [&](int64_t count) {
+        return round_group(x + r * stride + begin, count, (count + kStep - 1) / kStep * kStep, kGroup, values,
+                           rows * kStep, [&](int64_t, uint32_t sum) { to.offsets[at] = int32_t(sum * -128u); });
+      };
       // A whole group, as most are, is known to be one here: its loops need no ends.
-      to.scales[at] = inputs - begin >= kGroup
-                          ? round_group(from, kGroup, values, rows * kStep, &to.offsets[at])
-                          : round_group(from, inputs - begin, values, rows * kStep, &to.offsets[at]);
+      to.scales[at] = inputs - begin >= kGroup ? round(kGroup) : round(inputs - begin);
     }
 }
 
@@ -143,41 +124,18 @@ void compute_block(const Int8Call& call, const T* x, int64_t rows, const Target<
   static thread_local Rounded rounded;
   Rounded& shared = rounded;
   shared.reserve(rows, call.inputs);
-  const int64_t tiles = tiles_of<kTile>(rows), panels = (to.half + kSide - 1) / kSide;
+  const int64_t tiles = tiles_of<kTile>(rows);
   const auto round = [&](int64_t tile) {
     const int64_t first = tile_begin<kTile>(rows, tile), end = tile_begin<kTile>(rows, tile + 1);
     round_tile(x + first * call.stride, call.stride, first, end - first, call.inputs, shared);
   };
-  const auto compute = [&](int64_t panel) {
+  over_panels(call, rows, tiles, round, [&](int64_t panel) {
     for (int64_t tile = 0; tile < tiles; ++tile) compute_tile(call, shared, rows, tile, panel, to);
-  };
-  const bool alone = call.threads == 1 || rows * call.inputs < kWorthSharing;
-  for (int64_t tile = 0; alone && tile < tiles; ++tile) round(tile);
-  if (call.threads == 1) {  // entering a parallel region costs as much as a small product
-    for (int64_t panel = 0; panel < panels; ++panel) compute(panel);
-    return;
-  }
-#pragma omp parallel num_threads(int(call.threads))
-  {
-    if (!alone) {
-#pragma omp for
-      for (int64_t tile = 0; tile < tiles; ++tile) round(tile);
-    }
-#pragma omp for nowait
-    for (int64_t panel = 0; panel < panels; ++panel) compute(panel);
-  }
+  });
 }
 
 }  // namespace
 
 extern "C" void quire_int8_linear(const Int8Call* call) {
-  const auto run = [&](auto type) {
-    using T = decltype(type);
-    const int64_t half = (call->outputs + 1) / 2, width = call->gated ? half : call->outputs;
-    for (int64_t first = 0; first < call->rows; first += kBlock) {
-      const Target<T> to{(T*)call->out + first * width, width, half, bool(call->gated)};
-      compute_block(*call, (const T*)call->x + first * call->stride, std::min(kBlock, call->rows - first), to);
-    }
-  };
-  call->bf16 ? run(Bf16{}) : run(float{});
+  over_blocks(*call, [&](auto x, int64_t rows, const auto& to) { compute_block(*call, x, rows, to); });
 }

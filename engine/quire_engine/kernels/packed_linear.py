@@ -15,11 +15,13 @@ import ctypes
 import functools
 import mmap
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from quire_engine.kernels.bindings import DTYPES, Int8Call, LinearLayer, library
+from quire_engine.kernels.bindings import DTYPES, GroupsCall, Int8Call, LinearLayer, library
 from quire_engine.kernels.ops import silu_mul
 
 GROUP = 128
@@ -123,30 +125,22 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rounded, scales
 
 
-class PackedInt8:
-    """A quantised weight as the compiled kernel reads it: see ``int8.cpp``. Used by one thread at a time.
-
-    Args: ``weight`` int8 [out, in] and ``scales`` fp32 [out] as ``quantize`` makes them, ``bias`` [out] or None.
-    All are copied. ``dtype`` is that of the activations, bf16 or fp32.
+class PackedProduct:
+    """A quantised weight as a compiled kernel reads it, and the kernel's ``call``, whose pointers are to ``buffers``.
+    Used by one thread at a time.
     """
 
     __slots__ = ("_buffers", "_call", "_pointer", "_run")
 
     def __init__(
         self,
-        kernels: ctypes.CDLL,
-        weight: torch.Tensor,
-        scales: torch.Tensor,
-        bias: torch.Tensor | None,
-        dtype: torch.dtype,
+        run: Callable[[Any], None],
+        buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        call: Int8Call | GroupsCall,
     ) -> None:
-        outputs, inputs = weight.shape
-        bias = torch.zeros_like(scales) if bias is None else bias.float()
-        self._buffers = tuple(on_huge_pages(tensor) for tensor in (pack_int8(weight), by_panel(scales), by_panel(bias)))
-        panels, scales, bias = (tensor.data_ptr() for tensor in self._buffers)
-        self._call = Int8Call(panels, scales, bias, inputs=inputs, outputs=outputs, bf16=int(dtype == torch.bfloat16))
-        self._pointer = ctypes.pointer(self._call)
-        self._run = kernels.quire_int8_linear
+        self._buffers = tuple(map(on_huge_pages, buffers))
+        call.panels, call.scales, call.bias = (tensor.data_ptr() for tensor in self._buffers)
+        self._call, self._pointer, self._run = call, ctypes.pointer(call), run
 
     @property
     def nbytes(self) -> int:
@@ -161,6 +155,29 @@ class PackedInt8:
         call.rows, call.gated, call.threads = rows, gated, torch.get_num_threads()
         self._run(self._pointer)
         return out
+
+
+class PackedInt8(PackedProduct):
+    """A weight in int8 with a scale for each output, as ``int8.cpp`` reads it.
+
+    Args: ``weight`` int8 [out, in] and ``scales`` fp32 [out] as ``quantize`` makes them, ``bias`` [out] or None.
+    All are copied. ``dtype`` is that of the activations, bf16 or fp32.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        kernels: ctypes.CDLL,
+        weight: torch.Tensor,
+        scales: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
+        outputs, inputs = weight.shape
+        bias = torch.zeros_like(scales) if bias is None else bias.float()
+        call = Int8Call(inputs=inputs, outputs=outputs, bf16=int(dtype == torch.bfloat16))
+        super().__init__(kernels.quire_int8_linear, (pack_int8(weight), by_panel(scales), by_panel(bias)), call)
 
     def rows(self, channels: torch.Tensor) -> torch.Tensor:
         """The weight's rows of ``channels`` [N], dequantised -> fp32 [N, in]. Raises ``IndexError`` for one beyond."""
@@ -217,13 +234,19 @@ def make_product(
 
 def pack_int8(weight: torch.Tensor) -> torch.Tensor:
     """int8 [out, in] -> uint8 [panels, ceil(in / STEP), 2, SIDE, STEP], 128 added to each."""
-    outputs, inputs = weight.shape
-    side = panels_of(outputs) * SIDE
-    padded = torch.zeros(2, side, -(-inputs // STEP) * STEP, dtype=torch.int8)
-    for half, part in zip(padded, halves_of(weight), strict=True):
-        half[: len(part), :inputs] = part
-    words = padded.view(torch.int32).view(2, -1, SIDE, padded.shape[2] // STEP).permute(1, 3, 0, 2).contiguous()
-    return words.view(torch.uint8).view(*words.shape, STEP).bitwise_xor_(128)
+    return pack_bytes(weight, -(-weight.shape[1] // STEP) * STEP).bitwise_xor_(128)
+
+
+def pack_bytes(numbers: torch.Tensor, width: int) -> torch.Tensor:
+    """[out, in] of one byte each, filled up with zeros to ``width`` inputs -> uint8 [panels, width / STEP, 2, SIDE,
+    STEP].
+    """
+    side = panels_of(len(numbers)) * SIDE
+    padded = numbers.new_zeros(2, side, width)
+    for half, part in zip(padded, halves_of(numbers), strict=True):
+        half[: len(part), : numbers.shape[1]] = part
+    words = padded.view(torch.int32).view(2, -1, SIDE, width // STEP).permute(1, 3, 0, 2).contiguous()
+    return words.view(torch.uint8).view(*words.shape, STEP)
 
 
 def by_panel(numbers: torch.Tensor) -> torch.Tensor:

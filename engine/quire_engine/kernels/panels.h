@@ -81,6 +81,30 @@ inline float magnitude(const T* x, int64_t count) {
   return ((Floats)fold(most, larger_of, Lanes{}))[0];
 }
 
+// kGroup activations of one row, or the `count` that are left of them, rounded to int8: of every four, `stride` bytes
+// after those before. Returns their scale, and calls `total(g, sum)` with the sum of every `group` of them. `padded` is
+// as many as are written. What is not finite makes a scale that is not finite, and so does its row.
+template <typename T, typename Total>
+inline float round_group(const T* x, int64_t count, int64_t padded, int64_t group, int8_t* values, int64_t stride,
+                         Total total) {
+  const float most = magnitude(x, count);
+  const bool vanishes = most < 1e-35f;
+  const float inverse = vanishes ? 0.f : 127.f / most;
+  int8_t bytes[kGroup + kLanes] = {};
+  for (int64_t first = 0; first < padded; first += group) {
+    Words sums{};  // what is not finite gives any bits, whose sum may overflow
+    for (int64_t i = first; i < std::min(first + group, count); i += kLanes) {
+      // 1.5 * 2^23: the low bits now hold the number rounded to an integer, ties to even.
+      const Ints bits = (Ints)(read_some(x + i, count - i) * inverse + 12582912.f);
+      sums = sums + ((Words)bits - 0x4b400000u);
+      store(bytes + i, low_bytes(bits));
+    }
+    total(first / group, fold(sums, [](Words a, Words b) { return a + b; }, Lanes{})[0]);
+  }
+  for (int64_t i = 0; i < padded; i += kStep) std::memcpy(values + i / kStep * stride, bytes + i, kStep);
+  return vanishes ? 0.f : most / 127.f;
+}
+
 // Tiles of at most kTile rows, and of equal height, as far as that goes.
 template <int kTile>
 inline int64_t tiles_of(int64_t rows) {
@@ -113,6 +137,41 @@ inline void put(const Target<T>& to, const float* all_scales, const float* all_b
     const int64_t right = to.width - to.half - channel;
     if (!to.gated && right > 0) write_some(out + to.half + channel, b, right);
   }
+}
+
+// One pass: `round(tile)` for all tiles, then `compute(panel)` for all panels, over the call's threads.
+template <typename Call, typename Round, typename Compute>
+inline void over_panels(const Call& call, int64_t rows, int64_t tiles, Round round, Compute compute) {
+  const int64_t panels = ((call.outputs + 1) / 2 + kSide - 1) / kSide;
+  const bool alone = call.threads == 1 || rows * call.inputs < kWorthSharing;
+  for (int64_t tile = 0; alone && tile < tiles; ++tile) round(tile);
+  if (call.threads == 1) {  // entering a parallel region costs as much as a small product
+    for (int64_t panel = 0; panel < panels; ++panel) compute(panel);
+    return;
+  }
+#pragma omp parallel num_threads(int(call.threads))
+  {
+    if (!alone) {
+#pragma omp for
+      for (int64_t tile = 0; tile < tiles; ++tile) round(tile);
+    }
+#pragma omp for nowait
+    for (int64_t panel = 0; panel < panels; ++panel) compute(panel);
+  }
+}
+
+// `block(x, rows, target)` for every kBlock rows of a call, with pointers of its type of activations.
+template <typename Call, typename Block>
+inline void over_blocks(const Call& call, Block block) {
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    const int64_t half = (call.outputs + 1) / 2, width = call.gated ? half : call.outputs;
+    for (int64_t first = 0; first < call.rows; first += kBlock) {
+      const Target<T> to{(T*)call.out + first * width, width, half, bool(call.gated)};
+      block((const T*)call.x + first * call.stride, std::min(kBlock, call.rows - first), to);
+    }
+  };
+  call.bf16 ? run(Bf16{}) : run(float{});
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-"""GGUF files with weights in four bits: those of Q4_0 and Q4_K stay so, with their own numbers, scales and zeros. All
-other types are dequantised as they are read.
+"""GGUF files with weights in four or eight bits: those of Q4_0 and Q4_K, and of Q5_0, Q6_K and Q8_0, stay so, with
+their own numbers, scales and zeros. All other types are dequantised as they are read.
 """
 
 from collections.abc import Sequence
@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from quire_engine.checkpoint.gguf_checkpoint import GgufCheckpoint
 from quire_engine.checkpoint.weights import Checkpoint
 from quire_engine.quantization.stored import StoredMethod, StoredWeight
-
-GROUP_SIZE = 32
 
 
 class GgufMethod(StoredMethod):
@@ -21,12 +19,16 @@ class GgufMethod(StoredMethod):
         return (f"{layer}.weight",)
 
     def is_stored(self, checkpoint: Checkpoint, name: str) -> bool:
-        """See ``StoredMethod.is_stored``: not where the layers are to be rounded anew to eight bits."""
-        four_bits = isinstance(checkpoint, GgufCheckpoint) and checkpoint.has_four_bits(f"{name}.weight")
-        return four_bits and self.options.config.quantization != "int8"
+        """See ``StoredMethod.is_stored``: not where the layers are to be rounded anew. That loses nothing of four bits
+        that are to be four.
+        """
+        bits = checkpoint.whole_bits(f"{name}.weight") if isinstance(checkpoint, GgufCheckpoint) else None
+        asked = self.options.config.quantization
+        return bits is not None and (asked is None or (bits, asked) == (4, "int4"))
 
     def read_layer(self, checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> StoredWeight:
         """See ``StoredMethod.read_layer``."""
         assert isinstance(checkpoint, GgufCheckpoint)
-        values, scales, zeros = checkpoint.load_four_bits(f"{name}.weight", shape)
-        return StoredWeight(values, scales, zeros, 4, GROUP_SIZE)
+        whole = checkpoint.load_whole(f"{name}.weight", shape)
+        bits = 4 if whole.zeros is not None else 8
+        return StoredWeight(whole.values, whole.scales, whole.zeros, bits, shape[1] // whole.scales.shape[1])

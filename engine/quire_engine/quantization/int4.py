@@ -1,12 +1,13 @@
 """Weights in four bits with a scale and a zero for each group of inputs: made as a checkpoint with plain weights is
-read, or stored so (AWQ, GPTQ, compressed-tensors and Q4_K all are such weights, see ``Int4Weight``).
+read, or stored so (AWQ, GPTQ, compressed-tensors and Q4_K all are such weights, see ``GroupedWeight``).
 """
 
 import torch
 
 from quire_engine.kernels.bindings import library
-from quire_engine.kernels.packed_int4 import GROUP_SIZES, Int4Weight, make_int4_product
+from quire_engine.kernels.packed_groups import GROUP_SIZES, GroupedWeight
 from quire_engine.quantization.base import DenseMethod, Linear
+from quire_engine.quantization.quantized_linear import GroupedLinear
 
 _LEVELS = 15
 # Parts of a group's range that are tried: where few numbers are at its ends, a finer scale for the others is worth it.
@@ -19,46 +20,10 @@ class Int4Method(DenseMethod):
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """See ``LinearMethod.pack``."""
-        return Int4Linear(quantize_int4(weight), bias, weight.dtype)
+        return GroupedLinear(quantize_int4(weight), bias, weight.dtype)
 
 
-class Int4Linear:
-    """A ``Linear`` whose weight is held in four bits, on the CPU, for activations of ``dtype``. It keeps neither
-    ``weight`` nor ``bias``. A row of a result depends on its own inputs alone, bit for bit.
-    """
-
-    __slots__ = ("_dtype", "_matmul", "in_features", "out_features")
-
-    def __init__(self, weight: Int4Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
-        self.out_features, self.in_features = weight.q.shape
-        self._dtype = dtype
-        self._matmul = make_int4_product(weight, bias, dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory held, in bytes."""
-        return self._matmul.nbytes
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Linear``."""
-        return self._matmul.matmul(self._checked(x), gated=False)
-
-    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Linear.forward_silu_mul``; gate and up are not rounded before they are multiplied."""
-        if self.out_features % 2:
-            raise ValueError(f"{self.out_features} outputs are not a gate and as many to multiply with it")
-        return self._matmul.matmul(self._checked(x), gated=True)
-
-    def _checked(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` with contiguous rows, as the kernel needs. Raises ``ValueError`` for another shape, dtype or device."""
-        if x.dtype is not self._dtype or not x.is_cpu or x.dim() != 2 or x.shape[1] != self.in_features:
-            raise ValueError(
-                f"int4: {x.dtype} {tuple(x.shape)} on {x.device} is not {self._dtype} [T, {self.in_features}]"
-            )
-        return x if x.stride(1) == 1 else x.contiguous()
-
-
-def quantize_int4(weight: torch.Tensor, group_size: int = 32) -> Int4Weight:
+def quantize_int4(weight: torch.Tensor, group_size: int = 32) -> GroupedWeight:
     """``weight`` [out, in] in four bits, with the scale and the zero of each group that give the least squared error
     among those of several ranges. A group with a non-finite number gets a non-finite scale.
     """
@@ -75,13 +40,13 @@ def quantize_int4(weight: torch.Tensor, group_size: int = 32) -> Int4Weight:
             groups_of_part = weight[part, columns].float().unflatten(1, (-1, size))
             values, scales[part, some], zeros[part, some] = _search(groups_of_part)
             q[part, columns] = values.flatten(1)
-    return Int4Weight(q, scales, zeros, group_size)
+    return GroupedWeight(q, scales, zeros, group_size)
 
 
 def _search(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """fp32 [out, groups, group] -> q uint8 [out, groups, group], scales and zeros [out, groups]."""
     kernels = library()
-    if kernels is None or w.shape[2] not in GROUP_SIZES:
+    if kernels is None or w.shape[2] not in GROUP_SIZES[4]:
         return _torch_search(w)
     w = w.contiguous()
     q, scales, zeros = torch.empty_like(w, dtype=torch.uint8), torch.empty(w.shape[:2]), torch.empty(w.shape[:2])

@@ -4,6 +4,7 @@ import torch
 
 from quire_engine.kernels.packed_linear import make_product, quantize
 from quire_engine.quantization.base import DenseMethod, Embedding, Linear
+from quire_engine.quantization.quantized_linear import QuantizedLinear
 
 
 class Int8Method(DenseMethod):
@@ -31,14 +32,13 @@ class Int8TableMethod(DenseMethod):
         return head.rows, head
 
 
-class Int8Linear:
+class Int8Linear(QuantizedLinear):
     """A ``Linear`` whose weight is held in int8: accurate to about two digits, in half of bf16's memory.
 
-    Args: ``weight`` [out, in] and ``bias`` [out] or None, of one dtype, on the CPU. The layer keeps neither.
-    A row of a result depends on its own inputs alone, bit for bit.
+    Args: ``weight`` [out, in] and ``bias`` [out] or None, of one dtype, on the CPU.
     """
 
-    __slots__ = ("_dtype", "_matmul", "in_features", "out_features")
+    __slots__ = ("_table",)
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._hold(*quantize(weight), bias, weight.dtype)
@@ -55,33 +55,9 @@ class Int8Linear:
         return layer
 
     def _hold(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._dtype = dtype
-        self._matmul = make_product(weight, scales, bias, dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory held, in bytes."""
-        return self._matmul.nbytes
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Linear``."""
-        return self._matmul.matmul(self._checked(x), gated=False)
-
-    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Linear.forward_silu_mul``; gate and up are not rounded before they are multiplied."""
-        if self.out_features % 2:
-            raise ValueError(f"{self.out_features} outputs are not a gate and as many to multiply with it")
-        return self._matmul.matmul(self._checked(x), gated=True)
+        self._table = make_product(weight, scales, bias, dtype)
+        super().__init__(self._table, weight.shape, 8, dtype)
 
     def rows(self, channels: torch.Tensor) -> torch.Tensor:
         """Rows of the weight, as an ``Embedding`` returns them."""
-        return self._matmul.rows(channels).to(self._dtype)
-
-    def _checked(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` with contiguous rows, as the kernel needs. Raises ``ValueError`` for another shape, dtype or device."""
-        if x.dtype is not self._dtype or not x.is_cpu or x.dim() != 2 or x.shape[1] != self.in_features:
-            raise ValueError(
-                f"int8: {x.dtype} {tuple(x.shape)} on {x.device} is not {self._dtype} [T, {self.in_features}]"
-            )
-        return x if x.stride(1) == 1 else x.contiguous()
+        return self._table.rows(channels).to(self._dtype)

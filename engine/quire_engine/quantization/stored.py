@@ -1,8 +1,8 @@
 """Layers that a checkpoint stores quantised: ``StoredWeight`` is what the formats have in common, ``StoredMethod``
 reads a layer into it and packs it.
 
-A weight in whole numbers stays so where a kernel has its numbers and its groups (the kernel of four bits rounds scales
-and zeros to float16). All else is dequantised as it is read, and held as ``--quantization`` says, by default in the
+A weight in whole numbers stays so where a kernel has its numbers and its groups (the kernel of groups rounds scales and
+zeros to float16). All else is dequantised as it is read, and held as ``--quantization`` says, by default in the
 model's dtype: that loses nothing beyond one rounding to that dtype.
 """
 
@@ -16,10 +16,10 @@ import torch
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions
 from quire_engine.distributed.communicator import shard
 from quire_engine.errors import ModelError
-from quire_engine.kernels.packed_int4 import GROUP_SIZES, Int4Weight
+from quire_engine.kernels.packed_groups import GROUP_SIZES, GroupedWeight
 from quire_engine.quantization.base import DenseMethod, Embedding, LayerSpec, Linear, LinearMethod
-from quire_engine.quantization.int4 import Int4Linear
 from quire_engine.quantization.int8 import Int8Linear
+from quire_engine.quantization.quantized_linear import GroupedLinear
 from quire_engine.quantization.unquantized import UnquantizedMethod
 
 FLOATS = ("F32", "F16", "BF16")
@@ -140,10 +140,10 @@ class StoredMethod(LinearMethod[Stored]):
             return Int8Linear.from_quantized(weight.values, weight.scales[:, 0], bias, self.dtype)
         order = _order_of_groups(weight)
         neighbours = weight if order is None else replace(weight, values=weight.values[:, order], group_index=None)
-        int4 = as_int4(neighbours)
-        if int4 is None:
+        grouped = as_groups(neighbours)
+        if grouped is None:
             return None
-        layer = Int4Linear(int4, bias, self.dtype)
+        layer = GroupedLinear(grouped, bias, self.dtype)
         return layer if order is None else PermutedLinear(layer, order)
 
     def _read_one(self, checkpoint: Checkpoint, spec: LayerSpec, name: str, outputs: int) -> Stored:
@@ -220,20 +220,37 @@ class StoredDenseMethod(DenseMethod):
         return self._dense.pack_tied(table)
 
 
-def as_int4(weight: StoredWeight) -> Int4Weight | None:
-    """The weight for the kernel of four bits, with the same numbers; None where it has no such groups. Groups that are
-    larger than the kernel's become several of the same scale.
+def as_groups(weight: StoredWeight) -> GroupedWeight | None:
+    """The weight for the kernel of groups, with the same numbers; None where that has no such numbers or groups. Groups
+    that are larger than the kernel's become several of the same scale.
     """
     inputs, groups = weight.values.shape[1], weight.scales.shape[1]
-    if weight.bits != 4 or weight.zeros is None or weight.group_index is not None:
+    whole = _whole_numbers(weight)
+    if whole is None or weight.group_index is not None:
         return None
-    size = next((size for size in sorted(GROUP_SIZES)[::-1] if groups == 1 or weight.group_size % size == 0), None)
+    values, zeros = whole
+    sizes = GROUP_SIZES[weight.bits][::-1]
+    size = next((size for size in sizes if groups == 1 or weight.group_size % size == 0), None)
     if size is None:
         return None
     count = -(-inputs // size)
     repeats = count if groups == 1 else weight.group_size // size
-    scales, zeros = (each.repeat_interleave(repeats, dim=1)[:, :count] for each in (weight.scales, weight.zeros))
-    return Int4Weight(weight.values, scales, zeros, size)
+
+    def spread(each: torch.Tensor) -> torch.Tensor:
+        return each.repeat_interleave(repeats, dim=1)[:, :count]
+
+    return GroupedWeight(values, spread(weight.scales), None if zeros is None else spread(zeros), size)
+
+
+def _whole_numbers(weight: StoredWeight) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """The numbers and zeros as a ``GroupedWeight`` has them: below 16 with zeros, or int8 without. Else None."""
+    if weight.bits == 4:
+        return None if weight.zeros is None else (weight.values, weight.zeros)
+    if weight.values.dtype is torch.int8 and weight.zeros is None:
+        return weight.values, None
+    if weight.values.dtype is torch.uint8 and weight.zeros is not None and bool((weight.zeros == 128).all()):
+        return (weight.values ^ 128).view(torch.int8), None
+    return None
 
 
 def _order_of_groups(weight: StoredWeight) -> torch.Tensor | None:

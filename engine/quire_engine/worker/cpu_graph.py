@@ -28,7 +28,7 @@ from quire_engine.models.llama import LayerInputs, Llama
 log = logging.getLogger(__name__)
 
 KERNELS = (
-    *("quire_attention", "quire_linear", "quire_int8_linear", "quire_int4_linear"),
+    *("quire_attention", "quire_linear", "quire_int8_linear", "quire_groups_linear"),
     *("quire_rms_norm", "quire_silu_mul", "quire_rotate"),
 )
 """Those that can be captured, as in ``cpu_graph.cpp``."""

@@ -11,12 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import ExecutorConfig
-from quire_engine.kernels import bindings, packed_int4
+from quire_engine.kernels import bindings, packed_groups
 from quire_engine.kernels.ops import silu_mul
-from quire_engine.kernels.packed_int4 import GROUP_SIZES, Int4Weight, PackedInt4, PlainInt4
+from quire_engine.kernels.packed_groups import GROUP_SIZES, GroupedWeight, PackedGroups, PlainGroups
 from quire_engine.kernels.packed_linear import GROUP
 from quire_engine.quantization import int4
-from quire_engine.quantization.int4 import Int4Linear, quantize_int4
+from quire_engine.quantization.int4 import quantize_int4
+from quire_engine.quantization.quantized_linear import GroupedLinear
 from quire_engine.quantization.schemes import make_linear
 from torch.nn import functional as F
 
@@ -24,20 +25,20 @@ from tests.support.processors import FORMS, compile_for, on_threads
 
 INT4 = LoadOptions(ExecutorConfig(quantization="int4"))
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
-Make = Callable[[Int4Weight, torch.Tensor | None, torch.dtype], PackedInt4 | PlainInt4]
+Make = Callable[[GroupedWeight, torch.Tensor | None, torch.dtype], PackedGroups | PlainGroups]
 
 
 @pytest.fixture(scope="module", params=FORMS)
 def make(request, tmp_path_factory) -> Make:
     """Makes the product of a weight by a build for one kind of processor, or in torch."""
     if request.param == "torch":
-        return lambda weight, bias, dtype: PlainInt4(weight, bias)
+        return lambda weight, bias, dtype: PlainGroups(weight, bias)
     native = bindings.library()
     if native is None:
         pytest.skip("the kernels cannot be compiled here")
     folder = tmp_path_factory.mktemp("build")
-    build = native if request.param == "native" else compile_for(request.param, "int4.cpp", folder)
-    return lambda weight, bias, dtype: PackedInt4(build, weight, bias, dtype)
+    build = native if request.param == "native" else compile_for(request.param, "groups.cpp", folder)
+    return lambda weight, bias, dtype: PackedGroups(build, weight, bias, dtype)
 
 
 def draw(*size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -48,13 +49,13 @@ def whole(low: int, high: int, *size: int, random: torch.Generator) -> torch.Ten
     return torch.randint(low, high + 1, size, generator=random)
 
 
-def draw_weight(outputs: int, inputs: int, group: int, seed: int = 0) -> Int4Weight:
+def draw_weight(outputs: int, inputs: int, group: int, seed: int = 0) -> GroupedWeight:
     """Any q, scales that are powers of two, and zeros that are whole or halves."""
     random = torch.Generator().manual_seed(seed)
     groups = -(-inputs // group)
     scales = 2.0 ** whole(-2, 3, outputs, groups, random=random)
     zeros = whole(0, 30, outputs, groups, random=random) / 2
-    return Int4Weight(whole(0, 15, outputs, inputs, random=random).to(torch.uint8), scales, zeros, group)
+    return GroupedWeight(whole(0, 15, outputs, inputs, random=random).to(torch.uint8), scales, zeros, group)
 
 
 def draw_rounded(rows: int, inputs: int, seed: int) -> torch.Tensor:
@@ -75,7 +76,7 @@ shapes = {
     "rows": st.integers(0, 40),
     "inputs": st.integers(1, 300),
     "outputs": st.integers(1, 100),
-    "group": st.sampled_from(GROUP_SIZES),
+    "group": st.sampled_from(GROUP_SIZES[4]),
     "dtype": DTYPES,
 }
 seeds = st.integers(0, 1 << 16)
@@ -137,7 +138,7 @@ def test_the_result_is_that_of_the_dequantised_weight_to_the_rounding_of_activat
 def test_kernels_and_torch_agree(make):
     weight = quantize_int4(draw(66, 520, dtype=torch.float32))
     x, bias = draw_rounded(30, 520, 3), draw(66, dtype=torch.float32, seed=4)
-    expected = PlainInt4(weight, bias).matmul(x, gated=False)
+    expected = PlainGroups(weight, bias).matmul(x, gated=False)
     result = make(weight, bias, torch.float32).matmul(x, gated=False)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-2)
 
@@ -178,7 +179,7 @@ def test_tiny_values_count_as_zero(make, tiny):
 
 
 @settings(max_examples=40, deadline=None)
-@given(outputs=st.integers(1, 40), inputs=st.integers(1, 300), group=st.sampled_from(GROUP_SIZES), dtype=DTYPES)
+@given(outputs=st.integers(1, 40), inputs=st.integers(1, 300), group=st.sampled_from(GROUP_SIZES[4]), dtype=DTYPES)
 def test_a_searched_scale_has_no_larger_error_than_that_of_the_whole_range(outputs, inputs, group, dtype):
     plain = draw(outputs, inputs, dtype=dtype).float() * torch.logspace(-4, 4, outputs)[:, None]
     weight = quantize_int4(plain, group)
@@ -202,7 +203,7 @@ def test_on_noise_the_search_takes_a_tenth_off_the_error():
 
 
 @settings(max_examples=20, deadline=None)
-@given(outputs=st.integers(1, 20), inputs=st.integers(1, 200), group=st.sampled_from(GROUP_SIZES), seed=seeds)
+@given(outputs=st.integers(1, 20), inputs=st.integers(1, 200), group=st.sampled_from(GROUP_SIZES[4]), seed=seeds)
 def test_weights_of_sixteen_levels_come_back(outputs, inputs, group, seed):
     """Where the sixteen levels are known, they are found: every group has both ends of its range."""
     weight = draw_weight(outputs, inputs - inputs % group + group, group, seed)
@@ -220,13 +221,13 @@ def test_shards_of_a_quantised_weight_are_the_quantised_shards(dim, ranks):
     for name in ("q", "scales", "zeros"):
         assert torch.equal(torch.cat([getattr(part, name) for part in shards], dim), getattr(whole_weight, name))
     x = draw(5, 1024, dtype=torch.float32, seed=1)
-    expected = Int4Linear(whole_weight, None, torch.float32)(x)
+    expected = GroupedLinear(whole_weight, None, torch.float32)(x)
     if dim == 0:
-        result = torch.cat([Int4Linear(part, None, torch.float32)(x) for part in shards], 1)
+        result = torch.cat([GroupedLinear(part, None, torch.float32)(x) for part in shards], 1)
         assert torch.equal(result, expected)
     else:
         parts = zip(shards, x.chunk(ranks, 1), strict=True)
-        result = torch.stack([Int4Linear(part, None, torch.float32)(some) for part, some in parts]).sum(0)
+        result = torch.stack([GroupedLinear(part, None, torch.float32)(some) for part, some in parts]).sum(0)
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-4)
 
 
@@ -240,11 +241,11 @@ def test_shards_of_a_quantised_weight_are_the_quantised_shards(dim, ranks):
 )
 def test_what_is_no_weight_in_four_bits_is_refused(q, scales, group_size):
     with pytest.raises(ValueError, match="int4"):
-        Int4Weight(q, scales, scales, group_size)
+        GroupedWeight(q, scales, scales, group_size)
 
 
 @settings(max_examples=30, deadline=None)
-@given(outputs=st.integers(1, 40), groups=st.integers(1, 5), group=st.sampled_from(GROUP_SIZES), seed=seeds)
+@given(outputs=st.integers(1, 40), groups=st.integers(1, 5), group=st.sampled_from(GROUP_SIZES[4]), seed=seeds)
 def test_kernel_and_torch_find_equally_good_scales(outputs, groups, group, seed):
     """Sums of other orders may choose another range of nearly the same error."""
     if bindings.library() is None:
@@ -272,19 +273,19 @@ def test_a_group_that_is_not_finite_has_a_scale_that_is_not(search, strange):
 
 
 def test_options_choose_the_layer():
-    assert isinstance(make_linear(draw(8, 4, dtype=torch.float32), None, INT4), Int4Linear)
+    assert isinstance(make_linear(draw(8, 4, dtype=torch.float32), None, INT4), GroupedLinear)
 
 
 @pytest.mark.parametrize("kernel", [True, False])
 def test_a_layer_takes_a_third_of_bfloat16s_memory_and_frees_the_weight(monkeypatch, kernel):
     if not kernel:
-        monkeypatch.setattr(packed_int4, "library", lambda: None)
+        monkeypatch.setattr(packed_groups, "library", lambda: None)
     elif bindings.library() is None:
         pytest.skip("the kernels cannot be compiled here")
     plain = draw(576, 1536, dtype=torch.bfloat16)
     gone = weakref.ref(plain.untyped_storage())
-    layer = Int4Linear(quantize_int4(plain), None, torch.bfloat16)
-    assert isinstance(layer._matmul, PackedInt4 if kernel else PlainInt4)
+    layer = GroupedLinear(quantize_int4(plain), None, torch.bfloat16)
+    assert isinstance(layer._product, PackedGroups if kernel else PlainGroups)
     assert 5 / 16 <= layer.nbytes / plain.nbytes < 0.32
     del plain
     assert gone() is None

@@ -226,7 +226,7 @@ def test_a_quantized_layer_takes_half_of_bfloat16s_memory_and_frees_the_weight(m
     weight = draw(576, 1536, dtype=torch.bfloat16)
     gone = weakref.ref(weight.untyped_storage())
     layer = Int8Linear(weight)
-    assert isinstance(layer._matmul, PackedInt8 if kernel else PlainInt8)
+    assert isinstance(layer._product, PackedInt8 if kernel else PlainInt8)
     assert 0.5 <= layer.nbytes / weight.nbytes < 0.51
     del weight
     assert gone() is None

@@ -1,0 +1,66 @@
+"""``QuantizedLinear``: what the layers of all schemes share that multiply whole numbers on the CPU."""
+
+from typing import Protocol
+
+import torch
+
+from quire_engine.kernels.packed_groups import GroupedWeight, make_group_product
+
+
+class Product(Protocol):
+    """A product with a weight, however it is packed."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held, in bytes."""
+        ...
+
+    def matmul(self, x: torch.Tensor, *, gated: bool) -> torch.Tensor:
+        """``x`` [T, in] with contiguous rows -> [T, out], or ``silu(gate) * up`` [T, out / 2] if ``gated``."""
+        ...
+
+
+class QuantizedLinear:
+    """A ``Linear`` of ``shape`` [out, in], on the CPU, for activations of ``dtype``. It keeps neither ``weight`` nor
+    ``bias``, but what ``product`` holds of them in ``bits``. A row of a result depends on its own inputs alone, bit for
+    bit.
+    """
+
+    __slots__ = ("_dtype", "_product", "bits", "in_features", "out_features")
+
+    def __init__(self, product: Product, shape: torch.Size, bits: int, dtype: torch.dtype) -> None:
+        self.out_features, self.in_features = shape
+        self.bits = bits
+        self._product, self._dtype = product, dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held, in bytes."""
+        return self._product.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear``."""
+        return self._product.matmul(self._checked(x), gated=False)
+
+    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear.forward_silu_mul``; gate and up are not rounded before they are multiplied."""
+        if self.out_features % 2:
+            raise ValueError(f"{self.out_features} outputs are not a gate and as many to multiply with it")
+        return self._product.matmul(self._checked(x), gated=True)
+
+    def _checked(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` with contiguous rows, as the kernel needs. Raises ``ValueError`` for another shape, dtype or device."""
+        if x.dtype is not self._dtype or not x.is_cpu or x.dim() != 2 or x.shape[1] != self.in_features:
+            raise ValueError(
+                f"int{self.bits}: {x.dtype} {tuple(x.shape)} on {x.device} is not {self._dtype} [T, {self.in_features}]"
+            )
+        return x if x.stride(1) == 1 else x.contiguous()
+
+
+class GroupedLinear(QuantizedLinear):
+    """The layer of a weight in four or eight bits with a scale for each group of inputs."""
+
+    __slots__ = ()
+
+    def __init__(self, weight: GroupedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(make_group_product(weight, bias, dtype), weight.q.shape, weight.bits, dtype)
