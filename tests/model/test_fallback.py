@@ -88,7 +88,7 @@ def refusal(folder: Path) -> str:
         ("rwkv", "RwkvForCausalLM", {}, "a state that KV blocks cannot hold"),
         ("llama4_text", "Llama4ForCausalLM", {}, "chunked_attention"),
         ("t5", "T5ForConditionalGeneration", {}, "an encoder with a decoder"),
-        ("bert", "BertForMaskedLM", {}, "no causal language model"),
+        ("bert", "BertForMaskedLM", {}, "makes no text"),
         ("gemma3", "Gemma3ForConditionalGeneration", {}, "more than text"),
         ("llama", "GPT2LMHeadModel", {}, "no causal language model"),
         ("mistral", "LlamaForCausalLM", {}, "no causal language model"),

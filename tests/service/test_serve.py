@@ -16,6 +16,7 @@ import pytest
 from openai import OpenAI
 
 from tests.service.conftest import DEMO, FLOAT32, SMALL_POOLS
+from tests.support.hub_server import hub_server
 from tests.support.ports import free_port
 from tests.support.processes import Process, eventually, fetch, metric
 
@@ -27,9 +28,12 @@ IGNORE_EOS = {"ignore_eos": True}
 class Tree(Process):
     """A ``quire serve`` on free ports, if ``flags`` do not name them."""
 
-    def __init__(self, log: Path, *flags: str, model: Path = DEMO, stdout: int | None = None) -> None:
-        command = [sys.executable, "-m", "quire_cli.main", "serve", str(model), "--served-model-name", NAME]
-        super().__init__([*command, *SMALL_POOLS, *flags], log, stdout=stdout)
+    def __init__(
+        self, log: Path, *flags: str, model: str | Path = DEMO, name: str | None = NAME, stdout: int | None = None
+    ) -> None:
+        command = [sys.executable, "-m", "quire_cli.main", "serve", str(model)]
+        names = [] if name is None else ["--served-model-name", name]
+        super().__init__([*command, *names, *SMALL_POOLS, *flags], log, stdout=stdout)
 
     @property
     def url(self) -> str:
@@ -160,11 +164,11 @@ def test_a_model_that_the_engine_refuses_ends_all_with_its_sentence(tmp_path: Pa
     folder = tmp_path / "model"
     shutil.copytree(DEMO, folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
+    (folder / "config.json").write_text(json.dumps(config | {"head_dim": 15}))
     tree = Tree(tmp_path / "tree.log", model=folder)
     assert tree.wait(120) == 1
     assert "engine-1 | quire-engine: " in tree.text
-    assert "num_attention_heads" in tree.text
+    assert "has a head dimension of 15" in tree.text
     assert "engine-1 ended with status 1; the others are stopped" in tree.text
 
 
@@ -172,6 +176,24 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     tree = Tree(tmp_path / "tree.log", model=tmp_path)
     assert tree.wait(60) == 1
     assert tree.text == f"quire: {tmp_path} is not a model folder that can be served: it has no config.json.\n"
+
+
+def test_a_model_of_the_hub_is_downloaded_and_served_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hub_server() as hub:
+        hub.add("org/demo", {file.name: file.read_bytes() for file in DEMO.iterdir() if file.is_file()})
+        for name, value in {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}.items():
+            monkeypatch.setenv(name, value)
+        tree = Tree(tmp_path / "tree.log", model="org/demo", name=None)
+        try:
+            client = tree.wait_ready().client
+            assert [each.id for each in client.models.list().data] == ["org/demo"]
+            assert client.models.retrieve("org/demo").id == "org/demo"
+            assert client.completions.create(model="org/demo", prompt="Once", max_tokens=4).choices[0].text
+            assert tree.end() == 130
+        finally:
+            tree.kill()
 
 
 def test_more_weights_than_memory_are_refused_with_what_would_help(tmp_path: Path) -> None:

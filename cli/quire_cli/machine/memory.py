@@ -2,12 +2,13 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from quire_engine.device.host import ROOT, read_cgroup, read_text
 
 GIB = 1 << 30
+PROCESS_BYTES = 600 << 20  # that an engine takes beside its weights, at the least
 MAX_HEADER = 100 << 20  # bytes of a safetensors file's header, as the format has it
 # Bytes of an element of each type that the format knows.
 ELEMENT_BYTES = {
@@ -42,9 +43,30 @@ def weight_bytes(model: Path, dtype: str = "auto", quantization: str | None = No
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             total += file.stat().st_size
             continue
-        for kind, count in elements.items():
-            total += count * _loaded_bytes(kind, dtype, quantization)
+        total += loaded_bytes(elements, dtype, quantization)
     return int(total)
+
+
+def loaded_bytes(elements: Mapping[str, int], dtype: str = "auto", quantization: str | None = None) -> int:
+    """About how many bytes so many elements of each safetensors type will take when they are loaded."""
+    return int(sum(count * _loaded_bytes(kind, dtype, quantization) for kind, count in elements.items()))
+
+
+def memory_shortage(name: str, weights: int, engines: int = 1, quantization: str | None = None) -> str | None:
+    """One sentence that says what to do if engines with so many bytes of ``weights`` do not fit into the memory that is
+    available; else None.
+    """
+    needed, available = engines * (weights + PROCESS_BYTES), available_memory()
+    if needed <= available:
+        return None
+    ways = ["--engines 1"] if engines > 1 else []
+    ways += ["--quantization int8"] if quantization is None else []
+    ways += ["--quantization int4"] if quantization != "int4" else []
+    what = f"{engines} engines with {name} need" if engines > 1 else f"{name} needs"
+    return (
+        f"{what} about {needed / GIB:.1f} GiB of memory, and {available / GIB:.1f} GiB are available: try "
+        f"{' or '.join([*ways, 'a smaller model'])}."
+    )
 
 
 def _loaded_bytes(kind: str, dtype: str, quantization: str | None) -> float:

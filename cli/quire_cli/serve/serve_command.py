@@ -6,15 +6,20 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import NoReturn
 
-from quire_proto.cli import join_host_port
+from quire_engine.config import EngineConfig
+from quire_proto.cli import join_host_port, read_settings
 
 from quire_cli.machine.gpus import count_gpus
-from quire_cli.machine.memory import GIB, available_memory, weight_bytes
-from quire_cli.serve.flags import read_flags
+from quire_cli.machine.memory import memory_shortage, weight_bytes
+from quire_cli.model.check import MemoryNeed
+from quire_cli.model.find import FoundModel, find_model
+from quire_cli.model.name import ModelNotFoundError
+from quire_cli.serve.flags import ServeFlags, read_flags
 from quire_cli.serve.log import say
 from quire_cli.serve.plan import Plan, make_plan
 from quire_cli.serve.ports import PortError, Ports
@@ -22,35 +27,36 @@ from quire_cli.serve.process_tree import ProcessTree, answers
 
 DEFAULT_PORT = 8000
 SLOW_START = 10.0  # seconds after which a start is worth an explanation
-PROCESS_BYTES = 600 << 20  # that an engine takes beside its weights, at the least
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - what to connect to, instead
 
 
 def serve(arguments: Sequence[str]) -> NoReturn:
     """Serves until a signal comes. Exits with 2 for wrong settings, and with 1 and one sentence if it cannot start."""
     flags = read_flags(arguments)
-    model = find_model(flags.model)
+    found = find(flags)
+    flags = replace(flags, names=flags.names or [found.name])
     ports = Ports(say)  # holds its claims until the end
     try:
-        plan = make_plan(flags, model, ports, count_gpus())
+        plan = make_plan(flags, found.path, ports, count_gpus())
     except (PortError, ValueError) as error:
         _quit(str(error))
     check_memory(plan)
     raise SystemExit(asyncio.run(_run(plan)))
 
 
-def find_model(name: str) -> Path:
-    """The folder or GGUF file that is served. Ends the process with one sentence if there is none."""
-    path = Path(name).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
-        return path
-    if not path.is_dir():
-        _quit(f"{name} is neither a folder nor a GGUF file here; fetch the model and name its folder.")
-    if not (path / "config.json").is_file() and not [*path.glob("*.gguf")]:
-        _quit(f"{path.resolve()} is not a model folder that can be served: it has no config.json.")
-    if not (path / "tokenizer.json").is_file() and not [*path.glob("*.gguf")]:
-        _quit(f"{path.resolve()} is not a model folder that can be served: it has no tokenizer.json.")
-    return path
+def find(flags: ServeFlags) -> FoundModel:
+    """The folder or GGUF file that is served, downloaded if need be. Ends the process with one sentence if there is
+    none, or if it cannot be served.
+    """
+    config = read_settings(EngineConfig, [f"--model={flags.model}", *flags.engine])
+    in_memory = config.device == "cpu" or not count_gpus()
+    need = MemoryNeed(flags.engines, config.dtype, config.quantization) if in_memory else None
+    try:
+        return find_model(flags.model, need)
+    except ModelNotFoundError as error:
+        _quit(str(error))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 def check_memory(plan: Plan) -> None:
@@ -61,17 +67,8 @@ def check_memory(plan: Plan) -> None:
     if config.device != "cpu" and count_gpus():
         return
     weights = weight_bytes(plan.model, config.dtype, config.quantization)
-    needed, available = plan.engines * (weights + PROCESS_BYTES), available_memory()
-    if needed <= available:
-        return
-    ways = ["--engines 1"] if plan.engines > 1 else []
-    ways += ["--quantization int8"] if config.quantization is None else []
-    ways += ["--quantization int4"] if config.quantization != "int4" else []
-    engines = f"{plan.engines} engines with {plan.name} need" if plan.engines > 1 else f"{plan.name} needs"
-    _quit(
-        f"{engines} about {needed / GIB:.1f} GiB of memory, and {available / GIB:.1f} GiB are available: try "
-        f"{' or '.join([*ways, 'a smaller model'])}."
-    )
+    if sentence := memory_shortage(plan.name, weights, plan.engines, config.quantization):
+        _quit(sentence)
 
 
 async def _run(plan: Plan) -> int:

@@ -130,7 +130,7 @@ class DecoderConfig(ModelConfig):
         architecture = architecture_of(path, raw)
         if not is_supported(architecture, raw):
             raise ModelError(f"{path} names {architecture}, and supported are {', '.join(SUPPORTED_ARCHITECTURES)}.")
-        _check_sizes(path, raw)
+        check_sizes(path, raw)
         end_token_ids = eos_token_ids(folder, raw)
         hf = _parse_config(path, architecture, raw)
         frequencies, scale = _rope_frequencies(path, hf, raw.get("rope_factors"))
@@ -180,7 +180,8 @@ def is_supported(architecture: str, raw: dict[str, Any]) -> bool:
     return model_type is not None and raw.get("model_type", model_type) == model_type
 
 
-def _check_sizes(path: Path, raw: dict[str, Any]) -> None:
+def check_sizes(path: Path, raw: dict[str, Any]) -> None:
+    """Raises ``ModelError`` where the sizes of a model with own code are missing or wrong."""
     for name in REQUIRED_SIZES:
         if name not in raw:
             raise ModelError(f"{path} has no {name}.")

@@ -17,13 +17,14 @@ from quire_engine.checkpoint.config import (
 )
 from quire_engine.checkpoint.gguf import find_gguf
 from quire_engine.checkpoint.gguf_checkpoint import GgufCheckpoint
+from quire_engine.checkpoint.support import check_support
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions, resolve_dtype
 from quire_engine.errors import ModelError
 from quire_engine.layers.weight_loader import WeightLoader
 from quire_engine.models.base import Model
 from quire_engine.models.llama import Llama
 from quire_engine.models.transformers_backend import TransformersConfig, load_transformers_model
-from quire_engine.quantization.schemes import check_quantization, stored_scheme
+from quire_engine.quantization.schemes import check_quantization
 
 EMBEDDING_WEIGHT = "model.embed_tokens.weight"
 
@@ -31,9 +32,7 @@ EMBEDDING_WEIGHT = "model.embed_tokens.weight"
 def read_model_config(folder: Path) -> ModelConfig:
     """Reads and checks ``config.json``. Raises ``ModelError`` for a model that cannot be served."""
     raw = read_config_json(folder)
-    quantized = quantization_of(folder, raw)
-    if quantized is not None:
-        _check_stored(folder, quantized)
+    check_support(config_path(folder), raw)
     if is_supported(architecture_of(config_path(folder), raw), raw):
         return DecoderConfig.read(folder)
     return TransformersConfig.read(folder)
@@ -66,14 +65,6 @@ def load_model(
     if options.communicator.rank == 0:
         checkpoint.log_unused()
     return model
-
-
-def _check_stored(folder: Path, quantized: dict[str, Any]) -> None:
-    """Raises ``ModelError`` for stored weights that are not read."""
-    try:
-        stored_scheme(quantized)
-    except ModelError as error:
-        raise ModelError(f"{folder / 'config.json'} has a quantization_config that is not read. {error}") from None
 
 
 def _model_dtype(config: ModelConfig, checkpoint: Checkpoint, options: LoadOptions) -> torch.dtype:

@@ -29,11 +29,11 @@ from quire_engine.checkpoint.config import (
     rope_max_length,
     to_hf_config,
 )
+from quire_engine.checkpoint.support import SUPPORTED_LAYER_TYPES
 from quire_engine.errors import ModelError
 from quire_engine.models.transformers_check import check_paged_logits, reference_logits, sample_sequences
 
 log = logging.getLogger(__name__)
-SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
 # Masks are probed up to this length (see ``sliding_window_of``), so no sequence may be longer.
 MAX_PROBED_LENGTH = 1 << 20
 NUM_PROBE_TOKENS = 3
@@ -83,8 +83,6 @@ def _config_class(path: Path, architecture: str, raw: dict[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING, __version__
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if raw.get("is_encoder_decoder"):
-        raise ModelError(f"{path} describes an encoder with a decoder ({architecture}); only decoders can be served.")
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) != architecture:
         raise ModelError(

@@ -2,8 +2,6 @@
 for each group of inputs.
 """
 
-from typing import Any
-
 import torch
 
 from quire_engine.checkpoint.weights import Checkpoint
@@ -36,15 +34,6 @@ class AwqMethod(StoredMethod):
             bits=4,
             group_size=group_size,
         )
-
-
-def check_awq(config: dict[str, Any]) -> None:
-    """Raises ``ModelError`` for what ``AwqMethod`` does not read."""
-    version = str(config.get("version") or config.get("format") or "gemm").lower()
-    if version != "gemm":
-        raise ModelError(f"The AWQ weights are of version {version!r}, and gemm is read.")
-    if config.get("bits", 4) != 4:
-        raise ModelError(f"The AWQ weights have {config['bits']!r} bits, and 4 are read.")
 
 
 def _columns(words: torch.Tensor) -> torch.Tensor:

@@ -3,26 +3,22 @@ packed in words (W4A16, W8A16), of eight bits in bytes (W8A8), and float8. There
 outputs, for groups of inputs or for blocks.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from quire_engine.checkpoint.stored_schemes import DEFAULT_BLOCK, block_size, compressed_weights
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions
 from quire_engine.errors import ModelError
 from quire_engine.quantization.base import DenseMethod
 from quire_engine.quantization.stored import (
     FLOATS,
-    SUPPORTED_BITS,
     StoredMethod,
     StoredWeight,
     bits_of,
     read_group_index,
     unpack,
 )
-
-DEFAULT_BLOCK = (128, 128)
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
 
 
 class CompressedTensorsMethod(StoredMethod):
@@ -46,7 +42,7 @@ class CompressedTensorsMethod(StoredMethod):
         self, options: LoadOptions, dtype: torch.dtype, dense: DenseMethod | None, config: dict[str, Any]
     ) -> None:
         super().__init__(options, dtype, dense)
-        blocks = [weights.get("block_structure") for weights in _weights(config)]
+        blocks = [weights.get("block_structure") for weights in compressed_weights(config)]
         self._block = next((block_size(block) for block in blocks if block), DEFAULT_BLOCK)
 
     def read_layer(self, checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> StoredWeight:
@@ -62,36 +58,6 @@ class CompressedTensorsMethod(StoredMethod):
             group_size,
             _group_index(checkpoint, name, shape[1], scales.shape[1]),
         )
-
-
-def check_compressed_tensors(config: dict[str, Any]) -> None:
-    """Raises ``ModelError`` for what ``CompressedTensorsMethod`` does not read."""
-    for name in (config.get("format", "dense"), *(group.get("format") for group in _groups(config))):
-        if name is not None and name not in FORMATS:
-            raise ModelError(f"The weights have the compressed-tensors format {name!r}, and read are {_listed()}.")
-    for key in ("sparsity_config", "transform_config"):
-        part = config.get(key)
-        if part and not (
-            isinstance(part, dict) and part.get("format", part.get("config_groups")) in ("dense", {}, None)
-        ):
-            raise ModelError(f"The compressed-tensors weights have a {key}, which is not read.")
-    for weights in _weights(config):
-        if weights.get("num_bits") not in SUPPORTED_BITS:
-            raise ModelError(f"The compressed-tensors weights have {weights.get('num_bits')!r} bits; 4 or 8 are read.")
-        if weights.get("block_structure"):
-            block_size(weights["block_structure"])
-
-
-def block_size(stored: object) -> tuple[int, int]:
-    """The rows and columns of a block, as a configuration has them. Raises ``ModelError``."""
-    if isinstance(stored, list) and len(stored) == 2 and all(isinstance(size, int) and size > 0 for size in stored):
-        return stored[0], stored[1]
-    raise ModelError(f"The blocks of scales have the size {stored!r}, which is not two whole numbers above 0.")
-
-
-def bits_in(config: dict[str, Any]) -> set[int]:
-    """The bits of the weights in whole numbers; none for float8."""
-    return {weights["num_bits"] for weights in _weights(config) if weights.get("type", "int") == "int"}
 
 
 def read_scales(
@@ -156,19 +122,3 @@ def _group_index(checkpoint: Checkpoint, name: str, inputs: int, groups: int) ->
     if f"{name}.weight_g_idx" not in checkpoint:
         return None
     return read_group_index(checkpoint, f"{name}.weight_g_idx", inputs, groups)
-
-
-def _groups(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    groups = config.get("config_groups") or {}
-    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
-        raise ModelError("The compressed-tensors config_groups are not an object of objects.")
-    yield from groups.values()
-
-
-def _weights(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What the groups say of their weights."""
-    yield from (group["weights"] for group in _groups(config) if isinstance(group.get("weights"), dict))
-
-
-def _listed() -> str:
-    return ", ".join(FORMATS)

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from quire_engine.checkpoint.stored_schemes import DEFAULT_BLOCK, block_size
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions
-from quire_engine.errors import ModelError
 from quire_engine.quantization.base import DenseMethod
-from quire_engine.quantization.compressed_tensors import DEFAULT_BLOCK, block_size, read_scales
+from quire_engine.quantization.compressed_tensors import read_scales
 from quire_engine.quantization.stored import StoredMethod, StoredWeight
 
 
@@ -36,10 +36,3 @@ class Fp8Method(StoredMethod):
         scales, group_size = read_scales(checkpoint, f"{name}.{scale}", shape, self._block)
         values = checkpoint.load_stored(f"{name}.weight", shape, ("F8_E4M3",))
         return StoredWeight(values, scales, None, 8, group_size)
-
-
-def check_fp8(config: dict[str, Any]) -> None:
-    """Raises ``ModelError`` for what ``Fp8Method`` does not read."""
-    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-        raise ModelError(f"The fp8 weights have the format {config['fmt']!r}, and e4m3 is read.")
-    block_size(config.get("weight_block_size") or list(DEFAULT_BLOCK))

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
+from quire_engine.checkpoint.stored_schemes import gptq_format
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions
-from quire_engine.errors import ModelError
 from quire_engine.quantization.base import DenseMethod
 from quire_engine.quantization.stored import (
     FLOATS,
-    SUPPORTED_BITS,
     StoredMethod,
     StoredWeight,
     bits_of,
@@ -19,8 +18,6 @@ from quire_engine.quantization.stored import (
     read_group_index,
     unpack,
 )
-
-_FORMATS = ("gptq", "gptq_v2")
 
 
 class GptqMethod(StoredMethod):
@@ -34,7 +31,7 @@ class GptqMethod(StoredMethod):
         self, options: LoadOptions, dtype: torch.dtype, dense: DenseMethod | None, config: dict[str, Any]
     ) -> None:
         super().__init__(options, dtype, dense)
-        self._zero_offset = 0 if _format(config) == "gptq_v2" else 1
+        self._zero_offset = 0 if gptq_format(config) == "gptq_v2" else 1
 
     def read_layer(self, checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> StoredWeight:
         """See ``StoredMethod.read_layer``."""
@@ -54,18 +51,6 @@ class GptqMethod(StoredMethod):
             group_size,
             group_index,
         )
-
-
-def check_gptq(config: dict[str, Any]) -> None:
-    """Raises ``ModelError`` for what ``GptqMethod`` does not read."""
-    if _format(config) not in _FORMATS:
-        raise ModelError(f"The GPTQ weights have the format {_format(config)!r}, and gptq and gptq_v2 are read.")
-    if config.get("bits") not in SUPPORTED_BITS:
-        raise ModelError(f"The GPTQ weights have {config.get('bits')!r} bits, and 4 or 8 are read.")
-
-
-def _format(config: dict[str, Any]) -> str:
-    return str(config.get("checkpoint_format") or config.get("format") or "gptq")
 
 
 def _groups(checkpoint: Checkpoint, name: str, inputs: int, groups: int) -> tuple[int, torch.Tensor | None]:

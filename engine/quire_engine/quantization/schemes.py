@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
+from quire_engine.checkpoint.stored_schemes import check_stored_scheme, compressed_bits
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import Quantization
 from quire_engine.errors import ModelError
-from quire_engine.quantization.awq import AwqMethod, check_awq
+from quire_engine.quantization.awq import AwqMethod
 from quire_engine.quantization.base import DenseMethod, Linear, QuantizationConfig
-from quire_engine.quantization.compressed_tensors import CompressedTensorsMethod, bits_in, check_compressed_tensors
-from quire_engine.quantization.fp8 import Fp8Method, check_fp8
+from quire_engine.quantization.compressed_tensors import CompressedTensorsMethod
+from quire_engine.quantization.fp8 import Fp8Method
 from quire_engine.quantization.gguf_linear import GgufMethod
-from quire_engine.quantization.gptq import GptqMethod, check_gptq
+from quire_engine.quantization.gptq import GptqMethod
 from quire_engine.quantization.int4 import Int4Method
 from quire_engine.quantization.int8 import Int8Method, Int8TableMethod
 from quire_engine.quantization.stored import StoredDenseMethod, StoredMethod
@@ -48,24 +49,20 @@ SCHEMES: Mapping[Quantization | None, Scheme] = {None: _unquantized, "int8": _in
 
 @dataclass(frozen=True, slots=True)
 class StoredScheme:
-    """A ``quant_method`` of checkpoints. ``check`` raises ``ModelError`` for configurations that ``make`` cannot read,
-    and ``bits`` are those of weights that are stored as whole numbers. ``make`` takes what holds the layers in plain
-    numbers.
+    """A ``quant_method`` of checkpoints, one of ``STORED_CHECKS``. ``bits`` are those of weights that are stored as
+    whole numbers. ``make`` takes what holds the layers in plain numbers.
     """
 
-    check: Callable[[StoredConfig], object]
     bits: Callable[[StoredConfig], set[int]]
     make: Callable[[LoadOptions, torch.dtype, DenseMethod, StoredConfig], StoredMethod]
 
 
 STORED_SCHEMES: Mapping[str, StoredScheme] = {
-    "awq": StoredScheme(check_awq, lambda _: {4}, lambda options, dtype, dense, _: AwqMethod(options, dtype, dense)),
-    "gptq": StoredScheme(check_gptq, lambda config: {config["bits"]}, GptqMethod),
-    "compressed-tensors": StoredScheme(check_compressed_tensors, bits_in, CompressedTensorsMethod),
-    "gguf": StoredScheme(
-        lambda _: None, lambda _: set(), lambda options, dtype, dense, _: GgufMethod(options, dtype, dense)
-    ),
-    "fp8": StoredScheme(check_fp8, lambda _: set(), Fp8Method),
+    "awq": StoredScheme(lambda _: {4}, lambda options, dtype, dense, _: AwqMethod(options, dtype, dense)),
+    "gptq": StoredScheme(lambda config: {config["bits"]}, GptqMethod),
+    "compressed-tensors": StoredScheme(compressed_bits, CompressedTensorsMethod),
+    "gguf": StoredScheme(lambda _: set(), lambda options, dtype, dense, _: GgufMethod(options, dtype, dense)),
+    "fp8": StoredScheme(lambda _: set(), Fp8Method),
 }
 
 
@@ -84,12 +81,8 @@ def make_quantization(
 
 def stored_scheme(config: StoredConfig) -> StoredScheme:
     """How a checkpoint is quantised. Raises ``ModelError`` where that is not read."""
-    name = config.get("quant_method")
-    scheme = STORED_SCHEMES.get(name) if isinstance(name, str) else None
-    if scheme is None:
-        raise ModelError(f"The weights are quantised by {name!r}, and read are {', '.join(STORED_SCHEMES)}.")
-    scheme.check(config)
-    return scheme
+    check_stored_scheme(config)
+    return STORED_SCHEMES[config["quant_method"]]
 
 
 def check_quantization(options: LoadOptions, stored: StoredConfig | None = None) -> None:

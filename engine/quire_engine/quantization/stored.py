@@ -13,6 +13,7 @@ from typing import ClassVar, TypeAlias
 
 import torch
 
+from quire_engine.checkpoint.stored_schemes import SUPPORTED_BITS
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions
 from quire_engine.distributed.communicator import shard
 from quire_engine.errors import ModelError
@@ -24,7 +25,6 @@ from quire_engine.quantization.unquantized import UnquantizedMethod
 
 FLOATS = ("F32", "F16", "BF16")
 """The safetensors dtypes of scales."""
-SUPPORTED_BITS = (4, 8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,126 @@
+"""What can be known of a model before its weights are there: whether it is served at all, and whether it fits."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire_engine.checkpoint.config import read_config_json
+from quire_engine.checkpoint.support import UnsupportedModelError, check_support, checked_by_transformers
+from quire_engine.errors import ModelError
+
+from quire_cli.machine.memory import GIB, loaded_bytes, memory_shortage
+from quire_cli.model.name import ModelNotFoundError
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
+KV_TOKENS = 2048  # there is to be room for so many, at the least
+DISK_MARGIN = 64 << 20  # bytes that stay free
+_STORED_TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_TYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """How the model will be loaded into the host's memory: by so many engines, as their flags say."""
+
+    engines: int = 1
+    dtype: str = "auto"
+    quantization: str | None = None
+
+
+def check_config(folder: Path, name: str, need: MemoryNeed | None, *, ask_engine: bool = True) -> dict[str, Any]:
+    """What ``config.json`` in ``folder`` says. ``name`` stands for the folder in sentences. With ``ask_engine``, an
+    engine's process tells of models that run through transformers, which takes seconds. Raises ``ModelNotFoundError``
+    for a model that is not served.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        raw = read_config_json(folder)
+        check_support(path, raw, need.quantization if need else None)
+        if ask_engine and checked_by_transformers(path, raw):
+            _ask_engine(folder)
+    except ModelError as error:
+        instead = error.instead if isinstance(error, UnsupportedModelError) else "take another model"
+        sentence = str(error).replace(str(folder), name).rstrip(".")
+        raise ModelNotFoundError(f"{sentence}: {instead}.") from None
+    return raw
+
+
+def _ask_engine(folder: Path) -> None:
+    command = [sys.executable, "-m", "quire_engine.models.check_config", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - this Python
+    if done.returncode == 1 and done.stderr.strip():
+        raise ModelError(done.stderr.strip().splitlines()[-1])
+
+
+def indexed_files(folder: Path) -> set[str]:
+    """The weight files that the index of ``folder`` names; none where there is no index. Raises ``ValueError`` for one
+    that cannot be read.
+    """
+    path = folder / INDEX_FILE
+    if not path.is_file():
+        return set()
+    names = json.loads(path.read_bytes())["weight_map"]
+    return set(names.values())
+
+
+def missing_files(folder: Path) -> list[str]:
+    """The files that a model folder has to have and has not. A link to nothing is missing."""
+    needed = {CONFIG_FILE, TOKENIZER_FILE}
+    if not (folder / SINGLE_FILE).is_file():
+        try:
+            needed |= indexed_files(folder) or {SINGLE_FILE}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            needed.add(INDEX_FILE)
+            return sorted({name for name in needed if not (folder / name).is_file()} | {INDEX_FILE})
+    return sorted(name for name in needed if not (folder / name).is_file())
+
+
+def check_disk(name: str, size: int, folder: Path) -> None:
+    """Raises ``ModelNotFoundError`` if ``size`` bytes do not fit onto the disk of ``folder``, which need not exist."""
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if size + DISK_MARGIN > free:
+        raise ModelNotFoundError(
+            f"{name} takes {_size(size)} of disk, and {folder} has {_size(free)} free: make room there, or "
+            "name a folder on a larger disk with HF_HOME."
+        )
+
+
+def check_memory(name: str, elements: Mapping[str, int], raw: Mapping[str, Any], need: MemoryNeed | None) -> None:
+    """Raises ``ModelNotFoundError`` if weights, of which ``elements`` counts those of each safetensors type, do not fit
+    into memory together with keys and values of a few thousand tokens.
+    """
+    if need is None:
+        return
+    weights = loaded_bytes(elements, need.dtype, need.quantization) + _kv_bytes(raw)
+    if sentence := memory_shortage(name, weights, need.engines, need.quantization):
+        raise ModelNotFoundError(sentence)
+
+
+def stored_elements(size: int, raw: Mapping[str, Any]) -> dict[str, int]:
+    """About how many elements of which safetensors type ``size`` bytes of weights have, as ``config.json`` says."""
+    kind = _STORED_TYPES.get(str(raw.get("dtype") or raw.get("torch_dtype")), "")
+    if not kind or raw.get("quantization_config") or raw.get("compression_config"):
+        return {"U8": size}
+    return {kind: size // _TYPE_BYTES[kind]}
+
+
+def _kv_bytes(raw: Mapping[str, Any]) -> int:
+    """Bytes of keys and values of ``KV_TOKENS`` tokens in 16 bits."""
+    heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
+    layers, kv_heads = raw.get("num_hidden_layers"), raw.get("num_key_value_heads") or heads
+    if not all(isinstance(size, int) and size > 0 for size in (heads, hidden, layers, kv_heads)):
+        return 0
+    head_dim = raw.get("head_dim") or hidden // heads  # type: ignore[operator]
+    return int(2 * 2 * layers * kv_heads * head_dim * KV_TOKENS)  # type: ignore[operator]
+
+
+def _size(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):.1f} MiB"

@@ -1,0 +1,74 @@
+"""``find_model``: from what a user types to a folder or file that an engine can serve."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire_cli.model.check import CONFIG_FILE, MemoryNeed, check_config, missing_files
+from quire_cli.model.name import EXAMPLE, HubName, ModelNotFoundError, Say, read_name
+
+GGUF_SUFFIX = ".gguf"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A model that is here, whole. ``path`` is a folder or a GGUF file, as ``--model`` of the engine takes it, ``name``
+    what clients ask for unless they are given another, and ``revision`` the commit if it is from the Hub.
+    """
+
+    path: Path
+    name: str
+    revision: str | None = None
+
+
+def find_model(text: str, need: MemoryNeed | None = None, say: Say | None = None) -> FoundModel:
+    """Finds the model that ``text`` names, and downloads it if it is not here.
+
+    ``ORG/NAME`` and ``ORG/NAME@REVISION`` are on the Hugging Face Hub; a folder and a ``.gguf`` file are local; what
+    exists as a path is that path. With ``need``, a model that does not fit into memory is refused before the download.
+    ``say`` is called with what takes long; by default it is written to standard error, where progress bars are too.
+    Raises ``ModelNotFoundError`` with one sentence that says what to do.
+    """
+    name = read_name(text)
+    if isinstance(name, Path):
+        return _local(name, need)
+    if isinstance(name, str):
+        raise ModelNotFoundError(
+            f"{name.partition('://')[0]}:// is not read: copy the model here with the tool of that storage, and name "
+            "its folder."
+        )
+    if name.file is not None:
+        raise ModelNotFoundError(
+            f"GGUF files on the Hub are not read: download {name.file} from {name.repo}, with the "
+            "tokenizer.json of the original model beside it, and name the file."
+        )
+    return _from_hub(name, need, say or _say)
+
+
+def _from_hub(name: HubName, need: MemoryNeed | None, say: Say) -> FoundModel:
+    from quire_cli.model.hub import HubRepository, fetch_folder
+
+    repository = HubRepository(name, say)
+    return FoundModel(fetch_folder(repository, need), name.repo, repository.commit)
+
+
+def _local(path: Path, need: MemoryNeed | None) -> FoundModel:
+    """A folder or file that is here. Its weights are left to the engine, which reads them."""
+    if path.is_file():
+        if path.suffix != GGUF_SUFFIX:
+            raise ModelNotFoundError(f"{path} is no GGUF file: name one, a model folder, or a model such as {EXAMPLE}.")
+        return FoundModel(path, path.stem)
+    files = sorted(path.glob(f"*{GGUF_SUFFIX}"))
+    if (path / CONFIG_FILE).is_file():
+        check_config(path, str(path), need, ask_engine=False)
+    missing = missing_files(path)
+    if missing and (CONFIG_FILE not in missing or not files):
+        first = CONFIG_FILE if CONFIG_FILE in missing else missing[0]
+        raise ModelNotFoundError(f"{path.resolve()} is not a model folder that can be served: it has no {first}.")
+    if CONFIG_FILE in missing and len(files) > 1:
+        raise ModelNotFoundError(f"{path} has {len(files)} GGUF files: name one of them, such as {files[0]}.")
+    return FoundModel(path, path.resolve().name)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")

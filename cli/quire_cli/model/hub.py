@@ -1,0 +1,301 @@
+"""The Hugging Face Hub: what a repository has, and its files in the Hub's own cache (``HF_HOME``).
+
+All is done by ``huggingface_hub``, so that its variables mean what they mean elsewhere: ``HF_HOME``, ``HF_HUB_CACHE``,
+``HF_TOKEN``, ``HF_HUB_OFFLINE``, ``HF_ENDPOINT``. A snapshot in the cache belongs to one commit, and its files appear
+whole or not at all.
+"""
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from filelock import FileLock, Timeout
+from huggingface_hub import HfApi, ModelInfo, constants, get_cached_repo_tree, get_token
+from huggingface_hub import errors as hub
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils.tqdm import tqdm
+from quire_proto import __version__
+
+from quire_cli.model.check import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    TOKENIZER_FILE,
+    MemoryNeed,
+    check_config,
+    check_disk,
+    check_memory,
+    indexed_files,
+    missing_files,
+    stored_elements,
+)
+from quire_cli.model.name import HubName, ModelNotFoundError, Say
+
+SMALL_FILES = (".json", ".jinja")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+MAX_CHOICES = 12
+
+
+class _Silent(tqdm):
+    """No progress bar: a small file is there at once."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "disable": True})  # type: ignore[no-untyped-call]
+
+
+class HubRepository:
+    """One revision of a repository: ``files`` are the bytes of those in its root, and ``info`` what the Hub says of it.
+    Every method raises ``ModelNotFoundError``.
+    """
+
+    def __init__(self, name: HubName, say: Say) -> None:
+        self.name, self._say = name, say
+        self._api = HfApi(library_name="quire", library_version=__version__)
+        with _explained(name, self._api):
+            self.revision = self._api.resolve_revision(name.repo, revision=name.revision)
+        self._info: ModelInfo | None = None
+
+    @property
+    def commit(self) -> str:
+        """The hash of the revision."""
+        return self.revision.resolved
+
+    @property
+    def info(self) -> ModelInfo:
+        """What the Hub says; asked once."""
+        if self._info is None:
+            with _explained(self.name, self._api):
+                self._info = self._api.model_info(self.name.repo, revision=self.commit, files_metadata=True)
+        return self._info
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Bytes of each file."""
+        return {each.rfilename: each.size or 0 for each in self.info.siblings or []}
+
+    def snapshot(self) -> Path:
+        """The folder of the revision in the cache, which need not exist."""
+        return self._storage / "snapshots" / self.commit
+
+    def download_small(self, file: str) -> Path:
+        """The folder with a small ``file``, which is downloaded if it is missing."""
+        with _explained(self.name, self._api):
+            path = self._api.hf_hub_download(self.name.repo, file, revision=self.commit, tqdm_class=_Silent)
+        return Path(path).parent
+
+    def download(self, files: list[str]) -> Path:
+        """The folder with ``files``, of which those that are missing are downloaded, if there is room on the disk."""
+        missing = [each for each in self.info.siblings or [] if each.rfilename in files and not self._is_cached(each)]
+        size = sum(each.size or 0 for each in missing)
+        self._remove_leftovers()
+        check_disk(str(self.name), size, self._storage)
+        if missing:
+            self._say(
+                f"downloading {self.name.repo} at {self.commit[:8]}: {len(missing)} files, {size / 1e9:.2f} GB, into "
+                f"{constants.HF_HUB_CACHE}"
+            )
+        with _explained(self.name, self._api):
+            folder = self._api.snapshot_download(
+                self.name.repo, revision=self.revision, allow_patterns=files, max_workers=4
+            )
+        return Path(folder)
+
+    @property
+    def _storage(self) -> Path:
+        name = repo_folder_name(repo_id=self.name.repo, repo_type="model")
+        return Path(constants.HF_HUB_CACHE).expanduser().resolve() / name
+
+    def _is_cached(self, file: Any) -> bool:
+        blob = file.lfs.sha256 if file.lfs else file.blob_id
+        return (self.snapshot() / file.rfilename).exists() or (self._storage / "blobs" / str(blob)).exists()
+
+    def _remove_leftovers(self) -> None:
+        """Removes what a process that was killed in mid-download has left: nothing goes on with it, and it takes room.
+        A file whose lock is taken is being downloaded.
+        """
+        locks = self._storage.parent / ".locks" / self._storage.name
+        for file in self._storage.glob("blobs/*.incomplete"):
+            lock = locks / f"{file.name.partition('.')[0]}.lock"
+            with suppress(Timeout, OSError):
+                lock.parent.mkdir(parents=True, exist_ok=True)
+                with FileLock(lock, timeout=0):
+                    file.unlink(missing_ok=True)
+
+    def broken_files(self) -> list[str]:
+        """The files in the cache that have not the size which the Hub told when they were downloaded."""
+        try:
+            known = {each.path: each.size for each in get_cached_repo_tree(self.name.repo, revision=self.commit)}
+        except hub.CachedRepoTreeNotFoundError:
+            return []
+        folder = self.snapshot()
+        found = {file: folder / file for file in known if (folder / file).is_file()}
+        return sorted(file for file, path in found.items() if path.stat().st_size != known[file])
+
+
+def fetch_folder(repository: HubRepository, need: MemoryNeed | None) -> Path:
+    """The folder of a model in safetensors, whole. Downloads what the cache has not, unless the model cannot be served
+    or does not fit. Raises ``ModelNotFoundError``.
+    """
+    name, folder = str(repository.name), repository.snapshot()
+    if broken := repository.broken_files():
+        raise ModelNotFoundError(_broken(name, folder, broken))
+    if folder.is_dir() and not missing_files(folder):
+        check_config(folder, name, need, ask_engine=False)
+        return folder
+    files = repository.files
+    _check_listing(name, files)
+    folder = repository.download_small(CONFIG_FILE)
+    raw = check_config(folder, name, need)
+    weights = _weight_files(repository, name)
+    size = sum(files[file] for file in weights)
+    parameters = repository.info.safetensors
+    check_memory(name, parameters.parameters if parameters else stored_elements(size, raw), raw, need)
+    small = [file for file in files if "/" not in file and file.endswith(SMALL_FILES)]
+    folder = repository.download([*small, *weights])
+    if wrong := missing_files(folder) or repository.broken_files():
+        raise ModelNotFoundError(_broken(name, folder, wrong))
+    return folder
+
+
+def _broken(name: str, folder: Path, files: list[str]) -> str:
+    listed = ", ".join(files[:3])
+    return f"The copy of {name} in the cache is broken ({listed}): remove {folder.parent.parent} and start again."
+
+
+def _check_listing(name: str, files: dict[str, int]) -> None:
+    """Raises ``ModelNotFoundError`` for a repository without the files that are read."""
+    if CONFIG_FILE not in files:
+        raise ModelNotFoundError(_without_config(name, files))
+    if SINGLE_FILE not in files and INDEX_FILE not in files:
+        pickles = [file for file in files if file.endswith(PICKLES)]
+        has = f"but {pickles[0]}, a pickle, which could run code" if pickles else "nor other weights"
+        raise ModelNotFoundError(
+            f"{name} has no safetensors ({has}): take a revision or a copy that has them; save_pretrained of "
+            "transformers writes them."
+        )
+    if TOKENIZER_FILE not in files:
+        raise ModelNotFoundError(
+            f"{name} has no {TOKENIZER_FILE}: download it, and save one beside it with AutoTokenizer of transformers."
+        )
+
+
+def _without_config(name: str, files: dict[str, int]) -> str:
+    if "adapter_config.json" in files:
+        return f"{name} is an adapter (LoRA), not a model: merge it into its base model, and name that folder."
+    if "model_index.json" in files:
+        return f"{name} is a pipeline of diffusers, which makes no text: take a causal language model."
+    if any(file.endswith(".gguf") for file in files):
+        return (
+            f"{name} has GGUF files, which are not read from the Hub: take the original model, or download one "
+            "of them with the tokenizer.json of that model beside it, and name the file."
+        )
+    return f"{name} has no {CONFIG_FILE}, so it is no model in Hugging Face's layout: take another one."
+
+
+def _weight_files(repository: HubRepository, name: str) -> list[str]:
+    """The files of the weights: the single one, or those of the index, which is downloaded."""
+    files = repository.files
+    if SINGLE_FILE in files:
+        return [SINGLE_FILE]
+    try:
+        weights = sorted(indexed_files(repository.download_small(INDEX_FILE)))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        weights = []
+    if not weights or not set(weights) <= set(files):
+        raise ModelNotFoundError(f"{name} is not whole: its {INDEX_FILE} names files that it has not; take another.")
+    return weights
+
+
+@contextmanager
+def _explained(name: HubName, api: HfApi) -> Iterator[None]:
+    """What can go wrong at the Hub, each in one sentence that says what to do."""
+    try:
+        yield
+    except Exception as error:
+        for kinds, explain in _SENTENCES:
+            if isinstance(error, kinds):
+                raise ModelNotFoundError(explain(name, api, error)) from None
+        raise
+
+
+def _gated(name: HubName, api: HfApi, _: Exception) -> str:
+    page = f"{api.endpoint}/{name.repo}"
+    if get_token():
+        return f"{name} is gated, and the account of your token has no access yet: accept its licence at {page}."
+    return f"{name} is gated: accept its licence at {page}, and set HF_TOKEN to a token of that account."
+
+
+def _unknown(name: HubName, api: HfApi, _: Exception) -> str:
+    advice = "check the name."
+    with suppress(Exception):  # only a hint: whatever fails, there is none
+        found = [each.id for each in api.list_models(search=name.repo.partition("/")[2], sort="downloads", limit=10)]
+        close = get_close_matches(name.repo, found, n=1, cutoff=0)
+        advice = f"did you mean {close[0]}?" if close else advice
+    private = "a private one that your token has no access to" if get_token() else "a private one, which needs HF_TOKEN"
+    return f"There is no model {name.repo} on {api.endpoint}, or it is {private}: {advice}"
+
+
+def _unknown_revision(name: HubName, api: HfApi, _: Exception) -> str:
+    advice = "take another."
+    with suppress(Exception):
+        refs = api.list_repo_refs(name.repo)
+        known = [each.name for each in (*refs.branches, *refs.tags)][:MAX_CHOICES]
+        advice = f"take {', '.join(known)}, or a commit by its 40 digits."
+    return f"{name.repo} has no revision {name.revision}: {advice}"
+
+
+def _invalid(name: HubName, _api: HfApi, _: Exception) -> str:
+    return f"{name} is not a name that a model on the Hub can have: check its spelling."
+
+
+def _answered(name: HubName, api: HfApi, error: Exception) -> str:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status == 401:
+        return f"{api.endpoint} does not know your token: set HF_TOKEN to a valid one, or unset it."
+    if status == 429:
+        return f"{api.endpoint} limits your requests: wait some minutes, or set HF_TOKEN, and start again."
+    return f"{api.endpoint} answered with status {status} for {name}: start again later, or name a folder."
+
+
+def _unreachable(name: HubName, api: HfApi, error: Exception) -> str:
+    cache = constants.HF_HUB_CACHE
+    if constants.is_offline_mode():
+        return f"{name} is not whole in {cache}, and HF_HUB_OFFLINE is set: unset it to download the model."
+    cause: BaseException = error
+    while not isinstance(cause, httpx2.HTTPError) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    return (
+        f"{api.endpoint} cannot be reached ({_short(cause)}), and {name} is not whole in {cache}: check the network "
+        "and start again, name a mirror with HF_ENDPOINT, or name a folder."
+    )
+
+
+def _failed(name: HubName, _api: HfApi, error: Exception) -> str:
+    number = getattr(error, "errno", None)
+    if number == errno.ENOSPC:
+        return f"The disk of {constants.HF_HUB_CACHE} is full: make room, or name another with HF_HOME."
+    if number in (errno.EACCES, errno.EROFS, errno.EPERM):
+        return f"{constants.HF_HUB_CACHE} cannot be written ({os.strerror(number)}): name another with HF_HOME."
+    return f"{name} could not be downloaded ({_short(error)}): start again, and what is whole already stays."
+
+
+def _short(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
+
+
+# The first kind that fits counts: the Hub's errors are also errors of HTTP and of the system.
+_SENTENCES: tuple[tuple[Any, Callable[[HubName, HfApi, Exception], str]], ...] = (
+    (hub.GatedRepoError, _gated),
+    (hub.RepositoryNotFoundError, _unknown),
+    (hub.RevisionNotFoundError, _unknown_revision),
+    (hub.HFValidationError, _invalid),
+    (hub.HfHubHTTPError, _answered),
+    ((hub.RevisionResolutionError, hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled), _unreachable),
+    (httpx2.HTTPError, _unreachable),
+    ((OSError, ValueError, RuntimeError), _failed),
+)

@@ -1,0 +1,57 @@
+"""What a user types for a model, read: ``ORG/NAME``, ``ORG/NAME@REVISION``, ``ORG/NAME:FILE.gguf`` and the others."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+Say = Callable[[str], None]
+"""Called with a line about what takes long."""
+EXAMPLE = "Qwen/Qwen3-0.6B"
+_PART = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?"
+_HUB_NAME = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[^@:\s]+))?(?::(?P<file>[^:\s]+))?")
+_HUB_PREFIXES = ("hf://", "https://huggingface.co/", "https://hf.co/")
+
+
+class ModelNotFoundError(Exception):
+    """There is no model to serve. The text is one sentence that says what to do instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A repository of the Hub: ``repo`` is ``ORG/NAME``, ``revision`` a branch, a tag or a commit, and ``file`` names a
+    GGUF file or its quantisation (``Q4_K_M``).
+    """
+
+    repo: str
+    revision: str | None = None
+    file: str | None = None
+
+    def __str__(self) -> str:
+        """As it was typed."""
+        revision, file = self.revision and f"@{self.revision}", self.file and f":{self.file}"
+        return f"{self.repo}{revision or ''}{file or ''}"
+
+
+def read_name(text: str) -> Path | HubName | str:
+    """The local path, the repository of the Hub, or the address (``s3://BUCKET/PREFIX``) that ``text`` names. What
+    exists here is a path. Raises ``ModelNotFoundError`` for what is nothing of these.
+    """
+    path = Path(text).expanduser()
+    if path.exists():
+        return path
+    for prefix in _HUB_PREFIXES:
+        text = text.removeprefix(prefix).rstrip("/")
+    if "://" in text:
+        return text
+    found = _HUB_NAME.fullmatch(text)
+    if found is None or text.startswith((".", "~", "/")) or _is_file_path(text):
+        raise ModelNotFoundError(
+            f"{text!r} is neither a folder nor a GGUF file here, nor the name of a model on the Hugging Face Hub: "
+            f"those are ORG/NAME, such as {EXAMPLE}."
+        )
+    return HubName(found["repo"], found["revision"], found["file"])
+
+
+def _is_file_path(text: str) -> bool:
+    return text.endswith(".gguf") and ":" not in text

@@ -1,0 +1,102 @@
+"""Which models are served, as far as ``config.json`` alone shows it: before any weights are there, and without torch.
+
+The engine asks first, and so does what fetches a model: it refuses with the same sentence before it downloads. What
+only transformers knows of a model without own code (``checked_by_transformers``), ``read_model_config`` finds.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from quire_engine.checkpoint.config import architecture_of, check_sizes, is_supported, quantization_of
+from quire_engine.checkpoint.stored_schemes import check_stored_scheme
+from quire_engine.errors import ModelError
+
+SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
+# The ends of the names of classes that continue a text; those of others that transformers has are no model of language.
+_GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ModelWithLMHead", "Decoder")
+_OTHER_INPUTS = ("vision_config", "audio_config", "speech_config")
+_FAMILIES = "such as Qwen 3, Llama 3 or Mistral"
+
+
+class UnsupportedModelError(ModelError):
+    """A model that is not served. ``instead`` is what can be done, as the end of a sentence."""
+
+    def __init__(self, sentence: str, instead: str) -> None:
+        super().__init__(sentence)
+        self.instead = instead
+
+
+def check_support(path: Path, raw: dict[str, Any], quantization: str | None = None) -> None:
+    """Raises ``ModelError`` for a model that is not served, as its ``config.json`` at ``path``, which says ``raw``,
+    shows; also where ``--quantization`` cannot hold it.
+    """
+    architecture = architecture_of(path, raw)
+    stored = quantization_of(path.parent, raw)
+    if stored is not None:
+        _check_stored(path, stored)
+    if is_supported(architecture, raw):
+        check_sizes(path, raw)
+        return
+    _check_kind(path, architecture, raw)
+    name = quantization or (stored and stored.get("quant_method"))
+    if name is not None:
+        raise UnsupportedModelError(
+            f"The quantization {name} is for models with code of their own, "
+            f"and {architecture} runs through transformers.",
+            "serve it without --quantization" if stored is None else "take its checkpoint that is not quantised",
+        )
+
+
+def checked_by_transformers(path: Path, raw: dict[str, Any]) -> bool:
+    """Whether only transformers can tell if the model is served."""
+    return not is_supported(architecture_of(path, raw), raw)
+
+
+def _check_stored(path: Path, stored: dict[str, Any]) -> None:
+    try:
+        check_stored_scheme(stored)
+    except ModelError as error:
+        raise UnsupportedModelError(
+            f"{path} has a quantization_config that is not read. {error}",
+            "take the model's plain checkpoint (with --quantization int4 where memory is short), or one in AWQ, GPTQ, "
+            "FP8 or GGUF",
+        ) from None
+
+
+def _check_kind(path: Path, architecture: str, raw: dict[str, Any]) -> None:
+    if raw.get("is_encoder_decoder"):
+        raise UnsupportedModelError(
+            f"{path} describes an encoder with a decoder ({architecture}); only decoders can be served.",
+            f"take a decoder {_FAMILIES}",
+        )
+    if not architecture.endswith(_GENERATING):
+        raise UnsupportedModelError(
+            f"{path} names {architecture}, which makes no text (an encoder, an embedding model or a classifier).",
+            f"take a causal language model {_FAMILIES}",
+        )
+    if architecture.endswith("ForConditionalGeneration") or any(key in raw for key in _OTHER_INPUTS):
+        raise UnsupportedModelError(
+            f"{path} describes a model of more than text ({architecture}), which is not supported.",
+            f"take one for text alone {_FAMILIES}",
+        )
+    if reason := _unserved_attention(raw):
+        raise UnsupportedModelError(
+            f"{path} names {architecture}, which cannot be served: {reason}.", f"take another model, {_FAMILIES}"
+        )
+    for kind in raw.get("layer_types") or ():
+        if kind not in SUPPORTED_LAYER_TYPES:
+            raise UnsupportedModelError(
+                f"{path} has layers of type {kind!r}, and supported are {', '.join(SUPPORTED_LAYER_TYPES)}.",
+                f"take a model whose layers all have attention, {_FAMILIES}",
+            )
+
+
+def _unserved_attention(raw: dict[str, Any]) -> str | None:
+    """What no attention backend does, of what a configuration says in so many words."""
+    if raw.get("attn_logit_softcapping") is not None:
+        return "its attention has a soft cap (attn_logit_softcapping)"
+    keys = [raw.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    sizes = [size for size in keys if isinstance(size, int)]
+    if len(sizes) == 2 and raw.get("v_head_dim") not in (None, sum(sizes)):
+        return "keys and values are of different sizes (v_head_dim)"
+    return None

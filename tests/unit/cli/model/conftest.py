@@ -1,0 +1,98 @@
+"""A Hub on this machine, and a command that finds models there as a user's process does: with a home of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.support.hub_server import HubServer, hub_server
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "torch_dtype": "bfloat16",
+}
+FIND = """
+import json, sys
+from quire_cli.model.check import MemoryNeed
+from quire_cli.model.find import find_model
+from quire_cli.model.name import ModelNotFoundError
+need = MemoryNeed(**json.loads(sys.argv[2])) if len(sys.argv) > 2 else None
+try:
+    found = find_model(sys.argv[1], need)
+except ModelNotFoundError as error:
+    sys.exit(f"refused: {error}")
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+print(json.dumps([str(found.path), found.name, found.revision]))
+"""
+
+
+def model_files(weights: bytes = b"w" * 200_000, **config: object) -> dict[str, bytes]:
+    """The files of a repository, with some that nobody needs."""
+    return {
+        "config.json": json.dumps({**CONFIG, **config}).encode(),
+        "tokenizer.json": b"{}",
+        "chat_template.jinja": b"{{ messages }}",
+        "model.safetensors": weights,
+        "pytorch_model.bin": b"p" * 1000,
+        "consolidated.safetensors": b"c" * 1000,
+        "original/model.safetensors": b"o" * 1000,
+    }
+
+
+@dataclass
+class User:
+    hub: HubServer
+    home: Path
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @contextmanager
+    def start(self, name: str, **need: object) -> Iterator[subprocess.Popen[str]]:
+        """A process that finds a model; it is killed if it has not ended at the end of the block."""
+        removed = ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
+        environment = {key: value for key, value in os.environ.items() if key not in removed}
+        environment |= {"HF_ENDPOINT": self.hub.url, "HF_HOME": str(self.home), "HF_HUB_DISABLE_TELEMETRY": "1"}
+        command = [sys.executable, "-c", FIND, name, *([json.dumps(need)] if need else [])]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            command, env=environment | self.variables, stdout=pipe, stderr=pipe, text=True, cwd=self.home.parent
+        )
+        with process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def find(self, name: str, **need: object) -> tuple[Path, str, str]:
+        """The folder, name and revision that are found."""
+        with self.start(name, **need) as process:
+            out, error = process.communicate(timeout=60)
+        assert process.returncode == 0, error
+        path, served, revision = json.loads(out)
+        return Path(path), served, revision
+
+    def refused(self, name: str, **need: object) -> str:
+        """The one sentence of a refusal."""
+        with self.start(name, **need) as process:
+            _, error = process.communicate(timeout=60)
+        lines = [line for line in error.splitlines() if line.startswith("refused: ")]
+        assert process.returncode == 1, error
+        assert len(lines) == 1, error
+        return lines[0].removeprefix("refused: ")
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> Iterator[User]:
+    with hub_server() as hub:
+        yield User(hub, tmp_path / "home")

@@ -1,0 +1,100 @@
+"""What a user types is a path, a name of the Hub or an address; folders and files that are here are looked at."""
+
+import json
+from pathlib import Path
+
+import pytest
+from quire_cli.model.find import find_model
+from quire_cli.model.name import HubName, ModelNotFoundError, read_name
+
+from tests.unit.cli.model.conftest import model_files
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("org/name", HubName("org/name")),
+        ("org/name@v1", HubName("org/name", "v1")),
+        ("org/name@refs/pr/3", HubName("org/name", "refs/pr/3")),
+        ("org/n.a-me_1@v1:Q4_K_M", HubName("org/n.a-me_1", "v1", "Q4_K_M")),
+        ("hf://org/name", HubName("org/name")),
+        ("https://huggingface.co/org/name/", HubName("org/name")),
+        ("s3://bucket/models/x", "s3://bucket/models/x"),
+    ],
+)
+def test_names_are_read(text: str, name: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read_name(text) == name
+
+
+@pytest.mark.parametrize("text", ["name", "./org/name", "/org/name", "~/name", "a/b/c", "org/", "org/model.gguf", "@"])
+def test_what_is_nothing_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFoundError, match=r"those are ORG/NAME, such as Qwen/Qwen3-0\.6B\.$"):
+        read_name(text)
+
+
+def test_what_exists_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org/name").mkdir(parents=True)
+    assert read_name("org/name") == Path("org/name")
+
+
+def write(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def test_a_folder_is_called_by_its_name(tmp_path: Path) -> None:
+    folder = write(tmp_path / "chat", model_files())
+    assert find_model(str(folder)) == find_model(str(tmp_path / "chat/."))
+    assert find_model(str(folder)).name == "chat"
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "model.safetensors", "config.json"])
+def test_a_folder_that_lacks_a_file_is_refused(tmp_path: Path, missing: str) -> None:
+    folder = write(tmp_path, {name: each for name, each in model_files().items() if name != missing})
+    with pytest.raises(ModelNotFoundError, match=f"not a model folder that can be served.*{missing}"):
+        find_model(str(folder))
+
+
+def test_a_folder_without_a_shard_is_refused(tmp_path: Path) -> None:
+    files = model_files()
+    del files["model.safetensors"]
+    index = {"weight_map": {"a": "here.safetensors", "b": "gone.safetensors"}}
+    files |= {"here.safetensors": b"1", "model.safetensors.index.json": json.dumps(index).encode()}
+    with pytest.raises(ModelNotFoundError, match=r"gone\.safetensors"):
+        find_model(str(write(tmp_path, files)))
+
+
+def test_a_folder_with_a_model_that_is_not_served_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, model_files(architectures=["BertModel"], model_type="bert"))
+    with pytest.raises(
+        ModelNotFoundError, match=r"names BertModel, which makes no text .*: take a causal language model"
+    ):
+        find_model(str(folder))
+
+
+def test_gguf_files(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"small-Q8_0.gguf": b"GGUF"})
+    assert find_model(str(folder / "small-Q8_0.gguf")).name == "small-Q8_0"
+    assert find_model(str(folder)).path == folder
+    write(tmp_path, {"other.gguf": b"GGUF", "notes.txt": b""})
+    with pytest.raises(ModelNotFoundError, match="has 2 GGUF files: name one of them, such as "):
+        find_model(str(folder))
+    with pytest.raises(ModelNotFoundError, match=r"notes\.txt is no GGUF file"):
+        find_model(str(folder / "notes.txt"))
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/model", "oci://registry/model:1"])
+def test_addresses_that_are_not_read_are_refused(address: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"^(s3|oci):// is not read: copy the model here"):
+        find_model(address)
+
+
+@pytest.mark.parametrize("name", ["org/name:Q4_K_M", "org/name@main:model.gguf"])
+def test_gguf_files_on_the_hub_are_refused(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="GGUF files on the Hub are not read: download"):
+        find_model(name)
