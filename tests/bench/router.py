@@ -1,7 +1,8 @@
 """What the router costs: processor time for each streamed token and for each request, the latency that it adds, and how
 several processes on one port scale. All in one run, with a steady engine behind and raw sockets before it.
 
-    python -m tests.bench.router [--streams 256] [--tokens 200] [--workers 1,2] [--parts streams,latency,workers]
+    python -m tests.bench.router [--streams 256] [--engines 1] [--tokens 200] [--workers 1,2]
+        [--parts streams,latency,workers]
 
 Processor time is the router's own, user and system, of all its processes; the engine and the clients are other
 processes. A token's is taken while all streams run, so that it has no part of a request's. The floor is what the kernel
@@ -119,8 +120,8 @@ def report_streams(folder: Path, options: argparse.Namespace) -> None:
     """Processor time of one process, without Redis and with it, in turns."""
     with (
         redis_server() as redis,
-        running(folder, PAUSE) as (_, alone),
-        running(folder, PAUSE, "--redis-url", redis.url) as (_, durable),
+        running(folder, PAUSE, engines=options.engines) as (_, alone),
+        running(folder, PAUSE, "--redis-url", redis.url, engines=options.engines) as (_, durable),
     ):
         found: dict[str, list[Streaming]] = {"memory": [], "Redis": []}
         requests: dict[str, list[float]] = {"memory": [], "Redis": []}
@@ -137,7 +138,7 @@ def report_streams(folder: Path, options: argparse.Namespace) -> None:
     for name, all_streaming in found.items():
         cost = statistics.median(each.cost for each in all_streaming)
         rate = statistics.median(each.rate for each in all_streaming)
-        streams = f"{options.streams} streams, {rate:.0f} tokens/s"
+        streams = f"{options.streams} streams over {options.engines} engines, {rate:.0f} tokens/s"
         print(f"{name}: a streamed token {cost:.1f} us, {cost - floor:.1f} above the floor ({streams})")
         print(f"{name}: a request without tokenising {statistics.median(requests[name]):.2f} ms")
 
@@ -184,6 +185,7 @@ def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--engines", type=int, default=1, help="of the part streams, which they share")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", default="1,2")

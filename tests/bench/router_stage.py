@@ -4,7 +4,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -28,21 +28,26 @@ class SteadyEngineProcess(Process):
 
 
 @contextmanager
-def running(folder: Path, pause: float, *flags: str) -> Iterator[tuple[SteadyEngineProcess, Router]]:
-    """An engine and a router before it."""
-    engine = SteadyEngineProcess(folder, pause)
-    router = Router(DEMO, [f"127.0.0.1:{engine.port}"], folder, "--max-concurrent-requests", "4096", *flags)
-    try:
+def running(folder: Path, pause: float, *flags: str, engines: int = 1) -> Iterator[tuple[SteadyEngineProcess, Router]]:
+    """The first of so many engines, and a router before them."""
+    with ExitStack() as stack:
+        started = []
+        for _ in range(engines):
+            started.append(SteadyEngineProcess(folder, pause))
+            stack.callback(started[-1].kill)
+        addresses = [f"127.0.0.1:{engine.port}" for engine in started]
+        router = Router(DEMO, addresses, folder, "--max-concurrent-requests", "4096", *flags)
+        stack.callback(router.stop)
         router.wait_ready()
-        yield engine, router
-    finally:
-        router.stop()
-        engine.kill()
+        yield started[0], router
 
 
-def body(tokens: int, *, stream: bool, model: str = MODEL) -> bytes:
-    """A completion of a prompt that is tokens already."""
-    request = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "stream": stream, "ignore_eos": True}
+def body(tokens: int, *, stream: bool, model: str = MODEL, number: int = 0) -> bytes:
+    """A completion of a prompt that is tokens already, others for each ``number``: a router sends equal prompts to one
+    engine.
+    """
+    prompt = [100 + number, *PROMPT[1:]]
+    request = {"model": model, "prompt": prompt, "max_tokens": tokens, "stream": stream, "ignore_eos": True}
     data = json.dumps(request).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
@@ -51,7 +56,7 @@ def body(tokens: int, *, stream: bool, model: str = MODEL) -> bytes:
 async def stream_one(port: int, tokens: int, counts: list[int], number: int) -> None:
     """A client that does nothing but count the events of its stream, in its place of ``counts``."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
-    writer.write(body(tokens, stream=True))
+    writer.write(body(tokens, stream=True, number=number))
     tail = b""
     while b"[DONE]" not in tail:
         data = await reader.read(1 << 16)

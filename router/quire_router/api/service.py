@@ -7,7 +7,15 @@ choice begins with the prompt's text.
 import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass, replace
 from secrets import token_hex
 from time import time
@@ -20,7 +28,7 @@ from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.telemetry import Attribute, Span
 from quire_proto.text.detokenizer import REPLACEMENT, OutputTextStream
 from quire_proto.text.tokenizer import ModelTokenizer
-from quire_proto.tracing import extract
+from quire_proto.tracing import extract, is_recording
 
 from quire_router.admission.limits import RateLimiter
 from quire_router.admission.tenants import rate_limit_headers
@@ -345,10 +353,14 @@ def counting_rejections() -> Iterator[None]:
 
 
 def _internal_span(name: str) -> AbstractContextManager[trace.Span]:
+    if not is_recording(_TRACER):
+        return nullcontext(trace.INVALID_SPAN)
     return _TRACER.start_as_current_span(name, record_exception=False, set_status_on_exception=False)
 
 
 def _server_span(name: str, request_id: str, headers: Mapping[str, str]) -> AbstractContextManager[trace.Span]:
+    if not is_recording(_TRACER):
+        return nullcontext(trace.INVALID_SPAN)
     attributes = {Attribute.REQUEST_ID: request_id}
     label = headers.get("x-request-id", "")
     if _REQUEST_LABEL.fullmatch(label):

@@ -23,10 +23,11 @@ class ConnectionSettings:
     engine, which may be long ones, hence ``open_timeout``.
 
     ``slow_client_timeout`` ends a request whose tokens are not read. Batches are acknowledged after ``ack_batches`` of
-    them, or ``ack_interval``, whichever comes first; while no request is in flight, after ``idle_ack_interval``, as an
-    acknowledgement costs as much as a batch. Between two tries to connect a connection waits from ``backoff``
-    up to ``max_backoff``, doubling. At most ``max_unsent`` requests wait to be sent, and ``max_unconfirmed`` that were
-    sent are kept until the engine answers. ``tls`` encrypts the connections.
+    them, or ``ack_interval``, whichever comes first; while no request is in flight, after ``idle_ack_interval``. An
+    acknowledgement costs as much as a batch, and only frees the engine's memory of batches that came. Between two tries
+    to connect a connection waits from ``backoff`` up to ``max_backoff``, doubling. At most ``max_unsent`` requests wait
+    to be sent, and ``max_unconfirmed`` that were sent are kept until the engine answers. ``tls`` encrypts the
+    connections.
     """
 
     grace: float = 5.0
@@ -38,7 +39,7 @@ class ConnectionSettings:
     connect_timeout: float = 5.0
     open_timeout: float = 30.0
     ack_batches: int = 32
-    ack_interval: float = 0.1
+    ack_interval: float = 1.0
     idle_ack_interval: float = 2.0
     backoff: float = 0.05
     max_backoff: float = 2.0

@@ -152,7 +152,9 @@ class MemoryJournal:
 
     def append_token(self, lease: Lease, index: int, position: int, token_id: int) -> None:
         """See ``Journal``."""
-        record = self._writable_record(lease)
+        record = self._records.get(lease.request_id)
+        if record is None or record.lease is not lease or record.end is not None or not record.leased:
+            record = self._writable_record(lease)
         if record is not None:
             self._tokens += record.log.append_token(index, position, token_id)
             if self._tokens > self._max_tokens:

@@ -15,6 +15,7 @@ from opentelemetry.trace import Span, SpanKind, StatusCode
 from quire_proto import telemetry
 from quire_proto.errors import QuireError
 from quire_proto.telemetry import PROVIDER_NAME, Attribute
+from quire_proto.tracing import is_recording
 
 from quire_router.admission.fair_queue import QueuedRequest
 from quire_router.admission.queue import AdmissionQueue
@@ -38,12 +39,15 @@ def record_wait_span(caller: Context, began: int, reason: str) -> None:
 
 def route_span(state: RequestState) -> Span:
     """Starts the span of one placement, which the caller ends."""
-    return tracer.start_span(telemetry.Span.ROUTE, state.trace_context)
+    return tracer.start_span(telemetry.Span.ROUTE, state.trace_context) if is_recording(tracer) else trace.INVALID_SPAN
 
 
 @contextmanager
 def attempt_span(state: RequestState, engine_id: str, zone: str | None = None) -> Iterator[Span]:
     """The span of one attempt, with how it ended. ``zone`` is the engine's, None if unknown."""
+    if not is_recording(tracer):
+        yield trace.INVALID_SPAN
+        return
     request = state.generation
     name = f"{request.operation} {request.model}"
     attributes = _attributes(request, engine_id, state.attempt)

@@ -37,18 +37,18 @@ _BY_SEVERITY = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, Fini
 
 
 class Choice:
-    """One choice of an answer, between its first and its last delta: its ``token_ids`` and its text. ``finish_reason``
-    is None until it ends; ``last_token`` is the time of its last tokens, None before the first.
+    """One choice of an answer, between its first and its last delta: its ``token_ids`` and their ``text``.
+    ``finish_reason`` is None until it ends; ``last_token`` is the time of its last tokens, None before the first.
     """
 
-    __slots__ = ("_text", "finish_reason", "index", "last_token", "token_ids")
+    __slots__ = ("finish_reason", "index", "last_token", "text", "token_ids")
 
     def __init__(self, index: int, text: OutputTextStream) -> None:
         self.index = index
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.last_token: float | None = None
-        self._text = text
+        self.text = text
 
     @property
     def has_output(self) -> bool:
@@ -64,21 +64,16 @@ class Choice:
         after the one that completed it do not belong to it, nor do their log-probabilities.
         """
         token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason
-        text = self._text.push(token_ids)
-        if reason is not None and not self._text.stopped:
-            text += self._text.finish()
-        if self._text.stopped:
+        text = self.text.push(token_ids)
+        if reason is not None and not self.text.stopped:
+            text += self.text.finish()
+        if self.text.stopped:
             reason = FinishReason.STOP
-            kept = self._text.stop_token_count - len(self.token_ids)
+            kept = self.text.stop_token_count - len(self.token_ids)
             token_ids, logprobs = token_ids[:kept], logprobs[:kept]
         self.finish_reason = reason
         self.token_ids += token_ids
         return Delta(text, token_ids, reason, None, self.index, logprobs, [], output.score)
-
-    def push_token(self, token_id: int) -> str:
-        """Adds a token; returns its text. Only for a choice without stop strings."""
-        self.token_ids.append(token_id)
-        return self._text.push_token(token_id)
 
     def finish(self, reason: FinishReason) -> Delta:
         """Returns the last delta of a choice that ends without an output of the engine that ends it."""
@@ -328,9 +323,10 @@ class RequestState:
         last = choice.last_token
         if writer is None or last is None or choice.finish_reason is not None or not writer.is_open:
             return False
-        text = choice.push_token(token_id)
+        choice.token_ids.append(token_id)
+        text = choice.text.push_token(token_id)
         now = choice.last_token = monotonic()
-        self._token_metrics.add(1, now - last)
+        self._token_metrics.gaps.append(now - last)
         position = self._recorded[index]
         self._journal.append_token(self._lease, index, position, token_id)
         self._recorded[index] = position + 1
@@ -459,12 +455,14 @@ FLUSH_PERIOD = 0.1  # seconds
 
 class TokenMetrics:
     """The tokens of one model and the seconds between them, counted in plain numbers since the last ``flush``: a call
-    of the library for each token would take longer than most of what is done with it.
+    of the library for each token would take longer than most of what is done with it. ``gaps`` are those before single
+    tokens, which are added to it directly.
     """
 
-    __slots__ = ("_counts", "_generation_tokens", "_inter_token_latency", "_seconds", "_tokens")
+    __slots__ = ("_counts", "_generation_tokens", "_inter_token_latency", "_seconds", "_tokens", "gaps")
 
     def __init__(self, model: str) -> None:
+        self.gaps: list[float] = []
         self._tokens = 0
         self._seconds = 0.0
         self._counts = [0] * (len(metrics.TOKEN_SECONDS) + 1)
@@ -481,6 +479,9 @@ class TokenMetrics:
 
     def flush(self) -> None:
         """Adds what was counted to the metrics."""
+        for gap in self.gaps:
+            self.add(1, gap)
+        self.gaps.clear()
         if self._tokens:
             self._generation_tokens.inc(self._tokens)
             self._inter_token_latency.observe_many(self._counts, self._seconds)

@@ -240,22 +240,26 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
     """Returns the result of ``work``, which is cancelled at once when the client disconnects. The body must have been
     read before. Raises ``ClientDisconnectedError``.
     """
-    task = asyncio.create_task(work)
-    disconnected = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait((task, disconnected), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnectedError
-    finally:
-        disconnected.cancel()
+    task = asyncio.current_task()
+    assert task is not None
+    left = False
+
+    async def watch() -> None:
+        nonlocal left
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left = True
         task.cancel()
-        await asyncio.gather(task, disconnected, return_exceptions=True)
 
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    watching = asyncio.create_task(watch())  # the only one: ``work`` is done in the caller's task
+    try:
+        return await work
+    except BaseException:
+        if left and not task.uncancel():  # else the task was cancelled by somebody else, too
+            raise ClientDisconnectedError from None
+        raise
+    finally:
+        watching.cancel()
 
 
 class HttpResponse:

@@ -314,8 +314,6 @@ class SseStream:
         "_comment",
         "_disconnected",
         "_heartbeat_task",
-        "_last_write",
-        "_loop",
         "_opening",
         "_response",
         "_seconds",
@@ -323,6 +321,8 @@ class SseStream:
         "direct",
         "headers",
         "is_busy",
+        "last_write",
+        "loop",
     )
 
     def __init__(self, response: HttpResponse, keepalive: KeepAlive, *, ids: bool) -> None:
@@ -330,13 +330,13 @@ class SseStream:
         self._response = response
         self._seconds = keepalive.with_ids if ids else keepalive.seconds
         self._comment, self._opening = (HEARTBEAT_WITH_IDS, RECONNECT) if ids else (HEARTBEAT, b"")
-        self._loop = asyncio.get_running_loop()
-        self._last_write = self._loop.time()
+        self.loop = asyncio.get_running_loop()
+        self.last_write = self.loop.time()
         self.is_busy = False  # a write is in progress, or the client has disconnected
         self._disconnected = False
         self.direct: DirectWriter | None = None
         self._heartbeat_task: asyncio.Task[None] | None = None
-        self._timer = self._loop.call_at(self._last_write + self._seconds, self._check_idle) if self._seconds else None
+        self._timer = self.loop.call_at(self.last_write + self._seconds, self._check_idle) if self._seconds else None
 
     async def __aenter__(self) -> Self:
         return self
@@ -358,7 +358,7 @@ class SseStream:
     def write_now(self, data: bytes) -> None:
         """Writes some events without waiting. Only while ``SseDeltaSink.is_open``."""
         assert self.direct is not None  # else the sink is not open
-        self._last_write = self._loop.time()
+        self.last_write = self.loop.time()
         self.direct.write(data)
 
     async def end(self, data: bytes) -> None:
@@ -369,7 +369,7 @@ class SseStream:
         """Waits for a comment that is being written, and starts the response; returns what comes before its first
         event.
         """
-        self._last_write = self._loop.time()
+        self.last_write = self.loop.time()
         if self._heartbeat_task is not None and not self._heartbeat_task.done():
             await asyncio.wait([self._heartbeat_task])
         if self._disconnected:
@@ -385,13 +385,13 @@ class SseStream:
 
     def _check_idle(self) -> None:
         """Writes a comment if nothing was written for long enough, and checks again later."""
-        now = self._loop.time()
-        if now >= self._last_write + self._seconds:
-            self._last_write = now
+        now = self.loop.time()
+        if now >= self.last_write + self._seconds:
+            self.last_write = now
             if not self.is_busy:
                 self.is_busy = True
-                self._heartbeat_task = self._loop.create_task(self._heartbeat(), name="heartbeat")
-        self._timer = self._loop.call_at(self._last_write + self._seconds, self._check_idle)
+                self._heartbeat_task = self.loop.create_task(self._heartbeat(), name="heartbeat")
+        self._timer = self.loop.call_at(self.last_write + self._seconds, self._check_idle)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -421,8 +421,9 @@ class SseDeltaSink:
     def is_open(self) -> bool:
         """Whether an event can be written without waiting."""
         stream = self._stream
-        direct = stream.direct
-        return direct is not None and not stream.is_busy and direct.is_open
+        if stream.is_busy or (direct := stream.direct) is None:
+            return False
+        return direct.is_open
 
     def write(self, delta: Delta) -> None:
         """Writes what a delta adds, if that is anything."""
@@ -433,5 +434,7 @@ class SseDeltaSink:
     def write_token(self, index: int, token_id: int, text: str) -> None:
         """Writes what a token adds, if that is anything."""
         data = self._encoder.encode_token(index, token_id, text)
-        if data:
-            self._stream.write_now(data)
+        stream = self._stream
+        if data and (direct := stream.direct) is not None:
+            stream.last_write = stream.loop.time()
+            direct.write(data)
