@@ -110,6 +110,7 @@ bench-router: $(READY)
 	$(BIN)/python -m tests.bench.discovery
 	$(BIN)/python -m tests.bench.hostile_clients
 	$(BIN)/python -m tests.bench.metric_age
+	$(BIN)/python -m tests.bench.page
 
 peers:
 	scripts/peers.sh .peers $(PYTHON)

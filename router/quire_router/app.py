@@ -34,7 +34,9 @@ from quire_router.admission.queue import AdmissionQueue, QueueSettings
 from quire_router.admission.redis_rate_limit import RedisRateLimiter
 from quire_router.admission.tenants_file import TenantsFile, TenantsFileError, read_tenants
 from quire_router.api.auth import StaticKeys
+from quire_router.api.fleet_feed import FleetFeed
 from quire_router.api.request_limits import BodyBudget, ConcurrencyLimit
+from quire_router.api.rest.endpoints import FleetEndpoint
 from quire_router.api.rest.http_server import ConnectionLimits, HttpServer, listen
 from quire_router.api.rest.page import Page
 from quire_router.api.rest.rest_app import allow_origins, build_admin, build_api
@@ -45,6 +47,7 @@ from quire_router.autoscale.load_totals import Load, LoadPublisher, LocalLoad, R
 from quire_router.autoscale.scaling_server import start_scaling_servers
 from quire_router.config import Settings, connections_within, log_startup_warnings, raise_descriptor_limit
 from quire_router.core import metrics
+from quire_router.core.fleet_view import FleetLog
 from quire_router.core.metrics import WorkerContext
 from quire_router.core.retry import failing_tasks, supervise, wait_at_most
 from quire_router.discovery.combined import create_discovery
@@ -191,6 +194,7 @@ class Router:
             log.info("stopping: %d requests in progress", len(components.service.concurrency))
             components.service.concurrency.close()
             await components.runner.drain(self._settings.shutdown_timeout)
+            components.feed.close()
             components.queue.close()  # only now: what is queued may still be dispatched while the router drains
             for server in servers:
                 server.should_exit = True
@@ -246,6 +250,7 @@ class Router:
             client_timeout=write_timeout,
             keepalive=keepalive,
             page=Page() if settings.page else None,
+            fleet=self._components.fleet_endpoint(keepalive) if settings.page else None,
         )
         if settings.allowed_origins:
             api = allow_origins(api, settings.allowed_origins)
@@ -290,7 +295,17 @@ class Components:
             else LoadSharing(redis, self.fleet.ledger, self.speculative_blocks, router_id=router_id)
         )
         limits = RateLimiter(tenants.tenants, self.shared_limiter)
+        self._fleet_log = FleetLog()
         self.runner = self._create_runner(settings, tokenizers, limits)
+        self.feed = FleetFeed(
+            self.fleet,
+            self.runner,
+            self.queue,
+            self._fleet_log,
+            models=settings.models,
+            policy=settings.placement_policy,
+        )
+        self._allow_fleet = settings.allow_fleet
         self.service = ApiService(
             tokenizers,
             self.fleet,
@@ -330,6 +345,10 @@ class Components:
         stack.push_async_callback(self._background_jobs.stop)
         self._background_jobs.start()
 
+    def fleet_endpoint(self, keepalive: KeepAlive) -> FleetEndpoint:
+        """Returns the handler of the fleet's stream."""
+        return FleetEndpoint(self.feed, self.service.keys, keepalive, for_all=self._allow_fleet)
+
     def _create_runner(
         self, settings: Settings, tokenizers: Mapping[str, ModelTokenizer], limits: RateLimiter
     ) -> RequestRunner:
@@ -344,6 +363,7 @@ class Components:
             policy=settings.placement_policy,
             hold_timeout=settings.hold_timeout,
             explain=settings.debug_route,
+            fleet_log=self._fleet_log,
         )
         return RequestRunner(
             self.fleet,
@@ -355,6 +375,7 @@ class Components:
             request_timeout=settings.request_timeout,
             max_background=settings.max_concurrent_requests,
             expose_route=settings.debug_route,
+            fleet_log=self._fleet_log,
         )
 
 

@@ -270,7 +270,8 @@ class Settings(CliSettings):
         default=20, description="Seconds that a request may wait longer for the sake of what is cached."
     )
     debug_route: bool = Field(default=False, description="Say in x-quire-route where a request runs, and why.")
-    page: bool = Field(default=True, description="Serve the page for browsers at /.")
+    page: bool = Field(default=True, description="Serve the page for browsers at /, and the stream that it reads.")
+    allow_fleet: bool = Field(default=False, description="Let every key see the fleet, on the page and in its stream.")
     max_body_bytes: Count = Field(default=4 * 2**20, description="Largest request body.")
     max_inflight_body_bytes: Count = Field(
         default=128 * 2**20, description="Bytes of request bodies that are read and checked at once before 429."

@@ -47,6 +47,11 @@ class Stack:
     router: Router
     engines: list[ForkedEngine]
 
+    def signal(self, number: int) -> None:
+        """Sends a signal to all engines."""
+        for engine in self.engines:
+            engine.signal(number)
+
     def revive(self) -> None:
         """Starts each engine that is dead again, at its address."""
         for index, engine in enumerate(self.engines):

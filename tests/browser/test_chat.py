@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.browser.conftest import PHONE, Browser, Stack, needs_chromium, servin
 pytestmark = needs_chromium
 KEY = "a-key-of-enough-characters"
 STORY = "Tell me a story"
-LONG = "[a-z ]{500}"
+LONG = "[a-z ]{3000}"
 HOSTILE = (
     """<img src=x onerror=alert(1)> **bold** and `a < b`
 
@@ -53,18 +54,20 @@ def test_an_answer_goes_on_after_a_reload_in_its_middle(stack: Stack, browser: B
     browser.open(stack.router.url)
     browser.set(temperature=1, seed=7, format="regex")
     browser.set(shape=LONG)
-    browser.say(STORY)
-    browser.wait(lambda: len(browser.text(".assistant .text")) > 20)
-    for engine in stack.engines:  # so that the answer cannot end before the page is there again
-        engine.signal(signal.SIGSTOP)
+    stack.signal(signal.SIGSTOP)  # so that the answer cannot end before the page is there again
     try:
-        before = browser.settled(".assistant .text")
+        browser.say(STORY)
+        before = ""
+        while len(before) < 20:
+            stack.signal(signal.SIGCONT)
+            time.sleep(0.1)
+            stack.signal(signal.SIGSTOP)
+            before = browser.settled(".assistant .text")
         browser.driver.refresh()
         browser.wait(lambda: browser.answering)
         assert browser.settled(".assistant .text") == before
     finally:
-        for engine in stack.engines:
-            engine.signal(signal.SIGCONT)
+        stack.signal(signal.SIGCONT)
     whole = expected(stack, temperature=1, seed=7, structured_outputs={"regex": LONG})["content"]
     assert len(before) < len(whole)
     assert browser.answer() == whole
@@ -73,7 +76,7 @@ def test_an_answer_goes_on_after_a_reload_in_its_middle(stack: Stack, browser: B
 def test_an_answer_can_be_stopped_and_the_conversation_goes_on(stack: Stack, browser: Browser) -> None:
     browser.open(stack.router.url)
     browser.set(format="regex")
-    browser.set(shape="[a-z ]{3000}")
+    browser.set(shape=LONG)
     browser.say(STORY)
     browser.wait(lambda: len(browser.text(".assistant .text")) > 20)
     browser.find("#stop").click()

@@ -59,6 +59,8 @@ class ScriptedEngine(EngineServicer):
         self.acked = 0
         self.sequence = 0
         self.cached: list[engine_pb2.KvStored] = []
+        self.inspection = engine_pb2.InspectResponse()
+        self.inspections = 0
         self._description = {"max_model_len": 4096, "vocab_size": 1000, **description}
         self._models = models
         self._credentials = credentials
@@ -147,6 +149,12 @@ class ScriptedEngine(EngineServicer):
                 return command
 
     # The router's side
+
+    async def Inspect(  # noqa: N802 - the name in the proto file
+        self, request: engine_pb2.InspectRequest, context: grpc.aio.ServicerContext
+    ) -> engine_pb2.InspectResponse:
+        self.inspections += 1
+        return self.inspection
 
     async def Describe(  # noqa: N802 - the name in the proto file
         self, request: engine_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 
 
 class Tier(Enum):
@@ -130,6 +131,13 @@ class BlockPool:
     def stored_blocks(self) -> list[BlockStored]:
         """Everything that can be hit, in the order in which it was stored."""
         return [BlockStored(block_hash, self._tier) for block_hash in self._hash_to_block]
+
+    def block_states(self) -> bytes:
+        """Returns a byte for each block that can be handed out: 0 free, 1 free and findable, 2 in use by one table, 3
+        in use by several. O(blocks).
+        """
+        pairs = islice(zip(self._ref_counts, self._block_hashes, strict=True), self._reserved, None)
+        return bytes([min(count, 2) + 1 if count else block_hash is not None for count, block_hash in pairs])
 
     def check_integrity(self) -> None:
         """Asserts that every block is in exactly one place. For tests and idle moments: O(blocks)."""

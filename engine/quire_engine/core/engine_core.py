@@ -51,11 +51,18 @@ class GetSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class GetBlockStates:
+    """Calls ``reply`` with the states of the device's and the host's blocks (see ``BlockPool.block_states``)."""
+
+    reply: Callable[[bytes, bytes], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Ends the loop when the step in flight is done; what is running is left as it is."""
 
 
-Command = AddRequest | AbortRequest | GetSnapshot | Shutdown
+Command = AddRequest | AbortRequest | GetSnapshot | GetBlockStates | Shutdown
 
 
 @dataclass(slots=True)
@@ -263,6 +270,9 @@ class EngineCore:
             case GetSnapshot(reply):
                 self._finish_all_steps()  # steps in flight have changed the prefix cache already
                 reply(self.scheduler.get_load(), self.scheduler.kv_cache_manager.stored_blocks())
+            case GetBlockStates(reply):
+                pools = self.scheduler.kv_cache_manager
+                reply(pools.device_pool.block_states(), pools.host_pool.block_states())
             case Shutdown():
                 self._stopped = True
 

@@ -83,6 +83,19 @@ def abort_to_proto(request_id: str, request: Request) -> list[pb.SequenceOutput]
     return outputs
 
 
+def pool_to_proto(states: bytes, max_cells: int) -> pb.KvPool:
+    """A pool whose blocks have these ``BlockPool.block_states``, in at most ``max_cells`` cells. A cell of several
+    blocks is what most of them are; among equals the one that holds more.
+    """
+    size = -(-len(states) // max_cells) or 1
+    counts = [states.count(state) for state in range(4)]
+    cells = states
+    if size > 1:
+        parts = (states[start : start + size] for start in range(0, len(states), size))
+        cells = bytes([max((part.count(state), state) for state in range(4))[1] for part in parts])
+    return pb.KvPool(total=len(states), used=counts[2] + counts[3], cached=counts[1], cells=cells, blocks_per_cell=size)
+
+
 def load_to_proto(load: EngineLoad) -> pb.Load:
     """The load, with its ``pace`` unless that is None."""
     return pb.Load(

@@ -111,7 +111,8 @@ class EngineServer:
 
     async def _start_grpc(self) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
         server = grpc.aio.server(options=[*_OPTIONS, *_keepalive_options(KEEPALIVE_SECONDS)])
-        engine_pb2_grpc.add_EngineServicer_to_server(EngineServicer(self._sessions, self._description), server)
+        servicer = EngineServicer(self._sessions, self._description, self._core.scheduler.stats)
+        engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
         checks = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)

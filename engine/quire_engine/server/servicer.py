@@ -12,12 +12,16 @@ from quire.v1 import engine_pb2 as pb
 from quire.v1 import engine_pb2_grpc
 from quire_proto.errors import ErrorCode, QuireError, invalid
 
+from quire_engine.core.outputs import SchedulerStats
+from quire_engine.server.messages import pool_to_proto
 from quire_engine.server.session import Session as RouterSession  # the contract has a method Session
 from quire_engine.server.session_manager import SessionManager
 
 log = logging.getLogger(__name__)
 
 OPEN_TIMEOUT = 10.0
+INSPECT_TIMEOUT = 5.0
+MAX_CELLS = 1024
 _SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 _Requests = AsyncIterator[pb.SessionRequest]
@@ -25,11 +29,14 @@ _Context = ServicerContext[pb.SessionRequest, pb.SessionResponse]
 
 
 class EngineServicer(engine_pb2_grpc.EngineServicer):
-    """Serves ``Describe`` and ``Session``."""
+    """Serves ``Describe``, ``Session`` and ``Inspect``. ``stats`` are the scheduler's totals."""
 
-    def __init__(self, sessions: SessionManager, description: pb.DescribeResponse) -> None:
+    def __init__(
+        self, sessions: SessionManager, description: pb.DescribeResponse, stats: SchedulerStats | None = None
+    ) -> None:
         self._sessions = sessions
         self._description = description
+        self._stats = stats or SchedulerStats()
 
     async def Describe(  # noqa: N802 - named by the contract
         self, request: pb.DescribeRequest, context: ServicerContext[pb.DescribeRequest, pb.DescribeResponse]
@@ -57,6 +64,26 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         finally:
             reader.cancel()
             self._sessions.detach(session, number)
+
+    async def Inspect(  # noqa: N802 - named by the contract
+        self, request: pb.InspectRequest, context: ServicerContext[pb.InspectRequest, pb.InspectResponse]
+    ) -> pb.InspectResponse:
+        """What each block holds between two steps, and totals since the start."""
+        cells = min(request.max_cells or MAX_CELLS, MAX_CELLS)
+        try:
+            async with asyncio.timeout(INSPECT_TIMEOUT):
+                device, host = await self._sessions.block_states()
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "The engine does not answer between steps.")
+        stats = self._stats
+        return pb.InspectResponse(
+            device=pool_to_proto(device, cells),
+            host=pool_to_proto(host, cells),
+            generated_tokens=stats.generated_tokens,
+            prompt_tokens=stats.prefix_query_tokens,
+            cached_prompt_tokens=stats.prefix_hit_tokens,
+            preemptions=sum(list(stats.preemptions.values())),  # copied: the core's thread may add a reason
+        )
 
     async def _read_commands(self, session: RouterSession, number: int, requests: _Requests) -> None:
         """Handles the router's commands. When the router half-closes, the stream to it continues; when a command cannot

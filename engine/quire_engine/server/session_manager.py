@@ -20,7 +20,14 @@ from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.structured_output import Structured
 
 from quire_engine.core.block_pool import BlockStored
-from quire_engine.core.engine_core import AbortRequest, AddRequest, EngineCore, EngineCoreOutputs, GetSnapshot
+from quire_engine.core.engine_core import (
+    AbortRequest,
+    AddRequest,
+    EngineCore,
+    EngineCoreOutputs,
+    GetBlockStates,
+    GetSnapshot,
+)
 from quire_engine.core.outputs import EngineCoreOutput, EngineLoad
 from quire_engine.core.request import Request
 from quire_engine.server.messages import (
@@ -319,6 +326,21 @@ class SessionManager:
         del live.session.requests[live.request_id]
         self._ended.set()
         return live.session
+
+    async def block_states(self) -> tuple[bytes, bytes]:
+        """Returns the states of the device's and the host's blocks (see ``BlockPool.block_states``)."""
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[tuple[bytes, bytes]] = loop.create_future()
+
+        def resolve(device: bytes, host: bytes) -> None:
+            if not found.done():  # else nobody waits any more
+                found.set_result((device, host))
+
+        def reply(device: bytes, host: bytes) -> None:
+            loop.call_soon_threadsafe(resolve, device, host)
+
+        self.core.send(GetBlockStates(reply))
+        return await found
 
     async def _open_new(self, session_id: str) -> tuple[Session, int, pb.SessionResponse]:
         if len(self._sessions) >= MAX_SESSIONS:

@@ -655,6 +655,104 @@ class KvRemoved(_message.Message):
 Global___KvRemoved: _TypeAlias = KvRemoved  # noqa: Y015
 
 @_typing.final
+class InspectRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_CELLS_FIELD_NUMBER: _builtins.int
+    max_cells: _builtins.int
+    """Most cells of a pool; 0 is 1,024."""
+    def __init__(
+        self,
+        *,
+        max_cells: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_cells", b"max_cells"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectRequest: _TypeAlias = InspectRequest  # noqa: Y015
+
+@_typing.final
+class InspectResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    generated_tokens: _builtins.int
+    """Totals since the start: tokens drawn, tokens of prompts, and those of them that were found in a pool."""
+    prompt_tokens: _builtins.int
+    cached_prompt_tokens: _builtins.int
+    preemptions: _builtins.int
+    """Sequences that gave way."""
+    @_builtins.property
+    def device(self) -> Global___KvPool: ...
+    @_builtins.property
+    def host(self) -> Global___KvPool:
+        """What is held here belongs to sequences that were swapped out, or was copied for the prefix cache."""
+
+    def __init__(
+        self,
+        *,
+        device: Global___KvPool | None = ...,
+        host: Global___KvPool | None = ...,
+        generated_tokens: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_prompt_tokens: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "host", b"host"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "device", b"device", "generated_tokens", b"generated_tokens", "host", b"host", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectResponse: _TypeAlias = InspectResponse  # noqa: Y015
+
+@_typing.final
+class KvPool(_message.Message):
+    """The blocks of one tier."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOTAL_FIELD_NUMBER: _builtins.int
+    USED_FIELD_NUMBER: _builtins.int
+    CACHED_FIELD_NUMBER: _builtins.int
+    CELLS_FIELD_NUMBER: _builtins.int
+    BLOCKS_PER_CELL_FIELD_NUMBER: _builtins.int
+    total: _builtins.int
+    used: _builtins.int
+    """In use by a sequence."""
+    cached: _builtins.int
+    """Of no sequence, but can be hit. The rest is free."""
+    cells: _builtins.bytes
+    """Each cell is what most of the next `blocks_per_cell` blocks are, in the order of their ids: 0 free, 1 cached, 2 in use by one
+    sequence, 3 by several.
+    """
+    blocks_per_cell: _builtins.int
+    def __init__(
+        self,
+        *,
+        total: _builtins.int = ...,
+        used: _builtins.int = ...,
+        cached: _builtins.int = ...,
+        cells: _builtins.bytes = ...,
+        blocks_per_cell: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_per_cell", b"blocks_per_cell", "cached", b"cached", "cells", b"cells", "total", b"total", "used", b"used"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvPool: _TypeAlias = KvPool  # noqa: Y015
+
+@_typing.final
 class DescribeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

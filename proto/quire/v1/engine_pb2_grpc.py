@@ -44,6 +44,11 @@ class EngineStub:
                 request_serializer=quire_dot_v1_dot_engine__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_engine__pb2.DescribeResponse.FromString,
                 _registered_method=True)
+        self.Inspect = channel.unary_unary(
+                '/quire.v1.Engine/Inspect',
+                request_serializer=quire_dot_v1_dot_engine__pb2.InspectRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_engine__pb2.InspectResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServicer:
@@ -67,6 +72,14 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Inspect(self, request, context):
+        """What each block holds now, and what the engine has done since its start. Routers ask while somebody looks at the fleet; it is
+        made when it is asked for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -79,6 +92,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=quire_dot_v1_dot_engine__pb2.DescribeRequest.FromString,
                     response_serializer=quire_dot_v1_dot_engine__pb2.DescribeResponse.SerializeToString,
+            ),
+            'Inspect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Inspect,
+                    request_deserializer=quire_dot_v1_dot_engine__pb2.InspectRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_engine__pb2.InspectResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,6 +153,33 @@ class Engine:
             '/quire.v1.Engine/Describe',
             quire_dot_v1_dot_engine__pb2.DescribeRequest.SerializeToString,
             quire_dot_v1_dot_engine__pb2.DescribeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Inspect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Engine/Inspect',
+            quire_dot_v1_dot_engine__pb2.InspectRequest.SerializeToString,
+            quire_dot_v1_dot_engine__pb2.InspectResponse.FromString,
             options,
             channel_credentials,
             insecure,

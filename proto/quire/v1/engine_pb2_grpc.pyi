@@ -44,6 +44,10 @@ class EngineStub:
     """
     Describe: _grpc.UnaryUnaryMultiCallable[_engine_pb2.DescribeRequest, _engine_pb2.DescribeResponse]
     """What this engine serves and how large it is. Constant for the life of the process."""
+    Inspect: _grpc.UnaryUnaryMultiCallable[_engine_pb2.InspectRequest, _engine_pb2.InspectResponse]
+    """What each block holds now, and what the engine has done since its start. Routers ask while somebody looks at the fleet; it is
+    made when it is asked for.
+    """
 
 @_typing.type_check_only
 class EngineAsyncStub(EngineStub):
@@ -57,6 +61,10 @@ class EngineAsyncStub(EngineStub):
     """
     Describe: _aio.UnaryUnaryMultiCallable[_engine_pb2.DescribeRequest, _engine_pb2.DescribeResponse]  # type: ignore[assignment]
     """What this engine serves and how large it is. Constant for the life of the process."""
+    Inspect: _aio.UnaryUnaryMultiCallable[_engine_pb2.InspectRequest, _engine_pb2.InspectResponse]  # type: ignore[assignment]
+    """What each block holds now, and what the engine has done since its start. Routers ask while somebody looks at the fleet; it is
+    made when it is asked for.
+    """
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -79,5 +87,15 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.DescribeResponse, _abc.Awaitable[_engine_pb2.DescribeResponse]]:
         """What this engine serves and how large it is. Constant for the life of the process."""
+
+    @_abc_1.abstractmethod
+    def Inspect(
+        self,
+        request: _engine_pb2.InspectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.InspectResponse, _abc.Awaitable[_engine_pb2.InspectResponse]]:
+        """What each block holds now, and what the engine has done since its start. Routers ask while somebody looks at the fleet; it is
+        made when it is asked for.
+        """
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

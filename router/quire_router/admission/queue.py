@@ -102,6 +102,10 @@ class AdmissionQueue:
         for queue in self._queues.values():
             queue.admit_next()
 
+    def waiting(self, model: str) -> int:
+        """Returns how many requests of the model wait."""
+        return len(self._queues[model])
+
     def abandon(self, request_id: str) -> bool:
         """Ends the wait of a request: its ``acquire`` returns at once, although there may be no capacity. For requests
         that are interrupted, and look for the reason themselves. Returns False if the request does not wait.
@@ -133,6 +137,9 @@ class _ModelQueue:
         self._waiters: dict[str, _Waiter] = {}
         self._admitting: _Waiter | None = None
         self._unready_since: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiters)
 
     async def acquire(self, request: QueuedRequest) -> None:
         if not self._waiters and self._admitting is None and self._has_capacity_for(request.tenant):

@@ -22,10 +22,10 @@ class Tenant:
 
     ``id`` is its name, or derived from its key. It may use ``models``, all of them if that is empty. Its share of a
     queue is its ``weight`` relative to the other tenants that wait. ``priority`` is that of its requests, smaller
-    first; with ``allow_priority`` they may add their own to it. A limit is None if there is none: those a minute hold
-    for all routers together, as does ``max_concurrent``, which counts the requests that wait and that run;
-    ``max_queued`` bounds those that wait for one model at one router. ``retention`` is for how many seconds a request
-    is stored after its end; None for the router's own setting.
+    first; with ``allow_priority`` they may add their own to it. With ``allow_fleet`` it may see the fleet. A limit is
+    None if there is none: those a minute hold for all routers together, as does ``max_concurrent``, which counts the
+    requests that wait and that run; ``max_queued`` bounds those that wait for one model at one router. ``retention`` is
+    for how many seconds a request is stored after its end; None for the router's own setting.
     """
 
     id: str = ""
@@ -33,6 +33,7 @@ class Tenant:
     weight: float = 1.0
     priority: int = 0
     allow_priority: bool = False
+    allow_fleet: bool = False
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     max_concurrent: int | None = None

@@ -15,7 +15,7 @@ from quire_router.admission.tenants import Tenant, Tenants, check_key
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 _KEY_ID = re.compile(r"[0-9a-f]{12}")
 _MAX_BYTES = 4 * 2**20
-_POLICY = {"models", "weight", "priority", "allow_priority", "requests_per_minute", "tokens_per_minute"}
+_POLICY = {"models", "weight", "priority", "allow_priority", "allow_fleet", "requests_per_minute", "tokens_per_minute"}
 _POLICY |= {"max_concurrent", "max_queued", "retention"}
 
 
@@ -57,6 +57,7 @@ class _Policy(BaseModel):
     weight: Annotated[float, Field(ge=0.001, le=1000)] = 1.0
     priority: Annotated[int, Field(ge=-(2**20), le=2**20)] = 0
     allow_priority: bool = False
+    allow_fleet: bool = False
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
     max_concurrent: Count | None = None

@@ -34,6 +34,8 @@ class RefusalReason(StrEnum):
     DEADLINE = "deadline"
     STOPPING = "stopping"
     MODEL = "model"
+    FLEET = "fleet"
+    VIEWERS = "viewers"
 
 
 _RETRY_AFTER: Final = {ErrorCode.OVERLOADED: 1.0, ErrorCode.UNAVAILABLE: 5.0}
@@ -68,6 +70,18 @@ def model_forbidden(model: str) -> QuireError:
     """The caller's key does not open this model."""
     message = f"This API key may not use the model {model[:128]!r}."
     return QuireError(ErrorCode.FORBIDDEN, message, param="model", reason=RefusalReason.MODEL)
+
+
+def fleet_forbidden() -> QuireError:
+    """The caller's key does not show the fleet."""
+    message = "This API key may not see the fleet: that is for tenants with allow_fleet, or for all with --allow-fleet."
+    return QuireError(ErrorCode.FORBIDDEN, message, reason=RefusalReason.FLEET)
+
+
+def too_many_viewers() -> QuireError:
+    """As many clients look at the fleet as may at one router."""
+    message = "Too many clients look at the fleet."
+    return QuireError(ErrorCode.OVERLOADED, message, retry_after=_RETRY_BUSY, reason=RefusalReason.VIEWERS)
 
 
 def unknown_model(model: str) -> QuireError:

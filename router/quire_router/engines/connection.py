@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
 from time import monotonic
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import grpc
 from quire.v1 import engine_pb2
@@ -19,14 +19,19 @@ from quire.v1.engine_pb2_grpc import EngineStub
 from quire_proto.supervise import Backoff, SupervisedTask
 from quire_proto.tls import ClientTls, Contents, TlsError, read_ca, read_cert_key
 
+from quire_router.core.fleet_view import EngineCondition
 from quire_router.core.retry import first_error, supervise
 from quire_router.engines.output_stream import EngineLost, OutputStream
 from quire_router.engines.session import KvListener, LoadListener, SequenceGap, Session
 from quire_router.engines.settings import ConnectionSettings
 
+if TYPE_CHECKING:
+    from quire.v1.engine_pb2_grpc import EngineAsyncStub  # there is none at run time
+
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 2**20
+INSPECT_TIMEOUT = 5.0  # seconds
 _OPTIONS = (
     # An idle engine sends nothing, so pings find a frozen engine or a lost host, within 11 seconds. Engines end
     # connections that ping them more often than every 5 seconds.
@@ -265,6 +270,18 @@ class EngineConnection:
         self._retry_requested = asyncio.Event()
         self._last_early_retry = -inf
         self._task: SupervisedTask | None = None
+        self._stub: EngineAsyncStub | None = None
+
+    @property
+    def condition(self) -> EngineCondition:
+        """How the connection is, in a word."""
+        if self._lost:
+            return "connecting" if self.description is None else "lost"
+        if not self._connected:
+            return "reconnecting"
+        if self.session.draining:
+            return "leaving"
+        return "silent" if self._liveness.suspect else "ready"
 
     @property
     def ready(self) -> bool:
@@ -293,6 +310,16 @@ class EngineConnection:
         if self._lost:
             raise EngineLost("the engine is not connected")
         return self.session.submit(message, self.description.vocab_size if self.description is not None else 0)
+
+    async def inspect(self) -> engine_pb2.InspectResponse | None:
+        """Asks the engine what its blocks hold. Returns None if it is not connected, too busy, or too old to say."""
+        if self._stub is None:
+            return None
+        try:
+            answer = await self._stub.Inspect(engine_pb2.InspectRequest(), timeout=INSPECT_TIMEOUT)
+        except grpc.aio.AioRpcError:
+            return None
+        return answer
 
     # The stream's life
 
@@ -341,10 +368,14 @@ class EngineConnection:
                 call = stub.Session()
                 snapshot = await self._open(call)
             self._on_stream_opened(description, snapshot)
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._write(call))
-                tasks.create_task(self._read(call))
-                tasks.create_task(self._watch_liveness())
+            self._stub = stub
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._write(call))
+                    tasks.create_task(self._read(call))
+                    tasks.create_task(self._watch_liveness())
+            finally:
+                self._stub = None
 
     async def _open(self, call: SessionCall) -> engine_pb2.Snapshot:
         await call.write(self.session.open_request())

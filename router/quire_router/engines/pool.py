@@ -296,6 +296,10 @@ class EnginePool:
         self._candidates_by_model.clear()
         self._throttled_notify.run_now()
 
+    def engines(self) -> list[Engine]:
+        """Returns all engines that are known, in the order in which they were found."""
+        return list(self._engines.values())
+
     # What can run where
 
     def rows(self, model: str) -> Rows:

@@ -21,6 +21,7 @@ from quire_router.admission.fair_queue import QueuedRequest
 from quire_router.admission.queue import AdmissionQueue
 from quire_router.core import metrics
 from quire_router.core.errors import engines_full, no_engine_ready
+from quire_router.core.fleet_view import FleetLog
 from quire_router.core.generation import GenerationRequest
 from quire_router.engines.output_stream import AttemptFailed
 from quire_router.engines.pool import EnginePool
@@ -101,7 +102,8 @@ _RETRY_FULL_SECONDS = 0.2  # seconds
 
 class Dispatcher:
     """Finds an engine for a request. A new one waits for its turn in the queue; one that has output was admitted
-    before, and waits only, at most ``hold_timeout`` seconds, until an engine is ready that takes it.
+    before, and waits only, at most ``hold_timeout`` seconds, until an engine is ready that takes it. While somebody
+    looks at the fleet, placements are recorded in ``fleet_log``.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Dispatcher:
         policy: str,
         hold_timeout: float,
         explain: bool = False,
+        fleet_log: FleetLog | None = None,
     ) -> None:
         self._pool = pool
         self._placer = placer
@@ -120,6 +123,7 @@ class Dispatcher:
         self._hold_timeout = hold_timeout
         self._policy = policy
         self._explain = explain
+        self._fleet_log = fleet_log or FleetLog()
 
     async def first(self, state: RequestState) -> PlacementDecision | None:
         """Places a new request, after its turn in the queue. Returns None if it was cancelled meanwhile. Raises
@@ -190,13 +194,16 @@ class Dispatcher:
     def _place(self, state: RequestState) -> PlacementDecision | None:
         span = route_span(state)
         rows = self._rows(state)
-        explained = self._explain or span.is_recording()
+        watched = self._fleet_log.watched
+        explained = self._explain or span.is_recording() or self._fleet_log.explain > 0
         decision = self._placer.place(state.generation, rows, state.block_hashes, explained=explained)
         span.set_attribute(Attribute.POLICY, self._policy)
         _describe(span, decision, len(rows))
         span.end()
         result = "none_ready" if decision is None else "placed"
         metrics.ROUTE_DECISIONS.labels(self._policy, result).inc()
+        if watched and decision is not None:
+            record_placement(self._fleet_log, state, decision)
         return decision
 
     def _rows(self, state: RequestState) -> Rows:
@@ -209,6 +216,22 @@ class Dispatcher:
         error = engines_full() if state.refused_by else no_engine_ready()
         metrics.REJECTIONS.labels(error.code.name.lower()).inc()
         return error
+
+
+def record_placement(log: FleetLog, state: RequestState, decision: PlacementDecision) -> None:
+    """Records for those who look at the fleet where a request goes, and why."""
+    log.explain = max(0, log.explain - 1)
+    log.add(
+        "placed",
+        decision.engine_id,
+        state.id,
+        model=state.generation.model,
+        attempt=state.attempt + 1,
+        prompt_tokens=len(state.generation.prompt_token_ids),
+        cached_tokens=decision.cached_tokens,
+        policy=decision.policy,
+        scores=decision.scores,
+    )
 
 
 def queued_request(request: GenerationRequest) -> QueuedRequest:

@@ -21,6 +21,7 @@ from quire_router.admission.limits import RateLimiter, Reservation
 from quire_router.admission.tenants import Tenants
 from quire_router.core import metrics
 from quire_router.core.errors import engines_lost, lease_lost, request_timed_out, shutting_down
+from quire_router.core.fleet_view import FleetLog
 from quire_router.core.generation import (
     Delta,
     DeltaStream,
@@ -50,7 +51,7 @@ class RequestRunner:
     submitted to another, ``max_attempts`` times in all without a token between them, and its client sees a pause;
     engines that are too full to accept it do not count. ``request_timeout`` seconds, where given, end a request with
     DEADLINE, as its own deadline does. At most ``max_background`` requests run without a client. With
-    ``expose_route`` the first delta of an attempt says where it runs.
+    ``expose_route`` the first delta of an attempt says where it runs. Lost attempts are recorded in ``fleet_log``.
 
     Requests outlive this router: a request that ends here without its engine or its client having ended it leaves a
     record that another router, or this one, can continue (``resume``).
@@ -69,6 +70,7 @@ class RequestRunner:
         max_attempts: int = 3,
         max_background: int = 4096,
         expose_route: bool = False,
+        fleet_log: FleetLog | None = None,
     ) -> None:
         self._pool = pool
         self._placer = placer
@@ -78,6 +80,7 @@ class RequestRunner:
         self._limits = limits or RateLimiter(Tenants())
         self._max_attempts = max_attempts
         self._expose_route = expose_route
+        self._fleet_log = fleet_log or FleetLog()
         self._registry = RequestRegistry(request_timeout)
         self._background = BackgroundRequests(max_background)
         self._resumer = RequestResumer(journal, tokenizers, self._registry, self._background, self._resume_claimed)
@@ -91,6 +94,10 @@ class RequestRunner:
     def load(self, model: str) -> int:
         """Requests of the model that have started and not ended."""
         return self._registry.of_model(model)
+
+    def in_progress(self) -> list[RequestState]:
+        """Returns the requests that have started and not ended, in the order in which they came."""
+        return self._registry.states()
 
     def on_load_changed(self, changed: Callable[[], None]) -> None:
         """Has ``changed`` called whenever the ``load`` of a model has changed."""
@@ -257,6 +264,7 @@ class RequestRunner:
         """Streams what one engine makes of the request. Raises ``AttemptFailed``."""
         route = route_header(decision) if self._expose_route else ""
         state.attempt += 1
+        state.engine_id = decision.engine_id
         with attempt_span(state, decision.engine_id, self._pool.zone(decision.engine_id)) as span:
             submission = state.build_submit(traceparent(span) if span.is_recording() else "")
             pending = max(1, len(state.generation.prompt_token_ids) - decision.cached_tokens)
@@ -294,8 +302,10 @@ class RequestRunner:
         if isinstance(problem, EngineFull):
             log.info("engine %s did not take request %s: %s", engine_id, state.id, problem)
             state.count_refusal(engine_id)
+            self._fleet_log.add("engine_full", engine_id, state.id, reason=str(problem))
             return
         log.warning("attempt %d of request %s lost engine %s: %s", state.attempt, state.id, engine_id, problem)
+        self._fleet_log.add("attempt_lost", engine_id, state.id, attempt=state.attempt, reason=str(problem))
         state.count_loss()
         if state.losses >= self._max_attempts:
             raise engines_lost()
@@ -339,6 +349,10 @@ class RequestRegistry:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
+
+    def states(self) -> list[RequestState]:
+        """Returns all of them, in the order in which they came."""
+        return list(self._requests.values())
 
     def of_model(self, model: str) -> int:
         """Returns how many are of this model: those that wait for an engine, and those that run on one."""

@@ -101,8 +101,9 @@ class RequestState:
     ``lease`` is on its journal record, and ``reservation`` what it was charged; ``trace_context`` is the caller's.
     ``interrupted`` is done once something other than the engine ends the request: with an error, or with None
     when it was cancelled; ``consumer_expired`` is set when that was because the ``consumer``'s deadline passed.
-    ``refused_by`` are the engines that were too full, ``attempt`` counts those that it was sent to, and ``losses``
-    those that were lost since the last token. ``names`` are the hashes of its prompt's blocks that were needed so far.
+    ``refused_by`` are the engines that were too full, ``attempt`` counts those that it was sent to, of which
+    ``engine_id`` is the last, and ``losses`` those that were lost since the last token. ``names`` are the hashes of its
+    prompt's blocks that were needed so far.
     ``finish_reason`` is None until the record is closed; of several choices the most severe reason counts.
 
     A request that continues from its ``record`` begins with what that holds, after ``replay_record``; nothing of that
@@ -128,6 +129,7 @@ class RequestState:
         self.refused_by: set[str] = set()
         self.block_hashes: HashesByNamespace = {}
         self.attempt = 0
+        self.engine_id = ""
         self.interrupted: asyncio.Future[QuireError | None] = asyncio.get_running_loop().create_future()
         self._tokenizer = tokenizer
         self._journal = journal

@@ -1,15 +1,18 @@
 """The other routes: models, health, metrics and the API's description (``StatusEndpoints``), stored requests under
-``/v1/requests/{id}`` (``RequestEndpoints``), ``/tokenize`` and ``/detokenize`` (``TokenizeEndpoints``).
+``/v1/requests/{id}`` (``RequestEndpoints``), ``/v1/fleet/events`` (``FleetEndpoint``), ``/tokenize`` and
+``/detokenize`` (``TokenizeEndpoints``).
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from importlib.metadata import version
 from urllib.parse import parse_qsl
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from quire_proto.errors import QuireError, invalid
 
-from quire_router.api.auth import ANONYMOUS, Identity
+from quire_router.api.auth import ANONYMOUS, Identity, StaticKeys
+from quire_router.api.fleet_feed import FleetFeed
 from quire_router.api.prepared_request import options_from_headers
 from quire_router.api.request_limits import ReservedBody
 from quire_router.api.rest.http import (
@@ -24,11 +27,11 @@ from quire_router.api.rest.http import (
 )
 from quire_router.api.rest.openai_format import format_for, model_object, request_object
 from quire_router.api.rest.openapi import openapi
-from quire_router.api.rest.sse import KeepAlive, collect_completion, stream
+from quire_router.api.rest.sse import KeepAlive, SseStream, collect_completion, stream
 from quire_router.api.service import ApiService, counting_rejections, ignored_parameters_header
 from quire_router.api.stored_requests import RequestStatus, StoredRequest
 from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest, TokenizeResult
-from quire_router.core.errors import RETRY_NOT_READY
+from quire_router.core.errors import RETRY_NOT_READY, fleet_forbidden
 from quire_router.core.retry import failing_tasks
 
 VERSION = version("quire-router")
@@ -203,6 +206,31 @@ def _query(exchange: HttpExchange) -> list[str]:
 
 def _unknown() -> QuireError:
     return invalid(_AFTER, "The address takes one parameter, after.")
+
+
+class FleetEndpoint:
+    """Handler of ``/v1/fleet/events``. With ``for_all`` every key shows the fleet; without keys everybody sees it."""
+
+    def __init__(self, feed: FleetFeed, keys: StaticKeys, keepalive: KeepAlive, *, for_all: bool) -> None:
+        self._feed = feed
+        self._keys = keys
+        self._keepalive = keepalive
+        self._for_all = for_all
+
+    async def events(self, exchange: HttpExchange) -> None:
+        """Streams the state of the fleet, for as long as the client reads. Raises ``QuireError``."""
+        if self._keys.required and not (self._for_all or exchange.caller.policy.allow_fleet):
+            raise fleet_forbidden()
+        await cancel_on_disconnect(exchange.receive, self._send(exchange))
+
+    async def _send(self, exchange: HttpExchange) -> None:
+        async with (
+            aclosing(self._feed.watch()) as updates,
+            SseStream(exchange.response, self._keepalive, ids=False) as events,
+        ):
+            async for data in updates:
+                await events.write(data)
+            await events.end(b": end\n\n")
 
 
 _CHUNK = 4096  # entries

@@ -51,7 +51,7 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
     "/tokenize": {"post": Operation("The tokens of a text or of a conversation.", TokenizeRequest)},
     "/detokenize": {"post": Operation("The text of tokens.", DetokenizeRequest)},
 }
-"""All routes but those of probes, by path."""
+"""All routes but those of probes and of the page, by path."""
 
 
 def openapi(version: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire_router.api.prepared_request import PreparedRequest, RequestOptions, options_from_headers
 from quire_router.api.request_limits import ReservedBody
-from quire_router.api.rest.endpoints import RequestEndpoints, StatusEndpoints, TokenizeEndpoints
+from quire_router.api.rest.endpoints import FleetEndpoint, RequestEndpoints, StatusEndpoints, TokenizeEndpoints
 from quire_router.api.rest.http import (
     JSON_HEADERS,
     LAST_EVENT_ID,
@@ -215,9 +215,10 @@ def build_api(
     client_timeout: float,
     keepalive: KeepAlive = KEEPALIVE,
     page: Page | None = None,
+    fleet: FleetEndpoint | None = None,
 ) -> RestApp:
     """Returns the public REST API. ``client_timeout`` bounds a body's arrival and each write, in seconds. ``page`` is
-    what browsers get; None: there is nothing at its paths.
+    what browsers get, and ``fleet`` the stream that it reads; None: there is nothing at their paths.
     """
     status, requests = StatusEndpoints(service), RequestEndpoints(service, keepalive)
     limits = BodyLimits(max_body_bytes, client_timeout)
@@ -241,6 +242,8 @@ def build_api(
         _route("/ping", ("GET", "POST"), status.ping),
         *_probes(status, status.health),
     ]
+    if fleet is not None:
+        routes.append(_route("/v1/fleet/events", "GET", fleet.events))
     if page is None:
         return RestApp(service, routes, client_timeout)
     routes += [_route(HOME, "GET", page.home), _route(FOLDER + "{name}", "GET", page.file)]

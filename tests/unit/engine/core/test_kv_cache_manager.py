@@ -32,6 +32,17 @@ def test_the_null_block_is_never_allocated() -> None:
     assert kv.device_pool.num_free == 0
 
 
+def test_states_say_of_each_block_whether_it_is_free_findable_used_or_shared() -> None:
+    pool = BlockPool(6, Tier.DEVICE, reserved=1)
+    blocks = [pool.allocate() for _ in range(4)]
+    pool.cache_block(blocks[0], b"a" * 16)
+    pool.cache_block(blocks[1], b"b" * 16)
+    pool.incref(blocks[1])
+    pool.decref(blocks[0])
+    pool.decref(blocks[3])
+    assert pool.block_states() == bytes([1, 3, 2, 0, 0])
+
+
 def test_blocks_without_a_hash_are_reused_before_hashed_ones() -> None:
     pool = BlockPool(4, Tier.DEVICE)
     blocks = [pool.allocate() for _ in range(4)]

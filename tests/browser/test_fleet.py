@@ -1,0 +1,97 @@
+"""The view of the fleet in a real browser: engines that run, die and come back while an answer goes on."""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.browser.conftest import PHONE, Browser, Stack, needs_chromium, serving
+from tests.browser.test_chat import KEY, STORY, expected, low_contrast
+
+pytestmark = needs_chromium
+LONGER = "[a-z ]{3000}"
+
+
+def conditions(browser: Browser) -> list[str]:
+    return browser.text(".condition").split("\n")
+
+
+def show(browser: Browser, tab: str) -> None:
+    browser.find(f"#tab-{tab}").click()
+
+
+def test_a_killed_engine_is_seen_while_the_answer_goes_on(stack: Stack, browser: Browser) -> None:
+    browser.open(stack.router.url)
+    browser.set(temperature=1, seed=9, format="regex")
+    browser.set(shape=LONGER)
+    show(browser, "fleet")
+    browser.wait(lambda: conditions(browser) == ["ready", "ready"])
+    # Without leaving the view: where a request went is recorded for those who look.
+    script = "document.getElementById('message').value = arguments[0]; arguments[1].requestSubmit()"
+    browser.driver.execute_script(script, STORY, browser.find("#composer"))
+    browser.wait(lambda: "went to" in browser.text(".events"))
+    busy = re.findall(r"went to (\S+):", browser.text(".events"))[0]
+    [victim] = [engine for engine in stack.engines if engine.address == busy]
+    victim.kill()
+    browser.wait(lambda: f"{busy} is lost" in browser.text(".events"))
+    browser.wait(lambda: "goes on at" in browser.text(".events"))
+    assert sorted(conditions(browser))[-1] == "ready"
+    browser.picture("page-fleet")
+    stack.revive()
+    browser.wait(lambda: f"{busy} is ready" in browser.text(".events"))
+    browser.wait(lambda: conditions(browser) == ["ready", "ready"])
+    show(browser, "chat")
+    whole = expected(stack, temperature=1, seed=9, structured_outputs={"regex": LONGER})["content"]
+    assert browser.answer() == whole
+
+
+def test_blocks_are_shown_one_by_one_and_in_words(stack: Stack, browser: Browser) -> None:
+    browser.open(stack.router.url + "#fleet")
+    browser.wait(lambda: "cached" in browser.text(".pool .note"))
+    label = browser.find("canvas").get_attribute("aria-label")
+    assert "KV memory: " in label
+    colours = """
+        const canvas = document.querySelector("canvas");
+        const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+        const seen = new Set();
+        for (let at = 0; at < data.length; at += 4) if (data[at + 3] === 255) seen.add(data.slice(at, at + 3).join());
+        return seen.size;
+    """
+    assert browser.driver.execute_script(colours) >= 2, "free blocks, and those that the chats before left cached"
+
+
+def test_nobody_looks_while_another_view_is_shown(stack: Stack, browser: Browser) -> None:
+    browser.open(stack.router.url + "#fleet")
+    browser.wait(lambda: "ready" in conditions(browser))
+    numbers = "return document.querySelector('.numbers').firstChild"
+    before = browser.driver.execute_script(numbers)
+    browser.wait(lambda: browser.driver.execute_script(numbers) != before)
+    show(browser, "chat")
+    time.sleep(0.3)
+    before = browser.driver.execute_script(numbers)
+    time.sleep(1.5)  # three samples, if any came
+    assert browser.driver.execute_script(numbers) == before
+
+
+def test_a_key_that_may_not_see_the_fleet_is_told_so(stack: Stack, browser: Browser, tmp_path: Path) -> None:
+    with serving(tmp_path, "--api-key", KEY, addresses=[stack.engines[0].address]) as keyed:
+        browser.open(keyed.router.url + "#fleet", ready=False)
+        browser.wait(lambda: browser.find("#key-form").is_displayed())
+        browser.find("#key").send_keys(KEY + "\n")
+        browser.wait(lambda: "allow_fleet" in browser.text("#fleet .note"))
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_all_text_has_enough_contrast(stack: Stack, browser: Browser, dark: bool) -> None:
+    browser.emulate(dark=dark)
+    browser.open(stack.router.url + "#fleet")
+    browser.wait(lambda: "ready" in conditions(browser))
+    assert low_contrast(browser) == []
+
+
+def test_it_fits_a_phone(stack: Stack, browser: Browser) -> None:
+    browser.emulate(PHONE)
+    browser.open(stack.router.url + "#fleet")
+    browser.wait(lambda: browser.all(".engine canvas"))
+    assert browser.driver.execute_script("return document.documentElement.scrollWidth") <= PHONE[0]
