@@ -32,7 +32,7 @@ MIGRATIONS = (
         record INTEGER PRIMARY KEY,
         request_id TEXT NOT NULL UNIQUE,
         owner TEXT NOT NULL,
-        epoch INTEGER NOT NULL,
+        epoch INTEGER NOT NULL CHECK (epoch BETWEEN 1 AND 999999999999999),
         expires INTEGER,  -- s; NULL while it is leased
         opened INTEGER NOT NULL,  -- ms
         retention INTEGER,  -- s, where the request has its own
@@ -54,7 +54,7 @@ MIGRATIONS = (
     ) STRICT;
     CREATE TABLE logs (
         record INTEGER NOT NULL REFERENCES records ON DELETE CASCADE,
-        start INTEGER NOT NULL,  -- offset in the token log, in bytes
+        start INTEGER NOT NULL CHECK (start >= 0),  -- offset in the token log, in bytes
         packed BLOB NOT NULL,
         checksum INTEGER NOT NULL,  -- of the log up to the end of this part
         num_tokens INTEGER,  -- in the log up to there; NULL: the next part says it

@@ -438,8 +438,12 @@ class RecordReader:
                 "SELECT request, prompt, seal FROM requests WHERE record = ?", (record,)
             ).fetchone()
             fields |= dict(zip(names, row or (), strict=False))
-            parts = self._connection.execute("SELECT packed FROM logs WHERE record = ? ORDER BY start", (record,))
-            return _encode(fields), b"".join(part for (part,) in parts), now
+            parts = self._connection.execute(
+                "SELECT start, packed FROM logs WHERE record = ? ORDER BY start", (record,)
+            ).fetchall()
+            if not _is_whole(parts, 0):
+                fields["sum"] = -1  # no checksum fits
+            return _encode(fields), b"".join(part for _, part in parts), now
 
     def statuses(self, request_ids: Sequence[str]) -> list[tuple[dict[bytes, bytes], int, int]]:
         """See ``RecordStore``."""
@@ -477,7 +481,8 @@ class RecordReader:
                 {"record": record, "offset": offset},
             ).fetchall()
             length = parts[-1][0] + len(parts[-1][1]) if parts else 0
-            # Of a damaged log the first part may begin later; its checksum will not fit then.
+            if not _is_whole(parts, offset):
+                fields["sum"] = -1
             packed = b"".join(part for _, part in parts)[max(0, offset - parts[0][0]) :] if parts else b""
             return RawRecordUpdate(_encode({name: fields.get(name) for name in names}), length, packed, now)
 
@@ -516,6 +521,18 @@ class RecordReader:
         if fields.pop("length") not in (None, length):
             fields["sum"] = -1  # its end is missing, so no checksum fits
         return fields, int(now * 1000)
+
+
+def _is_whole(parts: list[tuple[int, bytes]], offset: int) -> bool:
+    """Whether each part of a log begins where the last one ends, and the first one at ``offset`` or before."""
+    end = parts[0][0] if parts else offset
+    if end > offset:
+        return False
+    for start, packed in parts:
+        if start != end:
+            return False
+        end += len(packed)
+    return True
 
 
 def _encode(fields: dict[str, Any]) -> dict[bytes, bytes]:

@@ -7,7 +7,6 @@ import fcntl
 import sqlite3
 from array import array
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -184,6 +183,7 @@ class Restarts(RuleBasedStateMachine):
     def die(self) -> None:
         self.router.die()
         self.dead.append(self.router)
+        self.onlookers.clear()
         self.router = Router(self.file)
 
     @precondition(lambda self: bool(self.dead))
@@ -204,12 +204,11 @@ class Restarts(RuleBasedStateMachine):
     def poll(self, data: st.DataObject) -> None:
         reader = data.draw(st.sampled_from(self.onlookers))
         self.flush()
-        with suppress(RuntimeError):  # of a router that is dead
-            update = self.router.run(reader.follower.poll())
-            stored = self.stored(reader.name)
-            assert (update is None) == (stored is None)
-            reader.tokens += [token for delta in (update.deltas if update else []) for token in delta.token_ids]
-            assert stored is None or reader.tokens == stored.log
+        update = self.router.run(reader.follower.poll())
+        stored = self.stored(reader.name)
+        assert (update is None) == (stored is None)
+        reader.tokens += [token for delta in (update.deltas if update else []) for token in delta.token_ids]
+        assert stored is None or reader.tokens == stored.log
 
     @invariant()
     def a_record_only_grows_and_is_what_its_holders_wrote(self) -> None:
