@@ -78,6 +78,7 @@ def engines(draw: st.DrawFn) -> Engine:
         "blocks_free": draw(st.integers(0, int(sizes["blocks_total"]))),
         "pending_tokens": draw(st.integers(0, 100_000)),
         "step_tokens": draw(st.sampled_from([0, 512, 2048])),
+        "prompt_tokens_per_step": draw(st.sampled_from([0, 16, 130, 512])),
         "block_size": draw(st.sampled_from([0, 1, 16, 64])),
         "device": device,
         "host": draw(st.integers(0, 62 - device // 16)) * 16,

@@ -126,11 +126,31 @@ class BatchScheduler:
         scheduler_output.blocks_to_swap_in = copies.blocks_to_swap_in
         return scheduler_output
 
-    def _make_budget(self) -> StepBudget:
-        """The step's budget, which prompts share with the sequences that decode."""
-        limit = self._config.max_step_seconds
-        contexts = [] if limit == 0 else [s.num_scheduled_tokens for s in self.running if s.num_unscheduled_tokens == 1]
-        return self._step_times.make_budget(self._config.max_num_batched_tokens, limit, contexts)
+    def prompt_tokens_per_step(self) -> int:
+        """Tokens of prompts that a step may compute beside the sequences that decode now, if one more prompt comes; 0
+        without a bound in time.
+        """
+        budget = self._make_budget(more=1)
+        return budget.chunk_length(self._step_times.mean_prompt_context, budget.tokens) if budget.max_seconds else 0
+
+    def _make_budget(self, more: int = 0) -> StepBudget:
+        """The step's budget, which prompts share with the sequences that decode, as if ``more`` prompts waited."""
+        config = self._config
+        if config.max_step_seconds == 0:
+            return StepBudget(config.max_num_batched_tokens)
+        contexts: list[int] = []
+        prompts: list[int] = []
+        for sequence in self.running:
+            lacking = sequence.num_unscheduled_tokens
+            if lacking:
+                (contexts if lacking == 1 else prompts).append(sequence.num_scheduled_tokens)
+        return self._step_times.make_budget(
+            config.max_num_batched_tokens,
+            config.max_step_seconds,
+            contexts,
+            waiting=len(prompts) + len(self.preempted) + len(self.waiting.sequences) + more,
+            start=prompts[0] if prompts else 0,
+        )
 
     # Running
 

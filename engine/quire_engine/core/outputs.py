@@ -53,6 +53,7 @@ class EngineLoad:
     host_blocks_total: int
     host_blocks_free: int
     pace: Pace | None = None
+    prompt_tokens_per_step: int = 0
 
 
 @dataclass(slots=True)

@@ -200,6 +200,7 @@ class Scheduler:
             host_blocks_total=host.num_blocks,
             host_blocks_free=host.num_free,
             pace=self.step_times.pace,
+            prompt_tokens_per_step=self._batch_scheduler.prompt_tokens_per_step(),
         )
 
     def get_fragmentation(self) -> KVCacheFragmentation:

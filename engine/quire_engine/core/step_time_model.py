@@ -25,8 +25,8 @@ _WORST = 4.0  # longer steps, relative to the expected and to the last one, were
 _PRIOR_STEP_TOKENS = 32
 _PRIOR_CONTEXT = 8192  # tokens before a token whose attention takes as long as the token otherwise
 
-AUTO_MULTIPLE = 5.0
-"""By default a step with prompts takes at most so many times what decoding alone takes, or ``AUTO_SECONDS``."""
+AUTO_LOSS = 0.05
+"""By default steps are as short as makes prompts take this part longer; but they may take ``AUTO_SECONDS``."""
 AUTO_SECONDS = 0.05
 MIN_PROMPT_TOKENS = 16
 """The first prompt of a step gets as many, whatever was promised; and no chunk of a prompt has fewer but its last."""
@@ -111,9 +111,13 @@ class StepBudget:
     """What a step may still compute: ``tokens``, of which one is kept for each of the ``decoding`` sequences that have
     not been scheduled yet, and ``seconds`` of prompts. A prompt's chunk takes its tokens, its attention and, at the
     prompt's end, the draw of a token. ``max_seconds`` is what the step may take in all, 0 without a bound.
+
+    A prompt that ends has its first token when the step ends, so what the step computes of others delays it. Leaving
+    that to the next step delays each of the others by what decoding takes once more. So behind the end of a prompt a
+    step has time for others only as far as that costs less.
     """
 
-    __slots__ = ("_model", "_prompts", "decoding", "max_seconds", "seconds", "tokens")
+    __slots__ = ("_ended", "_model", "_prompts", "_saved", "decoding", "max_seconds", "seconds", "tokens", "waiting")
 
     def __init__(
         self,
@@ -123,14 +127,21 @@ class StepBudget:
         max_seconds: float = 0.0,
         seconds: float = inf,
         decoding: int = 0,
+        saved: float = inf,
+        waiting: int = 1,
     ) -> None:
-        """Without a bound in time unless ``model`` is given."""
+        """Without a bound in time unless ``model`` is given. ``saved`` are the seconds that one step less takes, and
+        ``waiting`` the prompts that are not computed.
+        """
         self.tokens = tokens
         self.max_seconds = max_seconds
         self.seconds = seconds
         self.decoding = decoding
+        self.waiting = waiting
         self._model = model
         self._prompts = 0
+        self._ended = 0
+        self._saved = saved
 
     @property
     def has_prompts(self) -> bool:
@@ -171,6 +182,11 @@ class StepBudget:
         self._prompts += 1
         work = StepWork(length, int(length == wanted), count_pairs(start, length))
         self.seconds -= self._model.predict(work) - self._model.step_seconds
+        if length == wanted:
+            self._ended += 1
+            self.waiting = max(0, self.waiting - 1)
+            behind = self._saved * self.waiting / self._ended if self.waiting else 0.0
+            self.seconds = min(self.seconds, behind)
 
     def _fitting(self, model: StepTimeModel, start: int) -> int:
         """The most tokens behind ``start`` others that take ``seconds``: the root of a quadratic equation."""
@@ -212,6 +228,8 @@ class StepTimeEstimator:
         self._prompt_steps = 0
         self._fitted = 0.0
         self._drift = 1.0
+        self.mean_prompt_context = 0
+        """Tokens that one of a prompt's attended to in the last steps, on average."""
 
     @property
     def model(self) -> StepTimeModel | None:
@@ -225,18 +243,35 @@ class StepTimeEstimator:
         """The model as routers get it; None as long as ``model``."""
         return self._pace
 
-    def make_budget(self, tokens: int, max_seconds: float | None, contexts: Sequence[int]) -> StepBudget:
+    def make_budget(
+        self,
+        tokens: int,
+        max_seconds: float | None,
+        contexts: Sequence[int],
+        *,
+        waiting: int = 1,
+        start: int = 0,
+    ) -> StepBudget:
         """The budget of a step in which sequences with these ``contexts`` decode. Not bounded in time where nothing
-        decodes or too little is known. ``max_seconds`` is ``max_step_seconds`` of the settings.
+        decodes or too little is known. ``max_seconds`` is ``max_step_seconds`` of the settings. So many prompts are
+        ``waiting`` to be computed, the next one's tokens behind ``start`` others.
         """
         model = self.model
         if max_seconds == 0 or model is None or not contexts:
             return StepBudget(tokens)
         decoding = model.predict(StepWork(0, len(contexts), 0.0, sum(contexts)))
         if max_seconds is None:
-            max_seconds = max(AUTO_SECONDS, AUTO_MULTIPLE * decoding)
-        left = max_seconds / self._drift - decoding
-        return StepBudget(tokens, model, max_seconds=max_seconds, seconds=left, decoding=len(contexts))
+            full = model.predict(StepWork(tokens, 0, count_pairs(start, tokens))) - model.step_seconds
+            max_seconds = max(AUTO_SECONDS, _auto_seconds(decoding, full, waiting))
+        return StepBudget(
+            tokens,
+            model,
+            max_seconds=max_seconds,
+            seconds=max_seconds / self._drift - decoding,
+            decoding=len(contexts),
+            saved=decoding,
+            waiting=waiting,
+        )
 
     def observe(self, work: StepWork, seconds: float, ended: float = 0.0) -> None:
         """Adds one step. ``seconds`` are without block copies. ``ended`` is in seconds since a fixed time."""
@@ -276,6 +311,7 @@ class StepTimeEstimator:
         both = self._decoding.plus(self._mixed)
         self._model = model = StepTimeModel(*_fit(both, self._prior, ridge))
         pairs = both.sums[_PAIRS] / both.sums[_TOKENS] if both.sums[_TOKENS] else 0.0
+        self.mean_prompt_context = int(pairs)
         context = both.sums[_CONTEXT] / both.sums[_SEQUENCES] if both.sums[_SEQUENCES] else 0.0
         self._pace = Pace(
             model.step_seconds,
@@ -283,6 +319,19 @@ class StepTimeEstimator:
             model.sequence_seconds + context * model.context_seconds,
             self._host_block_seconds,
         )
+
+
+def _auto_seconds(decoding: float, full: float, waiting: int) -> float:
+    """Seconds of a step by default. Decoding alone takes ``decoding``, and as much of prompts as a step may have takes
+    ``full``; so many prompts are ``waiting``.
+
+    A second of prompts needs 1 / p steps with p seconds of prompts each, and every step takes ``decoding`` besides.
+    That is to be at most ``AUTO_LOSS`` seconds more than in steps with ``full`` seconds of prompts. Where prompts wait
+    for each other, what makes all of them take longer lengthens the queue too: by 1 / (1 - load), which in a simple
+    queue is the mean number of those who are in it, and one. So the loss is divided by how many there are.
+    """
+    steps = AUTO_LOSS / (max(1, waiting) * decoding) if decoding else inf
+    return decoding + 1 / (steps + 1 / full) if full else decoding
 
 
 class _DecayedSums:

@@ -108,6 +108,7 @@ def load_to_proto(load: EngineLoad) -> pb.Load:
         host_blocks_total=load.host_blocks_total,
         host_blocks_free=load.host_blocks_free,
         pace=None if load.pace is None else _pace_to_proto(load.pace),
+        prompt_tokens_per_step=load.prompt_tokens_per_step,
     )
 
 

@@ -502,6 +502,7 @@ class Load(_message.Message):
     HOST_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FREE_FIELD_NUMBER: _builtins.int
     PACE_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_PER_STEP_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Sequences holding device blocks."""
     waiting: _builtins.int
@@ -516,6 +517,11 @@ class Load(_message.Message):
     host_blocks_total: _builtins.int
     """The same for the host pool."""
     host_blocks_free: _builtins.int
+    prompt_tokens_per_step: _builtins.int
+    """Prompt tokens that a step computes beside the sequences that decode now, for all prompts together, as --max-step-seconds bounds
+    it: what another prompt's tokens have to be divided by to know in how many steps they are computed. 0: not bounded by anything but
+    DescribeResponse.max_num_batched_tokens, because nothing decodes, the step times are not known yet, or the engine does not report it.
+    """
     @_builtins.property
     def pace(self) -> Global___Pace:
         """How fast it is, learned from its own steps; nothing is set before the first ones."""
@@ -532,10 +538,11 @@ class Load(_message.Message):
         host_blocks_total: _builtins.int = ...,
         host_blocks_free: _builtins.int = ...,
         pace: Global___Pace | None = ...,
+        prompt_tokens_per_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pace", b"pace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "host_blocks_free", b"host_blocks_free", "host_blocks_total", b"host_blocks_total", "pace", b"pace", "running", b"running", "swapped", b"swapped", "uncomputed_tokens", b"uncomputed_tokens", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "host_blocks_free", b"host_blocks_free", "host_blocks_total", b"host_blocks_total", "pace", b"pace", "prompt_tokens_per_step", b"prompt_tokens_per_step", "running", b"running", "swapped", b"swapped", "uncomputed_tokens", b"uncomputed_tokens", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

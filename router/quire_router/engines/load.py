@@ -116,6 +116,8 @@ class EngineLoad:
         table.blocks_total[row] = load.blocks_total
         if load.HasField("pace"):
             self._set_pace(load.pace)
+        step_tokens = table.step_tokens[row]
+        table.prompt_tokens_per_step[row] = min(load.prompt_tokens_per_step or step_tokens, step_tokens)
         # Of each running sequence the last token is not computed yet, and is none of a prompt.
         self._reported = max(0, load.uncomputed_tokens - load.running)
         self._unreported.on_report(self._clock())
@@ -149,7 +151,7 @@ class EngineLoad:
         so that the next one begins.
         """
         table, row = self._table, self.row
-        table.computing[row] = min(table.pending_tokens[row], table.step_tokens[row])
+        table.computing[row] = min(table.pending_tokens[row], table.prompt_tokens_per_step[row])
         table.stepped[row] = self._clock()
 
     def _apply(self, total: Counts, before: Counts, after: Counts) -> Counts:

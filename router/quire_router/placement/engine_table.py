@@ -50,8 +50,9 @@ class EngineColumns:
     ``decoding`` sequences past their first token; ``waiting`` and ``swapped`` sequences as the engine last reported;
     ``blocks_free`` (or evictable) and ``blocks_total``; ``max_sequences``; ``step_tokens``, the most that one step
     computes; ``block_size`` in tokens; the four of its ``StepTimes``, and ``measured``, 1 where the engine reported
-    them and 0 where they are a guess; ``stepped``, when its last step began as far as is known, in seconds of the
-    routers' clock, and ``computing``, how many of the pending tokens are in that step.
+    them and 0 where they are a guess; ``prompt_tokens_per_step``, the most of prompts in a step beside what decodes
+    there now, ``step_tokens`` unless the engine bounds its steps in time; ``stepped``, when its last step began as far
+    as is known, in seconds of the routers' clock, and ``computing``, how many of the pending tokens are in that step.
     """
 
     requests: Column
@@ -69,6 +70,7 @@ class EngineColumns:
     sequence_seconds: Column
     host_block_seconds: Column
     measured: Column
+    prompt_tokens_per_step: Column
     computing: Column
     stepped: Column
 
@@ -148,8 +150,11 @@ class EngineTable(EngineColumns):
             self._write_step_times(row, step_times, measured=True)
 
     def set_sizes(self, row: int, *, block_size: int, step_tokens: int) -> None:
-        """Sets how many tokens the engine's blocks have, and the most that one step computes."""
+        """Sets how many tokens the engine's blocks have, and the most that one step computes, of prompts too until the
+        engine reports fewer.
+        """
         self._write(row, block_size=block_size, step_tokens=step_tokens)
+        self.prompt_tokens_per_step[row] = step_tokens
 
     def _write_step_times(self, row: int, step_times: StepTimes, *, measured: bool) -> None:
         self._write(
@@ -242,14 +247,11 @@ class StepTimeColumns:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpeeds:
-    """What follows from step times. ``step_times`` are those of ``cluster_step_times``. ``steps_per_token`` is the part
-    of a full step that one prompt token is, and ``token_seconds`` the time of a prompt token in a full step, with that
-    part of the step's own time. ``block_size`` is in tokens, at least one.
+    """What follows from an engine's description and step times, whatever its load. ``step_times`` are those of
+    ``cluster_step_times``. ``block_size`` is in tokens, at least one.
     """
 
     step_times: StepTimeColumns
-    steps_per_token: Column
-    token_seconds: Column
     block_size: Column
 
 
@@ -283,14 +285,7 @@ class SpeedCache:
 
 def compute_speeds(engines: EngineColumns, stepped: Flags) -> EngineSpeeds:
     """Returns the speeds of ``engines``, of which those in ``stepped`` made a step lately."""
-    step_times = cluster_step_times(engines, stepped)
-    steps_per_token = 1 / np.maximum(engines.step_tokens, 1.0)
-    return EngineSpeeds(
-        step_times,
-        steps_per_token,
-        step_times.token_seconds + step_times.step_seconds * steps_per_token,
-        np.maximum(engines.block_size, 1.0),
-    )
+    return EngineSpeeds(cluster_step_times(engines, stepped), np.maximum(engines.block_size, 1.0))
 
 
 def stepped_recently(engines: EngineColumns, now: float) -> Flags:

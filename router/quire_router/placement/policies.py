@@ -151,9 +151,11 @@ class CandidateView:
     """What one request would meet at each engine that may run it: columns over ``query.rows``, each computed once for
     all scorers. They must not be written to.
 
-    ``engines`` are the table's columns; ``step_times``, ``steps_per_token`` and ``token_seconds`` are those of their
-    ``EngineSpeeds``. ``cached`` and ``uncached`` are the tokens of the prompt that either tier has there, and the
-    others; ``blocks_to_copy`` is how many blocks of them the host tier has, None if no engine has any there.
+    ``engines`` are the table's columns, and ``step_times`` those of their ``EngineSpeeds``. ``steps_per_token`` is the
+    part that one prompt token is of the prompt tokens that the engine gives to a step now, and ``token_seconds`` the
+    time of one, with that part of the step's own time. ``cached`` and ``uncached`` are the tokens of the prompt that
+    either tier has there, and the others; ``blocks_to_copy`` is how many blocks of them the host tier has, None if no
+    engine has any there.
     ``tokens_to_compute`` are the uncached tokens and those pending. ``decode_slowdown`` is what the sequences that
     decode there add to each step, in seconds. ``shortfall`` is the part of the engine's blocks, or of its
     ``max_sequences`` if that is more, that others hold and this request needs; None if no engine lacks anything. An
@@ -183,11 +185,9 @@ class CandidateView:
         self.zeros = np.zeros(len(query.rows))
         self.engines = engines = table.columns_of(query.rows)
         speeds = (speed_cache or SpeedCache()).get(table, query.rows, engines, query.now)
-        self.step_times, self.steps_per_token, self.token_seconds = (
-            speeds.step_times,
-            speeds.steps_per_token,
-            speeds.token_seconds,
-        )
+        self.step_times = speeds.step_times
+        self.steps_per_token = 1 / np.maximum(engines.prompt_tokens_per_step, 1.0)
+        self.token_seconds = speeds.step_times.token_seconds + speeds.step_times.step_seconds * self.steps_per_token
         self.decode_slowdown = engines.decoding * speeds.step_times.sequence_seconds
         device, host = query.matches.device[query.rows], query.matches.host[query.rows]
         swaps_in = bool(host.any())

@@ -1,7 +1,7 @@
 """A step that computes prompts beside sequences that decode takes what was promised, and everybody goes on."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
@@ -12,7 +12,7 @@ from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.core.step_time_model import (
-    AUTO_MULTIPLE,
+    AUTO_LOSS,
     AUTO_SECONDS,
     MIN_PROMPT_TOKENS,
     StepBudget,
@@ -32,11 +32,14 @@ models = st.builds(StepTimeModel, costs, costs, costs, st.floats(0, 1e-6), st.fl
 prompts = st.lists(st.tuples(st.integers(0, 30_000), st.integers(1, 5000)), min_size=1, max_size=8)
 
 
-@given(models, st.floats(-0.01, 0.5), st.integers(1, 4096), st.integers(0, 64), prompts)
+@given(models, st.floats(-0.01, 0.5), st.integers(1, 4096), st.integers(0, 64), st.floats(0, 0.1), prompts)
 def test_chunks_fit_the_seconds_and_the_tokens_and_the_first_prompt_always_gets_some(
-    model: StepTimeModel, seconds: float, tokens: int, decoding: int, wanted: list[tuple[int, int]]
+    model: StepTimeModel, seconds: float, tokens: int, decoding: int, saved: float, wanted: list[tuple[int, int]]
 ) -> None:
-    budget = StepBudget(tokens, model, max_seconds=1.0, seconds=seconds, decoding=decoding)
+    budget = StepBudget(
+        tokens, model, max_seconds=1.0, seconds=seconds, decoding=decoding, saved=saved, waiting=len(wanted)
+    )
+    ended = 0
     for index, (start, lacking) in enumerate((start, max(2, lacking)) for start, lacking in wanted):
         before, left = budget.seconds, budget.tokens
         length = budget.chunk_length(start, lacking)
@@ -48,6 +51,12 @@ def test_chunks_fit_the_seconds_and_the_tokens_and_the_first_prompt_always_gets_
             continue
         budget.spend(start, length, lacking)
         assert budget.tokens == left - length
+        work = StepWork(length, int(length == lacking), count_pairs(start, length))
+        unspent = before - (model.predict(work) - model.step_seconds)
+        if length == lacking:
+            ended += 1
+            unspent = min(unspent, saved * (len(wanted) - ended) / ended)
+        assert budget.seconds == pytest.approx(unspent)
         if length > least:
             assert budget.seconds >= -1e-9
             assert budget.tokens >= decoding
@@ -65,12 +74,36 @@ def test_nothing_is_bounded_before_the_model_is_known_or_where_nothing_decodes()
     assert estimator.make_budget(512, 1e-9, [10]).chunk_length(0, 4000) == MIN_PROMPT_TOKENS
 
 
-@pytest.mark.parametrize(("sequences", "expected"), [(1, AUTO_SECONDS), (64, AUTO_MULTIPLE * 0.07)])
-def test_by_default_a_step_takes_a_multiple_of_decoding_alone(sequences: int, expected: float) -> None:
+def prompts_take(decoding: float, prompts: float) -> float:
+    """Seconds for each second of prompts, in steps that have so many seconds of them and of decoding."""
+    return (decoding + prompts) / prompts
+
+
+@given(st.floats(0.002, 0.2), st.floats(1e-5, 1e-3), st.floats(0, 1e-6), st.integers(0, 20_000))
+@settings(deadline=None)
+def test_by_default_a_step_is_as_short_as_makes_prompts_a_twentieth_slower(
+    decoding: float, token: float, pair: float, start: int
+) -> None:
     estimator = StepTimeEstimator(Rates(1000, 1e9), 1, warm=0)
-    for number in range(400):
-        estimator.observe(StepWork(0, 1 + number % 64), 0.006 + (1 + number % 64) * 0.001)
-    assert estimator.make_budget(512, None, [0] * sequences).max_seconds == pytest.approx(expected, rel=0.02)
+    for number in range(200):
+        length = 64 * (1 + number % 16)
+        pairs = count_pairs(512 * (number % 9), length)
+        estimator.observe(StepWork(length, 0, pairs), decoding + length * token + pairs * pair)
+        estimator.observe(StepWork(0, 1), decoding)
+    model = estimator.model
+    assert model is not None
+    alone = model.predict(StepWork(0, 1, 0.0, 100))
+    full = model.predict(StepWork(2048, 0, count_pairs(start, 2048))) - model.step_seconds
+    bounds = [
+        estimator.make_budget(2048, None, [100], waiting=waiting, start=start).max_seconds for waiting in range(30)
+    ]
+    assert bounds[0] == bounds[1]
+    assert bounds[1:] == sorted(bounds[1:]), "the more prompts wait, the longer is a step"
+    assert max(bounds) <= max(AUTO_SECONDS, alone + full)
+    for waiting, bound in enumerate(bounds[1:], 1):
+        loss = prompts_take(alone, bound - alone) - prompts_take(alone, full)
+        assert bound == AUTO_SECONDS or loss == pytest.approx(AUTO_LOSS / waiting)
+        assert loss <= AUTO_LOSS / waiting + 1e-9 or bound == AUTO_SECONDS > alone
 
 
 def test_steps_that_take_longer_than_the_model_says_are_soon_planned_shorter() -> None:
@@ -167,6 +200,49 @@ def test_no_step_takes_much_longer_than_promised_while_a_long_prompt_comes(limit
     assert all(trace.num_tokens - trace.num_decode >= MIN_PROMPT_TOKENS for trace in bounded[:-1])
     used = [trace.seconds / trace.max_seconds for trace in bounded[5:-1]]
     assert sum(used) / len(used) > 0.7, "what was promised is used"
+
+
+@pytest.mark.parametrize("limit", [0.05, 0.1, None])
+def test_the_load_says_in_how_many_steps_prompts_are_computed(limit: float | None) -> None:
+    engine = Engine(max_step_seconds=limit)
+    for number in range(8):
+        engine.add(str(number), 60, 400)
+        engine.core.step()
+    engine.run_until_all_decode()
+    said = engine.published[-1].load.prompt_tokens_per_step
+    engine.published.clear()
+    for number in range(3):
+        engine.add(f"prompt {number}", 1500, 5)
+        engine.run_until_all_decode()
+    steps = engine.run()
+    needed = [step for step in steps if step.trace.num_tokens > step.trace.num_decode]
+    assert len(needed) == pytest.approx(3 * 1500 / said, rel=0.2)
+    assert len(needed) > 2 * 3 * 1500 / engine.core.scheduler.config.max_num_batched_tokens
+    assert steps[-1].load.prompt_tokens_per_step == 0, "nothing decodes"
+
+
+def test_steps_without_a_bound_are_reported_as_such() -> None:
+    engine = Engine(max_step_seconds=0.0)
+    engine.add("one", 60, 5)
+    steps = engine.run()
+    assert [step.load.prompt_tokens_per_step for step in steps] == [0] * len(steps)
+
+
+def test_what_comes_behind_the_end_of_a_prompt_does_not_delay_its_first_token() -> None:
+    """A step that ends one prompt leaves the next to the next step, as that costs it one more step at most."""
+    engine = Engine(max_step_seconds=1.0)
+    for number in range(8):
+        engine.add(str(number), 60, 100)
+    engine.run_until_all_decode()
+    engine.add("short", 300, 5)
+    engine.add("long", 4000, 5)
+    steps = engine.run()
+    first = next(step for step in steps if "short" in step.trace.request_ids)
+    alone = steps[steps.index(first) - 1].trace.seconds
+    assert [output.request_id for output in first.outputs if output.request_id == "short"], "all of it is computed"
+    others = first.trace.num_tokens - first.trace.num_decode - 300
+    assert 0 <= others * 0.3e-3 <= 1.2 * alone, "no more of the long one than another step would take"
+    assert max(step.trace.seconds for step in steps) > 0.8
 
 
 def test_tokens_do_not_depend_on_how_prompts_are_cut() -> None:

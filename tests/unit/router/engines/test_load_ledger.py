@@ -247,6 +247,20 @@ def test_tokens_in_the_running_step_are_known_from_its_start() -> None:
     assert place.step == (6.2, 0)
 
 
+@pytest.mark.parametrize(("reported", "assumed"), [(0, 1000), (250, 250), (5000, 1000)])
+def test_a_step_computes_as_much_of_prompts_as_the_engine_says_or_as_it_has_room_for(
+    reported: int, assumed: int
+) -> None:
+    """An engine that reports nothing of it has a whole step for them, as before it could."""
+    place = OneEngine()
+    place.account.describe(engine_pb2.DescribeResponse(max_num_batched_tokens=1000))
+    place.account.report(engine_pb2.Load(uncomputed_tokens=3000, prompt_tokens_per_step=reported))
+    assert place.table.prompt_tokens_per_step[place.account.row] == assumed
+    assert place.step == (place.now, assumed)
+    place.account.report(engine_pb2.Load())
+    assert place.table.prompt_tokens_per_step[place.account.row] == 1000
+
+
 def test_load_that_others_add_during_a_shares_transit_is_their_rate_times_that_time() -> None:
     place = OneEngine()
     unseen = place.ledger.unseen

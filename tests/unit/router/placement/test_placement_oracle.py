@@ -77,7 +77,7 @@ def _one(table: EngineTable, query: PlacementQuery, row: int, pace: StepTimes) -
     at = {name: float(getattr(table, name)[row]) for name in COLUMNS}
     device, host = float(query.matches.device[row]), float(query.matches.host[row])
     cached, block_size = device + host, max(at["block_size"], 1)
-    uncached, part = query.prompt_tokens - cached, 1 / max(at["step_tokens"], 1)
+    uncached, part = query.prompt_tokens - cached, 1 / max(at["prompt_tokens_per_step"], 1)
     token = pace.token_seconds + pace.step_seconds * part
     slowing = at["decoding"] * pace.sequence_seconds
     pending = at["pending_tokens"]
@@ -97,8 +97,8 @@ def _one(table: EngineTable, query: PlacementQuery, row: int, pace: StepTimes) -
 
 
 COLUMNS = (
-    "block_size", "step_tokens", "decoding", "pending_tokens", "computing", "stepped", "blocks_free", "blocks_total",
-    "requests", "swapped", "max_sequences",
+    "block_size", "prompt_tokens_per_step", "decoding", "pending_tokens", "computing", "stepped", "blocks_free",
+    "blocks_total", "requests", "swapped", "max_sequences",
 )  # fmt: skip
 
 
@@ -175,7 +175,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("remove"), st.integers(0, 40)),
     st.tuples(st.just("pace"), st.integers(0, 40), SPEED),
     st.tuples(st.just("sizes"), st.integers(0, 40), st.sampled_from([1, 16, 64]), st.sampled_from([0, 512, 2048])),
-    st.tuples(st.just("step"), st.integers(0, 40), st.integers(0, 9000)),
+    st.tuples(st.just("step"), st.integers(0, 40), st.integers(0, 9000), st.sampled_from([16, 500, 2048])),
     st.tuples(st.just("time"), st.sampled_from([0.01, 1.0, 20.0, 61.0])),
     st.tuples(st.just("unseen"), st.sampled_from([0.0, 50.0, 5000.0])),
     st.tuples(st.just("nothing")),
@@ -192,8 +192,9 @@ def happen(fleet: Fleet, event: tuple[object, ...]) -> None:
             fleet.table.set_step_times(fleet.row(place), StepTimes(*(speed * getattr(PACE, name) for name in PACES)))
         case "sizes", int(place), int(block_size), int(step_tokens):
             fleet.table.set_sizes(fleet.row(place), block_size=block_size, step_tokens=step_tokens)
-        case "step", int(place), int(pending):
+        case "step", int(place), int(pending), int(prompt_tokens):
             fleet.table.stepped[fleet.row(place)] = fleet.now
+            fleet.table.prompt_tokens_per_step[fleet.row(place)] = prompt_tokens
             fleet.table.pending_tokens[fleet.row(place)] = pending
         case "time", float(seconds):
             fleet.now += seconds

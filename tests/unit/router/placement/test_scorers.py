@@ -112,6 +112,30 @@ def test_neighbours_slow_each_step_until_the_first_token() -> None:
     assert seconds(found) == [0, round(1.5 * 10 * 1e-4, 6), round(3.5 * 10 * 1e-4, 6)]
 
 
+def test_a_step_that_takes_fewer_tokens_of_prompts_makes_more_steps_of_them() -> None:
+    """Each takes its own time, and lasts longer by what decodes in it."""
+    whole = {**STEP, "decoding": 10, "pending_tokens": 4000}
+    places = candidates(whole, {**whole, "prompt_tokens_per_step": 200}, output_tokens=0)
+    assert seconds(waiting(places)) == [round(4000 * 1e-4 + steps * 0.01, 6) for steps in (2, 20)]
+    assert seconds(prefill(places)) == [round(1000 * 1e-4 + (steps + 1) * 0.01, 6) for steps in (0.5, 5)]
+    assert seconds(neighbours(places)) == [round((steps + 1) * 10 * 1e-4, 6) for steps in (2.5, 25)]
+
+
+@given(fleets, st.lists(st.integers(0, 2048), min_size=2, max_size=2), st.floats(0, 100))
+@settings(deadline=None, max_examples=60)
+def test_the_fewer_prompt_tokens_a_step_takes_the_later_is_the_first_token(
+    engines: list[Engine], chunks: list[int], now: float
+) -> None:
+    def until_first_token(chunk: int) -> np.ndarray:
+        table, query = fleet([{**engine, "prompt_tokens_per_step": chunk} for engine in engines])
+        table.computing[:] = np.minimum(table.pending_tokens, table.prompt_tokens_per_step)
+        view = CandidateView(replace(query, now=now), table)
+        return sum(view.score(scorer) for scorer in (waiting, prefill, neighbours))
+
+    few, many = map(until_first_token, sorted(chunks))
+    assert (few >= many * (1 - 1e-12)).all()
+
+
 def test_neighbours_and_each_sequence_of_the_request_slow_each_other_a_little() -> None:
     place = {**STEP, "decoding": 10, "device": 999}
     none, some, twice = (
