@@ -7,16 +7,34 @@ programs="$PWD/tests/clients/programs"
 mkdir -p "$1"
 cd "$1"
 
+# pip takes minutes to find out which versions of some of these fit together, uv a second.
+if [ ! -e uv/bin/uv ]; then
+  "${PYTHON:-python3}" -m venv uv
+  uv/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9
+fi
+# torch is needed by none of what is tried here, and takes gigabytes.
+echo "torch ; sys_platform == 'none'" > without-torch.txt
+
 python_clients() {  # FOLDER PACKAGE...
   local folder="$1"; shift
-  [ -e "$folder/.ready" ] && return
-  "${PYTHON:-python3}" -m venv "$folder"
-  "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
-  touch "$folder/.ready"
+  [ "$(cat "$folder/.ready" 2>/dev/null)" = "$*" ] && return
+  "${PYTHON:-python3}" -m venv --without-pip "$folder"
+  # Of all indexes that pip looks in, as pip does.
+  uv/bin/uv pip install --quiet --index-strategy unsafe-best-match --override without-torch.txt \
+    --python "$folder/bin/python" "$@"
+  echo "$*" > "$folder/.ready"
 }
 
 python_clients agents openai-agents==0.24.0 openai==3.54.0
 python_clients litellm "litellm[proxy]==1.106.2"
+python_clients langchain langchain==1.4.7 langchain-openai==1.7.3
+python_clients llamaindex llama-index-llms-openai-like==0.8.1 llama-index-core==0.14.25
+python_clients instructor instructor==1.17.0
+python_clients pydantic-ai "pydantic-ai-slim[openai]==2.68.0"
+python_clients dspy dspy==3.4.1
+python_clients smolagents smolagents==1.26.0 openai
+python_clients haystack haystack-ai==3.4.0
+python_clients lm-eval "lm-eval[api]==0.4.13" transformers==5.23.0
 if command -v npm >/dev/null; then
   npm install --silent --no-fund --no-audit --prefix node openai@6.49.0 zod@4.6.7 @openai/agents@0.20.0 \
     ai@6.0.326 @ai-sdk/openai@3.0.141 @ai-sdk/openai-compatible@2.0.91
@@ -26,6 +44,7 @@ fi
 if command -v go >/dev/null; then
   mkdir -p go
   (cd "$programs/go" && go build -o "$OLDPWD/go/clients" .)
+  [ -x go/grpcurl ] || GOBIN="$PWD/go" go install github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.3
 else
-  echo "there is no go: go-openai is left out"
+  echo "there is no go: go-openai and grpcurl are left out"
 fi

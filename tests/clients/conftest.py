@@ -23,6 +23,7 @@ CLIENTS = ROOT / ".clients"
 AGENTS, LITELLM, PROXY = (CLIENTS / path for path in ("agents/bin/python", "litellm/bin/python", "litellm/bin/litellm"))
 NODE, GO = CLIENTS / "node" / "node_modules", CLIENTS / "go" / "clients"
 VERCEL = NODE / "ai"
+LM_EVAL, GRPCURL = CLIENTS / "lm-eval" / "bin" / "lm_eval", CLIENTS / "go" / "grpcurl"
 VLLM = ROOT / ".peers" / "vllm" / "bin" / "vllm"
 MODEL = "tools"
 SMALL = ("--kv-cache-memory", str(64 << 20), "--swap-space", "0.0625", "--dtype", "float32")
@@ -35,6 +36,7 @@ class Server:
     """Where the two routers are, and the folder of their model. ``slow_url`` ends each request after 0.4 s."""
 
     folder: Path
+    grpc_address: str
     url: str
     slow_url: str
 
@@ -43,6 +45,19 @@ class Server:
         answer = httpx.post(f"{self.url}/v1/chat/completions", json={"model": MODEL, **fields}, timeout=60)
         answer.raise_for_status()
         found: dict[str, Any] = answer.json()
+        return found
+
+    def log_likelihood(self, prompt: str, ending: str) -> float:
+        """The log-probability of ``ending`` behind ``prompt``: the sum of its tokens', asked for as an echo."""
+        before, tokens = self.tokens(prompt), self.tokens(prompt + ending)
+        body = {"model": MODEL, "prompt": tokens, "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["logprobs"]
+        return float(sum(answer["token_logprobs"][len(before) : len(tokens)]))
+
+    def tokens(self, text: str) -> list[int]:
+        """The tokens of ``text``, none added."""
+        body = {"model": MODEL, "prompt": text, "add_special_tokens": False}
+        found: list[int] = httpx.post(f"{self.url}/tokenize", json=body, timeout=60).json()["tokens"]
         return found
 
     def stream_error(self, **fields: object) -> str:
@@ -66,7 +81,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     try:
         for process in (engine, *routers):
             process.wait_ready()
-        yield Server(folder, *(router.url for router in routers))
+        yield Server(folder, routers[0].grpc_address, *(router.url for router in routers))
     finally:
         for process in (*routers, engine):
             process.stop()
