@@ -20,7 +20,7 @@ from quire_proto.tls import CaFile, CertificateFile, KeyFile, ServerTls, check_c
 Policy = Literal["fcfs", "sjf", "priority"]
 Batching = Literal["continuous", "static"]
 Quantization = Literal["int8", "int4"]
-SpeculativeMethod = Literal["none", "ngram"]
+SpeculativeMethod = Literal["none", "ngram", "suffix"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
 
 
@@ -148,8 +148,8 @@ class SchedulerArgs(_Frozen):
     )
     speculative_method: SpeculativeMethod = Field(
         default="none",
-        description="ngram guesses next tokens where prompt and output repeat themselves, as far as it pays; steps are "
-        "then not overlapped.",
+        description="Guess next tokens where prompt and output repeat themselves, as far as it pays: ngram from the "
+        "last place where the same stands, suffix from all of them. Steps are then not overlapped.",
     )
     num_speculative_tokens: int = Field(
         default=10, ge=1, le=64, description="Most tokens that are guessed for a sequence in one step."

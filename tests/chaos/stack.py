@@ -48,18 +48,20 @@ P = TypeVar("P", bound=Process)
 class Form:
     """How a stack is put together. With ``cluster`` routers find engines by a Kubernetes API; with ``tls`` they and
     engines show each other certificates. A router that is terminated waits for ``delay`` seconds and drains for
-    ``grace``, an engine for half of the first and a second longer than the second.
+    ``grace``, an engine for half of the first and a second longer than the second. Engines guess tokens by ``method``.
     """
 
     cluster: bool = True
     tls: bool = True
     delay: float = 1.0
     grace: float = 2.0
+    method: str = "none"
 
     @property
     def engine_flags(self) -> tuple[str, ...]:
-        """How an engine stops."""
-        return "--shutdown-delay", str(self.delay / 2), "--shutdown-timeout", str(self.grace + 1)
+        """How an engine stops, and guesses."""
+        stopping = "--shutdown-delay", str(self.delay / 2), "--shutdown-timeout", str(self.grace + 1)
+        return *stopping, "--speculative-method", self.method
 
     @property
     def router_flags(self) -> tuple[str, ...]:

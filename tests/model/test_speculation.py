@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from quire_engine.config import EngineArgs
 from quire_engine.core.scheduler import Scheduler
-from quire_engine.core.speculation import DecodeTimes, Speculator
+from quire_engine.core.speculation import Speculator
 from quire_engine.core.step import Grammar
+from quire_engine.core.step_time_model import StepTimeEstimator, StepWork
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_proto.sampling import SamplingParams
 from quire_proto.structured_output import Structured, StructuredKind
@@ -45,11 +46,11 @@ STYLES: dict[str, dict[str, Any]] = {
 POOLS = {"room": (300, 0), "recompute": (40, 0), "swap": (40, 300)}
 
 
-class CheapRows(DecodeTimes):
+class CheapRows(StepTimeEstimator):
     """Steps that last the same however many tokens they draw."""
 
-    def observe(self, rows: int, seconds: float) -> None:
-        super().observe(rows, 1.0 + 1e-3 * rows)
+    def observe(self, work: StepWork, seconds: float, ended: float = 0.0) -> None:
+        super().observe(work, 1.0 + 1e-3 * work.sequences, ended)
 
 
 Guesses = Callable[[Scheduler], None]
@@ -112,12 +113,14 @@ def test_two_ranks_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.statistics.num_accepted_tokens > 20
 
 
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
 @pytest.mark.parametrize("model_name", ["llama3", "qwen2", "mixtral", "qwen3"])
-def test_looked_up_drafts_change_nothing(small_models: SmallModels, model_name: str) -> None:
+def test_looked_up_drafts_change_nothing(small_models: SmallModels, model_name: str, method: str) -> None:
     def always(scheduler: Scheduler) -> None:
-        config = scheduler.config.model_copy(update={"prompt_lookup_min": 1, "num_speculative_tokens": 5})
+        update = {"speculative_method": method, "prompt_lookup_min": 1, "num_speculative_tokens": 5}
+        config = scheduler.config.model_copy(update=update)
         speculator = scheduler._batch_scheduler.speculator = Speculator(config, executor.rates)
-        speculator.times = CheapRows(executor.rates)
+        speculator.times = CheapRows(executor.rates, 0, warm=0)
 
     executor = load(small_models.folder(model_name), 200, 0, deterministic=True)
     prompts = small_models.prompts[:6]

@@ -71,7 +71,7 @@ class BatchScheduler:
         self._watermark = max(1, int(config.watermark * kv_cache_manager.device_pool.num_blocks))
         self._num_admitted = 0
         self._num_draft_requests = 0
-        self.speculator = Speculator(config, rates) if config.speculative_method == "ngram" else None
+        self.speculator = Speculator(config, rates) if config.speculative_method != "none" else None
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence."""

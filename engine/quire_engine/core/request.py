@@ -13,7 +13,7 @@ from quire_proto.sampling import SamplingParams, check_length, choice_seed
 
 from quire_engine.core.beam_search import BeamSearch
 from quire_engine.core.kv_cache_manager import BlockTable, KVCacheManager
-from quire_engine.core.speculation import NgramProposer
+from quire_engine.core.speculation import NgramProposer, SuffixProposer
 from quire_engine.core.step import BeamCandidates, Grammar, SampleRequest, SchedulerOutput
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class Sequence:
         self.num_scheduled_tokens = 0
         self.num_output_sent = self.num_output
         self.preemption_key = (0, 0, sequence_id)
-        self.proposer: NgramProposer | None = None
+        self.proposer: NgramProposer | SuffixProposer | None = None
         self.queue_key = 0.0
         self.served_at_arrival = 0
         self.status = SequenceStatus.WAITING

@@ -4,17 +4,22 @@ A step computes a sequence's last known token and its drafts together, and draws
 on nothing but the seed, the position and the logits, each is the one that would have been drawn without drafts, and a
 draft is right where it equals it: outputs are the same with speculation and without, sampled ones too.
 
-Where the last tokens of a text occur earlier in it, what followed them there is the guess (prompt lookup decoding,
-Saxena 2023; the hash chains by which earlier occurrences are found are those of LZ77 compressors). A sequence's hit
-rate is known at no cost: each guessed token is compared with the one that was drawn, whether it was computed or not.
+Two proposers guess, both from the sequence's own prompt and output. ``NgramProposer`` follows one earlier occurrence of
+its last tokens, as long as what came there comes again. ``SuffixProposer`` follows all of them at once, of any length,
+and knows by how long a text is repeated and what followed it elsewhere how far it can be trusted. Hit rates are known
+at no cost: each guessed token is compared with the one that was drawn, whether it was computed or not.
 """
 
+from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from heapq import heapify, heappop, heapreplace
+from itertools import count, islice
 from typing import TYPE_CHECKING
 
 from quire_engine.core.executor import Rates
 from quire_engine.core.step import SchedulerOutput, StepTimings
+from quire_engine.core.step_time_model import StepTimeEstimator, StepWork
 
 if TYPE_CHECKING:
     from quire_engine.core.config import SchedulerConfig
@@ -22,21 +27,27 @@ if TYPE_CHECKING:
 
 MAX_CANDIDATES = 16
 """Earlier occurrences that are looked at, the last ones first."""
+MAX_SOURCES = 16
+"""Earlier occurrences that ``SuffixProposer`` follows at once."""
+MAX_MATCH = 64
+"""Tokens beyond which a longer equal text is not told from one of so many."""
 
 _HIT_MEMORY = 0.95  # weight of a guess after the next one
 _PRIOR_HITS, _PRIOR_GUESSES = 1.0, 2.0
-_STEP_MEMORY = 0.98  # weight of a step after the next one
-_TRUST = 0.01  # weight of what is known of a token's cost, in steps whose numbers of rows vary by one
-_FORGETTING = 0.002  # how far that is drawn to the prior in each step, so that drafts are tried again some day
-_WORST = 4.0  # longer steps, relative to the expected time, were delayed by something else
+_SHARED_MEMORY = 0.998
+_MARGIN = 1.05  # what a draft has to bring, relative to its cost: models of times are not exact
 _WARM = 3  # steps before their times count: the first pay for what is built once
+
+Guess = tuple[int, float]
+"""A token, and the probability that it is right if those before it are."""
 
 
 class NgramProposer:
     """Guesses the tokens that follow a sequence, from an earlier occurrence of its last tokens: of at least
     ``shortest``, and the longest one counts, up to ``longest``; of equally long ones the last.
 
-    While guesses are right the same occurrence is followed; a wrong one has another looked up.
+    While guesses are right the same occurrence is followed; a wrong one has another looked up. Prompt lookup decoding
+    (Saxena 2023); the hash chains by which earlier occurrences are found are those of LZ77 compressors.
     """
 
     __slots__ = (
@@ -84,14 +95,15 @@ class NgramProposer:
         if not self._source and known:
             self._source = self._find()
 
-    def propose(self, count: int) -> list[int]:
-        """At most ``count`` guessed tokens. A guess that runs into the text's end goes on with itself: the text has
-        begun to repeat.
+    def guesses(self) -> Iterator[Guess]:
+        """The guessed tokens, one after the other. A guess that runs into the text's end goes on with itself: the text
+        has begun to repeat.
         """
         if not self._source:
-            return []
-        known, period = self._token_ids, len(self._token_ids) - self._source
-        return [known[self._source + index % period] for index in range(count)]
+            return
+        known, period, hit_rate = self._token_ids, len(self._token_ids) - self._source, self.hit_rate
+        for index in count():
+            yield known[self._source + index % period], hit_rate
 
     def _count(self, *, hit: bool) -> None:
         self._hits = _PRIOR_HITS + _HIT_MEMORY * (self._hits - _PRIOR_HITS) + hit
@@ -105,135 +117,209 @@ class NgramProposer:
         for _ in range(MAX_CANDIDATES):
             if not end or best_length >= self._longest:
                 break
-            length = self._match_length(end)
+            length = _match_length(self._token_ids, end, self._shortest, self._longest)
             if length > best_length:
                 best, best_length = end, length
             end = self._earlier[end - 1]
         return best
 
-    def _match_length(self, end: int) -> int:
-        """How many tokens before ``end`` equal the last ones of the text, of which ``shortest`` are known to."""
-        known, length, limit = self._token_ids, self._shortest, min(self._longest, end)
-        while length < limit and known[end - 1 - length] == known[-1 - length]:
-            length += 1
-        return length
 
-
-class DecodeTimes:
-    """How long a step takes that computes no prompts: a constant, and a cost for each token that it draws. A least
-    squares fit of the relative error, in which old steps count less. While the steps do not vary, a token's cost stays
-    near what was known of it, and returns slowly to a prior.
+class HitRates:
+    """How often guesses were right, by the length of the text that was repeated before them. What few guesses tell is
+    drawn to what ``shared`` knows of all sequences, and that to one half.
     """
 
-    __slots__ = ("_prior", "_steps", "_sums", "row_seconds", "step_seconds")
+    __slots__ = ("_expected", "_hits", "_memory", "_shared")
 
-    def __init__(self, rates: Rates) -> None:
-        self._prior = 1 / rates.tokens_per_second
-        self._steps = 0
-        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
-        self.step_seconds = 0.0
-        self.row_seconds = self._prior
+    def __init__(self, shared: "HitRates | None" = None) -> None:
+        classes = MAX_MATCH.bit_length() + 1
+        self._shared = shared
+        self._memory = _HIT_MEMORY if shared else _SHARED_MEMORY
+        self._hits = [0.0] * classes
+        self._expected = [0.0] * classes
 
-    @property
-    def is_known(self) -> bool:
-        """Whether any steps have been counted."""
-        return self._steps > _WARM
+    def rate(self, length: int) -> float:
+        """The probability that a guess is right on which all occurrences of a text of so many tokens agree."""
+        prior = self._shared.rate(length) if self._shared else _PRIOR_HITS / _PRIOR_GUESSES
+        kind = _length_class(length)
+        return min(1.0, (_PRIOR_GUESSES * prior + self._hits[kind]) / (_PRIOR_GUESSES + self._expected[kind]))
 
-    def predict(self, rows: int) -> float:
-        """Seconds of a step that draws so many tokens."""
-        return self.step_seconds + rows * self.row_seconds
+    def observe(self, length: int, share: float, *, hit: bool) -> None:
+        """Adds a guess on which this share of the occurrences agreed."""
+        kind = _length_class(length)
+        self._hits[kind] = self._memory * self._hits[kind] + hit
+        self._expected[kind] = self._memory * self._expected[kind] + share
+        if self._shared:
+            self._shared.observe(length, share, hit=hit)
 
-    def observe(self, rows: int, seconds: float) -> None:
-        """Adds one step."""
-        if seconds <= 0:
-            return
-        self._steps += 1
-        if not self.is_known:
-            return
-        if self._steps > _WARM + 1:
-            seconds = min(seconds, _WORST * self.predict(rows))
-        weight = 1 / seconds**2
-        new = (weight, weight * rows, weight * rows * rows, weight * seconds, weight * rows * seconds)
-        self._sums = (
-            _STEP_MEMORY * self._sums[0] + new[0],
-            _STEP_MEMORY * self._sums[1] + new[1],
-            _STEP_MEMORY * self._sums[2] + new[2],
-            _STEP_MEMORY * self._sums[3] + new[3],
-            _STEP_MEMORY * self._sums[4] + new[4],
-        )
-        self._fit()
 
-    def _fit(self) -> None:
-        total, rows, squares, seconds, products = self._sums
-        mean_rows, mean_seconds = rows / total, seconds / total
-        spread = max(0.0, squares / total - mean_rows**2)
-        covariance = products / total - mean_rows * mean_seconds
-        known = self.row_seconds + _FORGETTING * (self._prior - self.row_seconds)
-        slope = (covariance + _TRUST * known) / (spread + _TRUST)
-        # Neither cost is below 0.
-        self.row_seconds = min(max(slope, 0.0), mean_seconds / mean_rows)
-        self.step_seconds = mean_seconds - mean_rows * self.row_seconds
+def _length_class(length: int) -> int:
+    """1, 2, 3 to 4, 5 to 8 and so on."""
+    return (min(length, MAX_MATCH) - 1).bit_length()
+
+
+class SuffixProposer:
+    """Guesses the tokens that follow a sequence from all earlier occurrences of its longest suffix that has any: the
+    token that followed most of them, and among those the same again. Of occurrences that are not whole, the next
+    longest are asked when no longer one is left.
+
+    That is the longest path of a suffix tree with its counts (suffix decoding, Oliaro et al. 2024), and needs no tree:
+    occurrences are followed token by token, and looked up again when none is left.
+    """
+
+    __slots__ = ("_earlier", "_followed", "_last", "_num_seen", "_rates", "_sources", "_token_ids")
+
+    def __init__(self, token_ids: Tokens[int], rates: HitRates) -> None:
+        self._token_ids = token_ids
+        self._rates = rates
+        # Where each token stands last, and for each place the one before it of the same token; both count from 1.
+        self._last: dict[int, int] = {}
+        self._earlier: list[int] = []
+        self._num_seen = 0
+        # Where earlier occurrences of the last tokens end, the longest first and of equally long ones the last, each
+        # with its length when it was found; they have been right for ``_followed`` tokens since.
+        self._sources: list[tuple[int, int]] = []
+        self._followed = 0
+
+    def update(self) -> None:
+        """Takes in the tokens that the sequence got since the last call."""
+        known, last, earlier = self._token_ids, self._last, self._earlier
+        for position in range(self._num_seen, len(known)):
+            token_id = known[position]
+            if self._sources:
+                self._follow(token_id)
+            earlier.append(last.get(token_id, 0))
+            last[token_id] = position + 1
+        self._num_seen = len(known)
+        if not self._sources and known:
+            self._find()
+
+    def guesses(self) -> Iterator[Guess]:
+        """The guessed tokens, one after the other. Behind the text's end stands what was guessed: the text has begun to
+        repeat.
+        """
+        sources, followed, text = self._sources, self._followed, self._token_ids
+        size, drafts = len(text), list[int]()
+        while sources:
+            follow = [text[end] if end < size else drafts[end - size] for end, _ in sources]
+            token_id, length, share = _vote(follow, sources)
+            yield token_id, share * self._rates.rate(length + followed)
+            drafts.append(token_id)
+            sources = [
+                (end + 1, length) for (end, length), next_id in zip(sources, follow, strict=True) if next_id == token_id
+            ]
+            followed += 1
+
+    def _follow(self, token_id: int) -> None:
+        """Compares what the sources guess with the token that came, and keeps those that were right."""
+        follow = [self._token_ids[end] for end, _ in self._sources]
+        guessed, length, share = _vote(follow, self._sources)
+        self._rates.observe(length + self._followed, share, hit=guessed == token_id)
+        self._sources = [
+            (end + 1, length)
+            for (end, length), next_id in zip(self._sources, follow, strict=True)
+            if next_id == token_id
+        ]
+        self._followed += 1
+
+    def _find(self) -> None:
+        """Looks up the last occurrences of the last token, and how much of the text before it is equal."""
+        found, end = list[tuple[int, int]](), self._earlier[-1]
+        while end and len(found) < MAX_SOURCES:
+            found.append((end, _match_length(self._token_ids, end, 1, MAX_MATCH)))
+            end = self._earlier[end - 1]
+        found.sort(key=lambda source: -source[1])
+        self._sources, self._followed = found, 0
+
+
+def _vote(follow: list[int], sources: list[tuple[int, int]]) -> tuple[int, int, float]:
+    """The token that follows most of the longest occurrences, the last one's of equally many; their length when they
+    were found, and the share that agrees.
+    """
+    length = sources[0][1]
+    if len(sources) == 1 or sources[1][1] < length:
+        return follow[0], length, 1.0
+    longest = next((index for index, source in enumerate(sources) if source[1] < length), len(sources))
+    ((token_id, votes),) = Counter(follow[:longest]).most_common(1)
+    return token_id, length, votes / longest
+
+
+def _match_length(token_ids: Tokens[int], end: int, length: int, most: int) -> int:
+    """How many tokens before ``end`` equal the last ones of the text, ``most`` at most; ``length`` are known to."""
+    limit = min(most, end)
+    while length < limit and token_ids[end - 1 - length] == token_ids[-1 - length]:
+        length += 1
+    return length
 
 
 class Speculator:
-    """Chooses the drafts of a step: those with which it makes most tokens a second, by the times of past steps and
-    each sequence's hit rate.
+    """Chooses the drafts of a step: those with which it makes most tokens a second, by the times of past steps and the
+    probability of each.
+
+    ``times`` is the step-time model of the steps that compute no prompts. That of all steps, by which prompts are
+    scheduled and routed, knows less of them, and waits for several prompts.
     """
 
     def __init__(self, config: "SchedulerConfig", rates: Rates) -> None:
+        self._method = config.speculative_method
         self._most = config.num_speculative_tokens
         self._shortest = config.prompt_lookup_min
         self._longest = config.prompt_lookup_max
-        self.times = DecodeTimes(rates)
+        self._hit_rates = HitRates()
+        self._num_steps = 0
+        self._seconds = 0.0
+        self.times = StepTimeEstimator(rates, 0, warm=0)
 
     def observe(self, scheduler_output: SchedulerOutput, timings: StepTimings) -> None:
         """Takes in how long a step took."""
-        chunks = scheduler_output.chunks
-        rows = sum([len(chunk.sample_requests) for chunk in chunks])
-        if rows and all(len(chunk.token_ids) == chunk.num_draft_tokens + 1 for chunk in chunks):
-            self.times.observe(rows, timings.forward + timings.sample)
+        work, seconds = StepWork.of(scheduler_output.chunks), timings.forward + timings.sample
+        if not work.prompt_tokens and work.sequences:
+            self._num_steps += 1
+            self._seconds += seconds
+            if self._num_steps > _WARM:
+                self.times.observe(work, seconds, self._seconds)
 
     def propose(self, sequences: Tokens["Sequence"], room: int) -> dict[int, list[int]]:
-        """Drafts by sequence id, at most ``room`` in all, for a step that computes one known token of each sequence."""
-        for sequence in sequences:
-            if sequence.proposer is None:
-                sequence.proposer = NgramProposer(sequence.token_ids, self._shortest, self._longest)
-            sequence.proposer.update()
-        if not self.times.is_known:
-            return {}
-        counts = self._choose_counts(sequences, room)
-        return {sequence.id: drafts for sequence, count in counts if (drafts := _propose(sequence, count))}
+        """Drafts by sequence id, at most ``room`` in all, for a step that computes one known token of each sequence.
 
-    def _choose_counts(self, sequences: Tokens["Sequence"], room: int) -> list[tuple["Sequence", int]]:
-        """How many drafts each sequence gets. One more is worth it while the probability that it makes a token is
-        above what the step makes in the time that it costs; the most probable come first, so that the first that is
-        not ends the choice.
+        One more is worth it while the probability that it makes a token is above what the step makes in the time that
+        it costs. The most probable come first, so that the first that is not ends the choice.
         """
-        tokens, seconds = float(len(sequences)), self.times.predict(len(sequences))
-        counts = [0] * len(sequences)
-        gains = [
-            (-proposer.hit_rate, index)
-            for index, sequence in enumerate(sequences)
-            if (proposer := sequence.proposer) is not None and proposer.propose(1) and self._limit(sequence) > 0
-        ]
-        heapify(gains)
-        while gains and room > 0:
-            gain, index = -gains[0][0], gains[0][1]
-            if gain * seconds <= self.times.row_seconds * tokens:
+        guesses = [islice(self._proposer(sequence).guesses(), self._limit(sequence)) for sequence in sequences]
+        model, drafts = self.times.model, dict[int, list[int]]()
+        if model is None:
+            return drafts
+        context = sum([len(sequence.token_ids) for sequence in sequences])
+        tokens, seconds = float(len(sequences)), model.predict(StepWork(0, len(sequences), 0.0, context))
+        cost = model.sequence_seconds + model.context_seconds
+        firsts = [(index, next(guessed, None)) for index, guessed in enumerate(guesses)]
+        best = [(-first[1], index, first[0]) for index, first in firsts if first is not None]
+        heapify(best)
+        while best and room > 0:
+            gain, index, token_id = -best[0][0], *best[0][1:]
+            if gain * seconds <= _MARGIN * cost * tokens:
                 break
-            tokens, seconds, room = tokens + gain, seconds + self.times.row_seconds, room - 1
-            counts[index] += 1
-            proposer = sequences[index].proposer
-            if proposer is not None and counts[index] < self._limit(sequences[index]):
-                heapreplace(gains, (-gain * proposer.hit_rate, index))
+            tokens, seconds, room = tokens + gain, seconds + cost, room - 1
+            drafts.setdefault(sequences[index].id, []).append(token_id)
+            following = next(guesses[index], None)
+            if following is None:
+                heappop(best)
             else:
-                heappop(gains)
-        return [(sequence, count) for sequence, count in zip(sequences, counts, strict=True) if count]
+                heapreplace(best, (-gain * following[1], index, following[0]))
+        return drafts
+
+    def _proposer(self, sequence: "Sequence") -> NgramProposer | SuffixProposer:
+        """The sequence's own, which knows all its tokens."""
+        proposer = sequence.proposer
+        if proposer is None:
+            proposer = sequence.proposer = (
+                SuffixProposer(sequence.token_ids, HitRates(self._hit_rates))
+                if self._method == "suffix"
+                else NgramProposer(sequence.token_ids, self._shortest, self._longest)
+            )
+        proposer.update()
+        return proposer
 
     def _limit(self, sequence: "Sequence") -> int:
         """The most drafts of a sequence: one more token is drawn behind them, and it may be the last."""
-        return min(self._most, sequence.limit - len(sequence.token_ids) - 1)
-
-
-def _propose(sequence: "Sequence", count: int) -> list[int]:
-    return [] if sequence.proposer is None else sequence.proposer.propose(count)
+        return max(0, min(self._most, sequence.limit - len(sequence.token_ids) - 1))

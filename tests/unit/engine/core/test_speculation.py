@@ -2,6 +2,8 @@
 pays.
 """
 
+from collections import Counter
+from itertools import islice
 from random import Random
 
 import pytest
@@ -10,11 +12,10 @@ from hypothesis import strategies as st
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.engine_core import AddRequest, EngineCore, EngineCoreOutputs
-from quire_engine.core.executor import Rates
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler
-from quire_engine.core.speculation import DecodeTimes, NgramProposer
+from quire_engine.core.speculation import HitRates, NgramProposer, SuffixProposer
 from quire_engine.simulation.simulated_executor import LatencyModel, SimulatedExecutor
 from quire_proto.sampling import SamplingParams
 
@@ -137,7 +138,7 @@ def test_what_followed_the_longest_equal_text_is_proposed(
     proposer = NgramProposer(token_ids, shortest, shortest + more)
     proposer.update()
     source = best_source(token_ids, shortest, shortest + more)
-    proposed = proposer.propose(count)
+    proposed = [token_id for token_id, _ in islice(proposer.guesses(), count)]
     if not source:
         assert proposed == []
         return
@@ -163,14 +164,78 @@ def test_the_hit_rate_follows_what_was_drawn() -> None:
     assert repeating.hit_rate < 0.7
 
 
-@given(step=st.floats(1e-3, 1.0), row=st.floats(1e-5, 1e-2), rows=st.lists(st.integers(1, 64), min_size=20))
-def test_the_times_of_steps_are_found(step: float, row: float, rows: list[int]) -> None:
-    times = DecodeTimes(Rates(1e3, 1e9))
-    for count in [1, 8, 16, *rows]:
-        times.observe(count, step + row * count)
-    assert min(times.step_seconds, times.row_seconds) >= 0
-    if len(set(rows)) > 8:
-        assert times.predict(4) == pytest.approx(step + 4 * row, rel=0.3)
+def suffix_of(token_ids: list[int], end: int, most: int) -> int:
+    """How many tokens before ``end`` equal the last ones."""
+    length = 0
+    while length < min(most, end) and token_ids[end - 1 - length] == token_ids[-1 - length]:
+        length += 1
+    return length
+
+
+@given(token_ids=st.lists(st.integers(0, 2), min_size=1, max_size=15), count=st.integers(1, 8))
+def test_what_most_often_followed_the_longest_equal_text_is_proposed(token_ids: list[int], count: int) -> None:
+    proposer = SuffixProposer(token_ids, HitRates())
+    proposer.update()
+    drafts = list(islice(proposer.guesses(), count))
+    lengths = {end: suffix_of(token_ids, end, 64) for end in range(len(token_ids) - 1, 0, -1)}
+    longest = max(lengths.values(), default=0)
+    if not longest:
+        assert not drafts
+        return
+    follow = Counter(token_ids[end] for end, length in lengths.items() if length == longest)
+    ((expected, votes),) = follow.most_common(1)
+    token_id, probability = drafts[0]
+    assert (token_id, probability) == (expected, pytest.approx(0.5 * votes / follow.total()))
+    text = [*token_ids]
+    for token_id, probability in drafts:
+        assert 0 < probability <= 1
+        text.append(token_id)  # and each stands behind what stands before it somewhere else too
+        assert any(text[end - 2 : end] == text[-2:] for end in range(2, len(text)))
+
+
+@given(token_ids=st.lists(st.integers(0, 2), min_size=2, max_size=60), data=st.data())
+def test_what_is_followed_equals_the_end_of_the_text_however_it_came(token_ids: list[int], data: st.DataObject) -> None:
+    known: list[int] = []
+    proposer = SuffixProposer(known, HitRates())
+    while len(known) < len(token_ids):
+        known += token_ids[len(known) :][: data.draw(st.integers(1, 4))]
+        proposer.update()
+        for end, found in proposer._sources:
+            length = min(found + proposer._followed, 64)
+            assert end < len(known)
+            assert known[end - length : end] == known[len(known) - length :]
+        assert bool(proposer._sources) == (known[-1] in known[:-1])
+
+
+def test_a_text_that_is_followed_by_two_others_is_trusted_by_their_shares() -> None:
+    text = [1, 2, 3, 1, 2, 4, 1, 2, 4, 1, 2]
+    proposer = SuffixProposer(text, HitRates())
+    proposer.update()
+    first, second = islice(proposer.guesses(), 2)
+    assert first == (4, 0.5)  # 1 2 4 1 2 stands once before
+    assert second[0] == 1
+    text = [9, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2, 4, 6, 1, 2]
+    proposer = SuffixProposer(text, HitRates())
+    proposer.update()
+    assert next(proposer.guesses()) == (4, pytest.approx(0.5 * 2 / 3))
+
+
+def test_long_repetitions_are_trusted_more_where_they_were_right_more_often() -> None:
+    shared, random = HitRates(), Random(1)
+    phrases = [[random.randrange(1000) for _ in range(20)] for _ in range(3)]
+    text: list[int] = []
+    proposer = SuffixProposer(text, HitRates(shared))
+    for _ in range(60):
+        for token_id in [*random.choice(phrases)[:12], *(random.randrange(20) for _ in range(6))]:
+            text.append(token_id)
+            proposer.update()
+    assert shared.rate(10) > 0.8
+    assert shared.rate(1) < 0.6
+    other = HitRates(shared)  # of a sequence that begins
+    assert other.rate(10) == pytest.approx(shared.rate(10))
+    for _ in range(20):
+        other.observe(10, 1.0, hit=False)
+    assert other.rate(10) < 0.2
 
 
 LATENCY = LatencyModel(
@@ -208,20 +273,22 @@ def run_echo(executor: SimulatedExecutor, method: str) -> tuple[list[int], float
     return tokens, 0.0, scheduler
 
 
-def test_text_that_repeats_itself_is_guessed_and_other_text_is_not() -> None:
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_text_that_repeats_itself_is_guessed_and_other_text_is_not(method: str) -> None:
     seconds: list[float] = []
     echo = Echo(KVCacheConfig(16, 200, 0), LATENCY, sleep=seconds.append)
     plain, _, _ = run_echo(echo, "none")
     plain_seconds, seconds[:] = sum(seconds), []
-    drafted, _, scheduler = run_echo(echo, "ngram")
+    drafted, _, scheduler = run_echo(echo, method)
     assert drafted == plain
     assert sum(seconds) < plain_seconds / 4
     assert scheduler.stats.num_accepted_tokens > 300
     other = SimulatedExecutor(KVCacheConfig(16, 200, 0), LATENCY, sleep=lambda _: None)
-    assert run_echo(other, "none")[0] == run_echo(other, "ngram")[0]
+    assert run_echo(other, "none")[0] == run_echo(other, method)[0]
 
 
-def test_drafts_that_cost_more_than_they_bring_are_not_computed() -> None:
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafts_that_cost_more_than_they_bring_are_not_computed(method: str) -> None:
     costly = LatencyModel(
         tokens_per_second=100.0,
         weights_seconds=0.0,
@@ -231,5 +298,5 @@ def test_drafts_that_cost_more_than_they_bring_are_not_computed() -> None:
         overhead_seconds=0.0,
         bytes_per_second=1e9,
     )
-    *_, scheduler = run_echo(Echo(KVCacheConfig(16, 200, 0), costly, sleep=lambda _: None), "ngram")
+    *_, scheduler = run_echo(Echo(KVCacheConfig(16, 200, 0), costly, sleep=lambda _: None), method)
     assert scheduler.stats.num_draft_tokens < 40

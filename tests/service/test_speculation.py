@@ -1,0 +1,87 @@
+"""Engines that guess tokens answer as one that does not, also when one is killed in mid-stream and another that guesses
+by another method goes on.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from tests.service.conftest import DEMO, MODEL, SMALL_POOLS
+from tests.support.forked_engines import ForkedEngine
+from tests.support.processes import Router, eventually
+from tests.support.redis_server import redis_server
+
+PLAIN = "plain"
+# The same bits of logits in any batch, drafts included.
+FLAGS = (*SMALL_POOLS, "--dtype", "float32", "--deterministic")
+FEW_WORDS = {"logit_bias": {str(token_id): 60 for token_id in (300, 301, 302)}}
+"""Draws are among three tokens, so that some guesses are right by chance."""
+REFRAIN = "((the fox saw the owl|the owl saw the fox) and ){30}"
+SAMPLED = {"prompt": "Once upon a time", "temperature": 1.0, "seed": 5}
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {"prompt": "one two three one two three one", "temperature": 0, "max_tokens": 200},
+    "sampled": {**SAMPLED, **FEW_WORDS, "max_tokens": 120},
+    "several": {**SAMPLED, **FEW_WORDS, "max_tokens": 60, "n": 3},
+    "penalised": {**SAMPLED, **FEW_WORDS, "max_tokens": 60, "frequency_penalty": 0.2, "presence_penalty": 0.5},
+    "logprobs": {**SAMPLED, **FEW_WORDS, "max_tokens": 40, "logprobs": 2},
+    "structured": {**SAMPLED, "max_tokens": 400, "extra_body": {"structured_outputs": {"regex": REFRAIN}}},
+}
+
+
+@dataclass
+class Fleet:
+    """One engine that does not guess, and two that do."""
+
+    engines: list[ForkedEngine]
+    client: OpenAI
+
+    def accepted(self) -> float:
+        return sum(engine.metric("quire_engine_accepted_draft_tokens_total") for engine in self.engines[1:])
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("speculation")
+    engines = [ForkedEngine(DEMO, folder, *FLAGS, name=PLAIN)]
+    engines += [ForkedEngine(DEMO, folder, *FLAGS, "--speculative-method", method) for method in ("ngram", "suffix")]
+    with redis_server() as redis:
+        addresses = [engine.address for engine in engines]
+        router = Router(DEMO, addresses, folder, "--model", f"{PLAIN}={DEMO}", "--redis-url", redis.url)
+        try:
+            for process in (*engines, router):
+                process.wait_ready()
+            yield Fleet(engines, OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=120))
+        finally:
+            for process in (router, *engines):
+                if process.popen.poll() is None:
+                    process.stop()
+
+
+@pytest.mark.parametrize("style", REQUESTS)
+def test_the_answer_is_that_of_an_engine_without_drafts(fleet: Fleet, style: str) -> None:
+    accepted = fleet.accepted()
+    expected, *guessed = (
+        fleet.client.completions.create(model=model, **REQUESTS[style]).choices for model in (PLAIN, MODEL, MODEL)
+    )
+    for choices in guessed:  # as many as there are engines, which take turns
+        assert [choice.model_dump() for choice in choices] == [choice.model_dump() for choice in expected]
+    eventually(lambda: fleet.accepted() > accepted, message="no draft was right")
+
+
+def test_an_engine_that_is_killed_while_it_guesses_changes_no_token(fleet: Fleet) -> None:
+    request = {**REQUESTS["structured"], "max_tokens": 1000}
+    undisturbed = fleet.client.completions.create(model=PLAIN, **request).choices[0].text
+    chunks = fleet.client.completions.create(model=MODEL, stream=True, **request)
+    texts = (chunk.choices[0].text for chunk in chunks if chunk.choices)
+    seen = [next(texts) for _ in range(20)]
+    before = [engine for engine in fleet.engines[1:] if engine.metric("quire_engine_running_sequences") > 0]
+    assert before, "the answer had ended before an engine could die"
+    before[0].kill()
+    left = next(engine for engine in fleet.engines[1:] if engine is not before[0])
+    accepted = left.metric("quire_engine_accepted_draft_tokens_total")
+    seen += texts
+    assert "".join(seen) == undisturbed
+    eventually(lambda: left.metric("quire_engine_accepted_draft_tokens_total") > accepted)
