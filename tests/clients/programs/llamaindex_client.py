@@ -44,17 +44,21 @@ def scenarios(client: OpenAILike, slow: OpenAILike) -> dict[str, Callable[[], ob
         return {"arguments": json.dumps(call.tool_kwargs), "text": final.message.content}
 
     def streamed_error() -> object:
-        for _ in slow.stream_chat(as_messages(FIRST), **ENDLESS):
+        for _ in slow.stream_chat(as_messages(FIRST)):
             pass
         return {"text": "the stream ended without an error"}
 
     return {act.__name__: act for act in (streamed, second_turn, tool_loop, streamed_error)}
 
 
-def connect(url: str) -> OpenAILike:
+def connect(url: str, max_tokens: int, **fields: object) -> OpenAILike:
     kind = {"is_chat_model": True, "is_function_calling_model": True, "context_window": 2048, "max_retries": 0}
-    return OpenAILike(model="tools", api_base=f"{url}/v1", api_key="none", **kind, **PARAMETERS)
+    settings = {"temperature": PARAMETERS["temperature"], "max_tokens": max_tokens, "additional_kwargs": fields}
+    return OpenAILike(model="tools", api_base=f"{url}/v1", api_key="none", **kind, **settings)
 
 
 if __name__ == "__main__":
-    run({"llamaindex": scenarios(*map(connect, sys.argv[1:]))})
+    url, slow_url = sys.argv[1:]
+    # What is given at first holds against what is given with a request.
+    client, slow = connect(url, PARAMETERS["max_tokens"]), connect(slow_url, **ENDLESS)
+    run({"llamaindex": scenarios(client, slow)})

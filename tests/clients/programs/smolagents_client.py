@@ -22,16 +22,18 @@ def scenarios(client: OpenAIModel, slow: OpenAIModel) -> dict[str, Callable[[], 
         return {"text": client.generate([*first, message, ChatMessage(**SECOND)]).content}
 
     def streamed_error() -> object:
-        for _ in slow.generate_stream(first, **ENDLESS):
+        for _ in slow.generate_stream(first):
             pass
         return {"text": "the stream ended without an error"}
 
     return {act.__name__: act for act in (streamed, second_turn, streamed_error)}
 
 
-def connect(url: str) -> OpenAIModel:
-    return OpenAIModel("tools", api_base=f"{url}/v1", api_key="none", client_kwargs={"max_retries": 0}, **PARAMETERS)
+def connect(url: str, parameters: dict[str, object]) -> OpenAIModel:
+    return OpenAIModel("tools", api_base=f"{url}/v1", api_key="none", client_kwargs={"max_retries": 0}, **parameters)
 
 
 if __name__ == "__main__":
-    run({"smolagents": scenarios(*map(connect, sys.argv[1:]))})
+    url, slow_url = sys.argv[1:]
+    # What is given at first holds against what is given with a request.
+    run({"smolagents": scenarios(connect(url, PARAMETERS), connect(slow_url, {**PARAMETERS, **ENDLESS}))})
