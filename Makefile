@@ -19,8 +19,8 @@ export TORCH_SIZE
 .PHONY: up test soak chaos lint bench bench-router bench-simulation bench-fleet peers clients images dist proto proto-check clean help
 
 help:
-	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2]   serve a model on this machine; Ctrl-C stops everything"
-	@echo "make test [ARGS=tests/unit/house/test_up.py]        every test, real processes included; or those that ARGS names"
+	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2] [ARGS='--port 80']   quire serve, from this checkout"
+	@echo "make test [ARGS=tests/unit/house/test_make.py]      every test, real processes included; or those that ARGS names"
 	@echo "make soak                                     100,000 simulated requests, aborted at every moment (some minutes)"
 	@echo "make chaos [ARGS='--rounds 10']               routers, engines and Redis die under streams, again and again (some minutes)"
 	@echo "make lint                                     style, types, stale stubs"
@@ -33,7 +33,7 @@ help:
 	@echo "make images [DEVICES='cpu cuda']              the router's and the engines' images (docker/README.md)"
 	@echo "make dist                                     wheels, the chart, a bill of materials and sums, in dist/ (docs/release.md)"
 	@echo "make proto                                    the stubs of proto/quire"
-	@echo "make clean                                    takes the environments and what Redis kept away"
+	@echo "make clean                                    takes away the environments and what was built or measured"
 
 $(READY): constraints.txt tests/requirements.txt proto/pyproject.toml engine/pyproject.toml router/pyproject.toml cli/pyproject.toml
 	@echo "creating the environment in $(VENV) (a few minutes the first time)"
@@ -47,7 +47,8 @@ $(HELM_READY): constraints.txt tests/kube/requirements.txt
 	@scripts/helm_environment.sh $(HELM)
 
 up: $(READY)
-	@MODEL="$(MODEL)" NAME="$(NAME)" ENGINES="$(ENGINES)" exec $(BIN)/python scripts/up.py
+	@exec $(BIN)/python -m quire_cli.main serve "$(or $(MODEL),demo/model)" --engines "$(or $(ENGINES),2)" \
+	  $(if $(or $(NAME),$(if $(MODEL),,demo)),--served-model-name "$(or $(NAME),quire-demo)") $(ARGS)
 
 # In two workers, but for the models' tests, which use all cores; with ARGS just those tests run, one after the other.
 test: $(READY) $(HELM_READY)

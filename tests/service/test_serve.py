@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from openai import OpenAI
+from quire_cli.chat.api_client import ApiClient
 
 from tests.service.conftest import DEMO, FLOAT32, SMALL_POOLS
 from tests.support.hub_server import hub_server
@@ -23,6 +24,7 @@ from tests.support.processes import Process, eventually, fetch, metric
 NAME = "quire/demo"
 LONG = {"model": NAME, "prompt": "Once upon a time", "max_tokens": 1200, "temperature": 1.2, "seed": 11}
 IGNORE_EOS = {"ignore_eos": True}
+KILLS = 2  # of the whole tree, in one answer
 
 
 class Tree(Process):
@@ -33,7 +35,8 @@ class Tree(Process):
     ) -> None:
         command = [sys.executable, "-m", "quire_cli.main", "serve", str(model)]
         names = [] if name is None else ["--served-model-name", name]
-        super().__init__([*command, *names, *SMALL_POOLS, *flags], log, stdout=stdout)
+        environment = {"XDG_STATE_HOME": str(log.parent / "state")}
+        super().__init__([*command, *names, *SMALL_POOLS, *flags], log, environment, stdout=stdout)
 
     @property
     def url(self) -> str:
@@ -124,6 +127,23 @@ def test_two_trees_run_beside_each_other_and_each_ends_alone(tmp_path: Path) -> 
     finally:
         for tree in (first, second):
             tree.kill()
+
+
+def test_an_answer_goes_on_when_all_of_it_is_killed_and_started_again(tmp_path: Path) -> None:
+    """With nothing but the defaults: the journal is a file, and ``quire chat``'s client reads on."""
+    flags = ("--port", str(free_port()), *FLOAT32)
+    with serving(tmp_path, *flags) as tree:
+        expected = tree.client.completions.create(**LONG, extra_body=IGNORE_EOS).choices[0].text
+        chunks = ApiClient(tree.url).stream("/completions", LONG | IGNORE_EOS)
+        pieces = [next(chunks) for _ in range(3)]
+        assert tree.end(signal.SIGKILL) == -signal.SIGKILL
+    for number in range(1, KILLS):
+        with serving(tmp_path, *flags) as tree:
+            pieces += [next(chunks) for _ in range(40 * number)]
+            assert tree.end(signal.SIGKILL) == -signal.SIGKILL
+    with serving(tmp_path, *flags):
+        pieces += chunks
+    assert "".join(choice["text"] for piece in pieces for choice in piece["choices"]) == expected
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "closed terminal"])

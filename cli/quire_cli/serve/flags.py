@@ -52,6 +52,7 @@ class ServeFlags:
     host: str | None
     port: int | None
     names: list[str]
+    no_journal: bool
     engine_port: int | None
     engine_metrics_port: int | None
     engine: list[str]
@@ -84,6 +85,7 @@ def read_flags(arguments: Sequence[str]) -> ServeFlags:
         host=given["host"],
         port=given["port"],
         names=[name.strip() for entry in given["served_model_name"] for name in entry.split(",") if name.strip()],
+        no_journal=given["no_journal"],
         engine_port=given["engine_port"],
         engine_metrics_port=given["engine_metrics_port"],
         engine=[*_arguments("engine", given)],
@@ -125,6 +127,9 @@ def _add_own(parser: FlagParser) -> None:
         default=[],
         metavar="NAME",
         help="names that clients may ask for (default: MODEL's name)",
+    )
+    parser.add_argument(
+        "--no-journal", action="store_true", help="keep requests in memory, where they end with the router"
     )
     parser.add_argument(
         "--engine-port", type=_port, metavar="PORT", help="gRPC port of the first engine; the next are 10 above it each"

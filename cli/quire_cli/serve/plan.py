@@ -71,6 +71,8 @@ def make_plan(flags: ServeFlags, model: Path, ports: Ports, gpus: int = 0) -> Pl
         for index, pair in enumerate(places)
     ]
     where = [f"--{name.replace('_', '-')}={port}" for name, port in chosen.items()]
+    journal = None if flags.no_journal else _journal_file(settings, names[0], chosen["http_port"])
+    where += [f"--journal-file={journal}"] if journal else []
     engines = [f"--engine={LOCALHOST}:{port}" for port, _ in places]
     settings = settings.model_copy(update=chosen)
     programs.append(
@@ -89,6 +91,22 @@ def make_plan(flags: ServeFlags, model: Path, ports: Ports, gpus: int = 0) -> Pl
 def name_of(model: Path) -> str:
     """What a model is called that was given no name."""
     return model.stem if model.is_file() else model.resolve().name
+
+
+def state_folder() -> Path:
+    """Where this user's state is kept."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "quire"
+
+
+def _journal_file(settings: Settings, name: str, port: int) -> Path | None:
+    """The file where the router keeps its requests, one for each model and port, so that it is found again; None where
+    the flags say where they are kept. Raises ``OSError`` where there cannot be a file.
+    """
+    if settings.redis_url or settings.journal_file or settings.workers > 1:
+        return None
+    folder = state_folder() / f"{name.replace('/', '--')}-{port}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder / "journal.sqlite"
 
 
 def _engine_program(

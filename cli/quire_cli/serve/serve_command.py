@@ -40,6 +40,8 @@ def serve(arguments: Sequence[str]) -> NoReturn:
         plan = make_plan(flags, found.path, ports, count_gpus())
     except (PortError, ValueError) as error:
         _quit(str(error))
+    except OSError as error:  # there may be no folder of the user's, as in some containers
+        _quit(f"{error.filename} cannot hold the journal: {error.strerror}; name a --journal-file, or --no-journal.")
     check_memory(plan)
     raise SystemExit(asyncio.run(_run(plan)))
 

@@ -15,10 +15,11 @@ from tests.support.ports import free_port
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in list(os.environ):
         if name.startswith(("QUIRE_ENGINE_", "QUIRE_ROUTER_")):
             monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 def plan(*arguments: str, gpus: int = 0) -> Plan:
@@ -110,3 +111,23 @@ def test_each_engine_gets_gpus_of_its_own() -> None:
     assert not any(program.environment for program in plan("--engines", "2", "--device", "cpu", gpus=4).programs)
     with pytest.raises(ValueError, match="3 engines of 2 GPUs each need 6, and there are 4"):
         plan("--engines", "3", "--tensor-parallel-size", "2", gpus=4)
+
+
+def test_requests_are_kept_in_a_file_of_the_model_and_the_port(tmp_path: Path) -> None:
+    port = free_port()
+    journal = router(plan("--port", str(port), "--served-model-name", "org/m")).journal_file
+    assert journal == tmp_path / f"state/quire/org--m-{port}/journal.sqlite"
+    assert journal.parent.stat().st_mode & 0o077 == 0, "it holds what clients wrote"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--no-journal"], ["--redis-url", "redis://127.0.0.1"], ["--redis-url", "redis://127.0.0.1", "--workers", "2"]],
+)
+def test_requests_are_kept_elsewhere_where_that_is_said(arguments: list[str], tmp_path: Path) -> None:
+    assert router(plan(*arguments)).journal_file is None
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_journal_that_was_named_is_used(tmp_path: Path) -> None:
+    assert router(plan("--journal-file", str(tmp_path / "mine"))).journal_file == tmp_path / "mine"

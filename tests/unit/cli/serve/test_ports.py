@@ -1,11 +1,17 @@
 """Ports are those that were named, or free ones that nobody else is about to take."""
 
 import socket
+from threading import Timer
 
 import pytest
 from quire_cli.serve.ports import PortError, Ports
 
 from tests.support.ports import free_port
+
+
+@pytest.fixture(autouse=True)
+def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire_cli.serve.ports.PATIENCE", 0.0)
 
 
 def ports(said: list[str] | None = None) -> Ports:
@@ -54,3 +60,14 @@ def test_two_trees_that_start_at_once_take_different_ports() -> None:
     assert second.free(port, "b") > port
     with pytest.raises(PortError, match="is in use"):
         second.named(port, "b", "--port")
+
+
+def test_a_port_that_is_about_to_be_free_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a tree was killed, whose clients come back to the same port."""
+    monkeypatch.setattr("quire_cli.serve.ports.PATIENCE", 60.0)
+    with socket.socket() as taken:
+        port = free_port()
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        Timer(0.3, taken.close).start()
+        assert ports().free(port, "the router", tell=True) == port

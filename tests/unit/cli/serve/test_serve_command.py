@@ -1,0 +1,34 @@
+"""What ``quire serve`` says when it is ready."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from quire_cli.serve.flags import read_flags
+from quire_cli.serve.plan import Plan, make_plan
+from quire_cli.serve.ports import Ports
+from quire_cli.serve.serve_command import how_to_try
+
+from tests.support.ports import free_port
+
+
+def plan(*arguments: str) -> Plan:
+    flags = read_flags(["model", "--no-journal", *arguments])
+    return make_plan(flags, Path("model"), Ports(lambda *_: None))
+
+
+@pytest.mark.parametrize(("keys", "shown"), [("a" * 16, "a" * 16), ("a" * 16 + "," + "b" * 16, "a" * 16)])
+def test_the_command_to_try_sends_one_of_the_keys(monkeypatch: pytest.MonkeyPatch, keys: str, shown: str) -> None:
+    monkeypatch.setenv("QUIRE_ROUTER_API_KEY", keys)
+    told = how_to_try(plan())
+    assert keys not in told
+    header = re.search(r'"Authorization: Bearer (.*)"', told)
+    assert header is not None
+    said = subprocess.run(["sh", "-c", f'printf %s "{header[1]}"'], capture_output=True, text=True, check=True)
+    assert said.stdout == shown
+
+
+def test_the_address_to_try_is_one_that_can_be_reached() -> None:
+    port = free_port()
+    assert f"http://127.0.0.1:{port}/v1/completions" in how_to_try(plan("--host", "0.0.0.0", "--port", str(port)))
