@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Event, Thread
+from time import sleep
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -241,6 +243,9 @@ def test_ctrl_c_cancels_the_request() -> None:
         asking = subprocess.Popen(command(server, "chat", "x"), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
         assert asking.stdout is not None
         assert asking.stdout.read(4) == b"Once"
+        # A signal between Python's last look for one and the system call that waits for data is seen when data come.
+        eventually(lambda: psutil.Process(asking.pid).status() == psutil.STATUS_SLEEPING)
+        sleep(0.2)
         asking.send_signal(signal.SIGINT)
         assert asking.wait(30) == 130
         assert server.of("/cancel")
