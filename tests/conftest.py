@@ -1,11 +1,17 @@
 """Settings of the whole test run."""
 
 import os
+import signal
 
 from hypothesis import settings
 
 # The models here are tiny: more threads would only wait for each other, and the engines that tests start inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Who started the tests may ignore Ctrl-C, as a shell does for what it runs in the background: programs that tests
+# start, and interrupt, would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine may take as long as it likes.
 # A run that decides whether a change lands does not depend on luck: there, examples are the same each time.
