@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire_engine.device.accelerator import configure_threads, usable_cores
+from quire_engine.device.accelerator import configure_threads
+from quire_engine.device.host import usable_cores
 
 
 @pytest.fixture(autouse=True)

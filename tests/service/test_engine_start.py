@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire_engine.device.accelerator import usable_cores
+from quire_engine.device.host import usable_cores
 
 from tests.service.conftest import DEMO
 from tests.support.processes import Engine
@@ -175,7 +175,7 @@ cli.main()
 """
 OFFLINE = """
 import torch
-from quire_engine.device.accelerator import usable_cores
+from quire_engine.device.host import usable_cores
 torch.set_num_threads(3)
 import quire_engine.server.metrics
 from quire_engine import LLM

@@ -13,12 +13,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+from quire_engine.device.host import usable_cores
 from quire_engine.kernels.build import BuildError, best_level, find_build, find_compiler
 
 from quire_cli.doctor import torch_probe
 from quire_cli.machine.gpus import count_gpus
 from quire_cli.machine.memory import GIB, available_memory, total_memory
-from quire_cli.machine.processors import usable_cores
 from quire_cli.machine.sockets import is_free
 
 PACKAGES = ("quire-llm", "quire-router", "quire-engine", "quire-proto")

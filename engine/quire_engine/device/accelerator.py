@@ -6,18 +6,16 @@ through pinned memory and are only enqueued. Pinned memory may be dropped at onc
 before the copies that torch enqueued from it or to it are done.
 """
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire_engine.device.host import ROOT, read_cgroup
+from quire_engine.device.host import usable_cores
 from quire_engine.errors import ModelError, first_line
 
 Array = npt.NDArray[Any]
@@ -73,26 +71,6 @@ def usable_threads(processes: int = 1) -> int:
     """
     configured = os.environ.get("OMP_NUM_THREADS", "")
     return int(configured) if configured.isdecimal() and int(configured) > 0 else max(1, usable_cores() // processes)
-
-
-def usable_cores(root: Path = ROOT) -> int:
-    """Cores of this process's affinity mask, or of its cgroups' CPU quota where that is less; at least 1."""
-    quotas = [quota for quota in _quotas(root) if quota > 0]
-    return max(1, min(len(os.sched_getaffinity(0)), *(math.ceil(quota) for quota in quotas), 1 << 16))
-
-
-def _quotas(root: Path) -> Iterator[float]:
-    """CPU quotas in cores, of the process's cgroup and of all above it."""
-    for texts in read_cgroup(root, "cpu", "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"):
-        yield _quota(*(texts if len(texts) > 1 else texts[0].split()[:2]))
-
-
-def _quota(quota: str = "max", period: str = "100000") -> float:
-    """Cores that ``quota`` of every ``period`` microseconds is; 0 for no limit."""
-    try:
-        return max(0.0, int(quota) / int(period))
-    except (ValueError, ZeroDivisionError):
-        return 0.0
 
 
 def pin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

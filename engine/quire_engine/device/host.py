@@ -1,9 +1,10 @@
-"""The host that an engine runs on: the settings of its cgroups (version 2 and version 1) as text, and what its C
-library and oneDNN keep in memory.
+"""The host that an engine runs on: the settings of its cgroups (version 2 and version 1) as text, the cores that it may
+use, and what its C library and oneDNN keep in memory.
 """
 
 import contextlib
 import ctypes
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,26 @@ def _with_parents(mount: Path, group: str) -> Iterator[Path]:
     folder = mount / group.strip("/")
     yield folder
     yield from (parent for parent in folder.parents if parent.is_relative_to(mount))
+
+
+def usable_cores(root: Path = ROOT) -> int:
+    """Cores of this process's affinity mask, or of its cgroups' CPU quota where that is less; at least 1."""
+    quotas = [quota for quota in _quotas(root) if quota > 0]
+    return max(1, min(len(os.sched_getaffinity(0)), *(math.ceil(quota) for quota in quotas), 1 << 16))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """CPU quotas in cores, of the process's cgroup and of all above it."""
+    for texts in read_cgroup(root, "cpu", "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"):
+        yield _quota(*(texts if len(texts) > 1 else texts[0].split()[:2]))
+
+
+def _quota(quota: str = "max", period: str = "100000") -> float:
+    """Cores that ``quota`` of every ``period`` microseconds is; 0 for no limit."""
+    try:
+        return max(0.0, int(quota) / int(period))
+    except (ValueError, ZeroDivisionError):
+        return 0.0
 
 
 def tune_malloc() -> bool:

@@ -12,8 +12,8 @@ import torch
 
 from quire_engine.checkpoint.config import DecoderConfig, ModelConfig
 from quire_engine.config import EngineArgs
-from quire_engine.device.accelerator import inference_on, usable_cores
-from quire_engine.device.host import tune_malloc
+from quire_engine.device.accelerator import inference_on
+from quire_engine.device.host import tune_malloc, usable_cores
 from quire_engine.distributed.communicator import Communicator, TensorParallelGroup
 from quire_engine.errors import ModelError
 from quire_engine.executor.rank_processes import describe_error

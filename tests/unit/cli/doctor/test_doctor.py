@@ -13,7 +13,6 @@ import pytest
 from quire_cli.doctor import checks
 from quire_cli.doctor.checks import CHECKS, Finding
 from quire_cli.doctor.doctor_command import doctor
-from quire_cli.machine.processors import usable_cores
 from quire_engine.kernels.build import BuildError
 
 from tests.support.ports import free_port
@@ -138,14 +137,3 @@ def test_ports_in_use_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         found = checks.check_ports()
     assert (found.status, found.facts["in_use"]) == ("note", [used])
     assert f"{used} (gRPC)" in found.text
-
-
-def test_cores_are_those_of_the_quota(tmp_path: Path) -> None:
-    most = usable_cores(tmp_path)
-    assert most >= 1
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("0::/pod\n")
-    (tmp_path / "sys/fs/cgroup/pod").mkdir(parents=True)
-    for quota, cores in (("50000 100000", 1), ("max 100000", most)):
-        (tmp_path / "sys/fs/cgroup/pod/cpu.max").write_text(quota)
-        assert usable_cores(tmp_path) == cores
