@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
+import openai
 from quire_proto.errors import QuireError
 from quire_proto.sampling import FinishReason, TokenLogprobs
 from quire_proto.text.chat_template import ChatTemplate
@@ -312,6 +313,7 @@ class Stage:
     port: int
     admin_port: int
     rpc_port: int
+    _clients: list[openai.AsyncOpenAI] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -319,6 +321,15 @@ class Stage:
 
     def channel(self) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(f"127.0.0.1:{self.rpc_port}")
+
+    def openai(self, key: str = "none") -> openai.AsyncOpenAI:
+        """A client that is closed with the stage: one that is left to the collector logs an error into a later test."""
+        self._clients.append(openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0))
+        return self._clients[-1]
+
+    async def close_clients(self) -> None:
+        for client in self._clients:
+            await client.close()
 
 
 @asynccontextmanager
@@ -359,9 +370,11 @@ async def open_stage(
     async with asyncio.TaskGroup() as serving:
         for each in (server, admin):
             serving.create_task(each.run_until_stopped())
+        stage = Stage(service, fleet, scripted, app, server.port, admin.port, rpc.port)
         try:
-            yield Stage(service, fleet, scripted, app, server.port, admin.port, rpc.port)
+            yield stage
         finally:
+            await stage.close_clients()
             server.should_exit = admin.should_exit = True
             await rpc.stop(0)
             service.close()

@@ -6,7 +6,6 @@ from collections import defaultdict
 from contextlib import aclosing
 
 import grpc
-import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,10 +25,6 @@ from tests.support.scripted_api import MODEL, TOKENIZER, VOCAB_SIZE, ask, chat, 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEXT = "Hello wörld"
 BOTH = [(CHAT, chat), (COMPLETIONS, completion)]
-
-
-def client(stage) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key="none", max_retries=0)
 
 
 def answer_of(*texts: str, reasons=None) -> list[Delta]:
@@ -100,7 +95,7 @@ def by_choice(chunks) -> dict[int, list]:
 
 @pytest.mark.parametrize("n", [1, 2, 7])
 async def test_n_choices_come_in_order(n):
-    async with open_stage() as stage, client(stage) as api:
+    async with open_stage() as stage, stage.openai() as api:
         talk = await api.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}], n=n)
         text = await api.completions.create(model=MODEL, prompt="hi", n=n)
 
@@ -155,7 +150,7 @@ async def test_no_event_has_the_usage_so_far_where_it_was_refused():
 
 
 async def test_the_openai_clients_own_accumulator_reads_the_stream():
-    async with open_stage() as stage, client(stage) as api:
+    async with open_stage() as stage, stage.openai() as api:
         messages = [{"role": "user", "content": "hi"}]
         async with api.chat.completions.stream(model=MODEL, messages=messages, n=2, logprobs=True) as stream:
             completed = await stream.get_final_completion()
@@ -237,7 +232,7 @@ async def test_a_priority_goes_to_the_engines_where_the_router_takes_it():
 @pytest.mark.parametrize("prompts", [["a", "b", "c"], [[5], [6, 7], [8]]])
 @pytest.mark.parametrize("n", [1, 2])
 async def test_the_choices_of_a_list_of_prompts_are_numbered_through(prompts, n):
-    async with open_stage() as stage, client(stage) as api:
+    async with open_stage() as stage, stage.openai() as api:
         answer = await api.completions.create(model=MODEL, prompt=prompts, n=n, echo=True)
         seen = {each.request_id: each for each in stage.runner.generations}
 

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator
 from threading import current_thread, main_thread
 
 import grpc
-import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -304,7 +303,7 @@ async def test_a_background_request_has_one_prompt():
 
 async def test_the_openai_client_sends_all_of_it():
     async with open_stage() as stage:
-        api = openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key="none", max_retries=0)
+        api = stage.openai()
         async with api:
             answers = [
                 await api.completions.create(model=MODEL, prompt="hi", extra_headers={"Idempotency-Key": "one"})

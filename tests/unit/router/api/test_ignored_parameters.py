@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -134,7 +133,7 @@ async def test_the_openai_clients_own_objects_are_taken_back():
     text = '<tool_call>\n{"name": "get", "arguments": {"city": "Rome"}}\n</tool_call>'
     async with open_stage(script_of(text), template=HERMES_TEMPLATE) as stage:
         stage.fleet.model_limits = Limits(4096)
-        api = openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key="none", max_retries=0).chat.completions
+        api = stage.openai().chat.completions
         fields = {"model": MODEL, "tools": [tool(strict=True)]}
         async with api.stream(**fields, messages=[USER]) as stream:
             answer = (await stream.get_final_completion()).choices[0].message
@@ -230,7 +229,7 @@ async def test_thousands_of_unknown_parameters_are_counted_and_not_listed():
 
 async def test_the_clients_extra_body_is_taken_as_it_is_elsewhere():
     async with open_stage() as stage:
-        api = openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key="none", max_retries=0).chat.completions
+        api = stage.openai().chat.completions
         answer = await api.with_raw_response.create(
             model=MODEL, messages=[USER], verbosity="low", service_tier="flex", extra_body={"keep_alive": "5m"}
         )

@@ -266,7 +266,7 @@ async def test_more_tokens_than_the_limit_per_minute_are_a_bad_request_without_r
 
 async def test_the_openai_client_understands():
     async with tenant_stage(requests_per_minute=1) as stage:
-        client = openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=KEY, max_retries=0)
+        client = stage.openai(KEY)
         ask_it = client.chat.completions.create
         await ask_it(model=MODEL, messages=[{"role": "user", "content": "hello"}], max_tokens=5)
         with pytest.raises(openai.RateLimitError) as refusal:

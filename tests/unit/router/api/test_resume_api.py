@@ -9,7 +9,6 @@ from typing import Any
 from urllib.parse import quote
 
 import grpc
-import openai
 import pytest
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
@@ -29,10 +28,6 @@ FIELDS: list[dict[str, Any]] = [
 ]
 IDS = {"include_event_ids": True}
 KEY = {"idempotency-key": "once"}
-
-
-def client(stage) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key="none", max_retries=0)
 
 
 def fields_for(path: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -187,7 +182,7 @@ async def test_only_errors_that_another_router_can_recover_from_are_resumable():
 @pytest.mark.parametrize("before", [[], ["one", "two"]], ids=["before the first piece", "after it"])
 async def test_a_silent_stream_has_heartbeats_and_the_openai_client_reads_on(before):
     release = asyncio.Event()
-    async with open_stage([*before, release, *ANSWER], heartbeat=0.01) as stage, client(stage) as api:
+    async with open_stage([*before, release, *ANSWER], heartbeat=0.01) as stage, stage.openai() as api:
         stream = await api.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True, extra_headers=KEY
         )

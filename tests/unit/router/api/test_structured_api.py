@@ -166,12 +166,8 @@ SUM = Sum(words="three and four é", total=7, parts=[3, 4])
 QUESTION = [{"role": "user", "content": "hi"}]
 
 
-def client(stage) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key="none", max_retries=0)
-
-
 async def test_the_clients_parse_helper_sends_a_schema_and_reads_the_answer():
-    async with open_stage(script_of(SUM.model_dump_json())) as stage, client(stage) as api:
+    async with open_stage(script_of(SUM.model_dump_json())) as stage, stage.openai() as api:
         answer = await api.chat.completions.parse(model=MODEL, messages=QUESTION, response_format=Sum, n=2)
 
     assert [choice.message.parsed for choice in answer.choices] == [SUM, SUM]
@@ -183,7 +179,7 @@ async def test_the_clients_parse_helper_sends_a_schema_and_reads_the_answer():
 async def test_the_clients_stream_helper_reads_the_same():
     async with (
         open_stage(script_of(SUM.model_dump_json())) as stage,
-        client(stage) as api,
+        stage.openai() as api,
         api.chat.completions.stream(model=MODEL, messages=QUESTION, response_format=Sum) as stream,
     ):
         completed = await stream.get_final_completion()
@@ -193,7 +189,7 @@ async def test_the_clients_stream_helper_reads_the_same():
 
 async def test_a_refused_schema_is_the_clients_bad_request_error():
     refusal = QuireError(ErrorCode.INVALID, "The schema has a form that is not supported.", param="response_format")
-    async with open_stage([refusal]) as stage, client(stage) as api:
+    async with open_stage([refusal]) as stage, stage.openai() as api:
         with pytest.raises(openai.BadRequestError, match="form that is not supported") as error:
             await api.chat.completions.parse(model=MODEL, messages=QUESTION, response_format=Sum)
 

@@ -46,7 +46,7 @@ def stage_with(text, template=HERMES_TEMPLATE):
 
 def client(stage):
     stage.fleet.model_limits = Limits(4096)
-    return openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key="none", max_retries=0).chat.completions
+    return stage.openai().chat.completions
 
 
 async def streamed(stage, **fields):

@@ -5,7 +5,6 @@ import json
 from collections import defaultdict
 from contextlib import suppress
 
-import openai
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -42,10 +41,6 @@ TEXTS = st.text(min_size=1, max_size=30) | st.text("é€😀你 a", min_size=1,
 NAMES = TokenNames(TOKENIZER.token_bytes)
 
 
-def client(stage) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key="none", max_retries=0)
-
-
 def in_chats(token_ids, top=0, names=TOKENIZER):
     """What a chat must show, entry by entry, by the words of the API's documents."""
 
@@ -66,7 +61,7 @@ def in_chats(token_ids, top=0, names=TOKENIZER):
 
 @pytest.mark.parametrize("top", [0, 1, 5, 20])
 async def test_a_chat_shows_each_token_with_its_bytes_and_the_most_probable_ones(top):
-    async with open_stage(script_of(SAID)) as stage, client(stage) as api:
+    async with open_stage(script_of(SAID)) as stage, stage.openai() as api:
         answer = await api.chat.completions.create(model=MODEL, messages=USER, logprobs=True, top_logprobs=top)
 
     shown = answer.choices[0].logprobs
@@ -76,7 +71,7 @@ async def test_a_chat_shows_each_token_with_its_bytes_and_the_most_probable_ones
 
 
 async def test_a_streamed_chat_has_the_logprobs_of_the_whole_one():
-    async with open_stage(script_of(SAID)) as stage, client(stage) as api:
+    async with open_stage(script_of(SAID)) as stage, stage.openai() as api:
         stream = await api.chat.completions.create(
             model=MODEL, messages=USER, logprobs=True, top_logprobs=2, stream=True, n=2
         )
@@ -128,7 +123,7 @@ def offsets_of(token_ids) -> list[int]:
 
 @pytest.mark.parametrize("top", [0, 1, 5, 20])
 async def test_a_completion_shows_four_lists_side_by_side(top):
-    async with open_stage(script_of(SAID)) as stage, client(stage) as api:
+    async with open_stage(script_of(SAID)) as stage, stage.openai() as api:
         answer = await api.completions.create(model=MODEL, prompt="hi", logprobs=top)
 
     shown = answer.choices[0].logprobs
@@ -163,7 +158,7 @@ async def test_a_streamed_completion_has_the_logprobs_of_the_whole_one(echo):
 
 async def test_an_echoed_prompt_comes_first_and_nothing_predicts_its_first_token():
     prompt = TOKENIZER.encode("how are you é")
-    async with open_stage(script_of(SAID)) as stage, client(stage) as api:
+    async with open_stage(script_of(SAID)) as stage, stage.openai() as api:
         answer = await api.completions.create(model=MODEL, prompt=prompt, logprobs=2, echo=True)
 
     shown, text = answer.choices[0].logprobs, answer.choices[0].text
@@ -178,7 +173,7 @@ async def test_an_echoed_prompt_comes_first_and_nothing_predicts_its_first_token
 
 
 async def test_a_prompt_of_one_token_can_be_echoed():
-    async with open_stage(script_of("x")) as stage, client(stage) as api:
+    async with open_stage(script_of("x")) as stage, stage.openai() as api:
         answer = await api.completions.create(model=MODEL, prompt=[TOKENS[0]], logprobs=0, echo=True)
 
     assert answer.choices[0].logprobs.token_logprobs[0] is None
@@ -198,7 +193,7 @@ async def test_an_output_without_tokens_still_shows_its_prompt():
 
 async def test_each_prompt_of_a_list_is_echoed_with_its_own():
     prompts = [TOKENIZER.encode("how"), TOKENIZER.encode("hello world")]
-    async with open_stage(script_of("x")) as stage, client(stage) as api:
+    async with open_stage(script_of("x")) as stage, stage.openai() as api:
         answer = await api.completions.create(model=MODEL, prompt=prompts, logprobs=0, echo=True, n=2)
 
     for choice in answer.choices:

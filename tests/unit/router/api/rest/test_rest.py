@@ -18,15 +18,11 @@ USAGE = {"completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 2}}
 TEXT = "Hello wörld"
 
 
-def client(stage, key="none") -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=key, max_retries=0)
-
-
 # The answers
 
 
 async def test_a_chat_is_answered_as_the_openai_client_expects_it():
-    async with open_stage() as stage, client(stage) as api:
+    async with open_stage() as stage, stage.openai() as api:
         answer = await api.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
 
     assert (answer.object, answer.model, answer.id[:9]) == ("chat.completion", MODEL, "chatcmpl-")
@@ -41,7 +37,7 @@ async def test_a_chat_is_answered_as_the_openai_client_expects_it():
 
 
 async def test_a_completion_is_answered_as_the_openai_client_expects_it():
-    async with open_stage() as stage, client(stage) as api:
+    async with open_stage() as stage, stage.openai() as api:
         answer = await api.completions.create(model=MODEL, prompt="hi", max_tokens=5)
 
     assert (answer.object, answer.model, answer.id[:5]) == ("text_completion", MODEL, "cmpl-")
@@ -50,7 +46,7 @@ async def test_a_completion_is_answered_as_the_openai_client_expects_it():
 
 
 async def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason():
-    async with open_stage() as stage, client(stage) as api:
+    async with open_stage() as stage, stage.openai() as api:
         stream = await api.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True
         )
@@ -65,7 +61,7 @@ async def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason():
 
 
 async def test_a_completion_stream_has_the_same_text():
-    async with open_stage() as stage, client(stage) as api:
+    async with open_stage() as stage, stage.openai() as api:
         stream = await api.completions.create(model=MODEL, prompt="hi", stream=True)
         chunks = [chunk async for chunk in stream]
 
@@ -97,7 +93,7 @@ async def test_text_is_escaped_so_that_no_line_reader_splits_it():
 
 
 async def test_models_are_listed_with_their_maximum_length_once_an_engine_reports_it():
-    async with open_stage() as stage, client(stage) as api:
+    async with open_stage() as stage, stage.openai() as api:
         models = [model async for model in await api.models.list()]
         model = await api.models.retrieve(MODEL)
         with pytest.raises(openai.NotFoundError):
@@ -474,7 +470,7 @@ async def test_an_error_in_the_middle_of_a_stream_is_its_last_event():
 
 
 async def test_the_openai_client_raises_the_error_in_the_middle_of_a_stream():
-    async with open_stage(["one", QuireError(ErrorCode.UNAVAILABLE, "Gone.")]) as stage, client(stage) as api:
+    async with open_stage(["one", QuireError(ErrorCode.UNAVAILABLE, "Gone.")]) as stage, stage.openai() as api:
         stream = await api.completions.create(model=MODEL, prompt="hi", stream=True)
         with pytest.raises(openai.APIError, match=r"Gone\."):
             [chunk async for chunk in stream]
@@ -578,7 +574,7 @@ async def test_a_client_that_does_not_read_is_given_up():
 
 
 async def test_one_connection_carries_many_requests():
-    async with open_stage() as stage, client(stage) as api:
+    async with open_stage() as stage, stage.openai() as api:
         answers = [await api.completions.create(model=MODEL, prompt="hi") for _ in range(3)]
 
     assert len({answer.id for answer in answers}) == 3

@@ -389,7 +389,7 @@ async def test_the_openai_client_reads_every_stream(engine: str, fails: bool, id
 async def read_with_openai(stage: Stage, fields: dict[str, Any]) -> tuple[str, str]:
     """The text of a chat, and the error that ends it."""
     text = ""
-    async with openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key="none", max_retries=0) as client:
+    async with stage.openai() as client:
         question = [{"role": "user", "content": "hi"}]
         stream = await client.chat.completions.create(  # type: ignore[call-overload]
             model="tiny", messages=question, stream=True, extra_body=fields
