@@ -178,8 +178,8 @@ def _peer_settings(
 
 
 class Limits:
-    """The roofline, for models whose costs are known: those with their own implementation, in one process and without
-    quantization. Nothing is measured before our ``engine`` has started.
+    """The roofline, for models whose costs are known: those with their own implementation, in one process, and from
+    plain weights. Nothing is measured before our ``engine`` has started.
     """
 
     def __init__(self, config: BenchConfig, engine: "list[Quire]", device: "torch.device") -> None:
@@ -205,17 +205,22 @@ class Limits:
     def _find(self) -> "tuple[Costs, Machine] | None":
         import torch
 
-        from quire_engine.bench.roofline import Costs, Machine
-        from quire_engine.checkpoint.config import DecoderConfig
+        from quire_engine.bench.roofline import Costs, Machine, Widths
+        from quire_engine.checkpoint.config import DecoderConfig, quantization_of, read_config_json
+        from quire_engine.checkpoint.weights import LoadOptions
         from quire_engine.models.loader import read_model_config
+        from quire_engine.worker.attention_selector import resolve_kv_cache_dtype
 
         model = read_model_config(self._config.model)
         config = self._config
-        if not isinstance(model, DecoderConfig) or config.quantization is not None or config.tensor_parallel_size > 1:
+        stored = quantization_of(config.model, read_config_json(config.model))
+        if not isinstance(model, DecoderConfig) or stored is not None or config.tensor_parallel_size > 1:
             return None
         dtype: torch.dtype = getattr(torch, self._engine[0].executor.dtype_name)
-        costs = Costs.of(model, dtype.itemsize)
-        return costs, Machine(dtype, self._device, costs.width * (costs.layers + costs.head))
+        options = LoadOptions(config, self._device)
+        widths = Widths.of(options, dtype, resolve_kv_cache_dtype(config.kv_cache_dtype, dtype, self._device))
+        costs = Costs.of(model, widths)
+        return costs, Machine(dtype, options, costs.weights)
 
 
 def _best(figure: Figure, workload: Workload, costs: "Costs", ceilings: "Ceilings") -> float:

@@ -15,7 +15,9 @@ import torch
 from quire_engine.bench.workload import Workload
 from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.checkpoint.weights import LoadOptions
-from quire_engine.quantization.schemes import make_linear
+from quire_engine.quantization.base import DenseMethod, Linear
+from quire_engine.quantization.quantized_linear import QuantizedLinear
+from quire_engine.quantization.schemes import make_linear, make_quantization
 
 PRODUCT_ROWS, PRODUCT_SIDES = 2048, (1024, 2048, 4096)
 READ_SIDES = (1024, 2048)
@@ -23,6 +25,7 @@ READ_SIDES = (1024, 2048)
 # lie beside a model and its KV memory.
 LEAST_READ, MOST_READ = 1 << 24, 1 << 29
 TRIES = 3
+SAMPLE_SIDE = 1024  # of the layers by which the bytes of a weight are found
 LEADERS = 2  # kernels that are measured again after the first time
 
 
@@ -39,20 +42,41 @@ class Ceilings:
 
 
 @dataclass(frozen=True, slots=True)
+class Widths:
+    """Bytes a number: of a layer's weight, of the head's, and of KV memory. Scales count with what they scale."""
+
+    layers: float
+    head: float
+    context: float
+
+    @classmethod
+    def of(cls, options: LoadOptions, dtype: torch.dtype, kv_cache_dtype: torch.dtype) -> "Widths":
+        """Those of a model of ``dtype`` that is loaded with ``options``, by the layers that these make."""
+        made = make_quantization(options, dtype)
+        layers, head = (_bytes_a_weight(method, dtype) for method in (made.linear, made.head))
+        return cls(layers, head, kv_cache_dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
 class Costs:
     """A model's costs: ``layers`` and ``head`` numbers of weights, ``context`` numbers of KV memory a token,
-    ``attention`` operations for each pair of a token and one that it sees, ``width`` bytes a number.
+    ``attention`` operations for each pair of a token and one that it sees, and how wide numbers are.
     """
 
     layers: int
     head: int
     context: int
     attention: int
-    width: int
+    widths: Widths
+
+    @property
+    def weights(self) -> float:
+        """Bytes of weights that a step reads."""
+        return self.layers * self.widths.layers + self.head * self.widths.head
 
     @classmethod
-    def of(cls, config: DecoderConfig, width: int) -> "Costs":
-        """The costs of a decoder with elements of ``width`` bytes; of experts, those that one token uses."""
+    def of(cls, config: DecoderConfig, widths: Widths) -> "Costs":
+        """The costs of a decoder; of experts, those that one token uses."""
         heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         attention = config.hidden_size * (2 * heads + 2 * kv_heads)
         dense = 3 * config.hidden_size * config.intermediate_size
@@ -65,7 +89,7 @@ class Costs:
             head=config.hidden_size * config.vocab_size,
             context=2 * config.num_layers * kv_heads,
             attention=4 * config.num_layers * heads,
-            width=width,
+            widths=widths,
         )
 
 
@@ -91,14 +115,15 @@ class Machine:
     """A device's limits, with as many threads as torch has.
 
     A shared machine is slower at one time than at another, so its limits are measured again and again among the rounds
-    of the systems, and the best of all times counts. Products have several shapes, those of this engine and torch's
-    own. What is read is as large as the ``weights`` of the model, in bytes, as a part of them may lie in a cache.
+    of the systems, and the best of all times counts. Products have several shapes: those of this engine, with weights
+    as ``options`` hold them and plain, and torch's own. What is read is as large as the ``weights`` of the model, in
+    bytes, as a part of them may lie in a cache.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, weights: int) -> None:
-        size = max(LEAST_READ, min(weights, MOST_READ))
-        self._operations = Ceiling(list(_products(dtype, device)), device)
-        self._bytes = Ceiling(list(_reads(dtype, device, size)), device)
+    def __init__(self, dtype: torch.dtype, options: LoadOptions, weights: float) -> None:
+        size = int(max(LEAST_READ, min(weights, MOST_READ)))
+        self._operations = Ceiling(list(_products(dtype, options)), options.device)
+        self._bytes = Ceiling(list(_reads(dtype, options, size)), options.device)
 
     def measure(self) -> None:
         """Measures once more."""
@@ -112,25 +137,42 @@ class Machine:
         return Ceilings(self._operations.rate, self._bytes.rate)
 
 
-def _products(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[float, Callable[[], object]]]:
+def _products(dtype: torch.dtype, options: LoadOptions) -> Iterator[tuple[float, Callable[[], object]]]:
     """Products of a matrix with ``PRODUCT_ROWS`` rows, and the operations in each."""
     for side in PRODUCT_SIDES:
-        weight = torch.randn(side, side).to(device, dtype)
-        x = torch.randn(PRODUCT_ROWS, side).to(device, dtype)
+        weight = torch.randn(side, side).to(options.device, dtype)
+        x = torch.randn(PRODUCT_ROWS, side).to(options.device, dtype)
         operations = 2 * PRODUCT_ROWS * side**2
-        yield operations, partial(make_linear(weight, None, LoadOptions(device=device)), x)
+        yield from ((operations, partial(linear, x)) for linear in _held(weight, options))
         yield operations, partial(torch.mm, x, weight)
 
 
-def _reads(dtype: torch.dtype, device: torch.device, size: int) -> Iterator[tuple[float, Callable[[], object]]]:
+def _reads(dtype: torch.dtype, options: LoadOptions, size: int) -> Iterator[tuple[float, Callable[[], object]]]:
     """A sum over a large tensor, and products of one row with a large weight."""
-    numbers = torch.ones(size // 4, device=device)
+    numbers = torch.ones(size // 4, device=options.device)
     yield 4 * len(numbers), numbers.sum
     for side in READ_SIDES:
-        rows = size // dtype.itemsize // side
-        weight = torch.ones(rows, side, dtype=dtype, device=device)
-        x = torch.ones(1, side, dtype=dtype, device=device)
-        yield rows * side * dtype.itemsize, partial(make_linear(weight, None, LoadOptions(device=device)), x)
+        weight = torch.ones(size // dtype.itemsize // side, side, dtype=dtype, device=options.device)
+        x = torch.ones(1, side, dtype=dtype, device=options.device)
+        yield from ((_held_bytes(linear, weight), partial(linear, x)) for linear in _held(weight, options))
+
+
+def _held(weight: torch.Tensor, options: LoadOptions) -> Iterator[Linear]:
+    """A layer of ``weight`` in plain numbers, and one as ``options`` hold it where that is another."""
+    yield make_linear(weight, None, LoadOptions(device=options.device))
+    if options.config.quantization is not None:
+        yield make_linear(weight, None, options)
+
+
+def _held_bytes(linear: Linear, weight: torch.Tensor) -> int:
+    return linear.nbytes if isinstance(linear, QuantizedLinear) else weight.nbytes
+
+
+def _bytes_a_weight(method: object, dtype: torch.dtype) -> float:
+    """By a layer that ``method``, which takes plain weights, makes on the CPU."""
+    assert isinstance(method, DenseMethod)
+    weight = torch.zeros(SAMPLE_SIDE, SAMPLE_SIDE, dtype=dtype)
+    return _held_bytes(method.pack(weight, None), weight) / SAMPLE_SIDE**2
 
 
 def least_seconds(workload: Workload, costs: Costs, ceilings: Ceilings) -> float:
@@ -142,7 +184,7 @@ def least_seconds(workload: Workload, costs: Costs, ceilings: Ceilings) -> float
         ]
         seen = sum(contexts)
         operations = 2 * len(contexts) * (costs.layers + costs.head) + seen * costs.attention
-        size = costs.width * (costs.layers + costs.head + seen * costs.context)
+        size = costs.weights + seen * costs.context * costs.widths.context
         seconds += ceilings.seconds(operations, size)
     return seconds
 
@@ -151,7 +193,7 @@ def _prefill_seconds(workload: Workload, costs: Costs, ceilings: Ceilings) -> fl
     tokens = sum(map(len, workload.prompts))
     pairs = sum(len(prompt) * (len(prompt) + 1) // 2 for prompt in workload.prompts)
     operations = 2 * (tokens * costs.layers + len(workload.prompts) * costs.head) + pairs * costs.attention
-    return ceilings.seconds(operations, costs.width * (costs.layers + costs.head))
+    return ceilings.seconds(operations, costs.weights)
 
 
 def _best_seconds(work: Callable[[], object], device: torch.device) -> float:

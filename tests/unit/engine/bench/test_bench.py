@@ -24,8 +24,10 @@ from quire_engine.bench.measure import (
     run_apart,
     run_in_turn,
 )
-from quire_engine.bench.roofline import TRIES, Ceiling, Ceilings, Costs, Machine, least_seconds
+from quire_engine.bench.roofline import TRIES, Ceiling, Ceilings, Costs, Machine, Widths, least_seconds
 from quire_engine.bench.workload import SHAPES, Lengths, Workload, model_of_shape, random_workload
+from quire_engine.checkpoint.weights import LoadOptions
+from quire_engine.config import ExecutorConfig, Quantization
 from quire_engine.errors import ModelError
 from quire_engine.models.loader import read_model_config
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -167,7 +169,7 @@ def test_costs_count_the_weights_that_a_step_reads(shape: dict[str, Any], tmp_pa
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     linear = {name: part.weight.numel() for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
-    costs = Costs.of(read_model_config(tmp_path), 2)  # type: ignore[arg-type]
+    costs = Costs.of(read_model_config(tmp_path), Widths(2, 2, 2))  # type: ignore[arg-type]
     assert costs.head == linear.pop("lm_head")
     assert costs.layers == sum(linear.values())
     heads = shape["num_attention_heads"]
@@ -177,10 +179,10 @@ def test_costs_count_the_weights_that_a_step_reads(shape: dict[str, Any], tmp_pa
 
 
 def test_the_roofline_takes_the_slower_of_products_and_reads() -> None:
-    costs = Costs(layers=100, head=10, context=3, attention=7, width=2)
+    costs = Costs(layers=100, head=10, context=3, attention=7, widths=Widths(layers=1, head=4, context=2))
     one = Workload([[1] * 4], [3])
     operations = 2 * (4 * 100 + 10) + 10 * 7, 2 * 110 + 5 * 7, 2 * 110 + 6 * 7
-    size = 2 * 110, 2 * (110 + 5 * 3), 2 * (110 + 6 * 3)
+    size = 140, 140 + 5 * 6, 140 + 6 * 6
     assert least_seconds(one, costs, Ceilings(1.0, 1e9)) == pytest.approx(sum(operations))
     assert least_seconds(one, costs, Ceilings(1e9, 1.0)) == pytest.approx(sum(size))
 
@@ -222,10 +224,28 @@ def test_a_limit_is_the_best_of_all_kernels_and_of_all_times(monkeypatch: pytest
     assert ceiling.rate == 50.0, "a limit never falls"
 
 
-def test_limits_of_this_machine_are_found_for_small_and_for_large_models(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "layers", "head"), [(None, 2, 2), ("int8", 1, 1), ("int4", (4 + 2 * 16 / 32) / 8, 1)]
+)
+def test_bytes_of_a_weight_are_those_that_its_layer_holds(
+    quantization: Quantization | None, layers: float, head: float
+) -> None:
+    options = LoadOptions(ExecutorConfig(quantization=quantization))
+    widths = Widths.of(options, torch.bfloat16, torch.int8)
+    per_channel = 0.02  # a scale and a bias of each output
+    assert widths.layers == pytest.approx(layers, abs=per_channel)
+    assert widths.head == pytest.approx(head, abs=per_channel)
+    assert widths.context == 1
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_limits_of_this_machine_are_found_for_small_and_for_large_models(
+    quantization: Quantization | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = LoadOptions(ExecutorConfig(quantization=quantization))
     monkeypatch.setattr(roofline, "PRODUCT_SIDES", (256, 512))
     for weights in (1, 1 << 25):
-        machine = Machine(torch.float32, torch.device("cpu"), weights)
+        machine = Machine(torch.float32, options, weights)
         machine.measure()
         first = machine.ceilings
         machine.measure()
