@@ -6,17 +6,15 @@ with files of LFS. What was asked for and how many bytes of each file were sent 
 
 import hashlib
 import json
-import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from tests.support.file_server import FileHandler, FileServer, serve_files
+
 LFS_SUFFIXES = (".safetensors", ".gguf", ".bin")
-CHUNK = 1 << 16
 GRANTED = "hf_granted"
 
 
@@ -39,21 +37,13 @@ class Repository:
         return next(files for files in self.revisions.values() if _commit(files) == commit)
 
 
-class HubServer:
-    """``url`` is for ``HF_ENDPOINT``. ``sent`` counts bytes of files; ``pause`` holds a file back after so many bytes
-    until it is cleared, and ``cut`` closes connections after so many, once for each file.
-    """
+class HubServer(FileServer):
+    """``url`` is for ``HF_ENDPOINT``."""
 
     def __init__(self, url: str) -> None:
-        self.url, self.cdn = url, url.replace("127.0.0.1", "localhost")
+        super().__init__(url)
+        self.cdn = url.replace("127.0.0.1", "localhost")
         self.repositories: dict[str, Repository] = {}
-        self.sent: Counter[str] = Counter()
-        self.requests: list[tuple[str, str, str | None]] = []
-        self.pause: dict[str, int] = {}
-        self.paused = threading.Event()
-        self.resume = threading.Event()
-        self.cut: dict[str, int] = {}
-        self.status: int | None = None
 
     def add(self, name: str, files: dict[str, bytes], **other: Any) -> Repository:
         self.repositories[name] = Repository({"main": files}, **other)
@@ -62,19 +52,8 @@ class HubServer:
 
 @contextmanager
 def hub_server() -> Iterator[HubServer]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.daemon_threads = True
-    hub = HubServer(f"http://127.0.0.1:{server.server_address[1]}")
-    server.hub = hub  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
+    with serve_files(HubServer, _Handler) as hub:
         yield hub
-    finally:
-        hub.resume.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def _commit(files: dict[str, bytes]) -> str:
@@ -88,22 +67,14 @@ def _blob(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
+class _Handler(FileHandler):
     @property
     def hub(self) -> HubServer:
-        return self.server.hub  # type: ignore[attr-defined, no-any-return]
+        assert isinstance(self.files, HubServer)
+        return self.files
 
-    def do_HEAD(self) -> None:
-        self._answer(head=True)
-
-    def do_GET(self) -> None:
-        self._answer(head=False)
-
-    def _answer(self, *, head: bool) -> None:
+    def answer(self, *, head: bool) -> None:
         path = urlsplit(self.path).path
-        self.hub.requests.append((self.command, path, self.headers.get("Range")))
         parts = [unquote(part) for part in path.strip("/").split("/")]
         if self.hub.status is not None:
             self._error(self.hub.status, "Busy", "try later")
@@ -113,7 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif parts[:2] == ["api", "models"]:
             self._api("/".join(parts[2:4]), parts[4:])
         elif parts[0] == "cdn":
-            self._file(self._repository("/".join(parts[1:3])).files(parts[3])["/".join(parts[4:])], parts[-1], head)
+            self.send_file(self._repository("/".join(parts[1:3])).files(parts[3])["/".join(parts[4:])], parts[-1], head)
         elif len(parts) > 4 and parts[2] == "resolve":
             self._resolve("/".join(parts[:2]), parts[3], "/".join(parts[4:]), head)
         else:
@@ -188,40 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             self.end_headers()
         else:
-            self._file(content, path, head, {"X-Repo-Commit": commit, "ETag": f'"{_blob(content)}"'})
-
-    def _file(self, content: bytes, name: str, head: bool, headers: dict[str, str] | None = None) -> None:
-        wanted = self.headers.get("Range")
-        start = int(wanted.removeprefix("bytes=").partition("-")[0]) if wanted else 0
-        self.send_response(206 if wanted else 200)
-        if wanted:
-            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-        for key, value in (headers or {}).items():
-            self.send_header(key, value)
-        self.send_header("Accept-Ranges", "bytes")
-        self.send_header("Content-Length", str(len(content) - start))
-        self.end_headers()
-        if not head:
-            self._send(content, start, name)
-
-    def _send(self, content: bytes, start: int, name: str) -> None:
-        cut = self.hub.cut.pop(name, None)
-        for at in range(start, len(content), CHUNK):
-            pause = self.hub.pause.get(name)
-            if pause is not None and at >= pause:
-                self.hub.paused.set()
-                self.hub.resume.wait()
-            if cut is not None and at >= cut:
-                self.close_connection = True
-                return
-            part = content[at : at + CHUNK]
-            try:
-                self.wfile.write(part)
-                self.wfile.flush()
-            except OSError:  # the client has gone
-                self.close_connection = True
-                return
-            self.hub.sent[name] += len(part)
+            self.send_file(content, path, head, {"X-Repo-Commit": commit, "ETag": f'"{_blob(content)}"'})
 
     def _json(self, value: Any) -> None:
         body = json.dumps(value).encode()
@@ -237,9 +175,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("X-Error-Message", message)
         self.send_header("Content-Length", "0")
         self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 def _lfs(path: str, content: bytes) -> dict[str, Any]:

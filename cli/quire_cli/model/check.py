@@ -1,6 +1,8 @@
 """What can be known of a model before its weights are there: whether it is served at all, and whether it fits."""
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -91,6 +93,16 @@ def check_disk(name: str, size: int, folder: Path) -> None:
             f"{name} takes {_size(size)} of disk, and {folder} has {_size(free)} free: make room there, or "
             "name a folder on a larger disk with HF_HOME."
         )
+
+
+def disk_sentence(error: BaseException, folder: Path) -> str | None:
+    """What to do about a disk where ``folder`` cannot be written; None if ``error`` is about something else."""
+    number = getattr(error, "errno", None)
+    if number == errno.ENOSPC:
+        return f"The disk of {folder} is full: make room, or name another with HF_HOME."
+    if number in (errno.EACCES, errno.EROFS, errno.EPERM):
+        return f"{folder} cannot be written ({os.strerror(number)}): name another with HF_HOME."
+    return None
 
 
 def check_memory(name: str, elements: Mapping[str, int], raw: Mapping[str, Any], need: MemoryNeed | None) -> None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire_cli.model.check import CONFIG_FILE, MemoryNeed, check_config, missing_files
-from quire_cli.model.name import EXAMPLE, HubName, ModelNotFoundError, Say, read_name
+from quire_cli.model.fetch import fetch_folder
+from quire_cli.model.name import EXAMPLE, HubName, ModelNotFoundError, S3Name, Say, read_name
 
 GGUF_SUFFIX = ".gguf"
 
@@ -13,7 +14,8 @@ GGUF_SUFFIX = ".gguf"
 @dataclass(frozen=True, slots=True)
 class FoundModel:
     """A model that is here, whole. ``path`` is a folder or a GGUF file, as ``--model`` of the engine takes it, ``name``
-    what clients ask for unless they are given another, and ``revision`` the commit if it is from the Hub.
+    what clients ask for unless they are given another, and ``revision`` identifies the files that were downloaded: on
+    the Hub, the commit.
     """
 
     path: Path
@@ -24,19 +26,17 @@ class FoundModel:
 def find_model(text: str, need: MemoryNeed | None = None, say: Say | None = None) -> FoundModel:
     """Finds the model that ``text`` names, and downloads it if it is not here.
 
-    ``ORG/NAME`` and ``ORG/NAME@REVISION`` are on the Hugging Face Hub; a folder and a ``.gguf`` file are local; what
-    exists as a path is that path. With ``need``, a model that does not fit into memory is refused before the download.
+    ``ORG/NAME`` and ``ORG/NAME@REVISION`` are on the Hugging Face Hub, ``s3://BUCKET/PREFIX`` is in object storage; a
+    folder and a ``.gguf`` file are local; what exists as a path is that path. With ``need``, a model that does not fit
+    into memory is refused before the download.
     ``say`` is called with what takes long; by default it is written to standard error, where progress bars are too.
     Raises ``ModelNotFoundError`` with one sentence that says what to do.
     """
     name = read_name(text)
     if isinstance(name, Path):
         return _local(name, need)
-    if isinstance(name, str):
-        raise ModelNotFoundError(
-            f"{name.partition('://')[0]}:// is not read: copy the model here with the tool of that storage, and name "
-            "its folder."
-        )
+    if isinstance(name, S3Name):
+        return _from_s3(name, need, say or _say)
     if name.file is not None:
         raise ModelNotFoundError(
             f"GGUF files on the Hub are not read: download {name.file} from {name.repo}, with the "
@@ -46,10 +46,17 @@ def find_model(text: str, need: MemoryNeed | None = None, say: Say | None = None
 
 
 def _from_hub(name: HubName, need: MemoryNeed | None, say: Say) -> FoundModel:
-    from quire_cli.model.hub import HubRepository, fetch_folder
+    from quire_cli.model.hub import HubRepository
 
     repository = HubRepository(name, say)
     return FoundModel(fetch_folder(repository, need), name.repo, repository.commit)
+
+
+def _from_s3(name: S3Name, need: MemoryNeed | None, say: Say) -> FoundModel:
+    from quire_cli.model.s3 import open_s3
+
+    copy = open_s3(name, say)
+    return FoundModel(fetch_folder(copy, need), name.served, copy.commit)
 
 
 def _local(path: Path, need: MemoryNeed | None) -> FoundModel:

@@ -5,9 +5,7 @@ All is done by ``huggingface_hub``, so that its variables mean what they mean el
 whole or not at all.
 """
 
-import errno
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,23 +19,9 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils.tqdm import tqdm
 from quire_proto import __version__
 
-from quire_cli.model.check import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    SINGLE_FILE,
-    TOKENIZER_FILE,
-    MemoryNeed,
-    check_config,
-    check_disk,
-    check_memory,
-    indexed_files,
-    missing_files,
-    stored_elements,
-)
+from quire_cli.model.check import check_disk, disk_sentence
 from quire_cli.model.name import HubName, ModelNotFoundError, Say
 
-SMALL_FILES = (".json", ".jinja")
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 MAX_CHOICES = 12
 
 
@@ -77,6 +61,11 @@ class HubRepository:
     def files(self) -> dict[str, int]:
         """Bytes of each file."""
         return {each.rfilename: each.size or 0 for each in self.info.siblings or []}
+
+    @property
+    def elements(self) -> Mapping[str, int] | None:
+        """Elements of each safetensors type, where the Hub has counted them."""
+        return self.info.safetensors.parameters if self.info.safetensors else None
 
     def snapshot(self) -> Path:
         """The folder of the revision in the cache, which need not exist."""
@@ -135,80 +124,6 @@ class HubRepository:
         folder = self.snapshot()
         found = {file: folder / file for file in known if (folder / file).is_file()}
         return sorted(file for file, path in found.items() if path.stat().st_size != known[file])
-
-
-def fetch_folder(repository: HubRepository, need: MemoryNeed | None) -> Path:
-    """The folder of a model in safetensors, whole. Downloads what the cache has not, unless the model cannot be served
-    or does not fit. Raises ``ModelNotFoundError``.
-    """
-    name, folder = str(repository.name), repository.snapshot()
-    if broken := repository.broken_files():
-        raise ModelNotFoundError(_broken(name, folder, broken))
-    if folder.is_dir() and not missing_files(folder):
-        check_config(folder, name, need, ask_engine=False)
-        return folder
-    files = repository.files
-    _check_listing(name, files)
-    folder = repository.download_small(CONFIG_FILE)
-    raw = check_config(folder, name, need)
-    weights = _weight_files(repository, name)
-    size = sum(files[file] for file in weights)
-    parameters = repository.info.safetensors
-    check_memory(name, parameters.parameters if parameters else stored_elements(size, raw), raw, need)
-    small = [file for file in files if "/" not in file and file.endswith(SMALL_FILES)]
-    folder = repository.download([*small, *weights])
-    if wrong := missing_files(folder) or repository.broken_files():
-        raise ModelNotFoundError(_broken(name, folder, wrong))
-    return folder
-
-
-def _broken(name: str, folder: Path, files: list[str]) -> str:
-    listed = ", ".join(files[:3])
-    return f"The copy of {name} in the cache is broken ({listed}): remove {folder.parent.parent} and start again."
-
-
-def _check_listing(name: str, files: dict[str, int]) -> None:
-    """Raises ``ModelNotFoundError`` for a repository without the files that are read."""
-    if CONFIG_FILE not in files:
-        raise ModelNotFoundError(_without_config(name, files))
-    if SINGLE_FILE not in files and INDEX_FILE not in files:
-        pickles = [file for file in files if file.endswith(PICKLES)]
-        has = f"but {pickles[0]}, a pickle, which could run code" if pickles else "nor other weights"
-        raise ModelNotFoundError(
-            f"{name} has no safetensors ({has}): take a revision or a copy that has them; save_pretrained of "
-            "transformers writes them."
-        )
-    if TOKENIZER_FILE not in files:
-        raise ModelNotFoundError(
-            f"{name} has no {TOKENIZER_FILE}: download it, and save one beside it with AutoTokenizer of transformers."
-        )
-
-
-def _without_config(name: str, files: dict[str, int]) -> str:
-    if "adapter_config.json" in files:
-        return f"{name} is an adapter (LoRA), not a model: merge it into its base model, and name that folder."
-    if "model_index.json" in files:
-        return f"{name} is a pipeline of diffusers, which makes no text: take a causal language model."
-    if any(file.endswith(".gguf") for file in files):
-        return (
-            f"{name} has GGUF files, which are not read from the Hub: take the original model, or download one "
-            "of them with the tokenizer.json of that model beside it, and name the file."
-        )
-    return f"{name} has no {CONFIG_FILE}, so it is no model in Hugging Face's layout: take another one."
-
-
-def _weight_files(repository: HubRepository, name: str) -> list[str]:
-    """The files of the weights: the single one, or those of the index, which is downloaded."""
-    files = repository.files
-    if SINGLE_FILE in files:
-        return [SINGLE_FILE]
-    try:
-        weights = sorted(indexed_files(repository.download_small(INDEX_FILE)))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        weights = []
-    if not weights or not set(weights) <= set(files):
-        raise ModelNotFoundError(f"{name} is not whole: its {INDEX_FILE} names files that it has not; take another.")
-    return weights
 
 
 @contextmanager
@@ -276,11 +191,8 @@ def _unreachable(name: HubName, api: HfApi, error: Exception) -> str:
 
 
 def _failed(name: HubName, _api: HfApi, error: Exception) -> str:
-    number = getattr(error, "errno", None)
-    if number == errno.ENOSPC:
-        return f"The disk of {constants.HF_HUB_CACHE} is full: make room, or name another with HF_HOME."
-    if number in (errno.EACCES, errno.EROFS, errno.EPERM):
-        return f"{constants.HF_HUB_CACHE} cannot be written ({os.strerror(number)}): name another with HF_HOME."
+    if sentence := disk_sentence(error, Path(constants.HF_HUB_CACHE)):
+        return sentence
     return f"{name} could not be downloaded ({_short(error)}): start again, and what is whole already stays."
 
 

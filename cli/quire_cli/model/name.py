@@ -1,4 +1,6 @@
-"""What a user types for a model, read: ``ORG/NAME``, ``ORG/NAME@REVISION``, ``ORG/NAME:FILE.gguf`` and the others."""
+"""What a user types for a model, read: ``ORG/NAME``, ``ORG/NAME@REVISION``, ``ORG/NAME:FILE.gguf``,
+``s3://BUCKET/PREFIX`` and the others.
+"""
 
 import re
 from collections.abc import Callable
@@ -10,6 +12,7 @@ Say = Callable[[str], None]
 EXAMPLE = "Qwen/Qwen3-0.6B"
 _PART = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?"
 _HUB_NAME = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[^@:\s]+))?(?::(?P<file>[^:\s]+))?")
+_BUCKET = re.compile(r"[A-Za-z0-9][\w.-]*")
 _HUB_PREFIXES = ("hf://", "https://huggingface.co/", "https://hf.co/")
 
 
@@ -33,17 +36,35 @@ class HubName:
         return f"{self.repo}{revision or ''}{file or ''}"
 
 
-def read_name(text: str) -> Path | HubName | str:
-    """The local path, the repository of the Hub, or the address (``s3://BUCKET/PREFIX``) that ``text`` names. What
-    exists here is a path. Raises ``ModelNotFoundError`` for what is nothing of these.
+@dataclass(frozen=True, slots=True)
+class S3Name:
+    """A folder of a bucket in object storage; ``prefix`` is empty for the bucket itself."""
+
+    bucket: str
+    prefix: str = ""
+
+    @property
+    def served(self) -> str:
+        """What clients call it: the folder's name."""
+        return self.prefix.rpartition("/")[2] or self.bucket
+
+    def __str__(self) -> str:
+        """As it was typed."""
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+
+
+def read_name(text: str) -> Path | HubName | S3Name:
+    """The local path, the repository of the Hub, or the bucket that ``text`` names. What exists here is a path. Raises
+    ``ModelNotFoundError`` for what is nothing of these.
     """
     path = Path(text).expanduser()
     if path.exists():
         return path
     for prefix in _HUB_PREFIXES:
-        text = text.removeprefix(prefix).rstrip("/")
+        text = text.removeprefix(prefix)
     if "://" in text:
-        return text
+        return _read_address(text)
+    text = text.rstrip("/")
     found = _HUB_NAME.fullmatch(text)
     if found is None or text.startswith((".", "~", "/")) or _is_file_path(text):
         raise ModelNotFoundError(
@@ -51,6 +72,23 @@ def read_name(text: str) -> Path | HubName | str:
             f"those are ORG/NAME, such as {EXAMPLE}."
         )
     return HubName(found["repo"], found["revision"], found["file"])
+
+
+def _read_address(text: str) -> S3Name:
+    scheme, _, rest = text.partition("://")
+    if scheme != "s3":
+        raise ModelNotFoundError(
+            f"{scheme}:// is not read: copy the model here with the tool of that storage, and name its folder."
+        )
+    bucket, _, prefix = rest.partition("/")
+    prefix = prefix.strip("/")
+    if not _BUCKET.fullmatch(bucket) or "" in prefix.split("/")[1:] or {".", ".."} & set(prefix.split("/")):
+        raise ModelNotFoundError(f"{text!r} names no folder of a bucket: write s3://BUCKET/PREFIX.")
+    if text.endswith(".gguf"):
+        raise ModelNotFoundError(
+            f"{text} is a GGUF file, which is read from a disk only: copy it here, and name the file."
+        )
+    return S3Name(bucket, prefix)
 
 
 def _is_file_path(text: str) -> bool:

@@ -36,6 +36,7 @@ except ModelNotFoundError as error:
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 print(json.dumps([str(found.path), found.name, found.revision]))
 """
+FOREIGN = ("HF_", "HUGGINGFACE_", "AWS_")  # variables of the machine's own user
 
 
 def model_files(weights: bytes = b"w" * 200_000, **config: object) -> dict[str, bytes]:
@@ -60,8 +61,7 @@ class User:
     @contextmanager
     def start(self, name: str, **need: object) -> Iterator[subprocess.Popen[str]]:
         """A process that finds a model; it is killed if it has not ended at the end of the block."""
-        removed = ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
-        environment = {key: value for key, value in os.environ.items() if key not in removed}
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
         environment |= {"HF_ENDPOINT": self.hub.url, "HF_HOME": str(self.home), "HF_HUB_DISABLE_TELEMETRY": "1"}
         command = [sys.executable, "-c", FIND, name, *([json.dumps(need)] if need else [])]
         pipe = subprocess.PIPE
@@ -96,3 +96,17 @@ class User:
 def user(tmp_path: Path) -> Iterator[User]:
     with hub_server() as hub:
         yield User(hub, tmp_path / "home")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 96 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", path], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("cannot mount a file system here")
+    yield path
+    subprocess.run(["umount", "--lazy", path], check=True)

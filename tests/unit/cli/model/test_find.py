@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from quire_cli.model.find import find_model
-from quire_cli.model.name import HubName, ModelNotFoundError, read_name
+from quire_cli.model.name import HubName, ModelNotFoundError, S3Name, read_name
 
 from tests.unit.cli.model.conftest import model_files
 
@@ -19,7 +19,8 @@ from tests.unit.cli.model.conftest import model_files
         ("org/n.a-me_1@v1:Q4_K_M", HubName("org/n.a-me_1", "v1", "Q4_K_M")),
         ("hf://org/name", HubName("org/name")),
         ("https://huggingface.co/org/name/", HubName("org/name")),
-        ("s3://bucket/models/x", "s3://bucket/models/x"),
+        ("s3://bucket/models/x/", S3Name("bucket", "models/x")),
+        ("s3://bucket", S3Name("bucket")),
     ],
 )
 def test_names_are_read(text: str, name: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,9 +89,20 @@ def test_gguf_files(tmp_path: Path) -> None:
         find_model(str(folder / "notes.txt"))
 
 
-@pytest.mark.parametrize("address", ["s3://bucket/model", "oci://registry/model:1"])
+@pytest.mark.parametrize("address", ["s3://", "s3:///x", "s3://b u/x", "s3://bucket/a//b", "s3://bucket/../x"])
+def test_addresses_of_no_folder_are_refused(address: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"names no folder of a bucket: write s3://BUCKET/PREFIX\.$"):
+        find_model(address)
+
+
+def test_gguf_files_in_a_bucket_are_refused() -> None:
+    with pytest.raises(ModelNotFoundError, match=r"is a GGUF file, which is read from a disk only: copy it here"):
+        find_model("s3://bucket/models/small.gguf")
+
+
+@pytest.mark.parametrize("address", ["gs://bucket/model", "oci://registry/model:1"])
 def test_addresses_that_are_not_read_are_refused(address: str) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"^(s3|oci):// is not read: copy the model here"):
+    with pytest.raises(ModelNotFoundError, match=r"^(gs|oci):// is not read: copy the model here"):
         find_model(address)
 
 

@@ -3,8 +3,6 @@ leaves.
 """
 
 import json
-import subprocess
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -164,7 +162,7 @@ def test_quantisation_that_the_model_cannot_have_is_refused_before(user: User) -
         (
             "config.json",
             {"x-Q4_K_M.gguf": b""},
-            "has GGUF files, which are not read from the Hub: take the original model",
+            "has GGUF files, which are read from a disk only: take the original model",
         ),
         ("config.json", {}, "has no config.json"),
         (
@@ -282,17 +280,3 @@ def test_a_broken_cache_is_told(user: User) -> None:
     assert user.refused("org/small") == f"The copy of org/small in the cache is broken (model.safetensors): {where}"
     blob.unlink()  # the link to it is left: the file is missing, and downloaded
     assert (user.find("org/small")[0] / "model.safetensors").stat().st_size == 200_000
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 96 MiB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", path], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("cannot mount a file system here")
-    yield path
-    subprocess.run(["umount", "--lazy", path], check=True)

@@ -1,0 +1,125 @@
+"""``fetch_folder``: a model in safetensors from where it is kept, downloaded if it can be served."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from quire_cli.model.check import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    TOKENIZER_FILE,
+    MemoryNeed,
+    check_config,
+    check_memory,
+    indexed_files,
+    missing_files,
+    stored_elements,
+)
+from quire_cli.model.name import ModelNotFoundError
+
+SMALL_FILES = (".json", ".jinja")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+class Repository(Protocol):
+    """One state of a model elsewhere, and its copy here, in which files appear whole or not at all. Every method raises
+    ``ModelNotFoundError``.
+    """
+
+    @property
+    def name(self) -> object:
+        """As it was typed."""
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """Bytes of each file."""
+
+    @property
+    def elements(self) -> Mapping[str, int] | None:
+        """Elements of each safetensors type, if they are known."""
+
+    def snapshot(self) -> Path:
+        """The folder of the copy, which need not exist."""
+
+    def download_small(self, file: str) -> Path:
+        """The folder with a small ``file``, which is downloaded if it is missing."""
+
+    def download(self, files: list[str]) -> Path:
+        """The folder with ``files``, of which those that are missing are downloaded, if there is room on the disk."""
+
+    def broken_files(self) -> list[str]:
+        """The files of the copy that have not the size which they should have."""
+
+
+def fetch_folder(repository: Repository, need: MemoryNeed | None) -> Path:
+    """The folder of a model in safetensors, whole. Downloads what the cache has not, unless the model cannot be served
+    or does not fit. Raises ``ModelNotFoundError``.
+    """
+    name, folder = str(repository.name), repository.snapshot()
+    if broken := repository.broken_files():
+        raise ModelNotFoundError(_broken(name, folder, broken))
+    if folder.is_dir() and not missing_files(folder):
+        check_config(folder, name, need, ask_engine=False)
+        return folder
+    files = repository.files
+    _check_listing(name, files)
+    folder = repository.download_small(CONFIG_FILE)
+    raw = check_config(folder, name, need)
+    weights = _weight_files(repository, name)
+    size = sum(files[file] for file in weights)
+    check_memory(name, repository.elements or stored_elements(size, raw), raw, need)
+    small = [file for file in files if "/" not in file and file.endswith(SMALL_FILES)]
+    folder = repository.download([*small, *weights])
+    if wrong := missing_files(folder) or repository.broken_files():
+        raise ModelNotFoundError(_broken(name, folder, wrong))
+    return folder
+
+
+def _broken(name: str, folder: Path, files: list[str]) -> str:
+    listed = ", ".join(files[:3])
+    return f"The copy of {name} in the cache is broken ({listed}): remove {folder.parent.parent} and start again."
+
+
+def _check_listing(name: str, files: Mapping[str, int]) -> None:
+    """Raises ``ModelNotFoundError`` for a repository without the files that are read."""
+    if CONFIG_FILE not in files:
+        raise ModelNotFoundError(_without_config(name, files))
+    if SINGLE_FILE not in files and INDEX_FILE not in files:
+        pickles = [file for file in files if file.endswith(PICKLES)]
+        has = f"but {pickles[0]}, a pickle, which could run code" if pickles else "nor other weights"
+        raise ModelNotFoundError(
+            f"{name} has no safetensors ({has}): take a revision or a copy that has them; save_pretrained of "
+            "transformers writes them."
+        )
+    if TOKENIZER_FILE not in files:
+        raise ModelNotFoundError(
+            f"{name} has no {TOKENIZER_FILE}: download it, and save one beside it with AutoTokenizer of transformers."
+        )
+
+
+def _without_config(name: str, files: Mapping[str, int]) -> str:
+    if "adapter_config.json" in files:
+        return f"{name} is an adapter (LoRA), not a model: merge it into its base model, and name that folder."
+    if "model_index.json" in files:
+        return f"{name} is a pipeline of diffusers, which makes no text: take a causal language model."
+    if any(file.endswith(".gguf") for file in files):
+        return (
+            f"{name} has GGUF files, which are read from a disk only: take the original model, or download one "
+            "of them with the tokenizer.json of that model beside it, and name the file."
+        )
+    return f"{name} has no {CONFIG_FILE}, so it is no model in Hugging Face's layout: take another one."
+
+
+def _weight_files(repository: Repository, name: str) -> list[str]:
+    """The files of the weights: the single one, or those of the index, which is downloaded."""
+    files = repository.files
+    if SINGLE_FILE in files:
+        return [SINGLE_FILE]
+    try:
+        weights = sorted(indexed_files(repository.download_small(INDEX_FILE)))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        weights = []
+    if not weights or not set(weights) <= set(files):
+        raise ModelNotFoundError(f"{name} is not whole: its {INDEX_FILE} names files that it has not; take another.")
+    return weights
