@@ -61,10 +61,14 @@ class Stack:
 
 
 @contextmanager
-def serving(folder: Path, *flags: str, engines: int = 0, addresses: Sequence[str] = ()) -> Iterator[Stack]:
-    """A stack of so many engines, and others at ``addresses``, whose router has these flags, until the block ends."""
+def serving(
+    folder: Path, *flags: str, model: Path = DEMO, engines: int = 0, addresses: Sequence[str] = ()
+) -> Iterator[Stack]:
+    """A stack of so many engines, and others at ``addresses``, whose router has these flags and the tokenizer and the
+    template of ``model``, until the block ends.
+    """
     started = [ForkedEngine(DEMO, folder, *SMALL) for _ in range(engines)]
-    router = Router(DEMO, [*addresses, *(engine.address for engine in started)], folder, *flags)
+    router = Router(model, [*addresses, *(engine.address for engine in started)], folder, *flags)
     stack = Stack(folder, router, started)
     try:
         for process in (*started, router):

@@ -1,6 +1,7 @@
 """The playground in a real browser, before a real router and real engines."""
 
 import json
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.browser.conftest import PHONE, Browser, Stack, needs_chromium, serving
+from tests.browser.conftest import DEMO, PHONE, Browser, Stack, needs_chromium, serving
 
 pytestmark = needs_chromium
 KEY = "a-key-of-enough-characters"
@@ -112,6 +113,36 @@ def test_an_answer_has_the_structure_that_was_asked_for(stack: Stack, browser: B
     browser.set(shape=json.dumps(schema))
     browser.say("Answer")
     assert isinstance(json.loads(browser.answer())["n"], bool)
+
+
+def test_a_call_of_a_tool_gets_its_result_and_the_conversation_goes_on(
+    stack: Stack, browser: Browser, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(DEMO, tmp_path / DEMO.name))
+    shutil.copy(DEMO.parent / "templates" / "hermes.jinja", model / "chat_template.jinja")
+    city = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+    tool = {"name": "weather", "parameters": {**city, "additionalProperties": False}}
+    with serving(tmp_path, model=model, addresses=[engine.address for engine in stack.engines]) as tools:
+        browser.open(tools.router.url)
+        browser.set(temperature=0, max_tokens=150, tools=json.dumps([tool]))
+        browser.set(tool_choice="required")
+        browser.say("What is the weather?")
+        browser.answer()
+        called = [call.text for call in browser.all(".call code")]
+        assert called, browser.text(".end")
+        assert all(json.loads(each.removeprefix("weather(")[:-1])["city"] in ("Rome", "Oslo") for each in called)
+        assert "It asks for tools." in browser.text(".end")
+
+        send = browser.find(".assistant button")
+        send.click()
+        assert len(browser.all(".message.assistant")) == 1, "nothing is sent without a result"
+        for box in browser.all(".call textarea"):
+            box.send_keys("Rain")
+        browser.set(tool_choice="none")
+        send.click()
+        browser.wait(lambda: len(browser.all(".message.assistant")) == 2)
+        assert browser.answer()
+        assert not browser.all(".error")
 
 
 def test_a_parameter_that_is_not_json_is_shown_before_anything_is_sent(stack: Stack, browser: Browser) -> None:
