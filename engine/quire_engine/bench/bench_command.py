@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -52,8 +53,11 @@ OURS = "quire"
 
 
 def bench(arguments: Sequence[str]) -> None:
-    """Runs the subcommand. Exits with 2 for wrong settings, 1 with one sentence if our own engine cannot run."""
+    """Runs the subcommand. Exits with 2 for wrong settings, 1 with one sentence if our own engine cannot run. SIGTERM
+    ends what was started, too.
+    """
     config = read_settings(BenchConfig, arguments)
+    signal.signal(signal.SIGTERM, _terminate)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         report = _measure(_with_defaults(config), config)
@@ -68,6 +72,11 @@ def bench(arguments: Sequence[str]) -> None:
             config.json_path.write_text(json.dumps(report.as_data(), indent=2) + "\n")
         except OSError as error:
             quit_with(1, f"The figures cannot be written: {error}.")
+
+
+def _terminate(number: int, _frame: object) -> None:
+    # An exception, so that peers and servers, which have process groups of their own, are ended on the way out.
+    raise SystemExit(128 + number)
 
 
 def _with_defaults(config: BenchConfig) -> BenchConfig:

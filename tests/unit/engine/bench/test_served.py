@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -280,3 +281,26 @@ def test_the_command_serves_a_tiny_model_through_router_and_engine(tmp_path: Pat
     assert set(found["medians"]) == {f"{sampling}: {title}" for sampling in SAMPLINGS for title in FIGURES.values()}
     assert found["medians"]["T = 0: output tokens/s"] > 0
     assert len(table.format_table([result]).splitlines()) == 2 + 2 + len(SAMPLINGS) * len(FIGURES)
+
+
+def test_sigterm_ends_the_servers_that_were_started(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "quire_engine.cli", "bench", "--shape", json.dumps(TINY)]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache_with_kernels(tmp_path))}
+    with subprocess.Popen([*command, "--against", "none", "--measure", "served"], env=environment) as running:
+        started: set[psutil.Process] = set()
+
+        def has_servers() -> bool:
+            """Redis, the engine and the router: each leads a process group."""
+            started.update(psutil.Process(running.pid).children(recursive=True))
+            return len([each for each in started if each.is_running() and os.getpgid(each.pid) == each.pid]) == 3
+
+        try:
+            eventually(has_servers, 60)
+            running.terminate()
+            assert running.wait(60) == 128 + signal.SIGTERM
+        finally:
+            running.kill()
+            left = psutil.wait_procs(list(started), timeout=10)[1]
+            for process in left:
+                process.kill()
+    assert left == []
