@@ -38,13 +38,14 @@ class ConnectionCutError(Exception):
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
     """``size`` is in bytes; ``blob`` identifies the content, and is a name that a file can have; ``tag`` is what the
-    source itself calls this state of the file.
+    source itself calls this state of the file; ``sha256`` is what the whole file has to have, if that is known.
     """
 
     name: str
     size: int
     blob: str
     tag: str
+    sha256: str | None = None
 
 
 class Source(Protocol):
@@ -151,6 +152,7 @@ class Copy:
         with self._lock(file.blob):  # another process may download the same
             if not blob.exists():
                 self._fill(file, stop, advance)
+                self._check_digest(file)
                 self._partial(file).replace(blob)
             if not link.exists():
                 link.unlink(missing_ok=True)
@@ -178,6 +180,16 @@ class Copy:
             if out.tell() > file.size:
                 out.truncate(0)
                 raise ModelNotFoundError(f"{file.name} of {self.name} is not what was listed: start again.")
+
+    def _check_digest(self, file: RemoteFile) -> None:
+        """Removes what was downloaded if it is not what it should be."""
+        if file.sha256 is None:
+            return
+        with self._partial(file).open("rb") as whole:
+            found = hashlib.file_digest(whole, "sha256").hexdigest()
+        if found != file.sha256:
+            self._partial(file).unlink()
+            raise ModelNotFoundError(f"{file.name} of {self.name} has not its digest, and was removed: start again.")
 
     def _remove_leftovers(self, wanted: set[str]) -> None:
         """Removes incomplete files that nothing will go on with. A file whose lock is taken is being downloaded."""

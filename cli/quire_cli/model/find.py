@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quire_cli.model.check import CONFIG_FILE, MemoryNeed, check_config, missing_files
 from quire_cli.model.fetch import fetch_folder
-from quire_cli.model.name import EXAMPLE, HubName, ModelNotFoundError, S3Name, Say, read_name
+from quire_cli.model.name import EXAMPLE, HubName, ModelNotFoundError, OciName, S3Name, Say, read_name
 
 GGUF_SUFFIX = ".gguf"
 
@@ -26,9 +26,9 @@ class FoundModel:
 def find_model(text: str, need: MemoryNeed | None = None, say: Say | None = None) -> FoundModel:
     """Finds the model that ``text`` names, and downloads it if it is not here.
 
-    ``ORG/NAME`` and ``ORG/NAME@REVISION`` are on the Hugging Face Hub, ``s3://BUCKET/PREFIX`` is in object storage; a
-    folder and a ``.gguf`` file are local; what exists as a path is that path. With ``need``, a model that does not fit
-    into memory is refused before the download.
+    ``ORG/NAME`` and ``ORG/NAME@REVISION`` are on the Hugging Face Hub, ``s3://BUCKET/PREFIX`` is in object storage, and
+    ``oci://REGISTRY/REPOSITORY:TAG`` in a registry of containers; a folder and a ``.gguf`` file are local; what exists
+    as a path is that path. With ``need``, a model that does not fit into memory is refused before the download.
     ``say`` is called with what takes long; by default it is written to standard error, where progress bars are too.
     Raises ``ModelNotFoundError`` with one sentence that says what to do.
     """
@@ -37,6 +37,8 @@ def find_model(text: str, need: MemoryNeed | None = None, say: Say | None = None
         return _local(name, need)
     if isinstance(name, S3Name):
         return _from_s3(name, need, say or _say)
+    if isinstance(name, OciName):
+        return _from_registry(name, need, say or _say)
     if name.file is not None:
         raise ModelNotFoundError(
             f"GGUF files on the Hub are not read: download {name.file} from {name.repo}, with the "
@@ -56,6 +58,13 @@ def _from_s3(name: S3Name, need: MemoryNeed | None, say: Say) -> FoundModel:
     from quire_cli.model.s3 import open_s3
 
     copy = open_s3(name, say)
+    return FoundModel(fetch_folder(copy, need), name.served, copy.commit)
+
+
+def _from_registry(name: OciName, need: MemoryNeed | None, say: Say) -> FoundModel:
+    from quire_cli.model.oci import open_oci
+
+    copy = open_oci(name, say)
     return FoundModel(fetch_folder(copy, need), name.served, copy.commit)
 
 

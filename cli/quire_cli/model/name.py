@@ -1,5 +1,5 @@
 """What a user types for a model, read: ``ORG/NAME``, ``ORG/NAME@REVISION``, ``ORG/NAME:FILE.gguf``,
-``s3://BUCKET/PREFIX`` and the others.
+``s3://BUCKET/PREFIX``, ``oci://REGISTRY/REPOSITORY:TAG`` and the others.
 """
 
 import re
@@ -13,6 +13,11 @@ EXAMPLE = "Qwen/Qwen3-0.6B"
 _PART = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?"
 _HUB_NAME = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[^@:\s]+))?(?::(?P<file>[^:\s]+))?")
 _BUCKET = re.compile(r"[A-Za-z0-9][\w.-]*")
+_REPOSITORY = r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*"
+_OCI_NAME = re.compile(
+    rf"(?P<registry>[A-Za-z0-9][\w.-]*(?::\d+)?)/(?P<repository>{_REPOSITORY}(?:/{_REPOSITORY})*)"
+    r"(?::(?P<tag>\w[\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
+)
 _HUB_PREFIXES = ("hf://", "https://huggingface.co/", "https://hf.co/")
 
 
@@ -53,9 +58,28 @@ class S3Name:
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
 
 
-def read_name(text: str) -> Path | HubName | S3Name:
-    """The local path, the repository of the Hub, or the bucket that ``text`` names. What exists here is a path. Raises
-    ``ModelNotFoundError`` for what is nothing of these.
+@dataclass(frozen=True, slots=True)
+class OciName:
+    """An artifact in a registry. ``registry`` is a host with its port; a ``digest`` counts more than the tag."""
+
+    registry: str
+    repository: str
+    tag: str = "latest"
+    digest: str | None = None
+
+    @property
+    def served(self) -> str:
+        """What clients call it: the last part of the repository."""
+        return self.repository.rpartition("/")[2]
+
+    def __str__(self) -> str:
+        """As it was typed, with a tag."""
+        return f"oci://{self.registry}/{self.repository}{f'@{self.digest}' if self.digest else f':{self.tag}'}"
+
+
+def read_name(text: str) -> Path | HubName | S3Name | OciName:
+    """The local path, the repository of the Hub or of a registry, or the bucket that ``text`` names. What exists here
+    is a path. Raises ``ModelNotFoundError`` for what is nothing of these.
     """
     path = Path(text).expanduser()
     if path.exists():
@@ -74,8 +98,13 @@ def read_name(text: str) -> Path | HubName | S3Name:
     return HubName(found["repo"], found["revision"], found["file"])
 
 
-def _read_address(text: str) -> S3Name:
+def _read_address(text: str) -> S3Name | OciName:
     scheme, _, rest = text.partition("://")
+    if scheme == "oci":
+        found = _OCI_NAME.fullmatch(rest)
+        if found is None:
+            raise ModelNotFoundError(f"{text!r} names nothing in a registry: write oci://REGISTRY/REPOSITORY:TAG.")
+        return OciName(found["registry"], found["repository"], found["tag"] or "latest", found["digest"])
     if scheme != "s3":
         raise ModelNotFoundError(
             f"{scheme}:// is not read: copy the model here with the tool of that storage, and name its folder."

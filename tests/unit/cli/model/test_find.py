@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 from quire_cli.model.find import find_model
-from quire_cli.model.name import HubName, ModelNotFoundError, S3Name, read_name
+from quire_cli.model.name import HubName, ModelNotFoundError, OciName, S3Name, read_name
 
 from tests.unit.cli.model.conftest import model_files
+
+DIGEST = f"sha256:{'0a' * 32}"
 
 
 @pytest.mark.parametrize(
@@ -21,6 +23,8 @@ from tests.unit.cli.model.conftest import model_files
         ("https://huggingface.co/org/name/", HubName("org/name")),
         ("s3://bucket/models/x/", S3Name("bucket", "models/x")),
         ("s3://bucket", S3Name("bucket")),
+        ("oci://host:5000/team/model", OciName("host:5000", "team/model")),
+        (f"oci://ghcr.io/m:v1@{DIGEST}", OciName("ghcr.io", "m", "v1", DIGEST)),
     ],
 )
 def test_names_are_read(text: str, name: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,14 +99,22 @@ def test_addresses_of_no_folder_are_refused(address: str) -> None:
         find_model(address)
 
 
+@pytest.mark.parametrize("address", ["oci://", "oci://host", "oci://host/Model", "oci://h/m@sha256:1", "oci://h/../m"])
+def test_addresses_of_no_artifact_are_refused(address: str) -> None:
+    with pytest.raises(
+        ModelNotFoundError, match=r"names nothing in a registry: write oci://REGISTRY/REPOSITORY:TAG\.$"
+    ):
+        find_model(address)
+
+
 def test_gguf_files_in_a_bucket_are_refused() -> None:
     with pytest.raises(ModelNotFoundError, match=r"is a GGUF file, which is read from a disk only: copy it here"):
         find_model("s3://bucket/models/small.gguf")
 
 
-@pytest.mark.parametrize("address", ["gs://bucket/model", "oci://registry/model:1"])
+@pytest.mark.parametrize("address", ["gs://bucket/model", "https://host/model"])
 def test_addresses_that_are_not_read_are_refused(address: str) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"^(gs|oci):// is not read: copy the model here"):
+    with pytest.raises(ModelNotFoundError, match=r"^(gs|https):// is not read: copy the model here"):
         find_model(address)
 
 
