@@ -21,7 +21,7 @@ export TORCH_SIZE
 help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2] [ARGS='--port 80']   quire serve, from this checkout"
 	@echo "make test [ARGS=tests/unit/house/test_make.py]      every test, real processes included; or those that ARGS names"
-	@echo "make soak                                     100,000 simulated requests, aborted at every moment (some minutes)"
+	@echo "make soak                                     100,000 simulated requests, aborted at every moment; ten kills of one answer (some minutes)"
 	@echo "make chaos [ARGS='--rounds 10']               routers, engines and Redis die under streams, again and again (some minutes)"
 	@echo "make lint                                     style, types, stale stubs"
 	@echo "make bench [ARGS='--rounds 3']                speed, offline and served, beside installed peers', and more; then one table"
@@ -64,7 +64,8 @@ else
 endif
 
 soak: $(READY)
-	$(BIN)/python -m pytest -m soak tests/unit tests/kube $(ARGS)
+	@scripts/redis.sh
+	$(BIN)/python -m pytest -m soak tests/unit tests/kube tests/service $(ARGS)
 
 chaos: $(READY)
 	@scripts/redis.sh
