@@ -1,6 +1,7 @@
 """The file of a journal in SQLite: who may have it, what is refused, what is left in it, and what a full disk costs."""
 
 import asyncio
+import logging
 import os
 import signal
 import sqlite3
@@ -9,7 +10,7 @@ import subprocess
 import sys
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -332,6 +333,61 @@ def limit_pages(journal: SqliteJournal, pages: int) -> None:
     connection = journal._store._file.writer  # type: ignore[attr-defined]
     (used,) = connection.execute("PRAGMA page_count").fetchone()
     connection.execute(f"PRAGMA max_page_count = {used + pages if pages else 1_000_000}")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 16 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system: run it as root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path, *, to: int = 0) -> None:
+    """Leaves about ``to`` bytes of the file system."""
+    with (folder / "other").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    os.truncate(folder / "other", max(0, (folder / "other").stat().st_size - to))
+
+
+async def test_requests_go_on_while_a_disk_is_really_full(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The same as below, where the system refuses and not the library; and the file is whole afterwards."""
+    large = replace(small_request("large"), prompt_token_ids=array("i", range(200_000)))
+    path = disk / "journal"
+    async with journal_at(path) as journal:
+        running = journal.open(small_request("running"))
+        append_tokens(journal, running, 0, [1])
+        await flushed(journal)
+        fill(disk, to=100_000)
+        lease = journal.open(large)
+        append_tokens(journal, running, 1, [2])
+        await until(lambda: not journal.available)
+        fill(disk)
+        append_tokens(journal, lease, 0, [5, 6])
+        await asyncio.sleep(0.5)  # so that it tries again, in vain
+        assert not journal.available
+        before = await journal.read("running")
+        assert before is not None
+        assert before.choices[0].token_ids == [1]
+        (disk / "other").unlink()
+        await flushed(journal)
+        assert journal.available
+    told = [each for each in caplog.records if each.name.startswith("quire_router") and each.levelno > logging.INFO]
+    assert len(told) == 1
+    async with journal_at(path) as journal:
+        for name, tokens in (("large", [5, 6]), ("running", [1, 2])):
+            record = await journal.read(name)
+            assert record is not None
+            assert record.choices[0].token_ids == tokens
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
 async def test_requests_go_on_while_the_disk_is_full_and_are_written_when_there_is_room(path: Path) -> None:
