@@ -133,7 +133,7 @@ BUILD = $(DOCKER) build --build-arg VERSION=$(VERSION) --build-arg REVISION=$$(g
 
 clients: $(READY)
 	@scripts/clients.sh .clients
-	$(BIN)/python -m pytest tests/clients $(ARGS)
+	$(BIN)/python -m pytest tests/clients --write-table $(ARGS)
 
 images:
 	$(BUILD) --file docker/router.Dockerfile --tag quire-router:$(VERSION) .

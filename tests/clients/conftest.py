@@ -4,7 +4,9 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+import sys
+from collections import defaultdict
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.clients import table
 from tests.support.ports import free_port
 from tests.support.processes import Engine, Process, Router, wait_healthy
 
@@ -26,6 +29,8 @@ VERCEL = NODE / "ai"
 LM_EVAL, GRPCURL = CLIENTS / "lm-eval" / "bin" / "lm_eval", CLIENTS / "go" / "grpcurl"
 VLLM = ROOT / ".peers" / "vllm" / "bin" / "vllm"
 MODEL = "tools"
+OUTCOMES: defaultdict[str, list[str]] = defaultdict(list)
+"""Of all tests of each client, by its name in the table."""
 SMALL = ("--kv-cache-memory", str(64 << 20), "--swap-space", "0.0625", "--dtype", "float32")
 TIMEOUT = 240
 """Seconds that a client's program may take for all of its scenarios."""
@@ -67,6 +72,29 @@ class Server:
         events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
         message: str = events[-1]["error"]["message"]
         return message
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-table", action="store_true", help="write the table in docs/clients.md anew")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "call" or report.outcome != "passed":
+        for mark in item.iter_markers("client"):
+            OUTCOMES[mark.args[0]].append(report.outcome)
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("--write-table", default=False):
+        from tests.clients import test_real_clients
+
+        try:
+            table.write(table.marks_of(test_real_clients), OUTCOMES)
+        except LookupError as error:
+            sys.stderr.write(f"\nThe table of clients stays as it is: {error}.\n")
 
 
 @pytest.fixture(scope="session")

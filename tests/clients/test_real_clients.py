@@ -32,6 +32,8 @@ from tests.clients.conftest import (
     run,
 )
 
+USUAL = "streamed, second turn, tools, error"
+client = pytest.mark.client
 GIVEN = json.loads((PROGRAMS / "scenarios.json").read_text())
 FIRST, PARAMETERS = GIVEN["first"], GIVEN["parameters"]
 
@@ -75,6 +77,7 @@ def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert expected["streamed_error"] in seen["streamed_error"].get("error", ""), (client, seen["streamed_error"])
 
 
+@client("openai (Python)", "streamed, second turn, parsed answers, tools, error", "openai==")
 @needs(AGENTS)
 def test_the_openai_package_of_python(server: Server, expected: dict[str, Any]) -> None:
     found = run([AGENTS, PROGRAMS / "openai_client.py", server.url, server.slow_url])
@@ -84,23 +87,42 @@ def test_the_openai_package_of_python(server: Server, expected: dict[str, Any]) 
     assert loop["text"] == after_the_tool(server, loop["arguments"])
 
 
+@client("openai-agents (Python)", f"{USUAL}, with chat completions as its API", "openai-agents==")
 @needs(AGENTS)
 def test_openai_agents_of_python(server: Server, expected: dict[str, Any]) -> None:
     check(run([AGENTS, PROGRAMS / "agents_client.py", server.url, server.slow_url]), expected)
 
 
+@client("LiteLLM as a library", f"{USUAL}, over its providers `openai` and `hosted_vllm`", "litellm[proxy]==")
 @needs(LITELLM)
 def test_litellm_as_a_library(server: Server, expected: dict[str, Any]) -> None:
     check(run([LITELLM, PROGRAMS / "litellm_client.py", server.url, server.slow_url]), expected)
 
 
+@client("LiteLLM as a proxy", "the same, through its proxy", "litellm[proxy]==")
 @needs(PROXY)
 def test_litellm_as_a_proxy(server: Server, litellm_proxy: str, expected: dict[str, Any]) -> None:
     program = [LITELLM, PROGRAMS / "litellm_client.py"]
     check(run([*program, server.url, server.slow_url, litellm_proxy]), expected)
 
 
-@pytest.mark.parametrize("name", ["langchain", "llamaindex", "pydantic-ai", "haystack"])
+LANGCHAIN = client(
+    "LangChain, with langchain-openai", f"{USUAL}, structured output", "langchain==", "langchain-openai=="
+)
+LLAMAINDEX = client("LlamaIndex, with OpenAILike", USUAL, "llama-index-core==")
+PYDANTIC_AI = client("pydantic-ai", f"{USUAL}, `NativeOutput`", "pydantic-ai-slim[openai]==")
+HAYSTACK = client("haystack", USUAL, "haystack-ai==")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("langchain", marks=LANGCHAIN),
+        pytest.param("llamaindex", marks=LLAMAINDEX),
+        pytest.param("pydantic-ai", marks=PYDANTIC_AI),
+        pytest.param("haystack", marks=HAYSTACK),
+    ],
+)
 def test_frameworks_chat_stream_and_call_tools(server: Server, expected: dict[str, Any], name: str) -> None:
     """Their own messages go back to Quire; ``parsed_turn``, where there is one, asks for an answer of a schema."""
     seen = run_framework(name, server.url, server.slow_url)
@@ -108,6 +130,7 @@ def test_frameworks_chat_stream_and_call_tools(server: Server, expected: dict[st
     assert seen.get("parsed_turn", {"total": 12})["total"] in (12, 7)
 
 
+@client("smolagents", "streamed, second turn, error", "smolagents==")
 def test_smolagents_chats_and_streams(server: Server, expected: dict[str, Any]) -> None:
     seen = run_framework("smolagents", server.url, server.slow_url)
     for scenario in ("streamed", "second_turn"):
@@ -115,6 +138,7 @@ def test_smolagents_chats_and_streams(server: Server, expected: dict[str, Any]) 
     assert expected["streamed_error"] in seen["streamed_error"]["error"]
 
 
+@client("instructor", "modes `TOOLS` and `JSON_SCHEMA`, partial objects", "instructor==")
 def test_instructor_gets_an_object_in_each_mode_that_has_a_schema(server: Server) -> None:
     seen = run_framework("instructor", server.url)
     assert not [found for found in seen.values() if "error" in found], seen
@@ -122,6 +146,7 @@ def test_instructor_gets_an_object_in_each_mode_that_has_a_schema(server: Server
     assert seen["tools"]["total"] in (12, 7)
 
 
+@client("DSPy", "its `LM`; its adapters need a model that follows their format", "dspy==")
 def test_dspy_chats(server: Server, expected: dict[str, Any]) -> None:
     seen = run_framework("dspy", server.url)
     assert seen["whole"]["text"] == expected["streamed"]["text"]
@@ -137,6 +162,7 @@ def run_framework(name: str, *urls: str) -> dict[str, Any]:
     return found
 
 
+@client("lm-eval, `local-completions`", "a multiple choice: each log-likelihood is the model's", "lm-eval[api]==")
 @needs(LM_EVAL)
 def test_lm_eval_reads_log_likelihoods_of_prompts(server: Server, tmp_path: Path) -> None:
     """A task of its own: of two endings the one that the model finds more probable counts as its choice."""
@@ -179,6 +205,7 @@ TASK = {
 }
 
 
+@client("grpcurl", "list, describe and call by reflection", "github.com/fullstorydev/grpcurl/cmd/grpcurl@v")
 @needs(GRPCURL)
 def test_grpcurl_finds_and_calls_the_service_by_reflection(server: Server) -> None:
     def call(*words: str) -> str:
@@ -195,6 +222,7 @@ def test_grpcurl_finds_and_calls_the_service_by_reflection(server: Server) -> No
     assert call("-d", body, server.grpc_address, "quire.v1.Inference/Generate").count("{")
 
 
+@client("curl", "a stream", version="the system's")
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 def test_curl_prints_a_stream_as_it_comes(server: Server, expected: dict[str, Any]) -> None:
     body = json.dumps({"model": MODEL, "messages": FIRST, "stream": True, **PARAMETERS})
@@ -206,11 +234,20 @@ def test_curl_prints_a_stream_as_it_comes(server: Server, expected: dict[str, An
     assert text == expected["streamed"]["text"]
 
 
+@client("openai (Node), with zod", "streamed, second turn, parsed answers, tools, error", "openai@", "zod@")
+@client("openai-agents (JavaScript)", f"{USUAL}, with chat completions as its API", "@openai/agents@")
 @needs(NODE)
 def test_the_openai_package_and_openai_agents_of_node(server: Server, expected: dict[str, Any]) -> None:
     check(run(["node", PROGRAMS / "node_clients.mjs", server.url, server.slow_url, NODE.parent]), expected)
 
 
+@client(
+    "Vercel AI SDK, with `@ai-sdk/openai` and `openai-compatible`",
+    "streamed, second turn, tools and then an object, error",
+    "ai@",
+    "@ai-sdk/openai@",
+    "@ai-sdk/openai-compatible@",
+)
 @needs(VERCEL)
 def test_the_ai_sdk_of_vercel_calls_tools_and_then_answers_in_a_form(server: Server, expected: dict[str, Any]) -> None:
     found = run(["node", PROGRAMS / "vercel_client.mjs", server.url, server.slow_url, NODE.parent])
@@ -218,11 +255,13 @@ def test_the_ai_sdk_of_vercel_calls_tools_and_then_answers_in_a_form(server: Ser
     assert all(seen["tool_loop"]["total"] in (12, 7) for seen in found.values())
 
 
+@client("go-openai", USUAL, "github.com/sashabaranov/go-openai v")
 @needs(GO)
 def test_go_openai(server: Server, expected: dict[str, Any]) -> None:
     check(run([GO, server.url, server.slow_url, PROGRAMS / "scenarios.json"]), expected)
 
 
+@client("`vllm bench serve`", "completions and chats, each token counted", version="of `make peers`")
 @needs(VLLM)
 @pytest.mark.parametrize(("backend", "path"), [("openai", "completions"), ("openai-chat", "chat/completions")])
 def test_the_benchmark_of_vllm_counts_each_token(server: Server, tmp_path: Path, backend: str, path: str) -> None:
