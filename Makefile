@@ -50,7 +50,7 @@ up: $(READY)
 	@exec $(BIN)/python -m quire_cli.main serve "$(or $(MODEL),demo/model)" --engines "$(or $(ENGINES),2)" \
 	  $(if $(or $(NAME),$(if $(MODEL),,demo)),--served-model-name "$(or $(NAME),quire-demo)") $(ARGS)
 
-# More workers than two cores are for tests that mostly wait; with ARGS just those tests run, one after the other.
+# In two workers; with ARGS just those tests run, one after the other.
 test: $(READY) $(HELM_READY)
 	@scripts/redis.sh
 	@scripts/promtool.sh $(BIN)
@@ -58,7 +58,7 @@ test: $(READY) $(HELM_READY)
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(BIN)/python -m pytest -n 3 --dist loadfile tests/unit tests/sim tests/kube
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/sim tests/kube
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/service tests/chaos
 	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/unit --ignore tests/sim --ignore tests/kube --ignore tests/service --ignore tests/chaos
 endif

@@ -179,12 +179,17 @@ async def test_calls_are_bounded_on_one_connection():
     limits = CallLimits(requests=1, auxiliary=1, short=3)
     async with open_stage(call_limits=limits) as stage, stage.channel() as channel:
         held = [await unsent(channel, MODELS) for _ in range(limits.calls)]
-        waiting = asyncio.ensure_future(InferenceStub(channel).ListModels(pb.ListModelsRequest()))
-        await asyncio.sleep(0.2)
-        assert not waiting.done()
+        waiting: list[asyncio.Future[pb.ListModelsResponse]] = []
+
+        async def one_more_waits():
+            """At once on an idle machine; on a busy one calls may not have reached the router yet."""
+            waiting[:] = [asyncio.ensure_future(InferenceStub(channel).ListModels(pb.ListModelsRequest()))]
+            return not (await asyncio.wait(waiting, timeout=0.2))[0]
+
+        await until(one_more_waits)
         held[0].cancel()
         with suppress(grpc.aio.AioRpcError):  # our own count may hear of the end a moment later
-            await waiting
+            await waiting[0]
 
 
 async def test_connections_are_bounded():
