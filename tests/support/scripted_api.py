@@ -17,6 +17,7 @@ from quire_router.admission.tenants_file import TenantsFile
 from quire_router.api.auth import StaticKeys
 from quire_router.api.prepared_request import Runner
 from quire_router.api.request_limits import ConcurrencyLimit
+from quire_router.api.rest.endpoints import FleetEndpoint
 from quire_router.api.rest.http_server import ConnectionLimits, HttpServer, listen
 from quire_router.api.rest.page import Page
 from quire_router.api.rest.rest_app import RestApp, allow_origins, build_admin, build_api
@@ -349,6 +350,7 @@ async def open_stage(
     file: TenantsFile | None = None,
     origins: Sequence[str] = (),
     page: Page | None = None,
+    fleet_endpoint: FleetEndpoint | None = None,
     **settings: Any,
 ) -> AsyncIterator[Stage]:
     """Serves until the block ends. Streams with ids have a comment after ``heartbeat`` seconds of silence, others after
@@ -360,7 +362,14 @@ async def open_stage(
         tokenizers, fleet, runner or scripted, StaticKeys(keys, file), ConcurrencyLimit(concurrent), **settings
     )
     silence = KeepAlive(keepalive, heartbeat)
-    app = build_api(service, max_body_bytes=max_body_bytes, client_timeout=patience, keepalive=silence, page=page)
+    app = build_api(
+        service,
+        max_body_bytes=max_body_bytes,
+        client_timeout=patience,
+        keepalive=silence,
+        page=page,
+        fleet=fleet_endpoint,
+    )
     server = HttpServer(allow_origins(app, origins) if origins else app, listen("127.0.0.1", 0), limits)
     admin = HttpServer(build_admin(service, client_timeout=patience), listen("127.0.0.1", 0))
     rpc = RpcServer(

@@ -40,10 +40,13 @@ _UNREADY = (*JSON_HEADERS, (b"retry-after", str(int(RETRY_NOT_READY)).encode()))
 
 
 class StatusEndpoints:
-    """Handlers of models, health and metrics, and of what the API says of itself."""
+    """Handlers of models, health and metrics, and of what the API says of itself; ``fleet`` is whether it has the
+    stream of ``FleetEndpoint``.
+    """
 
-    def __init__(self, service: ApiService) -> None:
+    def __init__(self, service: ApiService, *, fleet: bool = False) -> None:
         self._service = service
+        self._fleet = fleet
         self._openapi = b""
 
     async def models(self, exchange: HttpExchange) -> None:
@@ -84,7 +87,7 @@ class StatusEndpoints:
     async def openapi(self, exchange: HttpExchange) -> None:
         """What this API takes, for tools that read OpenAPI."""
         if not self._openapi:
-            self._openapi = to_json(openapi(VERSION))
+            self._openapi = to_json(openapi(VERSION, fleet=self._fleet))
         await exchange.response.send(200, self._openapi)
 
     async def started(self, exchange: HttpExchange) -> None:

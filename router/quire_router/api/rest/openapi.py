@@ -1,7 +1,7 @@
 """``/openapi.json``: the routes of the REST API and the schemas of their bodies, for tools that read OpenAPI."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from pydantic import BaseModel
 
@@ -29,17 +29,18 @@ _ERROR = {
 
 
 class Operation:
-    """What one method of one path does: in one line, with the schema of its body, and whether it can stream."""
+    """What one method of one path does: in one line, with the schema of its body, and the types of its answer."""
 
-    def __init__(self, summary: str, body: type[BaseModel] | None = None, *, streams: bool = False) -> None:
+    def __init__(self, summary: str, body: type[BaseModel] | None = None, *, answers: Sequence[str] = (_JSON,)) -> None:
         self.summary = summary
         self.body = body
-        self.streams = streams
+        self.answers = answers
 
 
+FLEET: Final = "/v1/fleet/events"
 OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
-    "/v1/chat/completions": {"post": Operation("Answers a conversation.", ChatRequest, streams=True)},
-    "/v1/completions": {"post": Operation("Continues a text.", CompletionRequest, streams=True)},
+    "/v1/chat/completions": {"post": Operation("Answers a conversation.", ChatRequest, answers=(_JSON, _EVENTS))},
+    "/v1/completions": {"post": Operation("Continues a text.", CompletionRequest, answers=(_JSON, _EVENTS))},
     "/v1/models": {"get": Operation("The models that the caller may use.")},
     "/v1/models/{model}": {"get": Operation("One model.")},
     "/v1/requests/{id}": {
@@ -47,19 +48,22 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
         "delete": Operation("Ends and forgets a request."),
     },
     "/v1/requests/{id}/cancel": {"post": Operation("Ends a request.")},
-    "/v1/requests/{id}/events": {"get": Operation("The answer from Last-Event-ID on.", streams=True)},
+    "/v1/requests/{id}/events": {"get": Operation("The answer from Last-Event-ID on.", answers=(_EVENTS,))},
+    FLEET: {"get": Operation("The fleet, live.", answers=(_EVENTS,))},
     "/tokenize": {"post": Operation("The tokens of a text or of a conversation.", TokenizeRequest)},
     "/detokenize": {"post": Operation("The text of tokens.", DetokenizeRequest)},
+    "/version": {"get": Operation("The router's version.")},
 }
-"""All routes but those of probes and of the page, by path."""
+"""All routes but those of probes, of the page's files and of this document, by path."""
 
 
-def openapi(version: str) -> dict[str, Any]:
-    """The document, in OpenAPI 3.1."""
+def openapi(version: str, *, fleet: bool) -> dict[str, Any]:
+    """The document, in OpenAPI 3.1; ``fleet`` says whether the router has the stream at ``FLEET``."""
     schemas: dict[str, Any] = {"Error": _ERROR}
     paths = {
         path: {method: _operation(path, operation, schemas) for method, operation in methods.items()}
         for path, methods in OPERATIONS.items()
+        if fleet or path != FLEET
     }
     return {
         "openapi": "3.1.0",
@@ -79,13 +83,10 @@ def openapi(version: str) -> dict[str, Any]:
 
 
 def _operation(path: str, operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
-    content: dict[str, Any] = {_JSON: {}}
-    if operation.streams:
-        content[_EVENTS] = {}
     described: dict[str, Any] = {
         "summary": operation.summary,
         "responses": {
-            "200": {"description": "As OpenAI's API has it.", "content": content},
+            "200": {"description": "The answer.", "content": {each: {} for each in operation.answers}},
             "default": {
                 "description": "What was wrong.",
                 "content": {_JSON: {"schema": {"$ref": f"{_SCHEMAS}Error"}}},

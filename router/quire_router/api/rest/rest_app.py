@@ -42,6 +42,7 @@ from quire_router.api.rest.openai_format import (
     error_response,
     request_object,
 )
+from quire_router.api.rest.openapi import FLEET
 from quire_router.api.rest.page import FOLDER, HOME, Page
 from quire_router.api.rest.sse import KEEPALIVE, KeepAlive, error_event, send_completion, stream
 from quire_router.api.schemas.openai import ChatRequest, CompletionRequest, GenerationBody
@@ -220,7 +221,7 @@ def build_api(
     """Returns the public REST API. ``client_timeout`` bounds a body's arrival and each write, in seconds. ``page`` is
     what browsers get, and ``fleet`` the stream that it reads; None: there is nothing at their paths.
     """
-    status, requests = StatusEndpoints(service), RequestEndpoints(service, keepalive)
+    status, requests = StatusEndpoints(service, fleet=fleet is not None), RequestEndpoints(service, keepalive)
     limits = BodyLimits(max_body_bytes, client_timeout)
     tokens = TokenizeEndpoints(service, limits)
 
@@ -243,7 +244,7 @@ def build_api(
         *_probes(status, status.health),
     ]
     if fleet is not None:
-        routes.append(_route("/v1/fleet/events", "GET", fleet.events))
+        routes.append(_route(FLEET, "GET", fleet.events))
     if page is None:
         return RestApp(service, routes, client_timeout)
     routes += [_route(HOME, "GET", page.home), _route(FOLDER + "{name}", "GET", page.file)]

@@ -2,16 +2,25 @@
 
 import json
 import re
+from typing import cast
 
 import jsonschema
 import pytest
-from quire_router.api.rest.openapi import OPERATIONS
+from quire_router.api.auth import StaticKeys
+from quire_router.api.fleet_feed import FleetFeed
+from quire_router.api.rest.endpoints import FleetEndpoint
+from quire_router.api.rest.openapi import FLEET, openapi
+from quire_router.api.rest.page import HOME, Page
+from quire_router.api.rest.rest_app import PUBLIC_PATHS
+from quire_router.api.rest.sse import KEEPALIVE
 
 from tests.support.scripted_api import ask, chat, completion, open_stage
 
 KEY = "k" * 16
 CHAT = "/v1/chat/completions"
 PAGE = "https://chat.example"
+NOT_DESCRIBED = {*PUBLIC_PATHS, HOME, "/page/{name}", "/openapi.json"}
+NO_FEED = cast(FleetFeed, None)  # the stream is described, not read
 
 
 async def described() -> dict:
@@ -19,15 +28,31 @@ async def described() -> dict:
         return (await ask(stage.port, "GET", "/openapi.json")).json
 
 
-async def test_every_route_is_described_and_every_described_route_is_there():
-    async with open_stage() as stage:
+@pytest.mark.parametrize("page", [None, Page()], ids=["without the page", "with the page"])
+async def test_the_described_routes_are_those_that_the_application_has(page):
+    fleet = None if page is None else FleetEndpoint(NO_FEED, StaticKeys(()), KEEPALIVE, for_all=True)
+    async with open_stage(page=page, fleet_endpoint=fleet) as stage:
         paths = (await ask(stage.port, "GET", "/openapi.json")).json["paths"]
-        assert set(paths) == set(OPERATIONS)
-        for path, methods in paths.items():
-            allowed = (await ask(stage.port, "PUT", path.replace("{id}", "x").replace("{model}", "m"))).headers["allow"]
-            assert {method.strip().lower() for method in allowed.split(",")} - {"head"} == set(methods), path
-        unknown = await ask(stage.port, "PUT", "/v1/nothing")
-        assert unknown.status == 404
+        routes = {route.path_format: {method.lower() for method in route.methods} for route in stage.app.routes}
+        assert {HOME, "/page/{name}", FLEET} & set(routes) == (set() if page is None else {HOME, "/page/{name}", FLEET})
+        assert {path: set(methods) for path, methods in paths.items()} == {
+            path: methods - {"head"} for path, methods in routes.items() if path not in NOT_DESCRIBED
+        }
+        for path in paths:
+            refused = await ask(stage.port, "PUT", path.replace("{id}", "x").replace("{model}", "m"))
+            assert refused.status == 405, path
+
+
+def test_what_answers_with_events_alone_is_described_so():
+    answers = {
+        path: set(methods["get"]["responses"]["200"]["content"])
+        for path, methods in openapi("1", fleet=True)["paths"].items()
+        if "get" in methods
+    }
+    assert {path for path, types in answers.items() if types == {"text/event-stream"}} == {
+        "/v1/requests/{id}/events",
+        FLEET,
+    }
 
 
 async def test_the_document_follows_its_own_references():
