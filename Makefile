@@ -16,7 +16,7 @@ is that of torch's builds for CPUs, which torch's installation page names.
 endef
 export TORCH_SIZE
 
-.PHONY: up test soak chaos lint bench bench-router bench-simulation bench-fleet peers clients images dist proto proto-check clean help
+.PHONY: up test soak chaos lint bench bench-router bench-simulation bench-fleet peers clients images dist first-hour proto proto-check clean help
 
 help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2] [ARGS='--port 80']   quire serve, from this checkout"
@@ -32,6 +32,7 @@ help:
 	@echo "make bench-fleet TRACES=/path/to/folder       placement policies against each other, simulated"
 	@echo "make images [DEVICES='cpu cuda']              the router's and the engines' images (docker/README.md)"
 	@echo "make dist                                     wheels, the chart, a bill of materials and sums, in dist/ (docs/release.md)"
+	@echo "make first-hour [ARGS=--sources]              the README's first commands in an empty root; pip fetches torch (some minutes)"
 	@echo "make proto                                    the stubs of proto/quire"
 	@echo "make clean                                    takes away the environments and what was built or measured"
 
@@ -150,6 +151,10 @@ ifdef IMAGES
 	  $(DOCKER) save quire-engine:$(VERSION)-$$device | gzip -n > dist/quire-engine-$(VERSION)-$$device.image.tar.gz; done
 endif
 	$(BIN)/python scripts/dist.py $(ARGS)
+
+# With everything fetched by pip. make test has the short form, whose packages come from $(VENV) (docs/release.md).
+first-hour: dist
+	$(BIN)/python -m tests.first_hour.run --wheels dist --fetch $(ARGS)
 
 proto: $(READY)
 	proto/generate.sh

@@ -14,6 +14,8 @@ import pytest
 import yaml
 from quire_engine.kernels import build
 
+from tests.first_hour.commands import readme_commands, wheels_command
+from tests.first_hour.place import is_possible
 from tests.service.conftest import DEMO, ROOT, SMALL_POOLS
 from tests.support.processes import Process, eventually
 
@@ -110,6 +112,17 @@ def test_the_bill_of_materials_has_what_is_imported_with_its_version(dist):
         assert digest["content"] == hashlib.sha256(wheel.read_bytes()).hexdigest()
 
 
+@pytest.mark.skipif(not is_possible(), reason="this machine does not let its user have namespaces")
+def test_the_first_commands_of_the_readme_run_as_they_stand_there_in_an_empty_root(dist):
+    command = [sys.executable, "-m", "tests.first_hour.run", "--wheels", str(dist)]
+    run = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    ran = re.findall(r"^\$ (.*)$", run.stdout, re.MULTILINE)
+    assert [line.partition("  <")[0] for line in ran] == [wheels_command(), *readme_commands()[1:]]
+    assert re.search(r"Successful requests:\s+\d+\nFailed requests:\s+0\n", run.stdout)
+
+
+@pytest.mark.skipif(is_possible(), reason="the test before this one did it, and more, in a root of its own")
 def test_the_installed_wheels_serve_without_a_compiler_redis_or_git(installed, tmp_path):
     home = tmp_path / "home"
     home.mkdir()

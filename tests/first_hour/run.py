@@ -1,0 +1,227 @@
+"""The README's first commands, run as they stand there in an empty root: ``make first-hour``.
+
+A fresh user with an empty home and a fresh virtual environment, no compiler, no Redis and no git. What the README calls
+a clone is there as the files of the last commit. The Hub is a mirror with its API, on the loopback, which has the demo
+model under every name that the README serves. Installed are the wheels of ``make dist``, by the line of
+docs/release.md, or with ``--sources`` the folders, by the README's own line.
+
+By default pip fetches nothing: what the wheels say that they need comes from the environment that runs this, each
+package as a link, and nothing else of it. ``--fetch`` lets pip fetch it from its index, which takes minutes and, where
+pip finds torch's build with CUDA alone, 5 GB.
+"""
+
+import argparse
+import importlib.metadata
+import io
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterable
+from email import message_from_bytes
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.first_hour.commands import ROOT, readme_commands, wheels_command
+from tests.first_hour.place import HOME, PYTHON, VENV, Place, enter, is_possible
+from tests.support.hub_server import hub_server
+
+CLONE = HOME / "quire"
+NEEDED = Path("/opt/needed")
+READY = "Ctrl-C stops it"
+QUESTION = "What is 7 plus 5?"
+MISSING = ("cc", "gcc", "c++", "g++", "clang", "make", "redis-server", "git", "curl")
+MODEL = ROOT / "demo" / "model"
+
+
+class FirstHour:
+    """The terminals of the reader: one for what serves, one for everything else. ``compiled`` says that the engine has
+    its kernels, without a compiler.
+    """
+
+    def __init__(self, place: Place, *, compiled: bool) -> None:
+        self._place = place
+        self._compiled = compiled
+        self._server: subprocess.Popen[str] | None = None
+        self._log = place.at(HOME / "server.log")
+
+    def run(self, line: str) -> None:
+        """Runs one line of the README. Raises SystemExit if it fails, or is one that cannot be tried here."""
+        words = shlex.split(line)
+        if words[:2] == ["quire", "serve"]:
+            self.stop()
+            self._serve(line)
+        elif words[:2] == ["quire", "chat"]:
+            asks = len(words) == 2  # a conversation: with what its user types
+            answer = self._finish(line, stdin=f"{QUESTION}\n" if asks else "")
+            if "12" not in answer and (asks or QUESTION in words):
+                sys.exit(f"that is not what 7 plus 5 is: {answer}")
+        elif words[0] == "quire" or words[:2] == ["pip", "install"]:
+            self._finish(line)
+        else:
+            sys.exit(f"the README begins with what tests/first_hour does not know to run: {line}")
+
+    def stop(self) -> None:
+        """Ctrl-C in the terminal of what serves; all of it has to end."""
+        if self._server is None:
+            return
+        os.killpg(self._server.pid, signal.SIGINT)
+        status = self._server.wait(60)
+        _say(f"^C  (status {status})")
+        left = self._place.programs()
+        if status != 130 or left:
+            sys.exit(f"it ended with status {status}, and left {left}:\n{self._log.read_text()}")
+        self._server = None
+
+    def _serve(self, line: str) -> None:
+        _say(f"$ {line}")
+        with self._log.open("w") as log:
+            began = time.monotonic()
+            self._server = self._place.start(f"exec {line}", cwd=CLONE, stdout=log, stderr=subprocess.STDOUT)
+        while READY not in self._log.read_text():
+            if self._server.poll() is not None or time.monotonic() > began + 300:
+                sys.exit(f"it does not serve:\n{self._log.read_text()}")
+            time.sleep(0.1)
+        if self._compiled and "kernels" in self._log.read_text():
+            sys.exit(f"the kernels of the wheel are not used:\n{self._log.read_text()}")
+        _say(f"{self._log.read_text().rstrip()}\n  (after {time.monotonic() - began:.1f} s)")
+
+    def _finish(self, line: str, stdin: str = "") -> str:
+        _say(f"$ {line}" + (f"  < {stdin!r}" if stdin else ""))
+        began = time.monotonic()
+        status, output = self._place.run(line, cwd=CLONE, stdin=stdin, timeout=1800)
+        _say(f"{output.rstrip()}\n  (status {status}, {time.monotonic() - began:.1f} s)")
+        if status != 0:
+            sys.exit(f"it failed: {line}")
+        return output
+
+
+def main() -> None:
+    """Exits with a sentence if a command fails."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="what make dist made; else it is made now")
+    parser.add_argument("--fetch", action="store_true", help="pip fetches what the wheels need")
+    parser.add_argument("--sources", action="store_true", help="the README's own line installs; needs --fetch")
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.sources and not given.fetch:
+        parser.error("--sources needs --fetch: building fetches setuptools")
+    if given.inside is not None:
+        run_all(given.inside, given.wheels, fetch=given.fetch, sources=given.sources)
+        return
+    if not is_possible():
+        sys.exit("This machine does not let its user have namespaces (unshare of util-linux).")
+    with tempfile.TemporaryDirectory(prefix="quire-first-hour-") as folder:
+        wheels = given.wheels
+        if wheels is None:
+            wheels = Path(folder) / "dist"
+            subprocess.run([sys.executable, ROOT / "scripts" / "dist.py", "--out", wheels], check=True)
+        root = Path(folder) / "root"
+        root.mkdir()
+        again = [sys.executable, "-m", "tests.first_hour.run", *sys.argv[1:]]
+        command = enter([*again, "--inside", str(root), "--wheels", str(wheels.resolve())], network=given.fetch)
+        sys.exit(subprocess.run(command, cwd=ROOT, check=False).returncode)
+
+
+def run_all(root: Path, wheels: Path, *, fetch: bool, sources: bool) -> None:
+    """What is done within the namespaces: the place, and then the commands."""
+    needed = [] if fetch else requirements_of(wheels.glob("*.whl"))
+    place = Place(root, visible=sorted({packages_of(each) for each in needed}), network=fetch)
+    status, found = place.run("command -v " + " ".join(MISSING))
+    if status == 0 or found:
+        sys.exit(f"the root is not empty: it has {found}")
+    lay_out_clone(place, wheels)
+    make_environment(place, needed)
+    install, *rest = readme_commands()
+    names = [words[2] for words in map(shlex.split, rest) if words[:2] == ["quire", "serve"]]
+    with hub_server() as hub:
+        for name in names:
+            if not (ROOT / name).exists():
+                hub.add(name, {file.name: file.read_bytes() for file in MODEL.iterdir() if file.is_file()})
+        place.environment["HF_ENDPOINT"] = hub.url
+        hour = FirstHour(place, compiled=not sources)
+        hour.run(install if sources else wheels_command())
+        for line in rest:
+            hour.run(line)
+        hour.stop()
+        if not hub.sent:
+            sys.exit("no model came from the Hub's mirror")
+
+
+def lay_out_clone(place: Place, wheels: Path) -> None:
+    """The files of the last commit, and beside them what ``make dist`` made of them."""
+    clone = place.at(CLONE)
+    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        tar.extractall(clone, filter="data")
+    (clone / "dist").mkdir()
+    for wheel in wheels.glob("*.whl"):
+        shutil.copy(wheel, clone / "dist")
+    place.give(CLONE)
+
+
+def make_environment(place: Place, needed: Iterable[str]) -> None:
+    """A virtual environment, as its user makes it, in which ``needed`` are installed already."""
+    status, output = place.run(f"{PYTHON} -m venv {VENV}")
+    if status != 0:
+        sys.exit(f"no environment could be made:\n{output}")
+    place.environment |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_QUIET": "1"}
+    if place.network:
+        place.environment |= {key: value for key, value in os.environ.items() if key.startswith("PIP_")}
+        return
+    place.environment["PIP_NO_INDEX"] = "1"
+    folder = place.at(NEEDED)
+    folder.mkdir(parents=True)
+    for name in needed:
+        files = importlib.metadata.distribution(name).files or []
+        for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
+            link = folder / top
+            if not link.is_symlink():  # a namespace of several packages
+                link.symlink_to(packages_of(name) / top)
+    (site,) = place.at(VENV).glob("lib/python*/site-packages")
+    # In front, as the setuptools of a new environment may be older than what is needed.
+    (site / "needed.pth").write_text(f"import sys; sys.path.insert(0, {str(NEEDED)!r})\n")
+
+
+def requirements_of(wheels: Iterable[Path]) -> list[str]:
+    """The names of all packages that the wheels need, those that these need included, but not the wheels' own."""
+    own: set[str] = set()
+    lines: list[str] = []
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as file:
+            (name,) = (each for each in file.namelist() if each.endswith(".dist-info/METADATA"))
+            about = message_from_bytes(file.read(name))
+        own.add(canonicalize_name(about["Name"]))
+        lines += about.get_all("Requires-Dist", [])
+    found: set[str] = set()
+    pending = [(Requirement(line), {""}) for line in lines]
+    while pending:
+        need, extras = pending.pop()
+        name = canonicalize_name(need.name)
+        wanted = need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in extras)
+        if wanted and name not in own | found:
+            found.add(name)
+            below = importlib.metadata.requires(name) or []
+            pending += [(Requirement(line), {"", *need.extras}) for line in below]
+    return sorted(found)
+
+
+def packages_of(name: str) -> Path:
+    """The folder that an installed package is in."""
+    return Path(str(importlib.metadata.distribution(name).locate_file(""))).resolve()
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""The README's first commands are of the kinds that ``tests/first_hour`` runs, and cover the command."""
+
+import shlex
+
+from tests.first_hour.commands import ROOT, code_lines, readme_commands, section, wheels_command
+
+
+def test_the_readme_installs_and_then_serves_talks_and_measures():
+    install, *rest = map(shlex.split, readme_commands())
+    assert install[:2] == ["pip", "install"]
+    assert {words[0] for words in rest} == {"quire"}
+    assert {"serve", "chat", "bench"} <= {words[1] for words in rest}
+    served = [words[2] for words in rest if words[1] == "serve"]
+    assert "demo/model" in served
+    assert [name for name in served if not (ROOT / name).exists()], "no model of the Hub"
+
+
+def test_the_page_of_releases_installs_the_wheels_from_the_same_index_of_torch():
+    install = readme_commands()[0].split()
+    if "--extra-index-url" in install:
+        assert install[install.index("--extra-index-url") + 1] in wheels_command().split()
+
+
+def test_commands_are_the_lines_of_plain_blocks_without_comments():
+    text = (
+        "## A\n```\nno\n```\n## Start\n\n```\nquire serve m    # a comment\n\n# another\n```\n```sh\nnot\n```\n## End\n"
+    )
+    assert code_lines(section(text, "Start")) == ["quire serve m"]
