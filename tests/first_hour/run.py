@@ -22,15 +22,11 @@ import sys
 import tarfile
 import tempfile
 import time
-import zipfile
 from collections.abc import Iterable
-from email import message_from_bytes
 from pathlib import Path
 
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
-
 from tests.first_hour.commands import ROOT, readme_commands, wheels_command
+from tests.first_hour.needs import packages_of, requirements_of
 from tests.first_hour.place import HOME, PYTHON, VENV, Place, enter, is_possible
 from tests.support.hub_server import hub_server
 
@@ -189,34 +185,6 @@ def make_environment(place: Place, needed: Iterable[str]) -> None:
     (site,) = place.at(VENV).glob("lib/python*/site-packages")
     # In front, as the setuptools of a new environment may be older than what is needed.
     (site / "needed.pth").write_text(f"import sys; sys.path.insert(0, {str(NEEDED)!r})\n")
-
-
-def requirements_of(wheels: Iterable[Path]) -> list[str]:
-    """The names of all packages that the wheels need, those that these need included, but not the wheels' own."""
-    own: set[str] = set()
-    lines: list[str] = []
-    for wheel in wheels:
-        with zipfile.ZipFile(wheel) as file:
-            (name,) = (each for each in file.namelist() if each.endswith(".dist-info/METADATA"))
-            about = message_from_bytes(file.read(name))
-        own.add(canonicalize_name(about["Name"]))
-        lines += about.get_all("Requires-Dist", [])
-    found: set[str] = set()
-    pending = [(Requirement(line), {""}) for line in lines]
-    while pending:
-        need, extras = pending.pop()
-        name = canonicalize_name(need.name)
-        wanted = need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in extras)
-        if wanted and name not in own | found:
-            found.add(name)
-            below = importlib.metadata.requires(name) or []
-            pending += [(Requirement(line), {"", *need.extras}) for line in below]
-    return sorted(found)
-
-
-def packages_of(name: str) -> Path:
-    """The folder that an installed package is in."""
-    return Path(str(importlib.metadata.distribution(name).locate_file(""))).resolve()
 
 
 def _say(text: str) -> None:

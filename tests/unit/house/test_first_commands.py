@@ -1,8 +1,10 @@
 """The README's first commands are of the kinds that ``tests/first_hour`` runs, and cover the command."""
 
 import shlex
+import zipfile
 
 from tests.first_hour.commands import ROOT, code_lines, readme_commands, section, wheels_command
+from tests.first_hour.needs import requirements_of
 
 
 def test_the_readme_installs_and_then_serves_talks_and_measures():
@@ -26,3 +28,17 @@ def test_commands_are_the_lines_of_plain_blocks_without_comments():
         "## A\n```\nno\n```\n## Start\n\n```\nquire serve m    # a comment\n\n# another\n```\n```sh\nnot\n```\n## End\n"
     )
     assert code_lines(section(text, "Start")) == ["quire serve m"]
+
+
+def test_what_a_wheel_needs_is_followed_through_markers_and_extras(tmp_path):
+    about = (
+        "Metadata-Version: 2.4\nName: own\nVersion: 1\n"
+        "Requires-Dist: other-own==1\nRequires-Dist: redis[hiredis]>=6\nRequires-Dist: redis>=6\n"
+        'Requires-Dist: pytest; extra == "test"\nRequires-Dist: numpy; python_version < "3"\n'
+    )
+    for name, text in {"own": about, "other_own": "Metadata-Version: 2.4\nName: other-own\nVersion: 1\n"}.items():
+        with zipfile.ZipFile(tmp_path / f"{name}-1-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}-1.dist-info/METADATA", text)
+    found = requirements_of(tmp_path.glob("*.whl"))
+    assert {"redis", "hiredis"} <= set(found)
+    assert not {"own", "other-own", "pytest", "numpy"} & set(found)

@@ -3,6 +3,7 @@ leaves.
 """
 
 import json
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 
@@ -226,6 +227,21 @@ def test_a_cut_connection_goes_on_where_it_was(user: User) -> None:
     ranges = [wanted for path, wanted in gets if path.endswith("model.safetensors")]
     assert ranges == [None, f"bytes={2 * CLIENT_CHUNK}-"]
     assert user.hub.sent["model.safetensors"] == 3 * CLIENT_CHUNK
+
+
+def test_who_comes_during_a_download_waits_for_it_and_shares_it(user: User) -> None:
+    weights = b"w" * BIG
+    user.hub.add("org/small", model_files(weights))
+    user.hub.pause["model.safetensors"] = BIG // 2
+    with user.start("org/small") as first, user.start("org/small") as second:
+        assert user.hub.paused.wait(60)
+        with pytest.raises(subprocess.TimeoutExpired):
+            second.wait(2)
+        user.hub.resume.set()
+        (one, _), (other, _) = (process.communicate(timeout=60) for process in (first, second))
+    assert one == other != ""
+    assert user.hub.sent["model.safetensors"] == BIG
+    assert len([path for path in user.home.rglob("*") if path.is_file() and path.stat().st_size == BIG]) == 2  # a link
 
 
 def test_a_killed_download_is_never_served_and_keeps_whole_files(user: User) -> None:
