@@ -78,8 +78,9 @@ class JournalWriter:
     """Flushes dirty requests in one exchange after the other.
 
     A write is repeated after a failure, as it is not known whether the database saw it. A database that is there may
-    still refuse writes, so once it did, only a write that succeeded ends the outage. With ``renews`` leases expire, and
-    records that were not written lately are written to renew them. ``available`` is whether it is connected already.
+    still refuse writes, so once it did, only a write that succeeded ends the outage: one that began after the last
+    failure and changed a record. With ``renews`` leases expire, and records that were not written lately are written to
+    renew them. ``available`` is whether it is connected already.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class JournalWriter:
         self._renews = renews
         self._listener: LeaseListener | None = None
         self._refusing = False
+        self._failures = 0
         self._outage_logged = False
         self._backoff = Backoff(FIRST_DELAY, LAST_DELAY)
         self._next_heartbeat = 0.0
@@ -152,15 +154,21 @@ class JournalWriter:
         marks the records that were not written lately dirty, so that the next flush writes each, maybe nothing, which
         renews it.
         """
+        failures = self._failures
         await self._target.beat()
         if not self._refusing or not self._buffer:  # it may refuse larger writes than the one that was tried here
-            self._on_success()
+            self._on_success(failures)
         now, interval = asyncio.get_running_loop().time(), self._settings.lease / HEARTBEATS_PER_LEASE
         if self._renews:
             self._buffer.mark_unrenewed_dirty(now - interval / 2)
         self._next_heartbeat = now + interval
 
-    def _on_success(self) -> None:
+    def _on_success(self, failures: int) -> None:
+        """Ends an outage, unless there were more than these ``failures`` in the meantime: the database's answer may be
+        older than they are.
+        """
+        if failures != self._failures:
+            return
         if not self.available:
             log.info("the journal is written to %s", self._target.name)
         self.available, self._refusing, self._outage_logged = True, False, False
@@ -174,6 +182,7 @@ class JournalWriter:
             kind = type(error).__name__
             log.warning("the journal cannot be written to %s (%s); requests go on", self._target.name, kind)
         self.available, self._outage_logged = False, True
+        self._failures += 1
         self._refusing = self._refusing or self._target.is_refusal(error)
         self._target.mark_unavailable()
         metrics.JOURNAL_AVAILABLE.set(0)
@@ -182,6 +191,7 @@ class JournalWriter:
     async def _write(self, writes: list[BufferedWrite]) -> None:
         if not writes:
             return
+        failures = self._failures
         replies = await self._target.write(writes)
         now = asyncio.get_running_loop().time()
         problem = None
@@ -194,7 +204,8 @@ class JournalWriter:
                 self._apply(write, reply, now)
         if problem is not None:
             raise problem
-        self._on_success()
+        if WriteReply.DONE in replies or WriteReply.CANCELLED in replies:  # the others are of writes that were not done
+            self._on_success(failures)
 
     def _apply(self, write: BufferedWrite, reply: WriteReply, now: float) -> None:
         if reply is WriteReply.DAMAGED:

@@ -3,14 +3,16 @@
 import asyncio
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
+from quire_router.journal import journal_writer
 from quire_router.journal.base import DeliveredChoice, RecordedDelta
 from quire_router.journal.codec import JournalSettings
 from quire_router.journal.redis import redis_connection
@@ -19,7 +21,7 @@ from quire_router.journal.redis.redis_journal import RedisJournal
 from redis.asyncio import Redis
 
 from tests.support.journals import Heard, Seen, append_tokens, seen
-from tests.support.redis_journals import flushed, journal_at, redis_at, small_request
+from tests.support.redis_journals import flushed, journal_at, out_of_memory, redis_at, small_request
 from tests.support.redis_server import RedisServer, redis_server, settable_clock
 from tests.support.waiting import until
 
@@ -147,6 +149,49 @@ async def test_the_first_request_after_redis_starts_to_refuse_writes_is_reported
         assert await redis.execute_command(*mend_it)
         await flushed(journal)
         assert journal.available
+
+
+async def test_a_reply_from_before_redis_refused_a_request_does_not_make_the_journal_available(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replied, release = asyncio.Event(), asyncio.Event()
+    execute = redis_connection.PipelinedConnection.execute
+
+    async def execute_late(self: redis_connection.PipelinedConnection, commands: Iterable[bytes]) -> list[Any]:
+        replies = await execute(self, commands)
+        replied.set()
+        await release.wait()
+        return replies
+
+    settings = JournalSettings(lease=9, settle=0, pause=60)  # it writes once, and not again within the test
+    async with journal_at(server, settings=settings) as journal, redis_at(server) as redis:
+        monkeypatch.setattr(redis_connection.PipelinedConnection, "execute", execute_late)
+        journal.open(small_request("before"))
+        await replied.wait()
+        async with out_of_memory(redis):
+            assert await journal.open_if_absent(replace(small_request(), background=True)) is not None
+            release.set()
+            for _ in range(20):
+                await asyncio.sleep(0.005)
+                assert not journal.available
+
+
+async def test_a_write_that_changed_nothing_does_not_make_the_journal_available(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_writer, "MAX_WRITES_PER_FLUSH", 1)
+    async with journal_at(server, settings=JournalSettings(settle=0, pause=0.5)) as journal, redis_at(server) as redis:
+        lease = journal.open(small_request())
+        await flushed(journal)  # from now on it pauses
+        assert await redis.hset(keys("r")[0], "epoch", 2) == 0  # another router's
+        async with out_of_memory(redis):
+            append_tokens(journal, lease, 0, [1])
+            assert await journal.open_if_absent(small_request("refused")) is not None
+            for _ in range(80):
+                await asyncio.sleep(0.01)
+                assert not journal.available
+        await flushed(journal)
+        await until(lambda: journal.available)
 
 
 @pytest.mark.parametrize("kind", UNWRITABLE)
