@@ -11,10 +11,11 @@ from openai import OpenAI
 
 from tests.service.conftest import DEMO, MODEL, SMALL_POOLS
 from tests.support.forked_engines import ForkedEngine
-from tests.support.processes import Router, eventually
+from tests.support.processes import Router
 from tests.support.redis_server import redis_server
 
 PLAIN = "plain"
+_TRIES = 10  # on a busy machine drafts may seem not to pay, and an answer may end before it is looked at
 # The same bits of logits in any batch, drafts included.
 FLAGS = (*SMALL_POOLS, "--dtype", "float32", "--deterministic")
 FEW_WORDS = {"logit_bias": {str(token_id): 60 for token_id in (300, 301, 302)}}
@@ -62,26 +63,32 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.mark.parametrize("style", REQUESTS)
 def test_the_answer_is_that_of_an_engine_without_drafts(fleet: Fleet, style: str) -> None:
+    expected = fleet.client.completions.create(model=PLAIN, **REQUESTS[style]).choices
     accepted = fleet.accepted()
-    expected, *guessed = (
-        fleet.client.completions.create(model=model, **REQUESTS[style]).choices for model in (PLAIN, MODEL, MODEL)
-    )
-    for choices in guessed:  # as many as there are engines, which take turns
-        assert [choice.model_dump() for choice in choices] == [choice.model_dump() for choice in expected]
-    eventually(lambda: fleet.accepted() > accepted, message="no draft was right")
+    for _ in range(_TRIES):
+        for _ in fleet.engines[1:]:  # which take turns
+            choices = fleet.client.completions.create(model=MODEL, **REQUESTS[style]).choices
+            assert [choice.model_dump() for choice in choices] == [choice.model_dump() for choice in expected]
+        if fleet.accepted() > accepted:
+            return
+    raise AssertionError("no draft was right")
 
 
 def test_an_engine_that_is_killed_while_it_guesses_changes_no_token(fleet: Fleet) -> None:
     request = {**REQUESTS["structured"], "max_tokens": 1000}
     undisturbed = fleet.client.completions.create(model=PLAIN, **request).choices[0].text
-    chunks = fleet.client.completions.create(model=MODEL, stream=True, **request)
-    texts = (chunk.choices[0].text for chunk in chunks if chunk.choices)
-    seen = [next(texts) for _ in range(20)]
-    before = [engine for engine in fleet.engines[1:] if engine.metric("quire_engine_running_sequences") > 0]
-    assert before, "the answer had ended before an engine could die"
-    before[0].kill()
+    for _ in range(_TRIES):
+        chunks = fleet.client.completions.create(model=MODEL, stream=True, **request)
+        texts = (chunk.choices[0].text for chunk in chunks if chunk.choices)
+        seen = [next(texts) for _ in range(20)]
+        before = [engine for engine in fleet.engines[1:] if engine.metric("quire_engine_running_sequences") > 0]
+        if before:
+            break
+        assert "".join([*seen, *texts]) == undisturbed
+    assert before, "the answer always ended before an engine could die"
     left = next(engine for engine in fleet.engines[1:] if engine is not before[0])
-    accepted = left.metric("quire_engine_accepted_draft_tokens_total")
+    generated = left.metric("quire_engine_generation_tokens_total")
+    before[0].kill()
     seen += texts
     assert "".join(seen) == undisturbed
-    eventually(lambda: left.metric("quire_engine_accepted_draft_tokens_total") > accepted)
+    assert left.metric("quire_engine_generation_tokens_total") > generated
