@@ -315,7 +315,7 @@ class Components:
             allow_priority=settings.allow_priority,
             refuse_unknown=settings.unknown_parameters == "refuse",
             request_timeout=settings.request_timeout,
-            durable=lambda: self.journal.available,
+            durable=self.journal.is_durable,
             tenant_limits=limits,
             bodies=BodyBudget(settings.max_inflight_body_bytes),
         )

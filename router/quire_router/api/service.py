@@ -103,7 +103,7 @@ class Response:
 
 class ApiService:
     """The common half of both APIs. No request may take more than ``request_timeout`` seconds. ``durable`` returns
-    whether requests are recorded in the journal now.
+    whether the requests of these ids are recorded in the journal.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ApiService:
         allow_priority: bool = False,
         refuse_unknown: bool = False,
         request_timeout: float | None = None,
-        durable: Callable[[], bool] = lambda: True,
+        durable: Callable[[Sequence[str]], bool] = lambda _request_ids: True,
         tenant_limits: RateLimiter | None = None,
         bodies: BodyBudget | None = None,
     ) -> None:
@@ -253,7 +253,8 @@ class ApiService:
 
     def response_headers(self, prepared: PreparedRequest, *, replayed: bool = False) -> dict[str, str]:
         """Returns what a response says of itself before it begins, by the names of headers and metadata."""
-        headers = {} if self._durable() else {"quire-journal": "unavailable"}
+        request_ids = [generation.request_id for generation in prepared.generations]
+        headers = {} if self._durable(request_ids) else {"quire-journal": "unavailable"}
         headers |= ignored_parameters_header(prepared.ignored)
         return {**headers, "quire-idempotent-replay": "true"} if replayed else headers
 

@@ -137,6 +137,12 @@ class Journal(Protocol):
         """Whether what is written now will survive this process (the memory journal: whether it is kept at all)."""
         ...
 
+    def is_durable(self, request_ids: Sequence[str]) -> bool:
+        """Whether requests that were opened here will survive this process, as far as is known: the journal is
+        available, and did not refuse one of them.
+        """
+        ...
+
     def set_listener(self, listener: LeaseListener) -> None:
         """Sets what is called when a record is cancelled or its lease lost."""
         ...

@@ -130,6 +130,11 @@ class BufferedJournal(ABC):
         """Whether the last exchange with the database succeeded."""
         return self._writer.available
 
+    def is_durable(self, request_ids: Sequence[str]) -> bool:
+        """See ``Journal``. One that was refused is not durable before it is written, whatever was written since."""
+        buffered = filter(None, map(self._buffer.get, request_ids))
+        return self.available and not any(request.refused and not request.opened for request in buffered)
+
     def start(self) -> None:
         """Begins to connect; never waits, never fails. The first ``open`` does it as well."""
         if self._task is None:
@@ -309,6 +314,7 @@ class BufferedJournal(ABC):
         except CorruptRecordError:
             pass  # it cannot be written either, which the writer finds out
         except self._store.errors as error:
+            request.refused = True
             self._writer.record_failure(error)  # before the response begins, whose headers say so
         if self._buffer.get(generation.request_id) is not None:
             return None  # the same request came once more while this one waited

@@ -119,6 +119,10 @@ class MemoryJournal:
         """Always True: records are kept as long as the process lives."""
         return True
 
+    def is_durable(self, _request_ids: Sequence[str]) -> bool:
+        """See ``Journal``. Always True."""
+        return True
+
     def set_listener(self, listener: LeaseListener) -> None:
         """See ``Journal``."""
         self._listener = listener

@@ -32,12 +32,14 @@ class BufferedRequest:
     It holds the whole record, not only what is new, so that it can be written again to a database that lost it: the
     token log, at 4 bytes a token, and the request with its prompt as it came. The database is known to have the first
     ``num_stored`` values of ``log``, with ``checksum``. The lease was last renewed at ``renewed`` (the loop's time).
+    It is ``refused`` if the database did not take it when it was to be ``opened`` at once.
     """
 
     generation: GenerationRequest
     lease: Lease
     log: TokenLog = field(init=False)
     opened: bool = False
+    refused: bool = False
     num_stored: int = 0
     checksum: int = 0
     renewed: float = 0.0

@@ -360,7 +360,7 @@ async def test_what_is_no_time_is_refused(seconds):
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"background": True}])
 async def test_an_unavailable_journal_is_reported_in_a_header(fields):
     durable = [True, False]
-    async with open_stage(durable=lambda: durable[0]) as stage, stage.channel() as channel:
+    async with open_stage(durable=lambda _request_ids: durable[0]) as stage, stage.channel() as channel:
         before = await ask(stage.port, "POST", CHAT, chat(**fields))
         durable.reverse()
         after = await ask(stage.port, "POST", CHAT, chat(**fields))

@@ -176,6 +176,20 @@ async def test_a_reply_from_before_redis_refused_a_request_does_not_make_the_jou
                 assert not journal.available
 
 
+async def test_a_request_that_redis_refused_is_not_durable_before_it_is_written(server: RedisServer) -> None:
+    async with journal_at(server, settings=JournalSettings(settle=0, pause=1.5)) as journal, redis_at(server) as redis:
+        journal.open(small_request("first"))
+        await flushed(journal)  # from now on it pauses
+        async with out_of_memory(redis):
+            assert await journal.open_if_absent(replace(small_request(), background=True)) is not None
+        journal.open(small_request("other"))
+        journal._writer.available = True  # as after a heartbeat
+        assert journal.is_durable(["first"])
+        assert not journal.is_durable(["first", "r"])
+        await flushed(journal)
+        assert journal.is_durable(["first", "r"])
+
+
 async def test_a_write_that_changed_nothing_does_not_make_the_journal_available(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
