@@ -105,11 +105,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="what make dist made; else it is made now")
     parser.add_argument("--fetch", action="store_true", help="pip fetches what the wheels need")
-    parser.add_argument("--sources", action="store_true", help="the README's own line installs; needs --fetch")
+    parser.add_argument("--sources", action="store_true", help="the README's own line installs")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.sources and not given.fetch:
-        parser.error("--sources needs --fetch: building fetches setuptools")
     if given.inside is not None:
         run_all(given.inside, given.wheels, fetch=given.fetch, sources=given.sources)
         return
@@ -173,7 +171,8 @@ def make_environment(place: Place, needed: Iterable[str]) -> None:
     if place.network:
         place.environment |= {key: value for key, value in os.environ.items() if key.startswith("PIP_")}
         return
-    place.environment["PIP_NO_INDEX"] = "1"
+    # Sources are built by the setuptools that torch needs. The flag of this name turns something off, so 0 is off.
+    place.environment |= {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}
     folder = place.at(NEEDED)
     folder.mkdir(parents=True)
     for name in needed:

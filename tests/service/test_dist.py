@@ -113,12 +113,15 @@ def test_the_bill_of_materials_has_what_is_imported_with_its_version(dist):
 
 
 @pytest.mark.skipif(not is_possible(), reason="this machine does not let its user have namespaces")
-def test_the_first_commands_of_the_readme_run_as_they_stand_there_in_an_empty_root(dist):
-    command = [sys.executable, "-m", "tests.first_hour.run", "--wheels", str(dist)]
+@pytest.mark.parametrize("flags", [[], pytest.param(["--sources"], marks=pytest.mark.soak)], ids=["wheels", "sources"])
+def test_the_first_commands_of_the_readme_run_as_they_stand_there_in_an_empty_root(dist, flags):
+    command = [sys.executable, "-m", "tests.first_hour.run", "--wheels", str(dist), *flags]
     run = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
     ran = re.findall(r"^\$ (.*)$", run.stdout, re.MULTILINE)
-    assert [line.partition("  <")[0] for line in ran] == [wheels_command(), *readme_commands()[1:]]
+    assert [line.partition("  <")[0] for line in ran] == ([] if flags else [wheels_command()]) + readme_commands()[
+        not flags :
+    ]
     assert re.search(r"Successful requests:\s+\d+\nFailed requests:\s+0\n", run.stdout)
 
 
