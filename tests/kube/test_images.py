@@ -206,7 +206,7 @@ def test_every_package_is_shipped(distribution):
 
 def test_nothing_that_the_router_needs_needs_torch():
     """Whatever pip would install for it, in the versions that are here."""
-    wanted, met = ["quire-router"], set()
+    wanted, met = ["quire-router", "kubernetes"], set()
     while wanted:
         name = canonicalize_name(wanted.pop())
         if name not in met:
@@ -238,7 +238,7 @@ def test_the_routers_install_steps_bring_the_router_and_no_torch(tmp_path):
         subprocess.run(["bash", "-euc", command], cwd=source, check=True, capture_output=True, text=True, timeout=280)
     python = environment / "bin" / "python"
     installed = {path.name.split("-")[0].lower() for path in environment.glob("lib/*/site-packages/*.dist-info")}
-    assert {"quire_router", "quire_proto", "grpcio", "redis"} <= installed
+    assert {"quire_router", "quire_proto", "grpcio", "redis", "kubernetes"} <= installed
     assert not installed & {"torch", "transformers", "quire_engine", "triton", "pip", "setuptools"}
     assert not [name for name in installed if name.startswith("nvidia")]
     shown = subprocess.run(

@@ -127,8 +127,12 @@ def from_file(file: Path, names: Sequence[str]) -> ProxySource:
 
 
 def from_cluster() -> ProxySource:
-    """The identity that this cluster publishes for all extension API servers."""
-    from quire_router.clients.kube_client import ClusterError, read_config_map
+    """The identity that this cluster publishes for all extension API servers. Raises ``ValueError`` without the library
+    for it.
+    """
+    from quire_router.clients.kube_client import ClusterError, read_config_map, require_library
+
+    require_library("--scaling-port without --scaling-client-ca")
 
     async def read() -> ProxyIdentity:
         try:

@@ -8,6 +8,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -31,6 +32,14 @@ class KubeAccess:
         if not kubeconfig and not os.environ.get("KUBERNETES_SERVICE_HOST"):
             raise ValueError("the Kubernetes API can be asked from a pod only, or with the variable KUBECONFIG")
         return cls(kubeconfig or None)
+
+
+def require_library(what: str) -> None:
+    """Raises ``ValueError`` if the library that ``what`` needs is not installed: it takes 120 MB, and only routers in
+    Kubernetes need it.
+    """
+    if find_spec("kubernetes") is None:
+        raise ValueError(f"{what} needs the package kubernetes: pip install 'quire-router[kubernetes]'")
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import chain
 from time import thread_time
 
+from quire_router.clients.kube_client import require_library
 from quire_router.core import metrics
 from quire_router.core.retry import pause_after, supervise
 from quire_router.discovery.base import (
@@ -109,12 +110,13 @@ def create_discovery(entries: Iterable[str], *, dns_period: float) -> CombinedDi
 
 
 def _create(source: EngineSource, dns_period: float) -> Discovery:
-    """Imports only what is used: the library for Kubernetes takes half a second and 20 MB."""
+    """Imports only what is used: the library for Kubernetes takes half a second and 20 MB. Raises ``ValueError``."""
     if isinstance(source, DnsName):
         from quire_router.discovery.dns import DnsDiscovery
 
         return DnsDiscovery(source, period=dns_period)
     assert isinstance(source, KubernetesService)
+    require_library(str(source))
     from quire_router.discovery.kubernetes import KubernetesDiscovery
 
     return KubernetesDiscovery(source)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 from pydantic import ValidationError
+from quire_router.autoscale.proxy_auth import from_cluster
 from quire_router.config import Settings
 from quire_router.core.retry import CpuThrottle
 from quire_router.discovery import combined
@@ -69,6 +70,17 @@ def test_a_kubernetes_service_is_refused_outside_of_a_cluster(monkeypatch: pytes
         Settings(model=["/m"], engine="kubernetes://e")
     with pytest.raises(ValueError, match="from a pod only"):
         create_discovery(["kubernetes://e"], dns_period=1)
+
+
+def test_without_the_library_for_kubernetes_what_needs_it_is_refused_and_all_else_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes", None)  # as if it were not installed
+    with pytest.raises(ValueError, match=r"kubernetes://e:grpc needs .* pip install 'quire-router\[kubernetes\]'"):
+        create_discovery(["kubernetes://e"], dns_period=1)
+    with pytest.raises(ValueError, match=r"--scaling-port .* pip install 'quire-router\[kubernetes\]'"):
+        from_cluster()
+    create_discovery(["host:1", "dns://engines:9000"], dns_period=1)
 
 
 def test_libraries_are_loaded_only_for_what_is_used() -> None:
