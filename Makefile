@@ -77,6 +77,7 @@ chaos: $(READY)
 	$(BIN)/python -m tests.chaos.run $(ARGS)
 ifndef ARGS
 	$(BIN)/python -m tests.chaos.run --upgrade --rounds 2
+	$(BIN)/python -m tests.chaos.run --journal-file --rounds 2
 endif
 
 lint: $(READY) proto-check

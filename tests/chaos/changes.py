@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.chaos.faults import FAULTS, Fault, missed, one
 from tests.chaos.network_faults import NETWORK_FAULTS
-from tests.chaos.redis_faults import REDIS_FAULTS
+from tests.chaos.redis_faults import REDIS_FAULTS, forget_scripts
 from tests.chaos.stack import EnginePart, Form, Part, Stack
 from tests.support.processes import Process, Router
 
@@ -71,11 +71,13 @@ async def upgrade(stack: Stack, _chance: random.Random, _pause: float) -> None:
 CHANGES: tuple[Fault, ...] = (replace_engine, rename_engine, kill_api_server, rotate_certificates, upgrade)
 _ALL = (*FAULTS, *REDIS_FAULTS, *NETWORK_FAULTS, *CHANGES)
 _NEEDS_CLUSTER = (replace_engine, rename_engine, kill_api_server, upgrade)
+_NEEDS_REDIS = (forget_scripts, *(fault for fault in _ALL if "redis" in fault.__name__))
 
 
 def possible(form: Form) -> list[Fault]:
     """All that can happen to such a stack."""
     missing = [*(() if form.cluster else _NEEDS_CLUSTER), *(() if form.tls else (rotate_certificates,))]
+    missing += (*_NEEDS_REDIS, upgrade) if form.journal_file else ()  # two routers cannot have one file
     return [fault for fault in _ALL if fault not in missing]
 
 

@@ -160,11 +160,12 @@ async def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--faults", nargs="+", metavar="NAME", help="only these; default: all")
     parser.add_argument("--plain", action="store_true", help="a list of engines, and no TLS")
     parser.add_argument("--upgrade", action="store_true", help="all is replaced, and no connection may break")
+    parser.add_argument("--journal-file", action="store_true", help="one router, whose journal is a file")
     parser.add_argument("--speculative-method", default="none", help="how the engines guess tokens")
     parser.add_argument("--keep", type=Path, help="a folder for the processes' output")
     options = parser.parse_args(arguments)
     form = PLAIN if options.plain else UPGRADED if options.upgrade else Form()
-    form = replace(form, method=options.speculative_method)
+    form = replace(form, method=options.speculative_method, journal_file=options.journal_file)
     faults = [upgrade] if options.upgrade else named(options.faults) if options.faults else possible(form)
     manners = CALM if options.upgrade else Manners(cut=options.cut, silence=options.silence)
     more = {"pause": options.pause, "pairs": options.pairs, "concurrency": options.concurrency}

@@ -49,6 +49,7 @@ class Form:
     """How a stack is put together. With ``cluster`` routers find engines by a Kubernetes API; with ``tls`` they and
     engines show each other certificates. A router that is terminated waits for ``delay`` seconds and drains for
     ``grace``, an engine for half of the first and a second longer than the second. Engines guess tokens by ``method``.
+    With ``journal_file`` there is one router, whose journal is a file, and nobody asks Redis for anything.
     """
 
     cluster: bool = True
@@ -56,6 +57,12 @@ class Form:
     delay: float = 1.0
     grace: float = 2.0
     method: str = "none"
+    journal_file: bool = False
+
+    @property
+    def num_routers(self) -> int:
+        """A journal's file is one router's."""
+        return 1 if self.journal_file else 2
 
     @property
     def engine_flags(self) -> tuple[str, ...]:
@@ -217,9 +224,7 @@ class Stack:
 
 
 @asynccontextmanager
-async def running_stack(
-    folder: Path, form: Form = PLAIN, *, routers: int = 2, engines: int = 3
-) -> AsyncIterator[Stack]:
+async def running_stack(folder: Path, form: Form = PLAIN, *, engines: int = 3) -> AsyncIterator[Stack]:
     """A whole Quire for the length of a block."""
     model, tenants = make_model(folder), folder / "tenants.toml"
     tenants.write_text(_TENANTS)
@@ -237,8 +242,10 @@ async def running_stack(
         for number in range(engines):
             stack.engines.append(_engine(number, model, stack))
             await stack.engines[-1].open()
-        flags = ("--redis-url", f"redis://{stack.redis_proxy.address}/0", "--tenants", str(tenants))
-        for number in range(routers):
+        redis_flags = "--redis-url", f"redis://{stack.redis_proxy.address}/0"
+        journal = ("--journal-file", str(folder / "journal.db")) if form.journal_file else redis_flags
+        flags = (*journal, "--tenants", str(tenants))
+        for number in range(form.num_routers):
             stack.routers.append(_router(number, model, flags, stack))
         await stack.ready()
         yield stack
