@@ -15,6 +15,7 @@ from quire_proto.text.tokenizer import folder_config_digest, folder_vocabulary_d
 from quire_proto.tls import TlsError
 from quire_proto.tracing import setup_tracing, shutdown_tracing
 
+from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder_if_any
 from quire_engine.config import EngineConfig
 from quire_engine.errors import quit_with
 from quire_engine.factory import block_revision, load_executor, make_scheduler, model_grammars
@@ -110,6 +111,7 @@ def _exit_on_lost_rank(sentence: str) -> None:
 
 
 def _describe(config: EngineConfig, executor: "TorchExecutor", max_model_len: int) -> pb.DescribeResponse:
+    folder = tokenizer_folder_if_any(config.model)
     return pb.DescribeResponse(
         served_model_names=config.names,
         model_revision=block_revision(config, executor),
@@ -124,8 +126,8 @@ def _describe(config: EngineConfig, executor: "TorchExecutor", max_model_len: in
         dtype=executor.dtype_name,
         version=__version__,
         prefix_caching=config.enable_prefix_caching,
-        tokenizer_digest=folder_vocabulary_digest(config.tokenizer_folder),
-        config_digest=folder_config_digest(config.tokenizer_folder),
+        tokenizer_digest=folder_vocabulary_digest(folder),
+        config_digest=folder_config_digest(folder),
     )
 
 

@@ -62,11 +62,6 @@ class ServedModel(_Frozen):
     )
 
     @property
-    def tokenizer_folder(self) -> Path:
-        """Where the tokenizer's files are: the model's folder, or the one that a GGUF file is in."""
-        return self.model if self.model.is_dir() or self.model.suffix != ".gguf" else self.model.parent
-
-    @property
     def names(self) -> list[str]:
         """The names under which the model is served, the preferred one first."""
         return self.served_model_name or [self.model.resolve().name]

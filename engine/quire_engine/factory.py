@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder_if_any
 from quire_engine.config import EngineArgs
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
@@ -62,7 +63,9 @@ def block_revision(config: EngineArgs, executor: "TorchExecutor") -> str:
 
 def model_grammars(config: EngineArgs, executor: "TorchExecutor") -> ModelGrammars:
     """The grammar backend of this executor's model. Costs nothing before the first grammar."""
-    return ModelGrammars(config.tokenizer_folder, executor.config.vocab_size, executor.config.eos_token_ids)
+    return ModelGrammars(
+        tokenizer_folder_if_any(config.model), executor.config.vocab_size, executor.config.eos_token_ids
+    )
 
 
 def make_grammar_compiler(config: EngineArgs, executor: "TorchExecutor") -> GrammarCompiler:

@@ -17,7 +17,7 @@ from quire_engine.checkpoint.gguf import BLOCKS, GgufFile
 from quire_engine.checkpoint.gguf_blocks import DEQUANTIZE, WHOLE_NUMBERS
 from quire_engine.checkpoint.gguf_checkpoint import GgufCheckpoint
 from quire_engine.checkpoint.weights import LoadOptions
-from quire_engine.config import EngineConfig, ExecutorConfig, Quantization
+from quire_engine.config import ExecutorConfig, Quantization
 from quire_engine.errors import ModelError
 from quire_engine.models.loader import read_model_config
 from quire_engine.quantization.base import LayerSpec, Linear
@@ -115,11 +115,6 @@ def test_a_folder_with_one_file_is_that_file_and_with_two_is_refused(tmp_path: P
     shutil.copy(gguf("qwen2"), tmp_path)
     with pytest.raises(ModelError, match=r"has 2 GGUF files: --model has to name one of them\.$"):
         read_model_config(tmp_path)
-
-
-def test_the_tokenizer_is_beside_the_file(tmp_path: Path) -> None:
-    for model, folder in ((gguf("llama"), HERE), (HERE, HERE), (tmp_path / "missing.gguf", tmp_path)):
-        assert EngineConfig(model=model).tokenizer_folder == folder
 
 
 def test_files_of_other_contents_have_other_revisions(tmp_path: Path) -> None:

@@ -17,11 +17,13 @@ from openai import OpenAI
 from quire_cli.chat.api_client import ApiClient
 
 from tests.service.conftest import DEMO, FLOAT32, SMALL_POOLS
+from tests.support.gguf_files import pieces_metadata, with_metadata
 from tests.support.hub_server import hub_server
 from tests.support.ports import free_port
 from tests.support.processes import Process, eventually, fetch, metric
 
 NAME = "quire/demo"
+GGUF = Path(__file__).parents[1] / "model" / "quantized" / "llama.gguf"
 LONG = {"model": NAME, "prompt": "Once upon a time", "max_tokens": 1200, "temperature": 1.2, "seed": 11}
 IGNORE_EOS = {"ignore_eos": True}
 
@@ -216,6 +218,32 @@ def test_a_model_of_the_hub_is_downloaded_and_served_by_its_name(
             assert tree.end() == 130
         finally:
             tree.kill()
+
+
+def test_a_gguf_file_that_lies_alone_is_served_with_its_own_tokenizer(tmp_path: Path) -> None:
+    values = pieces_metadata() | {"tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"}
+    path = tmp_path / "lone.gguf"
+    path.write_bytes(with_metadata(GGUF.read_bytes(), values))
+    tree = Tree(tmp_path / "tree.log", *FLOAT32, model=path, name=None).wait_ready()
+    try:
+        assert "quire chat" in tree.text
+        chat = tree.client.chat.completions.create(
+            model="lone", messages=[{"role": "user", "content": "the fox"}], max_tokens=6, extra_body=IGNORE_EOS
+        )
+        text = tree.client.completions.create(model="lone", prompt="the fox", max_tokens=6, extra_body=IGNORE_EOS)
+    finally:
+        tree.end()
+    assert (chat.usage.prompt_tokens, text.usage.prompt_tokens) == (4, 3)
+    assert chat.usage.completion_tokens == text.usage.completion_tokens == 6
+    assert {file.name for file in tmp_path.glob("*.json")} == set()
+
+
+def test_a_gguf_file_without_a_tokenizer_that_can_be_used_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    path = Path(shutil.copy(GGUF, tmp_path / "lone.gguf"))
+    tree = Tree(tmp_path / "tree.log", model=path)
+    assert tree.wait(60) == 1
+    assert tree.text.count("\n") == 1
+    assert tree.text.endswith("): put the original model's tokenizer.json beside it.\n")
 
 
 def test_more_weights_than_memory_are_refused_with_what_would_help(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder
 from quire_engine.config import EngineConfig
 from quire_proto.cli import read_settings
 from quire_router.config import Settings
@@ -28,11 +29,12 @@ QUIET = {"log_level": "warning", "shutdown_timeout": "2"}
 
 @dataclass(frozen=True)
 class Plan:
-    """What is started, and where. ``model`` is a folder or a GGUF file; ``settings`` and ``engine`` are what the
-    services will read.
+    """What is started, and where. ``model`` is a folder or a GGUF file, and ``tokenizer`` the folder with its
+    tokenizer; ``settings`` and ``engine`` are what the services will read.
     """
 
     model: Path
+    tokenizer: Path
     settings: Settings
     engine: EngineConfig
     programs: list[Program]
@@ -51,15 +53,16 @@ class Plan:
 
 def make_plan(flags: ServeFlags, model: Path, ports: Ports, gpus: int = 0) -> Plan:
     """Chooses ports and writes the command lines for a model in a folder or GGUF file. Ends the process with one
-    sentence for each wrong setting. Raises ``PortError``, and ``ValueError`` where there are fewer GPUs than needed.
+    sentence for each wrong setting. Raises ``PortError``, ``ValueError`` where there are fewer GPUs than needed, and
+    ``ModelError`` for a GGUF file without a tokenizer that can be used.
     """
     names = flags.names or [name_of(model)]
     engine = [f"--model={model}", *(f"--served-model-name={name}" for name in names)]
     engine += [*flags.engine, *_unless_given("ENGINE", flags.engine, QUIET)]
     if flags.engines > 1 and _unless_given("ENGINE", flags.engine, {"gpu_memory_utilization": ""}):
         engine += _unless_given("ENGINE", flags.engine, {"kv_cache_memory": str(SHARED_POOL)})
-    folder = model.parent if model.is_file() else model
-    router = [*(f"--model={name}={folder}" for name in names)]
+    tokenizer = tokenizer_folder(model)
+    router = [*(f"--model={name}={tokenizer}" for name in names)]
     router += [*flags.router, *_unless_given("ROUTER", flags.router, QUIET)]
     router += [f"--host={flags.host}"] if flags.host else []
     router += [f"--http-port={flags.port}"] if flags.port else []
@@ -85,7 +88,7 @@ def make_plan(flags: ServeFlags, model: Path, ports: Ports, gpus: int = 0) -> Pl
             settings.shutdown_delay + settings.shutdown_timeout + GRACE,
         )
     )
-    return Plan(model, settings, config, programs, places)
+    return Plan(model, tokenizer, settings, config, programs, places)
 
 
 def name_of(model: Path) -> str:

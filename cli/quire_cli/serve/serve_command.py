@@ -12,6 +12,7 @@ from time import monotonic
 from typing import NoReturn
 
 from quire_engine.config import EngineConfig
+from quire_engine.errors import ModelError
 from quire_proto.cli import join_host_port, read_settings
 
 from quire_cli.machine.gpus import count_gpus
@@ -38,7 +39,7 @@ def serve(arguments: Sequence[str]) -> NoReturn:
     ports = Ports(say)  # holds its claims until the end
     try:
         plan = make_plan(flags, found.path, ports, count_gpus())
-    except (PortError, ValueError) as error:
+    except (PortError, ModelError, ValueError) as error:
         _quit(str(error))
     except OSError as error:  # there may be no folder of the user's, as in some containers
         _quit(f"{error.filename} cannot hold the journal: {error.strerror}; name a --journal-file, or --no-journal.")
@@ -122,7 +123,7 @@ def how_to_try(plan: Plan) -> str:
     url = url_of(plan)
     body: dict[str, object] = {"model": plan.name, "stream": True}
     where = "" if plan.settings.http_port == DEFAULT_PORT else f" --url {url}"
-    if has_template(plan.model):
+    if has_template(plan.tokenizer):
         route, command = "chat/completions", f"quire chat{where}"
         body["messages"] = [{"role": "user", "content": "What is 7 plus 5?"}]
     else:
@@ -144,10 +145,9 @@ def url_of(plan: Plan) -> str:
     return f"http://{join_host_port(host, plan.settings.http_port)}"
 
 
-def has_template(model: Path) -> bool:
-    """Whether the model can chat."""
-    folder = model.parent if model.is_file() else model
-    if (folder / "chat_template.jinja").is_file() or model.is_file():
+def has_template(folder: Path) -> bool:
+    """Whether the model whose tokenizer is in ``folder`` can chat."""
+    if (folder / "chat_template.jinja").is_file():
         return True
     path = folder / "tokenizer_config.json"
     try:

@@ -1,12 +1,13 @@
 """GGUF files, as llama.cpp writes them: metadata and tensors in one file.
 
 The file comes from elsewhere, so that every count, length and offset is checked against the file's size and fixed
-bounds before anything is taken from it. Of the metadata, arrays are skipped: those hold the tokenizer.
+bounds before anything is taken from it. Of the metadata, arrays are skipped unless they are asked for: those hold the
+tokenizer.
 """
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +19,8 @@ VERSIONS = (2, 3)
 MAX_ENTRIES = 1 << 16
 MAX_NAME_BYTES = 1 << 16
 MAX_ARRAY = 1 << 24
+MAX_READ_ARRAY = 1 << 21
+"""Elements of an array that is read: vocabularies have some hundred thousand tokens."""
 MAX_DIMENSIONS = 4
 DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 16
 # Of the types of values, the format of struct.
@@ -77,8 +80,8 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """The contents of a file but for the bytes of its tensors. ``metadata`` has numbers and strings, and of arrays that
-    they are there (None).
+    """The contents of a file but for the bytes of its tensors. ``metadata`` has numbers and strings, those arrays that
+    were asked for, as lists, and of others that they are there (None).
     """
 
     path: Path
@@ -86,11 +89,13 @@ class GgufFile:
     tensors: dict[str, GgufTensor]
 
     @classmethod
-    def read(cls, path: Path) -> "GgufFile":
-        """Reads all but the tensors' bytes. Raises ``ModelError``."""
+    def read(cls, path: Path, arrays: Collection[str] = ()) -> "GgufFile":
+        """Reads all but the tensors' bytes, and of the metadata's arrays those with these names. Raises
+        ``ModelError``.
+        """
         try:
             with path.open("rb") as file:
-                return _Reader(path, file, path.stat().st_size).read()
+                return _Reader(path, file, path.stat().st_size, arrays).read()
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
 
@@ -208,8 +213,8 @@ def _end_tokens(file: GgufFile) -> list[int]:
 class _Reader:
     """Reads a file from its begin. ``size`` is that of the file."""
 
-    def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
-        self._path, self._file, self._left, self._size = path, file, size, size
+    def __init__(self, path: Path, file: BinaryIO, size: int, arrays: Collection[str]) -> None:
+        self._path, self._file, self._left, self._size, self._arrays = path, file, size, size, arrays
 
     def read(self) -> GgufFile:
         """See ``GgufFile.read``."""
@@ -220,27 +225,34 @@ class _Reader:
             raise ModelError(f"{self._path} is a GGUF file of version {version}, and read are 2 and 3.")
         num_tensors, num_values = self._count(MAX_ENTRIES), self._count(MAX_ENTRIES)
         metadata: dict[str, Any] = self._entries(num_values, self._value)
-        infos: dict[str, tuple[str, tuple[int, ...], int]] = self._entries(num_tensors, self._tensor_info)
+        infos: dict[str, tuple[str, tuple[int, ...], int]] = self._entries(num_tensors, lambda _: self._tensor_info())
         data = -(-(self._size - self._left) // self._alignment(metadata)) * self._alignment(metadata)
         tensors = {name: self._place(name, data, *info) for name, info in infos.items()}
         return GgufFile(self._path, metadata, tensors)
 
-    def _entries(self, count: int, read: Callable[[], Any]) -> dict[str, Any]:
+    def _entries(self, count: int, read: Callable[[str], Any]) -> dict[str, Any]:
         entries: dict[str, Any] = {}
         for _ in range(count):
             name = self._text()
             if name in entries:
                 raise self._broken(f"names {name} twice")
-            entries[name] = read()
+            entries[name] = read(name)
         return entries
 
-    def _value(self) -> Any:
+    def _value(self, name: str) -> Any:
         kind = self._number("<I")
         if kind == _STRING:
             return self._text(self._left)
         if kind == _ARRAY:
-            return self._skip_array()
+            return self._array() if name in self._arrays else self._skip_array()
         return self._number(self._format(kind))
+
+    def _array(self) -> list[Any]:
+        kind, count = self._number("<I"), self._count(MAX_READ_ARRAY)
+        if kind == _STRING:
+            return [self._text() for _ in range(count)]
+        layout = f"<{count}{self._format(kind)[1]}"
+        return list(struct.unpack(layout, self._take(struct.calcsize(layout))))
 
     def _skip_array(self) -> None:
         kind, count = self._number("<I"), self._count(MAX_ARRAY)

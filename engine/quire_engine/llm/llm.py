@@ -24,6 +24,7 @@ from quire_proto.errors import ErrorCode, QuireError, invalid
 from quire_proto.text.tokenizer import ModelTokenizer
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder
 from quire_engine.config import EngineArgs, EngineConfig, ServedModel
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
 from quire_engine.factory import load_executor, make_grammar_compiler, make_scheduler
@@ -74,7 +75,7 @@ class LLM:
 
     def __init__(self, model: str | Path, *, seed: int | None = None, **settings: Any) -> None:
         config = engine_config(model, settings)
-        self._tokenizer = ModelTokenizer.load(config.tokenizer_folder)
+        self._tokenizer = ModelTokenizer.load(tokenizer_folder(config.model))
         self._executor = load_executor(config)
         scheduler = make_scheduler(config, self._executor)
         self._core = EngineCore(scheduler, self._executor, self._publish)

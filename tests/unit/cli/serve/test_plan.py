@@ -52,6 +52,7 @@ def test_names_are_those_of_the_flag_or_the_folder() -> None:
 def test_a_gguf_file_is_the_engines_and_its_folder_the_routers(tmp_path: Path) -> None:
     file = tmp_path / "small.gguf"
     file.touch()
+    (tmp_path / "tokenizer.json").touch()
     made = make_plan(read_flags([str(file)]), file, Ports(lambda *_: None))
     assert engines(made)[0].model == file
     assert router(made).models == {"small": tmp_path}
