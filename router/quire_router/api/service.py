@@ -267,10 +267,9 @@ class ApiService:
         """Returns the configured models that the caller may use, in order."""
         return [self._card(name) for name in self._models if caller.may_use(name)]
 
-    def model(self, name: str) -> ModelCard:
-        """Returns one configured model. Raises ``QuireError`` NOT_FOUND."""
-        if name not in self._models:
-            raise unknown_model(name)
+    def model(self, name: str, caller: Identity = ANONYMOUS) -> ModelCard:
+        """Returns one configured model. Raises ``QuireError`` FORBIDDEN and NOT_FOUND."""
+        self._check_model(name, caller)
         return self._card(name)
 
     def serving(self) -> bool:
@@ -290,7 +289,7 @@ class ApiService:
 
         def checked() -> SizedT:
             request = read()
-            caller.check_model(request.model)
+            self._check_model(request.model, caller)
             return request
 
         if size > _LONG_BODY:
@@ -323,6 +322,14 @@ class ApiService:
     async def _charge(self, caller: Identity) -> None:
         if self._tenant_limits is not None:
             await self._tenant_limits.consume_request(caller.tenant)
+
+    def _check_model(self, name: str, caller: Identity) -> None:
+        """Raises ``QuireError`` FORBIDDEN for a model that the caller may not use, and NOT_FOUND with names of those
+        that there are.
+        """
+        caller.check_model(name)
+        if name not in self._models:
+            raise unknown_model(name, [served for served in self._models if caller.may_use(served)])
 
     def _card(self, name: str) -> ModelCard:
         limits = self._engine_pool.limits(name)

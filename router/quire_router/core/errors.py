@@ -9,6 +9,7 @@ its reason. What only HTTP knows (routes, methods, sizes) is in ``api.rest.http`
 Every function returns the error; the caller raises it. Times are in seconds.
 """
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Final
 
@@ -45,6 +46,7 @@ _RETRY_BUSY = 1.0
 _RETRY_CAPACITY = 5.0
 _RETRY_BACKGROUND = 5.0
 _RETRY_STOPPING = 5.0  # another replica, or the next start
+_NAMED_MODELS: Final = 5  # in one message
 
 
 # Who may ask, and for what.
@@ -84,9 +86,11 @@ def too_many_viewers() -> QuireError:
     return QuireError(ErrorCode.OVERLOADED, message, retry_after=_RETRY_BUSY, reason=RefusalReason.VIEWERS)
 
 
-def unknown_model(model: str) -> QuireError:
-    """The model is not configured."""
-    message = f"There is no model named {model[:128]!r} here; the list of models says which there are."
+def unknown_model(model: str, served: Sequence[str] = ()) -> QuireError:
+    """The model is not configured. ``served`` are the models that the caller may use, of which a few are named."""
+    names = ", ".join(repr(name) for name in served[:_NAMED_MODELS])
+    more = f" and {len(served) - _NAMED_MODELS} more" if len(served) > _NAMED_MODELS else ""
+    message = f"There is no model named {model[:128]!r} here" + (f", only {names}{more}." if names else ".")
     return QuireError(ErrorCode.NOT_FOUND, message, param="model", reason="model_not_found")
 
 

@@ -56,9 +56,7 @@ class StatusEndpoints:
 
     async def model(self, exchange: HttpExchange) -> None:
         """One configured model."""
-        name = exchange.path_parameters["model"]
-        exchange.caller.check_model(name)
-        card = self._service.model(name)
+        card = self._service.model(exchange.path_parameters["model"], exchange.caller)
         await exchange.response.send(200, to_json(model_object(card)))
 
     async def health(self, exchange: HttpExchange) -> None:

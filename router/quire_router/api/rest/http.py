@@ -172,7 +172,7 @@ def not_json() -> HttpError:
 
 def no_such_route(path: str, instead: str | None = None) -> HttpError:
     """The path does not exist. ``instead`` says what to use; by default what suits the path."""
-    instead = instead or _INSTEAD.get(path.removeprefix("/v1").rstrip("/"), "docs/api.md lists what there is")
+    instead = instead or _INSTEAD.get(path.removeprefix("/v1").rstrip("/"), "GET /openapi.json lists what there is")
     return HttpError(HTTPStatus.NOT_FOUND, "not_found", f"There is nothing at {path[:_MAX_PATH]}: {instead}.")
 
 

@@ -115,6 +115,18 @@ async def test_health_names_only_the_models_that_the_caller_may_use(tmp_path):
     assert answer.json == {"status": "ok", "ready_engines": {}}
 
 
+async def test_a_model_that_is_not_there_does_not_show_a_caller_those_of_others(tmp_path):
+    path = tmp_path / "tenants.toml"
+    path.write_text(f'[[tenants]]\nname = "acme"\nkeys = ["{KEY}"]\nmodels = ["another"]\n')
+    async with open_stage(file=read_tenants(path)) as stage:
+        answers = [
+            await ask(stage.port, "POST", "/v1/chat/completions", chat() | {"model": "another"}, RIGHT),
+            await ask(stage.port, "GET", "/v1/models/another", None, RIGHT),
+        ]
+
+    assert [answer.error["message"] for answer in answers] == ["There is no model named 'another' here."] * 2
+
+
 @pytest.mark.parametrize(
     "path", ["/metrics", "/nothing", "/docs", "/openapi.json", "/health/", "/HEALTH", "/%68ealth/x"]
 )

@@ -1,0 +1,48 @@
+"""The examples of the pages run as they stand, one after another, on the demo model as the README serves it."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.service.conftest import MODEL, ROOT, Stack
+
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("api", "resuming", "tools"))]
+SERVE = f"quire serve demo/model --served-model-name {MODEL}"
+
+
+def examples(page: Path, language: str) -> list[str]:
+    """The blocks of code in one language, or without one, that ask the served model."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [text for found, text in blocks if found == language and MODEL in text]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_page_says_how_the_model_of_its_examples_is_served(page: Path) -> None:
+    assert SERVE in page.read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_python_of_a_page_runs_in_its_order(page: Path, stack: Stack) -> None:
+    program = "\n".join(examples(page, "python"))
+    assert MODEL in program
+    for stated, real in (("127.0.0.1:8000", stack.router.url[7:]), ("127.0.0.1:8001", stack.router.grpc_address)):
+        program = program.replace(stated, real)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("page", PAGES[2:], ids=lambda page: page.name)
+def test_the_curl_of_a_page_is_answered(page: Path, stack: Stack) -> None:
+    commands = [text for text in examples(page, "sh") if text.startswith("curl") and "tool_choice" not in text]
+    assert commands
+    script = re.sub(r"(127\.0\.0\.1|localhost):8000", stack.router.url[7:], "\n".join(commands))
+    script = script.replace("curl ", "curl --fail ")
+    done = subprocess.run(["bash", "-e", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert '{"' in done.stdout
