@@ -16,7 +16,8 @@ from quire_proto.cli import CliSettings, join_host_port
 QUEUE_METRICS = ("client_queue_time", "ttft_including_client_queue", "e2el_including_client_queue")
 METRICS = ("ttft", "tpot", "itl", "e2el", *QUEUE_METRICS)
 OBJECTIVES = ("ttft", "tpot", "e2el")
-ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+DEFAULT_CONCURRENCY = 64  # where neither a rate nor a concurrency is given
 SEVERAL_VALUES = ("--goodput", "--header", "--metadata")
 """Flags that take several values, separated by spaces."""
 
@@ -89,8 +90,8 @@ class ServeBenchConfig(CliSettings):
     }
 
     # The server
-    backend: Literal["openai", "openai-chat"] = Field(
-        default="openai", description="Which API: completions, or chat completions."
+    backend: Literal["openai", "vllm", "openai-chat"] = Field(
+        default="openai", description="Which API: completions (openai, or vllm), or chat completions."
     )
     base_url: str | None = Field(default=None, description="The server's URL without the endpoint, over host and port.")
     host: str = Field(default="127.0.0.1", description="The server's host.")
@@ -183,7 +184,11 @@ class ServeBenchConfig(CliSettings):
         gt=0,
         description="Shape of the gamma distribution of the gaps: 1 is a Poisson process, less is more bursty.",
     )
-    max_concurrency: int | None = Field(default=None, ge=1, description="Requests that may run at once.")
+    max_concurrency: int | None = Field(
+        default=None,
+        ge=1,
+        description=f"Requests that may run at once; {DEFAULT_CONCURRENCY} unless there is a --request-rate.",
+    )
 
     # What is reported
     goodput: Objectives = Field(
@@ -286,6 +291,14 @@ class ServeBenchConfig(CliSettings):
     def is_self_timed(self) -> bool:
         """Whether requests are sent at a trace's times."""
         return self.dataset_name == "timed_trace" and self.self_timed is not False
+
+    @property
+    def concurrency(self) -> int | None:
+        """Requests that may run at once; None for all. Without a flag that says how requests are sent not all are sent
+        at once: a router queues only so many.
+        """
+        says_when = self.is_self_timed or "request_rate" in self.model_fields_set
+        return self.max_concurrency or (None if says_when else DEFAULT_CONCURRENCY)
 
     @property
     def sends_text(self) -> bool:

@@ -104,7 +104,7 @@ def save_result(config: ServeBenchConfig, result: Mapping[str, Any], *, append: 
 
 
 def _file_name(config: ServeBenchConfig, result: Mapping[str, Any]) -> str:
-    concurrency = f"-concurrency{config.max_concurrency}" if config.max_concurrency else ""
+    concurrency = f"-concurrency{config.concurrency}" if config.concurrency else ""
     model = str(result["model_id"]).rpartition("/")[2]
     return f"{config.label or config.backend}-{result['request_rate']}qps{concurrency}-{model}-{result['date']}.json"
 

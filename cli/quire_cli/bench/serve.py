@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -18,12 +19,14 @@ from quire_cli.bench.metrics import compute_result, describe_run
 from quire_cli.bench.report import draw_plot, format_result, format_sweep, save_result
 
 READY_PERIOD = 0.5  # seconds between two questions whether the server is there
+REFUSALS = ("HTTP 429", "HTTP 503")  # how a failure begins for which the server had no room
+MAX_KINDS = 3  # of failures that are named in one sentence
 WARMUP_SEED = 1 << 40  # what is added to the seed for requests that are not measured
 
 
 def bench_serve(arguments: Sequence[str]) -> None:
     """Runs the subcommand. Exits with 2 for wrong settings; with 1 and one sentence if the server cannot be reached, a
-    file cannot be read or written, or no request was completed.
+    file cannot be read or written, or a request failed.
     """
     reject_unknown_env(ServeBenchConfig)
     config = read_settings(ServeBenchConfig, join_values(arguments))
@@ -34,8 +37,8 @@ def bench_serve(arguments: Sequence[str]) -> None:
         _quit(str(error))
     except KeyboardInterrupt:
         _quit("Interrupted.")
-    if not any(result["completed"] for result in results):
-        _quit("No request was completed.")
+    if sentence := describe_failures(results):
+        _quit(sentence)
 
 
 async def measure(config: ServeBenchConfig) -> list[dict[str, Any]]:
@@ -57,7 +60,7 @@ async def _measure_rate(
     config: ServeBenchConfig, client: HttpClient, factory: RequestFactory, model: str, run: int
 ) -> dict[str, Any]:
     """The run of one rate, with prompts of its own, so that no run finds those of another cached."""
-    load = Load(config.request_rate[run], config.burstiness, config.max_concurrency, config.is_self_timed)
+    load = Load(config.request_rate[run], config.burstiness, config.concurrency, config.is_self_timed)
     seed = config.seed + run
     requests = factory.make(config.num_prompts, seed)
     sys.stderr.write(f"{_describe(load)}: {len(requests)} requests\n")
@@ -105,7 +108,7 @@ async def _first_model(client: HttpClient) -> str:
 async def _warm_up(config: ServeBenchConfig, client: HttpClient, factory: RequestFactory) -> None:
     """Runs requests with other prompts, as many at once as are measured. Raises ``ServerError`` if one fails."""
     requests = factory.make(config.num_warmups, config.seed + WARMUP_SEED)
-    load = Load(max_concurrency=config.max_concurrency)
+    load = Load(max_concurrency=config.concurrency)
     found = await run_load(client, config.path, requests, load, np.random.default_rng(0))
     if failed := next((output.error for output in found.outputs if not output.success), None):
         raise ServerError(f"A request to warm up failed: {failed}")
@@ -122,6 +125,24 @@ def _report_all(config: ServeBenchConfig, results: Sequence[dict[str, Any]]) -> 
         _quit("--plot needs matplotlib: pip install 'quire-llm[plot]'.")
     except (OSError, ValueError) as error:
         _quit(f"The plot cannot be written: {error}.")
+
+
+def describe_failures(results: Sequence[dict[str, Any]]) -> str:
+    """One sentence: how many requests of all runs failed, of what, and what to do where the server had no room for
+    them. Empty if none did.
+    """
+    failures: Counter[str] = Counter()
+    for result in results:
+        failures.update(result["failures"])
+    total = failures.total() + sum(result["completed"] for result in results)
+    named = failures.most_common(MAX_KINDS)
+    kinds = [f"{count} times {text.rstrip('.')}" for text, count in named]
+    if others := failures.total() - sum(count for _, count in named):
+        kinds.append(f"{others} times something else")
+    advice = ""
+    if any(text.startswith(REFUSALS) for text in failures):
+        advice = "; --max-concurrency sends fewer at once, and the router's --max-queued-requests lets more wait"
+    return f"{failures.total()} of {total} requests failed: {', '.join(kinds)}{advice}." if failures else ""
 
 
 def _quit(sentence: str) -> NoReturn:

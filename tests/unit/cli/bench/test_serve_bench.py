@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from quire_cli.bench.config import ServeBenchConfig
 from quire_cli.bench.dataset import SampleRequest
 from quire_cli.bench.load import Load, Run, run_load
 from quire_cli.bench.metrics import compute_result
+from quire_proto.cli import read_settings
 
 from tests.support.sse_server import END, HEAD, Answer, Peer, chunk, response, serving, stream, token, usage
 
@@ -181,6 +184,81 @@ async def test_every_failure_is_counted_with_its_text(answer: Answer, error: str
     assert count == 3
     assert text.startswith(error)
     assert result["warnings"][0].startswith("3 requests failed")
+
+
+async def main_of(answer: Answer, *flags: str) -> tuple[int, str]:
+    """Status and standard error of the command as a process."""
+    async with serving(answer) as server:
+        words = [
+            "--base-url",
+            server.url,
+            "--model",
+            "m",
+            "--random-input-len",
+            "5",
+            "--random-output-len",
+            "1",
+            *flags,
+        ]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "quire_cli.main", "bench", "serve", *words, stdout=DEVNULL, stderr=PIPE
+        )
+        _, told = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode is not None
+    return process.returncode, told.decode()
+
+
+async def test_a_run_with_refused_requests_ends_with_a_sentence_and_status_1() -> None:
+    asked = 0
+
+    async def answer(peer: Peer, body: dict[str, Any]) -> None:
+        nonlocal asked
+        asked += 1
+        await (refuse if asked % 2 else stream(token(), usage(5, 1)))(peer, body)
+
+    status, told = await main_of(answer, "--num-prompts", "6", "--backend", "vllm")
+    assert status == 1
+    assert told.splitlines()[-1] == (
+        "quire: 3 of 6 requests failed: 3 times HTTP 429 (Retry-After: 3): Full; --max-concurrency sends fewer at "
+        "once, and the router's --max-queued-requests lets more wait."
+    )
+
+
+async def test_a_run_without_failures_ends_with_status_0() -> None:
+    status, told = await main_of(stream(token(), usage(5, 1)), "--num-prompts", "70")
+    assert (status, told) == (0, "All requests at once, at most 64 running: 70 requests\n")
+
+
+def test_failures_of_other_kinds_are_named_without_that_advice() -> None:
+    results = [{"completed": 4, "failures": {"A.": 5, "B": 2}}, {"completed": 0, "failures": {"C": 2, "A.": 1, "D": 1}}]
+    assert serve.describe_failures(results) == (
+        "11 of 15 requests failed: 6 times A, 2 times B, 2 times C, 1 times something else."
+    )
+    assert serve.describe_failures([{"completed": 4, "failures": {}}]) == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "most"),
+    [
+        ([], 64),
+        (["--request-rate", "inf"], None),
+        (["--request-rate", "2,4"], None),
+        (["--max-concurrency", "7"], 7),
+        (["--request-rate", "inf", "--max-concurrency", "7"], 7),
+    ],
+)
+def test_only_without_a_rate_and_a_concurrency_there_is_a_default_for_what_runs_at_once(
+    flags: list[str], most: int | None
+) -> None:
+    assert read_settings(ServeBenchConfig, flags).concurrency == most
+
+
+@pytest.mark.parametrize(
+    ("backend", "path"),
+    [("vllm", "/v1/completions"), ("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")],
+)
+def test_the_backends_are_those_of_vllm(backend: str, path: str) -> None:
+    assert config(backend=backend, tokenizer="x").path == path
 
 
 async def test_failures_do_not_take_the_others_with_them() -> None:
