@@ -1,8 +1,13 @@
 """The command ``quire``: finds the subcommand and passes the other arguments on."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import NoReturn
+
+from quire_proto import __version__
 
 USAGE = """usage: quire COMMAND [FLAGS]
 
@@ -16,8 +21,9 @@ commands:
   simulate engine  try a trace of requests on a scheduler without a model (quire-engine simulate)
   simulate fleet   try a trace of requests on routers and engines without a model (quire-router simulate)
 
-quire COMMAND --help tells the flags of a command.
+quire COMMAND --help tells the flags of a command, and quire --version the version.
 """
+COMMANDS = re.findall(r"^  ([a-z]+(?: [a-z]+)?)", USAGE, re.MULTILINE)
 # Commands of the services, which take the place of this process.
 PASSED_ON = {
     ("bench", "offline"): ("quire_engine.cli", "bench"),
@@ -39,11 +45,27 @@ def main() -> None:
         bench_serve(arguments[2:])
     elif first in ("serve", "chat", "complete", "doctor"):
         _run(first, arguments[1:])
-    elif arguments and arguments[-1] in ("--help", "-h"):
+    elif first == "--version":
+        sys.stdout.write(f"quire {__version__}\n")
+    elif first == "help" or (arguments and arguments[-1] in ("--help", "-h")):
         sys.stdout.write(USAGE)
     else:
-        sys.stderr.write(USAGE)
-        raise SystemExit(2)
+        _refuse(arguments)
+
+
+def _refuse(arguments: Sequence[str]) -> NoReturn:
+    """Ends the process with the commands that there are, after a sentence that says what is wrong with this one."""
+    first, second = [*arguments[:2], "", ""][:2]
+    below = [command for command in COMMANDS if command.partition(" ")[0] == first]
+    sentence = ""
+    if below:
+        sentence = f"quire: {f'{first} {second}'.strip()} is no command; {' and '.join(below)} are.\n\n"
+    elif first:
+        alone = [command.partition(" ")[0] for command in COMMANDS]
+        near = get_close_matches(first, alone, 1) or get_close_matches(f"{first} {second}".strip(), COMMANDS, 1)
+        sentence = f"quire: {first} is no command{f'; {near[0]} is one' if near else ''}.\n\n"
+    sys.stderr.write(f"{sentence}{USAGE}")
+    raise SystemExit(2)
 
 
 def _run(command: str, arguments: Sequence[str]) -> None:

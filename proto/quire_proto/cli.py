@@ -161,7 +161,7 @@ class FlagParser(ArgumentParser):
         if message.startswith(_UNKNOWN):
             flag = re.split(r"[ =]", message.removeprefix(_UNKNOWN))[0]  # without its value, which may be secret
             message = f"{flag} is no flag{self._suggest_flag(flag)}"
-        self.exit(2, f"{self.prog}: {message}. {self.prog} --help tells them all.\n")
+        self.exit(EXIT_USAGE, f"{self.prog.partition(' ')[0]}: {message}. {self.prog} --help tells them all.\n")
 
     def _suggest_flag(self, flag: str) -> str:
         if flag in self._foreign:

@@ -4,6 +4,7 @@ terminal as it is generated.
 Ctrl-C ends an answer, and cancels its request; at the prompt it ends the command, as Ctrl-D does.
 """
 
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,11 +21,19 @@ PROMPT = "> "
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 CHAT = """Talks to a running server, by default the one that quire serve starts.
 
-Without MESSAGE it asks for one after the other, and the model sees the whole conversation; /new begins
-another one. MESSAGE alone is answered once. Text that is piped in is part of the message."""
+Without MESSAGE it asks for one after the other, and the model sees the whole conversation; /clear begins
+another one, and /help tells the other commands. MESSAGE alone is answered once. Text that is piped
+in is part of the message."""
 COMPLETE = """Continues a text at a running server, by default the one that quire serve starts.
 
 PROMPT, or the text that is piped in, is printed together with its continuation."""
+HELP = """/clear  begin another conversation (also /new)
+/help   this list (also /?)
+/exit   end (also /bye, /quit, Ctrl-D)
+A message that begins with / is sent with a space before it. Ctrl-C ends an answer.
+"""
+CLEAR, ENDS, HELPS = ("/clear", "/new"), ("/exit", "/bye", "/quit"), ("/help", "/?")
+SLASH_WORD = re.compile(r"/[a-z?]*(\s|$)")  # and no path, such as /etc/hosts
 Message = Mapping[str, str]
 
 
@@ -80,13 +89,19 @@ def _chat(flags: Namespace) -> None:
     if message is not None:
         _show_chat(client, body, [*beginning, {"role": "user", "content": message}])
         return
-    sys.stderr.write(f"{body['model']} at {client.url}; /new begins another conversation, Ctrl-D ends\n")
+    sys.stderr.write(f"{body['model']} at {client.url}; /help tells the commands, Ctrl-D ends\n")
     messages = list(beginning)
     for line in _lines():
-        if line == "/new":
-            messages = list(beginning)
+        if SLASH_WORD.match(line):
+            word = line.split()[0]
+            if word in ENDS:
+                return
+            if word in CLEAR:
+                messages = list(beginning)
+            else:
+                sys.stderr.write(HELP if word in HELPS else f"quire: {word} is no command; /help tells them.\n")
             continue
-        messages.append({"role": "user", "content": line})
+        messages.append({"role": "user", "content": line.strip()})
         try:
             messages.append({"role": "assistant", "content": _show_chat(client, body, messages)})
         except KeyboardInterrupt:
@@ -101,12 +116,12 @@ def _complete(flags: Namespace) -> None:
     client = _client(flags)
     prompt = _given(flags.prompt)
     if not prompt:
-        _quit("quire complete: PROMPT is needed, as an argument or piped in.", 2)
+        _quit("PROMPT is needed, as an argument or piped in.", 2)
     body = {"max_tokens": 256, **_body(flags, client), "prompt": prompt}
-    _show(prompt)
     with closing(client.stream("/completions", body)) as chunks:
-        for chunk in chunks:
-            _show("".join(choice.get("text") or "" for choice in chunk.get("choices", ())))
+        for number, chunk in enumerate(chunks):
+            text = "".join(choice.get("text") or "" for choice in chunk.get("choices", ()))
+            _show(text if number else prompt + text)  # a prompt that is refused is not printed
     _show("\n")
 
 
@@ -161,11 +176,11 @@ def _lines() -> Iterator[str]:
         import readline  # noqa: F401 - gives input() its history and its editing
     while True:
         try:
-            line = input(PROMPT).strip()
+            line = input(PROMPT).rstrip()
         except (EOFError, KeyboardInterrupt):
             sys.stdout.write("\n")
             return
-        if line:
+        if line.strip():
             yield line
 
 
@@ -176,5 +191,5 @@ def _show(text: str) -> None:
 
 
 def _quit(sentence: str, status: int) -> NoReturn:
-    sys.stderr.write(f"quire: {sentence}\n" if status == 1 else f"{sentence}\n")
+    sys.stderr.write(f"quire: {sentence}\n")
     raise SystemExit(status)

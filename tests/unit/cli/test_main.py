@@ -4,6 +4,8 @@ import subprocess
 import sys
 
 import pytest
+from quire_cli.main import COMMANDS, PASSED_ON, USAGE
+from quire_proto import __version__
 
 
 def quire(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -32,8 +34,29 @@ def test_each_command_tells_its_flags(arguments: list[str], told: str) -> None:
     assert done.stdout.startswith(told)
 
 
-@pytest.mark.parametrize("arguments", [[], ["serv"], ["bench"], ["simulate", "both"]])
-def test_what_is_no_command_shows_those_that_there_are(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "usage: quire COMMAND [FLAGS]"),
+        (["serv"], "quire: serv is no command; serve is one."),
+        (["run", "model"], "quire: run is no command."),
+        (["bench"], "quire: bench is no command; bench serve and bench offline are."),
+        (["bench", "--num-prompts"], "quire: bench --num-prompts is no command; bench serve and bench offline are."),
+        (["simulate", "both"], "quire: simulate both is no command; simulate engine and simulate fleet are."),
+    ],
+)
+def test_what_is_no_command_is_told_before_those_that_there_are(arguments: list[str], told: str) -> None:
     done = quire(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "commands:" in done.stderr
+    assert done.stderr.startswith(f"{told}\n")
+    assert done.stderr.endswith(USAGE)
+
+
+def test_every_command_is_listed() -> None:
+    listed = {"serve", "chat", "complete", "doctor", "bench serve", *(" ".join(command) for command in PASSED_ON)}
+    assert set(COMMANDS) == listed
+
+
+def test_the_version_is_told() -> None:
+    done = quire("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"quire {__version__}\n", "")

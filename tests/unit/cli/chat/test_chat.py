@@ -46,6 +46,7 @@ class Server:
     ids: bool = True
     error: dict[str, Any] | None = None  # sent in the place of a cut
     forgets: bool = False
+    refuses: bool = False  # every completion
     hangs: bool = False  # after the first event
     asked: list[Asked] = field(default_factory=list)
     closed: Event = field(default_factory=Event)
@@ -74,6 +75,8 @@ class Handler(BaseHTTPRequestHandler):
         self.note(json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}"))
         if self.path.endswith("/cancel"):
             self.whole(200, {})
+        elif self.script.refuses:
+            self.whole(400, {"error": {"message": "Too many tokens."}})
         else:
             self.events(0)
 
@@ -222,7 +225,8 @@ def test_a_text_is_printed_with_its_continuation() -> None:
     [
         ({"models": ("a", "b")}, ("chat", "x"), 1, "serves a, b: choose with --model."),
         ({"models": ()}, ("chat", "x"), 1, "serves no model: choose with --model."),
-        ({}, ("complete",), 2, "PROMPT is needed"),
+        ({}, ("complete",), 2, "quire: PROMPT is needed"),
+        ({"refuses": True}, ("complete", "It was so:"), 1, "quire: Too many tokens."),
         ({}, ("chat", "--tempratur", "1"), 2, "--tempratur is no flag; --temperature is one"),
         ({}, ("chat", "x", "--url", f"http://127.0.0.1:{free_port()}"), 1, "quire serve MODEL starts one."),
         ({}, ("chat", "x", "--url", "ftp://a"), 1, "ftp://a is not the URL of a server"),
@@ -254,7 +258,8 @@ def test_ctrl_c_cancels_the_request() -> None:
 def test_the_model_sees_the_conversation_until_another_one_begins() -> None:
     with serving() as server, terminal(command(server, "chat", "--system", "Be brief.")) as (type_in, shown):
         answer = "".join(WORDS)
-        for number, line in enumerate(("first", "second", "/new", "third"), 1):
+        lines = ("first", "second", "/help", "/model", "/clear", " /etc is a folder")
+        for number, line in enumerate(lines, 1):
             type_in(f"{line}\n")
             eventually(lambda number=number: shown().count("> ") > number)
         type_in("\x04")
@@ -262,8 +267,17 @@ def test_the_model_sees_the_conversation_until_another_one_begins() -> None:
         assert histories == [
             ["Be brief.", "first"],
             ["Be brief.", "first", answer, "second"],
-            ["Be brief.", "third"],
+            ["Be brief.", "/etc is a folder"],
         ]
+        assert "/exit   end" in shown()
+        assert "quire: /model is no command; /help tells them." in shown()
+
+
+@pytest.mark.parametrize("word", ["/exit", "/bye"])
+def test_a_conversation_ends_by_a_word(word: str) -> None:
+    with serving() as server, terminal(command(server, "chat")) as (type_in, _):
+        type_in(f"{word}\n")
+    assert not server.of("/chat")
 
 
 @contextmanager
