@@ -220,22 +220,32 @@ def test_a_model_of_the_hub_is_downloaded_and_served_by_its_name(
             tree.kill()
 
 
-def test_a_gguf_file_that_lies_alone_is_served_with_its_own_tokenizer(tmp_path: Path) -> None:
+def test_a_gguf_file_of_the_hub_is_served_with_the_tokenizer_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     values = pieces_metadata() | {"tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"}
-    path = tmp_path / "lone.gguf"
-    path.write_bytes(with_metadata(GGUF.read_bytes(), values))
-    tree = Tree(tmp_path / "tree.log", *FLOAT32, model=path, name=None).wait_ready()
-    try:
-        assert "quire chat" in tree.text
-        chat = tree.client.chat.completions.create(
-            model="lone", messages=[{"role": "user", "content": "the fox"}], max_tokens=6, extra_body=IGNORE_EOS
-        )
-        text = tree.client.completions.create(model="lone", prompt="the fox", max_tokens=6, extra_body=IGNORE_EOS)
-    finally:
-        tree.end()
-    assert (chat.usage.prompt_tokens, text.usage.prompt_tokens) == (4, 3)
-    assert chat.usage.completion_tokens == text.usage.completion_tokens == 6
-    assert {file.name for file in tmp_path.glob("*.json")} == set()
+    with hub_server() as hub:
+        hub.add("org/small-GGUF", {"small-Q8_0.gguf": with_metadata(GGUF.read_bytes(), values), "small-F16.gguf": b""})
+        for name, value in {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}.items():
+            monkeypatch.setenv(name, value)
+        tree = Tree(tmp_path / "tree.log", *FLOAT32, model="org/small-GGUF:q8_0", name=None)
+        try:
+            client = tree.wait_ready().client
+            assert "quire chat" in tree.text
+            chat = client.chat.completions.create(
+                model="org/small-GGUF",
+                messages=[{"role": "user", "content": "the fox"}],
+                max_tokens=6,
+                extra_body=IGNORE_EOS,
+            )
+            assert chat.usage is not None
+            assert (chat.usage.prompt_tokens, chat.usage.completion_tokens) == (4, 6)
+            text = client.completions.create(model="org/small-GGUF", prompt="the fox", max_tokens=6)
+            assert text.usage is not None
+            assert text.usage.prompt_tokens == 3
+            assert tree.end() == 130
+        finally:
+            tree.kill()
 
 
 def test_a_gguf_file_without_a_tokenizer_that_can_be_used_is_refused_before_anything_starts(tmp_path: Path) -> None:

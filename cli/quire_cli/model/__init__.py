@@ -2,6 +2,6 @@
 a GGUF file.
 
 ``find_model`` (``find``) turns it into a local folder or file and the name to serve it under. ``name`` reads what was
-typed, ``fetch`` downloads from the Hub (``hub``) or from elsewhere (``s3`` and ``oci``, into ``copies``), and ``check``
-refuses, before anything large is downloaded, what cannot be served or does not fit.
+typed, ``fetch`` and ``gguf`` download from the Hub (``hub``) or from elsewhere (``s3`` and ``oci``, into ``copies``),
+and ``check`` refuses, before anything large is downloaded, what cannot be served or does not fit.
 """

@@ -58,7 +58,7 @@ def fetch_folder(repository: Repository, need: MemoryNeed | None) -> Path:
     """
     name, folder = str(repository.name), repository.snapshot()
     if broken := repository.broken_files():
-        raise ModelNotFoundError(_broken(name, folder, broken))
+        raise ModelNotFoundError(broken_copy(name, folder, broken))
     if folder.is_dir() and not missing_files(folder):
         check_config(folder, name, need, ask_engine=False)
         return folder
@@ -72,11 +72,12 @@ def fetch_folder(repository: Repository, need: MemoryNeed | None) -> Path:
     small = [file for file in files if "/" not in file and file.endswith(SMALL_FILES)]
     folder = repository.download([*small, *weights])
     if wrong := missing_files(folder) or repository.broken_files():
-        raise ModelNotFoundError(_broken(name, folder, wrong))
+        raise ModelNotFoundError(broken_copy(name, folder, wrong))
     return folder
 
 
-def _broken(name: str, folder: Path, files: list[str]) -> str:
+def broken_copy(name: str, folder: Path, files: list[str]) -> str:
+    """What to do about ``files`` in the ``folder`` of a snapshot that are not whole."""
     listed = ", ".join(files[:3])
     return f"The copy of {name} in the cache is broken ({listed}): remove {folder.parent.parent} and start again."
 
@@ -105,8 +106,8 @@ def _without_config(name: str, files: Mapping[str, int]) -> str:
         return f"{name} is a pipeline of diffusers, which makes no text: take a causal language model."
     if any(file.endswith(".gguf") for file in files):
         return (
-            f"{name} has GGUF files, which are read from a disk only: take the original model, or download one "
-            "of them with the tokenizer.json of that model beside it, and name the file."
+            f"{name} has GGUF files, which are read from the Hub or a disk only: take the original model, or copy "
+            "one of them here, and name the file."
         )
     return f"{name} has no {CONFIG_FILE}, so it is no model in Hugging Face's layout: take another one."
 

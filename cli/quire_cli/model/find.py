@@ -6,6 +6,7 @@ from pathlib import Path
 
 from quire_cli.model.check import CONFIG_FILE, MemoryNeed, check_config, missing_files
 from quire_cli.model.fetch import fetch_folder
+from quire_cli.model.gguf import fetch_gguf, has_only_gguf
 from quire_cli.model.name import EXAMPLE, HubName, ModelNotFoundError, OciName, S3Name, Say, read_name
 
 GGUF_SUFFIX = ".gguf"
@@ -26,8 +27,9 @@ class FoundModel:
 def find_model(text: str, need: MemoryNeed | None = None, say: Say | None = None) -> FoundModel:
     """Finds the model that ``text`` names, and downloads it if it is not here.
 
-    ``ORG/NAME`` and ``ORG/NAME@REVISION`` are on the Hugging Face Hub, ``s3://BUCKET/PREFIX`` is in object storage, and
-    ``oci://REGISTRY/REPOSITORY:TAG`` in a registry of containers; a folder and a ``.gguf`` file are local; what exists
+    ``ORG/NAME`` and ``ORG/NAME@REVISION`` are on the Hugging Face Hub, where ``:Q4_K_M`` behind them names one of the
+    GGUF files; ``s3://BUCKET/PREFIX`` is in object storage, and ``oci://REGISTRY/REPOSITORY:TAG`` in a registry of
+    containers; a folder and a ``.gguf`` file are local; what exists
     as a path is that path. With ``need``, a model that does not fit into memory is refused before the download.
     ``say`` is called with what takes long; by default it is written to standard error, where progress bars are too.
     Raises ``ModelNotFoundError`` with one sentence that says what to do.
@@ -39,11 +41,6 @@ def find_model(text: str, need: MemoryNeed | None = None, say: Say | None = None
         return _from_s3(name, need, say or _say)
     if isinstance(name, OciName):
         return _from_registry(name, need, say or _say)
-    if name.file is not None:
-        raise ModelNotFoundError(
-            f"GGUF files on the Hub are not read: download {name.file} from {name.repo}, with the "
-            "tokenizer.json of the original model beside it, and name the file."
-        )
     return _from_hub(name, need, say or _say)
 
 
@@ -51,7 +48,12 @@ def _from_hub(name: HubName, need: MemoryNeed | None, say: Say) -> FoundModel:
     from quire_cli.model.hub import HubRepository
 
     repository = HubRepository(name, say)
-    return FoundModel(fetch_folder(repository, need), name.repo, repository.commit)
+    is_here = name.file is None and not missing_files(repository.snapshot())
+    if not is_here and (name.file or has_only_gguf(repository.files)):
+        path = fetch_gguf(repository, name.file, need)
+    else:
+        path = fetch_folder(repository, need)
+    return FoundModel(path, name.repo, repository.commit)
 
 
 def _from_s3(name: S3Name, need: MemoryNeed | None, say: Say) -> FoundModel:

@@ -59,13 +59,21 @@ class HubRepository:
 
     @property
     def files(self) -> dict[str, int]:
-        """Bytes of each file."""
+        """Bytes of each file; of a commit that was downloaded from before, without asking the Hub."""
+        with suppress(hub.CachedRepoTreeNotFoundError):
+            known = get_cached_repo_tree(self.name.repo, revision=self.commit)
+            return {each.path: each.size for each in known}
         return {each.rfilename: each.size or 0 for each in self.info.siblings or []}
 
     @property
     def elements(self) -> Mapping[str, int] | None:
         """Elements of each safetensors type, where the Hub has counted them."""
         return self.info.safetensors.parameters if self.info.safetensors else None
+
+    @property
+    def gguf_architecture(self) -> str | None:
+        """The architecture of GGUF files, where the Hub has read it."""
+        return (self.info.gguf or {}).get("architecture")
 
     def snapshot(self) -> Path:
         """The folder of the revision in the cache, which need not exist."""

@@ -27,7 +27,7 @@ DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 16
 _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 # The architectures whose models have own code here: their class and model type in transformers.
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
@@ -116,9 +116,9 @@ class GgufFile:
     def architecture(self) -> str:
         """``llama``, ``qwen2`` or ``qwen3``. Raises ``ModelError`` for others."""
         name = self.metadata.get("general.architecture")
-        if name not in _ARCHITECTURES:
+        if name not in ARCHITECTURES:
             raise ModelError(
-                f"{self.path} has the architecture {name!r}, and of GGUF files read are {', '.join(_ARCHITECTURES)}."
+                f"{self.path} has the architecture {name!r}, and of GGUF files read are {', '.join(ARCHITECTURES)}."
             )
         return str(name)
 
@@ -146,7 +146,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         raise ModelError(f"{file.path} has a mixture of experts, which is not read from GGUF files.")
     sizes = {name: file.metadata.get(f"{prefix}.{key}") for name, key in _SIZES.items()}
     embedding = file.tensors.get("token_embd.weight")
-    architecture, model_type = _ARCHITECTURES[prefix]
+    architecture, model_type = ARCHITECTURES[prefix]
     return {
         "architectures": [architecture],
         "model_type": model_type,

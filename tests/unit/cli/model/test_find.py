@@ -116,9 +116,3 @@ def test_gguf_files_in_a_bucket_are_refused() -> None:
 def test_addresses_that_are_not_read_are_refused(address: str) -> None:
     with pytest.raises(ModelNotFoundError, match=r"^(gs|https):// is not read: copy the model here"):
         find_model(address)
-
-
-@pytest.mark.parametrize("name", ["org/name:Q4_K_M", "org/name@main:model.gguf"])
-def test_gguf_files_on_the_hub_are_refused(name: str) -> None:
-    with pytest.raises(ModelNotFoundError, match="GGUF files on the Hub are not read: download"):
-        find_model(name)

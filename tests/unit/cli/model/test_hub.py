@@ -160,11 +160,6 @@ def test_quantisation_that_the_model_cannot_have_is_refused_before(user: User) -
         ("tokenizer.json", {}, "has no tokenizer.json: download it"),
         ("config.json", {"adapter_config.json": b"{}"}, "is an adapter (LoRA), not a model: merge it"),
         ("config.json", {"model_index.json": b"{}"}, "is a pipeline of diffusers"),
-        (
-            "config.json",
-            {"x-Q4_K_M.gguf": b""},
-            "has GGUF files, which are read from a disk only: take the original model",
-        ),
         ("config.json", {}, "has no config.json"),
         (
             "model.safetensors",

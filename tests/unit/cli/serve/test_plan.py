@@ -7,11 +7,15 @@ import pytest
 from quire_cli.serve.flags import read_flags
 from quire_cli.serve.plan import Plan, make_plan
 from quire_cli.serve.ports import PortError, Ports
+from quire_cli.serve.serve_command import has_template
 from quire_engine.config import EngineConfig
 from quire_proto.cli import read_settings
 from quire_router.config import Settings
 
+from tests.support.gguf_files import pieces_metadata, with_metadata
 from tests.support.ports import free_port
+
+GGUF = Path(__file__).parents[3] / "model" / "quantized" / "llama.gguf"
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +60,19 @@ def test_a_gguf_file_is_the_engines_and_its_folder_the_routers(tmp_path: Path) -
     made = make_plan(read_flags([str(file)]), file, Ports(lambda *_: None))
     assert engines(made)[0].model == file
     assert router(made).models == {"small": tmp_path}
+
+
+def test_a_gguf_file_that_lies_alone_has_its_tokenizer_made_for_the_router(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "small.gguf"
+    file.write_bytes(with_metadata(GGUF.read_bytes(), pieces_metadata()))
+    made = make_plan(read_flags([str(file)]), file, Ports(lambda *_: None))
+    assert engines(made)[0].model == file
+    assert router(made).models == {"small": made.tokenizer}
+    assert [made.tokenizer] == list((tmp_path / "cache" / "quire").iterdir())
+    assert not has_template(made.tokenizer)
 
 
 def test_other_ports_follow_the_one_that_was_named() -> None:
