@@ -34,6 +34,8 @@ def _split(value: object) -> object:
 
 PREFIX = "QUIRE_ENGINE_"
 _SEEN = "tool calls and thoughts are read as the model's chat template writes them"
+_NO_LORA = "LoRA adapters are not served; a merged model is"
+_OF_A_REQUEST = "each request says that for itself, as a parameter"
 Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 
 
@@ -230,6 +232,25 @@ class EngineConfig(CliSettings, EngineArgs):
         "--tp-size": "--tensor-parallel-size is one",
         "--mem-fraction-static": "--gpu-memory-utilization is one",
         "--context-length": "--max-model-len is one",
+        "--kv-cache-memory-bytes": "--kv-cache-memory is one",
+        "--num-gpu-blocks-override": "--kv-cache-memory sets the memory of KV blocks",
+        "--cpu-offload-gb": "weights are not offloaded; --swap-space is host memory for KV blocks",
+        "--speculative-config": "--speculative-method and --num-speculative-tokens set it; there are no draft models",
+        "--enable-expert-parallel": "--tensor-parallel-size shares experts among ranks too",
+        "--enable-lora": _NO_LORA,
+        "--lora-modules": _NO_LORA,
+        "--max-loras": _NO_LORA,
+        "--max-lora-rank": _NO_LORA,
+        "--limit-mm-per-prompt": "models are served for text only",
+        "--kv-transfer-config": "prefill and decode are not separated",
+        "--guided-decoding-backend": "there is one way to structured output, which needs no choice",
+        "--structured-outputs-config": "there is one way to structured output, which needs no choice",
+        "--load-format": "the files of the model say what they are",
+        "--revision": "quire serve MODEL@REVISION names it",
+        "--download-dir": "the variable HF_HOME names the folder of downloads",
+        "--disable-log-requests": "requests are not logged",
+        "--enable-log-requests": "requests are not logged; their traces go to OTEL_EXPORTER_OTLP_ENDPOINT",
+        **dict.fromkeys(("--max-tokens", "--temperature", "--top-p", "--top-k"), _OF_A_REQUEST),
     }
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")

@@ -38,6 +38,7 @@ EXIT_USAGE = 2
 _SERVICE_LINK = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://.*")
 _KINDS = {"int": "N", "float": "NUMBER", "str": "TEXT", "Path": "PATH"}
+_CLOSE = 0.8  # how alike a misspelt name is; other words for a thing are not
 _Value = TypeVar("_Value", bound=str | None)
 _UNKNOWN = "unrecognized arguments: "  # the beginning of argparse's message
 _DEFAULT = re.compile(r" \(default: (.*)\)$")
@@ -164,10 +165,12 @@ class FlagParser(ArgumentParser):
         self.exit(EXIT_USAGE, f"{self.prog.partition(' ')[0]}: {message}. {self.prog} --help tells them all.\n")
 
     def _suggest_flag(self, flag: str) -> str:
-        if flag in self._foreign:
-            return f"; {self._foreign[flag]}"
-        close = get_close_matches(flag, self._flags, 1, cutoff=0.7)
-        return f"; {close[0]} is one" if close else ""
+        foreign = flag.partition(".")[0].replace("_", "-")  # vLLM's --flag.key and --a_flag
+        if foreign in self._foreign:
+            return f"; {self._foreign[foreign]}"
+        names = {name.lstrip("-"): name for name in self._flags}
+        close = get_close_matches(flag.lstrip("-"), names, 1, cutoff=_CLOSE)
+        return f"; {names[close[0]]} is one" if close else ""
 
 
 def _format_default(match: re.Match[str]) -> str:
@@ -208,7 +211,7 @@ def describe_unknown_env(prefix: str, fields: Iterable[str], environment: Mappin
 
 
 def _suggest(prefix: str, field: str, known: Iterable[str]) -> str:
-    close = get_close_matches(field, known, 1, cutoff=0.7)
+    close = get_close_matches(field, known, 1, cutoff=_CLOSE)
     return f"; {prefix}{close[0]} is one" if close else ""
 
 

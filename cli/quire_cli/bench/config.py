@@ -84,6 +84,11 @@ class ServeBenchConfig(CliSettings):
     foreign_flags: ClassVar[Mapping[str, str]] = {
         "--served-model-name": "--model is the name that the server knows",
         "--skip-tokenizer-init": "there is no tokenizer unless --tokenizer names one",
+        "--endpoint-type": "--backend is one",
+        "--trust-remote-code": "no code of a tokenizer's folder is run",
+        "--tokenizer-mode": "a tokenizer is read from tokenizer.json",
+        "--lora-modules": "--model is the name that the server knows an adapter by",
+        "--profile": "the server's profiler is not started from here",
         "--disable-tqdm": "there is no progress bar",
         "--random-batch-size": "only servers that generate are measured",
         "--plot-timeline": "--save-detailed writes the times of every request",

@@ -36,6 +36,7 @@ FOREIGN = {
     "--model": "quire serve MODEL names it",
     "--engine": "--engines N starts them, and quire-router serves engines elsewhere",
     "--data-parallel-size": "--engines starts several",
+    "--seed": EngineConfig.foreign_flags["--temperature"],
     "--tp": "--tensor-parallel-size is one",
     "--uvicorn-log-level": "--log-level is one",
 }
