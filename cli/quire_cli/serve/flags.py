@@ -25,8 +25,9 @@ SHARED = (EngineConfig.model_fields.keys() - OWN["engine"]) & (Settings.model_fi
 MAX_ENGINES = 64
 DESCRIPTION = """Serves a model: a router and its engines on this machine, as one tree of processes with one log.
 
-MODEL is a name on the Hugging Face Hub (ORG/NAME), s3://BUCKET/PREFIX, oci://REGISTRY/REPOSITORY:TAG, a folder in
-Hugging Face's layout or a GGUF file. Ctrl-C ends all of it; a process that dies is started again.
+MODEL is a name on the Hugging Face Hub (ORG/NAME; ORG/NAME:Q4_K_M is one of its GGUF files), s3://BUCKET/PREFIX,
+oci://REGISTRY/REPOSITORY:TAG, a folder in Hugging Face's layout or a GGUF file. Ctrl-C ends all of it; a process that
+dies is started again.
 
 The flags of quire-engine and quire-router are taken too, by their own names, and so are their variables,
 QUIRE_ENGINE_... and QUIRE_ROUTER_...."""
