@@ -3,7 +3,7 @@
 from quire.v1 import types_pb2 as pb
 
 from quire_proto.errors import ErrorCode, QuireError, internal, invalid
-from quire_proto.sampling import EarlyStopping, FinishReason, SamplingParams, TokenLogprobs
+from quire_proto.sampling import EarlyStopping, FinishReason, SamplingParams, StopToken, TokenLogprobs
 from quire_proto.structured_output import Structured, StructuredKind, choice
 
 
@@ -74,6 +74,16 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
 def logprobs_from_proto(message: pb.TokenLogprobs) -> TokenLogprobs:
     """One position's log-probabilities. Top ids without a log-probability, and the reverse, are dropped."""
     return TokenLogprobs(message.logprob, tuple(zip(message.top_token_ids, message.top_logprobs, strict=False)))
+
+
+def stop_token_to_proto(stop_token: StopToken) -> pb.StopToken:
+    """The inverse of ``stop_token_from_proto``."""
+    return pb.StopToken(token_id=stop_token.token_id, logprobs=logprobs_to_proto(stop_token.logprobs))
+
+
+def stop_token_from_proto(message: pb.StopToken) -> StopToken:
+    """The token that ended an output."""
+    return StopToken(message.token_id, logprobs_from_proto(message.logprobs))
 
 
 def error_to_proto(error: QuireError) -> pb.Error:

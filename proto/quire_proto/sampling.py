@@ -230,6 +230,16 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class StopToken:
+    """The end-of-sequence or stop token that ended an output, which is not one of its tokens, and its
+    log-probabilities.
+    """
+
+    token_id: int
+    logprobs: TokenLogprobs
+
+
 def mean_logprob(logprobs: Iterable[TokenLogprobs]) -> float:
     """An output's mean log-probability per token, which ``best_of`` compares; -inf for an empty one."""
     values = [each.logprob for each in logprobs]

@@ -52,19 +52,6 @@ class Server:
         found: dict[str, Any] = answer.json()
         return found
 
-    def log_likelihood(self, prompt: str, ending: str) -> float:
-        """The log-probability of ``ending`` behind ``prompt``: the sum of its tokens', asked for as an echo."""
-        before, tokens = self.tokens(prompt), self.tokens(prompt + ending)
-        body = {"model": MODEL, "prompt": tokens, "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["logprobs"]
-        return float(sum(answer["token_logprobs"][len(before) : len(tokens)]))
-
-    def tokens(self, text: str) -> list[int]:
-        """The tokens of ``text``, none added."""
-        body = {"model": MODEL, "prompt": text, "add_special_tokens": False}
-        found: list[int] = httpx.post(f"{self.url}/tokenize", json=body, timeout=60).json()["tokens"]
-        return found
-
     def stream_error(self, **fields: object) -> str:
         """The sentence of the error that ends a stream of the slow router."""
         body = {"model": MODEL, "stream": True, **fields}

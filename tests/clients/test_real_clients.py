@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.clients.conftest import (
     AGENTS,
@@ -165,7 +167,9 @@ def run_framework(name: str, *urls: str) -> dict[str, Any]:
 @client("lm-eval, `local-completions`", "a multiple choice: each log-likelihood is the model's", "lm-eval[api]==")
 @needs(LM_EVAL)
 def test_lm_eval_reads_log_likelihoods_of_prompts(server: Server, tmp_path: Path) -> None:
-    """A task of its own: of two endings the one that the model finds more probable counts as its choice."""
+    """A task of its own: of two endings the one that the model finds more probable counts as its choice. Behind some of
+    them the model stops at once.
+    """
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in CHOICES))
     (tmp_path / "sums.yaml").write_text(json.dumps(TASK | {"dataset_kwargs": {"data_files": {"test": "data.jsonl"}}}))
     flags = {
@@ -185,11 +189,22 @@ def test_lm_eval_reads_log_likelihoods_of_prompts(server: Server, tmp_path: Path
     for sample in samples:
         doc = sample["doc"]
         for ending, ((found, _),) in zip(doc["endings"], sample["resps"], strict=True):
-            assert float(found) == pytest.approx(server.log_likelihood(doc["question"], f" {ending}"), abs=1e-3)
+            assert float(found) == pytest.approx(log_likelihood(server.folder, doc["question"], f" {ending}"), abs=1e-3)
 
 
-# None of these endings is one behind which the model would end: see what docs/clients.md says of lm-eval.
+def log_likelihood(folder: Path, prompt: str, ending: str) -> float:
+    """The log-probability of ``ending`` behind ``prompt`` in transformers: the sum of its tokens'."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    before = len(tokenizer(prompt).input_ids)
+    token_ids = tokenizer(prompt + ending, return_tensors="pt").input_ids[0]
+    with torch.no_grad():
+        rows = model(token_ids[None]).logits[0].log_softmax(-1)
+    return float(sum(rows[at - 1, token_ids[at]] for at in range(before, len(token_ids))))
+
+
 CHOICES = [
+    {"question": "The answer is", "endings": ["12.", "girl"], "right": 0},
     {"question": "What is 7", "endings": ["plus 5", "girl"], "right": 0},
     {"question": "Once upon a time there was a", "endings": ["little girl", "7 plus"], "right": 0},
 ]

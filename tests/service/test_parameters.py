@@ -9,9 +9,11 @@ from random import Random
 import jsonschema
 import openai
 import pytest
+import torch
 from pydantic import BaseModel, Field
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.service.conftest import MODEL, Stack
+from tests.service.conftest import DEMO, MODEL, Stack
 
 QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]
 STORY = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 24, "temperature": 0}
@@ -97,6 +99,8 @@ def test_streamed_log_probabilities_equal_those_of_the_whole_chat(stack: Stack) 
         for each in choice.logprobs.content
     ]
     assert streamed == whole.logprobs.content
+    assert whole.finish_reason == "stop"
+    assert streamed.pop().token == "<|im_end|>"  # it is none of the text
     assert b"".join(bytes(each.bytes) for each in streamed).decode() == whole.message.content
 
 
@@ -110,6 +114,29 @@ def test_an_echoed_prompt_is_scored_as_it_is_when_it_is_generated(stack: Stack) 
     count = len(made.logprobs.tokens)
     assert again.logprobs.tokens[:count] == made.logprobs.tokens
     assert again.logprobs.token_logprobs[1:count] == pytest.approx(made.logprobs.token_logprobs[1:], abs=0.1)
+
+
+@pytest.mark.parametrize("prompt", ["The answer is 12.", "What is 7 plus 5? 12."])
+def test_a_model_that_stops_at_once_says_how_probable_its_end_was(stack: Stack, prompt: str) -> None:
+    request = {**STORY, "prompt": prompt, "logprobs": 1, "echo": True}
+    scored = stack.openai.completions.create(**request, n=2)
+    chunks = list(stack.openai.completions.create(**request, stream=True))
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    token_ids = AutoTokenizer.from_pretrained(DEMO)(prompt, return_tensors="pt").input_ids
+    with torch.no_grad():
+        rows = model(token_ids).logits[0].log_softmax(-1)
+    followed_by = [*token_ids[0, 1:].tolist(), model.generation_config.eos_token_id]
+    exact = [float(row[token_id]) for row, token_id in zip(rows, followed_by, strict=True)]
+    expected = pytest.approx(exact, rel=0.05, abs=0.05)  # of float32; these engines compute in bfloat16
+
+    assert scored.usage.completion_tokens == 0
+    for choice in scored.choices:
+        assert (choice.text, choice.finish_reason) == (prompt, "stop")
+        assert choice.logprobs.tokens[-1] == "<|im_end|>"
+        assert choice.logprobs.text_offset[-1] == len(prompt)
+        assert choice.logprobs.token_logprobs[1:] == expected
+    pieces = [choice.logprobs.token_logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs]
+    assert [each for piece in pieces for each in piece][1:] == expected
 
 
 def test_a_prompts_log_probabilities_have_vllms_shape(stack: Stack) -> None:

@@ -10,12 +10,14 @@ from quire.v1 import engine_pb2, types_pb2
 from tests.support.scripted_engine import ABORT, LENGTH, STOP, logprobs, output
 
 PROMPT_PIECE = 2
+STOP_TOKEN = 3
 
 
 @dataclass(frozen=True)
 class Script:
     """What each choice comes to, wherever and however often it is run. A token's log-probability depends on its choice
-    and its place. ``beams`` are told in place of that by the k-th search; each of its searches finds others.
+    and its place; ``STOP_TOKEN``, which ends a choice, has one, too. ``beams`` are told in place of that by the k-th
+    search; each of its searches finds others.
     """
 
     choices: Sequence[Sequence[int]]
@@ -185,6 +187,10 @@ class ContractEngine:
         told = sampling.HasField("logprobs") or sampling.best_of > sampling.n
         values = [self.script.logprob(index, position) for position in range(begin, end)] if told else []
         score = -1.0 - index if sampling.beam_width and reason == STOP else None
+        stop_token = None
+        if told and reason == STOP:
+            (its_logprobs,) = logprobs(self.script.logprob(index, end))
+            stop_token = types_pb2.StopToken(token_id=STOP_TOKEN, logprobs=its_logprobs)
         plain = bool(token_ids) and not reason and not told and not sampling.beam_width
         if self.columns and run.message.handle and run.started and plain:
             self._tokens.handles.extend([run.message.handle + index] * len(token_ids))
@@ -192,6 +198,5 @@ class ContractEngine:
             self._tokens.positions.extend(range(begin, end))
             return
         run.started = True
-        self._outputs.append(
-            output(request_id, token_ids, begin, reason, index=index, logprobs=logprobs(*values), score=score)
-        )
+        more = {"index": index, "logprobs": logprobs(*values), "score": score, "stop_token": stop_token}
+        self._outputs.append(output(request_id, token_ids, begin, reason, **more))

@@ -41,7 +41,7 @@ def seen(record: RequestRecord | None) -> Seen | None:
 
 def is_plain(delta: RecordedDelta) -> bool:
     """Whether it has tokens and an end at most."""
-    return not delta.logprobs and not delta.prompt_logprobs and delta.score is None
+    return not delta.logprobs and not delta.prompt_logprobs and delta.score is None and delta.stop_token is None
 
 
 def canonical(deltas: list[RecordedDelta]) -> list[RecordedDelta]:

@@ -6,7 +6,7 @@ from functools import partial
 from zlib import crc32
 
 from hypothesis import strategies as st
-from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
+from quire_proto.sampling import FinishReason, SamplingParams, StopToken, TokenLogprobs
 from quire_proto.structured_output import Structured, StructuredKind, choice
 from quire_router.core.generation import GenerationRequest, Usage
 from quire_router.journal.base import RecordedDelta
@@ -89,6 +89,7 @@ def any_delta(draw: st.DrawFn, plain: bool = False) -> RecordedDelta:
         logprobs=draw(st.lists(any_logprobs, min_size=len(tokens), max_size=len(tokens))),
         prompt_logprobs=draw(st.lists(any_logprobs, max_size=3)),
         score=None if reason is None else draw(st.none() | floats),
+        stop_token=None if reason is None else draw(st.none() | st.builds(StopToken, token_ids, any_logprobs)),
     )
 
 

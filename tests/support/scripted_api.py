@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import openai
 from quire_proto.errors import QuireError
-from quire_proto.sampling import FinishReason, TokenLogprobs
+from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 from quire_proto.text.chat_template import ChatTemplate
 from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.admission.tenants_file import TenantsFile
@@ -89,7 +89,13 @@ class ScriptedRun:
     def record(self) -> RequestRecord:
         recorded = [
             RecordedDelta(
-                each.index, each.token_ids, each.finish_reason, each.logprobs, each.prompt_logprobs, each.score
+                each.index,
+                each.token_ids,
+                each.finish_reason,
+                each.logprobs,
+                each.prompt_logprobs,
+                each.score,
+                each.stop_token,
             )
             for each in self.deltas
         ]
@@ -106,11 +112,13 @@ class ScriptedRun:
 @dataclass
 class ScriptedRunner:
     """Answers every request by ``script``: texts and deltas go to every choice, a finish reason ends them all, an error
-    is raised, an event is waited for. Log-probabilities are those of ``logprobs_of``. ``runs`` keeps all requests.
+    is raised, an event is waited for. Log-probabilities are those of ``logprobs_of``. ``stop_token_id`` is the token
+    that a choice stops with. ``runs`` keeps all requests.
     """
 
     script: Script = ANSWER
     returns_prompt_logprobs: bool = True
+    stop_token_id: int | None = None
     generations: list[GenerationRequest] = field(default_factory=list)
     deadlines: list[float | None] = field(default_factory=list)
     started: asyncio.Event = field(default_factory=asyncio.Event)
@@ -233,7 +241,7 @@ class ScriptedRunner:
             elif isinstance(step, Exception):
                 raise step
             elif isinstance(step, FinishReason):
-                for delta in ends(generation, step, tokens):
+                for delta in ends(generation, step, tokens, self.stop_token_id):
                     yield delta if count else with_prompt_logprobs(generation, delta, self.returns_prompt_logprobs)
             else:
                 step_delta = Delta(step, [count + 1]) if isinstance(step, str) else step
@@ -284,12 +292,17 @@ def with_prompt_logprobs(generation: GenerationRequest, delta: Delta, returns_pr
     return replace(delta, prompt_logprobs=logprobs)
 
 
-def ends(generation: GenerationRequest, reason: FinishReason, tokens: int) -> Iterator[Delta]:
+def ends(
+    generation: GenerationRequest, reason: FinishReason, tokens: int, stop_token_id: int | None = None
+) -> Iterator[Delta]:
     """The end of each choice; the usage with the last."""
+    top = generation.params.logprobs
+    shown = stop_token_id is not None and top is not None and reason is FinishReason.STOP
+    stop_token = StopToken(stop_token_id, logprobs_of(stop_token_id, top)) if shown else None
     n, score = generation.params.n, 0.5 if generation.params.beam_width else None
     for index in range(n):
         usage = Usage(len(generation.prompt_token_ids), tokens * n, 2) if index == n - 1 else None
-        yield Delta("", [], reason, usage, index, score=score)
+        yield Delta("", [], reason, usage, index, score=score, stop_token=stop_token)
 
 
 def text_of(token_ids: Sequence[int]) -> str:

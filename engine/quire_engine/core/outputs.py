@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from quire_proto.errors import QuireError
-from quire_proto.sampling import FinishReason, TokenLogprobs
+from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 
 from quire_engine.core.block_pool import BlockPool
 from quire_engine.core.kv_cache_manager import BlockTable, KVCacheManager
@@ -20,9 +20,10 @@ class EngineCoreOutput:
 
     ``index`` is which choice. ``position`` is the index of ``token_ids[0]`` in the choice's output, earlier attempts
     included. ``cached_tokens`` of the prompt were found in the prefix cache. An end-of-sequence or stop token is not
-    part of the output. ``timings`` come with the end. ``logprobs`` has one entry for each of ``token_ids`` where they
-    were asked for, and ``prompt_logprobs`` those of the prompt's tokens from ``prompt_position`` on. ``score`` is a
-    beam's, at its end. ``ends_request`` is set on the last output of the request.
+    part of the output; it is ``stop_token`` where log-probabilities were asked for. ``timings`` come with the end.
+    ``logprobs`` has one entry for each of ``token_ids`` where they were asked for, and ``prompt_logprobs`` those of the
+    prompt's tokens from ``prompt_position`` on. ``score`` is a beam's, at its end. ``ends_request`` is set on the last
+    output of the request.
     """
 
     request_id: str
@@ -37,6 +38,7 @@ class EngineCoreOutput:
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     prompt_position: int = 0
     score: float | None = None
+    stop_token: StopToken | None = None
     ends_request: bool = False
 
 

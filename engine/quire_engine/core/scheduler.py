@@ -25,7 +25,7 @@ from time import time_ns
 from typing import TYPE_CHECKING
 
 from quire_proto.errors import ErrorCode, QuireError
-from quire_proto.sampling import FinishReason, TokenLogprobs
+from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 
 from quire_engine.core.batch_scheduler import BatchScheduler
 from quire_engine.core.beam_search import Continuation
@@ -288,7 +288,8 @@ class Scheduler:
     def _commit_token(self, sequence: Sequence, token_id: int, logprobs: Tokens[TokenLogprobs]) -> None:
         """Adds the token, or ends the sequence. ``logprobs`` are those of all tokens that have not been sent yet."""
         if token_id in sequence.sample_requests[0].stop_token_ids:
-            self._end(sequence, FinishReason.STOP, logprobs[:-1])
+            stop_token = StopToken(token_id, logprobs[-1]) if logprobs else None
+            self._end(sequence, FinishReason.STOP, logprobs[:-1], stop_token)
             return
         self._append(sequence, token_id)
         if len(sequence.token_ids) >= sequence.limit:
@@ -381,11 +382,18 @@ class Scheduler:
 
     # Ending
 
-    def _end(self, sequence: Sequence, reason: FinishReason, logprobs: Tokens[TokenLogprobs]) -> None:
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        logprobs: Tokens[TokenLogprobs],
+        stop_token: StopToken | None = None,
+    ) -> None:
         """Ends a choice at a stop token or at its limit."""
         output = self._finish_output(sequence, sequence.index, reason)
         delta = _output_delta(sequence, logprobs)
         output.token_ids, output.position, output.logprobs = delta.token_ids, delta.position, delta.logprobs
+        output.stop_token = stop_token
         self._finish_choice(output, sequence.group)
         self._remove(sequence)
 

@@ -5,7 +5,13 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from quire.v1 import engine_pb2 as pb
-from quire_proto.convert import error_to_proto, finish_to_proto, logprobs_to_proto, sampling_from_proto
+from quire_proto.convert import (
+    error_to_proto,
+    finish_to_proto,
+    logprobs_to_proto,
+    sampling_from_proto,
+    stop_token_to_proto,
+)
 from quire_proto.errors import QuireError, invalid
 from quire_proto.sampling import FinishReason
 
@@ -50,6 +56,8 @@ def output_to_proto(output: EngineCoreOutput, request_id: str) -> list[pb.Sequen
     last.logprobs.extend(map(logprobs_to_proto, output.logprobs))
     if output.score is not None:
         last.score = output.score
+    if output.stop_token is not None:
+        last.stop_token.CopyFrom(stop_token_to_proto(output.stop_token))
     if output.error is not None:
         last.error.CopyFrom(error_to_proto(output.error))
     return [*earlier, last]

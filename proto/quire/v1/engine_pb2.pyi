@@ -437,6 +437,7 @@ class SequenceOutput(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_POSITION_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     position: _builtins.int
     """Index in the choice's output of token_ids[0]; counts the tokens that the Submit named as delivered."""
@@ -462,6 +463,10 @@ class SequenceOutput(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]:
         """Of the prompt's tokens from prompt_position on, where they were asked for; sent once, piece by piece, with any choice."""
 
+    @_builtins.property
+    def stop_token(self) -> _types_pb2.StopToken:
+        """The token that ended the output, with FINISH_REASON_STOP, where log-probabilities were asked for. Engines of older versions leave it out."""
+
     def __init__(
         self,
         *,
@@ -476,14 +481,20 @@ class SequenceOutput(_message.Message):
         prompt_logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
         prompt_position: _builtins.int = ...,
         score: _builtins.float | None = ...,
+        stop_token: _types_pb2.StopToken | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "error", b"error", "score", b"score"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "_stop_token", b"_stop_token", "error", b"error", "score", b"score", "stop_token", b"stop_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "position", b"position", "prompt_logprobs", b"prompt_logprobs", "prompt_position", b"prompt_position", "request_id", b"request_id", "score", b"score", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "_stop_token", b"_stop_token", "cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "position", b"position", "prompt_logprobs", b"prompt_logprobs", "prompt_position", b"prompt_position", "request_id", b"request_id", "score", b"score", "stop_token", b"stop_token", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
     _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
+    _WhichOneofReturnType__stop_token: _TypeAlias = _typing.Literal["stop_token"]  # noqa: Y015
+    _WhichOneofArgType__stop_token: _TypeAlias = _typing.Literal["_stop_token", b"_stop_token"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token) -> _WhichOneofReturnType__stop_token | None: ...
 
 Global___SequenceOutput: _TypeAlias = SequenceOutput  # noqa: Y015
 

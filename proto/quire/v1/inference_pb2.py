@@ -25,57 +25,57 @@ _sym_db = _symbol_database.Default()
 from quire.v1 import types_pb2 as quire_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/inference.proto\x12\x08quire.v1\x1a\x14quire/v1/types.proto\"\xc2\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x06 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x07 \x01(\x08H\x01\x88\x01\x01\x12\x11\n\tbad_words\x18\x08 \x03(\t\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x0c\n\x04\x65\x63ho\x18\n \x01(\x08\x12\x12\n\nbackground\x18\x0b \x01(\x08\x42\x08\n\x06promptB\x16\n\x14_skip_special_tokens\"\xb2\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.quire.v1.Usage\x12\r\n\x05index\x18\x06 \x01(\r\x12)\n\x08logprobs\x18\x07 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12\x12\n\x05score\x18\t \x01(\x02H\x00\x88\x01\x01\x12\x10\n\x08\x65vent_id\x18\n \x01(\tB\x08\n\x06_score\"}\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12&\n\ntool_calls\x18\x03 \x03(\x0b\x32\x12.quire.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x11\n\treasoning\x18\x05 \x01(\t\"R\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x17\n\x0fparameters_json\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xbc\x03\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x08messages\x18\x02 \x03(\x0b\x32\x15.quire.v1.ChatMessage\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x05 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x06 \x01(\x08H\x00\x88\x01\x01\x12\x11\n\tbad_words\x18\x07 \x03(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x1d\n\x05tools\x18\t \x03(\x0b\x32\x0e.quire.v1.Tool\x12\x13\n\x0btool_choice\x18\n \x01(\t\x12 \n\x13parallel_tool_calls\x18\x0b \x01(\x08H\x01\x88\x01\x01\x12\x12\n\nbackground\x18\x0c \x01(\x08\x12\x1f\n\x12separate_reasoning\x18\r \x01(\x08H\x02\x88\x01\x01\x42\x16\n\x14_skip_special_tokensB\x16\n\x14_parallel_tool_callsB\x15\n\x13_separate_reasoning\"\xee\x02\n\x0c\x43hatResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.quire.v1.Usage\x12\r\n\x05index\x18\x06 \x01(\r\x12)\n\x08logprobs\x18\x07 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12\x12\n\x05score\x18\t \x01(\x02H\x00\x88\x01\x01\x12\x10\n\x08\x65vent_id\x18\n \x01(\t\x12+\n\ntool_calls\x18\x0b \x03(\x0b\x32\x17.quire.v1.ToolCallDelta\x12\x11\n\treasoning\x18\x0c \x01(\tB\x08\n\x06_score\"2\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\t\"t\n\x0eResumeResponse\x12.\n\x08generate\x18\x01 \x01(\x0b\x32\x1a.quire.v1.GenerateResponseH\x00\x12&\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x16.quire.v1.ChatResponseH\x00\x42\n\n\x08response\"\'\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xc5\x01\n\x12GetRequestResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x17.quire.v1.RequestStatus\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07\x63reated\x18\x04 \x01(\x03\x12\x12\n\nbackground\x18\x05 \x01(\x08\x12\x1e\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x0f.quire.v1.Error\x12\x1e\n\x05usage\x18\x07 \x01(\x0b\x32\x0f.quire.v1.Usage\"\x87\x02\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\'\n\x08messages\x18\x03 \x03(\x0b\x32\x15.quire.v1.ChatMessage\x12\x1d\n\x05tools\x18\x04 \x03(\x0b\x32\x0e.quire.v1.Tool\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x06 \x01(\x08H\x01\x88\x01\x01\x12\x19\n\x11return_token_strs\x18\x07 \x01(\x08\x42\x15\n\x13_add_special_tokensB\x18\n\x16_add_generation_prompt\"P\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\ntoken_strs\x18\x03 \x03(\t\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.quire.v1.Model\"T\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\x15\n\rready_engines\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r*\xa2\x01\n\rRequestStatus\x12\x1e\n\x1aREQUEST_STATUS_UNSPECIFIED\x10\x00\x12\x1a\n\x16REQUEST_STATUS_RUNNING\x10\x01\x12\x1c\n\x18REQUEST_STATUS_COMPLETED\x10\x02\x12\x1c\n\x18REQUEST_STATUS_CANCELLED\x10\x03\x12\x19\n\x15REQUEST_STATUS_FAILED\x10\x04\x32\xa3\x04\n\tInference\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12\x37\n\x04\x43hat\x12\x15.quire.v1.ChatRequest\x1a\x16.quire.v1.ChatResponse0\x01\x12=\n\x06Resume\x12\x17.quire.v1.ResumeRequest\x1a\x18.quire.v1.ResumeResponse0\x01\x12G\n\nGetRequest\x12\x1b.quire.v1.GetRequestRequest\x1a\x1c.quire.v1.GetRequestResponse\x12;\n\x06\x43\x61ncel\x12\x17.quire.v1.CancelRequest\x1a\x18.quire.v1.CancelResponse\x12\x41\n\x08Tokenize\x12\x19.quire.v1.TokenizeRequest\x1a\x1a.quire.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.quire.v1.DetokenizeRequest\x1a\x1c.quire.v1.DetokenizeResponse\x12G\n\nListModels\x12\x1b.quire.v1.ListModelsRequest\x1a\x1c.quire.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/inference.proto\x12\x08quire.v1\x1a\x14quire/v1/types.proto\"\xc2\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x06 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x07 \x01(\x08H\x01\x88\x01\x01\x12\x11\n\tbad_words\x18\x08 \x03(\t\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x0c\n\x04\x65\x63ho\x18\n \x01(\x08\x12\x12\n\nbackground\x18\x0b \x01(\x08\x42\x08\n\x06promptB\x16\n\x14_skip_special_tokens\"\xef\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.quire.v1.Usage\x12\r\n\x05index\x18\x06 \x01(\r\x12)\n\x08logprobs\x18\x07 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12\x12\n\x05score\x18\t \x01(\x02H\x00\x88\x01\x01\x12\x10\n\x08\x65vent_id\x18\n \x01(\t\x12,\n\nstop_token\x18\x0b \x01(\x0b\x32\x13.quire.v1.StopTokenH\x01\x88\x01\x01\x42\x08\n\x06_scoreB\r\n\x0b_stop_token\"}\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12&\n\ntool_calls\x18\x03 \x03(\x0b\x32\x12.quire.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x11\n\treasoning\x18\x05 \x01(\t\"R\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x17\n\x0fparameters_json\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xbc\x03\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x08messages\x18\x02 \x03(\x0b\x32\x15.quire.v1.ChatMessage\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x05 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x06 \x01(\x08H\x00\x88\x01\x01\x12\x11\n\tbad_words\x18\x07 \x03(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x1d\n\x05tools\x18\t \x03(\x0b\x32\x0e.quire.v1.Tool\x12\x13\n\x0btool_choice\x18\n \x01(\t\x12 \n\x13parallel_tool_calls\x18\x0b \x01(\x08H\x01\x88\x01\x01\x12\x12\n\nbackground\x18\x0c \x01(\x08\x12\x1f\n\x12separate_reasoning\x18\r \x01(\x08H\x02\x88\x01\x01\x42\x16\n\x14_skip_special_tokensB\x16\n\x14_parallel_tool_callsB\x15\n\x13_separate_reasoning\"\xab\x03\n\x0c\x43hatResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.quire.v1.Usage\x12\r\n\x05index\x18\x06 \x01(\r\x12)\n\x08logprobs\x18\x07 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12\x12\n\x05score\x18\t \x01(\x02H\x00\x88\x01\x01\x12\x10\n\x08\x65vent_id\x18\n \x01(\t\x12+\n\ntool_calls\x18\x0b \x03(\x0b\x32\x17.quire.v1.ToolCallDelta\x12\x11\n\treasoning\x18\x0c \x01(\t\x12,\n\nstop_token\x18\r \x01(\x0b\x32\x13.quire.v1.StopTokenH\x01\x88\x01\x01\x42\x08\n\x06_scoreB\r\n\x0b_stop_token\"2\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\t\"t\n\x0eResumeResponse\x12.\n\x08generate\x18\x01 \x01(\x0b\x32\x1a.quire.v1.GenerateResponseH\x00\x12&\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x16.quire.v1.ChatResponseH\x00\x42\n\n\x08response\"\'\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xc5\x01\n\x12GetRequestResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x17.quire.v1.RequestStatus\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07\x63reated\x18\x04 \x01(\x03\x12\x12\n\nbackground\x18\x05 \x01(\x08\x12\x1e\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x0f.quire.v1.Error\x12\x1e\n\x05usage\x18\x07 \x01(\x0b\x32\x0f.quire.v1.Usage\"\x87\x02\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\'\n\x08messages\x18\x03 \x03(\x0b\x32\x15.quire.v1.ChatMessage\x12\x1d\n\x05tools\x18\x04 \x03(\x0b\x32\x0e.quire.v1.Tool\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x06 \x01(\x08H\x01\x88\x01\x01\x12\x19\n\x11return_token_strs\x18\x07 \x01(\x08\x42\x15\n\x13_add_special_tokensB\x18\n\x16_add_generation_prompt\"P\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\ntoken_strs\x18\x03 \x03(\t\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.quire.v1.Model\"T\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\x15\n\rready_engines\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r*\xa2\x01\n\rRequestStatus\x12\x1e\n\x1aREQUEST_STATUS_UNSPECIFIED\x10\x00\x12\x1a\n\x16REQUEST_STATUS_RUNNING\x10\x01\x12\x1c\n\x18REQUEST_STATUS_COMPLETED\x10\x02\x12\x1c\n\x18REQUEST_STATUS_CANCELLED\x10\x03\x12\x19\n\x15REQUEST_STATUS_FAILED\x10\x04\x32\xa3\x04\n\tInference\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12\x37\n\x04\x43hat\x12\x15.quire.v1.ChatRequest\x1a\x16.quire.v1.ChatResponse0\x01\x12=\n\x06Resume\x12\x17.quire.v1.ResumeRequest\x1a\x18.quire.v1.ResumeResponse0\x01\x12G\n\nGetRequest\x12\x1b.quire.v1.GetRequestRequest\x1a\x1c.quire.v1.GetRequestResponse\x12;\n\x06\x43\x61ncel\x12\x17.quire.v1.CancelRequest\x1a\x18.quire.v1.CancelResponse\x12\x41\n\x08Tokenize\x12\x19.quire.v1.TokenizeRequest\x1a\x1a.quire.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.quire.v1.DetokenizeRequest\x1a\x1c.quire.v1.DetokenizeResponse\x12G\n\nListModels\x12\x1b.quire.v1.ListModelsRequest\x1a\x1c.quire.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REQUESTSTATUS']._serialized_start=2923
-  _globals['_REQUESTSTATUS']._serialized_end=3085
+  _globals['_REQUESTSTATUS']._serialized_start=3045
+  _globals['_REQUESTSTATUS']._serialized_end=3207
   _globals['_GENERATEREQUEST']._serialized_start=61
   _globals['_GENERATEREQUEST']._serialized_end=383
   _globals['_GENERATERESPONSE']._serialized_start=386
-  _globals['_GENERATERESPONSE']._serialized_end=692
-  _globals['_CHATMESSAGE']._serialized_start=694
-  _globals['_CHATMESSAGE']._serialized_end=819
-  _globals['_TOOL']._serialized_start=821
-  _globals['_TOOL']._serialized_end=903
-  _globals['_TOOLCALL']._serialized_start=905
-  _globals['_TOOLCALL']._serialized_end=960
-  _globals['_TOOLCALLDELTA']._serialized_start=962
-  _globals['_TOOLCALLDELTA']._serialized_end=1037
-  _globals['_CHATREQUEST']._serialized_start=1040
-  _globals['_CHATREQUEST']._serialized_end=1484
-  _globals['_CHATRESPONSE']._serialized_start=1487
-  _globals['_CHATRESPONSE']._serialized_end=1853
-  _globals['_RESUMEREQUEST']._serialized_start=1855
-  _globals['_RESUMEREQUEST']._serialized_end=1905
-  _globals['_RESUMERESPONSE']._serialized_start=1907
-  _globals['_RESUMERESPONSE']._serialized_end=2023
-  _globals['_GETREQUESTREQUEST']._serialized_start=2025
-  _globals['_GETREQUESTREQUEST']._serialized_end=2064
-  _globals['_GETREQUESTRESPONSE']._serialized_start=2067
-  _globals['_GETREQUESTRESPONSE']._serialized_end=2264
-  _globals['_TOKENIZEREQUEST']._serialized_start=2267
-  _globals['_TOKENIZEREQUEST']._serialized_end=2530
-  _globals['_TOKENIZERESPONSE']._serialized_start=2532
-  _globals['_TOKENIZERESPONSE']._serialized_end=2612
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2614
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2667
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2669
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2703
-  _globals['_CANCELREQUEST']._serialized_start=2705
-  _globals['_CANCELREQUEST']._serialized_end=2740
-  _globals['_CANCELRESPONSE']._serialized_start=2742
-  _globals['_CANCELRESPONSE']._serialized_end=2758
-  _globals['_LISTMODELSREQUEST']._serialized_start=2760
-  _globals['_LISTMODELSREQUEST']._serialized_end=2779
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2781
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2834
-  _globals['_MODEL']._serialized_start=2836
-  _globals['_MODEL']._serialized_end=2920
-  _globals['_INFERENCE']._serialized_start=3088
-  _globals['_INFERENCE']._serialized_end=3635
+  _globals['_GENERATERESPONSE']._serialized_end=753
+  _globals['_CHATMESSAGE']._serialized_start=755
+  _globals['_CHATMESSAGE']._serialized_end=880
+  _globals['_TOOL']._serialized_start=882
+  _globals['_TOOL']._serialized_end=964
+  _globals['_TOOLCALL']._serialized_start=966
+  _globals['_TOOLCALL']._serialized_end=1021
+  _globals['_TOOLCALLDELTA']._serialized_start=1023
+  _globals['_TOOLCALLDELTA']._serialized_end=1098
+  _globals['_CHATREQUEST']._serialized_start=1101
+  _globals['_CHATREQUEST']._serialized_end=1545
+  _globals['_CHATRESPONSE']._serialized_start=1548
+  _globals['_CHATRESPONSE']._serialized_end=1975
+  _globals['_RESUMEREQUEST']._serialized_start=1977
+  _globals['_RESUMEREQUEST']._serialized_end=2027
+  _globals['_RESUMERESPONSE']._serialized_start=2029
+  _globals['_RESUMERESPONSE']._serialized_end=2145
+  _globals['_GETREQUESTREQUEST']._serialized_start=2147
+  _globals['_GETREQUESTREQUEST']._serialized_end=2186
+  _globals['_GETREQUESTRESPONSE']._serialized_start=2189
+  _globals['_GETREQUESTRESPONSE']._serialized_end=2386
+  _globals['_TOKENIZEREQUEST']._serialized_start=2389
+  _globals['_TOKENIZEREQUEST']._serialized_end=2652
+  _globals['_TOKENIZERESPONSE']._serialized_start=2654
+  _globals['_TOKENIZERESPONSE']._serialized_end=2734
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2736
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2789
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2791
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2825
+  _globals['_CANCELREQUEST']._serialized_start=2827
+  _globals['_CANCELREQUEST']._serialized_end=2862
+  _globals['_CANCELRESPONSE']._serialized_start=2864
+  _globals['_CANCELRESPONSE']._serialized_end=2880
+  _globals['_LISTMODELSREQUEST']._serialized_start=2882
+  _globals['_LISTMODELSREQUEST']._serialized_end=2901
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2903
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2956
+  _globals['_MODEL']._serialized_start=2958
+  _globals['_MODEL']._serialized_end=3042
+  _globals['_INFERENCE']._serialized_start=3210
+  _globals['_INFERENCE']._serialized_end=3757
 # @@protoc_insertion_point(module_scope)

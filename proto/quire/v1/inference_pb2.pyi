@@ -145,6 +145,7 @@ class GenerateResponse(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
     EVENT_ID_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The same in every message of a stream."""
     text: _builtins.str
@@ -173,6 +174,12 @@ class GenerateResponse(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]:
         """Of the prompt's tokens from the second on, where they were asked for; in the first message."""
 
+    @_builtins.property
+    def stop_token(self) -> _types_pb2.StopToken:
+        """The end-of-sequence or stop token that ended the choice, with its finish_reason, where log-probabilities were asked for. Absent where
+        something else ended it.
+        """
+
     def __init__(
         self,
         *,
@@ -186,14 +193,20 @@ class GenerateResponse(_message.Message):
         prompt_logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
         score: _builtins.float | None = ...,
         event_id: _builtins.str = ...,
+        stop_token: _types_pb2.StopToken | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "_stop_token", b"_stop_token", "score", b"score", "stop_token", b"stop_token", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "event_id", b"event_id", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "score", b"score", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "_stop_token", b"_stop_token", "event_id", b"event_id", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "score", b"score", "stop_token", b"stop_token", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
     _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
+    _WhichOneofReturnType__stop_token: _TypeAlias = _typing.Literal["stop_token"]  # noqa: Y015
+    _WhichOneofArgType__stop_token: _TypeAlias = _typing.Literal["_stop_token", b"_stop_token"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token) -> _WhichOneofReturnType__stop_token | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
@@ -421,6 +434,7 @@ class ChatResponse(_message.Message):
     EVENT_ID_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     text: _builtins.str
     finish_reason: _types_pb2.FinishReason.ValueType
@@ -439,6 +453,8 @@ class ChatResponse(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]: ...
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]: ...
+    @_builtins.property
+    def stop_token(self) -> _types_pb2.StopToken: ...
     def __init__(
         self,
         *,
@@ -454,14 +470,20 @@ class ChatResponse(_message.Message):
         event_id: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
         reasoning: _builtins.str = ...,
+        stop_token: _types_pb2.StopToken | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "_stop_token", b"_stop_token", "score", b"score", "stop_token", b"stop_token", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "event_id", b"event_id", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "score", b"score", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "_stop_token", b"_stop_token", "event_id", b"event_id", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "score", b"score", "stop_token", b"stop_token", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
     _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
+    _WhichOneofReturnType__stop_token: _TypeAlias = _typing.Literal["stop_token"]  # noqa: Y015
+    _WhichOneofArgType__stop_token: _TypeAlias = _typing.Literal["_stop_token", b"_stop_token"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token) -> _WhichOneofReturnType__stop_token | None: ...
 
 Global___ChatResponse: _TypeAlias = ChatResponse  # noqa: Y015
 

@@ -456,6 +456,35 @@ class TokenLogprobs(_message.Message):
 Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
+class StopToken(_message.Message):
+    """The end-of-sequence or stop token that ended an output. It is part of neither its text nor its token_ids, and does not count as one
+    of its tokens.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    @_builtins.property
+    def logprobs(self) -> Global___TokenLogprobs:
+        """At the position behind the last token."""
+
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        logprobs: Global___TokenLogprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopToken: _TypeAlias = StopToken  # noqa: Y015
+
+@_typing.final
 class Error(_message.Message):
     """One typed error."""
 

@@ -10,7 +10,7 @@ from time import time
 from typing import Any, Protocol, Self
 
 from opentelemetry.context import Context
-from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
+from quire_proto.sampling import FinishReason, SamplingParams, StopToken, TokenLogprobs
 
 PROMPT_SEPARATOR = "_"
 _CURSOR = re.compile(r"(?:-|[0-9]{1,9}e?)(?:\.(?:-|[0-9]{1,9}e?))*u?", re.ASCII)
@@ -140,9 +140,10 @@ class Delta:
     there. ``token_ids`` may run ahead of ``text``: the text of an unfinished character, or of what may become a stop
     string, comes later. ``logprobs`` has one entry for each of ``token_ids`` where they were asked for.
     ``prompt_logprobs`` are those of the prompt's tokens from the second on, all of them, in the answer's first delta.
-    ``score`` is a beam's, with its finish reason. A ``replayed`` delta the client has received before: it only brings
-    the encoder of the answer to the client's cursor. ``route`` is where the request runs and why, in the first delta of
-    an attempt, if the operator asked for that.
+    ``score`` is a beam's, with its finish reason. ``stop_token`` is the token that ended the choice, which is none of
+    ``token_ids``, with the finish reason where ``logprobs`` were asked for. A ``replayed`` delta the client has had
+    before: it only brings the encoder of the answer to the client's cursor. ``route`` is where the request runs and
+    why, in the first delta of an attempt, if the operator asked for that.
     """
 
     text: str
@@ -155,6 +156,7 @@ class Delta:
     score: float | None = None
     replayed: bool = False
     route: str = ""
+    stop_token: StopToken | None = None
 
 
 @dataclass(slots=True)

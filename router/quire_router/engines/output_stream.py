@@ -13,7 +13,7 @@ from typing import Self
 
 from quire.v1 import engine_pb2, types_pb2
 from quire_proto.errors import QuireError, internal
-from quire_proto.sampling import FinishReason, TokenLogprobs
+from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 
 from quire_router.core.errors import output_unread
 from quire_router.core.generation import Delta
@@ -101,7 +101,8 @@ class Output:
     ``error`` is set with ``FinishReason.ERROR``, which ends the request, whatever ``index`` says. ``cached_tokens`` of
     the prompt were in the engine's prefix cache. ``logprobs`` has one entry for each token if they were asked for.
     ``prompt_logprobs`` are those of the prompt's tokens from ``prompt_position`` on, as the engine sends them in
-    parts; a reader gets all of them with its first output. ``score`` is a beam's, with its end. ``deltas`` were made of
+    parts; a reader gets all of them with its first output. ``score`` is a beam's, with its end. ``stop_token``
+    ended the choice, where log-probabilities were asked for. ``deltas`` were made of
     it before it was queued, if a stop string in them ended its choice: what follows is dropped.
     """
 
@@ -115,6 +116,7 @@ class Output:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_position: int = 0
     score: float | None = None
+    stop_token: StopToken | None = None
     deltas: list[Delta] | None = None
 
     def drop(self, count: int) -> None:
@@ -127,6 +129,7 @@ class Output:
         self.token_ids += following.token_ids
         self.logprobs += following.logprobs
         self.finish_reason, self.score = following.finish_reason, following.score
+        self.stop_token = following.stop_token
 
 
 class PromptLogprobsBuffer:
@@ -445,6 +448,8 @@ class OutputStream:
             self.fail(internal())
         if output.token_ids and not (min(output.token_ids) >= 0 and max(output.token_ids) < self.expected.vocabulary):
             self.fail(internal())  # a text would just lack it
+        if output.stop_token is not None and not 0 <= output.stop_token.token_id < self.expected.vocabulary:
+            self.fail(internal())
         return self.end is None
 
     def _align(self, choice: _ChoiceQueue, output: Output) -> None:

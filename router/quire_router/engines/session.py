@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from uuid import uuid4
 
 from quire.v1 import engine_pb2
-from quire_proto.convert import error_from_proto, finish_from_proto, logprobs_from_proto
+from quire_proto.convert import error_from_proto, finish_from_proto, logprobs_from_proto, stop_token_from_proto
 from quire_proto.errors import ErrorCode, internal
 from quire_proto.sampling import FinishReason
 
@@ -403,4 +403,6 @@ def _output(message: engine_pb2.SequenceOutput, reason: FinishReason | None, ask
     if reason is not None:
         output.score = message.score if message.HasField("score") else None
         output.error = error_from_proto(message.error) if reason is FinishReason.ERROR else None
+        if asked.logprobs and reason is FinishReason.STOP and message.HasField("stop_token"):
+            output.stop_token = stop_token_from_proto(message.stop_token)
     return output

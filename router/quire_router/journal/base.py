@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from quire_proto.errors import ErrorCode, QuireError, internal
-from quire_proto.sampling import FinishReason, TokenLogprobs
+from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 
 from quire_router.core.generation import NO_USAGE, Delta, GenerationRequest, Usage
 
@@ -43,6 +43,7 @@ class RecordedDelta:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     score: float | None = None
+    stop_token: StopToken | None = None
 
 
 AnyDelta = RecordedDelta | Delta
@@ -185,7 +186,7 @@ class Journal(Protocol):
 
     async def read(self, request_id: str, *, tokens_only: bool = False) -> RequestRecord | None:
         """The record as it is stored; None if unknown or expired. With ``tokens_only`` the deltas are without
-        log-probabilities and scores. Raises as ``Follower.poll``.
+        log-probabilities, stop tokens and scores. Raises as ``Follower.poll``.
         """
         ...
 

@@ -2,15 +2,16 @@
 
 Tokens stand for themselves and belong to the first choice, until a negative number, a marker, says that another
 choice's tokens follow, or that a choice has ended and why. So the log of a single choice is its tokens and a marker at
-the end. A delta with more than that, log-probabilities or a beam's score, is a frame: ``FRAME_MARKER``, the number of
-values that follow, and these. Any prefix of the log is what was sent up to some moment: a frame counts once it is
-complete.
+the end. A delta with more than that, log-probabilities, a stop token or a beam's score, is a frame: ``FRAME_MARKER``,
+the number of values that follow, and these. Any prefix of the log is what was sent up to some moment: a frame counts
+once it is complete.
 
-A frame holds one delta bit for bit. In order: the choice, the code of its finish reason, whether there is a score, the
-number of tokens, these, the score, and two blocks: the tokens' log-probabilities and the prompt's. A block has its
-length, for each position how many most probable tokens are listed, these tokens, and then all log-probabilities: those
-of the positions, then those of the listed tokens. Log-probabilities and scores are float32 everywhere, and are stored
-as their bits.
+A frame holds one delta bit for bit. In order: the choice, the code of its finish reason, the sum of ``_SCORE`` and
+``_STOP_TOKEN`` where it has these, the number of tokens, these, the score, the stop token with a block of its own
+log-probabilities, and two blocks: the tokens' log-probabilities and the prompt's. A block has its length,
+for each position how many most probable tokens are listed, these tokens, and then all log-probabilities: those of the
+positions, then those of the listed tokens. Log-probabilities and scores are float32 everywhere, and are stored as their
+bits.
 
 Logs of any length are read beside everything else that this process does: in chunks of a millisecond or so, and a delta
 that is larger than a chunk in a thread.
@@ -19,16 +20,18 @@ that is larger than a chunk in a thread.
 import asyncio
 from array import array
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Self
 from zlib import crc32
 
-from quire_proto.sampling import FinishReason, TokenLogprobs
+from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 
 from quire_router.journal.base import AnyDelta, RecordedDelta, RequestRecord
 from quire_router.journal.codec import CorruptRecordError, decode_record, unpack_tokens
 
 FRAME_MARKER = -(2**31)
+_SCORE, _STOP_TOKEN = 1, 2
 _REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
 _CODES = 1 + len(_REASONS)  # of a marker: 0 if tokens follow, else the finish reason's
 CHUNK_VALUES = 4_096  # values of a log that are read at a time
@@ -95,8 +98,8 @@ class TokenLog:
         return 2
 
     def _without_known(self, known: int, delta: AnyDelta) -> RecordedDelta:
-        """The delta without its first ``known`` tokens. Log-probabilities of the prompt come once, a score with the
-        end.
+        """The delta without its first ``known`` tokens. Log-probabilities of the prompt come once, a score and a
+        stop token with the end.
         """
         return RecordedDelta(
             delta.index,
@@ -105,6 +108,7 @@ class TokenLog:
             delta.logprobs[known : len(delta.token_ids)],
             [] if self._has_prompt_logprobs else delta.prompt_logprobs,
             None if delta.finish_reason is None else delta.score,
+            None if delta.finish_reason is None else delta.stop_token,
         )
 
     def _append_plain(self, delta: AnyDelta) -> None:
@@ -127,7 +131,8 @@ class TokenLog:
 class TokenLogReader:
     """Reads a log from its beginning, as it grows. ``current`` is the choice that plain tokens belong to, ``lengths``
     and ``ended`` are of each choice, and ``has_prompt_logprobs`` says whether log-probabilities of the prompt came.
-    With ``tokens_only`` log-probabilities and scores are skipped, which take ten times as long as all the rest.
+    With ``tokens_only`` log-probabilities, stop tokens and scores are skipped, which take ten times as long as all the
+    rest.
     """
 
     __slots__ = ("_unpack", "current", "ended", "has_prompt_logprobs", "lengths")
@@ -196,8 +201,7 @@ class TokenLogReader:
         if not 0 <= code < _CODES:
             raise ValueError("a choice ended for no known reason")
         reason = _REASONS[code - 1] if code else None
-        whole = RecordedDelta(delta.index, delta.token_ids, reason, delta.logprobs, delta.prompt_logprobs, delta.score)
-        self._add(whole, deltas)
+        self._add(replace(delta, finish_reason=reason), deltas)
         self.has_prompt_logprobs = self.has_prompt_logprobs or prompted
         return end - start
 
@@ -221,7 +225,7 @@ def _end_of_tokens(values: "array[int]", start: int, stop: int) -> int:
 
 
 def _needs_frame(delta: AnyDelta) -> bool:
-    return bool(delta.logprobs or delta.prompt_logprobs) or delta.score is not None
+    return bool(delta.logprobs or delta.prompt_logprobs) or delta.score is not None or delta.stop_token is not None
 
 
 def _reason_code(reason: FinishReason | None) -> int:
@@ -234,10 +238,15 @@ def _marker(index: int, code: int) -> int:
 
 def pack_frame(delta: AnyDelta, code: int) -> "array[int]":
     """The delta's values. ``code`` stands for its finish reason."""
-    values = array("i", (delta.index, code, delta.score is not None, len(delta.token_ids)))
+    score, stop_token = delta.score, delta.stop_token
+    parts = _SCORE * (score is not None) + _STOP_TOKEN * (stop_token is not None)
+    values = array("i", (delta.index, code, parts, len(delta.token_ids)))
     values.extend(delta.token_ids)
-    if delta.score is not None:
-        values.extend(_float_bits((delta.score,)))
+    if score is not None:
+        values.extend(_float_bits((score,)))
+    if stop_token is not None:
+        values.append(stop_token.token_id)
+        _pack_block(values, [stop_token.logprobs])
     _pack_block(values, delta.logprobs)
     _pack_block(values, delta.prompt_logprobs)
     return values
@@ -248,18 +257,23 @@ def unpack_frame(values: "array[int]") -> tuple[RecordedDelta, int, bool]:
     Raises ``ValueError`` if the values are no delta.
     """
     reader = _FrameReader(values)
-    index, code, scored, token_ids = _read_header(reader)
-    score = _floats(reader.take(1))[0] if scored else None
+    index, code, parts, token_ids = _read_header(reader)
+    score = _floats(reader.take(1))[0] if parts & _SCORE else None
+    stop_token = _unpack_stop_token(reader) if parts & _STOP_TOKEN else None
     logprobs, prompt_logprobs = _unpack_block(reader), _unpack_block(reader)
     reader.end()
-    return RecordedDelta(index, token_ids, None, logprobs, prompt_logprobs, score), code, bool(prompt_logprobs)
+    delta = RecordedDelta(index, token_ids, None, logprobs, prompt_logprobs, score, stop_token)
+    return delta, code, bool(prompt_logprobs)
 
 
 def unpack_frame_tokens(values: "array[int]") -> tuple[RecordedDelta, int, bool]:
-    """As ``unpack_frame``, without log-probabilities and score."""
+    """As ``unpack_frame``, without log-probabilities, stop token and score."""
     reader = _FrameReader(values)
-    index, code, scored, token_ids = _read_header(reader)
-    reader.skip(1 if scored else 0)
+    index, code, parts, token_ids = _read_header(reader)
+    reader.skip(1 if parts & _SCORE else 0)
+    if parts & _STOP_TOKEN:
+        reader.skip(1)
+        _skip_block(reader)
     _skip_block(reader)
     prompted = _skip_block(reader)
     reader.end()
@@ -267,11 +281,20 @@ def unpack_frame_tokens(values: "array[int]") -> tuple[RecordedDelta, int, bool]
 
 
 def _read_header(reader: "_FrameReader") -> tuple[int, int, int, list[int]]:
-    index, code, scored, count = reader.take(4)
+    index, code, parts, count = reader.take(4)
+    if not 0 <= parts <= _SCORE + _STOP_TOKEN:
+        raise ValueError("a delta has something in it that is not known")
     token_ids = reader.take(count).tolist()
     if min(token_ids, default=0) < 0:
         raise ValueError("a delta has something else than tokens in it")
-    return index, code, scored, token_ids
+    return index, code, parts, token_ids
+
+
+def _unpack_stop_token(reader: "_FrameReader") -> StopToken:
+    (token_id,), logprobs = reader.take(1), _unpack_block(reader)
+    if token_id < 0 or len(logprobs) != 1:
+        raise ValueError("a choice was ended by something else than a token")
+    return StopToken(token_id, logprobs[0])
 
 
 class _FrameReader:
@@ -352,8 +375,7 @@ class DeltaMerger:
 
     def add(self, delta: RecordedDelta) -> None:
         """The next delta, whose tokens become the list's own."""
-        plain = not delta.logprobs and not delta.prompt_logprobs and delta.score is None
-        if not plain or delta.finish_reason is not None:
+        if _needs_frame(delta) or delta.finish_reason is not None:
             self._open.pop(delta.index, None)
             self.deltas.append(delta)
         elif (tokens := self._open.get(delta.index)) is not None:
@@ -405,8 +427,8 @@ async def read_record(
     request_id: str, fields: Mapping[bytes, bytes], packed: bytes, now: int = 0, *, tokens_only: bool = False
 ) -> tuple[RequestRecord, TokenLogReader, int]:
     """The record from its hash and its packed log, ``now`` being the database's time in ms; the reader at its end, and
-    how many values of the log are complete deltas. With ``tokens_only`` the deltas are without log-probabilities and
-    scores. Raises ``CorruptRecordError``.
+    how many values of the log are complete deltas. With ``tokens_only`` the deltas are without log-probabilities,
+    stop tokens and scores. Raises ``CorruptRecordError``.
     """
     record = decode_record(request_id, fields, len(packed), await log_checksum(packed), now)
     reader = TokenLogReader(record.generation.params.n, tokens_only=tokens_only)

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs, best_of, mean_logprob
+from quire_proto.sampling import FinishReason, SamplingParams, StopToken, TokenLogprobs, best_of, mean_logprob
 
 from quire_router.core.generation import Delta, StreamCursor, Usage
 from quire_router.engines.output_stream import Output
@@ -24,6 +24,7 @@ class _Candidate:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     score: float | None = None
+    stop_token: StopToken | None = None
 
 
 class BestOfSelection:
@@ -44,6 +45,7 @@ class BestOfSelection:
         whole.token_ids += delta.token_ids
         whole.logprobs += delta.logprobs
         whole.finish_reason, whole.score = delta.finish_reason, delta.score
+        whole.stop_token = delta.stop_token
 
     def best(self) -> list[Delta]:
         """Returns one delta for each of the ``n`` best, best first. All have ended; if one of them was cancelled, it is
@@ -57,13 +59,15 @@ class BestOfSelection:
         return [self._to_delta(index, whole, aborted) for index, whole in enumerate(wholes)]
 
     def _to_delta(self, index: int, whole: _Candidate, aborted: bool) -> Delta:
+        shows_logprobs = self._params.logprobs is not None
         return Delta(
             "".join(whole.texts),
             whole.token_ids,
             FinishReason.ABORT if aborted else whole.finish_reason,
             index=index,
-            logprobs=whole.logprobs if self._params.logprobs is not None else [],
+            logprobs=whole.logprobs if shows_logprobs else [],
             score=whole.score,
+            stop_token=whole.stop_token if shows_logprobs and not aborted else None,
         )
 
 
@@ -100,6 +104,7 @@ def _chunk(delta: RecordedDelta, start: int, end: int | None) -> RecordedDelta:
         delta.logprobs[start:end],
         [] if start else delta.prompt_logprobs,
         delta.score if end is None else None,
+        delta.stop_token if end is None else None,
     )
 
 
@@ -110,7 +115,8 @@ def split_at_cursor(output: Output, cursor: StreamCursor) -> list[Output]:
     at_its_end = count == len(output.token_ids) > 0 and output.finish_reason is not None
     if not inside and not (at_its_end and not cursor.ended(output.index)):
         return [output]
-    had = replace(output, token_ids=output.token_ids[:count], logprobs=output.logprobs[:count], finish_reason=None)
+    token_ids, logprobs = output.token_ids[:count], output.logprobs[:count]
+    had = replace(output, token_ids=token_ids, logprobs=logprobs, finish_reason=None, stop_token=None)
     output.drop(count)
     return [had, output]
 

@@ -225,6 +225,7 @@ class Replayer:
             index=recorded.index,
             logprobs=recorded.logprobs[known:],
             score=recorded.score,
+            stop_token=recorded.stop_token,
         )
         prompt = recorded.prompt_logprobs
         for part in split_at_cursor(output, self._cursor):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
-from quire_proto.sampling import FinishReason, TokenLogprobs
+from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 from quire_proto.text.detokenizer import OutputTextStream
 
 from quire_router.api.prepared_request import PreparedRequest
@@ -63,6 +63,11 @@ class TextOffsets:
         self._output = output
         self.end = begin
 
+    def finish(self) -> int:
+        """Returns where the text ends. No token may follow."""
+        self.end += len(self._output.finish())
+        return self.end
+
     def of(self, token_ids: Iterable[int]) -> list[int]:
         """Returns the next tokens' offsets. Tokens that make one character together have the offset of the first."""
         return [self._pass(token_id) for token_id in token_ids]
@@ -89,6 +94,10 @@ class LogprobsFormat(ABC):
     def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offsets: TextOffsets) -> LogprobLists:
         """Returns what these tokens add to each of the lists."""
 
+    @abstractmethod
+    def write_stop_token(self, stop_token: StopToken, offsets: TextOffsets) -> LogprobLists:
+        """Returns what the token that ended the output adds, which has no text there, as vLLM does."""
+
     def object_of(self, contents: LogprobLists) -> str:
         """Returns the object whose lists have these contents."""
         lists = ",".join(f'"{name}":[{content}]' for name, content in zip(self.lists, contents, strict=True))
@@ -104,6 +113,10 @@ class ChatLogprobsFormat(LogprobsFormat):
     def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], _offsets: TextOffsets) -> LogprobLists:
         """Returns what these tokens add to the list."""
         return (joined(self._position(*each) for each in zip(token_ids, logprobs, strict=True)),)
+
+    def write_stop_token(self, stop_token: StopToken, _offsets: TextOffsets) -> LogprobLists:
+        """Returns its entry, which looks like every other."""
+        return (self._position(stop_token.token_id, stop_token.logprobs),)
 
     def _position(self, token_id: int, logprobs: TokenLogprobs) -> str:
         others = ",".join([self._token(*each) + "}" for each in logprobs.top[: self._top]])
@@ -133,6 +146,12 @@ class CompletionLogprobsFormat(LogprobsFormat):
     def write_first(self, token_id: int, offsets: TextOffsets) -> LogprobLists:
         """Returns the entries of an echoed prompt's first token, which nothing predicts."""
         return str(*offsets.of([token_id])), "null", self._names.marked_name(token_id), "null"
+
+    def write_stop_token(self, stop_token: StopToken, offsets: TextOffsets) -> LogprobLists:
+        """Returns its entries, with the end of the choice's text as its offset."""
+        token_id, logprobs = stop_token.token_id, stop_token.logprobs
+        name, others = self._names.marked_name(token_id), self._most_probable(token_id, logprobs)
+        return str(offsets.finish()), number(logprobs.logprob), name, others
 
     def _most_probable(self, token_id: int, logprobs: TokenLogprobs) -> str:
         """Returns an object by tokens' names; of two tokens with one name the more probable counts."""
@@ -226,8 +245,10 @@ class LogprobsRenderer:
             offsets.of(delta.token_ids)
             return ()
         lists = self._format.write(delta.token_ids, delta.logprobs, offsets)
-        before = self._prompts[self._number(delta.index)].lists if opens else ()
-        return tuple(map(joined, zip(before, lists, strict=True))) if before else lists
+        parts = [self._prompts[self._number(delta.index)].lists if opens else (), lists]
+        if delta.stop_token is not None:
+            parts.append(self._format.write_stop_token(delta.stop_token, offsets))
+        return tuple(map(joined, zip(*filter(None, parts), strict=True)))
 
     def logprobs_object(self, lists: LogprobLists) -> str:
         """Returns ``choices[].logprobs`` with these contents of its lists; null where only the prompt's are shown."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
-from quire_proto.convert import error_to_proto, finish_to_proto, logprobs_to_proto
+from quire_proto.convert import error_to_proto, finish_to_proto, logprobs_to_proto, stop_token_to_proto
 from quire_proto.errors import invalid
 from quire_proto.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKEN_IDS
 from quire_proto.structured_output import MAX_OPTIONS
@@ -248,6 +248,7 @@ def _delta_fields(generation: GenerationRequest, delta: Delta) -> dict[str, Any]
         "logprobs": map(logprobs_to_proto, delta.logprobs) if asked else (),
         "prompt_logprobs": map(logprobs_to_proto, delta.prompt_logprobs),
         "score": delta.score,
+        "stop_token": None if delta.stop_token is None else stop_token_to_proto(delta.stop_token),
     }
 
 

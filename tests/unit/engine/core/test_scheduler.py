@@ -8,7 +8,7 @@ from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.request import Request, Sequence, SequenceStatus
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput
-from quire_proto.sampling import SamplingParams
+from quire_proto.sampling import FinishReason, SamplingParams, StopToken, TokenLogprobs
 
 SIZE = 4
 
@@ -154,3 +154,33 @@ def test_a_sequence_ends_at_the_maximum_model_length() -> None:
     sequence = bench.add("a", 390, max_tokens=10)
     bench.step_until(lambda _: not bench.scheduler.has_work)
     assert sequence.num_tokens == 400
+
+
+# The token that ends an output
+
+
+def test_a_choice_that_stops_at_once_says_how_probable_its_stop_token_was() -> None:
+    bench, scored = Bench(), TokenLogprobs(-0.5, ((9, -0.5),))
+    params = SamplingParams(temperature=0, max_tokens=4, n=2, logprobs=1, stop_token_ids=(9,))
+    bench.scheduler.add_request(Request("a", [1] * 3, params))
+    plan = bench.scheduler.schedule()
+    drawn = {request.sequence_id: 9 for chunk in plan.chunks for request in chunk.sample_requests}
+    ended = bench.scheduler.update_from_output(plan, ModelOutput(drawn, dict.fromkeys(drawn, scored)))
+
+    assert [each.index for each in ended] == [0, 1]
+    for each in ended:
+        assert (each.token_ids, list(each.logprobs), each.finish_reason) == ([], [], FinishReason.STOP)
+        assert each.stop_token == StopToken(9, scored)
+
+
+def test_without_log_probabilities_or_at_the_limit_there_is_no_stop_token() -> None:
+    bench = Bench()
+    for request_id, stops in (("stops", (9,)), ("full", ())):
+        params = SamplingParams(temperature=0, max_tokens=1, stop_token_ids=stops)
+        bench.scheduler.add_request(Request(request_id, [1] * 3, params))
+    plan = bench.scheduler.schedule()
+    drawn = {request.sequence_id: 9 for chunk in plan.chunks for request in chunk.sample_requests}
+    ended = {each.request_id: each for each in bench.scheduler.update_from_output(plan, ModelOutput(drawn))}
+
+    assert (ended["stops"].finish_reason, ended["full"].finish_reason) == (FinishReason.STOP, FinishReason.LENGTH)
+    assert ended["stops"].stop_token is ended["full"].stop_token is None

@@ -20,7 +20,8 @@ from quire_engine.server.messages import cached_to_proto, output_to_proto, reque
 from quire_engine.server.session import Session, SessionOverflowError
 from quire_engine.server.session_manager import SessionManager
 from quire_engine.server.tracing import TraceExporter
-from quire_proto.sampling import TokenLogprobs
+from quire_proto.convert import stop_token_from_proto
+from quire_proto.sampling import StopToken, TokenLogprobs
 
 from tests.support.guessing import guess
 from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor
@@ -435,11 +436,13 @@ def test_a_submit_is_read_with_its_deliveries_and_its_priority() -> None:
 
 def test_every_field_of_an_output_is_sent() -> None:
     scored = TokenLogprobs(-0.5, ((3, -0.25), (4, -0.5)))
-    output = EngineCoreOutput("k", [4], position=2, index=1, logprobs=[scored], score=-1.5)
+    stopped = StopToken(7, TokenLogprobs(-2.5, ((7, -2.5),)))
+    output = EngineCoreOutput("k", [4], position=2, index=1, logprobs=[scored], score=-1.5, stop_token=stopped)
     (message,) = output_to_proto(output, "r")
     (entry,) = message.logprobs
     assert (message.request_id, message.index, message.position, message.score) == ("r", 1, 2, -1.5)
     assert (entry.logprob, list(entry.top_token_ids), list(entry.top_logprobs)) == (-0.5, [3, 4], [-0.25, -0.5])
+    assert stop_token_from_proto(message.stop_token) == stopped
     assert not output_to_proto(EngineCoreOutput("k", [4]), "r")[0].HasField("score")
 
 

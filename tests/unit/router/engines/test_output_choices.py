@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from quire.v1 import engine_pb2, types_pb2
 from quire_proto.errors import ErrorCode
-from quire_proto.sampling import FinishReason
+from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 from quire_router.engines.output_stream import EngineLost, ExpectedOutput, Output, OutputStream, max_sequences
 from quire_router.engines.session import CommandQueue, Session
 from quire_router.engines.settings import ConnectionSettings
@@ -252,6 +252,37 @@ async def test_log_probabilities_stay_with_their_tokens_whatever_is_repeated() -
     (piece,) = await read(wire.stream)
     assert (piece.token_ids, values(piece.logprobs)) == ([1, 2, 3], [-1, -2, -3])
     assert piece.logprobs[0].top == ((7, -1), (8, -2))
+
+
+STOPPED = types_pb2.StopToken(token_id=7, logprobs=types_pb2.TokenLogprobs(logprob=-4))
+
+
+async def test_the_token_that_ended_a_choice_comes_with_its_end_also_where_it_was_unread() -> None:
+    wire = Wire(submit(2, logprobs=0))
+    wire.receive(output("a", [1], 0, index=0, logprobs=logprobs(-1)))
+    wire.receive(output("a", [2], 1, STOP, index=0, logprobs=logprobs(-2), stop_token=STOPPED))
+    wire.receive(output("a", [], 0, STOP, index=1, stop_token=STOPPED))
+    stopped = StopToken(7, TokenLogprobs(-4))
+    assert [(piece.token_ids, piece.stop_token) for piece in await read(wire.stream)] == [
+        ([1, 2], stopped),
+        ([], stopped),
+    ]
+
+
+@pytest.mark.parametrize(("asked", "reason"), [({}, STOP), ({"logprobs": 0}, LENGTH)])
+async def test_a_stop_token_is_dropped_where_it_was_not_requested_or_did_not_stop(asked: Any, reason: Any) -> None:
+    wire = Wire(submit(1, **asked))
+    wire.receive(output("a", [], 0, reason, stop_token=STOPPED))
+    (piece,) = await read(wire.stream)
+    assert piece.stop_token is None
+
+
+async def test_a_stop_token_that_the_model_lacks_is_an_internal_error() -> None:
+    wire = Wire(submit(1, logprobs=0))
+    wire.receive(output("a", [], 0, STOP, stop_token=types_pb2.StopToken(token_id=-7)))
+    (last,) = [piece async for piece in wire.stream]
+    assert last.error is not None
+    assert last.error.code is ErrorCode.INTERNAL
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

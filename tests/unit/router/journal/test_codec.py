@@ -147,6 +147,9 @@ DAMAGED_LOGS = {
     "a frame that ends for no reason": pack_tokens([FRAME_MARKER, 6, 0, 9, 0, 0, 0, 0]),
     "a frame with more in it": pack_tokens([FRAME_MARKER, 7, 0, 0, 0, 0, 0, 0, 0]),
     "a frame with less in it": pack_tokens([FRAME_MARKER, 5, 0, 0, 0, 0, 0]),
+    "a frame with an unknown part": pack_tokens([FRAME_MARKER, 6, 0, 0, 4, 0, 0, 0]),
+    "a frame with two stop tokens": pack_tokens([FRAME_MARKER, 12, 0, 1, 2, 0, 7, 2, 0, 0, 0, 0, 0, 0]),
+    "a frame with a stop token that is none": pack_tokens([FRAME_MARKER, 10, 0, 1, 2, 0, -7, 1, 0, 0, 0, 0]),
     "a frame of a negative length": pack_tokens([FRAME_MARKER, -1]),
 }
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
-from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
+from quire_proto.sampling import FinishReason, SamplingParams, StopToken, TokenLogprobs
 from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.admission.limits import RateLimiter
 from quire_router.admission.tenants import Tenant, Tenants
@@ -162,13 +162,16 @@ def test_the_deltas_read_and_those_resumed_are_the_undisturbed_output(
         assert [delta_text(resumed, index) for index in range(n)] == expected, "what was told is told again, as told"
 
 
-def everything(deltas: list[Delta], index: int) -> tuple[str, list[int], list[float], list[FinishReason]]:
+def everything(
+    deltas: list[Delta], index: int
+) -> tuple[str, list[int], list[float], list[FinishReason], list[StopToken]]:
     mine = [delta for delta in deltas if delta.index == index]
     return (
         delta_text(mine, index),
         [token_id for delta in mine for token_id in delta.token_ids],
         [each.logprob for delta in mine for each in delta.logprobs],
         [delta.finish_reason for delta in mine if delta.finish_reason is not None],
+        [delta.stop_token for delta in mine if delta.stop_token is not None],
     )
 
 

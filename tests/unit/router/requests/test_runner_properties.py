@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.v1 import engine_pb2
-from quire_proto.sampling import FinishReason, SamplingParams
+from quire_proto.sampling import FinishReason, SamplingParams, StopToken, TokenLogprobs
 from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.admission.fair_queue import QueuedRequest
 from quire_router.core.generation import Delta, GenerationRequest
@@ -31,7 +31,7 @@ from quire_router.requests.runner import RequestRunner
 
 from tests.support.batches import take_all
 from tests.support.byte_tokenizer import TOKENIZER, tokens
-from tests.support.contract_engine import ContractEngine, Script
+from tests.support.contract_engine import STOP_TOKEN, ContractEngine, Script
 from tests.support.runner_harness import FirstIdle
 
 PROMPT = "hello"
@@ -136,6 +136,11 @@ class Client:
 
     def logprobs(self, index: int) -> list[float]:
         return [each.logprob for delta in self.of(index) for each in delta.logprobs]
+
+    def stop_token(self, index: int) -> StopToken | None:
+        *earlier, last = self.of(index)
+        assert not any(delta.stop_token for delta in earlier)
+        return last.stop_token
 
     async def read(self, lifecycle: RequestRunner, generation: GenerationRequest, journal: MemoryJournal) -> None:
         async for delta in lifecycle.run(generation):
@@ -256,6 +261,13 @@ def undisturbed(output: str, stops: tuple[str, ...], max_tokens: int) -> tuple[s
     return output, output, FinishReason.LENGTH if len(output) == max_tokens else FinishReason.STOP
 
 
+def stop_token_of(script: Script, index: int, text: str, whole: str, reason: FinishReason) -> StopToken | None:
+    """The token that ended an undisturbed choice; None if a stop string or its length did."""
+    if reason is not FinishReason.STOP or text != whole:
+        return None
+    return StopToken(STOP_TOKEN, TokenLogprobs(script.logprob(index, len(whole))))
+
+
 outputs = st.text("abX", max_size=9)
 stop_strings = st.lists(st.text("abX", min_size=1, max_size=3), max_size=2).map(tuple)
 
@@ -295,6 +307,7 @@ def test_each_choice_equals_that_of_an_undisturbed_run(
         assert client.of(index)[-1].finish_reason is reason
         given_logprobs = [script.logprob(index, position) for position in range(len(whole))]
         assert client.logprobs(index) == (given_logprobs if logprobs else [])
+        assert client.stop_token(index) == (stop_token_of(script, index, text, whole, reason) if logprobs else None)
     usage = client.deltas[-1].usage
     assert usage is not None
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), sum(len(whole) for _, whole, _ in expected))
@@ -333,6 +346,7 @@ def test_best_of_returns_the_choices_with_the_highest_mean_logprob_whatever_fail
         assert client.of(rank)[-1].finish_reason is reason
         given_logprobs = [script.logprob(candidate, position) for position in range(len(whole))]
         assert client.logprobs(rank) == (given_logprobs if logprobs else [])
+        assert client.stop_token(rank) == (stop_token_of(script, candidate, text, whole, reason) if logprobs else None)
     usage = client.deltas[-1].usage
     assert usage is not None
     assert usage.completion_tokens == sum(len(whole) for _, whole, _ in expected)

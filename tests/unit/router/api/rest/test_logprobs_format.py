@@ -201,6 +201,97 @@ async def test_each_prompt_of_a_list_is_echoed_with_its_own():
         assert choice.logprobs.tokens == [named(each) for each in [*prompt, *TOKENIZER.encode_plain("x")]]
 
 
+# The token that ends an output
+
+END = 2  # <|end|>
+
+
+@pytest.mark.parametrize("said", ["", SAID, "wör"])
+@pytest.mark.parametrize("echo", [False, True])
+async def test_a_completion_ends_with_the_token_that_stopped_it(said, echo):
+    body = completion("how are you", logprobs=2, echo=echo, n=2)
+    async with open_stage(script_of(said)) as stage:
+        before = (await ask(stage.port, "POST", COMPLETIONS, body)).json
+        stage.runner.stop_token_id = END
+        after = (await ask(stage.port, "POST", COMPLETIONS, body)).json
+
+    logprobs = logprobs_of(END, 2)
+    for without, choice in zip(before["choices"], after["choices"], strict=True):
+        shown = choice["logprobs"]
+        assert shown["tokens"].pop() == "<|end|>"
+        assert shown["token_logprobs"].pop() == logprobs.logprob
+        assert shown["top_logprobs"].pop() == {named(each): value for each, value in logprobs.top}
+        assert shown["text_offset"].pop() == len(choice["text"])
+        assert choice == without
+    assert after["usage"] == before["usage"]
+
+
+async def test_the_token_that_stopped_it_begins_behind_a_character_that_was_never_ended():
+    euro = list(TOKENIZER.encode_plain("€"))[:-1]
+    assert euro, "the character is one token"
+    async with open_stage([Delta("", euro), Delta("\ufffd", []), FinishReason.STOP]) as stage:
+        stage.runner.stop_token_id = END
+        answer = (await ask(stage.port, "POST", COMPLETIONS, completion(logprobs=0))).json["choices"][0]
+
+    assert answer["text"] == "\ufffd"
+    assert answer["logprobs"]["text_offset"] == [0] * len(euro) + [1]
+
+
+@pytest.mark.parametrize("said", ["", SAID])
+async def test_a_chat_ends_with_the_token_that_stopped_it(said):
+    async with open_stage(script_of(said)) as stage, stage.openai() as api:
+        stage.runner.stop_token_id = END
+        answer = await api.chat.completions.create(model=MODEL, messages=USER, logprobs=True, top_logprobs=2)
+
+    shown = [each.model_dump() for each in answer.choices[0].logprobs.content]
+    assert shown == in_chats([*TOKENIZER.encode_plain(said), END], 2)
+    assert answer.choices[0].message.content == said
+
+
+@pytest.mark.parametrize(("path", "build", "shown"), [(CHAT, chat, True), (COMPLETIONS, completion, 2)])
+@pytest.mark.parametrize("said", ["", SAID])
+async def test_a_streamed_or_resumed_answer_ends_with_it_once(path, build, shown, said):
+    body = build(logprobs=shown, n=2)
+    async with open_stage(script_of(said)) as stage:
+        stage.runner.stop_token_id = END
+        whole = (await ask(stage.port, "POST", path, body)).json["choices"]
+        options = {"stream": True, "stream_options": {"include_event_ids": True}}
+        events = (await ask(stage.port, "POST", path, body | options)).sse
+        answers = [events]
+        for cut in range(len(events) - 1):
+            place = f"/v1/requests/{events[0][1]['id']}/events?after={events[cut][0] or ''}"
+            rest = (await ask(stage.port, "GET", place)).sse
+            answers.append([*events[: cut + 1], *rest] if events[cut][0] else rest)
+
+    for answer in answers:
+        for index in range(2):
+            lists = defaultdict(list)
+            for _, event in answer[:-1]:
+                for choice in event["choices"]:
+                    if choice["index"] == index:
+                        for name, values in (choice["logprobs"] or {}).items():
+                            lists[name] += values or []
+            assert lists == {name: values or [] for name, values in whole[index]["logprobs"].items()}
+
+
+async def test_over_grpc_it_comes_with_the_end_where_log_probabilities_are_requested():
+    async with open_stage(script_of(SAID)) as stage, stage.channel() as channel:
+        stage.runner.stop_token_id = END
+        stub, sampling = InferenceStub(channel), types_pb2.SamplingParams(logprobs=2, n=2)
+        request = pb.GenerateRequest(model=MODEL, text="how are you", sampling=sampling)
+        answers = [answer async for answer in stub.Generate(request)]
+        sampling.ClearField("logprobs")
+        request = pb.GenerateRequest(model=MODEL, text="how are you", sampling=sampling)
+        plain = [answer async for answer in stub.Generate(request)]
+
+    assert [each.HasField("stop_token") for each in answers] == [bool(each.finish_reason) for each in answers]
+    for answer in filter(lambda each: each.finish_reason, answers):
+        assert answer.stop_token.token_id == END
+        assert answer.stop_token.logprobs.logprob == logprobs_of(END, 2).logprob
+        assert list(answer.stop_token.logprobs.top_token_ids) == [each for each, _ in logprobs_of(END, 2).top]
+    assert not any(each.HasField("stop_token") for each in plain)
+
+
 # Prompts, as vLLM has them
 
 
