@@ -24,7 +24,9 @@ class Call:
 
 @dataclass
 class Choice:
-    """``tokens`` are those that the client received, each with its log-probabilities."""
+    """``tokens`` are those that the client received, each with its log-probabilities; behind them the one that ended
+    the output, where that is shown.
+    """
 
     text: str = ""
     tokens: list[Any] = field(default_factory=list)
@@ -45,6 +47,10 @@ class Choice:
         called = all(call.name == other.name and other.arguments.startswith(call.arguments) for call, other in pairs)
         text = whole.text.startswith(self.text) and whole.tokens[: len(self.tokens)] == self.tokens
         return not calls and called and text and (self.end, self.score) in (("", None), (whole.end, whole.score))
+
+    def is_at(self, position: int) -> bool:
+        """Whether so many tokens were received; the one that ended the output may be shown, but does not count."""
+        return position == len(self.tokens) or (self.end == "stop" and position == len(self.tokens) - 1)
 
     @property
     def length(self) -> int:
@@ -95,6 +101,8 @@ class Answer:
         logprobs: list[Any] = [MessageToDict(each) for each in message.logprobs]
         logprobs = logprobs or [None] * len(message.token_ids)
         choice.tokens += zip(message.token_ids, logprobs, strict=True)
+        if message.HasField("stop_token"):
+            choice.tokens.append((message.stop_token.token_id, MessageToDict(message.stop_token.logprobs)))
         for call in getattr(message, "tool_calls", ()):
             self._take_call(choice, call.index, Call(call.id, call.name, call.arguments))
         if message.finish_reason:
@@ -119,7 +127,7 @@ class Answer:
         for index, choice in self.choices.items():
             if index >= len(cursor.positions) or cursor.ended[index] != bool(choice.end):
                 self.malformed.append(f"{cursor} disagrees about the end of choice {index}")
-            elif counts_tokens and choice.tokens and cursor.positions[index] != len(choice.tokens):
+            elif counts_tokens and choice.tokens and not choice.is_at(cursor.positions[index]):
                 self.malformed.append(f"{cursor} at {len(choice.tokens)} tokens of choice {index}")
 
     def name(self, **names: Any) -> None:

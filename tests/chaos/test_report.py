@@ -187,6 +187,16 @@ def test_a_place_that_is_no_place_or_none_after_the_last_is_malformed(places: li
     assert got.malformed
 
 
+@pytest.mark.parametrize(
+    ("end", "place", "right"),
+    [("stop", "1eu", True), ("stop", "2eu", True), ("stop", "0eu", False), ("length", "1eu", False)],
+)
+def test_the_token_that_ended_an_output_is_shown_and_does_not_count(end: str, place: str, right: bool) -> None:
+    got = answer(end=end)
+    got.reach(place)
+    assert (got.malformed == []) == right
+
+
 def test_places_of_a_stream_are_right() -> None:
     got = Answer()
     got.take({"choices": [{"index": 0, "text": "one"}]})
