@@ -1,5 +1,5 @@
 """GGUF files: every type of blocks has the numbers that llama.cpp's library makes of it, the engine gives the tokens of
-transformers, and no file does more than be refused.
+transformers and llama.cpp, and no file does more than be refused.
 """
 
 import shutil
@@ -32,7 +32,7 @@ from tests.model.engine import run
 from tests.support.executors import load_executor
 
 HERE = Path(__file__).parent / "quantized"
-MODELS = ("llama", "qwen2", "qwen3")
+MODELS = ("llama", "llama-q4_k_m", "qwen2", "qwen3")
 QUANTISED = [kind for kind in BLOCKS if "Q" in kind]
 CPU = torch.device("cpu")
 
@@ -65,8 +65,8 @@ def test_whole_numbers_are_the_same_numbers_before_they_are_multiplied(kind: str
 @pytest.mark.parametrize(
     ("name", "layer", "bits"),
     [
-        *(("llama", "self_attn.k_proj", 4), ("llama", "mlp.down_proj", 4)),
-        *(("llama", "self_attn.q_proj", 8), ("llama", "self_attn.v_proj", 8), ("qwen3", "mlp.down_proj", 8)),
+        *(("llama", "self_attn.k_proj", 4), ("llama-q4_k_m", "mlp.down_proj", 4), ("llama", "self_attn.q_proj", 8)),
+        *(("llama", "self_attn.v_proj", 8), ("qwen3", "mlp.down_proj", 8)),
     ],
 )
 def test_tensors_of_whole_numbers_stay_so_and_are_rounded_where_asked(name: str, layer: str, bits: int) -> None:
@@ -94,6 +94,17 @@ def outputs_of(model: Path, name: str, **settings: object) -> tuple[list[int], l
     executor = load_executor(model, **{"dtype": "float32", "kv_cache_memory": 1 << 20, "swap_bytes": 0, **settings})
     made = run(executor, [prompt], [SamplingParams(temperature=0, max_tokens=len(tokens), ignore_eos=True)])
     return made.outputs[0], tokens
+
+
+def test_the_files_that_llama_cpp_quantised_mix_the_types_that_their_names_stand_for() -> None:
+    kinds = {name: {key: each.kind for key, each in GgufFile.read(gguf(name)).tensors.items()} for name in MODELS}
+    mixed = kinds["llama-q4_k_m"]
+    for part in ("attn_v", "ffn_down"):
+        assert [mixed[f"blk.{layer}.{part}.weight"] for layer in (0, 1)] == ["Q4_K", "Q6_K"]
+    assert mixed["blk.1.attn_q.weight"] == "Q4_K"
+    assert mixed["output.weight"] == "Q6_K"
+    assert {"Q5_K", "Q6_K"} <= set(kinds["qwen2"].values())
+    assert {"Q6_K", "Q8_0"} <= set(kinds["qwen3"].values())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -138,7 +149,11 @@ def test_the_configuration_is_that_of_the_metadata() -> None:
 def test_the_dtype_is_that_of_the_embedding_or_bfloat16() -> None:
     name = "model.embed_tokens.weight"
     dtypes = [GgufCheckpoint(gguf(each)).dtype(name) for each in MODELS]
-    assert dtypes == [torch.bfloat16, torch.float16, torch.bfloat16]
+    assert dtypes == [torch.bfloat16, torch.bfloat16, torch.float16, torch.bfloat16]
+    assert [GgufFile.read(gguf(each)).tensors["token_embd.weight"].kind for each in ("llama", "qwen3")] == [
+        "Q8_0",
+        "BF16",
+    ]
 
 
 # Refusals

@@ -1,5 +1,5 @@
-"""Checkpoints that the publishers' own libraries quantised: the layers hold their numbers, and the engine gives the
-tokens that transformers gives with the same weights in plain float32.
+"""Checkpoints that libraries quantised (``quantized/make.py`` says what each of them did): the layers hold their
+numbers, and the engine gives the tokens that transformers gives with the same weights in plain float32.
 """
 
 import json

@@ -1,5 +1,7 @@
-"""Makes the quantised model folders beside this file, each with the library that publishes its format: AutoAWQ,
-GPTQModel, LLM Compressor and transformers. They are too heavy for the tests, so the folders are kept.
+"""Makes the quantised model folders beside this file. Those of GPTQ and compressed-tensors are quantised and saved by
+GPTQModel and LLM Compressor, and fp8 by transformers. Of awq AutoAWQ rounds and packs the layers and gives their
+numbers, without its search for scales and for where weights are clipped, and the folder is written here. The libraries
+are too heavy for the tests, so the folders are kept.
 
     python -m tests.model.quantized.make [NAME ...]
 
@@ -14,12 +16,19 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    FineGrainedFP8Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 HERE = Path(__file__).parent
 SHOWN = "model.layers.0.self_attn.k_proj"
@@ -61,7 +70,9 @@ def calibration() -> list[list[int]]:
 
 
 def awq(target: Path, _: Path) -> Weights:
-    """AutoAWQ's rounding and packing; its search for scales does not know this transformers."""
+    """AutoAWQ's rounding and packing; its search for scales does not know this transformers, and GPTQModel's asks for
+    layers whose outputs are multiples of 64.
+    """
     from awq.modules.linear.gemm import WQLinear_GEMM
     from awq.quantize.quantizer import AwqQuantizer
     from awq.utils.packing_utils import dequantize_gemm
@@ -127,28 +138,24 @@ def unpacked(folder: Path, scheme: object) -> Weights:
     return {layer: PackedQuantizationCompressor.decompress(part, scheme)["weight"] for layer, part in parts.items()}
 
 
-def fp8(target: Path, _: Path) -> Weights:
-    """Blocks of 32: of DeepSeek's and Qwen's size, 128, this model would have one a layer."""
-    model, weights, dequantized = plain_model(torch.bfloat16), {}, {}
-    for name, tensor in model.state_dict().items():
-        if name.removesuffix(".weight") not in LAYERS:
-            weights[name] = tensor
-            continue
-        rows, columns = tensor.shape
-        blocks = tensor.float().view(rows // 32, 32, columns // 32, 32)
-        scale = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
-        stored = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-        weights[name], weights[f"{name}_scale_inv"] = stored.view(rows, columns), scale
-        layer = stored.float() * scale[:, None, :, None]
-        dequantized[name.removesuffix(".weight")] = layer.view(rows, columns)
-    save_config(model, target)
-    save_file(weights, target / "model.safetensors")
-    add_config(target, {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"} | BLOCKS)
-    return dequantized
+def fp8(target: Path, plain: Path) -> Weights:
+    """transformers' rounding as it loads, and its numbers as it loads what it saved. Blocks of 32: of DeepSeek's and
+    Qwen's size, 128, this model would have one a layer.
+    """
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    # It asks for a GPU, which products need and rounding does not.
+    with mock.patch.object(FineGrainedFP8HfQuantizer, "validate_environment"):
+        config = FineGrainedFP8Config(weight_block_size=(32, 32))
+        model = AutoModelForCausalLM.from_pretrained(
+            plain, dtype=torch.bfloat16, device_map="cpu", quantization_config=config
+        )
+        model.save_pretrained(target)
+    loaded = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    return {name: loaded.get_submodule(name).weight.detach().float() for name in LAYERS}
 
 
 PACKED = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
-BLOCKS = {"weight_block_size": [32, 32]}
 ASYMMETRIC = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
 SYMMETRIC = ASYMMETRIC | {"symmetric": True}
 EIGHT_BITS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
