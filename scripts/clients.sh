@@ -12,7 +12,7 @@ if [ ! -e uv/bin/uv ]; then
   "${PYTHON:-python3}" -m venv uv
   uv/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9
 fi
-# torch is needed by none of what is tried here, and takes gigabytes.
+# torch takes gigabytes, and only guidellm needs it: it takes that of Quire's own environment.
 echo "torch ; sys_platform == 'none'" > without-torch.txt
 
 python_clients() {  # FOLDER PACKAGE...
@@ -35,6 +35,10 @@ python_clients dspy dspy==3.4.1
 python_clients smolagents smolagents==1.26.0 openai
 python_clients haystack haystack-ai==3.4.0
 python_clients lm-eval "lm-eval[api]==0.4.13" transformers==5.23.0
+python_clients aiperf aiperf==0.13.0
+python_clients guidellm guidellm==0.8.1
+where='import sysconfig; print(sysconfig.get_path("purelib"))'
+../.venv/bin/python -c "$where" > "$(guidellm/bin/python -c "$where")/torch-of-quire.pth"
 if command -v npm >/dev/null; then
   npm install --silent --no-fund --no-audit --prefix node openai@6.49.0 zod@4.6.7 @openai/agents@0.20.0 \
     ai@6.0.326 @ai-sdk/openai@3.0.141 @ai-sdk/openai-compatible@2.0.91

@@ -17,9 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.clients.conftest import (
     AGENTS,
+    AIPERF,
     CLIENTS,
     GO,
     GRPCURL,
+    GUIDELLM,
     LITELLM,
     LM_EVAL,
     MODEL,
@@ -294,3 +296,50 @@ def test_the_benchmark_of_vllm_counts_each_token(server: Server, tmp_path: Path,
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result["failed"]) == (24, 0), done.stdout
     assert result["total_output_tokens"] == 24 * 16
+
+
+@client("guidellm", "completions and chats, each token counted", "guidellm==")
+@needs(GUIDELLM)
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_guidellm_counts_each_token(server: Server, tmp_path: Path, path: str) -> None:
+    report = tmp_path / "report.json"
+    flags = {
+        "backend": f"kind=openai_http,target={server.url},model={MODEL},request_format=/v1/{path}",
+        "tokenizer": f"kind=hf_auto,model={server.folder}",
+        "data": "kind=synthetic_text,prompt_tokens=32,output_tokens=16",
+        "profile": "kind=concurrent,streams=4",
+        "constraint": "kind=max_requests,count=24",
+        "output": f"kind=json,path={report}",
+    }
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    command, environment = [GUIDELLM, "run", *words, "--disable-console"], {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, check=False, env=environment, capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = json.loads(report.read_text())["benchmarks"]
+    seen = run["metrics"]
+    assert seen["request_totals"] == {"successful": 24, "errored": 0, "incomplete": 0, "total": 24}
+    assert seen["output_token_count"]["successful"]["total_sum"] == 24 * 16
+
+
+@client("aiperf", "chats with usage in each event, each token counted", "aiperf==")
+@needs(AIPERF)
+def test_aiperf_counts_each_token(server: Server, tmp_path: Path) -> None:
+    flags = {
+        "model": MODEL, "url": server.url, "endpoint-type": "chat", "tokenizer": server.folder, "request-count": 24,
+        "concurrency": 8, "prompt-input-tokens-mean": 32, "prompt-output-tokens-mean": 16,
+        "extra-inputs": "ignore_eos:true", "ui": "none", "workers-max": 2, "output-artifact-dir": tmp_path,
+    }  # fmt: skip
+    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+    switches = ["--streaming", "--use-server-token-count", "--per-chunk-usage", "--no-gpu-telemetry"]
+    # Told that it is offline it looks for a folder's name among downloaded models, and nowhere else.
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    command = [AIPERF, "profile", *words, *switches]
+    done = subprocess.run(
+        command, cwd=tmp_path, check=False, env=environment, capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen = json.loads((tmp_path / "profile_export_aiperf.json").read_text())
+    assert (seen["request_count"]["avg"], seen["error_summary"]) == (24, [])
+    assert seen["total_usage_completion_tokens"]["avg"] == 24 * 16
