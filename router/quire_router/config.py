@@ -9,6 +9,7 @@ import re
 import resource
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -395,16 +396,24 @@ def labels_of(models: Iterable[str]) -> dict[str, str]:
 def log_startup_warnings(settings: Settings) -> None:
     """Logs warnings about the settings, once for all workers. Raises ``TenantsFileError``."""
     file = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
-    if not settings.api_key and settings.tenants is None:
+    if not settings.api_key and settings.tenants is None and not _is_loopback(settings.host):
         log.warning("no API key is configured: everyone who can reach this port may use the service")
     if not settings.engine:
         log.warning("no --engine is given: requests are held for one, and then refused")
     fitting = connections_within(settings)
-    if fitting < settings.max_connections:
+    if "max_connections" in settings.model_fields_set and fitting < settings.max_connections:
         message = "the limit of %d file descriptors leaves %d connections to each port, less than --max-connections %d"
         log.warning(message, _descriptors(), fitting, settings.max_connections)
     for tenant, model in file.unknown_models(settings.models):
         log.warning("%s: %s may use %r, which is not served here", settings.tenants, tenant or "the default", model)
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def raise_descriptor_limit() -> None:

@@ -65,6 +65,7 @@ class Tree(Process):
         assert len(children) >= 2
         self.signal(number)
         status = self.wait(30)
+        assert number == signal.SIGKILL or not self.text or "stopping; running requests have 2 s" in self.text
         _, alive = psutil.wait_procs(children, timeout=10)
         assert not alive, f"left behind: {alive}"
         return status

@@ -30,7 +30,17 @@ def workers(folder: Path, *more: str) -> Iterator[Router]:
     with redis_server() as redis, ExitStack() as ending:
         engine = SteadyEngineProcess(folder, 0.002)
         ending.callback(engine.kill)
-        flags = ("--workers", str(WORKERS), "--redis-url", redis.url, "--shutdown-timeout", "1", *more)
+        flags = (
+            "--workers",
+            str(WORKERS),
+            "--redis-url",
+            redis.url,
+            "--shutdown-timeout",
+            "1",
+            "--host",
+            "0.0.0.0",
+            *more,
+        )
         router = Router(DEMO, [f"127.0.0.1:{engine.port}"], folder, *flags)
         ending.callback(lambda: router.popen.poll() is None and router.stop())
         router.wait_ready()

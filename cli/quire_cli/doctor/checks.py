@@ -109,7 +109,7 @@ def check_kernels() -> Finding:
     except BuildError:
         text = f"{text}; no kernels and no C++ compiler: the engine runs on torch alone, which is slower; install g++"
         return Finding("processor", "note", text, {**facts, "kernels": None, "compiler": None})
-    text = f"{text}; the first engine compiles its kernels, in about a minute"
+    text = f"{text}; the first engine compiles its kernels, in 15 seconds to a minute"
     return Finding("processor", "ok", text, {**facts, "kernels": None, "compiler": compiler})
 
 

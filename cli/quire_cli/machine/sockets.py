@@ -1,4 +1,4 @@
-"""Whether ports are free."""
+"""Whether addresses are this machine's, and ports free."""
 
 import socket
 
@@ -14,3 +14,8 @@ def is_free(port: int, host: str = LOCALHOST) -> bool:
         except OSError:
             return False
         return True
+
+
+def is_local(host: str) -> bool:
+    """Whether this machine has the address, so that some port of it can be listened on."""
+    return is_free(0, host)

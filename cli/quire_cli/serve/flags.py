@@ -22,6 +22,9 @@ OWN: Mapping[Service, frozenset[str]] = {
     "router": frozenset({"model", "engine", "host", "http_port"}),
 }
 SHARED = (EngineConfig.model_fields.keys() - OWN["engine"]) & (Settings.model_fields.keys() - OWN["router"])
+DEFAULTS = {"log_level": "warning", "shutdown_timeout": "2"}
+"""For a person at a terminal, unless flags or variables say otherwise."""
+_TOLD_DEFAULTS = {**DEFAULTS, "journal_file": "one in ~/.local/state/quire for each model and port"}
 MAX_ENGINES = 64
 DESCRIPTION = """Serves a model: a router and its engines on this machine, as one tree of processes with one log.
 
@@ -157,14 +160,16 @@ _count.__name__, _port.__name__ = "number of engines", "port"  # what argparse c
 def _options(kind: type[CliSettings], name: str) -> dict[str, Any]:
     """How argparse is to read a setting: as it stands, to be passed on."""
     field = kind.model_fields[name]
-    text = (field.description or "").replace("%", "%%") + _default(field)
+    text = (field.description or "").replace("%", "%%") + _default(name, field)
     if _is_bool(field):
         return {"action": BooleanOptionalAction, "default": SUPPRESS, "help": text}
     metavar = kind.metavars.get(flag_of(name)) or _metavar(field.annotation)
     return {"action": "append", "default": SUPPRESS, "metavar": metavar, "help": text}
 
 
-def _default(field: FieldInfo) -> str:
+def _default(name: str, field: FieldInfo) -> str:
+    if name in _TOLD_DEFAULTS:
+        return f" (default: {_TOLD_DEFAULTS[name]})"
     if field.is_required() or field.default in (None, []):
         return ""
     return f" (default: {field.default})"

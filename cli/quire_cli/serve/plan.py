@@ -10,9 +10,9 @@ from quire_engine.config import EngineConfig
 from quire_proto.cli import read_settings
 from quire_router.config import Settings
 
-from quire_cli.machine.sockets import LOCALHOST
-from quire_cli.serve.flags import ServeFlags
-from quire_cli.serve.ports import Ports
+from quire_cli.machine.sockets import LOCALHOST, is_local
+from quire_cli.serve.flags import DEFAULTS, ServeFlags
+from quire_cli.serve.ports import PortError, Ports
 from quire_cli.serve.process_tree import Program
 
 SHARED_POOL = 512 << 20  # bytes of KV memory of each of several engines, so that none of them takes what it finds
@@ -23,8 +23,6 @@ ROUTER_PORTS = (
     ("grpc_port", "gRPC API", "--grpc-port"),
     ("metrics_port", "metrics", "--metrics-port"),
 )
-# For a person at a terminal, unless flags or variables say otherwise.
-QUIET = {"log_level": "warning", "shutdown_timeout": "2"}
 
 
 @dataclass(frozen=True)
@@ -58,15 +56,17 @@ def make_plan(flags: ServeFlags, model: Path, ports: Ports, gpus: int = 0) -> Pl
     """
     names = flags.names or [name_of(model)]
     engine = [f"--model={model}", *(f"--served-model-name={name}" for name in names)]
-    engine += [*flags.engine, *_unless_given("ENGINE", flags.engine, QUIET)]
+    engine += [*flags.engine, *_unless_given("ENGINE", flags.engine, DEFAULTS)]
     if flags.engines > 1 and _unless_given("ENGINE", flags.engine, {"gpu_memory_utilization": ""}):
         engine += _unless_given("ENGINE", flags.engine, {"kv_cache_memory": str(SHARED_POOL)})
     tokenizer = tokenizer_folder(model)
     router = [*(f"--model={name}={tokenizer}" for name in names)]
-    router += [*flags.router, *_unless_given("ROUTER", flags.router, QUIET)]
+    router += [*flags.router, *_unless_given("ROUTER", flags.router, DEFAULTS)]
     router += [f"--host={flags.host}"] if flags.host else []
     router += [f"--http-port={flags.port}"] if flags.port else []
     config, settings = read_settings(EngineConfig, engine), read_settings(Settings, router)
+    if not is_local(settings.host):
+        raise PortError(f"{settings.host} is no address of this machine; --host 0.0.0.0 stands for all that it has.")
     places = _engine_ports(flags, config, ports)
     chosen = _router_ports(settings, ports)
     programs = [

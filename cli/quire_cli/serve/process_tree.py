@@ -89,6 +89,11 @@ class ProcessTree:
         """Begins to end all; may be called repeatedly."""
         self._finish(End(status))
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether all of it is about to end."""
+        return self._stopping or (self._end is not None and self._end.done())
+
     def kill(self) -> None:
         """Kills what still runs while it is being stopped."""
         for process in self._running.values():
@@ -240,8 +245,8 @@ def _signal_group(process: asyncio.subprocess.Process, number: signal.Signals) -
 def _describe_end(status: int) -> str:
     if status >= 0:
         return f"ended with status {status}"
-    memory = ", as the system does when memory runs out" if status == -signal.SIGKILL else ""
-    return f"was killed by {_signal_name(-status)}{memory}"
+    cause = " (by the system, if memory ran out)" if status == -signal.SIGKILL else ""
+    return f"was killed with {_signal_name(-status)}{cause}"
 
 
 def _signal_name(number: int) -> str:

@@ -27,7 +27,7 @@ from quire_cli.serve.ports import PortError, Ports
 from quire_cli.serve.process_tree import ProcessTree, answers
 
 DEFAULT_PORT = 8000
-SLOW_START = 10.0  # seconds after which a start is worth an explanation
+SLOW_START = 6.0  # seconds after which a start is worth an explanation
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - what to connect to, instead
 
 
@@ -84,6 +84,9 @@ async def _run(plan: Plan) -> int:
         interrupts += number == signal.SIGINT
         if interrupts > 1:  # somebody does not want to wait; a closed terminal sends its signals twice by itself
             tree.kill()
+        elif not tree.is_stopping:
+            seconds = plan.settings.shutdown_timeout
+            say(f"stopping; running requests have {seconds:g} s, and a second Ctrl-C ends all at once")
         tree.stop(128 + number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
@@ -102,7 +105,7 @@ async def _announce(plan: Plan, tree: ProcessTree, changed: asyncio.Event) -> No
     """Prints how far the start is, then how to try it."""
     began, last = monotonic(), -1
     explain = asyncio.get_running_loop().call_later(
-        SLOW_START, say, "the first time, engines build their kernels, which takes about a minute"
+        SLOW_START, say, "the first time, engines build their kernels, which takes 15 seconds to a minute"
     )
     while True:
         ready = len([name for name in tree.ready if name != "router"])

@@ -11,7 +11,7 @@ from quire_engine.config import EngineConfig
 from quire_engine.simulation.config import SimulationConfig
 from quire_proto import cli as command
 from quire_proto.cli import describe_unknown_env
-from quire_router.config import Settings
+from quire_router.config import Settings, log_startup_warnings
 from quire_router.simulation.config import FleetSettings
 
 KEY = "a-long-enough-key"
@@ -285,3 +285,23 @@ def test_a_model_cannot_be_given_twice(capsys):
     with pytest.raises(SystemExit):
         read_settings(["--model", "a=/x", "--model", "a=/y"])
     assert "twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ([], []),
+        (["--host", "::1"], []),
+        (["--host", "localhost"], []),
+        (["--host", "0.0.0.0"], ["no API key is configured"]),
+        (["--host", "quire.example", "--api-key", "k" * 16], []),
+        (["--max-connections", "100"], ["the limit of 80 file descriptors leaves"]),
+    ],
+)
+def test_a_start_warns_of_what_concerns_who_started_it(flags, told, monkeypatch, caplog):
+    monkeypatch.setattr("quire_router.config._descriptors", lambda: 80)
+    log_startup_warnings(read_settings(["--model", "m=/nowhere", "--engine", "here:1", *flags]))
+
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == len(told)
+    assert all(warning.startswith(text) for warning, text in zip(warnings, told, strict=True))

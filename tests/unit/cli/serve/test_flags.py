@@ -1,5 +1,7 @@
 """``quire serve`` takes the flags of both services by their own names, and gives each its part."""
 
+import re
+
 import pytest
 from quire_cli.serve.flags import SERVICES, SHARED, ServeFlags, flag_of, read_flags
 from quire_engine.config import EngineConfig
@@ -87,3 +89,13 @@ def test_every_flag_that_is_passed_on_is_one_of_the_service(service: str) -> Non
     passed = [argument.partition("=")[0] for argument in getattr(flags, service)]
     assert set(passed) <= known
     assert len(passed) >= len(kind.model_fields) - len(SHARED) - 5
+
+
+def test_the_defaults_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_flags(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"--log-level [^(]*[^-]*\(default: warning\)", told)
+    assert re.search(r"--shutdown-timeout NUMBER [^(]*\(default: 2\)", told)
+    assert "--journal-file" in told
+    assert "(default: one in ~/.local/state/quire for each model and port)" in told

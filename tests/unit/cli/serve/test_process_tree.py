@@ -80,7 +80,7 @@ async def test_what_is_killed_is_started_again_and_the_others_stay() -> None:
         await until(lambda: lines.count("is started again") and len(tree.ready) == 2)
         assert process_of(tree, "engine-1").pid != engine.pid
         assert process_of(tree, "router") == router
-        assert lines.lines.count(("quire", "engine-1 was killed by SIGKILL, as the system does when memory runs out "
+        assert lines.lines.count(("quire", "engine-1 was killed with SIGKILL (by the system, if memory ran out) "
                                   "and is started again")) == 1  # fmt: skip
         assert not task.done()
 

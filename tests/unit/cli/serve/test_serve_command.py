@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from quire_cli.serve.flags import read_flags
 from quire_cli.serve.plan import Plan, make_plan
-from quire_cli.serve.ports import Ports
+from quire_cli.serve.ports import PortError, Ports
 from quire_cli.serve.serve_command import how_to_try
 
 from tests.support.ports import free_port
@@ -32,3 +32,8 @@ def test_the_command_to_try_sends_one_of_the_keys(monkeypatch: pytest.MonkeyPatc
 def test_the_address_to_try_is_one_that_can_be_reached() -> None:
     port = free_port()
     assert f"http://127.0.0.1:{port}/v1/completions" in how_to_try(plan("--host", "0.0.0.0", "--port", str(port)))
+
+
+def test_an_address_of_another_machine_is_named() -> None:
+    with pytest.raises(PortError, match=r"192\.0\.2\.1 is no address of this machine; --host 0\.0\.0\.0 stands"):
+        plan("--host", "192.0.2.1")

@@ -235,7 +235,6 @@ def test_models_that_are_not_served_are_returned_with_the_tenants_that_may_use_t
 def test_a_router_warns_of_models_that_it_does_not_serve(tmp_path, caplog):
     path = write(tmp_path, TOML.replace("shop.key", write(tmp_path, THIRD, "shop.key").name))
     flags = ["--model", "small=/nowhere", "--engine", "here:1", "--tenants", str(path)]
-    flags += ["--max-connections", "16"]  # as many as any limit of descriptors leaves
     log_startup_warnings(read_settings(Settings, flags))
 
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
