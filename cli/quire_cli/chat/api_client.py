@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from time import monotonic, sleep
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 from uuid import uuid4
 
 READ_TIMEOUT = 60.0  # seconds of silence; Quire's streams have a comment each 5 s
@@ -45,9 +45,11 @@ class ApiClient:
     """A server at ``url``, which may end with ``/v1`` or not. ``key`` is the bearer token."""
 
     def __init__(self, url: str, key: str | None = None, *, patience: float = PATIENCE) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ApiError(f"{url} is not the URL of a server, such as http://127.0.0.1:8000.")
+        parts = _split(url if "://" in url else f"http://{url}")
+        if parts is None:
+            raise ApiError(f"{url!r} is not the URL of a server, such as http://127.0.0.1:8000.")
+        if key and not (key.isascii() and key.isprintable()):
+            raise ApiError("the API key has characters that no HTTP header can have.")
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
         self._parts = parts
         self._prefix = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
@@ -55,12 +57,14 @@ class ApiClient:
         self._patience = patience
 
     def models(self) -> list[str]:
-        """The names of the models that are served."""
-        with self._response(Ask("GET", "/models")) as response:
-            try:
+        """The names of the models that are served. Raises ``ApiError`` and ``OSError``."""
+        try:
+            with self._response(Ask("GET", "/models")) as response:
                 return [str(entry["id"]) for entry in json.loads(response.read())["data"]]
-            except (ValueError, KeyError, TypeError):
-                raise ApiError(f"{self.url}/v1/models is not a list of models.") from None
+        except (ValueError, KeyError, TypeError, HTTPException):  # also of servers that do not speak HTTP
+            raise ApiError(f"{self.url}/v1/models is not a list of models.") from None
+        except _CutError as error:
+            raise ApiError(str(error)) from None
 
     def stream(self, path: str, body: Mapping[str, object]) -> Generator[dict[str, Any], None, None]:
         """The chunks of a streamed answer, each once, across cut connections. If the caller stops reading, the request
@@ -140,6 +144,17 @@ class ApiClient:
             yield response
         finally:
             connection.close()
+
+
+def _split(url: str) -> SplitResult | None:
+    """The parts of the URL of a server; None if it is none."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0  # a wrong port raises
+    except ValueError:
+        return None
+    written = f"{parts.netloc}{parts.path}"
+    return parts if usable and written.isascii() and written.isprintable() and " " not in written else None
 
 
 def key_of_environment() -> str | None:

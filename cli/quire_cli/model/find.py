@@ -7,7 +7,7 @@ from pathlib import Path
 from quire_cli.model.check import CONFIG_FILE, MemoryNeed, check_config, missing_files
 from quire_cli.model.fetch import fetch_folder
 from quire_cli.model.gguf import fetch_gguf, has_only_gguf
-from quire_cli.model.name import EXAMPLE, HubName, ModelNotFoundError, OciName, S3Name, Say, read_name
+from quire_cli.model.name import EXAMPLE, HubName, ModelNotFoundError, OciName, S3Name, Say, read_name, served_name
 
 GGUF_SUFFIX = ".gguf"
 
@@ -75,7 +75,7 @@ def _local(path: Path, need: MemoryNeed | None) -> FoundModel:
     if path.is_file():
         if path.suffix != GGUF_SUFFIX:
             raise ModelNotFoundError(f"{path} is no GGUF file: name one, a model folder, or a model such as {EXAMPLE}.")
-        return FoundModel(path, path.stem)
+        return FoundModel(path, served_name(path.stem))
     files = sorted(path.glob(f"*{GGUF_SUFFIX}"))
     if (path / CONFIG_FILE).is_file():
         check_config(path, str(path), need, ask_engine=False)
@@ -85,7 +85,7 @@ def _local(path: Path, need: MemoryNeed | None) -> FoundModel:
         raise ModelNotFoundError(f"{path.resolve()} is not a model folder that can be served: it has no {first}.")
     if CONFIG_FILE in missing and len(files) > 1:
         raise ModelNotFoundError(f"{path} has {len(files)} GGUF files: name one of them, such as {files[0]}.")
-    return FoundModel(path, path.resolve().name)
+    return FoundModel(path, served_name(path.resolve().name))
 
 
 def _say(text: str) -> None:

@@ -18,6 +18,8 @@ _OCI_NAME = re.compile(
     rf"(?P<registry>[A-Za-z0-9][\w.-]*(?::\d+)?)/(?P<repository>{_REPOSITORY}(?:/{_REPOSITORY})*)"
     r"(?::(?P<tag>\w[\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
 )
+_SHOWN = 200  # characters of a text that names nothing
+_MAX_SERVED = 128  # characters of a name that clients ask for, as routers take it
 _HUB_PREFIXES = ("hf://", "https://huggingface.co/", "https://hf.co/")
 
 
@@ -51,7 +53,7 @@ class S3Name:
     @property
     def served(self) -> str:
         """What clients call it: the folder's name."""
-        return self.prefix.rpartition("/")[2] or self.bucket
+        return served_name(self.prefix.rpartition("/")[2] or self.bucket)
 
     def __str__(self) -> str:
         """As it was typed."""
@@ -81,9 +83,13 @@ def read_name(text: str) -> Path | HubName | S3Name | OciName:
     """The local path, the repository of the Hub or of a registry, or the bucket that ``text`` names. What exists here
     is a path. Raises ``ModelNotFoundError`` for what is nothing of these.
     """
-    path = Path(text).expanduser()
-    if path.exists():
-        return path
+    try:
+        path = Path(text).expanduser()
+        if path.exists():
+            return path
+    except (OSError, RuntimeError) as error:  # too long, or in a folder that may not be read; ~ of nobody
+        reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
+        raise ModelNotFoundError(f"{text[:_SHOWN]!r} cannot be looked up: {reason}.") from None
     for prefix in _HUB_PREFIXES:
         text = text.removeprefix(prefix)
     if "://" in text:
@@ -96,6 +102,11 @@ def read_name(text: str) -> Path | HubName | S3Name | OciName:
             f"those are ORG/NAME, such as {EXAMPLE}."
         )
     return HubName(found["repo"], found["revision"], found["file"])
+
+
+def served_name(text: str) -> str:
+    """What clients call a folder or file of this name: with "-" for what a model's name cannot have, such as spaces."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:_MAX_SERVED] or "model"
 
 
 def _read_address(text: str) -> S3Name | OciName:

@@ -89,13 +89,18 @@ def read_flags(arguments: Sequence[str]) -> ServeFlags:
         engines=given["engines"],
         host=given["host"],
         port=given["port"],
-        names=[name.strip() for entry in given["served_model_name"] for name in entry.split(",") if name.strip()],
+        names=_names(given["served_model_name"]),
         no_journal=given["no_journal"],
         engine_port=given["engine_port"],
         engine_metrics_port=given["engine_metrics_port"],
         engine=[*_arguments("engine", given)],
         router=[*_arguments("router", given)],
     )
+
+
+def _names(entries: Sequence[str]) -> list[str]:
+    """The names of all entries, which are lists, each once."""
+    return [*dict.fromkeys(name.strip() for entry in entries for name in entry.split(",") if name.strip())]
 
 
 def flag_of(name: str) -> str:

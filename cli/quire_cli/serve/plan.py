@@ -11,6 +11,7 @@ from quire_proto.cli import read_settings
 from quire_router.config import Settings
 
 from quire_cli.machine.sockets import LOCALHOST, is_local
+from quire_cli.model.name import served_name
 from quire_cli.serve.flags import DEFAULTS, ServeFlags
 from quire_cli.serve.ports import PortError, Ports
 from quire_cli.serve.process_tree import Program
@@ -93,7 +94,7 @@ def make_plan(flags: ServeFlags, model: Path, ports: Ports, gpus: int = 0) -> Pl
 
 def name_of(model: Path) -> str:
     """What a model is called that was given no name."""
-    return model.stem if model.is_file() else model.resolve().name
+    return served_name(model.stem if model.is_file() else model.resolve().name)
 
 
 def state_folder() -> Path:
@@ -103,11 +104,15 @@ def state_folder() -> Path:
 
 def _journal_file(settings: Settings, name: str, port: int) -> Path | None:
     """The file where the router keeps its requests, one for each model and port, so that it is found again; None where
-    the flags say where they are kept. Raises ``OSError`` where there cannot be a file.
+    the flags say where they are kept. Raises ``OSError`` where there cannot be a file, and ``ValueError`` where this
+    user has no home.
     """
     if settings.redis_url or settings.journal_file or settings.workers > 1:
         return None
-    folder = state_folder() / f"{name.replace('/', '--')}-{port}"
+    try:
+        folder = state_folder() / f"{name.replace('/', '--')}-{port}"
+    except RuntimeError:  # no HOME, and a user id without a name, as in some containers
+        raise ValueError("the journal has no place: set HOME, name a --journal-file, or say --no-journal.") from None
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder / "journal.sqlite"
 

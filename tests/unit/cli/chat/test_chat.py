@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -229,7 +230,12 @@ def test_a_text_is_printed_with_its_continuation() -> None:
         ({"refuses": True}, ("complete", "It was so:"), 1, "quire: Too many tokens."),
         ({}, ("chat", "--tempratur", "1"), 2, "--tempratur is no flag; --temperature is one"),
         ({}, ("chat", "x", "--url", f"http://127.0.0.1:{free_port()}"), 1, "quire serve MODEL starts one."),
-        ({}, ("chat", "x", "--url", "ftp://a"), 1, "ftp://a is not the URL of a server"),
+        ({}, ("chat", "x", "--url", "ftp://a"), 1, "'ftp://a' is not the URL of a server"),
+        ({}, ("chat", "x", "--url", "http://a:99999"), 1, "'http://a:99999' is not the URL of a server"),
+        ({}, ("chat", "x", "--url", "http://[::1"), 1, "'http://[::1' is not the URL of a server"),
+        ({}, ("chat", "x", "--url", "http://a/b c"), 1, "'http://a/b c' is not the URL of a server"),
+        ({}, ("chat", "x", "--api-key", "a\nb"), 1, "the API key has characters that no HTTP header can have"),
+        ({}, ("chat", "x", "--api-key", "ключ"), 1, "the API key has characters that no HTTP header can have"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(
@@ -240,6 +246,21 @@ def test_what_cannot_be_is_one_sentence(
     assert (done.returncode, done.stdout) == (status, "")
     assert told in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_server_of_another_protocol_is_one_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with listener.accept()[0] as connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+        thread = Thread(target=answer)
+        thread.start()
+        with pytest.raises(ApiError, match="/v1/models is not a list of models"):
+            ApiClient(f"http://127.0.0.1:{listener.getsockname()[1]}").models()
+        thread.join()
 
 
 def test_ctrl_c_cancels_the_request() -> None:

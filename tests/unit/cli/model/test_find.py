@@ -39,6 +39,13 @@ def test_what_is_nothing_is_refused(text: str, tmp_path: Path, monkeypatch: pyte
         read_name(text)
 
 
+@pytest.mark.parametrize("text", ["m" * 5000, "/" + "m" * 300, "~nobody-of-this-name/model"])
+def test_what_cannot_be_looked_up_is_one_short_sentence(text: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"cannot be looked up: [A-Z][^.]+\.$") as caught:
+        read_name(text)
+    assert len(str(caught.value)) < 300
+
+
 def test_what_exists_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org/name").mkdir(parents=True)
@@ -56,6 +63,12 @@ def test_a_folder_is_called_by_its_name(tmp_path: Path) -> None:
     folder = write(tmp_path / "chat", model_files())
     assert find_model(str(folder)) == find_model(str(tmp_path / "chat/."))
     assert find_model(str(folder)).name == "chat"
+
+
+def test_a_name_that_clients_could_not_ask_for_is_changed(tmp_path: Path) -> None:
+    folder = write(tmp_path / "My model (2)", model_files())
+    assert find_model(str(folder)).name == "My-model-2"
+    assert S3Name("bucket", "models/My model").served == "My-model"
 
 
 @pytest.mark.parametrize("missing", ["tokenizer.json", "model.safetensors", "config.json"])

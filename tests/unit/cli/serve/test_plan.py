@@ -53,6 +53,29 @@ def test_names_are_those_of_the_flag_or_the_folder() -> None:
     assert plan().name == "model"
 
 
+def test_a_name_that_is_given_twice_counts_once() -> None:
+    made = plan("--served-model-name", "small,large", "--served-model-name", "small")
+    assert engines(made)[0].served_model_name == ["small", "large"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("my model", "my-model"), ("mödel 1", "m-del-1"), ("_a=b", "a-b"), ("模型", "model"), ("m" * 200, "m" * 128)],
+)
+def test_a_folder_of_any_name_is_served(folder: str, name: str, tmp_path: Path) -> None:
+    made = make_plan(read_flags([folder]), tmp_path / folder, Ports(lambda *_: None))
+    assert router(made).models == {name: tmp_path / folder}
+
+
+def test_a_user_without_a_home_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 3)  # an id that has no name
+    with pytest.raises(ValueError, match="set HOME, name a --journal-file, or say --no-journal"):
+        plan()
+    assert plan("--no-journal").programs
+
+
 def test_a_gguf_file_is_the_engines_and_its_folder_the_routers(tmp_path: Path) -> None:
     file = tmp_path / "small.gguf"
     file.touch()
