@@ -23,11 +23,12 @@ def main() -> None:
     chosen = parser.parse_args()
     documents = held_out(chosen.documents)
     learned = learned_of(documents)
-    plain = score(DEMO / "model", documents, "float32", None)[learned]
+    plain = score(DEMO / "model", documents, "float32")[learned]
+    settings = {} if chosen.quantization is None else {"quantization": chosen.quantization}
     print(f"| checkpoint | perplexity ({len(plain)} tokens) | difference | ranked first |\n|---|---|---|---|")
     report("plain, float32", plain, plain)
     for path in chosen.checkpoints:
-        report(path.name, plain, score(path, documents, chosen.dtype, chosen.quantization)[learned])
+        report(path.name, plain, score(path, documents, chosen.dtype, **settings)[learned])
 
 
 def report(name: str, plain: torch.Tensor, made: torch.Tensor) -> None:
