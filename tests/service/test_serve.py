@@ -250,7 +250,8 @@ def test_a_gguf_file_of_the_hub_is_served_with_the_tokenizer_in_it(
 
 
 def test_a_gguf_file_without_a_tokenizer_that_can_be_used_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    path = Path(shutil.copy(GGUF, tmp_path / "lone.gguf"))
+    path = tmp_path / "lone.gguf"
+    path.write_bytes(with_metadata(GGUF.read_bytes(), {"tokenizer.ggml.model": "rwkv"}))
     tree = Tree(tmp_path / "tree.log", model=path)
     assert tree.wait(60) == 1
     assert tree.text.count("\n") == 1
