@@ -17,6 +17,7 @@ from quire_cli.serve.ports import PortError, Ports
 from quire_cli.serve.process_tree import Program
 
 SHARED_POOL = 512 << 20  # bytes of KV memory of each of several engines, so that none of them takes what it finds
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - what to connect to, instead
 GRACE = 5.0  # seconds that a process may take longer to end than its settings say
 ENGINE_STEP = 10  # between the ports of two engines
 ROUTER_PORTS = (
@@ -87,9 +88,15 @@ def make_plan(flags: ServeFlags, model: Path, ports: Ports, gpus: int = 0) -> Pl
             [*router, *where, *engines],
             (settings.metrics_port, "/started"),
             settings.shutdown_delay + settings.shutdown_timeout + GRACE,
+            host=reachable(settings.host),
         )
     )
     return Plan(model, tokenizer, settings, config, programs, places)
+
+
+def reachable(host: str) -> str:
+    """The address by which this machine reaches what listens on ``host``."""
+    return ANY_ADDRESS.get(host, host)
 
 
 def name_of(model: Path) -> str:

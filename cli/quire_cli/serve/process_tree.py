@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from quire_proto.supervise import Backoff
 
+from quire_cli.machine.sockets import LOCALHOST
 from quire_cli.serve import child
 from quire_cli.serve.log import SELF, Say
 
@@ -36,7 +37,7 @@ _PIECE = 1 << 16  # bytes
 class Program:
     """What one process of the tree runs: a module and its arguments.
 
-    ``kind`` is stopped together. ``probe`` is the port and path of its health, on this machine. It may take
+    ``kind`` is stopped together. ``probe`` is the port and path of its health, at ``host``. It may take
     ``stop_timeout`` seconds to end after SIGTERM.
     """
 
@@ -47,6 +48,7 @@ class Program:
     probe: tuple[int, str]
     stop_timeout: float = 8.0
     environment: dict[str, str] = field(default_factory=dict)
+    host: str = LOCALHOST
 
 
 class End(NamedTuple):
@@ -182,7 +184,7 @@ class ProcessTree:
 
     async def _probe(self, program: Program) -> None:
         """Waits until the program is ready."""
-        await answers(*program.probe)
+        await answers(*program.probe, program.host)
         self.ready.add(program.name)
         self._on_ready()
 
@@ -215,17 +217,17 @@ async def _start(program: Program) -> tuple[asyncio.subprocess.Process, asyncio.
     return process, output
 
 
-async def answers(port: int, path: str) -> None:
+async def answers(port: int, path: str, host: str = LOCALHOST) -> None:
     """Returns once a path on this machine answers 200."""
-    while await _status(port, path) != 200:  # noqa: ASYNC110 - the answer of another process
+    while await _status(port, path, host) != 200:  # noqa: ASYNC110 - the answer of another process
         await asyncio.sleep(PROBE_PERIOD)
 
 
-async def _status(port: int, path: str) -> int:
+async def _status(port: int, path: str, host: str) -> int:
     """The HTTP status of a path on this machine; 0 if there is no answer. No proxy is asked."""
     try:
         async with asyncio.timeout(_PROBE_TIMEOUT):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            reader, writer = await asyncio.open_connection(host, port)
             try:
                 writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
                 words = (await reader.readline()).split()

@@ -22,13 +22,12 @@ from quire_cli.model.find import FoundModel, find_model
 from quire_cli.model.name import ModelNotFoundError
 from quire_cli.serve.flags import ServeFlags, read_flags
 from quire_cli.serve.log import say
-from quire_cli.serve.plan import Plan, make_plan
+from quire_cli.serve.plan import Plan, make_plan, reachable
 from quire_cli.serve.ports import PortError, Ports
 from quire_cli.serve.process_tree import ProcessTree, answers
 
 DEFAULT_PORT = 8000
 SLOW_START = 6.0  # seconds after which a start is worth an explanation
-ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - what to connect to, instead
 
 
 def serve(arguments: Sequence[str]) -> NoReturn:
@@ -117,7 +116,8 @@ async def _announce(plan: Plan, tree: ProcessTree, changed: asyncio.Event) -> No
         changed.clear()
         await changed.wait()
     explain.cancel()
-    await answers(plan.settings.metrics_port, "/health")  # the router has found its engines
+    host = reachable(plan.settings.host)
+    await answers(plan.settings.metrics_port, "/health", host)  # the router has found its engines
     say(how_to_try(plan))
 
 
@@ -144,8 +144,7 @@ def how_to_try(plan: Plan) -> str:
 
 def url_of(plan: Plan) -> str:
     """Where clients on this machine find the REST API."""
-    host = ANY_ADDRESS.get(plan.settings.host, plan.settings.host)
-    return f"http://{join_host_port(host, plan.settings.http_port)}"
+    return f"http://{join_host_port(reachable(plan.settings.host), plan.settings.http_port)}"
 
 
 def has_template(folder: Path) -> bool:
