@@ -19,7 +19,7 @@ FEW = 400
 @pytest.fixture
 def router(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Router]:
     """A router that begins with these limits."""
-    router = Router(DEMO, [], tmp_path)
+    router = Router(DEMO, [], tmp_path, "--max-connections", "8192")
     try:
         psutil.Process(router.popen.pid).rlimit(psutil.RLIMIT_NOFILE, request.param)  # long before it has loaded
         eventually(lambda: fetch(router.http_port, "/live")[0] == 200, 60)
