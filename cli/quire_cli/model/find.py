@@ -4,12 +4,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire_engine.checkpoint.gguf import GGUF_SUFFIX
+
 from quire_cli.model.check import CONFIG_FILE, MemoryNeed, check_config, missing_files
 from quire_cli.model.fetch import fetch_folder
 from quire_cli.model.gguf import fetch_gguf, has_only_gguf
 from quire_cli.model.name import EXAMPLE, HubName, ModelNotFoundError, OciName, S3Name, Say, read_name, served_name
-
-GGUF_SUFFIX = ".gguf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ def find_model(text: str, need: MemoryNeed | None = None, say: Say | None = None
 
     ``ORG/NAME`` and ``ORG/NAME@REVISION`` are on the Hugging Face Hub, where ``:Q4_K_M`` behind them names one of the
     GGUF files; ``s3://BUCKET/PREFIX`` is in object storage, and ``oci://REGISTRY/REPOSITORY:TAG`` in a registry of
-    containers; a folder and a ``.gguf`` file are local; what exists
-    as a path is that path. With ``need``, a model that does not fit into memory is refused before the download.
-    ``say`` is called with what takes long; by default it is written to standard error, where progress bars are too.
+    containers; a folder and a ``.gguf`` file are local; what exists as a path is that path. With ``need``, a model that
+    does not fit into memory is refused before the download. ``say`` is called with what takes long; by default it is
+    written to standard error, where progress bars are too.
     Raises ``ModelNotFoundError`` with one sentence that says what to do.
     """
     name = read_name(text)

@@ -24,7 +24,7 @@ OWN: Mapping[Service, frozenset[str]] = {
 SHARED = (EngineConfig.model_fields.keys() - OWN["engine"]) & (Settings.model_fields.keys() - OWN["router"])
 DEFAULTS = {"log_level": "warning", "shutdown_timeout": "2"}
 """For a person at a terminal, unless flags or variables say otherwise."""
-_TOLD_DEFAULTS = {**DEFAULTS, "journal_file": "one in ~/.local/state/quire for each model and port"}
+_SHOWN_DEFAULTS = {**DEFAULTS, "journal_file": "one in ~/.local/state/quire for each model and port"}
 MAX_ENGINES = 64
 DESCRIPTION = """Serves a model: a router and its engines on this machine, as one tree of processes with one log.
 
@@ -173,8 +173,8 @@ def _options(kind: type[CliSettings], name: str) -> dict[str, Any]:
 
 
 def _default(name: str, field: FieldInfo) -> str:
-    if name in _TOLD_DEFAULTS:
-        return f" (default: {_TOLD_DEFAULTS[name]})"
+    if name in _SHOWN_DEFAULTS:
+        return f" (default: {_SHOWN_DEFAULTS[name]})"
     if field.is_required() or field.default in (None, []):
         return ""
     return f" (default: {field.default})"

@@ -45,6 +45,7 @@ OPTIONAL_SIZES = (
     "num_local_experts",
     "num_experts_per_tok",
 )
+MAX_LAYERS = 4096  # lists of them are made before any weight is read
 MAX_HEADER_BYTES = 100_000_000
 NUM_SAMPLES, SAMPLE_BYTES = 64, 4096
 
@@ -189,6 +190,8 @@ def check_sizes(path: Path, raw: dict[str, Any]) -> None:
         value = raw.get(name)
         if (value is not None or name in REQUIRED_SIZES) and not is_positive_int(value):
             raise ModelError(f"{path} says that {name} is {value!r}, and it must be a whole number above 0.")
+    if raw["num_hidden_layers"] > MAX_LAYERS:
+        raise ModelError(f"{path} says that num_hidden_layers is {raw['num_hidden_layers']}; {MAX_LAYERS} can be read.")
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelError(f"{path} says that hidden_act is {raw['hidden_act']!r}, and only silu is supported.")
 

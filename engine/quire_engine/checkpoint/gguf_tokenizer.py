@@ -83,8 +83,11 @@ def tokenizer_folder(model: Path) -> Path:
     return folder if path is None else make_tokenizer(path)
 
 
+@cache
 def tokenizer_folder_if_any(model: Path) -> Path:
-    """As ``tokenizer_folder``, but the model's own folder where none can be made: tokens are served without one."""
+    """As ``tokenizer_folder``, but the model's own folder where none can be made: tokens are served without one. Looked
+    for once in a process, as a file's metadata may take half a second to read.
+    """
     try:
         return tokenizer_folder(model)
     except ModelError as error:

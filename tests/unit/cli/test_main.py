@@ -45,7 +45,7 @@ def test_each_command_tells_its_flags(arguments: list[str], told: str) -> None:
         (["simulate", "both"], "quire: simulate both is no command; simulate engine and simulate fleet are."),
     ],
 )
-def test_what_is_no_command_is_told_before_those_that_there_are(arguments: list[str], told: str) -> None:
+def test_an_unknown_command_is_named_before_the_list_of_commands(arguments: list[str], told: str) -> None:
     done = quire(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"{told}\n")
@@ -57,6 +57,6 @@ def test_every_command_is_listed() -> None:
     assert set(COMMANDS) == listed
 
 
-def test_the_version_is_told() -> None:
+def test_version_is_printed() -> None:
     done = quire("--version")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"quire {__version__}\n", "")

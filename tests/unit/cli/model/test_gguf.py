@@ -75,7 +75,7 @@ def test_what_is_not_one_that_can_be_read_is_refused_with_what_can(
     assert str(caught.value).endswith(".")
 
 
-def test_safetensors_go_before_gguf_files_that_nobody_names() -> None:
+def test_safetensors_are_preferred_to_gguf_files_that_are_not_named() -> None:
     assert has_only_gguf(["a.gguf", "config.json"])
     assert not has_only_gguf(["a.gguf", "model.safetensors"])
     assert not has_only_gguf(["a.gguf", "model.safetensors.index.json"])
@@ -127,7 +127,7 @@ def test_what_is_not_read_or_does_not_fit_is_refused_before_the_download(user: U
     assert not any(user.hub.sent[name] for name in gguf_files())
 
 
-def test_a_broken_copy_is_told(user: User) -> None:
+def test_a_broken_copy_is_an_error_in_one_sentence(user: User) -> None:
     user.hub.add("org/m-GGUF", gguf_files())
     path, _, _ = user.find("org/m-GGUF:Q8_0")
     with path.resolve().open("r+b") as file:

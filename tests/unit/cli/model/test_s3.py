@@ -132,7 +132,7 @@ def test_without_a_network_the_copy_of_the_last_time_is_taken(s3: S3User) -> Non
     assert s3.refused("s3://models/other").startswith(f"{s3.server.url} cannot be reached (status 503): check the net")
 
 
-def test_a_broken_copy_is_told(s3: S3User) -> None:
+def test_a_broken_copy_is_an_error_in_one_sentence(s3: S3User) -> None:
     s3.server.add("models", "team/small", model_files())
     folder, _, _ = s3.find(NAME)
     with (folder / WEIGHTS).resolve().open("r+b") as file:

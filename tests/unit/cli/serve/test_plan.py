@@ -67,7 +67,7 @@ def test_a_folder_of_any_name_is_served(folder: str, name: str, tmp_path: Path) 
     assert router(made).models == {name: tmp_path / folder}
 
 
-def test_a_user_without_a_home_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_the_error_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr("os.getuid", lambda: 2**31 - 3)  # an id that has no name
