@@ -17,7 +17,7 @@ from quire_engine.device.host import usable_cores
 from quire_engine.kernels.build import BuildError, best_level, find_build, find_compiler
 
 from quire_cli.doctor import torch_probe
-from quire_cli.machine.gpus import count_gpus
+from quire_cli.machine.gpus import visible_gpus
 from quire_cli.machine.memory import GIB, available_memory, total_memory
 from quire_cli.machine.sockets import is_free
 
@@ -83,7 +83,7 @@ def check_torch() -> Finding:
     facts = json.loads(done.stdout)
     build = f"built for CUDA {facts['cuda']}" if facts["cuda"] else "built for CPUs"
     text = f"{facts['version']}, {build}"
-    gpus = count_gpus()
+    gpus = len(visible_gpus())
     facts["gpus_of_the_driver"] = gpus
     if not gpus:
         return Finding("torch", "ok", f"{text}; there is no NVIDIA GPU here, so models run on the CPU", facts)

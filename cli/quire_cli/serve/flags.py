@@ -22,9 +22,14 @@ OWN: Mapping[Service, frozenset[str]] = {
     "router": frozenset({"model", "engine", "host", "http_port"}),
 }
 SHARED = (EngineConfig.model_fields.keys() - OWN["engine"]) & (Settings.model_fields.keys() - OWN["router"])
-DEFAULTS = {"log_level": "warning", "shutdown_timeout": "2"}
+_FOR_A_TERMINAL = {"log_level": "warning", "shutdown_timeout": "2"}
+DEFAULTS: Mapping[Service, Mapping[str, str]] = {
+    "engine": _FOR_A_TERMINAL,
+    # An engine of the tree is ready some day, if only after a build of kernels, or the whole tree ends.
+    "router": {**_FOR_A_TERMINAL, "hold_timeout": "300"},
+}
 """For a person at a terminal, unless flags or variables say otherwise."""
-_SHOWN_DEFAULTS = {**DEFAULTS, "journal_file": "one in ~/.local/state/quire for each model and port"}
+_SHOWN_DEFAULTS = {**DEFAULTS["router"], "journal_file": "one in ~/.local/state/quire for each model and port"}
 MAX_ENGINES = 64
 DESCRIPTION = """Serves a model: a router and its engines on this machine, as one tree of processes with one log.
 

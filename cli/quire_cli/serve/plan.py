@@ -51,19 +51,19 @@ class Plan:
         return len(self.engine_ports)
 
 
-def make_plan(flags: ServeFlags, model: Path, ports: Ports, gpus: int = 0) -> Plan:
+def make_plan(flags: ServeFlags, model: Path, ports: Ports, gpus: Sequence[str] = ()) -> Plan:
     """Chooses ports and writes the command lines for a model in a folder or GGUF file. Ends the process with one
     sentence for each wrong setting. Raises ``PortError``, ``ValueError`` where there are fewer GPUs than needed, and
     ``ModelError`` for a GGUF file without a tokenizer that can be used.
     """
     names = flags.names or [name_of(model)]
     engine = [f"--model={model}", *(f"--served-model-name={name}" for name in names)]
-    engine += [*flags.engine, *_unless_given("ENGINE", flags.engine, DEFAULTS)]
+    engine += [*flags.engine, *_unless_given("ENGINE", flags.engine, DEFAULTS["engine"])]
     if flags.engines > 1 and _unless_given("ENGINE", flags.engine, {"gpu_memory_utilization": ""}):
         engine += _unless_given("ENGINE", flags.engine, {"kv_cache_memory": str(SHARED_POOL)})
     tokenizer = tokenizer_folder(model)
     router = [*(f"--model={name}={tokenizer}" for name in names)]
-    router += [*flags.router, *_unless_given("ROUTER", flags.router, DEFAULTS)]
+    router += [*flags.router, *_unless_given("ROUTER", flags.router, DEFAULTS["router"])]
     router += [f"--host={flags.host}"] if flags.host else []
     router += [f"--http-port={flags.port}"] if flags.port else []
     config, settings = read_settings(EngineConfig, engine), read_settings(Settings, router)
@@ -139,14 +139,14 @@ def _engine_program(
     )
 
 
-def _environment(index: int, engines: int, config: EngineConfig, gpus: int) -> dict[str, str]:
+def _environment(index: int, engines: int, config: EngineConfig, gpus: Sequence[str]) -> dict[str, str]:
     """Gives each of several engines GPUs of its own. Raises ``ValueError`` if there are too few."""
     if engines == 1 or not gpus or config.device == "cpu":
         return {}
     size = config.tensor_parallel_size
-    if engines * size > gpus:
-        raise ValueError(f"{engines} engines of {size} GPUs each need {engines * size}, and there are {gpus}.")
-    return {"CUDA_VISIBLE_DEVICES": ",".join(str(index * size + rank) for rank in range(size))}
+    if engines * size > len(gpus):
+        raise ValueError(f"{engines} engines of {size} GPUs each need {engines * size}, and there are {len(gpus)}.")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index * size :][:size])}
 
 
 def _router_ports(settings: Settings, ports: Ports) -> dict[str, int]:

@@ -11,11 +11,14 @@ from pathlib import Path
 from time import monotonic
 from typing import NoReturn
 
+from quire_engine.checkpoint.config import config_path, read_config_json
+from quire_engine.checkpoint.support import check_max_model_len, plain_max_length
 from quire_engine.config import EngineConfig
 from quire_engine.errors import ModelError
+from quire_engine.kernels.build import BuildError, find_build, find_compiler
 from quire_proto.cli import join_host_port, read_settings
 
-from quire_cli.machine.gpus import count_gpus
+from quire_cli.machine.gpus import visible_gpus
 from quire_cli.machine.memory import memory_shortage, weight_bytes
 from quire_cli.model.check import MemoryNeed
 from quire_cli.model.find import FoundModel, find_model
@@ -27,7 +30,6 @@ from quire_cli.serve.ports import PortError, Ports
 from quire_cli.serve.process_tree import ProcessTree, answers
 
 DEFAULT_PORT = 8000
-SLOW_START = 6.0  # seconds after which a start is worth an explanation
 
 
 def serve(arguments: Sequence[str]) -> NoReturn:
@@ -37,7 +39,7 @@ def serve(arguments: Sequence[str]) -> NoReturn:
     flags = replace(flags, names=flags.names or [found.name])
     ports = Ports(say)  # holds its claims until the end
     try:
-        plan = make_plan(flags, found.path, ports, count_gpus())
+        plan = make_plan(flags, found.path, ports, visible_gpus())
     except (PortError, ModelError, ValueError) as error:
         _quit(str(error))
     except OSError as error:  # there may be no folder of the user's, as in some containers
@@ -51,14 +53,38 @@ def find(flags: ServeFlags) -> FoundModel:
     none, or if it cannot be served.
     """
     config = read_settings(EngineConfig, [f"--model={flags.model}", *flags.engine])
-    in_memory = config.device == "cpu" or not count_gpus()
-    need = MemoryNeed(flags.engines, config.dtype, config.quantization) if in_memory else None
+    need = MemoryNeed(flags.engines, config.dtype, config.quantization) if is_on_host(config) else None
     try:
-        return find_model(flags.model, need)
-    except ModelNotFoundError as error:
+        found = find_model(flags.model, need)
+        if config.max_model_len:
+            check_length(found.path, config.max_model_len)
+        return found
+    except (ModelNotFoundError, ModelError) as error:
         _quit(str(error))
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def is_on_host(config: EngineConfig) -> bool:
+    """Whether engines of ``config`` will hold the model in this machine's own memory."""
+    return config.device == "cpu" or not visible_gpus()
+
+
+def check_length(model: Path, asked: int) -> None:
+    """Raises ``ModelError`` where ``--max-model-len`` asks for more than the model has. What only transformers can tell
+    of a model is left to the engine.
+    """
+    path, raw = config_path(model), read_config_json(model)
+    if length := plain_max_length(path, raw):
+        check_max_model_len(asked, length)
+
+
+def needs_build() -> bool:
+    """Whether an engine will compile its kernels when it starts."""
+    try:
+        return not find_build() and bool(find_compiler())
+    except BuildError:
+        return False  # it runs without them
 
 
 def check_memory(plan: Plan) -> None:
@@ -66,7 +92,7 @@ def check_memory(plan: Plan) -> None:
     the engine, which measures it.
     """
     config = plan.engine
-    if config.device != "cpu" and count_gpus():
+    if not is_on_host(config):
         return
     weights = weight_bytes(plan.model, config.dtype, config.quantization)
     if sentence := memory_shortage(plan.name, weights, plan.engines, config.quantization):
@@ -103,9 +129,8 @@ async def _run(plan: Plan) -> int:
 async def _announce(plan: Plan, tree: ProcessTree, changed: asyncio.Event) -> None:
     """Prints how far the start is, then how to try it."""
     began, last = monotonic(), -1
-    explain = asyncio.get_running_loop().call_later(
-        SLOW_START, say, "the first time, engines build their kernels, which takes 15 seconds to a minute"
-    )
+    if is_on_host(plan.engine) and needs_build():
+        say("this first time, the engine compiles its kernels, which takes 15 seconds to a minute; requests wait")
     while True:
         ready = len([name for name in tree.ready if name != "router"])
         if ready != last and ready:
@@ -115,7 +140,6 @@ async def _announce(plan: Plan, tree: ProcessTree, changed: asyncio.Event) -> No
             break
         changed.clear()
         await changed.wait()
-    explain.cancel()
     host = reachable(plan.settings.host)
     await answers(plan.settings.metrics_port, "/health", host)  # the router has found its engines
     say(how_to_try(plan))

@@ -7,7 +7,15 @@ only transformers knows of a model without own code (``checked_by_transformers``
 from pathlib import Path
 from typing import Any
 
-from quire_engine.checkpoint.config import architecture_of, check_sizes, is_supported, quantization_of
+from quire_engine.checkpoint.config import (
+    SUPPORTED_ARCHITECTURES,
+    architecture_of,
+    check_sizes,
+    is_supported,
+    quantization_of,
+    rope_max_length,
+)
+from quire_engine.checkpoint.plain_config import plain_config
 from quire_engine.checkpoint.stored_schemes import check_stored_scheme
 from quire_engine.errors import ModelError
 
@@ -50,6 +58,24 @@ def check_support(path: Path, raw: dict[str, Any], quantization: str | None = No
 def checked_by_transformers(path: Path, raw: dict[str, Any]) -> bool:
     """Whether only transformers can tell if the model is served."""
     return not is_supported(architecture_of(path, raw), raw)
+
+
+def plain_max_length(path: Path, raw: dict[str, Any]) -> int | None:
+    """The longest sequence in tokens, which ``raw`` of ``config.json`` says; None where only transformers can tell."""
+    architecture = architecture_of(path, raw)
+    if not is_supported(architecture, raw):
+        return None
+    plain = plain_config(SUPPORTED_ARCHITECTURES[architecture], raw)
+    return rope_max_length(plain.max_position_embeddings, plain.rope_parameters) if plain else None
+
+
+def check_max_model_len(asked: int | None, max_length: int) -> None:
+    """Raises ``ModelError`` unless sequences of ``--max-model-len`` tokens are between 1 and ``max_length``."""
+    if asked is not None and not 1 <= asked <= max_length:
+        raise ModelError(
+            f"--max-model-len is {asked}, and this model's sequences have 1 to {max_length} tokens: change it, or "
+            "leave it out."
+        )
 
 
 def _check_stored(path: Path, stored: dict[str, Any]) -> None:

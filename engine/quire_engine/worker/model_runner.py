@@ -13,12 +13,12 @@ import torch
 
 from quire_engine.attention.base import AttentionBackend, AttentionShape
 from quire_engine.checkpoint.config import AttentionLayout, ModelConfig
+from quire_engine.checkpoint.support import check_max_model_len
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import EngineArgs
 from quire_engine.core.block_pool import BlockCopy, KVCacheConfig
 from quire_engine.device.accelerator import upload
 from quire_engine.distributed.communicator import SINGLE_RANK, Communicator
-from quire_engine.errors import ModelError
 from quire_engine.models.base import Model
 from quire_engine.models.loader import load_model
 from quire_engine.worker.attention_selector import (
@@ -77,7 +77,8 @@ def load_model_and_attention(
     """The model of ``config``, described by ``model_config``, on ``device``, and its attention; of a model that several
     ``ranks`` share, this one's part. Raises ``ModelError``, for settings that cannot be before the weights are read.
     """
-    length = _max_model_len(model_config, config.max_model_len)
+    check_max_model_len(config.max_model_len, model_config.max_length)
+    length = config.max_model_len or model_config.max_length
     deterministic = config.deterministic
     check = partial(check_attention, config.attention, device, deterministic=deterministic)
     check_kv_cache_dtype(config.kv_cache_dtype, device)
@@ -87,16 +88,6 @@ def load_model_and_attention(
     backend = make_attention(config.attention, shape, device, model.dtype, kv_dtype, deterministic=deterministic)
     graph_sizes = () if config.enforce_eager else capture_sizes(config.max_num_seqs)
     return LoadedModel(model_config, model, backend, kv_dtype, config.block_size, length, device, graph_sizes)
-
-
-def _max_model_len(config: ModelConfig, asked: int | None) -> int:
-    if asked is None:
-        return config.max_length
-    if not 1 <= asked <= config.max_length:
-        raise ModelError(
-            f"The model length is set to {asked} tokens, but this model's is between 1 and {config.max_length}."
-        )
-    return asked
 
 
 def _attention_shape(layout: AttentionLayout, block_size: int) -> AttentionShape:

@@ -59,7 +59,7 @@ def test_a_gpu_needs_a_torch_that_can_use_it(
     probe = tmp_path / "probe.py"
     probe.write_text(f"print({json.dumps(TORCH | torch)!r})")
     monkeypatch.setattr(checks.torch_probe, "__file__", str(probe))
-    monkeypatch.setattr(checks, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(checks, "visible_gpus", lambda: ["0"] * gpus)
     found = checks.check_torch()
     assert found.status == status
     assert told in found.text

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire_cli.machine.gpus import count_gpus
+from quire_cli.machine.gpus import visible_gpus
 from quire_cli.machine.memory import available_memory, total_memory, weight_bytes
 from safetensors.torch import save_file
 
@@ -54,10 +54,10 @@ def test_a_file_that_cannot_be_read_counts_by_its_size(tmp_path: Path) -> None:
 
 def test_gpus_are_those_that_the_process_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert count_gpus(tmp_path) == 0
+    assert visible_gpus(tmp_path) == []
     for name in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / "proc/driver/nvidia/gpus" / name).mkdir(parents=True)
-    assert count_gpus(tmp_path) == 2
-    for visible, count in (("1", 1), ("", 0), ("-1", 0), ("0,1", 2)):
+    assert visible_gpus(tmp_path) == ["0", "1"]
+    for visible, names in (("1", ["1"]), ("", []), ("-1", []), ("1, 0", ["1", "0"]), ("GPU-8f", ["GPU-8f"])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert count_gpus(tmp_path) == count
+        assert visible_gpus(tmp_path) == names

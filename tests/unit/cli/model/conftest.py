@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from tests.support.hub_server import HubServer, hub_server
 
@@ -39,7 +41,10 @@ print(json.dumps([str(found.path), found.name, found.revision]))
 FOREIGN = ("HF_", "HUGGINGFACE_", "AWS_")  # variables of the machine's own user
 
 
-def model_files(weights: bytes = b"w" * 200_000, **config: object) -> dict[str, bytes]:
+WEIGHT_FILE = save({"w": np.zeros(100_000, np.float16)})
+
+
+def model_files(weights: bytes = WEIGHT_FILE, **config: object) -> dict[str, bytes]:
     """The files of a repository, with some that nobody needs."""
     return {
         "config.json": json.dumps({**CONFIG, **config}).encode(),

@@ -7,7 +7,7 @@ import pytest
 from quire_cli.model.find import find_model
 from quire_cli.model.name import HubName, ModelNotFoundError, OciName, S3Name, read_name
 
-from tests.unit.cli.model.conftest import model_files
+from tests.unit.cli.model.conftest import WEIGHT_FILE, model_files
 
 DIGEST = f"sha256:{'0a' * 32}"
 
@@ -85,6 +85,22 @@ def test_a_folder_without_a_shard_is_refused(tmp_path: Path) -> None:
     files |= {"here.safetensors": b"1", "model.safetensors.index.json": json.dumps(index).encode()}
     with pytest.raises(ModelNotFoundError, match=r"gone\.safetensors"):
         find_model(str(write(tmp_path, files)))
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988097824\n"
+
+
+@pytest.mark.parametrize(
+    ("weights", "told"),
+    [
+        (WEIGHT_FILE[:-1], r"model\.safetensors is not a whole safetensors file .*: copy or download it again"),
+        (b"", "is not a whole safetensors file"),
+        (POINTER, "is a pointer of Git LFS, not the weights: run git lfs pull in "),
+    ],
+)
+def test_weights_that_are_not_whole_are_refused(weights: bytes, told: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=told):
+        find_model(str(write(tmp_path, model_files(weights))))
 
 
 def test_a_folder_with_a_model_that_is_not_served_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What ``quire serve`` starts: processes with their ports, names and bounds."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def _no_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-def plan(*arguments: str, gpus: int = 0) -> Plan:
+def plan(*arguments: str, gpus: Sequence[str] = ()) -> Plan:
     return make_plan(read_flags(["model", *arguments]), Path("model"), Ports(lambda *_: None), gpus)
 
 
@@ -147,11 +148,17 @@ def test_the_log_is_brief_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_each_engine_gets_gpus_of_its_own() -> None:
-    made = plan("--engines", "2", "--tensor-parallel-size", "2", gpus=4)
-    assert [program.environment.get("CUDA_VISIBLE_DEVICES") for program in made.programs] == ["0,1", "2,3", None]
-    assert not any(program.environment for program in plan("--engines", "2", "--device", "cpu", gpus=4).programs)
+    gpus = ["3", "GPU-8f", "1", "0"]  # those that the user's CUDA_VISIBLE_DEVICES names
+    made = plan("--engines", "2", "--tensor-parallel-size", "2", gpus=gpus)
+    assert [program.environment.get("CUDA_VISIBLE_DEVICES") for program in made.programs] == ["3,GPU-8f", "1,0", None]
+    assert not any(program.environment for program in plan("--engines", "2", "--device", "cpu", gpus=gpus).programs)
     with pytest.raises(ValueError, match="3 engines of 2 GPUs each need 6, and there are 4"):
-        plan("--engines", "3", "--tensor-parallel-size", "2", gpus=4)
+        plan("--engines", "3", "--tensor-parallel-size", "2", gpus=gpus)
+
+
+def test_requests_wait_for_engines_that_compile_their_kernels() -> None:
+    assert router(plan()).hold_timeout == 300
+    assert router(plan("--hold-timeout", "5")).hold_timeout == 5
 
 
 def test_requests_are_kept_in_a_file_of_the_model_and_the_port(tmp_path: Path) -> None:

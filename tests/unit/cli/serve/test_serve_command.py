@@ -8,9 +8,12 @@ import pytest
 from quire_cli.serve.flags import read_flags
 from quire_cli.serve.plan import Plan, make_plan
 from quire_cli.serve.ports import PortError, Ports
-from quire_cli.serve.serve_command import how_to_try
+from quire_cli.serve.serve_command import check_length, how_to_try
+from quire_engine.errors import ModelError
 
 from tests.support.ports import free_port
+
+ROOT = Path(__file__).parents[4]
 
 
 def plan(*arguments: str) -> Plan:
@@ -37,3 +40,10 @@ def test_the_address_to_try_is_one_that_can_be_reached() -> None:
 def test_an_address_of_another_machine_is_named() -> None:
     with pytest.raises(PortError, match=r"192\.0\.2\.1 is no address of this machine; --host 0\.0\.0\.0 stands"):
         plan("--host", "192.0.2.1")
+
+
+@pytest.mark.parametrize("model", [ROOT / "demo/model", ROOT / "tests/model/quantized/llama.gguf"])
+def test_a_length_that_the_model_has_not_is_refused_before_anything_starts(model: Path) -> None:
+    check_length(model, 64)
+    with pytest.raises(ModelError, match=r"--max-model-len is 999999, and this model's sequences have 1 to \d+ tokens"):
+        check_length(model, 999_999)

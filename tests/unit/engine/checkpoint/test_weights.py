@@ -370,8 +370,8 @@ def test_a_tensor_of_integers_is_refused(tmp_path: Path, name: str) -> None:
         ({"block_size": 0}, "block size is 0"),
         ({"dtype": "int4"}, "dtype 'int4'"),
         ({"attention": "magic"}, "attention backend 'magic'"),
-        ({"max_model_len": 65}, "65 tokens"),
-        ({"max_model_len": 0}, "0 tokens"),
+        ({"max_model_len": 65}, "max-model-len is 65, and this model's sequences have 1 to 64 tokens"),
+        ({"max_model_len": 0}, "max-model-len is 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_with_their_numbers(
