@@ -101,6 +101,68 @@ def test_probabilities_are_colours_and_can_be_read_with_the_keyboard(stack: Stac
     assert "The most probable:" in browser.text(".chosen")
 
 
+def test_a_conversation_goes_on_while_the_tabs_storage_is_full(stack: Stack, browser: Browser) -> None:
+    browser.open(stack.router.url)
+    browser.set(temperature=0, max_tokens=40, logprobs=True)
+    fill_storage(browser, spare=4_000)  # the texts of a few answers, and the log-probabilities of none
+    for turn in range(2):
+        browser.say(STORY)
+        browser.wait(lambda shown=turn + 1: len(browser.all(".message.assistant")) == shown)
+        browser.answer()
+    first, second = browser.all(".message.assistant")
+    assert len(second.find_elements("css selector", ".tokens span")) == 40
+    first.find_element("css selector", ".tokens span").click()
+    assert "The most probable:" in browser.text(".chosen")
+    assert "reload" not in browser.text("#status")
+    shown = browser.text(".message.user .text, .message.assistant .tokens")
+    browser.driver.refresh()
+    browser.wait(lambda: browser.all("#model option"))
+    assert browser.text(".message .text") == shown, "what needs the most room is not kept, and all else is"
+
+    fill_storage(browser, spare=0)
+    browser.set(max_tokens=41)
+    browser.say(STORY)
+    browser.wait(lambda: len(browser.all(".message.assistant")) == 3)
+    browser.answer()
+    assert len(browser.all(".tokens span")) == 41
+    assert "too long to survive a reload" in browser.text("#status")
+
+
+def test_an_answer_whose_tokens_were_not_kept_goes_on_as_text_after_a_reload(stack: Stack, browser: Browser) -> None:
+    browser.open(stack.router.url)
+    browser.set(temperature=1, seed=7, format="regex", logprobs=True)
+    browser.set(shape=LONG)
+    fill_storage(browser, spare=5_000)
+    stack.signal(signal.SIGSTOP)  # so that the answer cannot end before the page is there again
+    try:
+        browser.say(STORY)
+        while browser.driver.execute_script("return !document.querySelector('.tokens')?.children[40]"):
+            stack.signal(signal.SIGCONT)
+            time.sleep(0.1)
+            stack.signal(signal.SIGSTOP)
+        browser.settled(".assistant .tokens")
+        browser.driver.refresh()
+        browser.wait(lambda: browser.answering)
+    finally:
+        stack.signal(signal.SIGCONT)
+    assert browser.answer() == expected(stack, temperature=1, seed=7, structured_outputs={"regex": LONG})["content"]
+
+
+def fill_storage(browser: Browser, *, spare: int) -> None:
+    """Leaves so many characters of the tab's ``sessionStorage``."""
+    script = """
+        let text = "";
+        for (let more = 1 << 24; more >= 1; more >>= 1) {
+          try {
+            sessionStorage.setItem("other", text + "x".repeat(more));
+            text += "x".repeat(more);
+          } catch {}
+        }
+        sessionStorage.setItem("other", text.slice(arguments[0]));
+    """
+    browser.driver.execute_script(script, spare)
+
+
 def test_an_answer_has_the_structure_that_was_asked_for(stack: Stack, browser: Browser) -> None:
     schema = {
         "type": "object",

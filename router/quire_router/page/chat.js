@@ -3,6 +3,7 @@
 import { MessageView } from "./messages.js";
 import { SettingError } from "./settings.js";
 import { answer, call } from "./sse.js";
+import { keep } from "./storage.js";
 
 const STORED = "quire.chat";
 const SAVE_EVERY = 300; // milliseconds
@@ -158,15 +159,20 @@ export class Chat {
     this.status.textContent = now ? "The model answers." : "";
   }
 
-  /** Stores the text and the position behind it together, so that a reload neither repeats nor skips a token. */
+  /**
+   * Stores the text and the position behind it together, so that a reload neither repeats nor skips a token. Where that
+   * is too large, log-probabilities are left out of what is stored, and stay in what is shown.
+   */
   save() {
-    try {
-      sessionStorage.setItem(STORED, JSON.stringify(this.state));
-    } catch {
-      for (const message of this.state.messages.slice(0, -1)) delete message.tokens; // the largest part of it
-      this.status.textContent = "This conversation is too long to survive a reload.";
-    }
+    const smaller = () => ({ ...this.state, messages: this.state.messages.map(withoutTokens) });
+    if (keep(STORED, JSON.stringify(this.state)) || keep(STORED, JSON.stringify(smaller()))) return;
+    this.status.textContent = "This conversation is too long to survive a reload.";
   }
+}
+
+/** A copy whose `tokens` are null, if it has any: those that come after a reload alone would be a part of its text. */
+function withoutTokens(message) {
+  return message.tokens ? { ...message, tokens: null } : message;
 }
 
 /** A message as a request has it. */
@@ -184,7 +190,7 @@ function apply(message, chunk) {
   message.content += content ?? "";
   if (reasoning) message.reasoning = (message.reasoning ?? "") + reasoning;
   for (const part of calls ?? []) addCall((message.tool_calls ??= []), part);
-  if (choice.logprobs?.content?.length) {
+  if (choice.logprobs?.content?.length && message.tokens !== null) {
     const tokens = choice.logprobs.content.map((each) => [each.token, each.logprob, each.top_logprobs.map((top) => [top.token, top.logprob])]);
     (message.tokens ??= []).push(...tokens);
   }

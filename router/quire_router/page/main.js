@@ -4,6 +4,7 @@ import { Chat } from "./chat.js";
 import { Fleet } from "./fleet.js";
 import { Settings } from "./settings.js";
 import { ApiError, call } from "./sse.js";
+import { keep } from "./storage.js";
 
 const KEY = "quire.key";
 const RETRY = 2000; // milliseconds
@@ -17,7 +18,7 @@ class Session {
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.key = this.field.value.trim();
-      sessionStorage.setItem(KEY, this.key);
+      keep(KEY, this.key);
       this.form.hidden = true;
       start();
     });

@@ -1,5 +1,7 @@
 // The form of parameters: kept for this tab, and read as the fields of a request.
 
+import { keep } from "./storage.js";
+
 const STORED = "quire.settings";
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "presence_penalty", "frequency_penalty", "seed"];
 const ALTERNATIVES = 5; // shown beside each token
@@ -39,7 +41,7 @@ export class Settings {
 
   changed() {
     for (const field of this.fields()) this.stored[field.name] = field.type === "checkbox" ? field.checked : field.value;
-    sessionStorage.setItem(STORED, JSON.stringify(this.stored));
+    keep(STORED, JSON.stringify(this.stored));
     this.showShape();
   }
 
