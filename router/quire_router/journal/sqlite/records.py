@@ -67,6 +67,7 @@ class _Stored:
     cancelled: bool
     ended: bool
     retention: int | None
+    background: bool
 
     def is_of(self, lease: Lease) -> bool:
         return self.owner == lease.owner and self.epoch == lease.epoch
@@ -325,11 +326,7 @@ class RecordWriter:
         self._logs.pop(request.lease.request_id, None)
         if refused is not None or stored is None or stored.ended:
             return refused or WriteReply.DONE
-        retention = self._settings.retention_of(request.generation)
-        if stored.cancelled:
-            self._abort(stored, retention)
-        else:
-            self._keep(stored.record, self._settings.running_ttl_s if request.generation.background else retention)
+        self._give_up(stored)
         return WriteReply.DONE
 
     def _abandon(self, lease: Lease) -> None:
@@ -337,10 +334,20 @@ class RecordWriter:
         if stored is None or not stored.is_of(lease) or stored.ended or not stored.leased:
             return
         self._logs.pop(lease.request_id, None)
+        self._give_up(stored)
+
+    def _give_up(self, stored: _Stored) -> None:
+        """Gives up the lease on a record that has not ended, or ends it if it was cancelled. One that was asked for in
+        the background waits for a router that continues it, which may take longer than its retention.
+        """
         if stored.cancelled:
             self._abort(stored, self._settings.retention_s)
-        else:
-            self._keep(stored.record, self._settings.retention_s)
+            return
+        retention = self._settings.retention_s if stored.retention is None else stored.retention
+        kept = self._settings.running_ttl_s if stored.background else retention
+        self._connection.execute(
+            "UPDATE records SET expires = ? WHERE record = ?", (int(self._now) + kept, stored.record)
+        )
 
     def _cancel(self, request_id: str, stored: _Stored, retention: int) -> None:
         self._logs.pop(request_id, None)  # so that the next write looks at the record
@@ -388,18 +395,14 @@ class RecordWriter:
             (lease.owner, lease.epoch, record),
         )
 
-    def _keep(self, record: int, seconds: int) -> None:
-        """Gives up the lease."""
-        self._connection.execute("UPDATE records SET expires = ? WHERE record = ?", (int(self._now) + seconds, record))
-
     def _delete(self, stored: _Stored) -> None:
         self.has_garbage = True
         self._connection.execute("DELETE FROM records WHERE record = ?", (stored.record,))
 
     def _stored(self, request_id: str) -> _Stored | None:
         row = self._connection.execute(
-            "SELECT record, owner, epoch, expires IS NULL, cancelled, reason IS NOT NULL, retention FROM records "
-            "WHERE request_id = ? AND (expires IS NULL OR expires > ?)",
+            "SELECT record, owner, epoch, expires IS NULL, cancelled, reason IS NOT NULL, retention, background "
+            "FROM records WHERE request_id = ? AND (expires IS NULL OR expires > ?)",
             (request_id, self._now),
         ).fetchone()
         return None if row is None else _Stored(*row)

@@ -20,6 +20,7 @@ import pytest
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 from quire_router.core.generation import GenerationRequest
+from quire_router.journal.base import Lease
 from quire_router.journal.codec import MIN_RETENTION, MIN_RUNNING_TTL, TOKEN_BYTES, JournalSettings
 from quire_router.journal.sqlite import database, records, sqlite_journal
 from quire_router.journal.sqlite.database import MIGRATIONS, JournalFileError
@@ -217,6 +218,23 @@ async def test_a_dead_routers_record_is_kept_for_its_client(
                 assert await journal.read("r") is not None
             with at(monkeypatch, expected + 5):
                 assert await journal.read("r") is None
+
+
+@pytest.mark.parametrize(
+    ("retention", "background", "expected"), [(None, False, 3600), (90_000.0, False, 90_000), (0, True, 86_400)]
+)
+async def test_a_record_whose_lease_is_abandoned_is_kept_as_one_that_was_released(
+    path: Path, monkeypatch: pytest.MonkeyPatch, retention: float | None, background: bool, expected: int
+) -> None:
+    async with journal_at(path) as journal:
+        await write(journal, replace(small_request(), retention=retention, background=background), ended=False)
+        journal._store.abandon(Lease("r", "me", 1))
+        await journal._store.clean()  # type: ignore[attr-defined]
+        with at(monkeypatch, expected - 5):
+            assert await journal.read("r") is not None
+            assert await journal.orphans() == ["r"] * background
+        with at(monkeypatch, expected + 1):
+            assert await journal.read("r") is None
 
 
 async def test_a_running_request_does_not_expire(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
