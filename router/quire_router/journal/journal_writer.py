@@ -69,6 +69,10 @@ class WriteTarget(Protocol):
         """Whether the database is there, and does not take what is written."""
         ...
 
+    def describe(self, error: Exception) -> str:
+        """What the log says of an error, without any part of what was written."""
+        ...
+
     def mark_unavailable(self) -> None:
         """It cannot be written to, or could not until now."""
         ...
@@ -178,9 +182,8 @@ class JournalWriter:
     def record_failure(self, error: Exception) -> None:
         """The database did not take a write, of this or another task: it counts as unavailable until it takes one."""
         if not self._outage_logged:
-            # Only the type: a message might repeat a part of what was written.
-            kind = type(error).__name__
-            log.warning("the journal cannot be written to %s (%s); requests go on", self._target.name, kind)
+            why = self._target.describe(error)
+            log.warning("the journal cannot be written to %s (%s); requests go on", self._target.name, why)
         self.available, self._outage_logged = False, True
         self._failures += 1
         self._refusing = self._refusing or self._target.is_refusal(error)

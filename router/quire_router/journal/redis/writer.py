@@ -90,6 +90,10 @@ class RedisTarget:
         """Whether Redis is there and has the scripts: it is read only, out of memory, or does not allow it."""
         return isinstance(error, ResponseError)
 
+    def describe(self, error: Exception) -> str:
+        """See ``WriteTarget``. Only the type: Redis' messages may repeat a part of a command."""
+        return type(error).__name__
+
     def mark_unavailable(self) -> None:
         """See ``WriteTarget``."""
         self._health.mark_unavailable()

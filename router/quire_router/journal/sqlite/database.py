@@ -70,7 +70,9 @@ class JournalFileError(ValueError):
 
 
 class FileTakenError(sqlite3.OperationalError):
-    """The file is not this router's any more: another one has opened it since, or it is not there."""
+    """The file is not this router's any more: another one has opened it since, or it is not in its
+    place. The text says what to do.
+    """
 
 
 class JournalFile:
@@ -99,7 +101,7 @@ class JournalFile:
             except BaseException:
                 self.writer.close()
                 raise
-            self._inode = path.stat().st_ino
+            self._status = path.stat()
         except (OSError, sqlite3.Error) as error:
             os.close(self._lock)
             raise _file_error(path, error) from error
@@ -108,13 +110,13 @@ class JournalFile:
             raise
 
     def check_in_place(self) -> None:
-        """Raises ``FileTakenError`` if the file was moved or deleted: what is written to it would be lost."""
+        """Raises ``FileTakenError`` if the file was moved, deleted or replaced: what is written to it would be lost."""
         try:
-            in_place = self.path.stat().st_ino == self._inode
+            in_place = os.path.samestat(self.path.stat(), self._status)
         except OSError:
             in_place = False
         if not in_place:
-            raise FileTakenError("the journal's file was moved or deleted")
+            raise FileTakenError("it was moved, deleted or replaced: put it back, or restart the router for a new one")
 
     def close(self) -> None:
         """Closes the connections, the last of which writes the WAL into the file, and gives up the lock."""

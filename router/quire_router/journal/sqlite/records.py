@@ -200,7 +200,7 @@ class RecordWriter:
                 (version,) = self._connection.execute("PRAGMA data_version").fetchone()
                 if version != self._data_version:
                     if session_number(self._connection) != self._session:
-                        raise FileTakenError("another router has opened the journal's file")
+                        raise FileTakenError("another router has opened it since: give each one a file of its own")
                     self._logs.clear()
                     self._data_version = version
                 yield

@@ -23,7 +23,7 @@ from quire_router.journal.buffered_journal import BufferedJournal, StoredRecord
 from quire_router.journal.codec import JournalSettings
 from quire_router.journal.follower import RawRecordUpdate
 from quire_router.journal.journal_writer import JournalWriter, WriteReply
-from quire_router.journal.sqlite.database import JournalFile
+from quire_router.journal.sqlite.database import FileTakenError, JournalFile
 from quire_router.journal.sqlite.records import RecordReader, RecordWriter
 from quire_router.journal.write_buffer import BufferedWrite, WriteBuffer
 
@@ -205,6 +205,12 @@ class SqliteTarget:
     def is_refusal(self, error: Exception) -> bool:
         """Whether the disk is full, or something else is wrong with the file."""
         return isinstance(error, sqlite3.Error)
+
+    def describe(self, error: Exception) -> str:
+        """See ``WriteTarget``. Of SQLite's errors their name, such as ``SQLITE_FULL``."""
+        if isinstance(error, FileTakenError):
+            return str(error)
+        return getattr(error, "sqlite_errorname", "") or type(error).__name__
 
     def mark_unavailable(self) -> None:
         """See ``WriteTarget``."""

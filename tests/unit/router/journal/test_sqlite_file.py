@@ -331,16 +331,34 @@ async def test_the_file_has_a_largest_size_for_which_the_oldest_records_go_befor
         assert sum(each.stat().st_size for each in files_of(path) if each == path) <= most
 
 
-async def test_a_file_that_is_taken_away_counts_as_unavailable(path: Path) -> None:
+def take_away(path: Path, away: Path, *, replaced: bool) -> None:
+    path.rename(away)
+    if replaced:
+        path.write_bytes(away.read_bytes())
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+async def test_a_file_that_is_taken_away_counts_as_unavailable_until_it_is_back(
+    path: Path, caplog: pytest.LogCaptureFixture, replaced: bool
+) -> None:
+    away = path.parent / "away"
     async with journal_at(path, settings=JournalSettings(lease=0.05)) as journal:
         await write(journal, small_request())
         assert journal.available
-        for each in files_of(path):
-            each.unlink()
+        take_away(path, away, replaced=replaced)
         await until(lambda: not journal.available)
-        journal.open(small_request("lost"))
+        journal.open(small_request("later"))
         await asyncio.sleep(0.1)
         assert not journal.available
+        away.replace(path)
+        await until(lambda: journal.available)
+        await flushed(journal)
+        assert await journal.read("later") is not None
+    told = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert told == [
+        f"the journal cannot be written to {path} (it was moved, deleted or replaced: put it back, or restart the "
+        "router for a new one); requests go on"
+    ]
 
 
 # A full disk
