@@ -267,7 +267,7 @@ def test_more_weights_than_memory_are_refused_with_what_would_help(tmp_path: Pat
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + size)  # sparse: none of it is written
-    tree = Tree(tmp_path / "tree.log", model=folder)
+    tree = Tree(tmp_path / "tree.log", "--port", str(free_port()), model=folder)
     assert tree.wait(60) == 1
     assert re.fullmatch(
         r"quire: quire/demo needs about \S+ GiB of memory, and \S+ GiB are available: try --quantization int8 or "
