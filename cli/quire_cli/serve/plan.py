@@ -8,6 +8,7 @@ from pathlib import Path
 from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder
 from quire_engine.config import EngineConfig
 from quire_proto.cli import read_settings
+from quire_proto.folders import user_state_folder
 from quire_router.config import Settings
 
 from quire_cli.machine.sockets import LOCALHOST, is_local
@@ -104,11 +105,6 @@ def name_of(model: Path) -> str:
     return served_name(model.stem if model.is_file() else model.resolve().name)
 
 
-def state_folder() -> Path:
-    """Where this user's state is kept."""
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "quire"
-
-
 def _journal_file(settings: Settings, name: str, port: int) -> Path | None:
     """The file where the router keeps its requests, one for each model and port, so that it is found again; None where
     the flags say where they are kept. Raises ``OSError`` where there cannot be a file, and ``ValueError`` where this
@@ -117,7 +113,7 @@ def _journal_file(settings: Settings, name: str, port: int) -> Path | None:
     if settings.redis_url or settings.journal_file or settings.workers > 1:
         return None
     try:
-        folder = state_folder() / f"{name.replace('/', '--')}-{port}"
+        folder = user_state_folder() / f"{name.replace('/', '--')}-{port}"
     except RuntimeError:  # no HOME, and a user id without a name, as in some containers
         raise ValueError("the journal has no place: set HOME, name a --journal-file, or say --no-journal.") from None
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -4,13 +4,14 @@ trained ones. Their weights are named and initialised by transformers, as publis
 
 import hashlib
 import json
-import os
 import random
 import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from quire_proto.folders import user_cache_folder
 
 from quire_engine.checkpoint.config import one_line
 from quire_engine.errors import ModelError
@@ -113,7 +114,7 @@ def model_of_shape(shape: str, seed: int) -> Path:
     """
     settings = SHAPES.get(shape) or _read(shape)
     name = hashlib.sha256(json.dumps([settings, seed], sort_keys=True).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "shapes"
+    cache = user_cache_folder() / "shapes"
     folder = cache / name
     if not (folder / "config.json").is_file():
         try:

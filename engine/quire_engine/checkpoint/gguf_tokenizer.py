@@ -20,6 +20,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from quire_proto.folders import user_cache_folder
 from tokenizers import Tokenizer
 
 from quire_engine.checkpoint.gguf import GGUF_SUFFIX, GgufFile, find_gguf, gguf_config
@@ -135,7 +136,7 @@ def _metadata_digest(path: Path) -> str:
 def _cache_folder() -> Path:
     """The user's, or one that ends with this process where that cannot be written."""
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+        folder = user_cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (OSError, RuntimeError):
         folder = Path("/nonexistent")

@@ -21,6 +21,8 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire_proto.folders import user_cache_folder
+
 logger = logging.getLogger(__name__)
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
@@ -158,7 +160,7 @@ def _digest(build: Path) -> str:
 
 def _cache_folder() -> Path | None:
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+        folder = user_cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder if _is_trusted(folder) else None
     except (OSError, RuntimeError):  # a home that is read-only, or none at all

@@ -68,6 +68,17 @@ def test_a_folder_of_any_name_is_served(folder: str, name: str, tmp_path: Path) 
     assert router(made).models == {name: tmp_path / folder}
 
 
+@pytest.mark.parametrize("ignored", ["", "state", "~/state"])
+def test_a_folder_of_state_that_is_no_absolute_path_is_ignored(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ignored: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", ignored)
+    file = router(plan()).journal_file
+    assert file is not None
+    assert file.is_relative_to(tmp_path / ".local" / "state" / "quire")
+
+
 def test_without_a_home_the_error_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.delenv("HOME", raising=False)
