@@ -16,7 +16,7 @@ from quire_proto.tls import TlsError
 from quire_proto.tracing import setup_tracing, shutdown_tracing
 
 from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder_if_any
-from quire_engine.config import EngineConfig
+from quire_engine.config import OTHER_VARIABLES, EngineConfig
 from quire_engine.errors import quit_with
 from quire_engine.factory import block_revision, load_executor, make_scheduler, model_grammars
 from quire_engine.server.server import EngineServer
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire_engine")
 
 LAST_SPANS_TIMEOUT = 2.0  # seconds
-OTHER_VARIABLES = ("cpu_kernels",)  # QUIRE_ENGINE_CPU_KERNELS is read by ``kernels``, which may not import ``config``
 
 
 def main() -> None:

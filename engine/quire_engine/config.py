@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
-from quire_proto.cli import CliSettings
+from quire_proto.cli import CliSettings, ListenAddress
 from quire_proto.tls import CaFile, CertificateFile, KeyFile, ServerTls, check_cert_key, server_tls
 
 Policy = Literal["fcfs", "sjf", "priority"]
@@ -33,6 +33,7 @@ def _split(value: object) -> object:
 
 
 PREFIX = "QUIRE_ENGINE_"
+OTHER_VARIABLES = ("cpu_kernels",)  # QUIRE_ENGINE_CPU_KERNELS is read by ``kernels``, which may not import this
 _SEEN = "tool calls and thoughts are read as the model's chat template writes them"
 _NO_LORA = "LoRA adapters are not served; a merged model is"
 _OF_A_REQUEST = "each request says that for itself, as a parameter"
@@ -253,7 +254,7 @@ class EngineConfig(CliSettings, EngineArgs):
         **dict.fromkeys(("--max-tokens", "--temperature", "--top-p", "--top-k"), _OF_A_REQUEST),
     }
 
-    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    host: ListenAddress = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=9000, ge=0, le=65535, description="gRPC port.")
     metrics_port: int = Field(default=9002, ge=0, le=65535, description="HTTP port of metrics and probes.")
     tls_cert: CertificateFile | None = Field(

@@ -11,9 +11,9 @@ from argparse import Action, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import cleandoc
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn, TypeVar
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -213,6 +213,14 @@ def describe_unknown_env(prefix: str, fields: Iterable[str], environment: Mappin
 def _suggest(prefix: str, field: str, known: Iterable[str]) -> str:
     close = get_close_matches(field, known, 1, cutoff=_CLOSE)
     return f"; {prefix}{close[0]} is one" if close else ""
+
+
+def strip_brackets(host: str) -> str:
+    """The address without the brackets that an IPv6 address has in a URL."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+ListenAddress = Annotated[str, AfterValidator(strip_brackets)]
 
 
 def join_host_port(host: str, port: int) -> str:

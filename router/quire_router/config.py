@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
-from quire_proto.cli import CliSettings
+from quire_proto.cli import CliSettings, ListenAddress
 from quire_proto.tls import (
     CaFile,
     CertificateFile,
@@ -199,7 +199,7 @@ class Settings(CliSettings):
     engine_tls_name: ServerName | None = Field(
         default=None, description="The name that engines' certificates are checked for; none: the host of the address."
     )
-    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    host: ListenAddress = Field(default="127.0.0.1", description="Address to listen on.")
     http_port: Port = Field(default=8000, description="Port of the REST API.")
     grpc_port: Port = Field(default=8001, description="Port of the gRPC API.")
     allowed_origins: Origins = Field(

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_engine.cli import OTHER_VARIABLES
-from quire_engine.config import EngineConfig
+from quire_engine.config import OTHER_VARIABLES, EngineConfig
 from quire_proto.cli import CliSettings, read_settings, reject_unknown_env
 from quire_router.config import Settings
 

@@ -17,6 +17,7 @@ from pathlib import Path
 class Behaviour:
     port: int  # where it answers 200, or 503 while it is not ``ready``
     ready: bool = True
+    says: str = ""  # a line, when it begins
     status: int | None = None  # it ends with this before it listens; below zero: by that signal
     only_first: str = ""  # a file: what comes before holds from the second start on
     linger: float = 0.0  # seconds from SIGTERM to its end
@@ -43,6 +44,8 @@ def main() -> None:
     if behaviour.only_first:
         Path(behaviour.only_first).touch()
     print("began", flush=True)
+    if behaviour.says:
+        print(behaviour.says, flush=True)
     if behaviour.status is not None and not first:
         print("cannot", flush=True)
         if behaviour.status < 0:

@@ -7,6 +7,7 @@ it is started again after a growing delay, ``MAX_FAILED_STARTS`` times.
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from collections import deque
@@ -31,6 +32,7 @@ _FIRST_DELAY, _LAST_DELAY = 0.25, 10.0  # seconds before a process that died is 
 _STABLE = 30.0  # seconds of life after which the delay is the first one again
 _OUTPUT_TIMEOUT = 2.0  # seconds in which the output of a process that ended is read
 _PIECE = 1 << 16  # bytes
+_WARNING = re.compile(r"\S+ \S+ WARNING ")  # behind the date and the time
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class ProcessTree:
         self._running: dict[str, asyncio.subprocess.Process] = {}
         self._end: asyncio.Future[End] | None = None
         self._stopping = False
+        self._warnings: dict[tuple[str, str], str] = {}  # of each kind's starts, and who gave each first
         self.ready: set[str] = set()
         """Names of the programs that are ready now."""
 
@@ -157,7 +160,7 @@ class ProcessTree:
             _signal_group(process, signal.SIGTERM)
         try:
             async with asyncio.TaskGroup() as tasks:
-                reading = tasks.create_task(self._print(program.name, output, lines))
+                reading = tasks.create_task(self._print(program, output, lines))
                 probing = tasks.create_task(self._probe(program))
                 status = await process.wait()
                 _signal_group(process, signal.SIGKILL)  # those that it started, which may hold its ports
@@ -169,7 +172,7 @@ class ProcessTree:
             del self._running[program.name]
         return status, was_ready, "\n".join(lines)
 
-    async def _print(self, name: str, output: asyncio.StreamReader, lines: deque[str]) -> None:
+    async def _print(self, program: Program, output: asyncio.StreamReader, lines: deque[str]) -> None:
         """Prints what a process writes, line by line, and keeps the last lines."""
         rest = b""
         while piece := await output.read(_PIECE):
@@ -177,10 +180,20 @@ class ProcessTree:
             for line in whole:
                 text = line.decode(errors="replace").rstrip("\r")
                 lines.append(text)
-                self._say(text, name)
+                if not self._is_repeated(program, text):
+                    self._say(text, program.name)
         if rest:
             lines.append(rest.decode(errors="replace"))
-            self._say(lines[-1], name)
+            self._say(lines[-1], program.name)
+
+    def _is_repeated(self, program: Program, text: str) -> bool:
+        """Whether it is a warning of a process that starts, and another one of its kind gave the same: it is about the
+        settings, the model or the machine, which are the same for all.
+        """
+        found = _WARNING.match(text)
+        if found is None or program.name in self.ready:
+            return False
+        return self._warnings.setdefault((program.kind, text[found.end() :]), program.name) != program.name
 
     async def _probe(self, program: Program) -> None:
         """Waits until the program is ready."""

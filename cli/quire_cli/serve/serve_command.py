@@ -13,10 +13,11 @@ from typing import NoReturn
 
 from quire_engine.checkpoint.config import config_path, read_config_json
 from quire_engine.checkpoint.support import check_max_model_len, plain_max_length
-from quire_engine.config import EngineConfig
+from quire_engine.config import OTHER_VARIABLES, EngineConfig
 from quire_engine.errors import ModelError
 from quire_engine.kernels.build import BuildError, find_build, find_compiler
-from quire_proto.cli import join_host_port, read_settings
+from quire_proto.cli import join_host_port, read_settings, reject_unknown_env
+from quire_router.config import Settings
 
 from quire_cli.machine.gpus import visible_gpus
 from quire_cli.machine.memory import memory_shortage, weight_bytes
@@ -35,6 +36,8 @@ DEFAULT_PORT = 8000
 def serve(arguments: Sequence[str]) -> NoReturn:
     """Serves until a signal comes. Exits with 2 for wrong settings, and with 1 and one sentence if it cannot start."""
     flags = read_flags(arguments)
+    reject_unknown_env(EngineConfig, OTHER_VARIABLES)  # once, rather than each process of the tree for itself
+    reject_unknown_env(Settings)
     found = find(flags)
     flags = replace(flags, names=flags.names or [found.name])
     ports = Ports(say)  # holds its claims until the end

@@ -72,6 +72,19 @@ async def test_the_last_kind_ends_first_and_one_kind_together() -> None:
         assert not tree.ready
 
 
+async def test_a_warning_that_all_of_one_kind_give_at_their_start_is_printed_once() -> None:
+    warning = "2026-01-02 03:04:05,{} WARNING quire: half is slow here"
+    names = ["engine-1", "engine-2", "engine-3", "router"]
+    programs = [program(name, says=warning.format(100 + number)) for number, name in enumerate(names)]
+    other = program("engine-4", says="2026-01-02 03:04:05,600 WARNING quire: another is slow here")
+    async with running(*programs, other) as (tree, lines, _):
+        await until(lambda: len(tree.ready) == 5)
+        assert lines.count("began") == 5
+        told = [speaker.partition("-")[0] for speaker, text in lines.lines if "half is slow" in text]
+        assert sorted(told) == ["engine", "router"]
+        assert lines.count("another is slow") == 1
+
+
 async def test_what_is_killed_is_started_again_and_the_others_stay() -> None:
     async with running(program("engine-1"), program("router")) as (tree, lines, task):
         await until(lambda: len(tree.ready) == 2)

@@ -8,7 +8,7 @@ import pytest
 from quire_cli.serve.flags import read_flags
 from quire_cli.serve.plan import Plan, make_plan
 from quire_cli.serve.ports import PortError, Ports
-from quire_cli.serve.serve_command import check_length, how_to_try
+from quire_cli.serve.serve_command import check_length, how_to_try, serve
 from quire_engine.errors import ModelError
 
 from tests.support.ports import free_port
@@ -40,6 +40,26 @@ def test_the_address_to_try_is_one_that_can_be_reached() -> None:
 def test_an_address_of_another_machine_is_named() -> None:
     with pytest.raises(PortError, match=r"192\.0\.2\.1 is no address of this machine; --host 0\.0\.0\.0 stands"):
         plan("--host", "192.0.2.1")
+
+
+def test_an_ipv6_address_may_have_the_brackets_of_a_url() -> None:
+    port = free_port()
+    made = plan("--host", "[::1]", "--port", str(port))
+    assert made.settings.host == "::1"
+    assert f"http://[::1]:{port}/v1/completions" in how_to_try(made)
+
+
+def test_a_variable_that_is_no_setting_is_told_once_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUIRE_ENGINE_MAX_NUM_SEQ", "8")
+    with pytest.raises(SystemExit) as end:
+        serve(["no-such-model", "--engines", "2"])
+    assert end.value.code == 2
+    assert capfd.readouterr() == (
+        "",
+        "quire-engine: QUIRE_ENGINE_MAX_NUM_SEQ is no setting; QUIRE_ENGINE_MAX_NUM_SEQS is one.\n",
+    )
 
 
 @pytest.mark.parametrize("model", [ROOT / "demo/model", ROOT / "tests/model/quantized/llama.gguf"])
