@@ -37,6 +37,8 @@ def test_a_killed_engine_is_seen_while_the_answer_goes_on(stack: Stack, browser:
     browser.wait(lambda: f"{busy} is lost" in browser.text(".events"))
     browser.wait(lambda: "goes on at" in browser.text(".events"))
     assert sorted(conditions(browser))[-1] == "ready"
+    if browser.screenshots:
+        browser.wait(lambda: re.search(r"KV memory: [1-9]", browser.text(".pool .note")))
     browser.picture("page-fleet")
     stack.revive()
     browser.wait(lambda: f"{busy} is ready" in browser.text(".events"))

@@ -139,7 +139,7 @@ class EngineCard {
   update(engine) {
     this.node.dataset.condition = engine.condition;
     this.condition.textContent = CONDITIONS[engine.condition];
-    const facts = [`${number(engine.requests)} requests`, `${number(engine.waiting)} waiting`];
+    const facts = [engine.requests === 1 ? "1 request" : `${number(engine.requests)} requests`, `${number(engine.waiting)} waiting`];
     if (engine.swapped) facts.push(`${number(engine.swapped)} swapped out`);
     if (engine.tokens_per_second !== null) facts.push(`${number(Math.round(engine.tokens_per_second))} tokens a second`);
     if (engine.hit_rate !== null) facts.push(`${Math.round(100 * engine.hit_rate)} % of prompts cached`);
