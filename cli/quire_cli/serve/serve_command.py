@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from quire_cli.serve.plan import Plan, make_plan, reachable
 from quire_cli.serve.ports import PortError, Ports
 from quire_cli.serve.process_tree import ProcessTree, answers
 
-DEFAULT_PORT = 8000
+DEFAULT_URL = "http://127.0.0.1:8000"  # of the commands that talk to a server
 
 
 def serve(arguments: Sequence[str]) -> NoReturn:
@@ -152,7 +153,7 @@ def how_to_try(plan: Plan) -> str:
     """Commands that ask for an answer."""
     url = url_of(plan)
     body: dict[str, object] = {"model": plan.name, "stream": True}
-    where = "" if plan.settings.http_port == DEFAULT_PORT else f" --url {url}"
+    where = "" if url == DEFAULT_URL else f" --url {shlex.quote(url)}"
     if has_template(plan.tokenizer):
         route, command = "chat/completions", f"quire chat{where}"
         body["messages"] = [{"role": "user", "content": "What is 7 plus 5?"}]
@@ -163,7 +164,7 @@ def how_to_try(plan: Plan) -> str:
     return (
         f"ready: {plan.name} on {url} (gRPC on {plan.settings.grpc_port}); Ctrl-C stops it. Try\n\n"
         f"  {command}\n\n"
-        f"  curl -N {url}/v1/{route} \\\n"
+        f"  curl -N {shlex.quote(f'{url}/v1/{route}')} \\\n"
         f"    -H 'Content-Type: application/json' \\\n{key}"
         f"    -d '{json.dumps(body)}'\n"
     )

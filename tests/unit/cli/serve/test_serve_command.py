@@ -1,7 +1,9 @@
 """What ``quire serve`` says when it is ready."""
 
 import re
+import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,7 +48,17 @@ def test_an_ipv6_address_may_have_the_brackets_of_a_url() -> None:
     port = free_port()
     made = plan("--host", "[::1]", "--port", str(port))
     assert made.settings.host == "::1"
-    assert f"http://[::1]:{port}/v1/completions" in how_to_try(made)
+    assert f"curl -N 'http://[::1]:{port}/v1/completions' " in how_to_try(made)  # shells expand brackets
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "localhost"])
+def test_the_command_to_try_names_the_server_unless_it_is_where_that_looks(host: str) -> None:
+    made = plan("--host", host, "--port", str(free_port()))
+    made = replace(made, settings=made.settings.model_copy(update={"http_port": 8000}))
+    told = how_to_try(made)
+    url = f"http://[{host}]:8000" if ":" in host else f"http://{host}:8000"
+    assert ("--url" not in told) == (host in ("127.0.0.1", "0.0.0.0"))
+    assert (f"quire complete --url {shlex.quote(url)} " in told) == (host in ("::1", "localhost"))
 
 
 def test_a_variable_that_is_no_setting_is_told_once_before_anything_starts(
