@@ -127,6 +127,7 @@ def _describe(config: EngineConfig, executor: "TorchExecutor", max_model_len: in
         prefix_caching=config.enable_prefix_caching,
         tokenizer_digest=folder_vocabulary_digest(folder),
         config_digest=folder_config_digest(folder),
+        unbounded_steps=config.max_step_seconds == 0,
     )
 
 

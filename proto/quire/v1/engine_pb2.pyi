@@ -805,6 +805,7 @@ class DescribeResponse(_message.Message):
     PREFIX_CACHING_FIELD_NUMBER: _builtins.int
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
     CONFIG_DIGEST_FIELD_NUMBER: _builtins.int
+    UNBOUNDED_STEPS_FIELD_NUMBER: _builtins.int
     model_revision: _builtins.str
     """Identifies the weights; part of every block hash."""
     max_model_len: _builtins.int
@@ -831,6 +832,8 @@ class DescribeResponse(_message.Message):
     """Which architecture of which size the model is: 16 bytes, as quire_proto.text.tokenizer computes them of the folder's config.json.
     A router that has another config.json gives nothing to the engine. Empty where the engine does not report it; it is then not compared.
     """
+    unbounded_steps: _builtins.bool
+    """Whether no step is bounded in time (--max-step-seconds 0): a router then gives a whole step's prompts at once."""
     @_builtins.property
     def served_model_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names under which clients may ask for the model, the preferred one first."""
@@ -856,10 +859,11 @@ class DescribeResponse(_message.Message):
         prefix_caching: _builtins.bool = ...,
         tokenizer_digest: _builtins.bytes = ...,
         config_digest: _builtins.bytes = ...,
+        unbounded_steps: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "blocks_total", b"blocks_total", "config_digest", b"config_digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation", b"generation", "host_blocks_total", b"host_blocks_total", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_revision", b"model_revision", "prefix_caching", b"prefix_caching", "served_model_names", b"served_model_names", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "blocks_total", b"blocks_total", "config_digest", b"config_digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation", b"generation", "host_blocks_total", b"host_blocks_total", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_revision", b"model_revision", "prefix_caching", b"prefix_caching", "served_model_names", b"served_model_names", "tokenizer_digest", b"tokenizer_digest", "unbounded_steps", b"unbounded_steps", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -62,8 +62,8 @@ _MOSTLY_IDLE_PART = 0.05  # of the seconds with which an engine still has capaci
 class EngineLoad:
     """The load of the engine in ``row`` of ``table``. ``on_local_change`` is called when what this router has there has
     changed. ``on_capacity`` is called when the engine got capacity: it has fewer requests than it runs at once, and
-    less than ``capacity_seconds`` of prompts to compute; and when it became mostly idle, with hardly any. Once
-    ``closed``, it ignores reports.
+    less than ``capacity_seconds`` of prompts to compute, or a step's where steps are not bounded in time; and when it
+    became mostly idle, with hardly any. Once ``closed``, it ignores reports.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class EngineLoad:
         self.closed = False
         self._table = table
         self._capacity_seconds = capacity_seconds
+        self._capacity_tokens = 0
         self._on_local_change = on_local_change
         self._on_capacity = on_capacity
         self._clock = clock
@@ -96,6 +97,7 @@ class EngineLoad:
     def describe(self, description: engine_pb2.DescribeResponse) -> None:
         """Sets the engine's sizes from its description."""
         self._max_sequences = description.max_num_seqs or inf
+        self._capacity_tokens = description.max_num_batched_tokens if description.unbounded_steps else 0
         self._table.max_sequences[self.row] = description.max_num_seqs
         self._table.set_sizes(
             self.row,
@@ -174,7 +176,8 @@ class EngineLoad:
         # A request whose prompt is computed takes the place of a sequence too, soon.
         busy = max(requests, decoding) >= self._max_sequences
         seconds = pending * self._token_seconds
-        self.has_capacity = not busy and seconds < self._capacity_seconds
+        is_short = seconds < self._capacity_seconds or pending < self._capacity_tokens
+        self.has_capacity = not busy and is_short
         self.is_mostly_idle = not busy and seconds < _MOSTLY_IDLE_PART * self._capacity_seconds
         if (self.has_capacity and not had_capacity) or (self.is_mostly_idle and not was_mostly_idle):
             self._on_capacity()

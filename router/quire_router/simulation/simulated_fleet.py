@@ -361,6 +361,7 @@ def describe(settings: SimulatedEngineConfig) -> engine_pb2.DescribeResponse:
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         prefix_caching=settings.enable_prefix_caching,
+        unbounded_steps=settings.max_step_seconds == 0,
     )
 
 

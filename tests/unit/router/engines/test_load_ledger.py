@@ -247,6 +247,17 @@ def test_tokens_in_the_running_step_are_known_from_its_start() -> None:
     assert place.step == (6.2, 0)
 
 
+def test_an_engine_whose_steps_are_not_bounded_in_time_gets_the_prompts_of_a_whole_step() -> None:
+    place = OneEngine(capacity_seconds=0.25)
+    pace = engine_pb2.Pace(step_seconds=0.01, token_seconds=0.01)
+    for unbounded, room in ((False, 24), (True, 999)):
+        place.account.describe(engine_pb2.DescribeResponse(max_num_batched_tokens=1000, unbounded_steps=unbounded))
+        place.account.report(engine_pb2.Load(uncomputed_tokens=room, pace=pace))
+        assert place.account.has_capacity
+        place.account.report(engine_pb2.Load(uncomputed_tokens=room + 1, pace=pace))
+        assert not place.account.has_capacity
+
+
 @pytest.mark.parametrize(("reported", "assumed"), [(0, 1000), (250, 250), (5000, 1000)])
 def test_a_step_computes_as_much_of_prompts_as_the_engine_says_or_as_it_has_room_for(
     reported: int, assumed: int
