@@ -5,7 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import uvloop
@@ -17,6 +17,7 @@ from quire_cli.bench.dataset import DatasetError, RequestFactory
 from quire_cli.bench.load import Load, run_load
 from quire_cli.bench.metrics import compute_result, describe_run
 from quire_cli.bench.report import draw_plot, format_result, format_sweep, save_result
+from quire_cli.machine.terminal import fail
 
 READY_PERIOD = 0.5  # seconds between two questions whether the server is there
 REFUSALS = ("HTTP 429", "HTTP 503")  # how a failure begins for which the server had no room
@@ -34,11 +35,11 @@ def bench_serve(arguments: Sequence[str]) -> None:
         results = uvloop.run(measure(config))
         _report_all(config, results)
     except (ServerError, DatasetError) as error:
-        _quit(str(error))
+        fail(str(error))
     except KeyboardInterrupt:
-        _quit("Interrupted.")
+        fail("Interrupted.")
     if sentence := describe_failures(results):
-        _quit(sentence)
+        fail(sentence)
 
 
 async def measure(config: ServeBenchConfig) -> list[dict[str, Any]]:
@@ -73,7 +74,7 @@ async def _measure_rate(
         try:
             path = save_result(config, result, append=shared)
         except OSError as error:
-            _quit(f"The figures cannot be written: {error}.")
+            fail(f"The figures cannot be written: {error}.")
         sys.stderr.write(f"The figures are in {path}.\n")
     return result
 
@@ -122,9 +123,9 @@ def _report_all(config: ServeBenchConfig, results: Sequence[dict[str, Any]]) -> 
     try:
         draw_plot(config.plot, results)
     except ImportError:
-        _quit("--plot needs matplotlib: pip install 'quire-llm[plot]'.")
+        fail("--plot needs matplotlib: pip install 'quire-llm[plot]'.")
     except (OSError, ValueError) as error:
-        _quit(f"The plot cannot be written: {error}.")
+        fail(f"The plot cannot be written: {error}.")
 
 
 def describe_failures(results: Sequence[dict[str, Any]]) -> str:
@@ -143,8 +144,3 @@ def describe_failures(results: Sequence[dict[str, Any]]) -> str:
     if any(text.startswith(REFUSALS) for text in failures):
         advice = "; --max-concurrency sends fewer at once, and the router's --max-queued-requests lets more wait"
     return f"{failures.total()} of {total} requests failed: {', '.join(kinds)}{advice}." if failures else ""
-
-
-def _quit(sentence: str) -> NoReturn:
-    sys.stderr.write(f"quire: {sentence}\n")
-    raise SystemExit(1)

@@ -9,11 +9,11 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from typing import NoReturn
 
 from quire_proto.cli import FlagParser
 
 from quire_cli.chat.api_client import ApiClient, ApiError, key_of_environment
+from quire_cli.machine.terminal import fail
 
 URL = "http://127.0.0.1:8000"
 INTERRUPTED = 130
@@ -70,12 +70,12 @@ def _guarded(work: Callable[[], None]) -> None:
     try:
         work()
     except ApiError as error:
-        _quit(str(error), 1)
+        fail(str(error), 1)
     except BrokenPipeError:  # ``| head``; a reader that is gone needs no sentence
         sys.stdout = None  # what is buffered cannot be written at the exit either
         raise SystemExit(1) from None
     except OSError as error:
-        _quit(f"the server cannot be reached: {error}.", 1)
+        fail(f"the server cannot be reached: {error}.", 1)
     except KeyboardInterrupt:
         sys.stdout.write("\n")
         raise SystemExit(INTERRUPTED) from None
@@ -116,7 +116,7 @@ def _complete(flags: Namespace) -> None:
     client = _client(flags)
     prompt = _given(flags.prompt)
     if not prompt:
-        _quit("PROMPT is needed, as an argument or piped in.", 2)
+        fail("PROMPT is needed, as an argument or piped in.", 2)
     body = {"max_tokens": 256, **_body(flags, client), "prompt": prompt}
     with closing(client.stream("/completions", body)) as chunks:
         for number, chunk in enumerate(chunks):
@@ -188,8 +188,3 @@ def _show(text: str) -> None:
     if text:
         sys.stdout.write(text)
         sys.stdout.flush()
-
-
-def _quit(sentence: str, status: int) -> NoReturn:
-    sys.stderr.write(f"quire: {sentence}\n")
-    raise SystemExit(status)

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+from huggingface_hub import constants
 from quire_engine.device.host import usable_cores
 from quire_engine.kernels.build import BuildError, best_level, find_build, find_compiler
 
@@ -129,8 +130,7 @@ def check_memory() -> Finding:
 
 def check_disk() -> Finding:
     """Room where models from the Hugging Face Hub are kept."""
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    folder = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    folder = Path(constants.HF_HUB_CACHE)
     existing = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     free = shutil.disk_usage(existing).free
     facts = {"folder": str(folder), "free": free, "writable": os.access(existing, os.W_OK)}

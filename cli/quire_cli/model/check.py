@@ -15,7 +15,7 @@ from quire_engine.checkpoint.config import read_config_json
 from quire_engine.checkpoint.support import UnsupportedModelError, check_support, checked_by_transformers
 from quire_engine.errors import ModelError
 
-from quire_cli.machine.memory import GIB, loaded_bytes, memory_shortage
+from quire_cli.machine.memory import ELEMENT_BYTES, GIB, loaded_bytes, memory_shortage
 from quire_cli.model.name import ModelNotFoundError
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -23,7 +23,6 @@ CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
 KV_TOKENS = 2048  # there is to be room for so many, at the least
 DISK_MARGIN = 64 << 20  # bytes that stay free
 _STORED_TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_TYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +77,11 @@ def missing_files(folder: Path) -> list[str]:
         try:
             needed |= indexed_files(folder) or {SINGLE_FILE}
         except (ValueError, KeyError, TypeError, AttributeError):
-            needed.add(INDEX_FILE)
             return sorted({name for name in needed if not (folder / name).is_file()} | {INDEX_FILE})
     return sorted(name for name in needed if not (folder / name).is_file())
 
 
-def check_disk(name: str, size: int, folder: Path) -> None:
+def check_fits_disk(name: str, size: int, folder: Path) -> None:
     """Raises ``ModelNotFoundError`` if ``size`` bytes do not fit onto the disk of ``folder``, which need not exist."""
     while not folder.exists():
         folder = folder.parent
@@ -105,7 +103,12 @@ def disk_sentence(error: BaseException, folder: Path) -> str | None:
     return None
 
 
-def check_memory(name: str, elements: Mapping[str, int], raw: Mapping[str, Any], need: MemoryNeed | None) -> None:
+def first_line(error: BaseException) -> str:
+    """What ``error`` says, for a sentence."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
+
+
+def check_fits_memory(name: str, elements: Mapping[str, int], raw: Mapping[str, Any], need: MemoryNeed | None) -> None:
     """Raises ``ModelNotFoundError`` if weights, of which ``elements`` counts those of each safetensors type, do not fit
     into memory together with keys and values of a few thousand tokens.
     """
@@ -121,7 +124,7 @@ def stored_elements(size: int, raw: Mapping[str, Any]) -> dict[str, int]:
     kind = _STORED_TYPES.get(str(raw.get("dtype") or raw.get("torch_dtype")), "")
     if not kind or raw.get("quantization_config") or raw.get("compression_config"):
         return {"U8": size}
-    return {kind: size // _TYPE_BYTES[kind]}
+    return {kind: size // ELEMENT_BYTES[kind]}
 
 
 def _kv_bytes(raw: Mapping[str, Any]) -> int:

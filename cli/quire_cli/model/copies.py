@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from huggingface_hub import cached_assets_path
 from huggingface_hub.utils.tqdm import tqdm
 
-from quire_cli.model.check import check_disk, disk_sentence
+from quire_cli.model.check import check_fits_disk, disk_sentence
 from quire_cli.model.name import ModelNotFoundError, Say
 
 WORKERS = 4
@@ -96,7 +96,7 @@ class Copy:
         with _explained(self._root):
             self._remove_leftovers({file.blob for file in missing})
             size = sum(file.size - self._kept(file) for file in missing)
-            check_disk(str(self.name), size, self._root)
+            check_fits_disk(str(self.name), size, self._root)
             if missing:
                 self._say(f"downloading {self.name}: {len(missing)} files, {size / 1e9:.2f} GB, into {self._root}")
             self._download_all(wanted, size)

@@ -11,7 +11,7 @@ from quire_cli.model.check import (
     TOKENIZER_FILE,
     MemoryNeed,
     check_config,
-    check_memory,
+    check_fits_memory,
     indexed_files,
     missing_files,
     stored_elements,
@@ -68,7 +68,7 @@ def fetch_folder(repository: Repository, need: MemoryNeed | None) -> Path:
     raw = check_config(folder, name, need)
     weights = _weight_files(repository, name)
     size = sum(files[file] for file in weights)
-    check_memory(name, repository.elements or stored_elements(size, raw), raw, need)
+    check_fits_memory(name, repository.elements or stored_elements(size, raw), raw, need)
     small = [file for file in files if "/" not in file and file.endswith(SMALL_FILES)]
     folder = repository.download([*small, *weights])
     if wrong := missing_files(folder) or repository.broken_files():

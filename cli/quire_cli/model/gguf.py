@@ -7,7 +7,7 @@ from typing import Protocol
 
 from quire_engine.checkpoint.gguf import ARCHITECTURES, GGUF_SUFFIX
 
-from quire_cli.model.check import INDEX_FILE, SINGLE_FILE, TOKENIZER_FILE, MemoryNeed, check_memory
+from quire_cli.model.check import INDEX_FILE, SINGLE_FILE, TOKENIZER_FILE, MemoryNeed, check_fits_memory
 from quire_cli.model.fetch import Repository, broken_copy
 from quire_cli.model.name import ModelNotFoundError
 
@@ -52,7 +52,7 @@ def fetch_gguf(repository: GgufRepository, wanted: str | None, need: MemoryNeed 
                 f"{name} has the architecture {architecture}, and of GGUF files read are {', '.join(ARCHITECTURES)}: "
                 "take the original model, or another one."
             )
-        check_memory(name, {"U8": files[file]}, {}, need)
+        check_fits_memory(name, {"U8": files[file]}, {}, need)
         snapshot = repository.download(chosen)
     if broken := [each for each in repository.broken_files() if each in chosen]:
         raise ModelNotFoundError(broken_copy(name, snapshot, broken))

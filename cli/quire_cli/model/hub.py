@@ -19,7 +19,7 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils.tqdm import tqdm
 from quire_proto import __version__
 
-from quire_cli.model.check import check_disk, disk_sentence
+from quire_cli.model.check import check_fits_disk, disk_sentence, first_line
 from quire_cli.model.name import HubName, ModelNotFoundError, Say
 
 MAX_CHOICES = 12
@@ -90,7 +90,7 @@ class HubRepository:
         missing = [each for each in self.info.siblings or [] if each.rfilename in files and not self._is_cached(each)]
         size = sum(each.size or 0 for each in missing)
         self._remove_leftovers()
-        check_disk(str(self.name), size, self._storage)
+        check_fits_disk(str(self.name), size, self._storage)
         if missing:
             self._say(
                 f"downloading {self.name.repo} at {self.commit[:8]}: {len(missing)} files, {size / 1e9:.2f} GB, into "
@@ -193,19 +193,15 @@ def _unreachable(name: HubName, api: HfApi, error: Exception) -> str:
     while not isinstance(cause, httpx2.HTTPError) and cause.__cause__ is not None:
         cause = cause.__cause__
     return (
-        f"{api.endpoint} cannot be reached ({_short(cause)}), and {name} is not whole in {cache}: check the network "
-        "and start again, name a mirror with HF_ENDPOINT, or name a folder."
+        f"{api.endpoint} cannot be reached ({first_line(cause)}), and {name} is not whole in {cache}: check the "
+        "network and start again, name a mirror with HF_ENDPOINT, or name a folder."
     )
 
 
 def _failed(name: HubName, _api: HfApi, error: Exception) -> str:
     if sentence := disk_sentence(error, Path(constants.HF_HUB_CACHE)):
         return sentence
-    return f"{name} could not be downloaded ({_short(error)}): start again, and what is whole already stays."
-
-
-def _short(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
+    return f"{name} could not be downloaded ({first_line(error)}): start again, and what is whole already stays."
 
 
 # The first kind that fits counts: the Hub's errors are also errors of HTTP and of the system.

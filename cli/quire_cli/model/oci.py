@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from quire_cli.model.check import first_line
 from quire_cli.model.copies import ConnectionCutError, Copy, RemoteFile
 from quire_cli.model.name import ModelNotFoundError, OciName, Say
 
@@ -149,7 +150,7 @@ class OciSource:
             yield
         except requests.exceptions.RequestException as error:
             raise ConnectionCutError(
-                f"{self._name.registry} cannot be reached ({_short(error)}): check the name and the network, start "
+                f"{self._name.registry} cannot be reached ({_innermost(error)}): check the name and the network, start "
                 "again, or name a folder."
             ) from None
         except (ValueError, AttributeError):  # so oras says that it has no credentials to offer
@@ -220,8 +221,8 @@ def _kind(layers: list[Any]) -> str:
     return "an image of containers" if "image" in kinds else "no model"
 
 
-def _short(error: BaseException) -> str:
+def _innermost(error: BaseException) -> str:
     """The innermost cause, in a few words."""
     while error.__context__ is not None:
         error = error.__context__
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")[:120]
+    return first_line(error)[:120]

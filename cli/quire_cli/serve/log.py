@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
-Say = Callable[[str, str], None]
+WriteLine = Callable[[str, str], None]
 """Prints one line of a speaker: the text, and who says it."""
 SELF = "quire"
 _STANDARD_OUTPUT = 1

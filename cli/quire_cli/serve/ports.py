@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from time import monotonic, sleep
 
 from quire_cli.machine.sockets import LOCALHOST, is_free
-from quire_cli.serve.log import SELF, Say
+from quire_cli.serve.log import SELF, WriteLine
 
 MAX_PORT = 65535
 PATIENCE = 2.0  # seconds in which the processes of a tree that was just killed give their ports back
@@ -23,7 +23,7 @@ class PortError(Exception):
 class Ports:
     """Gives out ports. ``say`` prints a line when it is not the usual one."""
 
-    say: Say
+    say: WriteLine
     _claims: dict[int, socket.socket] = field(default_factory=dict)
     _owners: dict[int, str] = field(default_factory=dict)
 

@@ -22,7 +22,7 @@ from quire_proto.supervise import Backoff
 
 from quire_cli.machine.sockets import LOCALHOST
 from quire_cli.serve import child
-from quire_cli.serve.log import SELF, Say
+from quire_cli.serve.log import SELF, WriteLine
 
 MAX_FAILED_STARTS = 3
 LAST_LINES = 5  # of a process that cannot be started
@@ -65,7 +65,9 @@ class ProcessTree:
     ``on_ready`` is called whenever one is ready.
     """
 
-    def __init__(self, programs: Sequence[Program], say: Say, on_ready: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, programs: Sequence[Program], say: WriteLine, on_ready: Callable[[], None] = lambda: None
+    ) -> None:
         self._programs = list(programs)
         self._say = say
         self._on_ready = on_ready

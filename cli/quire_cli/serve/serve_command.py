@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from quire_router.config import Settings
 
 from quire_cli.machine.gpus import visible_gpus
 from quire_cli.machine.memory import memory_shortage, weight_bytes
+from quire_cli.machine.terminal import fail
 from quire_cli.model.check import MemoryNeed
 from quire_cli.model.find import FoundModel, find_model
 from quire_cli.model.name import ModelNotFoundError
@@ -45,10 +45,10 @@ def serve(arguments: Sequence[str]) -> NoReturn:
     try:
         plan = make_plan(flags, found.path, ports, visible_gpus())
     except (PortError, ModelError, ValueError) as error:
-        _quit(str(error))
+        fail(str(error))
     except OSError as error:  # there may be no folder of the user's, as in some containers
-        _quit(f"{error.filename} cannot hold the journal: {error.strerror}; name a --journal-file, or --no-journal.")
-    check_memory(plan)
+        fail(f"{error.filename} cannot hold the journal: {error.strerror}; name a --journal-file, or --no-journal.")
+    check_host_memory(plan)
     raise SystemExit(asyncio.run(_run(plan)))
 
 
@@ -64,7 +64,7 @@ def find(flags: ServeFlags) -> FoundModel:
             check_length(found.path, config.max_model_len)
         return found
     except (ModelNotFoundError, ModelError) as error:
-        _quit(str(error))
+        fail(str(error))
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 
@@ -91,7 +91,7 @@ def needs_build() -> bool:
         return False  # it runs without them
 
 
-def check_memory(plan: Plan) -> None:
+def check_host_memory(plan: Plan) -> None:
     """Ends the process with one sentence if the weights cannot fit into the host's memory. What a GPU holds is left to
     the engine, which measures it.
     """
@@ -100,7 +100,7 @@ def check_memory(plan: Plan) -> None:
         return
     weights = weight_bytes(plan.model, config.dtype, config.quantization)
     if sentence := memory_shortage(plan.name, weights, plan.engines, config.quantization):
-        _quit(sentence)
+        fail(sentence)
 
 
 async def _run(plan: Plan) -> int:
@@ -190,8 +190,3 @@ def _variable_of_key() -> str:
     """A shell expression for the first of the keys, so that the key itself is not printed."""
     several = "," in os.environ["QUIRE_ROUTER_API_KEY"]
     return "${QUIRE_ROUTER_API_KEY%%,*}" if several else "$QUIRE_ROUTER_API_KEY"
-
-
-def _quit(sentence: str) -> NoReturn:
-    sys.stderr.write(f"quire: {sentence}\n")
-    raise SystemExit(1)

@@ -110,8 +110,7 @@ def test_little_memory_is_said(gib: float, status: str, monkeypatch: pytest.Monk
 
 
 def test_models_need_disk_where_the_hub_keeps_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr(checks.constants, "HF_HUB_CACHE", str(tmp_path / "hf/hub"))
     monkeypatch.setattr(checks, "GOOD_DISK", 0)
     found = checks.check_disk()
     assert (found.status, found.facts["folder"]) == ("ok", str(tmp_path / "hf/hub"))
