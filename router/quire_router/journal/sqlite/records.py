@@ -40,7 +40,7 @@ MAX_TIME = 2**62  # seconds
 MIN_FREE_SHARE = 0.25  # of the file that is free before pages are given back, so that it does not shrink and grow
 MIN_FREE_PAGES = 256  # 1 MiB
 VACUUMED_PAGES = 4_096  # that are given back at once: 16 MiB
-ABORTED = FinishReason.ABORT.value
+DAMAGED = -1  # in place of a log's checksum: a CRC-32 is never negative, so what decodes the log refuses it
 
 
 @contextmanager
@@ -445,7 +445,7 @@ class RecordReader:
                 "SELECT start, packed FROM logs WHERE record = ? ORDER BY start", (record,)
             ).fetchall()
             if not _is_whole(parts, 0):
-                fields["sum"] = -1  # no checksum fits
+                fields["sum"] = DAMAGED
             return _encode(fields), b"".join(part for _, part in parts), now
 
     def statuses(self, request_ids: Sequence[str]) -> list[tuple[dict[bytes, bytes], int, int]]:
@@ -485,7 +485,7 @@ class RecordReader:
             ).fetchall()
             length = parts[-1][0] + len(parts[-1][1]) if parts else 0
             if not _is_whole(parts, offset):
-                fields["sum"] = -1
+                fields["sum"] = DAMAGED
             packed = b"".join(part for _, part in parts)[max(0, offset - parts[0][0]) :] if parts else b""
             return RawRecordUpdate(_encode({name: fields.get(name) for name in names}), length, packed, now)
 
@@ -522,7 +522,7 @@ class RecordReader:
         last = "SELECT checksum, start + length(packed) FROM logs WHERE record = ? ORDER BY start DESC LIMIT 1"
         fields["sum"], length = self._connection.execute(last, (fields["record"],)).fetchone() or (0, 0)
         if fields.pop("length") not in (None, length):
-            fields["sum"] = -1  # its end is missing, so no checksum fits
+            fields["sum"] = DAMAGED  # its end is missing
         return fields, int(now * 1000)
 
 
