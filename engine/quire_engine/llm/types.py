@@ -153,10 +153,10 @@ class CompletionOutput:
     """One output of a prompt.
 
     ``finish_reason`` is ``stop`` (``stop_reason`` is then the stop string, or None for an end-of-sequence or stop
-    token, which is not part of the output), ``length``, or ``error``. ``token_ids`` go up to the token that completed
-    the stop string. ``logprobs`` has one entry for each of them if asked for, ``cumulative_logprob`` is
-    their sum (also known with ``best_of``). ``score`` is a beam's: the sum of its tokens' log-probabilities, divided by
-    its length to the power of ``length_penalty``.
+    token), ``length``, or ``error``. ``token_ids`` go up to the token that completed the stop string. They do not have
+    the end-of-sequence or stop token, with which vLLM's ``token_ids`` and ``logprobs`` end. ``logprobs`` has one entry
+    for each of ``token_ids`` if asked for, ``cumulative_logprob`` is their sum (also known with ``best_of``). ``score``
+    is a beam's: the sum of its tokens' log-probabilities, divided by its length to the power of ``length_penalty``.
     """
 
     index: int
