@@ -59,6 +59,7 @@ class Server:
         answer = httpx.post(f"{self.slow_url}/v1/chat/completions", json=body, timeout=60)
         events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
         message: str = events[-1]["error"]["message"]
+        assert message, events[-1]
         return message
 
 

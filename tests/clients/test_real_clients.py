@@ -116,6 +116,7 @@ LANGCHAIN = client(
 LLAMAINDEX = client("LlamaIndex, with OpenAILike", USUAL, "llama-index-core==")
 PYDANTIC_AI = client("pydantic-ai", f"{USUAL}, `NativeOutput`", "pydantic-ai-slim[openai]==")
 HAYSTACK = client("haystack", USUAL, "haystack-ai==")
+PARSING = ("langchain", "pydantic-ai")  # that are asked for an answer of a schema too
 
 
 @pytest.mark.parametrize(
@@ -128,10 +129,11 @@ HAYSTACK = client("haystack", USUAL, "haystack-ai==")
     ],
 )
 def test_frameworks_chat_stream_and_call_tools(server: Server, expected: dict[str, Any], name: str) -> None:
-    """Their own messages go back to Quire; ``parsed_turn``, where there is one, asks for an answer of a schema."""
+    """Their own messages go back to Quire."""
     seen = run_framework(name, server.url, server.slow_url)
     check({name: seen}, expected)
-    assert seen.get("parsed_turn", {"total": 12})["total"] in (12, 7)
+    if name in PARSING:
+        assert seen["parsed_turn"]["total"] in (12, 7)
 
 
 @client("smolagents", "streamed, second turn, error", "smolagents==")
