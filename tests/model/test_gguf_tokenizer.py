@@ -15,7 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.checkpoint import gguf_tokenizer
 from quire_engine.checkpoint.gguf import GgufFile
-from quire_engine.checkpoint.gguf_tokenizer import make_tokenizer, tokenizer_folder, tokenizer_folder_if_any
+from quire_engine.checkpoint.gguf_tokenizer import (
+    MAX_PIECE_LENGTH,
+    make_tokenizer,
+    tokenizer_folder,
+    tokenizer_folder_if_any,
+)
 from quire_engine.errors import ModelError
 from quire_engine.llm import LLM, SamplingParams
 from quire_proto.text.tokenizer import ModelTokenizer, folder_vocabulary_digest
@@ -246,6 +251,27 @@ def test_a_tokenizer_beside_the_file_is_preferred(tmp_path: Path) -> None:
     assert tokenizer_folder(path) == tokenizer_folder(tmp_path) == tmp_path
 
 
+def with_pieces(*pieces: str, kind: int = 1) -> dict[str, Any]:
+    """The metadata with these pieces for the last ones."""
+    values = pieces_metadata()
+    keep = len(PIECES) - len(pieces)
+    values["tokenizer.ggml.tokens"] = [*PIECES[:keep], *pieces]
+    values["tokenizer.ggml.token_type"] = [*values["tokenizer.ggml.token_type"][:keep], *[kind] * len(pieces)]
+    return values
+
+
+def test_a_long_piece_is_merged_from_its_halves(tmp_path: Path) -> None:
+    halves = "a" * (MAX_PIECE_LENGTH - 1), "b"
+    folder = make_tokenizer(write(tmp_path / "model.gguf", with_pieces("".join(halves), halves[0])))
+    assert list(halves) in json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]
+
+
+def test_a_special_token_may_be_longer(tmp_path: Path) -> None:
+    token = "x" * (MAX_PIECE_LENGTH + 1)
+    tokenizer = ModelTokenizer.load(make_tokenizer(write(tmp_path / "model.gguf", with_pieces(token, kind=4))))
+    assert tokenizer.encode_plain(token)[-1] == len(PIECES) - 1
+
+
 def without(name: str) -> dict[str, Any]:
     return {key: value for key, value in pieces_metadata().items() if key != f"tokenizer.ggml.{name}"}
 
@@ -261,6 +287,8 @@ def without(name: str) -> dict[str, Any]:
         (without("scores"), "it has no scores"),
         (pieces_metadata() | {"tokenizer.ggml.scores": [1.0]}, "it has not one score for each token"),
         (pieces_metadata() | {"tokenizer.ggml.tokens": [1, 2]}, "it has no tokens"),
+        (with_pieces("x" * (MAX_PIECE_LENGTH + 1)), "token 63 has 513 characters, at most 512"),
+        (with_pieces("x" * 65536), "token 63 has 65536 characters, at most 512"),
         (pieces_metadata() | {"tokenizer.ggml.token_type": [1]}, "it has not one type for each token"),
         (pieces_metadata() | {"tokenizer.ggml.bos_token_id": 64}, "its bos_token_id is 64, which is no token"),
     ],

@@ -33,6 +33,10 @@ _PREFIX = "tokenizer.ggml."
 _ARRAYS = [f"{_PREFIX}{name}" for name in ("tokens", "token_type", "scores", "merges")]
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of tokens
 _SPACE = "\u2581"  # as SentencePiece writes it
+MAX_PIECE_LENGTH = 512
+"""Characters of a token that is cut at every place to see what it is merged from, which takes the square of its length.
+SentencePiece's own limit is 16 where a model does not set another.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +252,10 @@ class _Vocabulary:
         merges: list[tuple[float, int, int, str, str]] = []
         for token, number in self._ids.items():
             if self._types[number] == _NORMAL:
+                if len(token) > MAX_PIECE_LENGTH:
+                    raise _refusal(
+                        self._file, f"token {number} has {len(token)} characters, at most {MAX_PIECE_LENGTH}"
+                    )
                 pairs = ((token[:end], token[end:]) for end in range(1, len(token)))
                 known = [(left, right) for left, right in pairs if left in self._ids and right in self._ids]
                 known.sort(key=lambda pair: (self._ids[pair[0]], self._ids[pair[1]]))
