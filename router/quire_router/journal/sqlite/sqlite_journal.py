@@ -62,7 +62,12 @@ class SqliteJournal(BufferedJournal):
 
 
 class SqliteStore:
-    """See ``RecordStore``. Those calls that write are done in order, and so are those that read."""
+    """The records of a ``JournalFile``. Those calls that write are done in order, and so are those that read.
+
+    What a call wrote is committed when it returns: it survives the end of the process, and from the next checkpoint on
+    a power failure. A call raises ``sqlite3.Error`` if its transaction failed, which has changed nothing then; one that
+    writes a record raises ``FileTakenError`` if another router has opened the file since.
+    """
 
     errors: tuple[type[Exception], ...] = (sqlite3.Error, OSError, TimeoutError)
 
@@ -77,11 +82,13 @@ class SqliteStore:
         self._cleaned = 0.0
 
     async def open(self, generation: GenerationRequest, lease: Lease) -> bool:
-        """See ``RecordStore``."""
+        """Creates the record with this lease. Returns False if there is one of another request or owner."""
         return await self._write(self._records.open, generation, lease)
 
     async def claim(self, request_id: str, owner: str, name: str) -> StoredRecord | None:  # noqa: ARG002 - it is not repeated
-        """See ``RecordStore``. A claim that is cancelled leaves no lease."""
+        """Takes the lease on a record that has none, and reads the record; None if it cannot be taken. A claim that is
+        cancelled gives its lease up with the next flush.
+        """
         claiming = self._write(self._records.claim, request_id, owner)
         try:
             return None if await asyncio.shield(claiming) is None else await self.read(request_id)
@@ -90,36 +97,38 @@ class SqliteStore:
             raise
 
     async def fail_corrupt(self, lease: Lease) -> None:
-        """See ``RecordStore``."""
+        """Ends a record that cannot be read with an internal error, and logs that."""
         log.error("the record of request %s is damaged", lease.request_id)
         await self._write(self._records.fail, lease, encode_error(internal()))
 
     async def cancel(self, request_id: str) -> bool:
-        """See ``RecordStore``."""
+        """Ends the record, or marks a leased one as cancelled. Returns False if there is none, or it has ended."""
         return await self._write(self._records.cancel, request_id)
 
     async def delete(self, request_id: str) -> bool:
-        """See ``RecordStore``."""
+        """Deletes the record, or cancels it if it has not ended, and deletes it soon after its end. Returns False if
+        there is none.
+        """
         return await self._write(self._records.delete, request_id)
 
     async def read(self, request_id: str) -> StoredRecord | None:
-        """See ``RecordStore``."""
+        """The record as of the last commit; None if there is none."""
         return await self._read(self._reader.read, request_id)
 
     async def statuses(self, request_ids: Sequence[str]) -> list[tuple[dict[bytes, bytes], int, int]]:
-        """See ``RecordStore``."""
+        """Of each record its ``STATUS_FIELDS``, the bytes of its prompt, and the time in ms."""
         return await self._read(self._reader.statuses, request_ids)
 
     async def read_update(self, request_id: str, names: tuple[str, ...], offset: int) -> RawRecordUpdate:
-        """See ``RecordStore``."""
+        """The token log from byte ``offset`` on, and the fields ``names``, as of the last commit."""
         return await self._read(self._reader.read_update, request_id, names, offset)
 
     async def orphans(self) -> list[str]:
-        """See ``RecordStore``."""
+        """Ids of background requests that have no lease and have not ended; each call goes on behind the last one's."""
         return await self._read(self._reader.orphans)
 
     def abandon(self, lease: Lease) -> None:
-        """See ``RecordStore``. The lease is given up with the next flush or heartbeat."""
+        """Notes that ``lease`` is given up, which is written with the next flush or heartbeat. Never waits."""
         self._abandoned.append(lease)
 
     def check_in_place(self) -> None:
@@ -127,7 +136,9 @@ class SqliteStore:
         self._file.check_in_place()
 
     async def flush(self, writes: list[BufferedWrite]) -> list[WriteReply]:
-        """Writes all of this in one transaction, and gives up abandoned leases."""
+        """Writes all of ``writes`` and gives up abandoned leases, in one transaction. Returns a reply to each write.
+        Raises ``FileTakenError`` also if the file was moved, deleted or replaced.
+        """
         self.check_in_place()
         abandoned = list(self._abandoned)
         replies = await self._write(self._records.write, writes, abandoned)
@@ -152,7 +163,7 @@ class SqliteStore:
         await self._write(self._records.probe)
 
     async def close(self) -> None:
-        """See ``RecordStore``."""
+        """Waits for what was begun, then closes the file, which writes the WAL into it."""
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
@@ -183,17 +194,19 @@ class SqliteTarget:
         self._failing = False
 
     async def connect(self) -> None:
-        """It always is."""
+        """Does nothing: the file is open."""
 
     async def beat(self) -> None:
-        """See ``WriteTarget``. Also when everything that is too old is deleted."""
+        """Writes a page if the last write failed, and deletes what is too old. Raises ``FileTakenError`` or another
+        ``sqlite3.Error``.
+        """
         self._store.check_in_place()
         if self._failing:
             await self._store.probe()
         await self._store.clean()
 
     async def write(self, writes: list[BufferedWrite]) -> list[WriteReply | Exception]:
-        """See ``WriteTarget``."""
+        """Writes all in one transaction: all is committed when it returns, or nothing if it raises."""
         replies = await self._store.flush(writes)
         self._failing = False
         return list(replies)
@@ -213,5 +226,5 @@ class SqliteTarget:
         return getattr(error, "sqlite_errorname", "") or type(error).__name__
 
     def mark_unavailable(self) -> None:
-        """See ``WriteTarget``."""
+        """Makes the next heartbeat write a page: it may have nothing else to write, and so not find out."""
         self._failing = True
