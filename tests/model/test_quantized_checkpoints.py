@@ -32,8 +32,9 @@ from tests.model.engine import load, run
 from tests.model.quantized.make import FOLDERS, HERE, SHOWN
 
 PLAIN = LoadOptions(ExecutorConfig(dtype="float32"))
+NORM = "model.layers.0.input_layernorm.weight"
 Q_PROJ = "model.layers.0.self_attn.q_proj"
-FOUR_BITS = ("awq", "gptq", "gptq-asymmetric", "gptq-desc-act", "w4a16", "w4a16-asymmetric")
+FOUR_BITS = ("awq", "gptq", "gptq-asymmetric", "gptq-desc-act", "w4a16", "w4a16-asymmetric", "w4a16-awq")
 FORMATS_IN_FLOAT8 = [name for name in FOLDERS if name.startswith("fp8")]
 
 
@@ -105,6 +106,8 @@ def test_the_kept_folders_have_what_they_are_named_for() -> None:
         zeros = read(HERE / name, SHOWN).zeros
         assert zeros is not None
         assert (len(zeros.unique()) > 1) == several
+    norms = [load_file(HERE / name / "model.safetensors")[NORM] for name in ("w4a16-asymmetric", "w4a16-awq")]
+    assert [len(norm.unique()) > 1 for norm in norms] == [False, True], "the scales that were searched divide the norm"
 
 
 @pytest.mark.parametrize(

@@ -107,10 +107,13 @@ def gptq(target: Path, plain: Path, **settings: object) -> Weights:
     return {name: loaded.model.get_submodule(name).dequantize_weight().T.float().contiguous() for name in LAYERS}
 
 
-def compressed(target: Path, plain: Path, scheme: object, *, calibrated: bool = False) -> Weights:
+def compressed(target: Path, plain: Path, scheme: object, *, awq: bool = False) -> Weights:
+    """LLM Compressor's rounding; with ``awq`` behind its search for AWQ's scales, which go into norms and weights."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
 
     if isinstance(scheme, dict):
         weights = QuantizationArgs(**scheme)
@@ -118,7 +121,14 @@ def compressed(target: Path, plain: Path, scheme: object, *, calibrated: bool = 
     else:
         how = {"targets": "Linear", "scheme": scheme}
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
-    oneshot(model=model, recipe=QuantizationModifier(ignore=["lm_head"], **how))
+    rounding = QuantizationModifier(ignore=["lm_head"], **how)
+    if awq:
+        rows = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in calibration()]
+        # What it keeps between layers it pins for a GPU, and there need not be one.
+        with mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor):
+            oneshot(model=model, recipe=[AWQModifier(), rounding], dataset=Dataset.from_list(rows), max_seq_length=48)
+    else:
+        oneshot(model=model, recipe=rounding)
     model.save_pretrained(target, save_compressed=True)
     if scheme is ASYMMETRIC:  # transformers 5.23 expects zeros that are not packed
         return unpacked(target, QuantizationScheme(targets=["Linear"], weights=weights))
@@ -167,6 +177,7 @@ FOLDERS: dict[str, Callable[[Path, Path], Weights]] = {
     "gptq-8-bits": lambda target, plain: gptq(target, plain, bits=8, desc_act=False, format="gptq_v2"),
     "w4a16": lambda target, plain: compressed(target, plain, SYMMETRIC),
     "w4a16-asymmetric": lambda target, plain: compressed(target, plain, ASYMMETRIC),
+    "w4a16-awq": lambda target, plain: compressed(target, plain, ASYMMETRIC, awq=True),
     "w8a16": lambda target, plain: compressed(target, plain, EIGHT_BITS),
     "w8a8": lambda target, plain: compressed(target, plain, "INT8"),
     "fp8-dynamic": lambda target, plain: compressed(target, plain, "FP8_DYNAMIC"),
