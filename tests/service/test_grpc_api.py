@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from tests.service.conftest import MODEL, Stack
+from tests.support.processes import eventually
 
 
 class ReflectedClient:
@@ -82,9 +83,17 @@ def test_cancel_ends_a_running_request(client: ReflectedClient) -> None:
     last = list(stream)[-1]
     assert last.finish_reason == 3, "the finish reason is not ABORT"
     list(client.call(INFERENCE, "Cancel", request_id=first.request_id))  # what has ended need not be ended again
-    with pytest.raises(grpc.RpcError) as refused:
-        list(client.call(INFERENCE, "Cancel", request_id="unknown"))
-    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_an_unknown_request_cannot_be_cancelled(client: ReflectedClient) -> None:
+    def is_not_found() -> bool:
+        with pytest.raises(grpc.RpcError) as refused:
+            list(client.call(INFERENCE, "Cancel", request_id="unknown"))
+        # For some seconds after Redis was late, a record that is missing may yet appear, and clients try again.
+        assert refused.value.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNAVAILABLE)
+        return refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+    eventually(is_not_found, message="it is never told to be unknown")
 
 
 def test_engines_answer_reflection_and_health_too(stack: Stack) -> None:
