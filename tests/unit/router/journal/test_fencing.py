@@ -250,12 +250,15 @@ class Fencing(RuleBasedStateMachine):
         self.database.close()
 
     def settle(self) -> None:
-        """Whoever believes to hold a record writes to it, and learns whether that is so."""
+        """Whoever believes to hold a record writes to it, and learns whether that is so: at the second time at last, as
+        the first one restores what a Redis lost, and who held it later may come after who held it before.
+        """
         for name in NAMES:
-            for holding in filter(self.is_alive, self.holdings[name]):
-                self.add(holding, 1)
-            for router in self.routers:
-                router.run(router.journal.flush())
+            for _ in range(2):
+                for holding in filter(self.is_alive, self.holdings[name]):
+                    self.add(holding, 1)
+                for router in self.routers:
+                    router.run(router.journal.flush())
             stored = self.stored(name)
             for holding in filter(self.is_alive, self.holdings[name]):
                 if stored is not None and wrote(holding, stored) and stored.owner:
