@@ -9,10 +9,10 @@ class ModelError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the message of ``error``, without a full stop: torch's messages continue with advice to
-    programmers.
+    """The first line of the message of ``error``, or its type if it has none, without a stop: torch's messages continue
+    with advice to programmers.
     """
-    return str(error).partition("\n")[0].rstrip(".")
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
 
 
 def quit_with(status: int, message: str) -> NoReturn:

@@ -17,7 +17,6 @@ from quire_cli.bench.dataset import DatasetError, RequestFactory
 from quire_cli.bench.load import Load, run_load
 from quire_cli.bench.metrics import compute_result, describe_run
 from quire_cli.bench.report import draw_plot, format_result, format_sweep, save_result
-from quire_cli.machine.terminal import fail
 
 READY_PERIOD = 0.5  # seconds between two questions whether the server is there
 REFUSALS = ("HTTP 429", "HTTP 503")  # how a failure begins for which the server had no room
@@ -35,11 +34,11 @@ def bench_serve(arguments: Sequence[str]) -> None:
         results = uvloop.run(measure(config))
         _report_all(config, results)
     except (ServerError, DatasetError) as error:
-        fail(str(error))
+        raise SystemExit(f"quire: {error}") from None
     except KeyboardInterrupt:
-        fail("Interrupted.")
+        raise SystemExit("quire: Interrupted.") from None
     if sentence := describe_failures(results):
-        fail(sentence)
+        raise SystemExit(f"quire: {sentence}")
 
 
 async def measure(config: ServeBenchConfig) -> list[dict[str, Any]]:
@@ -74,7 +73,7 @@ async def _measure_rate(
         try:
             path = save_result(config, result, append=shared)
         except OSError as error:
-            fail(f"The figures cannot be written: {error}.")
+            raise SystemExit(f"quire: The figures cannot be written: {error}.") from None
         sys.stderr.write(f"The figures are in {path}.\n")
     return result
 
@@ -123,9 +122,9 @@ def _report_all(config: ServeBenchConfig, results: Sequence[dict[str, Any]]) -> 
     try:
         draw_plot(config.plot, results)
     except ImportError:
-        fail("--plot needs matplotlib: pip install 'quire-llm[plot]'.")
+        raise SystemExit("quire: --plot needs matplotlib: pip install 'quire-llm[plot]'.") from None
     except (OSError, ValueError) as error:
-        fail(f"The plot cannot be written: {error}.")
+        raise SystemExit(f"quire: The plot cannot be written: {error}.") from None
 
 
 def describe_failures(results: Sequence[dict[str, Any]]) -> str:

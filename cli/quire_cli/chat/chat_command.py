@@ -13,7 +13,6 @@ from contextlib import closing, suppress
 from quire_proto.cli import FlagParser
 
 from quire_cli.chat.api_client import ApiClient, ApiError, key_of_environment
-from quire_cli.machine.terminal import fail
 
 URL = "http://127.0.0.1:8000"
 INTERRUPTED = 130
@@ -70,12 +69,12 @@ def _guarded(work: Callable[[], None]) -> None:
     try:
         work()
     except ApiError as error:
-        fail(str(error), 1)
+        raise SystemExit(f"quire: {error}") from None
     except BrokenPipeError:  # ``| head``; a reader that is gone needs no sentence
         sys.stdout = None  # what is buffered cannot be written at the exit either
         raise SystemExit(1) from None
     except OSError as error:
-        fail(f"the server cannot be reached: {error}.", 1)
+        raise SystemExit(f"quire: the server cannot be reached: {error}.") from None
     except KeyboardInterrupt:
         sys.stdout.write("\n")
         raise SystemExit(INTERRUPTED) from None
@@ -116,7 +115,8 @@ def _complete(flags: Namespace) -> None:
     client = _client(flags)
     prompt = _given(flags.prompt)
     if not prompt:
-        fail("PROMPT is needed, as an argument or piped in.", 2)
+        sys.stderr.write("quire: PROMPT is needed, as an argument or piped in.\n")
+        raise SystemExit(2)
     body = {"max_tokens": 256, **_body(flags, client), "prompt": prompt}
     with closing(client.stream("/completions", body)) as chunks:
         for number, chunk in enumerate(chunks):

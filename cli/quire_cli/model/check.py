@@ -70,14 +70,21 @@ def indexed_files(folder: Path) -> set[str]:
     return set(names.values())
 
 
+def weight_files(folder: Path) -> set[str]:
+    """The weight files that an engine reads: the single one where it is there, or else those of the index. Raises
+    ``ValueError`` and others for an index that cannot be read.
+    """
+    single = {SINGLE_FILE}
+    return single if (folder / SINGLE_FILE).is_file() else indexed_files(folder) or single
+
+
 def missing_files(folder: Path) -> list[str]:
     """The files that a model folder has to have and has not. A link to nothing is missing."""
     needed = {CONFIG_FILE, TOKENIZER_FILE}
-    if not (folder / SINGLE_FILE).is_file():
-        try:
-            needed |= indexed_files(folder) or {SINGLE_FILE}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return sorted({name for name in needed if not (folder / name).is_file()} | {INDEX_FILE})
+    try:
+        needed |= weight_files(folder)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return sorted({name for name in needed if not (folder / name).is_file()} | {INDEX_FILE})
     return sorted(name for name in needed if not (folder / name).is_file())
 
 
@@ -101,11 +108,6 @@ def disk_sentence(error: BaseException, folder: Path) -> str | None:
     if number in (errno.EACCES, errno.EROFS, errno.EPERM):
         return f"{folder} cannot be written ({os.strerror(number)}): name another with HF_HOME."
     return None
-
-
-def first_line(error: BaseException) -> str:
-    """What ``error`` says, for a sentence."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
 
 
 def check_fits_memory(name: str, elements: Mapping[str, int], raw: Mapping[str, Any], need: MemoryNeed | None) -> None:

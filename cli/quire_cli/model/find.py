@@ -7,7 +7,7 @@ from pathlib import Path
 from quire_engine.checkpoint.gguf import GGUF_SUFFIX
 from safetensors import SafetensorError, safe_open
 
-from quire_cli.model.check import CONFIG_FILE, SINGLE_FILE, MemoryNeed, check_config, indexed_files, missing_files
+from quire_cli.model.check import CONFIG_FILE, MemoryNeed, check_config, missing_files, weight_files
 from quire_cli.model.fetch import fetch_folder
 from quire_cli.model.gguf import fetch_gguf, has_only_gguf
 from quire_cli.model.name import EXAMPLE, HubName, ModelNotFoundError, OciName, S3Name, Say, read_name, served_name
@@ -88,7 +88,7 @@ def _local(path: Path, need: MemoryNeed | None) -> FoundModel:
         raise ModelNotFoundError(f"{path.resolve()} is not a model folder that can be served: it has no {first}.")
     if CONFIG_FILE in missing and len(files) > 1:
         raise ModelNotFoundError(f"{path} has {len(files)} GGUF files: name one of them, such as {files[0]}.")
-    for name in [] if CONFIG_FILE in missing else indexed_files(path) or [SINGLE_FILE]:
+    for name in sorted(weight_files(path)) if not missing else ():
         _check_weights(path / name)
     return FoundModel(path, served_name(path.resolve().name))
 
@@ -96,16 +96,15 @@ def _local(path: Path, need: MemoryNeed | None) -> FoundModel:
 def _check_weights(file: Path) -> None:
     """Raises ``ModelNotFoundError`` for a safetensors file that is not whole, or only a pointer to one."""
     try:
-        with file.open("rb") as reading:
-            if reading.read(len(LFS_POINTER)) == LFS_POINTER:
-                raise ModelNotFoundError(
-                    f"{file} is a pointer of Git LFS, not the weights: run git lfs pull in {file.parent}."
-                )
         with safe_open(file, framework="numpy"):
             pass
     except SafetensorError as error:
+        with file.open("rb") as reading:
+            is_pointer = reading.read(len(LFS_POINTER)) == LFS_POINTER
         raise ModelNotFoundError(
-            f"{file} is not a whole safetensors file ({error}): copy or download it again."
+            f"{file} is a pointer of Git LFS, not the weights: run git lfs pull in {file.parent}."
+            if is_pointer
+            else f"{file} is not a whole safetensors file ({error}): copy or download it again."
         ) from None
     except OSError as error:
         raise ModelNotFoundError(f"{file} cannot be read: {error.strerror or error}.") from None

@@ -17,9 +17,10 @@ from huggingface_hub import HfApi, ModelInfo, constants, get_cached_repo_tree, g
 from huggingface_hub import errors as hub
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils.tqdm import tqdm
+from quire_engine.errors import first_line
 from quire_proto import __version__
 
-from quire_cli.model.check import check_fits_disk, disk_sentence, first_line
+from quire_cli.model.check import check_fits_disk, disk_sentence
 from quire_cli.model.name import HubName, ModelNotFoundError, Say
 
 MAX_CHOICES = 12

@@ -17,7 +17,8 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from quire_cli.model.check import first_line
+from quire_engine.errors import first_line
+
 from quire_cli.model.copies import ConnectionCutError, Copy, RemoteFile
 from quire_cli.model.name import ModelNotFoundError, OciName, Say
 

@@ -15,13 +15,12 @@ from quire_engine.checkpoint.config import config_path, read_config_json
 from quire_engine.checkpoint.support import check_max_model_len, plain_max_length
 from quire_engine.config import OTHER_VARIABLES, EngineConfig
 from quire_engine.errors import ModelError
-from quire_engine.kernels.build import BuildError, find_build, find_compiler
+from quire_engine.kernels.build import needs_build
 from quire_proto.cli import join_host_port, read_settings, reject_unknown_env
 from quire_router.config import Settings
 
 from quire_cli.machine.gpus import visible_gpus
 from quire_cli.machine.memory import memory_shortage, weight_bytes
-from quire_cli.machine.terminal import fail
 from quire_cli.model.check import MemoryNeed
 from quire_cli.model.find import FoundModel, find_model
 from quire_cli.model.name import ModelNotFoundError
@@ -45,9 +44,10 @@ def serve(arguments: Sequence[str]) -> NoReturn:
     try:
         plan = make_plan(flags, found.path, ports, visible_gpus())
     except (PortError, ModelError, ValueError) as error:
-        fail(str(error))
+        raise SystemExit(f"quire: {error}") from None
     except OSError as error:  # there may be no folder of the user's, as in some containers
-        fail(f"{error.filename} cannot hold the journal: {error.strerror}; name a --journal-file, or --no-journal.")
+        advice = "name a --journal-file, or --no-journal."
+        raise SystemExit(f"quire: {error.filename} cannot hold the journal: {error.strerror}; {advice}") from None
     check_host_memory(plan)
     raise SystemExit(asyncio.run(_run(plan)))
 
@@ -64,7 +64,7 @@ def find(flags: ServeFlags) -> FoundModel:
             check_length(found.path, config.max_model_len)
         return found
     except (ModelNotFoundError, ModelError) as error:
-        fail(str(error))
+        raise SystemExit(f"quire: {error}") from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 
@@ -78,17 +78,8 @@ def check_length(model: Path, asked: int) -> None:
     """Raises ``ModelError`` where ``--max-model-len`` asks for more than the model has. What only transformers can tell
     of a model is left to the engine.
     """
-    path, raw = config_path(model), read_config_json(model)
-    if length := plain_max_length(path, raw):
+    if length := plain_max_length(config_path(model), read_config_json(model)):
         check_max_model_len(asked, length)
-
-
-def needs_build() -> bool:
-    """Whether an engine will compile its kernels when it starts."""
-    try:
-        return not find_build() and bool(find_compiler())
-    except BuildError:
-        return False  # it runs without them
 
 
 def check_host_memory(plan: Plan) -> None:
@@ -100,7 +91,7 @@ def check_host_memory(plan: Plan) -> None:
         return
     weights = weight_bytes(plan.model, config.dtype, config.quantization)
     if sentence := memory_shortage(plan.name, weights, plan.engines, config.quantization):
-        fail(sentence)
+        raise SystemExit(f"quire: {sentence}")
 
 
 async def _run(plan: Plan) -> int:

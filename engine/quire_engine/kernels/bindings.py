@@ -3,17 +3,14 @@
 import ctypes
 import functools
 import logging
-import os
 
 import torch
 
-from quire_engine.kernels.build import BuildError, shared_object
+from quire_engine.kernels.build import OFF, ON, SWITCH, BuildError, read_switch, shared_object
 
 DTYPES = (torch.bfloat16, torch.float32)
 """The element types that the kernels support."""
 
-_SWITCH = "QUIRE_ENGINE_CPU_KERNELS"
-_ON, _OFF = ("on", "1", "true", ""), ("off", "0", "false")
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 
 logger = logging.getLogger(__name__)
@@ -111,10 +108,10 @@ def library() -> ctypes.CDLL | None:
     They run on the threads of torch's own OpenMP runtime, which is loaded before them. Calls release the
     interpreter lock.
     """
-    switch = os.environ.get(_SWITCH, "on").lower()
-    if switch not in (*_ON, *_OFF):
-        logger.warning("%s is %r, which is neither on nor off, and counts as on", _SWITCH, switch)
-    return None if switch in _OFF else _load()
+    switch = read_switch()
+    if switch not in (*ON, *OFF):
+        logger.warning("%s is %r, which is neither on nor off, and counts as on", SWITCH, switch)
+    return None if switch in OFF else _load()
 
 
 @functools.cache

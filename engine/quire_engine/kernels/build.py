@@ -24,6 +24,8 @@ from pathlib import Path
 from quire_proto.folders import user_cache_folder
 
 logger = logging.getLogger(__name__)
+SWITCH = "QUIRE_ENGINE_CPU_KERNELS"
+ON, OFF = ("on", "1", "true", ""), ("off", "0", "false")
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 AHEAD_FOLDER = Path(__file__).parent / "ahead"
@@ -78,6 +80,11 @@ def levels_of(machine: str) -> Sequence[CpuLevel]:
     return X86 if machine.lower() in ("x86_64", "amd64") else OTHER
 
 
+def read_switch() -> str:
+    """What ``QUIRE_ENGINE_CPU_KERNELS`` says, in small letters. What is neither ``ON`` nor ``OFF`` counts as on."""
+    return os.environ.get(SWITCH, "on").lower()
+
+
 def shared_object() -> Path:
     """The compiled kernels: those of the wheel or the image, from the cache, or compiled now.
 
@@ -104,6 +111,14 @@ def find_build() -> Path | None:
         if build.stem == f"{stem}-{_digest(build)}":
             return build
     return None
+
+
+def needs_build() -> bool:
+    """Whether an engine that starts now will compile its kernels."""
+    try:
+        return read_switch() not in OFF and find_build() is None and bool(find_compiler())
+    except BuildError:
+        return False  # it runs without them
 
 
 def compile_ahead(names: Sequence[str] = ()) -> None:

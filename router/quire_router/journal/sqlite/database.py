@@ -70,8 +70,8 @@ class JournalFileError(ValueError):
 
 
 class FileTakenError(sqlite3.OperationalError):
-    """The file is not this router's any more: another one has opened it since, or it is not in its
-    place. The text says what to do.
+    """The file is not this router's any more: another one has opened it since, or it is not in its place. The text says
+    what to do.
     """
 
 

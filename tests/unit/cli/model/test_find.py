@@ -98,9 +98,15 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 98
         (POINTER, "is a pointer of Git LFS, not the weights: run git lfs pull in "),
     ],
 )
-def test_weights_that_are_not_whole_are_refused(weights: bytes, told: str, tmp_path: Path) -> None:
+def test_truncated_safetensors_and_git_lfs_pointers_are_refused(weights: bytes, told: str, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=told):
         find_model(str(write(tmp_path, model_files(weights))))
+
+
+@pytest.mark.parametrize("index", [b"{", b'{"weight_map": {"a": "gone.safetensors"}}'])
+def test_an_index_beside_a_single_file_is_not_read(index: bytes, tmp_path: Path) -> None:
+    folder = write(tmp_path, {**model_files(), "model.safetensors.index.json": index})
+    assert find_model(str(folder)).path == folder
 
 
 def test_a_folder_with_a_model_that_is_not_served_is_refused(tmp_path: Path) -> None:

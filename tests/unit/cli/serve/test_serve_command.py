@@ -61,7 +61,7 @@ def test_the_command_to_try_names_the_server_unless_it_is_where_that_looks(host:
     assert (f"quire complete --url {shlex.quote(url)} " in told) == (host in ("::1", "localhost"))
 
 
-def test_a_variable_that_is_no_setting_is_told_once_before_anything_starts(
+def test_an_unknown_environment_variable_is_refused_before_the_download(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("QUIRE_ENGINE_MAX_NUM_SEQ", "8")
