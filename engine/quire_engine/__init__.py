@@ -8,9 +8,27 @@ lists all packages, and which of them import torch.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quire_engine.llm import LLM, CompletionOutput, Logprob, RequestOutput, SamplingParams, StructuredOutputsParams
+    from quire_engine.llm import (
+        LLM,
+        AsyncLLM,
+        CompletionOutput,
+        Logprob,
+        RequestOutput,
+        SamplingParams,
+        StructuredOutputsParams,
+        destroy_model_parallel,
+    )
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "destroy_model_parallel",
+]
 
 
 def __getattr__(name: str) -> Any:

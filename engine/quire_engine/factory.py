@@ -4,6 +4,7 @@ loaded.
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder_if_any
@@ -61,16 +62,21 @@ def block_revision(config: EngineArgs, executor: "TorchExecutor") -> str:
     return revision if config.kv_cache_dtype == "auto" else f"{revision}+kv-{config.kv_cache_dtype}"
 
 
-def model_grammars(config: EngineArgs, executor: "TorchExecutor") -> ModelGrammars:
-    """The grammar backend of this executor's model. Costs nothing before the first grammar."""
-    return ModelGrammars(
-        tokenizer_folder_if_any(config.model), executor.config.vocab_size, executor.config.eos_token_ids
-    )
+def model_grammars(config: EngineArgs, executor: "TorchExecutor", tokenizer: Path | None = None) -> ModelGrammars:
+    """The grammar backend of this executor's model, with the model's tokenizer, or that of another folder. Costs
+    nothing before the first grammar.
+    """
+    folder = tokenizer_folder_if_any(config.model) if tokenizer is None else tokenizer
+    return ModelGrammars(folder, executor.config.vocab_size, executor.config.eos_token_ids)
 
 
-def make_grammar_compiler(config: EngineArgs, executor: "TorchExecutor") -> GrammarCompiler:
-    """The grammar compiler of the offline API, whose callers may submit many grammars at once."""
-    return GrammarCompiler(model_grammars(config, executor), max_alive_bytes=OFFLINE_GRAMMAR_BYTES)
+def make_grammar_compiler(
+    config: EngineArgs, executor: "TorchExecutor", tokenizer: Path | None = None
+) -> GrammarCompiler:
+    """The grammar compiler of the offline API, whose callers may submit many grammars at once. ``tokenizer`` as of
+    ``model_grammars``.
+    """
+    return GrammarCompiler(model_grammars(config, executor, tokenizer), max_alive_bytes=OFFLINE_GRAMMAR_BYTES)
 
 
 def _max_servable_length(max_model_len: int, capacity: KVCacheConfig) -> int:

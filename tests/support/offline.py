@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.step import ModelOutput, SchedulerOutput
-from quire_engine.llm import LLM
-from quire_engine.llm import llm as llm_module
+from quire_engine.llm import LLM, AsyncLLM, offline_engine
 
 from tests.support.model_folders import byte_level, write_model_folder
 from tests.support.paged_executor import PagedExecutor
@@ -52,11 +52,13 @@ class OfflineExecutor(PagedExecutor):
 class Offline:
     """An ``LLM`` and what is behind it."""
 
+    api: ClassVar[type[LLM | AsyncLLM]] = LLM
+
     def __init__(self, folder: Path, blocks: int = 400, host_blocks: int = 0, **settings: object) -> None:
         self.executor = OfflineExecutor(KVCacheConfig(BLOCK_SIZE, blocks, host_blocks))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(llm_module, "load_executor", lambda config: self.executor)
-            self.llm = LLM(write_model_folder(folder), **settings)
+            patch.setattr(offline_engine, "load_executor", lambda config: self.executor)
+            self.llm: Any = self.api(write_model_folder(folder), **settings)
         self.scheduler = self.llm._core.scheduler
 
     @property
@@ -67,3 +69,9 @@ class Offline:
         assert not self.scheduler.has_work
         self.memory.check_integrity()
         assert self.memory.device_pool.num_free == self.memory.device_pool.num_blocks
+
+
+class OfflineAsync(Offline):
+    """An ``AsyncLLM`` and what is behind it."""
+
+    api = AsyncLLM

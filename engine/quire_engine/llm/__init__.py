@@ -4,7 +4,18 @@ It runs the same scheduler, pools and executor as the service, and tokenises and
 same request with the same seed gives the same text. Torch is imported when a model is loaded.
 """
 
+from quire_engine.llm.async_llm import AsyncLLM
 from quire_engine.llm.llm import LLM
+from quire_engine.llm.offline_engine import destroy_model_parallel
 from quire_engine.llm.types import CompletionOutput, Logprob, RequestOutput, SamplingParams, StructuredOutputsParams
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "destroy_model_parallel",
+]

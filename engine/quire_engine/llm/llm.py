@@ -9,27 +9,23 @@ import logging
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import Parameter, Signature
 from pathlib import Path
-from random import Random, SystemRandom
 from threading import Lock
 from time import perf_counter
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
-from pydantic import ValidationError
-from quire_proto.errors import ErrorCode, QuireError, invalid
+from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.text.tokenizer import ModelTokenizer
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder
-from quire_engine.config import EngineArgs, EngineConfig, ServedModel
+from quire_engine.config import EngineArgs
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
-from quire_engine.factory import load_executor, make_grammar_compiler, make_scheduler
+from quire_engine.llm.offline_engine import LLM_SETTINGS, OPEN, OfflineEngine
 from quire_engine.llm.processor import (
-    InputProcessor,
     Message,
     OutputProcessor,
     PreparedRequest,
@@ -48,13 +44,13 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 Priority = int | Sequence[int] | None
 
 
-# What ``LLM`` takes as keyword arguments: all that concerns the engine itself but the model, which is an argument.
-LLM_SETTINGS = tuple(name for name in EngineArgs.model_fields if name not in ServedModel.model_fields)
-
-
 class LLM:
     """The model in the folder ``model``, with the engine's ``settings``: the fields of ``EngineArgs`` but those of
     ``ServedModel``, with the same defaults and ranges; ``quire-engine --help`` explains each.
+
+    ``model`` may also be ``ORG/NAME`` or ``ORG/NAME@REVISION`` of the Hugging Face Hub, from its local cache; with
+    ``allow_download`` what is missing there is downloaded. ``tokenizer`` is the folder or name of another model whose
+    tokenizer is used.
 
     They are ``**settings: Any``, as in vLLM, and checked when the ``LLM`` is made: type checkers read no ``TypedDict``
     that is derived from ``EngineArgs``, and one written by hand would repeat the name and type of every flag.
@@ -68,45 +64,52 @@ class LLM:
     __signature__ = Signature(
         [
             Parameter("model", Parameter.POSITIONAL_OR_KEYWORD, annotation=str | Path),
+            Parameter("tokenizer", Parameter.KEYWORD_ONLY, default=None, annotation=str | Path | None),
             Parameter("seed", Parameter.KEYWORD_ONLY, default=None, annotation=int | None),
+            Parameter("allow_download", Parameter.KEYWORD_ONLY, default=False, annotation=bool),
             *map(EngineArgs.__signature__.parameters.__getitem__, LLM_SETTINGS),
         ]
     )
 
-    def __init__(self, model: str | Path, *, seed: int | None = None, **settings: Any) -> None:
-        config = engine_config(model, settings)
-        self._tokenizer = ModelTokenizer.load(tokenizer_folder(config.model))
-        self._executor = load_executor(config)
-        scheduler = make_scheduler(config, self._executor)
-        self._core = EngineCore(scheduler, self._executor, self._publish)
-        random = SystemRandom() if seed is None else Random(seed)  # noqa: S311 - it draws tokens, not keys
-        self._grammars = make_grammar_compiler(config, self._executor)
-        self._requests = InputProcessor(self._tokenizer, scheduler, lambda: random.getrandbits(64), self._grammars)
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: str | Path | None = None,
+        seed: int | None = None,
+        allow_download: bool = False,
+        **settings: Any,
+    ) -> None:
+        self._engine = OfflineEngine.load(
+            model, settings, self._publish, tokenizer=tokenizer, seed=seed, allow_download=allow_download
+        )
+        self._core, self._requests = self._engine.core, self._engine.requests
         self._lock = Lock()
         self._current_run: OfflineRun | None = None
         self._usable = True
+        OPEN.add(self)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: Params = None,
+        sampling_params: Params = None,
         *,
         use_tqdm: bool = True,
         priority: Priority = None,
     ) -> list[RequestOutput]:
-        """Continues each of ``prompts``, in their order: a text, a list of token ids, or a list of those. ``params``
-        and ``priority`` are one for all prompts, or one for each.
+        """Continues each of ``prompts``, in their order: a text, a list of token ids, or a list of those.
+        ``sampling_params`` and ``priority`` are one for all prompts, or one for each.
 
         All prompts are checked before any is run; ``QuireError`` names the first that is wrong. A request that fails
         while it runs does not end the others: its ``RequestOutput`` has the ``error``. Ctrl-C ends all of them between
         two steps, and the ``LLM`` can be used again; a second Ctrl-C does not wait for the step to end, and it cannot.
         """
-        return self._generate(read_prompts(prompts), self._continuation, params, priority, use_tqdm)
+        return self._generate(read_prompts(prompts), self._requests.from_prompt, sampling_params, priority, use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: Params = None,
+        sampling_params: Params = None,
         *,
         use_tqdm: bool = True,
         priority: Priority = None,
@@ -114,14 +117,16 @@ class LLM:
         """Answers one conversation or each of a list, by the model's chat template; otherwise as ``generate``. A
         message has a ``role`` and a ``content``, which is a text or a list of text parts.
         """
-        return self._generate(read_conversations(messages), self._requests.from_messages, params, priority, use_tqdm)
+        conversations = read_conversations(messages)
+        return self._generate(conversations, self._requests.from_messages, sampling_params, priority, use_tqdm)
 
     def close(self) -> None:
         """Frees the model's memory. Later calls raise ``QuireError`` UNAVAILABLE."""
         with self._lock:
-            self._usable = False
-            self._grammars.close()
-            self._executor.close()
+            if self in OPEN:
+                OPEN.discard(self)
+                self._usable = False
+                self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -140,7 +145,7 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         self._check_usable()
-        each_params = broadcast("params", params, SamplingParams(), len(prompts))
+        each_params = broadcast("sampling_params", params, SamplingParams(), len(prompts))
         each_priority = broadcast("priority", priority, 0, len(prompts))
         prepared = []
         for index, arguments in enumerate(zip(prompts, each_params, each_priority, strict=True)):
@@ -150,15 +155,10 @@ class LLM:
                 raise with_prompt_index(index, len(prompts), error) from None
         return self._run(prepared, use_tqdm)
 
-    def _continuation(self, prompt: str | list[int], params: SamplingParams, priority: int) -> PreparedRequest:
-        if isinstance(prompt, str):
-            return self._requests.from_text(prompt, params, priority)
-        return self._requests.from_tokens(prompt, params, priority)
-
     def _run(self, requests: Sequence[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
         with self._lock, Progress(len(requests), shown=use_tqdm) as progress, defer_sigint() as release:
             self._check_usable()  # again: a call that held the lock may have closed or broken the engine
-            self._current_run = run = OfflineRun(requests, self._core, self._tokenizer, progress)
+            self._current_run = run = OfflineRun(requests, self._core, self._engine.tokenizer, progress)
             try:
                 results = run.run(release)
             finally:
@@ -174,21 +174,6 @@ class LLM:
     def _publish(self, step: EngineCoreOutputs) -> None:
         if self._current_run is not None:
             self._current_run.on_step(step)
-
-
-def engine_config(model: str | Path, settings: Mapping[str, object]) -> EngineConfig:
-    """The checked settings. Those not given come from ``QUIRE_ENGINE_…`` in the environment, or are the defaults.
-    Raises ``QuireError`` INVALID that names the first one at fault.
-    """
-    for name in settings:
-        if name not in LLM_SETTINGS:
-            raise invalid(name, f"LLM has no setting named {name}.")
-    try:
-        return EngineConfig.model_validate({"model": Path(model), **settings})
-    except ValidationError as error:
-        problem = error.errors()[0]
-        name = str(problem["loc"][0]) if problem["loc"] else "settings"
-        raise invalid(name, f"{name}: {problem['msg']}.") from None
 
 
 def _log_failures(results: Sequence[RequestOutput]) -> None:

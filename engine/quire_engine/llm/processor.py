@@ -57,15 +57,13 @@ class InputProcessor:
         self._ids = count()
         self._bad_words: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
 
-    def from_text(self, prompt: str, params: SamplingParams, priority: int) -> PreparedRequest:
-        """A request that continues ``prompt``. Raises ``QuireError``."""
-        return self._build(prompt, self._tokenizer.encode(prompt, self._limits.max_model_len), params, priority)
-
-    def from_tokens(self, token_ids: Sequence[int], params: SamplingParams, priority: int) -> PreparedRequest:
-        """A request that continues ``token_ids``. Raises ``QuireError``."""
-        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._limits.vocab_size):
+    def from_prompt(self, prompt: str | list[int], params: SamplingParams, priority: int) -> PreparedRequest:
+        """A request that continues a text or token ids. Raises ``QuireError``."""
+        if isinstance(prompt, str):
+            return self._build(prompt, self._tokenizer.encode(prompt, self._limits.max_model_len), params, priority)
+        if prompt and not (min(prompt) >= 0 and max(prompt) < self._limits.vocab_size):
             raise invalid("prompt", f"Token ids must be between 0 and {self._limits.vocab_size - 1}.")
-        return self._build(None, token_ids, params, priority)
+        return self._build(None, prompt, params, priority)
 
     def from_messages(self, messages: list[dict[str, str]], params: SamplingParams, priority: int) -> PreparedRequest:
         """A request that answers a conversation. Raises ``QuireError``."""
@@ -126,7 +124,8 @@ class OutputProcessor:
             for _ in range(request.sampling.num_returned)
         ]
         self._prompt_logprobs: list[TokenLogprobs] = []
-        self._result = RequestOutput(prepared.prompt, [])
+        self._num_cached_tokens = 0
+        self.error: QuireError | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -137,10 +136,12 @@ class OutputProcessor:
         """Adds an output of a step. Returns whether it completed a stop string, so that the engine has to abort
         the choice.
         """
-        self._result.num_cached_tokens = max(self._result.num_cached_tokens, output.cached_tokens)
+        self._num_cached_tokens = max(self._num_cached_tokens, output.cached_tokens)
         self._prompt_logprobs += output.prompt_logprobs
         if output.error is not None:
-            self._fail(output)
+            self.error = output.error
+            for ended in self._choices:
+                ended.end(FinishReason.ERROR)
             return False
         choice = self._choices[output.index]
         was_running = choice.finish_reason is None
@@ -148,23 +149,32 @@ class OutputProcessor:
         return was_running and choice.finish_reason is not None and output.finish_reason is None
 
     def result(self) -> RequestOutput:
-        """The finished request with the outputs that it asked for."""
-        request, result = self.prepared.request, self._result
-        result.prompt_token_ids = list(request.prompt_token_ids)
+        """The request with the outputs that it asked for, as far as they are known."""
+        request = self.prepared.request
+        prompt = list(request.prompt_token_ids)
         token_text = None if request.sampling.logprobs is None else self._token_text
-        result.outputs = [choice.completion(index, token_text) for index, choice in enumerate(self._best_choices())]
+        prompt_logprobs: list[PositionLogprobs | None] | None = None
         if request.sampling.prompt_logprobs is not None:
-            tokens = result.prompt_token_ids[1 : len(self._prompt_logprobs) + 1]
-            result.prompt_logprobs = [None, *_by_position(tokens, self._prompt_logprobs, self._token_text)]
-        return result
+            tokens = prompt[1 : len(self._prompt_logprobs) + 1]
+            prompt_logprobs = [None, *_by_position(tokens, self._prompt_logprobs, self._token_text)]
+        return RequestOutput(
+            prompt=self.prepared.prompt,
+            prompt_token_ids=prompt,
+            outputs=[choice.completion(index, token_text) for index, choice in enumerate(self._best_choices())],
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=self._num_cached_tokens,
+            error=self.error,
+            request_id=request.request_id,
+            finished=self.is_finished,
+        )
+
+    def abort(self) -> None:
+        """Ends the outputs that have not ended."""
+        for choice in self._choices:
+            choice.end(FinishReason.ABORT)
 
     def _token_text(self, token_id: int) -> str:
         return (self._tokenizer.token_bytes(token_id) or b"").decode(errors="replace")
-
-    def _fail(self, output: EngineCoreOutput) -> None:
-        self._result.error = output.error
-        for choice in self._choices:
-            choice.fail()
 
     def _best_choices(self) -> "list[CompletionBuilder]":
         params = self.prepared.request.sampling
@@ -200,19 +210,19 @@ class CompletionBuilder:
             self._pieces.append(self._text.finish())
         self.finish_reason = FinishReason.STOP if self._text.stopped else output.finish_reason
 
-    def fail(self) -> None:
-        """Ends the output with an error, unless it has ended."""
+    def end(self, reason: FinishReason) -> None:
+        """Ends the output, unless it has ended."""
         if self.finish_reason is None:
-            self.add_output(EngineCoreOutput("", finish_reason=FinishReason.ERROR))
+            self.add_output(EngineCoreOutput("", finish_reason=reason))
 
     def completion(self, index: int, token_text: TokenText | None) -> CompletionOutput:
-        """The finished output as choice ``index``; with log-probabilities if ``token_text`` is given."""
-        assert self.finish_reason is not None
+        """The output so far as choice ``index``; with log-probabilities if ``token_text`` is given."""
         logprobs = self.logprobs
+        self._pieces = ["".join(self._pieces)]
         return CompletionOutput(
             index=index,
-            text="".join(self._pieces),
-            token_ids=self.token_ids,
+            text=self._pieces[0],
+            token_ids=list(self.token_ids),
             finish_reason=self.finish_reason,
             stop_reason=self._text.stop_string,
             logprobs=None if token_text is None else _by_position(self.token_ids, logprobs, token_text),

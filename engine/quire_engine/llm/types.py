@@ -153,16 +153,17 @@ class CompletionOutput:
     """One output of a prompt.
 
     ``finish_reason`` is ``stop`` (``stop_reason`` is then the stop string, or None for an end-of-sequence or stop
-    token), ``length``, or ``error``. ``token_ids`` go up to the token that completed the stop string. They do not have
-    the end-of-sequence or stop token, with which vLLM's ``token_ids`` and ``logprobs`` end. ``logprobs`` has one entry
-    for each of ``token_ids`` if asked for, ``cumulative_logprob`` is their sum (also known with ``best_of``). ``score``
-    is a beam's: the sum of its tokens' log-probabilities, divided by its length to the power of ``length_penalty``.
+    token), ``length``, ``error`` or ``abort``; None for an output of ``AsyncLLM`` that has not ended. ``token_ids`` go
+    up to the token that completed the stop string. They do not have the end-of-sequence or stop token, with which
+    vLLM's ``token_ids`` and ``logprobs`` end. ``logprobs`` has one entry for each of ``token_ids`` if asked for,
+    ``cumulative_logprob`` is their sum (also known with ``best_of``). ``score`` is a beam's: the sum of its tokens'
+    log-probabilities, divided by its length to the power of ``length_penalty``.
     """
 
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
     stop_reason: str | None = None
     logprobs: list[PositionLogprobs] | None = None
     cumulative_logprob: float | None = None
@@ -175,8 +176,9 @@ class RequestOutput:
 
     ``prompt`` is the text, for a conversation as its template renders it; None for a prompt of token ids.
     ``prompt_logprobs`` has one entry for each of ``prompt_token_ids`` if asked for, None for the first.
-    ``num_cached_tokens`` of the prompt were found in the prefix cache. With an ``error``, ``outputs`` are
-    incomplete, and those that had not ended have the finish reason ``error``.
+    ``num_cached_tokens`` of the prompt were found in the prefix cache. With an ``error``, ``outputs`` are incomplete,
+    and those that had not ended have the finish reason ``error``. ``AsyncLLM`` gives outputs that are not ``finished``
+    before the last one.
     """
 
     prompt: str | None
@@ -185,3 +187,5 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
     error: QuireError | None = None
+    request_id: str = ""
+    finished: bool = True

@@ -13,12 +13,14 @@ from threading import Thread
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_engine import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from quire_engine import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, destroy_model_parallel
 from quire_engine.config import EngineArgs, EngineConfig
 from quire_engine.core.executor import CopyError
 from quire_engine.core.request import Request, Sequence
 from quire_engine.core.step import SchedulerOutput
-from quire_engine.llm.llm import LLM_SETTINGS, OfflineRun, engine_config
+from quire_engine.errors import ModelError
+from quire_engine.llm.llm import OfflineRun
+from quire_engine.llm.offline_engine import LLM_SETTINGS, OPEN, engine_config
 from quire_engine.llm.processor import PreparedRequest
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import SamplingParams as EngineParams
@@ -389,9 +391,11 @@ def test_a_setting_of_the_server_is_none_of_the_llm(name):
 
 
 def test_the_llms_signature_shows_every_setting_with_its_default():
-    model, seed, *others = inspect.signature(LLM).parameters.values()
+    model, *own = inspect.signature(LLM).parameters.values()
+    own, others = own[:3], own[3:]
 
-    assert (model.name, model.kind, seed.name) == ("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, "seed")
+    assert (model.name, model.kind) == ("model", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    assert [each.name for each in own] == ["tokenizer", "seed", "allow_download"]
     assert {other.name: other.default for other in others} == {
         name: EngineConfig.model_fields[name].default for name in LLM_SETTINGS
     }
@@ -523,6 +527,30 @@ def test_a_closed_llm_frees_its_memory_and_refuses_requests(tmp_path):
 
 
 # Many prompts
+
+
+def test_a_tokenizer_of_another_folder_is_used_if_its_tokens_are_the_models(offline, tmp_path):
+    other = byte_level()
+    upper = Offline(tmp_path / "a", tokenizer=write_model_folder(tmp_path / "other", other))
+    (result,) = quiet(upper.llm, "HELLO", seeded(1))
+    assert result.prompt_token_ids == other.encode("HELLO").ids
+
+    other.add_tokens(["one more"])
+    with pytest.raises(ModelError, match="is no tokenizer of this model: it has "):
+        Offline(tmp_path / "b", tokenizer=write_model_folder(tmp_path / "large", other))
+
+
+def test_what_programs_for_vllm_call_closes_every_llm(tmp_path, monkeypatch):
+    monkeypatch.setattr(OPEN, "data", set())  # not the other tests'
+    first, second = Offline(tmp_path / "a"), Offline(tmp_path / "b")
+    second.llm.close()
+
+    destroy_model_parallel()
+
+    assert first.executor.closed
+    with pytest.raises(QuireError, match="closed"):
+        quiet(first.llm, [3, 4])
+    destroy_model_parallel()
 
 
 def test_however_many_prompts_there_are_only_a_few_wait_in_the_engine(tmp_path):

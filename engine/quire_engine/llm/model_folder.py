@@ -1,0 +1,40 @@
+"""The folder of a model that is given by its name on the Hugging Face Hub, as ``LLM("ORG/NAME")``."""
+
+import re
+from pathlib import Path
+
+from quire_engine.errors import ModelError, first_line
+
+_HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^@:\s]+))?")
+FILES = ("*.json", "*.jinja", "*.safetensors")  # what is read of a repository: no code, nothing in pickle
+
+
+def find_model_folder(model: str | Path, *, allow_download: bool = False) -> Path:
+    """``model`` itself if it is there, or the folder in the Hub's local cache of ``ORG/NAME`` or
+    ``ORG/NAME@REVISION``, where a revision is a branch, a tag or a commit. With ``allow_download`` what is missing
+    there is downloaded, of one commit. Raises ``ModelError`` for a model that the cache has not, or the Hub.
+    """
+    path, found = Path(model), _HUB_NAME.fullmatch(str(model))
+    if isinstance(model, Path) or found is None or path.exists():
+        return path
+    # It takes a fifth of a second to import.
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        folder = snapshot_download(
+            found["repo"],
+            revision=found["revision"],
+            allow_patterns=list(FILES),
+            ignore_patterns=["*/*"],  # copies for other libraries
+            local_files_only=not allow_download,
+        )
+    except errors.LocalEntryNotFoundError as error:
+        if allow_download:
+            raise ModelError(f"{model} cannot be downloaded: {first_line(error)}.") from None
+        raise ModelError(
+            f"{model} is neither a folder here nor in the Hugging Face Hub's local cache: "
+            "download it first (hf download), or let LLM do so with allow_download=True."
+        ) from None
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
+        raise ModelError(f"{model} cannot be downloaded: {first_line(error)}.") from None
+    return Path(folder)

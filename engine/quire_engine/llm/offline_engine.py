@@ -1,0 +1,102 @@
+"""``OfflineEngine``: a model in this process, and all that ``LLM`` and ``AsyncLLM`` run it with."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random, SystemRandom
+from typing import Protocol, Self
+from weakref import WeakSet
+
+from pydantic import ValidationError
+from quire_proto.errors import invalid
+from quire_proto.text.tokenizer import ModelTokenizer
+
+from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder
+from quire_engine.config import EngineArgs, EngineConfig, ServedModel
+from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
+from quire_engine.core.executor import Executor
+from quire_engine.errors import ModelError
+from quire_engine.factory import load_executor, make_grammar_compiler, make_scheduler
+from quire_engine.llm.model_folder import find_model_folder
+from quire_engine.llm.processor import InputProcessor
+from quire_engine.structured_output.compiler import GrammarCompiler
+
+# What ``LLM`` takes as keyword arguments: all that concerns the engine itself but the model, which is an argument.
+LLM_SETTINGS = tuple(name for name in EngineArgs.model_fields if name not in ServedModel.model_fields)
+
+
+class Closable(Protocol):
+    """An ``LLM`` or ``AsyncLLM``."""
+
+    def close(self) -> None:
+        """Frees the model's memory."""
+        ...
+
+
+OPEN: WeakSet[Closable] = WeakSet()
+
+
+def destroy_model_parallel() -> None:
+    """Closes every ``LLM`` and ``AsyncLLM`` of this process, which is what programs for vLLM call its function for."""
+    for each in list(OPEN):
+        each.close()
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineEngine:
+    """``requests`` makes the requests that ``core`` runs."""
+
+    tokenizer: ModelTokenizer
+    executor: Executor
+    core: EngineCore
+    grammars: GrammarCompiler
+    requests: InputProcessor
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        settings: Mapping[str, object],
+        publish: Callable[[EngineCoreOutputs], None],
+        *,
+        tokenizer: str | Path | None,
+        seed: int | None,
+        allow_download: bool,
+    ) -> Self:
+        """Loads ``model``, with the tokenizer of another one if that is given. See ``LLM`` for the rest."""
+        config = engine_config(find_model_folder(model, allow_download=allow_download), settings)
+        other = None if tokenizer is None else find_model_folder(tokenizer, allow_download=allow_download)
+        loaded_tokenizer = ModelTokenizer.load(tokenizer_folder(config.model) if other is None else other)
+        executor = load_executor(config)
+        size = executor.config.vocab_size
+        if other is not None and loaded_tokenizer.vocab_size > size:
+            executor.close()
+            raise ModelError(
+                f"{tokenizer} is no tokenizer of this model: it has {loaded_tokenizer.vocab_size} tokens, and the "
+                f"model {size}."
+            )
+        scheduler = make_scheduler(config, executor)
+        random = SystemRandom() if seed is None else Random(seed)  # noqa: S311 - it draws tokens, not keys
+        grammars = make_grammar_compiler(config, executor, other)
+        requests = InputProcessor(loaded_tokenizer, scheduler, lambda: random.getrandbits(64), grammars)
+        return cls(loaded_tokenizer, executor, EngineCore(scheduler, executor, publish), grammars, requests)
+
+    def close(self) -> None:
+        """Frees the model's memory. No step may be running."""
+        self.grammars.close()
+        self.executor.close()
+
+
+def engine_config(model: Path, settings: Mapping[str, object]) -> EngineConfig:
+    """The checked settings. Those not given come from ``QUIRE_ENGINE_…`` in the environment, or are the defaults.
+    Raises ``QuireError`` INVALID that names the first one at fault.
+    """
+    for name in settings:
+        if name not in LLM_SETTINGS:
+            raise invalid(name, f"LLM has no setting named {name}.")
+    try:
+        return EngineConfig.model_validate({"model": model, **settings})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = str(problem["loc"][0]) if problem["loc"] else "settings"
+        raise invalid(name, f"{name}: {problem['msg']}.") from None

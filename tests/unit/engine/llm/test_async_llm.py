@@ -1,0 +1,213 @@
+"""``AsyncLLM`` over an executor whose right outputs are known: requests beside each other, and their ends."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+from time import sleep
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from quire_engine import RequestOutput, SamplingParams
+from quire_engine.core.executor import CopyError
+from quire_engine.core.step import SchedulerOutput
+from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.sampling import choice_seed
+
+from tests.support.model_folders import byte_level
+from tests.support.offline import EOS, OfflineAsync
+from tests.support.paged_executor import expected_output
+
+LONG = SamplingParams(seed=1, max_tokens=200, ignore_eos=True)
+
+
+@pytest.fixture
+async def offline(tmp_path: Path) -> AsyncIterator[OfflineAsync]:
+    offline = OfflineAsync(tmp_path, max_num_seqs=4, max_num_batched_tokens=32)
+    yield offline
+    await asyncio.to_thread(offline.llm.close)
+
+
+def expected(prompt: list[int], params: SamplingParams, index: int = 0) -> list[int]:
+    seed = choice_seed(params.seed, index)
+    return expected_output(prompt, seed, params.max_tokens, frozenset() if params.ignore_eos else frozenset({EOS}))
+
+
+async def all_of(offline: OfflineAsync, prompt: object, params: SamplingParams, **more: object) -> list[RequestOutput]:
+    return [output async for output in offline.llm.generate(prompt, params, **more)]
+
+
+def slow(offline: OfflineAsync) -> None:
+    """Each step takes a while, so that what happens between two of them does."""
+    offline.executor.before = lambda scheduler_output: sleep(0.003)
+
+
+async def idle(offline: OfflineAsync) -> None:
+    async with asyncio.timeout(20):
+        while offline.scheduler.has_work:  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.01)
+    offline.assert_idle()
+
+
+REQUESTS = st.lists(
+    st.tuples(st.lists(st.integers(3, 49), min_size=1, max_size=20), st.integers(0, 2**60), st.integers(1, 3)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(REQUESTS)
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+def test_requests_beside_each_other_get_their_own_outputs_which_only_grow(tmp_path_factory, requests):
+    async def run() -> None:
+        offline = OfflineAsync(tmp_path_factory.mktemp("async"), max_num_seqs=4, max_num_batched_tokens=32)
+        async with offline.llm:
+            params = [SamplingParams(seed=seed, max_tokens=12, n=n) for _, seed, n in requests]
+            calls = [all_of(offline, prompt, each) for (prompt, _, _), each in zip(requests, params, strict=True)]
+            for (prompt, _, n), wanted, outputs in zip(requests, params, await asyncio.gather(*calls), strict=True):
+                assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+                for index in range(n):
+                    tokens = expected(prompt, wanted, index)
+                    said = [output.outputs[index] for output in outputs]
+                    assert said[-1].token_ids == tokens
+                    assert said[-1].text == byte_level().decode(tokens)
+                    assert said[-1].finish_reason == ("length" if len(tokens) == 12 else "stop")
+                    for before, after in pairwise(said):
+                        assert after.token_ids[: len(before.token_ids)] == before.token_ids
+                        assert after.text.startswith(before.text)
+                        assert before.finish_reason in (None, after.finish_reason)
+            await idle(offline)
+
+    asyncio.run(run())
+
+
+async def test_a_stop_string_ends_an_output(offline: OfflineAsync) -> None:
+    whole = byte_level().decode(expected([5, 6], LONG)[:20])
+    stop = whole.strip()[-2:]
+    outputs = await all_of(offline, [5, 6], SamplingParams(seed=1, max_tokens=200, ignore_eos=True, stop=stop))
+
+    (choice,) = outputs[-1].outputs
+    assert (choice.finish_reason, choice.stop_reason, choice.text) == ("stop", stop, whole.partition(stop)[0])
+    await idle(offline)
+
+
+async def test_of_best_of_only_the_last_output_is_told(offline: OfflineAsync) -> None:
+    (output,) = await all_of(offline, [5, 6], SamplingParams(seed=1, max_tokens=9, n=2, best_of=4))
+    assert output.finished
+    assert len(output.outputs) == 2
+
+
+async def test_a_conversation_is_answered(offline: OfflineAsync) -> None:
+    outputs = [each async for each in offline.llm.chat([{"role": "user", "content": "Hello"}], LONG)]
+    assert "Hello" in outputs[-1].prompt
+    assert len(outputs[-1].outputs[0].token_ids) == 200
+
+
+async def test_who_leaves_aborts_his_request_and_no_other(offline: OfflineAsync) -> None:
+    slow(offline)
+    other = asyncio.create_task(all_of(offline, [9], LONG))
+    stream = offline.llm.generate([5, 6], LONG)
+    await anext(stream)
+    await stream.aclose()
+    cancelled = asyncio.create_task(all_of(offline, [7], LONG))
+    await asyncio.sleep(0.01)
+    cancelled.cancel()
+
+    assert (await other)[-1].outputs[0].token_ids == expected([9], LONG)
+    await idle(offline)
+
+
+async def test_an_aborted_request_ends_with_what_it_had(offline: OfflineAsync) -> None:
+    slow(offline)
+    stream = offline.llm.generate([5, 6], LONG, "mine")
+    first = await anext(stream)
+    await offline.llm.abort(["mine", "unknown"])
+    last = [each async for each in stream][-1]
+
+    assert (last.request_id, last.finished, last.outputs[0].finish_reason) == ("mine", True, "abort")
+    assert len(first.outputs[0].token_ids) <= len(last.outputs[0].token_ids) < 200
+    await idle(offline)
+
+
+async def test_an_id_is_of_one_request_at_a_time(offline: OfflineAsync) -> None:
+    slow(offline)
+    stream = offline.llm.generate([5, 6], LONG, "mine")
+    await anext(stream)
+    with pytest.raises(QuireError, match="A request mine is running") as refusal:
+        await all_of(offline, [5, 6], LONG, request_id="mine")
+    assert (refusal.value.code, refusal.value.param) == (ErrorCode.INVALID, "request_id")
+    await stream.aclose()
+    assert (await all_of(offline, [5, 6], LONG, request_id="mine"))[-1].finished
+
+
+@pytest.mark.parametrize(("prompt", "param"), [([10**6], "prompt"), ([3] * 300, "prompt"), ([], "prompt")])
+async def test_what_is_wrong_with_a_request_is_said_before_it_runs(offline, prompt, param) -> None:
+    with pytest.raises(QuireError) as refusal:
+        await all_of(offline, prompt, SamplingParams())
+    assert (refusal.value.code, refusal.value.param) == (ErrorCode.INVALID, param)
+
+
+async def test_too_many_requests_are_refused_and_the_others_run(tmp_path: Path) -> None:
+    offline = OfflineAsync(tmp_path, max_num_seqs=1, max_waiting=1)
+    async with offline.llm:
+        results = await asyncio.gather(*(all_of(offline, [5], LONG) for _ in range(6)), return_exceptions=True)
+        refused = [each for each in results if isinstance(each, QuireError)]
+        assert 0 < len(refused) < 6
+        assert {each.code for each in refused} == {ErrorCode.OVERLOADED}
+        await idle(offline)
+
+
+async def test_a_request_that_fails_raises_and_the_others_are_right(offline: OfflineAsync) -> None:
+    def fail(scheduler_output: SchedulerOutput) -> None:
+        if any(chunk.start == 0 and chunk.token_ids[0] == 13 for chunk in scheduler_output.chunks):
+            raise RuntimeError("this one")
+
+    offline.executor.before = fail
+    right, failed = await asyncio.gather(
+        all_of(offline, [3], LONG), all_of(offline, [13], LONG), return_exceptions=True
+    )
+
+    assert right[-1].outputs[0].token_ids == expected([3], LONG)
+    assert isinstance(failed, QuireError)
+    assert failed.code is ErrorCode.INTERNAL
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_when_the_engine_fails_every_request_does_and_those_that_come(offline: OfflineAsync) -> None:
+    def fail(scheduler_output: SchedulerOutput) -> None:
+        if scheduler_output.step > 20:
+            raise CopyError("out of order")
+
+    offline.executor.before = fail
+    results = await asyncio.gather(*(all_of(offline, [each], LONG) for each in (3, 4)), return_exceptions=True)
+    with pytest.raises(QuireError) as later:
+        await all_of(offline, [3], LONG)
+    assert {each.code for each in [*results, later.value]} == {ErrorCode.INTERNAL}
+
+
+async def test_closing_ends_what_runs_and_refuses_what_comes(offline: OfflineAsync) -> None:
+    slow(offline)
+    stream = offline.llm.generate([5, 6], SamplingParams(max_tokens=None, ignore_eos=True))
+    await anext(stream)
+    await asyncio.to_thread(offline.llm.close)
+    offline.llm.close()
+
+    assert offline.executor.closed
+    with pytest.raises(QuireError, match="closed"):
+        _ = [each async for each in stream]
+    with pytest.raises(QuireError, match="closed"):
+        await all_of(offline, [3], LONG)
+
+
+def test_one_event_loop_after_the_other_may_use_it(tmp_path: Path) -> None:
+    offline = OfflineAsync(tmp_path)
+    for _ in range(2):
+        assert asyncio.run(all_of(offline, [5], LONG))[-1].outputs[0].token_ids == expected([5], LONG)
+
+    async def leave() -> None:
+        await anext(offline.llm.generate([5], LONG))
+
+    asyncio.run(leave())
+    asyncio.run(idle(offline))
+    offline.llm.close()
