@@ -18,7 +18,7 @@ from quire_proto.cli import CliSettings, ListenAddress
 from quire_proto.tls import CaFile, CertificateFile, KeyFile, ServerTls, check_cert_key, server_tls
 
 Policy = Literal["fcfs", "sjf", "priority"]
-Batching = Literal["continuous", "static"]
+Batching = Literal["continuous", "static", "phased"]
 Quantization = Literal["int8", "int4"]
 SpeculativeMethod = Literal["none", "ngram", "suffix"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
@@ -116,7 +116,8 @@ class SchedulerArgs(_Frozen):
 
     ``max_num_seqs``: sequences that hold device blocks. ``max_swapped``: a victim beyond is computed again.
     ``max_overtakes``: how often a waiting request can be overtaken by a later one under ``sjf``. With ``batching``
-    static, nothing is admitted between the first token of a batch and the end of its last sequence.
+    static, nothing is admitted between the first token of a batch and the end of its last sequence; phased, a step
+    computes prompts alone, as long as there are some that fit into memory, or else one token of each sequence.
     """
 
     max_model_len: int | None = Field(
@@ -142,7 +143,9 @@ class SchedulerArgs(_Frozen):
         default="fcfs", description="Who is admitted next: first come, the shortest job, or by priority."
     )
     batching: Batching = Field(
-        default="continuous", description="static takes nothing in until a whole batch has ended; for comparisons."
+        default="continuous",
+        description="For comparisons, static takes nothing in until a whole batch has ended, and phased has no step "
+        "with both prompts and decoding: prompts go first.",
     )
     speculative_method: SpeculativeMethod = Field(
         default="none",

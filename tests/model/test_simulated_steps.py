@@ -98,7 +98,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         max_swapped=draw(st.sampled_from([1, 64])),
         scheduling_policy=draw(st.sampled_from(["fcfs", "sjf", "priority"])),
         max_overtakes=draw(st.sampled_from([1, 64])),
-        batching=draw(st.sampled_from(["continuous", "continuous", "static"])),
+        batching=draw(st.sampled_from(["continuous", "continuous", "static", "phased"])),
         vocab_size=VOCAB_SIZE,
     )
     return Scenario(

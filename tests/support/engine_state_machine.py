@@ -68,7 +68,7 @@ class EngineStateMachine(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from([1, 3, 8]),
         caching=st.sampled_from(["none", "device", "host", "host"]),
         policy=st.sampled_from(["fcfs", "sjf", "priority"]),
-        batching=st.sampled_from(["continuous", "continuous", "static"]),
+        batching=st.sampled_from(["continuous", "continuous", "static", "phased"]),
         rates=st.sampled_from([Rates(1e3, 1e9), Rates(1e3, 1e3), Rates(1e9, 1.0)]),
         max_swapped=st.sampled_from([0, 2, 64]),
         max_step_seconds=st.sampled_from([0.0, TOO_SHORT]),
@@ -102,10 +102,12 @@ class EngineStateMachine(RuleBasedStateMachine):
         )
         self.memory = KVCacheManager(capacity, prefix_caching=caching != "none", host_caching=caching == "host")
         self.scheduler = Scheduler(config, self.memory, rates=rates)
+        self.scheduler.schedule = self.schedule
         self.core = EngineCore(self.scheduler, self.make_executor(capacity), self.receive)
         self.clients: dict[str, Client] = {}
         self.cached: set[BlockStored] = set()
         self.ran_before: set[int] = set()
+        self.decoding: set[int] = set()
         self.sampled: set[int] = set()
         self.freed: set[int] = set()
         self.limit = min(MAX_MODEL_LEN, self.memory.device_pool.num_blocks * block_size)
@@ -126,7 +128,20 @@ class EngineStateMachine(RuleBasedStateMachine):
             for request in chunk.sample_requests
             if request.draft_of is None
         )
+        if self.scheduler.config.batching == "phased":
+            self.check_phase(scheduler_output)
         self.check_ended(scheduler_output)
+
+    def check_phase(self, scheduler_output: SchedulerOutput) -> None:
+        """A step that decodes any sequence computes nothing else."""
+        decodes = sum(chunk.sequence_id in self.decoding for chunk in scheduler_output.chunks)
+        assert decodes in (0, len(scheduler_output.chunks))
+
+    def schedule(self) -> SchedulerOutput:
+        """What the core calls instead of the scheduler's own: notes who lacks one token."""
+        admitted = [*self.scheduler.running, *self.scheduler.swapped]
+        self.decoding = {sequence.id for sequence in admitted if sequence.num_unscheduled_tokens == 1}
+        return Scheduler.schedule(self.scheduler)
 
     def check_ended(self, scheduler_output: SchedulerOutput) -> None:
         assert self.freed.isdisjoint(scheduler_output.finished_seq_ids), "a sequence was freed twice"

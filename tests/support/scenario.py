@@ -83,7 +83,7 @@ class Scenario:
             vocab_size=VOCAB_SIZE,
             scheduling_policy=random.choice(("fcfs", "sjf", "priority")),
             max_overtakes=random.choice((1, 4)),
-            batching=random.choice(("continuous", "continuous", "static")),
+            batching=random.choice(("continuous", "continuous", "static", "phased")),
             max_swapped=random.choice((1, 64, 64)),
         )
         self.caching = random.choice(("none", "device", "host"))

@@ -1,10 +1,11 @@
 """What the next step computes: hands out one token budget, and decides what is preempted when memory runs out.
 
-There is no prefill phase and no decode phase: a sequence has tokens known and tokens computed, and a step computes some
-of the difference. While a step is in flight, what it computes counts as computed, and a token that it draws as known,
-though nobody knows it yet. Order: running, then what was preempted, by precedence, then waiting in the policy's order.
-Nothing is admitted in a step that preempted, or while anything that was admitted is off the device: that is what keeps
-preemption from thrashing. The unified budget is vLLM V1's idea, after Sarathi's chunked prefill.
+There is no prefill phase and no decode phase (but with ``batching`` phased, for comparisons): a sequence has tokens
+known and tokens computed, and a step computes some of the difference. While a step is in flight, what it computes
+counts as computed, and a token that it draws as known, though nobody knows it yet. Order: running, then what was
+preempted, by precedence, then waiting in the policy's order. Nothing is admitted in a step that preempted, or while
+anything that was admitted is off the device: that is what keeps preemption from thrashing. The unified budget is vLLM
+V1's idea, after Sarathi's chunked prefill.
 """
 
 from collections.abc import Callable, Mapping
@@ -104,12 +105,12 @@ class BatchScheduler:
         self.out_of_memory.clear()
         budget = self._make_budget()
         self._num_draft_requests = 0
-        self._schedule_running(scheduler_output, budget)
-        if not scheduler_output.num_preempted:
-            if self.swapped or self.preempted:
-                self._schedule_preempted(scheduler_output, budget)
-            if self.waiting.sequences and not self.swapped and not self.preempted and self._can_admit():
-                self._schedule_waiting(scheduler_output, budget)
+        if self._config.batching == "phased":
+            self._schedule_phase(scheduler_output, budget, _prefills)
+            if not scheduler_output.chunks:
+                self._schedule_phase(scheduler_output, budget, _decodes)
+        else:
+            self._schedule_phase(scheduler_output, budget)
         if not (
             ahead
             or scheduler_output.chunks
@@ -125,6 +126,19 @@ class BatchScheduler:
         scheduler_output.blocks_to_copy = copies.blocks_to_copy
         scheduler_output.blocks_to_swap_in = copies.blocks_to_swap_in
         return scheduler_output
+
+    def _schedule_phase(
+        self, scheduler_output: SchedulerOutput, budget: StepBudget, phase: "Phase | None" = None
+    ) -> None:
+        """Schedules the sequences that are in ``phase``, or all of them. What is new is in its prefill."""
+        self._schedule_running(scheduler_output, budget, phase)
+        if scheduler_output.num_preempted:
+            return
+        if self.swapped or self.preempted:
+            self._schedule_preempted(scheduler_output, budget, phase)
+        admits = phase is not _decodes and not self.swapped and not self.preempted
+        if self.waiting.sequences and admits and self._can_admit():
+            self._schedule_waiting(scheduler_output, budget)
 
     def prompt_tokens_per_step(self) -> int:
         """Tokens of prompts that a step may compute beside the sequences that decode now, if one more prompt comes; 0
@@ -154,13 +168,15 @@ class BatchScheduler:
 
     # Running
 
-    def _schedule_running(self, scheduler_output: SchedulerOutput, budget: StepBudget) -> None:
+    def _schedule_running(self, scheduler_output: SchedulerOutput, budget: StepBudget, phase: "Phase | None") -> None:
         search: SequenceGroup | None = None
-        drafts = self._propose_drafts(budget)
+        drafts = {} if phase is _prefills else self._propose_drafts(budget)
         running = SequenceStatus.RUNNING  # a member of an enumeration is slow to look up
         for sequence in self.running.copy():
             if budget.tokens == 0 or self.out_of_memory or sequence.status is not running:
                 break  # victims are those of the least precedence, so all that follow a victim are victims too
+            if phase is not None and not phase(sequence):
+                continue
             group = sequence.group
             if group.beam_search is not None and group is not search:
                 # Room for all of them is made at once: none can be preempted when others have been scheduled.
@@ -315,9 +331,11 @@ class BatchScheduler:
 
     # Resuming preempted sequences
 
-    def _schedule_preempted(self, scheduler_output: SchedulerOutput, budget: StepBudget) -> None:
+    def _schedule_preempted(self, scheduler_output: SchedulerOutput, budget: StepBudget, phase: "Phase | None") -> None:
         """What was preempted comes back by precedence, whether swapped out or not: nothing passes another."""
         while budget.tokens and (sequence := self._next_preempted()) is not None and self._has_free_slots(sequence):
+            if phase is not None and not phase(sequence):
+                break
             is_swapped = sequence.status is SequenceStatus.SWAPPED
             if not (self._swap_in(sequence, budget.tokens) if is_swapped else self._readmit(sequence)):
                 break
@@ -362,7 +380,7 @@ class BatchScheduler:
 
     def _can_admit(self) -> bool:
         """Whether new sequences are taken in: always, or, with static batches, until the first token is known."""
-        if self._config.batching == "continuous":
+        if self._config.batching != "static":
             return True
         return not any(sequence.timings.first_token for sequence in self.running)
 
@@ -487,3 +505,15 @@ def _running_beams(group: SequenceGroup) -> list[Sequence]:
     return sorted(
         (beam for beam in group.sequences.values() if beam.status is SequenceStatus.RUNNING), key=_preemption_key
     )
+
+
+Phase = Callable[[Sequence], bool]
+"""Whether a sequence is in this phase, in a step of one phase."""
+
+
+def _prefills(sequence: Sequence) -> bool:
+    return sequence.num_unscheduled_tokens > 1
+
+
+def _decodes(sequence: Sequence) -> bool:
+    return sequence.num_unscheduled_tokens <= 1

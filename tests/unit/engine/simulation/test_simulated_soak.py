@@ -92,7 +92,7 @@ class Soak:
             max_swapped=choose((0, 2, 64)),
             scheduling_policy=choose(("fcfs", "sjf", "priority")),
             max_overtakes=choose((1, 4, 64)),
-            batching=choose(("continuous", "continuous", "static")),
+            batching=choose(("continuous", "continuous", "static", "phased")),
             eos_token_ids=frozenset({EOS}),
             vocab_size=VOCAB_SIZE,
         )

@@ -171,6 +171,14 @@ def test_static_batching_admits_no_request_after_the_first_token_until_all_have_
     assert taken_in_late("static") == 0 < taken_in_late("continuous")
 
 
+def test_in_phased_steps_who_decodes_waits_for_prompts() -> None:
+    mixed, phased = (
+        make_report(run(arrivals(40), LIMITS.model_copy(update={"batching": batching})))
+        for batching in ("continuous", "phased")
+    )
+    assert phased.itl.max > mixed.itl.max
+
+
 def test_settings_of_the_latency_replace_those_of_the_preset_one_by_one(tmp_path: Path) -> None:
     config = SimulationConfig(trace=tmp_path, preset="cpu", weights_seconds=0.5, jitter=0.1)
     plain = SimulationConfig(trace=tmp_path, preset="cpu")
