@@ -26,7 +26,7 @@ help:
 	@echo "make lint                                     style, types, stale stubs"
 	@echo "make bench [ARGS='--rounds 3']                speed, offline and served, beside installed peers', and more; then one table"
 	@echo "make peers                                    vLLM's CPU build and llama.cpp, each in an environment of its own"
-	@echo "make clients                                  clients that others wrote, installed in .clients, talk to a router"
+	@echo "make clients [OPEN_WEBUI=1]                   clients that others wrote, installed in .clients, talk to a router"
 	@echo "make bench-router                             what the router costs, and what some clients do to others"
 	@echo "make bench-simulation TRACE=/path/to/file     KV waste, and sjf against fcfs, on a trace"
 	@echo "make bench-fleet TRACES=/path/to/folder       placement policies against each other, simulated"

@@ -37,6 +37,8 @@ python_clients haystack haystack-ai==3.4.0
 python_clients lm-eval "lm-eval[api]==0.4.13" transformers==5.23.0
 python_clients aiperf aiperf==0.13.0
 python_clients guidellm guidellm==0.8.1
+# 1.7 GB, of which a chat needs little.
+[ -z "${OPEN_WEBUI:-}" ] || python_clients open-webui open-webui==0.12.4
 where='import sysconfig; print(sysconfig.get_path("purelib"))'
 ../.venv/bin/python -c "$where" > "$(guidellm/bin/python -c "$where")/torch-of-quire.pth"
 if command -v npm >/dev/null; then

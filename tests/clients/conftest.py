@@ -27,6 +27,7 @@ AGENTS, LITELLM, PROXY = (CLIENTS / path for path in ("agents/bin/python", "lite
 NODE, GO = CLIENTS / "node" / "node_modules", CLIENTS / "go" / "clients"
 VERCEL = NODE / "ai"
 AIPERF, GUIDELLM = CLIENTS / "aiperf" / "bin" / "aiperf", CLIENTS / "guidellm" / "bin" / "guidellm"
+OPEN_WEBUI = CLIENTS / "open-webui" / "bin" / "open-webui"
 LM_EVAL, GRPCURL = CLIENTS / "lm-eval" / "bin" / "lm_eval", CLIENTS / "go" / "grpcurl"
 VLLM = ROOT / ".peers" / "vllm" / "bin" / "vllm"
 MODEL = "tools"
@@ -42,6 +43,7 @@ class Server:
     """Where the two routers are, and the folder of their model. ``slow_url`` ends each request after 0.4 s."""
 
     folder: Path
+    engine: Engine
     grpc_address: str
     url: str
     slow_url: str
@@ -98,7 +100,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     try:
         for process in (engine, *routers):
             process.wait_ready()
-        yield Server(folder, routers[0].grpc_address, *(router.url for router in routers))
+        yield Server(folder, engine, routers[0].grpc_address, *(router.url for router in routers))
     finally:
         for process in (*routers, engine):
             process.stop()
@@ -136,9 +138,9 @@ def litellm_proxy(server: Server, tmp_path_factory: pytest.TempPathFactory) -> I
         process.stop()
 
 
-def needs(path: Path) -> pytest.MarkDecorator:
+def needs(path: Path, how: str = "make clients") -> pytest.MarkDecorator:
     """Skips a test where the client that it drives is not installed."""
-    return pytest.mark.skipif(not path.exists(), reason="make clients installs the clients and runs these tests")
+    return pytest.mark.skipif(not path.exists(), reason=f"{how} installs the clients and runs these tests")
 
 
 def run(command: Sequence[object]) -> dict[str, Any]:

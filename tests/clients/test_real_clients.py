@@ -4,10 +4,13 @@ Each runs as its users run it, in an environment of its own that ``make clients`
 what Quire answers to the same request without a library between.
 """
 
+import dataclasses
 import json
 import os
 import shutil
+import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.browser.conftest import needs_chromium
 from tests.clients.conftest import (
     AGENTS,
     AIPERF,
     CLIENTS,
+    DEMO,
     GO,
     GRPCURL,
     GUIDELLM,
@@ -26,6 +31,7 @@ from tests.clients.conftest import (
     LM_EVAL,
     MODEL,
     NODE,
+    OPEN_WEBUI,
     PROGRAMS,
     PROXY,
     TIMEOUT,
@@ -35,6 +41,8 @@ from tests.clients.conftest import (
     needs,
     run,
 )
+from tests.clients.open_webui import open_webui
+from tests.support.processes import Router, eventually
 
 USUAL = "streamed, second turn, tools, error"
 client = pytest.mark.client
@@ -345,3 +353,60 @@ def test_aiperf_counts_each_token(server: Server, tmp_path: Path) -> None:
     seen = json.loads((tmp_path / "profile_export_aiperf.json").read_text())
     assert (seen["request_count"]["avg"], seen["error_summary"]) == (24, [])
     assert seen["total_usage_completion_tokens"]["avg"] == 24 * 16
+
+
+@pytest.fixture
+def without_tools(server: Server, tmp_path: Path) -> Iterator[tuple[Server, Router]]:
+    """The server with a router whose template leaves tools out, and that router: Open WebUI's own tools, which it
+    sends with each message, take more than the 2,048 tokens that the demo model has room for.
+    """
+    router = Router(DEMO, [server.engine.address], tmp_path, name=MODEL)
+    try:
+        router.wait_ready()
+        yield dataclasses.replace(server, folder=DEMO, url=router.url, grpc_address=router.grpc_address), router
+    finally:
+        router.stop()
+
+
+@client("Open WebUI", "in Chromium: its list of models, two turns, Stop, a reload", "open-webui==")
+@needs(OPEN_WEBUI, "make clients OPEN_WEBUI=1 (1.7 GB)")
+@needs_chromium
+def test_open_webui_chats_stops_and_keeps_its_chats(without_tools: tuple[Server, Router], tmp_path: Path) -> None:
+    """As its user sees it. Stop is pressed in the middle of an answer, while the engine is held."""
+    server, router = without_tools
+    story, sums = "Tell me a story", "What is 7 plus 5?"
+
+    def whole(*said: str) -> str:
+        roles = [("user", "assistant")[at % 2] for at in range(len(said))]
+        messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+        text: str = server.ask(messages=messages)["choices"][0]["message"]["content"]
+        return text
+
+    def cancelled() -> float:
+        return router.metric("quire_requests_total", model=MODEL, finish_reason="abort")
+
+    with open_webui(tmp_path, server.url) as page:
+        page.open()
+        assert page.models() == [MODEL]
+        page.say(story)
+        first = whole(story)
+        assert page.answer() == " ".join(first.split())
+        page.say(sums)
+        assert page.answer() == " ".join(whole(story, first, sums).split())
+        before = cancelled()
+        server.engine.signal(signal.SIGSTOP)
+        try:
+            page.say(story)
+            part = page.see_a_part(server.engine)
+            page.stop()
+            eventually(lambda: cancelled() == before + 1, message="the router never saw that the answer was stopped")
+        finally:
+            server.engine.signal(signal.SIGCONT)
+        kept = page.texts()
+        assert len(kept) == 3
+        assert kept[-1].startswith(part)
+        page.browser.driver.refresh()
+        page.browser.wait(lambda: len(page.texts()) == 3 and all(page.texts()))
+        assert page.texts() == kept
+        page.say(sums)
+        assert page.answer()
