@@ -54,14 +54,18 @@ def rows_of(page: str) -> list[str]:
 
 
 def write(marks: Iterable[pytest.Mark], results: Mapping[str, Sequence[str]]) -> None:
-    """Writes the page's table anew. ``results`` are the outcomes of the tests of each client by its name. Raises
-    ``LookupError`` if one was not run.
+    """Writes the page's table anew. ``results`` are the outcomes of the tests of each client by its name. The row of a
+    client that was not run stays, if it is of the version that would be run. Raises ``LookupError`` if it is not.
     """
-    rows = []
+    page = PAGE.read_text()
+    before, rows = rows_of(page), []
     for mark in marks:
         outcomes = set(results.get(mark.args[0], ["skipped"]))
         if "skipped" in outcomes:
-            raise LookupError(f"{mark.args[0]} was not run")
-        rows.append(row(mark, FAILS if "failed" in outcomes else WORKS))
-    page = PAGE.read_text()
-    PAGE.write_text(page.replace("\n".join(rows_of(page)), "\n".join(rows)))
+            known = [line for line in (row(mark, WORKS), row(mark, FAILS)) if line in before]
+            if not known:
+                raise LookupError(f"{mark.args[0]} was not run")
+            rows += known
+        else:
+            rows.append(row(mark, FAILS if "failed" in outcomes else WORKS))
+    PAGE.write_text(page.replace("\n".join(before), "\n".join(rows)))

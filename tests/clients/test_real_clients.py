@@ -27,7 +27,9 @@ from tests.clients.conftest import (
     GO,
     GRPCURL,
     GUIDELLM,
+    LANGCHAIN_JS,
     LITELLM,
+    LLM,
     LM_EVAL,
     MODEL,
     NODE,
@@ -124,6 +126,8 @@ LANGCHAIN = client(
 LLAMAINDEX = client("LlamaIndex, with OpenAILike", USUAL, "llama-index-core==")
 PYDANTIC_AI = client("pydantic-ai", f"{USUAL}, `NativeOutput`", "pydantic-ai-slim[openai]==")
 HAYSTACK = client("haystack", USUAL, "haystack-ai==")
+AUTOGEN = client("AutoGen", USUAL, "autogen-agentchat==")
+SEMANTIC_KERNEL = client("Semantic Kernel", USUAL, "semantic-kernel==")
 PARSING = ("langchain", "pydantic-ai")  # that are asked for an answer of a schema too
 
 
@@ -134,6 +138,8 @@ PARSING = ("langchain", "pydantic-ai")  # that are asked for an answer of a sche
         pytest.param("llamaindex", marks=LLAMAINDEX),
         pytest.param("pydantic-ai", marks=PYDANTIC_AI),
         pytest.param("haystack", marks=HAYSTACK),
+        pytest.param("autogen", marks=AUTOGEN),
+        pytest.param("semantic-kernel", marks=SEMANTIC_KERNEL),
     ],
 )
 def test_frameworks_chat_stream_and_call_tools(server: Server, expected: dict[str, Any], name: str) -> None:
@@ -249,6 +255,32 @@ def test_grpcurl_finds_and_calls_the_service_by_reflection(server: Server) -> No
     assert call("-d", body, server.grpc_address, "quire.v1.Inference/Generate").count("{")
 
 
+@client("llm", "streamed, second turn, error, at the command line", "llm==")
+@needs(LLM)
+def test_llm_at_the_command_line(server: Server, expected: dict[str, Any], tmp_path: Path) -> None:
+    models = [
+        {"model_id": name, "model_name": MODEL, "api_base": f"{url}/v1"}
+        for name, url in (("quire", server.url), ("slow", server.slow_url))
+    ]
+    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps(models))
+    environment = {**os.environ, "LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
+
+    def prompt(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
+        given = [word for name, value in options.items() for word in ("-o", name, str(value))]
+        command = [LLM, *words, *given]
+        return subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+
+    asked, again = FIRST[0]["content"], GIVEN["second"]["content"]
+    assert prompt("prompt", "-m", "quire", asked, **PARAMETERS).stdout == expected["streamed"]["text"] + "\n"
+    (logged,) = json.loads(prompt("logs", "list", "--json").stdout)
+    assert [logged["input_tokens"], logged["output_tokens"]] == expected["streamed"]["usage"]
+    assert prompt("prompt", "--continue", again, **PARAMETERS).stdout == expected["second_turn"]["text"] + "\n"
+    endless = {name: json.dumps(value) for name, value in GIVEN["endless"].items()}
+    failed = prompt("prompt", "-m", "slow", asked, temperature=0, **endless)
+    assert failed.returncode == 1
+    assert expected["streamed_error"] in failed.stderr
+
+
 @client("curl", "a stream", version="the system's")
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 def test_curl_prints_a_stream_as_it_comes(server: Server, expected: dict[str, Any]) -> None:
@@ -280,6 +312,20 @@ def test_the_ai_sdk_of_vercel_calls_tools_and_then_answers_in_a_form(server: Ser
     found = run(["node", PROGRAMS / "vercel_client.mjs", server.url, server.slow_url, NODE.parent])
     check(found, expected)
     assert all(seen["tool_loop"]["total"] in (12, 7) for seen in found.values())
+
+
+@client(
+    "LangChain (JavaScript), with `@langchain/openai`",
+    f"{USUAL}, structured output",
+    "langchain@",
+    "@langchain/openai@",
+)
+@needs(LANGCHAIN_JS)
+def test_langchain_of_javascript(server: Server, expected: dict[str, Any]) -> None:
+    found = run(["node", PROGRAMS / "langchain_client.mjs", server.url, server.slow_url, NODE.parent])
+    check(found, expected)
+    (seen,) = found.values()
+    assert seen["parsed_turn"]["total"] in (12, 7)
 
 
 @client("go-openai", USUAL, "github.com/sashabaranov/go-openai v")

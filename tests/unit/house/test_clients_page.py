@@ -26,6 +26,12 @@ def test_a_client_that_was_not_run_or_failed_is_not_said_to_work(
     table.write(marks, {"one": ["passed", "passed"], "other": ["passed", "failed"]})
     rows = ["| one | 1 | all | works |", "| other | 1 | all | **fails** |"]
     assert page.read_text().splitlines() == ["Before", *table.HEAD, *rows, "", "After | behind"]
+    table.write(marks, {"other": ["passed"]})  # the other's row stays
+    rows[1] = "| other | 1 | all | works |"
+    assert page.read_text().splitlines() == ["Before", *table.HEAD, *rows, "", "After | behind"]
+    newer = [pytest.mark.client(name, "all", version="2").mark for name in ("one", "other")]
+    with pytest.raises(LookupError, match="one was not run"):
+        table.write(newer, {"other": ["passed"]})
 
 
 def test_a_package_that_is_pinned_nowhere_has_no_version() -> None:
