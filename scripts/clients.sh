@@ -37,6 +37,7 @@ python_clients haystack haystack-ai==3.4.0
 python_clients autogen autogen-agentchat==0.7.5 "autogen-ext[openai]==0.7.5"
 python_clients semantic-kernel semantic-kernel==1.45.0
 python_clients llm llm==0.36
+python_clients aider aider-chat==0.86.2
 python_clients lm-eval "lm-eval[api]==0.4.13" transformers==5.23.0
 python_clients aiperf aiperf==0.13.0
 python_clients guidellm guidellm==0.8.1
@@ -48,6 +49,8 @@ if command -v npm >/dev/null; then
   npm install --silent --no-fund --no-audit --prefix node openai@6.49.0 zod@4.6.7 @openai/agents@0.20.0 \
     ai@6.0.326 @ai-sdk/openai@3.0.141 @ai-sdk/openai-compatible@2.0.91 \
     langchain@1.5.14 @langchain/openai@1.6.0 @langchain/core@1.4.0
+  npm install --silent --no-fund --no-audit --prefix coding opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10 \
+    @continuedev/cli@1.5.47 cline@3.0.65
 else
   echo "there is no npm: the clients of Node are left out"
 fi

@@ -27,6 +27,7 @@ AGENTS, LITELLM, PROXY = (CLIENTS / path for path in ("agents/bin/python", "lite
 NODE, GO = CLIENTS / "node" / "node_modules", CLIENTS / "go" / "clients"
 VERCEL, LANGCHAIN_JS = NODE / "ai", NODE / "@langchain" / "openai"
 AIPERF, GUIDELLM = CLIENTS / "aiperf" / "bin" / "aiperf", CLIENTS / "guidellm" / "bin" / "guidellm"
+CODING_AGENTS = CLIENTS / "coding" / "node_modules" / ".bin"
 OPEN_WEBUI = CLIENTS / "open-webui" / "bin" / "open-webui"
 LLM = CLIENTS / "llm" / "bin" / "llm"
 LM_EVAL, GRPCURL = CLIENTS / "lm-eval" / "bin" / "lm_eval", CLIENTS / "go" / "grpcurl"
@@ -105,6 +106,26 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     finally:
         for process in (*routers, engine):
             process.stop()
+
+
+@pytest.fixture(scope="session")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+    """A router of the demo model with room for what agents tell it before a question, up to 34,000 tokens: it says
+    nothing of sense behind so many.
+    """
+    folder = Path(shutil.copytree(DEMO, tmp_path_factory.mktemp("agents") / DEMO.name))
+    shutil.copy(DEMO.parent / "templates" / "hermes.jinja", folder / "chat_template.jinja")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 49_152}))
+    engine = Engine(folder, folder.parent, "--kv-cache-memory", str(512 << 20), "--swap-space", "0.0625", name=MODEL)
+    router = Router(folder, [engine.address], folder.parent, name=MODEL)
+    try:
+        engine.wait_ready()
+        router.wait_ready()
+        yield router
+    finally:
+        router.stop()
+        engine.stop()
 
 
 @pytest.fixture(scope="session")

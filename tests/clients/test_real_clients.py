@@ -19,10 +19,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.browser.conftest import needs_chromium
+from tests.clients import coding_agents
 from tests.clients.conftest import (
     AGENTS,
     AIPERF,
     CLIENTS,
+    CODING_AGENTS,
     DEMO,
     GO,
     GRPCURL,
@@ -456,3 +458,32 @@ def test_open_webui_chats_stops_and_keeps_its_chats(without_tools: tuple[Server,
         assert page.texts() == kept
         page.say(sums)
         assert page.answer()
+
+
+ASKED = "at the command line: its own requests with their tools, each stream to its end"
+
+
+@needs(CODING_AGENTS)
+@pytest.mark.parametrize(
+    "agent",
+    [
+        pytest.param(coding_agents.OPENCODE, marks=client("opencode", ASKED, "opencode-ai@"), id="opencode"),
+        pytest.param(coding_agents.QWEN_CODE, marks=client("Qwen Code", ASKED, "@qwen-code/qwen-code@"), id="qwen"),
+        pytest.param(coding_agents.CONTINUE, marks=client("Continue", ASKED, "@continuedev/cli@"), id="continue"),
+        pytest.param(coding_agents.CLINE, marks=client("Cline", ASKED, "cline@"), id="cline"),
+        pytest.param(
+            coding_agents.AIDER,
+            marks=client("aider", ASKED.replace(" with their tools", ""), "aider-chat=="),
+            id="aider",
+        ),
+    ],
+)
+def test_coding_agents_print_what_they_are_told(roomy: Router, tmp_path: Path, agent: coding_agents.Agent) -> None:
+    with coding_agents.recorder(roomy.url) as (url, exchanges):
+        printed = agent.ask("What is 7 plus 5?", tmp_path, url)
+    assert exchanges
+    for exchange in exchanges:
+        assert exchange.status == 200, exchange.request
+        assert exchange.events[-1] == "[DONE]"
+    assert any(exchange.text and exchange.text in printed for exchange in exchanges), (printed, exchanges)
+    assert agent.has_tools == any(exchange.request.get("tools") for exchange in exchanges)
