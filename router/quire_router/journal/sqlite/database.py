@@ -101,7 +101,8 @@ class JournalFile:
             except BaseException:
                 self.writer.close()
                 raise
-            self._status = path.stat()
+            wal = _wal(path)  # the session's number was written to it, and it stays while a connection is open
+            self._statuses = {path: path.stat(), wal: wal.stat()}
         except (OSError, sqlite3.Error) as error:
             os.close(self._lock)
             raise _file_error(path, error) from error
@@ -110,9 +111,11 @@ class JournalFile:
             raise
 
     def check_in_place(self) -> None:
-        """Raises ``FileTakenError`` if the file was moved, deleted or replaced: what is written to it would be lost."""
+        """Raises ``FileTakenError`` if the file or its WAL was moved, deleted or replaced: what is written to it would
+        be lost.
+        """
         try:
-            in_place = os.path.samestat(self.path.stat(), self._status)
+            in_place = all(os.path.samestat(path.stat(), status) for path, status in self._statuses.items())
         except OSError:
             in_place = False
         if not in_place:
@@ -160,8 +163,12 @@ def _create(path: Path) -> float:
             raise JournalFileError(f"the journal {path} is not a file")
     finally:
         os.close(descriptor)
-    wal = path.with_name(f"{path.name}-wal")
+    wal = _wal(path)
     return max(status.st_mtime, wal.stat().st_mtime if wal.exists() else 0.0)
+
+
+def _wal(path: Path) -> Path:
+    return path.with_name(f"{path.name}-wal")
 
 
 def _connect(path: Path) -> sqlite3.Connection:

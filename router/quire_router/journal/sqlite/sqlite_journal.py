@@ -137,7 +137,7 @@ class SqliteStore:
 
     async def flush(self, writes: list[BufferedWrite]) -> list[WriteReply]:
         """Writes all of ``writes`` and gives up abandoned leases, in one transaction. Returns a reply to each write.
-        Raises ``FileTakenError`` also if the file was moved, deleted or replaced.
+        Raises ``FileTakenError`` also if the file or its WAL was moved, deleted or replaced.
         """
         self.check_in_place()
         abandoned = list(self._abandoned)

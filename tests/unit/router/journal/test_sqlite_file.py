@@ -338,19 +338,20 @@ def take_away(path: Path, away: Path, *, replaced: bool) -> None:
 
 
 @pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("suffix", ["", "-wal"])
 async def test_a_file_that_is_taken_away_counts_as_unavailable_until_it_is_back(
-    path: Path, caplog: pytest.LogCaptureFixture, replaced: bool
+    path: Path, caplog: pytest.LogCaptureFixture, suffix: str, replaced: bool
 ) -> None:
-    away = path.parent / "away"
+    taken, away = path.with_name(path.name + suffix), path.parent / "away"
     async with journal_at(path, settings=JournalSettings(lease=0.05)) as journal:
         await write(journal, small_request())
         assert journal.available
-        take_away(path, away, replaced=replaced)
+        take_away(taken, away, replaced=replaced)
         await until(lambda: not journal.available)
         journal.open(small_request("later"))
         await asyncio.sleep(0.1)
         assert not journal.available
-        away.replace(path)
+        away.replace(taken)
         await until(lambda: journal.available)
         await flushed(journal)
         assert await journal.read("later") is not None
@@ -359,6 +360,26 @@ async def test_a_file_that_is_taken_away_counts_as_unavailable_until_it_is_back(
         f"the journal cannot be written to {path} (it was moved, deleted or replaced: put it back, or restart the "
         "router for a new one); requests go on"
     ]
+
+
+READ = """
+import sqlite3, sys
+connection = sqlite3.connect(sys.argv[1])
+connection.execute("SELECT * FROM session").fetchall()
+connection.close()
+"""
+
+
+async def test_the_wal_is_in_place_from_the_start_and_whoever_comes_and_goes(path: Path) -> None:
+    for _ in range(2):
+        async with journal_at(path) as journal:
+            journal._store.check_in_place()  # type: ignore[attr-defined]
+            await write(journal, small_request())
+            await journal._store.clean()  # type: ignore[attr-defined]
+            other = await asyncio.create_subprocess_exec(sys.executable, "-c", READ, path)
+            assert await other.wait() == 0
+            journal._store.check_in_place()  # type: ignore[attr-defined]
+        assert not path.with_name(f"{path.name}-wal").exists()
 
 
 # A full disk
