@@ -1,6 +1,7 @@
 """The playground in a real browser, before a real router and real engines."""
 
 import json
+import re
 import shutil
 import signal
 import time
@@ -43,12 +44,13 @@ def expected(stack: Stack, text: str = STORY, **fields: Any) -> dict[str, Any]:
     return found
 
 
-def test_an_answer_is_streamed_onto_the_page(stack: Stack, browser: Browser) -> None:
+@pytest.mark.parametrize(("max_tokens", "said"), [(60, "60 tokens"), (1, "1 token")])
+def test_an_answer_is_streamed_onto_the_page(stack: Stack, browser: Browser, max_tokens: int, said: str) -> None:
     browser.open(stack.router.url)
-    browser.set(temperature=0, max_tokens=60)
+    browser.set(temperature=0, max_tokens=max_tokens)
     browser.say(STORY)
-    assert browser.answer() == expected(stack, temperature=0, max_tokens=60)["content"]
-    assert "60 tokens" in browser.text(".end")
+    assert browser.answer() == expected(stack, temperature=0, max_tokens=max_tokens)["content"]
+    assert re.search(rf"\b{said}\b", browser.text(".end"))
 
 
 def test_an_answer_goes_on_after_a_reload_in_its_middle(stack: Stack, browser: Browser) -> None:

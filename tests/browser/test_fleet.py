@@ -63,6 +63,46 @@ def test_blocks_are_shown_one_by_one_and_in_words(stack: Stack, browser: Browser
     assert browser.driver.execute_script(colours) >= 2, "free blocks, and those that the chats before left cached"
 
 
+ONE = [
+    "1 request · 1 waiting · 1 token a second · 1 preemption",
+    "0 of 1 block in use",
+    "0 of 1 prompt token cached",
+    "preempted 1 sequence",
+]
+TWO = [
+    "2 requests · 2 waiting · 2 tokens a second · 2 preemptions",
+    "0 of 2 blocks in use",
+    "0 of 2 prompt tokens cached",
+    "preempted 2 sequences",
+]
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, ONE), (2, TWO)])
+def test_what_there_is_one_of_is_in_the_singular(stack: Stack, browser: Browser, count: int, said: list[str]) -> None:
+    browser.open(stack.router.url)
+    pool = {"cells": None, "used": 0, "total": count, "cached": None, "blocks_per_cell": 1}
+    engine = {
+        "id": "e", "condition": "ready", "requests": count, "waiting": count, "swapped": 0, "hit_rate": None,
+        "tokens_per_second": count, "preemptions": count, "device": pool, "host": pool,
+    }  # fmt: skip
+    events = [
+        {"time": 0, "kind": "placed", "request": "r", "engine": "e", "attempt": 1, "scores": [], "cached_tokens": 0,
+         "prompt_tokens": count},
+        {"time": 0, "kind": "preempted", "engine": "e", "count": count},
+    ]  # fmt: skip
+    script = """
+        const [snapshot, done] = arguments;
+        import(new URL("fleet.js", document.querySelector("script[type=module]").src)).then(({ Fleet }) => {
+            const root = document.createElement("div");
+            new Fleet(root, {}).apply("snapshot", snapshot);
+            done([...root.querySelectorAll("p, li")].map((node) => node.textContent).join("\\n"));
+        }, (error) => done(String(error)));
+    """
+    snapshot = {"engines": [engine], "models": [], "requests": [], "omitted_requests": 0, "events": events}
+    text = browser.driver.execute_async_script(script, snapshot)
+    assert [each for each in said if not re.search(rf"{each}\b", text)] == [], text
+
+
 def test_nobody_looks_while_another_view_is_shown(stack: Stack, browser: Browser) -> None:
     browser.open(stack.router.url + "#fleet")
     browser.wait(lambda: "ready" in conditions(browser))

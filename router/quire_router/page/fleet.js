@@ -11,6 +11,7 @@ const CONDITIONS = { ready: "ready", connecting: "not there yet", silent: "silen
 const TERMS = { waiting: "waiting there", prefill: "computing the prompt", neighbours: "decoding neighbours", memory: "memory", others: "delay of others", affinity: "bound on affinity", session: "away from its session" };
 
 const number = (value) => value.toLocaleString("en");
+const counted = (value, noun) => `${number(value)} ${noun}${value === 1 ? "" : "s"}`;
 const seconds = (value) => (value >= 0.995 ? `${value.toFixed(1)} s` : `${Math.round(value * 1000)} ms`);
 
 export class Fleet {
@@ -139,11 +140,11 @@ class EngineCard {
   update(engine) {
     this.node.dataset.condition = engine.condition;
     this.condition.textContent = CONDITIONS[engine.condition];
-    const facts = [engine.requests === 1 ? "1 request" : `${number(engine.requests)} requests`, `${number(engine.waiting)} waiting`];
+    const facts = [counted(engine.requests, "request"), `${number(engine.waiting)} waiting`];
     if (engine.swapped) facts.push(`${number(engine.swapped)} swapped out`);
-    if (engine.tokens_per_second !== null) facts.push(`${number(Math.round(engine.tokens_per_second))} tokens a second`);
+    if (engine.tokens_per_second !== null) facts.push(`${counted(Math.round(engine.tokens_per_second), "token")} a second`);
     if (engine.hit_rate !== null) facts.push(`${Math.round(100 * engine.hit_rate)} % of prompts cached`);
-    if (engine.preemptions) facts.push(`${number(engine.preemptions)} preemptions`);
+    if (engine.preemptions) facts.push(counted(engine.preemptions, "preemption"));
     this.facts.textContent = facts.join(" · ");
     this.pools.device.update(engine.device);
     this.pools.host.update(engine.host);
@@ -169,7 +170,7 @@ class PoolGrid {
     const cached = pool.cached === null ? "" : `, ${number(pool.cached)} cached`;
     const cells = pool.blocks_per_cell > 1 ? ` A square is ${pool.blocks_per_cell} blocks.` : "";
     const rough = pool.cells ? cells : " Squares in proportion: the engine does not say what each block holds.";
-    this.caption.textContent = `${this.name}: ${number(pool.used)} of ${number(pool.total)} blocks in use${cached}.${rough}`;
+    this.caption.textContent = `${this.name}: ${number(pool.used)} of ${counted(pool.total, "block")} in use${cached}.${rough}`;
     this.canvas.setAttribute("aria-label", this.caption.textContent);
     if (!same) this.draw();
   }
@@ -213,13 +214,13 @@ function eventNode(event) {
 function sentence({ kind, request, engine, attempt, prompt_tokens: prompt, cached_tokens: cached, reason, count }) {
   switch (kind) {
     case "placed":
-      return `${request} ${attempt > 1 ? "goes on at" : "went to"} ${engine}: ${number(cached)} of ${number(prompt)} prompt tokens cached there`;
+      return `${request} ${attempt > 1 ? "goes on at" : "went to"} ${engine}: ${number(cached)} of ${counted(prompt, "prompt token")} cached there`;
     case "attempt_lost":
       return `${request} lost ${engine}: ${reason}`;
     case "engine_full":
       return `${engine} did not take ${request}: ${reason}`;
     case "preempted":
-      return `${engine} preempted ${number(count)} sequence${count === 1 ? "" : "s"}`;
+      return `${engine} preempted ${counted(count, "sequence")}`;
     default:
       return `${engine} ${{ engine_ready: "is ready", engine_lost: "is lost", engine_left: "has left" }[kind]}`;
   }

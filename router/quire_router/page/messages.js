@@ -82,7 +82,7 @@ export class MessageView {
 
   showEnd() {
     const { finish, error, usage, seconds, tool_calls: calls, answered } = this.message;
-    const numbers = usage && `${usage.completion_tokens} tokens${seconds ? ` in ${seconds.toFixed(1)} s` : ""}, prompt ${usage.prompt_tokens}${cached(usage)}`;
+    const numbers = usage && `${usage.completion_tokens} token${usage.completion_tokens === 1 ? "" : "s"}${seconds ? ` in ${seconds.toFixed(1)} s` : ""}, prompt ${usage.prompt_tokens}${cached(usage)}`;
     this.end.textContent = [REASONS[finish], numbers].filter(Boolean).join(" ");
     if (error) this.end.append(element("span", { class: "error", role: "alert", textContent: error }));
     if (calls?.length && !this.calls.childElementCount) this.showCalls(calls, answered);
