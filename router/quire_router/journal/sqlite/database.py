@@ -13,7 +13,8 @@ import fcntl
 import os
 import sqlite3
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import time
 
@@ -226,6 +227,19 @@ def _begin_session(connection: sqlite3.Connection, last_write: float) -> int:
     number = session_number(connection)
     connection.execute("COMMIT")
     return number
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
+    """All or nothing of what the block does. ``IMMEDIATE`` writes, ``DEFERRED`` reads the state of one moment."""
+    connection.execute(f"BEGIN {kind}")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:  # some errors have rolled it back
+            connection.execute("ROLLBACK")
+        raise
 
 
 def session_number(connection: sqlite3.Connection) -> int:

@@ -24,7 +24,8 @@ from quire_router.journal.codec import JournalSettings
 from quire_router.journal.follower import RawRecordUpdate
 from quire_router.journal.journal_writer import JournalWriter, WriteReply
 from quire_router.journal.sqlite.database import FileTakenError, JournalFile
-from quire_router.journal.sqlite.records import RecordReader, RecordWriter
+from quire_router.journal.sqlite.record_reader import RecordReader
+from quire_router.journal.sqlite.record_writer import RecordWriter
 from quire_router.journal.write_buffer import BufferedWrite, WriteBuffer
 
 log = logging.getLogger(__name__)

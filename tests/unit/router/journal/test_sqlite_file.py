@@ -22,7 +22,7 @@ from quire_proto.sampling import FinishReason
 from quire_router.core.generation import GenerationRequest
 from quire_router.journal.base import Lease
 from quire_router.journal.codec import MIN_RETENTION, MIN_RUNNING_TTL, TOKEN_BYTES, JournalSettings
-from quire_router.journal.sqlite import database, records, sqlite_journal
+from quire_router.journal.sqlite import database, record_reader, record_writer, sqlite_journal
 from quire_router.journal.sqlite.database import MIGRATIONS, JournalFileError
 from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
 from quire_router.journal.token_log import FRAME_MARKER
@@ -81,7 +81,7 @@ def is_anywhere(content: bytes, path: Path) -> bool:
 def at(monkeypatch: pytest.MonkeyPatch, later: float) -> Iterator[None]:
     """So many seconds later."""
     with monkeypatch.context() as patched:
-        for module in (records, database):
+        for module in (record_writer, record_reader, database):
             now = module.time
             patched.setattr(module, "time", lambda now=now: now() + later)
         yield
@@ -270,7 +270,7 @@ async def test_the_file_does_not_grow_with_the_requests_that_it_has_seen(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_journal, "CLEANUP_PERIOD", 0.0)
-    monkeypatch.setattr(records, "MIN_FREE_PAGES", 16)
+    monkeypatch.setattr(record_writer, "MIN_FREE_PAGES", 16)
     prompt = array("i", range(20_000))
     sizes = []
     async with journal_at(path, settings=JournalSettings(pause=0.001)) as journal:
