@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -253,8 +254,25 @@ def test_grpcurl_finds_and_calls_the_service_by_reflection(server: Server) -> No
     assert "quire.v1.Inference" in call(server.grpc_address, "list").split()
     assert "rpc Generate (" in call(server.grpc_address, "describe", "quire.v1.Inference")
     assert json.loads(call(server.grpc_address, "quire.v1.Inference/ListModels"))["models"][0]["name"] == MODEL
-    body = json.dumps({"model": MODEL, "text": "Once upon a time", "sampling": {"max_tokens": 4}})
-    assert call("-d", body, server.grpc_address, "quire.v1.Inference/Generate").count("{")
+    body = json.dumps({"model": MODEL, "text": "Once upon a time", "sampling": {"max_tokens": 4, "temperature": 0}})
+    pieces = json_values(call("-d", body, server.grpc_address, "quire.v1.Inference/Generate"))
+    asked = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0, "logprobs": 0}
+    (choice,) = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60).raise_for_status().json()["choices"]
+    assert "".join(piece.get("text", "") for piece in pieces) == choice["text"], pieces
+    token_ids = [token_id for piece in pieces for token_id in piece.get("token_ids", ())]
+    tokenizer = AutoTokenizer.from_pretrained(server.folder)
+    assert [tokenizer.decode([token_id]) for token_id in token_ids] == choice["logprobs"]["tokens"], pieces
+    assert len(token_ids) == 4
+
+
+def json_values(text: str) -> list[dict[str, Any]]:
+    """The values that are written one after the other."""
+    found, decoder = [], json.JSONDecoder()
+    while text := text.lstrip():
+        value, end = decoder.raw_decode(text)
+        found.append(value)
+        text = text[end:]
+    return found
 
 
 @client("llm", "streamed, second turn, error, at the command line", "llm==")
