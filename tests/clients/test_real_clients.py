@@ -399,16 +399,19 @@ def test_guidellm_counts_each_token(server: Server, tmp_path: Path, path: str) -
     assert seen["output_token_count"]["successful"]["total_sum"] == 24 * 16
 
 
-@client("aiperf", "chats with usage in each event, each token counted", "aiperf==")
+@client("aiperf", "chats with usage in each event, completions, each token counted", "aiperf==")
 @needs(AIPERF)
-def test_aiperf_counts_each_token(server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_aiperf_counts_each_token(server: Server, tmp_path: Path, endpoint: str) -> None:
     flags = {
-        "model": MODEL, "url": server.url, "endpoint-type": "chat", "tokenizer": server.folder, "request-count": 24,
+        "model": MODEL, "url": server.url, "endpoint-type": endpoint, "tokenizer": server.folder, "request-count": 24,
         "concurrency": 8, "prompt-input-tokens-mean": 32, "prompt-output-tokens-mean": 16,
         "extra-inputs": "ignore_eos:true", "ui": "none", "workers-max": 2, "output-artifact-dir": tmp_path,
     }  # fmt: skip
     words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
-    switches = ["--streaming", "--use-server-token-count", "--per-chunk-usage", "--no-gpu-telemetry"]
+    switches = ["--streaming", "--use-server-token-count", "--no-gpu-telemetry"]
+    if endpoint == "chat":
+        switches.append("--per-chunk-usage")  # which aiperf itself refuses for any other
     # Told that it is offline it looks for a folder's name among downloaded models, and nowhere else.
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     command = [AIPERF, "profile", *words, *switches]
