@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from tests.clients.conftest import CLIENTS, CODING_AGENTS, MODEL, TIMEOUT
+from tests.clients.suite import CLIENTS, CODING_AGENTS, MODEL, TIMEOUT
 
 MAX_TOKENS = 24
 """Of each answer, where an agent sets no limit or a larger one: the demo model goes on talking."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from selenium.webdriver.common.keys import Keys
 
 from tests.browser.conftest import Browser, chromium
-from tests.clients.conftest import OPEN_WEBUI
+from tests.clients.suite import OPEN_WEBUI
 from tests.support.ports import free_port
 from tests.support.processes import Engine, Process, wait_healthy
 

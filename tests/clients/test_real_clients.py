@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.browser.conftest import needs_chromium
 from tests.clients import coding_agents
-from tests.clients.conftest import (
+from tests.clients.open_webui import open_webui
+from tests.clients.suite import (
     AGENTS,
     AIPERF,
     CLIENTS,
@@ -46,7 +47,6 @@ from tests.clients.conftest import (
     needs,
     run,
 )
-from tests.clients.open_webui import open_webui
 from tests.support.processes import Router, eventually
 
 USUAL = "streamed, second turn, tools, error"
