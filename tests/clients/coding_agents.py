@@ -13,10 +13,12 @@ from threading import Thread
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from tests.clients.suite import CLIENTS, CODING_AGENTS, MODEL, TIMEOUT
+from tests.clients.suite import CLIENTS, CODING_AGENTS, DEMO, MODEL, TIMEOUT
 
-MAX_TOKENS = 24
-"""Of each answer, where an agent sets no limit or a larger one: the demo model goes on talking."""
+LENGTH = 12
+"""Tokens of each answer: the demo model goes on talking, and an answer that a limit cuts is an error to some agents."""
+EOS = json.loads((DEMO / "generation_config.json").read_text())["eos_token_id"]
+BRIEF = {"min_tokens": LENGTH, "max_tokens": 4 * LENGTH, "logit_bias": {str(EOS): 100}}
 
 
 @dataclass
@@ -37,7 +39,7 @@ class Exchange:
 
 @contextmanager
 def recorder(url: str) -> Iterator[tuple[str, list[Exchange]]]:
-    """A way to the router at ``url``, and what passed it in streams of chats. Each gets ``MAX_TOKENS`` at most."""
+    """A way to the router at ``url``, and what passed it in streams of chats, each of which gets a brief answer."""
     exchanges: list[Exchange] = []
     handler = type("Handler", (_Recorder,), {"target": urlsplit(url).netloc, "exchanges": exchanges})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -65,8 +67,8 @@ class _Recorder(BaseHTTPRequestHandler):
         exchange = Exchange(dict(request or {}))
         if request is not None:
             self.exchanges.append(exchange)
-            limit = "max_completion_tokens" if "max_completion_tokens" in request else "max_tokens"
-            request[limit] = min(MAX_TOKENS, request.get(limit) or MAX_TOKENS)
+            request.pop("max_completion_tokens", None)
+            request |= BRIEF
         left_out = ("host", "content-length", "accept-encoding", "connection")
         headers = {name: value for name, value in self.headers.items() if name.lower() not in left_out}
         connection = HTTPConnection(self.target)
@@ -132,7 +134,7 @@ def _opencode(_: Agent, home: Path, url: str) -> None:
         "npm": "@ai-sdk/openai-compatible",
         "name": "Quire",
         "options": {"baseURL": f"{url}/v1", "apiKey": "none"},
-        "models": {MODEL: {"name": MODEL, "limit": {"context": 65536, "output": MAX_TOKENS}}},
+        "models": {MODEL: {"name": MODEL, "limit": {"context": 65536, "output": 64}}},
     }
     named = dict.fromkeys(("model", "small_model"), f"quire/{MODEL}")
     own = {"autoupdate": False, "share": "disabled", "provider": {"quire": provider}, **named}
@@ -140,7 +142,7 @@ def _opencode(_: Agent, home: Path, url: str) -> None:
 
 
 def _qwen_code(_: Agent, home: Path, url: str) -> None:
-    model = {"name": MODEL, "generationConfig": {"samplingParams": {"max_tokens": MAX_TOKENS}}}
+    model = {"name": MODEL, "generationConfig": {"samplingParams": {"max_tokens": 64}}}
     login = {"selectedType": "openai", "baseUrl": f"{url}/v1", "apiKey": "none"}
     _write(
         home / ".qwen" / "settings.json",
