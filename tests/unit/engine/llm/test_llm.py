@@ -26,6 +26,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import SamplingParams as EngineParams
 from quire_proto.sampling import choice_seed
 from quire_proto.structured_output import Structured, StructuredKind
+from tokenizers import Tokenizer
 
 from tests.support.model_folders import byte_level, write_model_folder
 from tests.support.offline import EOS, MAX_MODEL_LEN, Offline
@@ -530,7 +531,7 @@ def test_a_closed_llm_frees_its_memory_and_refuses_requests(tmp_path):
 
 
 def test_a_tokenizer_of_another_folder_is_used_if_its_tokens_are_the_models(offline, tmp_path):
-    other = byte_level()
+    other = Tokenizer.from_str(byte_level().to_str())  # a copy: that one is all tests'
     upper = Offline(tmp_path / "a", tokenizer=write_model_folder(tmp_path / "other", other))
     (result,) = quiet(upper.llm, "HELLO", seeded(1))
     assert result.prompt_token_ids == other.encode("HELLO").ids
