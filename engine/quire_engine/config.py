@@ -139,6 +139,13 @@ class SchedulerArgs(_Frozen):
         default=64, ge=1, description="How often later requests can overtake one, with --scheduling-policy sjf."
     )
     max_swapped: int = Field(default=64, ge=0, description="Sequences that may be swapped out at once.")
+    swap_ahead: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Part of the KV blocks beyond which those of the sequences that would be swapped out next are copied "
+        "to the host ahead, beside what is computed; 0 is never.",
+    )
     scheduling_policy: Policy = Field(
         default="fcfs", description="Who is admitted next: first come, the shortest job, or by priority."
     )
@@ -199,6 +206,12 @@ class EngineArgs(CacheConfig, SchedulerArgs, ExecutorConfig, ServedModel):
     def _speculation_is_not_overlapped(self) -> Self:
         if self.async_scheduling and self.speculative_method != "none":
             raise ValueError("--async-scheduling and --speculative-method exclude each other.")
+        return self
+
+    @model_validator(mode="after")
+    def _blocks_swapped_ahead_have_names(self) -> Self:
+        if self.swap_ahead and not self.enable_prefix_caching:
+            raise ValueError("--swap-ahead needs --enable-prefix-caching: what is on the host is found by its hash.")
         return self
 
 

@@ -117,6 +117,7 @@ class Metric:
     ENGINE_GENERATION_TOKENS = "quire_engine_generation_tokens"
     ENGINE_PREEMPTIONS = "quire_engine_preemptions"
     ENGINE_SWAP_BLOCKS = "quire_engine_swapped_blocks"
+    ENGINE_USED_AHEAD_BLOCKS = "quire_engine_used_ahead_blocks"
     ENGINE_PREFIX_QUERIES = "quire_engine_prefix_query_tokens"
     ENGINE_PREFIX_HITS = "quire_engine_prefix_hit_tokens"
     ENGINE_DRAFTS = "quire_engine_drafts"

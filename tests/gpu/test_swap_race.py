@@ -52,8 +52,8 @@ class Pool:
         torch.cuda.synchronize()
         return self.cache._host_blocks[: BLOCKS - 1, 0, 0, 0, 0, 0]
 
-    def copy(self, out: list[BlockCopy], into: list[BlockCopy]) -> None:
-        self.cache.copy(out, [], into)
+    def copy(self, out: list[BlockCopy], into: list[BlockCopy], ahead: list[BlockCopy] | None = None) -> None:
+        self.cache.copy(out, [], into, ahead or [])
 
 
 def copies_out_wait_for_what_was_computed(pool: Pool) -> bool:
@@ -89,11 +89,22 @@ def what_is_overwritten_was_copied_out(pool: Pool) -> bool:
     return bool((pool.on_host() == 1).all())
 
 
+def what_is_overwritten_in_the_next_step_was_copied_ahead(pool: Pool) -> bool:
+    pool.fill(1)
+    torch.cuda.synchronize()
+    pool.copy([], [], OUT)
+    pool.read()
+    pool.copy([], [])
+    pool.fill(3)
+    return bool((pool.on_host() == 1).all())
+
+
 PROGRAMS = {
     copies_out_wait_for_what_was_computed: Wait.COPIES_FOR_COMPUTE,
     copies_in_wait_for_what_still_reads: Wait.COPIES_FOR_COMPUTE,
     what_is_computed_waits_for_copies_in: Wait.COMPUTE_FOR_COPIES,
     what_is_overwritten_was_copied_out: Wait.COMPUTE_FOR_COPIES,
+    what_is_overwritten_in_the_next_step_was_copied_ahead: Wait.COMPUTE_FOR_COPIES,
 }
 
 
@@ -129,9 +140,9 @@ def test_a_chain_of_copies_keeps_its_order(pools) -> None:
     """Out of a block, then into it, from what another block has just left on the host."""
     pool = pools(None)
     for block in range(BLOCKS):
-        pool.cache.device[block].fill_(block)
-    pool.cache.computed()
+        pool.cache.blocks[block].fill_(block)
+    pool.swap_stream.record_compute()
     pool.cache.copy([BlockCopy(5, 0), BlockCopy(6, 1)], [BlockCopy(7, 5), BlockCopy(5, 6)], [BlockCopy(0, 7)])
     torch.cuda.synchronize()
-    assert pool.cache.device[5:8, 0, 0, 0, 0, 0].tolist() == [7, 7, 5]
+    assert pool.cache.blocks[5:8, 0, 0, 0, 0, 0].tolist() == [7, 7, 5]
     assert pool.on_host()[:2].tolist() == [5, 6]

@@ -100,6 +100,7 @@ def run(
     prefix_caching: bool = True,
     host_caching: bool = True,
     max_num_seqs: int = 64,
+    swap_ahead: float = 0.0,
     grammars: Sequence[Grammar | None] = (),
     rates: Rates = SWAPPING_PAYS,
     guesses: Callable[[Scheduler], None] = lambda _: None,
@@ -120,6 +121,7 @@ def run(
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=chunk,
+        swap_ahead=swap_ahead,
         max_model_len=executor.max_model_len,
         eos_token_ids=frozenset(executor.config.eos_token_ids),
         vocab_size=executor.config.vocab_size,

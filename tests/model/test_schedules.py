@@ -69,6 +69,20 @@ def check_greedy_output(
     assert (counted.prefix_hit_tokens > 0) == (caching != "none")
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_greedy_output_is_transformers_own_where_blocks_are_swapped_ahead(
+    small_models: SmallModels, depth: int
+) -> None:
+    folder, prompts = small_models.folder("llama3"), small_models.prompts
+    params = [SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)] * len(prompts)
+    executor = load(folder, *PRESSURES["swap"], async_scheduling=depth == 2)
+    made = run(executor, prompts, params, chunk=64, host_caching=False, swap_ahead=0.3)
+    assert made.outputs == small_models.outputs("llama3")
+    assert made.statistics.preemptions_by_swap > 0
+    assert 0 < made.statistics.blocks_used_ahead <= made.statistics.blocks_copied_ahead
+    executor.close()
+
+
 @pytest.mark.parametrize("pressure", PRESSURES)
 def test_a_seed_makes_the_same_draws_alone_and_in_any_batch_and_after_any_preemption(
     small_models: SmallModels, pressure: str

@@ -71,6 +71,7 @@ def normal(scheduler_output: SchedulerOutput) -> Any:
         scheduler_output.blocks_to_swap_out,
         scheduler_output.blocks_to_copy,
         scheduler_output.blocks_to_swap_in,
+        scheduler_output.blocks_to_swap_ahead,
         scheduler_output.finished_seq_ids,
         scheduler_output.num_preempted,
     )
@@ -99,6 +100,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         scheduling_policy=draw(st.sampled_from(["fcfs", "sjf", "priority"])),
         max_overtakes=draw(st.sampled_from([1, 64])),
         batching=draw(st.sampled_from(["continuous", "continuous", "static", "phased"])),
+        swap_ahead=draw(st.sampled_from([0.0, 0.5, 0.9])),
         vocab_size=VOCAB_SIZE,
     )
     return Scenario(

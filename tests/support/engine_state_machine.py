@@ -72,6 +72,7 @@ class EngineStateMachine(RuleBasedStateMachine):
         rates=st.sampled_from([Rates(1e3, 1e9), Rates(1e3, 1e3), Rates(1e9, 1.0)]),
         max_swapped=st.sampled_from([0, 2, 64]),
         max_step_seconds=st.sampled_from([0.0, TOO_SHORT]),
+        swap_ahead=st.sampled_from([0.0, 0.01, 0.5, 0.9]),
     )
     def start(
         self,
@@ -86,6 +87,7 @@ class EngineStateMachine(RuleBasedStateMachine):
         rates,
         max_swapped,
         max_step_seconds,
+        swap_ahead,
     ):
         capacity = KVCacheConfig(block_size, 1 + pool_tokens // block_size, host_blocks, block_bytes=100)
         config = SchedulerConfig(
@@ -99,6 +101,7 @@ class EngineStateMachine(RuleBasedStateMachine):
             batching=batching,
             max_swapped=max_swapped,
             max_step_seconds=max_step_seconds,
+            swap_ahead=swap_ahead,
         )
         self.memory = KVCacheManager(capacity, prefix_caching=caching != "none", host_caching=caching == "host")
         self.scheduler = Scheduler(config, self.memory, rates=rates)

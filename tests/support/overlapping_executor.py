@@ -175,6 +175,7 @@ class PagedStep:
 
     def copy(self) -> None:
         self._executor.copy(self.scheduler_output)
+        self._executor.copy_ahead(self.scheduler_output)
 
     def compute(self) -> None:
         try:
@@ -230,6 +231,6 @@ def as_given(scheduler_output: SchedulerOutput) -> SchedulerOutput:
     ]
     copies = {
         name: [*getattr(scheduler_output, name)]
-        for name in ("blocks_to_swap_out", "blocks_to_copy", "blocks_to_swap_in")
+        for name in ("blocks_to_swap_out", "blocks_to_copy", "blocks_to_swap_in", "blocks_to_swap_ahead")
     }
     return replace(scheduler_output, chunks=chunks, **copies)

@@ -89,6 +89,7 @@ class PagedExecutor:
             prefix = self.compute(chunk, model_output)
             for sample_request, behind in zip(chunk.sample_requests, self.prefixes(chunk, prefix), strict=True):
                 self.draw(sample_request, sample_request.token_ids, behind, model_output)
+        self.copy_ahead(scheduler_output)
         return model_output
 
     def close(self) -> None:
@@ -98,6 +99,10 @@ class PagedExecutor:
         _copy(scheduler_output.blocks_to_swap_out, self.device, self.host)
         _copy(scheduler_output.blocks_to_copy, self.device, self.device)
         _copy(scheduler_output.blocks_to_swap_in, self.host, self.device)
+
+    def copy_ahead(self, scheduler_output: SchedulerOutput) -> None:
+        """As late as that may be: behind the forward pass."""
+        _copy(scheduler_output.blocks_to_swap_ahead, self.device, self.host)
 
     def compute(self, chunk: ScheduledChunk, model_output: ModelOutput) -> bytes:
         """Fills the chunk's slots; returns the prefix that ends in it."""

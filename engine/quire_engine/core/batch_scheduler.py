@@ -121,10 +121,13 @@ class BatchScheduler:
             self._break_beam_deadlock(scheduler_output)
         if budget.has_prompts:
             scheduler_output.max_seconds = budget.max_seconds
+        if self._config.swap_ahead and scheduler_output.chunks:
+            self._swap_ahead(scheduler_output)
         copies = self._kv_cache_manager.take_pending_copies()
         scheduler_output.blocks_to_swap_out = copies.blocks_to_swap_out
         scheduler_output.blocks_to_copy = copies.blocks_to_copy
         scheduler_output.blocks_to_swap_in = copies.blocks_to_swap_in
+        scheduler_output.blocks_to_swap_ahead = copies.blocks_to_swap_ahead
         return scheduler_output
 
     def _schedule_phase(
@@ -300,8 +303,10 @@ class BatchScheduler:
     def _preempt_swap(self, victim: Sequence, reason: PreemptionReason) -> None:
         # Its blocks are copied after the step in flight, so with what that computes for it.
         victim.num_computed_tokens = victim.num_scheduled_tokens
+        ahead, held = victim.table.num_swapped_ahead, len(victim.table.block_ids)
         blocks = self._kv_cache_manager.swap_out(victim.table, victim.num_computed_tokens)
         self._stats.blocks_swapped_out += blocks
+        self._stats.blocks_used_ahead += min(ahead, held - blocks)
         victim.status = SequenceStatus.SWAPPED
         self.swapped.push(victim)
         self._record_event(victim, "swap_out", blocks, reason)
@@ -312,6 +317,23 @@ class BatchScheduler:
         victim.status = SequenceStatus.PREEMPTED
         self.preempted.push(victim)
         self._record_event(victim, "recompute", 0, reason)
+
+    def _swap_ahead(self, scheduler_output: SchedulerOutput) -> None:
+        """When more than the part ``swap_ahead`` of the device blocks is held, copies full blocks of those that would be
+        preempted next to the host, so that a preemption finds them there: of the last sequences, until these hold the
+        rest of the pool, and so many blocks as are copied, at the measured rates, while the step's tokens are computed.
+        """
+        pool = self._kv_cache_manager.device_pool
+        rest = pool.num_blocks - int(self._config.swap_ahead * pool.num_blocks)
+        if pool.num_free >= rest:
+            return
+        seconds = scheduler_output.num_tokens / self._rates.tokens_per_second
+        limit = max(1, int(seconds * self._rates.bytes_per_second / self._kv_cache_manager.block_bytes))
+        for sequence in reversed(self.running):
+            if rest <= 0 or limit <= 0 or not self._kv_cache_manager.can_swap_out(sequence.num_scheduled_tokens):
+                break
+            rest -= len(sequence.table.block_ids)
+            limit -= self._kv_cache_manager.swap_ahead(sequence.table, limit)
 
     def _break_beam_deadlock(self, scheduler_output: SchedulerOutput) -> None:
         """Nothing can be computed although something is there: beams wait for others of their search that do not fit

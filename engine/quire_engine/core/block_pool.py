@@ -188,9 +188,11 @@ class BlockCopy:
 @dataclass(slots=True)
 class BlockCopies:
     """What the executor has to copy before a step computes: from the device to the host, then within the device, then
-    from the host to the device, each list in its order.
+    from the host to the device, each list in its order. ``blocks_to_swap_ahead`` go to the host after these, while the
+    step computes.
     """
 
     blocks_to_swap_out: list[BlockCopy] = field(default_factory=list)
     blocks_to_copy: list[BlockCopy] = field(default_factory=list)
     blocks_to_swap_in: list[BlockCopy] = field(default_factory=list)
+    blocks_to_swap_ahead: list[BlockCopy] = field(default_factory=list)

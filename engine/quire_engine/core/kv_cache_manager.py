@@ -4,7 +4,7 @@ Each block that a table holds is released on one path only (``free``), whatever 
 
 Bookkeeping runs ahead of the contents: what it decides while a step is scheduled is collected as copies, which the
 executor carries out before it computes, first those to the host, then those within the device, then those from the
-host. So that this order is right whatever was decided when, a host block that is to be read is held until the step is
+host; those to the host that are made ahead of need run beside what it computes. So that this order is right whatever was decided when, a host block that is to be read is held until the step is
 scheduled (``take_pending_copies``): nothing can be written over it meanwhile. On the device nothing needs holding: only
 sequences that have no chunk in the step yet are preempted, so no block that the step writes is freed by it. Nor is
 anything held for a step that is in flight while the next one is scheduled: it is carried out first, copies and all.
@@ -37,8 +37,8 @@ class BlockTable:
 
     ``block_hashes`` are the hashes of the sequence's full blocks as far as they were needed; they only ever grow,
     because known tokens do not change. ``num_cached_blocks`` counts the blocks of the device table that were offered to
-    the pool under their name. After a fork, ``tail_shared`` says that the last block may be shared although it is not
-    full.
+    the pool under their name, and ``num_swapped_ahead`` those of them that ``swap_ahead`` has seen to. After a fork,
+    ``tail_shared`` says that the last block may be shared although it is not full.
     """
 
     extra_key: bytes
@@ -46,12 +46,19 @@ class BlockTable:
     host_block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     num_cached_blocks: int = 0
+    num_swapped_ahead: int = 0
     tail_shared: bool = False
 
     def copy(self) -> "BlockTable":
         """The same blocks for a sequence that is forked from this one; the caller adds the references."""
         return BlockTable(
-            self.extra_key, [*self.block_ids], [], [*self.block_hashes], self.num_cached_blocks, self.tail_shared
+            self.extra_key,
+            [*self.block_ids],
+            [],
+            [*self.block_hashes],
+            self.num_cached_blocks,
+            self.num_swapped_ahead,
+            self.tail_shared,
         )
 
     def extend_block_hashes(self, token_ids: Sequence[int], num_blocks: int, block_size: int) -> None:
@@ -229,6 +236,25 @@ class KVCacheManager:
         self._release_device(table)
         return len(self._pending_copies.blocks_to_swap_out) - before
 
+    def swap_ahead(self, table: BlockTable, limit: int) -> int:
+        """Copies up to ``limit`` full blocks of a table that stays on the device to the host, beside the step that is
+        scheduled, so that a later ``swap_out`` finds them there; returns how many. Nobody holds the copies: the host
+        pool gives them up as other blocks that are found by their name, the longest there first.
+
+        To be called when all else of the step is scheduled: what was freed before may be written in it.
+        """
+        before = len(self._pending_copies.blocks_to_swap_ahead)
+        while table.num_swapped_ahead < table.num_cached_blocks and limit and self.host_pool.num_free:
+            index = table.num_swapped_ahead
+            if self.host_pool.get_cached_block(table.block_hashes[index]) is None:
+                target = self.host_pool.allocate()
+                self.host_pool.cache_block(target, table.block_hashes[index])
+                self._pinned_host_blocks.append(target)
+                self._pending_copies.blocks_to_swap_ahead.append(BlockCopy(table.block_ids[index], target))
+                limit -= 1
+            table.num_swapped_ahead += 1
+        return len(self._pending_copies.blocks_to_swap_ahead) - before
+
     def num_blocks_needed_to_swap_in(self, table: BlockTable, num_tokens: int) -> int:
         """Free device blocks that ``swap_in`` and an ``allocate_slots`` to ``num_tokens`` would take."""
         found = [self._device_block(table, index) for index in range(len(table.host_block_ids))]
@@ -376,6 +402,7 @@ class KVCacheManager:
         for block_id in reversed(table.block_ids):
             self.device_pool.decref(block_id)
         table.block_ids.clear()
+        table.num_swapped_ahead = 0
 
     def _release_host(self, table: BlockTable) -> None:
         for block_id in reversed(table.host_block_ids):

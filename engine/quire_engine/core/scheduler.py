@@ -167,6 +167,7 @@ class Scheduler:
         self.stats.blocks_parted += len(scheduler_output.blocks_to_copy)
         self.stats.blocks_copied_out += len(scheduler_output.blocks_to_swap_out)
         self.stats.blocks_copied_in += len(scheduler_output.blocks_to_swap_in)
+        self.stats.blocks_copied_ahead += len(scheduler_output.blocks_to_swap_ahead)
         if self._batch_scheduler.speculator is not None:
             self._batch_scheduler.speculator.observe(scheduler_output, model_output.timings)
         for chunk in scheduler_output.chunks:

@@ -144,11 +144,16 @@ class MultiprocRunner:
         """See ``Runner.dtype``."""
         return self._own_runner.dtype
 
-    def copy(self, out: Sequence[BlockCopy], within: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
+    def copy(
+        self,
+        out: Sequence[BlockCopy],
+        within: Sequence[BlockCopy],
+        into: Sequence[BlockCopy],
+        ahead: Sequence[BlockCopy] = (),
+    ) -> None:
         """See ``Runner.copy``."""
-        if out or within or into:
-            arrays = copies_to_arrays((out, within, into))
-            self._call_all_ranks(RpcMethod.COPY_BLOCKS, arrays, lambda: self._own_runner.copy(out, within, into))
+        arrays = copies_to_arrays((out, within, into, ahead))
+        self._call_all_ranks(RpcMethod.COPY_BLOCKS, arrays, lambda: self._own_runner.copy(out, within, into, ahead))
 
     def forward(self, batch: ModelInput, pending: torch.Tensor | None = None) -> torch.Tensor:
         """See ``Runner.forward``. ``pending`` is broadcast from device to device."""

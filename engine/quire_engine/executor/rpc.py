@@ -21,7 +21,7 @@ from quire_engine.core.block_pool import BlockCopy
 from quire_engine.worker.input_batch import ModelInput
 
 RpcArray = npt.NDArray[Any]
-Copies = tuple[Sequence[BlockCopy], Sequence[BlockCopy], Sequence[BlockCopy]]
+Copies = tuple[Sequence[BlockCopy], Sequence[BlockCopy], Sequence[BlockCopy], Sequence[BlockCopy]]
 MAX_ARRAYS = 32
 MAX_BYTES = 1 << 28
 _DTYPES = tuple(map(np.dtype, ("uint8", "int32", "int64")))
@@ -180,13 +180,13 @@ def rows_from_arrays(arrays: Sequence[RpcArray]) -> torch.Tensor:
 
 
 def copies_to_arrays(copies: Copies) -> list[RpcArray]:
-    """Three lists of copies, as pairs of a source and a target."""
+    """Four lists of copies, as pairs of a source and a target."""
     return [np.array([(copy.source, copy.target) for copy in each], np.int64).reshape(-1) for each in copies]
 
 
 def copies_from_arrays(arrays: Sequence[RpcArray]) -> Copies:
     """The inverse of ``copies_to_arrays``. Raises ``MessageError``."""
-    if len(arrays) != 3 or any(array.dtype != np.int64 or len(array) % 2 for array in arrays):
-        raise MessageError("Copies are not three lists of pairs.")
-    out, within, into = ([BlockCopy(*pair) for pair in array.reshape(-1, 2).tolist()] for array in arrays)
-    return out, within, into
+    if len(arrays) != 4 or any(array.dtype != np.int64 or len(array) % 2 for array in arrays):
+        raise MessageError("Copies are not four lists of pairs.")
+    out, within, into, ahead = ([BlockCopy(*pair) for pair in array.reshape(-1, 2).tolist()] for array in arrays)
+    return out, within, into, ahead

@@ -135,6 +135,7 @@ class EngineMetrics:
         moved = self._counter(Metric.ENGINE_SWAP_BLOCKS, "KV blocks copied between the pools", ("direction",))
         totals = {
             "blocks_parted": (Metric.ENGINE_PARTED_BLOCKS, "KV blocks copied because a sequence wrote to a shared one"),
+            "blocks_used_ahead": (Metric.ENGINE_USED_AHEAD_BLOCKS, "KV blocks swapped out by a copy made ahead of need"),
             "out_of_memory": (Metric.ENGINE_OUT_OF_MEMORY, "Requests that were alone and could not grow"),
             "prefix_query_tokens": (Metric.ENGINE_PREFIX_QUERIES, "Prompt tokens looked up"),
             "computed_tokens": (Metric.ENGINE_COMPUTED_TOKENS, "Tokens computed"),
@@ -152,6 +153,7 @@ class EngineMetrics:
         counters["prefix_host_tokens"] = hits.labels(self._model, "host")
         counters["blocks_copied_out"] = moved.labels(self._model, "out")
         counters["blocks_copied_in"] = moved.labels(self._model, "in")
+        counters["blocks_copied_ahead"] = moved.labels(self._model, "ahead")
         for key, (_, text) in drafted.items():
             self._vllm_totals[key] = self._counter(f"vllm:spec_decode_{key}", text).labels(self._model)
         return counters

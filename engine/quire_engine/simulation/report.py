@@ -98,6 +98,8 @@ class SimulationReport:
     preemption_reasons: Mapping[str, int]
     blocks_swapped_out: int
     blocks_swapped_in: int
+    blocks_copied_ahead: int
+    blocks_used_ahead: int
     waste: float
     unreachable_blocks: int
     pace: SimulatorSpeed
@@ -135,6 +137,8 @@ def make_report(recorder: SimulationRecorder) -> SimulationReport:
         preemption_reasons=_preemptions_by_reason(stats),
         blocks_swapped_out=stats.blocks_swapped_out,
         blocks_swapped_in=stats.blocks_swapped_in,
+        blocks_copied_ahead=stats.blocks_copied_ahead,
+        blocks_used_ahead=stats.blocks_used_ahead,
         waste=_ratio(_over_time(samples.empty_slots, samples), _over_time(samples.used_slots, samples)),
         unreachable_blocks=recorder.leaked_blocks,
         pace=_simulator_speed(recorder),
@@ -233,6 +237,7 @@ _ROWS: Sequence[tuple[str, Cells]] = (
     ("preemptions", lambda r: f"{r.preemptions_by_swap} by swap, {r.preemptions_by_recompute} by recompute"),
     ("for the reason", lambda r: _format_counts(r.preemption_reasons)),
     ("blocks swapped", lambda r: f"{r.blocks_swapped_out} out, {r.blocks_swapped_in} in"),
+    ("blocks swapped ahead", lambda r: f"{r.blocks_copied_ahead}, {r.blocks_used_ahead} of them used"),
     ("", lambda _: "the simulator itself, real time"),
     ("pace", lambda r: f"{r.pace.steps_per_second:.0f} steps/s for {r.pace.wall_seconds:.1f} s"),
     ("plan + commit, ms", lambda r: _format_percentiles(r.pace.plan_commit, 1e3, 3)),

@@ -62,12 +62,17 @@ class LatencyModel:
         return Rates(self.tokens_per_second, self.bytes_per_second)
 
     def timings(self, scheduler_output: SchedulerOutput, block_size: int, block_bytes: int) -> StepTimings:
-        """Seconds of each part of the step, before jitter and without the overhead."""
+        """Seconds of each part of the step, before jitter and without the overhead. Blocks that are swapped ahead are
+        copied beside the forward pass.
+        """
         num_sample_requests = sum(len(chunk.sample_requests) for chunk in scheduler_output.chunks)
         return StepTimings(
             swap=scheduler_output.num_swapped_blocks * block_bytes / self.bytes_per_second
             + len(scheduler_output.blocks_to_copy) * 2 * block_size * self.context_seconds,
-            forward=self._forward(scheduler_output) if scheduler_output.chunks else 0.0,
+            forward=max(
+                self._forward(scheduler_output) if scheduler_output.chunks else 0.0,
+                len(scheduler_output.blocks_to_swap_ahead) * block_bytes / self.bytes_per_second,
+            ),
             sample=num_sample_requests * self.draw_seconds,
         )
 

@@ -52,6 +52,14 @@ class CudaSwapStream:
         finally:  # after a failure too: what was launched before it still reads and writes blocks
             self._make_compute_wait(compute)
 
+    @contextmanager
+    def ahead_region(self) -> Iterator[None]:
+        """The copies that are launched inside follow those of the last ``swap_region`` and run beside all work that is
+        launched before the next one, which waits for them.
+        """
+        with torch.cuda.stream(self._stream):
+            yield
+
     def _wait_for_compute(self) -> None:
         self._stream.wait_event(self._compute_done)
 
@@ -106,9 +114,17 @@ class KVCache:
         if self.swap_stream is not None:
             self.swap_stream.record_compute()
 
-    def copy(self, out: Sequence[BlockCopy], within: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
-        """Copies blocks to the host, within the device, and from the host, in this order. Raises ``CopyError``; the
-        contents of all blocks are undefined then.
+    def copy(
+        self,
+        out: Sequence[BlockCopy],
+        within: Sequence[BlockCopy],
+        into: Sequence[BlockCopy],
+        ahead: Sequence[BlockCopy] = (),
+    ) -> None:
+        """Copies blocks to the host, within the device, and from the host, in this order, and those ``ahead`` to the host
+        beside the forward pass that follows; work behind that is launched after the next ``copy``, which waits for
+        them. On the CPU all is copied when this returns. Raises ``CopyError``; the contents of all blocks are undefined
+        then.
         """
         moves = (
             (self.blocks, self._host_blocks, out),
@@ -118,6 +134,9 @@ class KVCache:
         with nullcontext() if self.swap_stream is None else self.swap_stream.swap_region():
             for sources, targets, copies in moves:
                 _copy_blocks(sources, targets, copies)
+        if ahead:
+            with nullcontext() if self.swap_stream is None else self.swap_stream.ahead_region():
+                _copy_blocks(self.blocks, self._host_blocks, ahead)
 
     def close(self) -> None:
         """Frees the memory; nothing can be computed after that."""

@@ -107,8 +107,17 @@ class Runner(Protocol):
         """What weights and activations are held in, and KV memory unless it has a dtype of its own."""
         ...
 
-    def copy(self, out: Sequence[BlockCopy], within: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
-        """Copies blocks to the host, within the device, and from the host, in this order. Raises ``CopyError``."""
+    def copy(
+        self,
+        out: Sequence[BlockCopy],
+        within: Sequence[BlockCopy],
+        into: Sequence[BlockCopy],
+        ahead: Sequence[BlockCopy] = (),
+    ) -> None:
+        """Copies blocks to the host, within the device, and from the host, in this order, then those ``ahead`` to the
+        host, beside the forward pass: there is a call before the next one then, even with nothing to copy. Raises
+        ``CopyError``.
+        """
         ...
 
     def forward(self, batch: ModelInput, pending: torch.Tensor | None = None) -> torch.Tensor:
@@ -161,9 +170,15 @@ class ModelRunner:
         """See ``Runner.dtype``."""
         return self._model.dtype
 
-    def copy(self, out: Sequence[BlockCopy], within: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
+    def copy(
+        self,
+        out: Sequence[BlockCopy],
+        within: Sequence[BlockCopy],
+        into: Sequence[BlockCopy],
+        ahead: Sequence[BlockCopy] = (),
+    ) -> None:
         """See ``Runner.copy``."""
-        self._kv_cache.copy(out, within, into)
+        self._kv_cache.copy(out, within, into, ahead)
 
     def forward(self, batch: ModelInput, pending: torch.Tensor | None = None) -> torch.Tensor:
         """See ``Runner.forward``."""

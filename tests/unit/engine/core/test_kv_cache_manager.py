@@ -104,6 +104,31 @@ def test_blocks_swapped_out_and_in_are_copied_once_each_way() -> None:
     kv.check_integrity()
 
 
+def test_what_was_swapped_ahead_is_not_copied_when_the_table_is_swapped_out() -> None:
+    kv = memory()
+    table = filled(kv, list(range(10)))
+    assert [kv.swap_ahead(table, 1), kv.swap_ahead(table, 5), kv.swap_ahead(table, 5)] == [1, 1, 0]
+    ahead = kv.take_pending_copies().blocks_to_swap_ahead
+    assert [copy.source for copy in ahead] == table.block_ids[:2]
+    assert kv.host_pool.num_free == kv.host_pool.num_blocks, "a copy is held"
+    assert kv.swap_out(table, 10) == 1
+    assert table.host_block_ids[:2] == [copy.target for copy in ahead]
+    kv.free(table)
+    kv.check_integrity()
+
+
+def test_a_block_swapped_ahead_that_the_host_gave_up_is_copied_again() -> None:
+    kv = memory()
+    table = filled(kv, list(range(10)))
+    assert kv.swap_ahead(table, 5) == 2
+    kv.take_pending_copies()
+    for _ in range(kv.host_pool.num_blocks):
+        kv.host_pool.allocate()
+    for block_id in range(kv.host_pool.num_blocks):
+        kv.host_pool.decref(block_id)
+    assert kv.swap_out(table, 10) == 3
+
+
 def test_blocks_that_are_still_cached_are_not_copied_again() -> None:
     kv = memory()
     table = filled(kv, list(range(10)))

@@ -1,9 +1,12 @@
 """What a plan holds: order, budget, admission and preemption."""
 
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
+from quire_engine.core.executor import Rates
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.request import Request, Sequence, SequenceStatus
 from quire_engine.core.scheduler import Scheduler
@@ -16,8 +19,8 @@ SIZE = 4
 class Bench:
     """A scheduler that is stepped by hand; every token drawn is 9."""
 
-    def __init__(self, device: int = 100, host: int = 0, **limits: int) -> None:
-        self.memory = KVCacheManager(KVCacheConfig(SIZE, device, host), prefix_caching=False)
+    def __init__(self, device: int = 100, host: int = 0, *, prefix_caching: bool = False, **limits: Any) -> None:
+        self.memory = KVCacheManager(KVCacheConfig(SIZE, device, host), prefix_caching=prefix_caching)
         self.scheduler = Scheduler(SchedulerConfig(max_model_len=400, **limits), self.memory)
 
     def add(self, request_id: str, prompt: int, max_tokens: int = 16) -> Sequence:
@@ -147,6 +150,50 @@ def test_a_step_that_swaps_out_swaps_nothing_in() -> None:
     assert not bench.scheduler.has_work
     assert seen_in
     assert seen_out
+
+
+@pytest.mark.parametrize("swap_ahead", [0.0, 0.5, 0.8])
+def test_a_preemption_copies_one_block_at_most_where_the_others_were_swapped_ahead(swap_ahead: float) -> None:
+    bench = Bench(device=40, host=100, prefix_caching=True, swap_ahead=swap_ahead)
+    for index in range(4):
+        bench.scheduler.add_request(
+            Request(f"r{index}", [index] * 21, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+        )
+    copied, ahead = [], 0
+    for _ in range(400):
+        scheduler_output = bench.step()
+        ahead += len(scheduler_output.blocks_to_swap_ahead)
+        if scheduler_output.num_preempted:
+            copied.append(len(scheduler_output.blocks_to_swap_out))
+    assert not bench.scheduler.has_work
+    assert len(copied) > 2
+    assert max(copied) > 8 if swap_ahead == 0 else max(copied) <= 1
+    stats = bench.scheduler.stats
+    assert stats.blocks_copied_ahead == ahead
+    assert stats.blocks_used_ahead <= ahead
+    assert (stats.blocks_used_ahead > 8) == bool(swap_ahead)
+
+
+def test_nothing_is_swapped_ahead_while_there_are_free_blocks_or_no_room_on_the_host() -> None:
+    for device, host in ((100, 100), (20, 4)):
+        bench = Bench(device=device, host=host, prefix_caching=True, swap_ahead=0.8)
+        bench.add("a", 41, max_tokens=34)
+        bench.step_until(lambda _, bench=bench: not bench.scheduler.has_work)
+        assert bench.scheduler.stats.blocks_copied_ahead == 0
+
+
+def test_what_a_step_swaps_ahead_is_copied_in_the_time_that_its_tokens_take() -> None:
+    rates = Rates(tokens_per_second=100.0, bytes_per_second=300.0)  # three blocks of a byte a token
+    memory = KVCacheManager(KVCacheConfig(SIZE, 30, 100))
+    scheduler = Scheduler(SchedulerConfig(max_model_len=400, swap_ahead=0.1), memory, rates=rates)
+    scheduler.add_request(Request("a", [1] * 100, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)))
+    copied = []
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        copied.append(len(plan.blocks_to_swap_ahead))
+        drawn = {request.sequence_id: 9 for chunk in plan.chunks for request in chunk.sample_requests}
+        scheduler.update_from_output(plan, ModelOutput(drawn))
+    assert copied[:11] == [0, *[3] * 9, 0]
 
 
 def test_a_sequence_ends_at_the_maximum_model_length() -> None:

@@ -240,12 +240,12 @@ def test_a_batch_whose_parts_do_not_fit_is_refused(chunks: list[ScheduledChunk],
 COPIES = st.lists(st.builds(BlockCopy, st.integers(0, 2**40), st.integers(0, 2**40)), max_size=5)
 
 
-@given(st.tuples(COPIES, COPIES, COPIES))
+@given(st.tuples(COPIES, COPIES, COPIES, COPIES))
 def test_copies_arrive_in_their_order(copies: Any) -> None:
     assert copies_from_arrays(copies_to_arrays(copies)) == copies
 
 
-@pytest.mark.parametrize("arrays", [[], [np.arange(2)] * 2, [np.arange(3)] * 3, [np.arange(2, dtype=np.int32)] * 3])
+@pytest.mark.parametrize("arrays", [[], [np.arange(2)] * 3, [np.arange(3)] * 4, [np.arange(2, dtype=np.int32)] * 4])
 def test_copies_that_are_no_pairs_are_refused(arrays: list[Any]) -> None:
     with pytest.raises(MessageError):
         copies_from_arrays(arrays)

@@ -74,6 +74,7 @@ def scheduler_outputs(draw: st.DrawFn) -> SchedulerOutput:
         draw(copies),
         draw(copies),
         draw(copies),
+        draw(copies),
     )
 
 
@@ -177,7 +178,8 @@ def test_a_step_takes_the_time_of_the_formula(scheduler_output: SchedulerOutput)
         for chunk in scheduler_output.chunks:
             pairs = sum(position + 1 for position in range(chunk.start, chunk.end))
             forward += max(chunk.end * 1e-4, pairs * 1e-5)
-    assert timings.forward == pytest.approx(forward)
+    ahead = len(scheduler_output.blocks_to_swap_ahead) * 1000 / 1e6
+    assert timings.forward == pytest.approx(max(forward, ahead)), "copies ahead run beside the forward pass"
     copies = len(scheduler_output.blocks_to_swap_out) + len(scheduler_output.blocks_to_swap_in)
     assert timings.swap == pytest.approx(copies * 1000 / 1e6 + len(scheduler_output.blocks_to_copy) * 2 * 4 * 1e-4)
     assert timings.sample == pytest.approx(1e-3 * sum(len(chunk.sample_requests) for chunk in scheduler_output.chunks))

@@ -26,13 +26,19 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Step:
-    """Copies, then a forward pass that reads some blocks and writes others, each with a number of its own."""
+    """Copies, then a forward pass that reads some blocks and writes others, each with a number of its own. Copies
+    ``ahead`` go to the host beside it, from blocks that it does not write.
+    """
 
     out: list[BlockCopy] = field(default_factory=list)
     within: list[BlockCopy] = field(default_factory=list)
     into: list[BlockCopy] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)
+    ahead: list[BlockCopy] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ahead = [copy for copy in self.ahead if copy.source not in self.writes]
 
 
 def copies(sources: int, targets: int) -> st.SearchStrategy[list[BlockCopy]]:
@@ -41,7 +47,16 @@ def copies(sources: int, targets: int) -> st.SearchStrategy[list[BlockCopy]]:
 
 blocks = st.lists(st.integers(0, DEVICE - 1), max_size=3)
 steps = st.lists(
-    st.builds(Step, copies(DEVICE, HOST), copies(DEVICE, DEVICE), copies(HOST, DEVICE), blocks, blocks), max_size=5
+    st.builds(
+        Step,
+        copies(DEVICE, HOST),
+        copies(DEVICE, DEVICE),
+        copies(HOST, DEVICE),
+        blocks,
+        blocks,
+        copies(DEVICE, HOST),
+    ),
+    max_size=5,
 )
 
 Outcome = tuple[list[float], list[float], list[float]]
@@ -55,6 +70,7 @@ def outcome_in_order(plan: list[Step]) -> Outcome:
             (device, host, step.out),
             (device, device, step.within),
             (host, device, step.into),
+            (device, host, step.ahead),
         ):
             for copy in moves:
                 targets[copy.target] = sources[copy.source]
@@ -64,8 +80,8 @@ def outcome_in_order(plan: list[Step]) -> Outcome:
     return device, host, read
 
 
-def outcome_on(seed: int, plan: list[Step], left_out: Wait | None = None) -> Outcome:
-    """The same on a device with streams."""
+def outcome_on(seed: int, plan: list[Step], left_out: Wait | None = None, *, always: bool = True) -> Outcome:
+    """The same on a device with streams. ``always``: the cache is told of steps that copy nothing too."""
     fake, read = FakeDevice(seed), []
     with pytest.MonkeyPatch.context() as patch, fake:
         fake.install(patch)
@@ -80,7 +96,8 @@ def outcome_on(seed: int, plan: list[Step], left_out: Wait | None = None) -> Out
                 cache.blocks[block] = 10.0 * (number + 1) + place
 
         for number, step in enumerate(plan):
-            cache.copy(step.out, step.within, step.into)
+            if always or step.out or step.within or step.into or step.ahead:
+                cache.copy(step.out, step.within, step.into, step.ahead)
             fake.launch(lambda number=number, step=step: forward(number, step))
             order.record_compute()
             fake.launch(lambda: None)  # the draws, which copies need not wait for
@@ -105,6 +122,34 @@ def test_each_wait_is_needed_in_both_directions(direction: str, left_out: Wait) 
     plan, seeds = SWAPS[direction], range(60)
     assert all(outcome_on(seed, plan) == outcome_in_order(plan) for seed in seeds)
     assert any(outcome_on(seed, plan, left_out) != outcome_in_order(plan) for seed in seeds)
+
+
+AHEAD = [Step(writes=[1]), Step(ahead=[BlockCopy(1, 0)]), Step(writes=[1])]
+
+
+def test_a_step_waits_for_what_was_copied_ahead_beside_the_one_before_though_it_copies_nothing() -> None:
+    seeds = range(60)
+    assert all(outcome_on(seed, AHEAD) == outcome_in_order(AHEAD) for seed in seeds)
+    assert any(outcome_on(seed, AHEAD, always=False) != outcome_in_order(AHEAD) for seed in seeds)
+    for left_out in Wait:
+        assert any(outcome_on(seed, AHEAD, left_out) != outcome_in_order(AHEAD) for seed in seeds)
+
+
+def test_copies_ahead_run_beside_the_forward_pass() -> None:
+    orders = set()
+    for seed in range(60):
+        fake, done = FakeDevice(seed), []
+        with pytest.MonkeyPatch.context() as patch:
+            fake.install(patch)
+            order = CudaSwapStream(CPU)
+            with order.swap_region():
+                pass
+            with order.ahead_region():
+                fake.launch(lambda: done.append("copy"))  # noqa: B023 - run before the next seed
+            fake.launch(lambda: done.append("forward"))  # noqa: B023
+            fake.run()
+        orders.add(tuple(done))
+    assert orders == {("copy", "forward"), ("forward", "copy")}
 
 
 def test_copies_run_beside_the_draws_but_not_beside_the_forward_pass() -> None:
