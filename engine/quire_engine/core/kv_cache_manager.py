@@ -79,7 +79,7 @@ class CachedBlock(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class SwapCost:
     """What a table costs: the bytes that swapping it out and in again moves, or the tokens that no cache holds and that
-    would be computed again instead.
+    would be computed again instead. What moves either way, because the host's cache has it, is no part of either.
     """
 
     bytes_to_move: int
@@ -211,14 +211,16 @@ class KVCacheManager:
         has already, are cached.
         """
         blocks = self.num_blocks_for(num_computed_tokens)
-        on_host = sum(
-            self.host_pool.get_cached_block(name) is not None for name in table.block_hashes[: table.num_cached_blocks]
-        )
-        cached = 0
-        while cached < table.num_cached_blocks and self._stays_cached(table, cached):
+        on_host = sum(map(self._is_on_host, table.block_hashes[: table.num_cached_blocks]))
+        cached = reloaded = 0
+        while cached < table.num_cached_blocks:
+            is_shared = self.device_pool.is_shared(table.block_ids[cached])
+            if not (is_shared or (self.host_caching and self._is_on_host(table.block_hashes[cached]))):
+                break
             cached += 1
+            reloaded += not is_shared
         return SwapCost(
-            bytes_to_move=(2 * blocks - on_host) * self.block_bytes,
+            bytes_to_move=(2 * blocks - on_host - reloaded) * self.block_bytes,
             uncached_tokens=max(0, num_computed_tokens - cached * self.block_size),
         )
 
@@ -246,7 +248,7 @@ class KVCacheManager:
         before = len(self._pending_copies.blocks_to_swap_ahead)
         while table.num_swapped_ahead < table.num_cached_blocks and limit and self.host_pool.num_free:
             index = table.num_swapped_ahead
-            if self.host_pool.get_cached_block(table.block_hashes[index]) is None:
+            if not self._is_on_host(table.block_hashes[index]):
                 target = self.host_pool.allocate()
                 self.host_pool.cache_block(target, table.block_hashes[index])
                 self._pinned_host_blocks.append(target)
@@ -374,12 +376,8 @@ class KVCacheManager:
         table.block_ids[index] = own
         self.device_pool.decref(shared)
 
-    def _stays_cached(self, table: BlockTable, index: int) -> bool:
-        """Whether a full block of the table will still be found when the table has given it up."""
-        return (
-            self.device_pool.is_shared(table.block_ids[index])
-            or self.host_pool.get_cached_block(table.block_hashes[index]) is not None
-        )
+    def _is_on_host(self, name: bytes) -> bool:
+        return self.host_pool.get_cached_block(name) is not None
 
     def _host_block(self, table: BlockTable, index: int) -> tuple[int, bool]:
         """A referenced host block for block ``index``, and whether its contents must be copied."""

@@ -191,7 +191,7 @@ def choose_preemption_mode(
     """How a victim with this cost is preempted, the cheaper way in seconds, and why. ``host_has_room``: for its blocks.
     ``may_swap``: one more sequence may be swapped.
     """
-    if not cost.bytes_to_move:
+    if not cost.uncached_tokens:
         return PreemptionMode.RECOMPUTE, PreemptionReason.CHEAPER
     if not host_has_room:
         return PreemptionMode.RECOMPUTE, PreemptionReason.HOST_FULL

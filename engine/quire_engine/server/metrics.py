@@ -135,7 +135,10 @@ class EngineMetrics:
         moved = self._counter(Metric.ENGINE_SWAP_BLOCKS, "KV blocks copied between the pools", ("direction",))
         totals = {
             "blocks_parted": (Metric.ENGINE_PARTED_BLOCKS, "KV blocks copied because a sequence wrote to a shared one"),
-            "blocks_used_ahead": (Metric.ENGINE_USED_AHEAD_BLOCKS, "KV blocks swapped out by a copy made ahead of need"),
+            "blocks_used_ahead": (
+                Metric.ENGINE_USED_AHEAD_BLOCKS,
+                "KV blocks swapped out by a copy made ahead of need",
+            ),
             "out_of_memory": (Metric.ENGINE_OUT_OF_MEMORY, "Requests that were alone and could not grow"),
             "prefix_query_tokens": (Metric.ENGINE_PREFIX_QUERIES, "Prompt tokens looked up"),
             "computed_tokens": (Metric.ENGINE_COMPUTED_TOKENS, "Tokens computed"),
