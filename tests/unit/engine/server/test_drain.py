@@ -4,6 +4,7 @@ import asyncio
 import json
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -32,13 +33,16 @@ LONG = 600.0
 
 
 class Executor(PagedExecutor):
-    """Fails as a whole once ``broken``: then there is no core any more."""
+    """Takes a millisecond a step, so that a long request runs for a while on any machine. Fails as a whole once
+    ``broken``: then there is no core any more.
+    """
 
     broken = False
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         if self.broken:
             raise ExecutorError("a block copy failed")
+        time.sleep(0.001)
         return super().execute_model(scheduler_output)
 
 
