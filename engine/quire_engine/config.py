@@ -294,7 +294,10 @@ class EngineConfig(CliSettings, EngineArgs):
         default=60.0, gt=0, description="Seconds without a step, while work is pending, after which /live fails."
     )
     trace_step_interval: int = Field(
-        default=1000, ge=1, description="One step in this many is traced; slow, swapping and failed ones always are."
+        default=1000,
+        ge=1,
+        description="One step in this many is traced, and slow, swapping and failed ones; 1 traces every step, without "
+        "the limit of 20 a second.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe log line."

@@ -2,7 +2,8 @@
 
 A request's spans hang below the router's attempt. A step is a root of its own, because a batch has many parents, and
 is *linked* to the requests in it. Steps are traced one in an interval, and whenever they are slow, swap, preempt or
-fail, within a rate.
+fail, within a rate. With an interval of 1 every step is traced, without a rate, as one span whose phases are
+attributes, where the others have a child for each phase.
 """
 
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ class TraceExporter:
     def __init__(self, *, enabled: bool, step_interval: int, tracer: Tracer | None = None) -> None:
         self._enabled = enabled
         self._interval = step_interval
+        self._every_step = step_interval == 1
         self._tracer = tracer or trace.get_tracer("quire.engine")
         self._traced: dict[str, _TracedRequest] = {}
         self._average_duration = 0.0
@@ -70,6 +72,8 @@ class TraceExporter:
                 self._traced.pop(output.request_id, None)
 
     def _should_trace(self, step: StepTrace) -> bool:
+        if self._every_step:
+            return True
         slow = step.duration > SLOW_FACTOR * self._average_duration > 0
         self._average_duration += 0.05 * (step.duration - self._average_duration)
         should_trace = slow or step.failed or step.preempted or step.swapped_blocks or step.step % self._interval == 0
@@ -86,7 +90,7 @@ class TraceExporter:
 
     def _export_step(self, step: StepTrace, load: EngineLoad) -> None:
         links = [Link(self._traced[key].parent) for key in step.request_ids if key in self._traced]
-        attributes = {
+        attributes: dict[str, int | float] = {
             Attribute.STEP_ID: step.step,
             Attribute.STEP_PREFILL: step.num_prefill,
             Attribute.STEP_DECODE: step.num_decode,
@@ -95,6 +99,8 @@ class TraceExporter:
             Attribute.BLOCKS_FREE: load.blocks_free,
             Attribute.BLOCKS_TOTAL: load.blocks_total,
         }
+        if self._every_step:
+            attributes |= _phase_seconds(step)
         root = self._tracer.start_span(
             Span.STEP,
             context=Context(),
@@ -108,7 +114,8 @@ class TraceExporter:
         for name, pause, seconds in _phases(step):
             begin += int(pause * _NANOSECONDS)
             end = begin + int(seconds * _NANOSECONDS)
-            self._span(name, context, begin, end)
+            if not self._every_step:
+                self._span(name, context, begin, end)
             begin = end
         root.end(begin)
 
@@ -203,3 +210,15 @@ def _phases(step: StepTrace) -> list[tuple[str, float, float]]:
         (Span.STEP_SAMPLE, 0.0, step.timings.sample),
         (Span.STEP_EMIT, 0.0, step.emit),
     ]
+
+
+def _phase_seconds(step: StepTrace) -> dict[str, float]:
+    """The durations of a step's phases in seconds, and of the pause before its forward pass, as attributes."""
+    return {
+        Attribute.STEP_PAUSE_SECONDS: step.pause,
+        Attribute.STEP_SCHEDULE_SECONDS: step.schedule,
+        Attribute.STEP_SWAP_SECONDS: step.timings.swap,
+        Attribute.STEP_FORWARD_SECONDS: step.timings.forward,
+        Attribute.STEP_SAMPLE_SECONDS: step.timings.sample,
+        Attribute.STEP_EMIT_SECONDS: step.emit,
+    }

@@ -48,8 +48,10 @@ def test_a_request_with_several_choices_waits_once_and_decodes_each() -> None:
 def test_the_parts_of_a_step_follow_each_other_until_its_end(passed: float) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    builder = TraceExporter(enabled=True, step_interval=1, tracer=provider.get_tracer("test"))
-    trace = replace(TRACE, started=5, timings=StepTimings(2.0, 8.0, 4.0), schedule=1.0, emit=3.0, elapsed=passed)
+    builder = TraceExporter(enabled=True, step_interval=2, tracer=provider.get_tracer("test"))
+    trace = replace(
+        TRACE, step=2, started=5, timings=StepTimings(2.0, 8.0, 4.0), schedule=1.0, emit=3.0, elapsed=passed
+    )
     builder.on_step(EngineCoreOutputs([], LOAD, [], trace))
     *parts, root = [(span.name, span.start_time - 5, span.end_time - 5) for span in exporter.get_finished_spans()]
     late = int(passed) - 15
@@ -61,6 +63,22 @@ def test_the_parts_of_a_step_follow_each_other_until_its_end(passed: float) -> N
         (Span.STEP_EMIT, late + 12, late + 15),
     ]
     assert root == (Span.STEP, 0, int(passed) * 10**9)
+
+
+def test_every_step_is_one_span_with_its_phases_when_the_interval_is_one() -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    builder = TraceExporter(enabled=True, step_interval=1, tracer=provider.get_tracer("test"))
+    trace = replace(TRACE, timings=StepTimings(2.0, 8.0, 4.0), schedule=1.0, emit=3.0, elapsed=40.0)
+    for number in range(500):  # many times the rate of an interval above one
+        builder.on_step(EngineCoreOutputs([], LOAD, [], replace(trace, step=number, started=number)))
+    spans = exporter.get_finished_spans()
+    assert [span.name for span in spans] == [Span.STEP] * 500
+    assert [dict(span.attributes or {})[Attribute.STEP_ID] for span in spans] == list(range(500))
+    assert {(span.end_time or 0) - (span.start_time or 0) for span in spans} == {40 * 10**9}
+    attributes = dict(spans[0].attributes or {})
+    names = ("pause", "schedule", "swap", "forward", "sample", "emit")
+    assert [attributes[f"quire.step.{name}_seconds"] for name in names] == [22.0, 1.0, 2.0, 8.0, 4.0, 3.0]
 
 
 def test_a_preemption_is_an_event_of_the_span_that_it_falls_into() -> None:
