@@ -143,8 +143,8 @@ class SchedulerArgs(_Frozen):
         default=0.0,
         ge=0,
         lt=1,
-        description="Part of the KV blocks beyond which those of the sequences that would be swapped out next are copied "
-        "to the host ahead, beside what is computed; 0 is never.",
+        description="Part of the KV blocks beyond which those of the sequences that would be swapped out next are "
+        "copied to the host ahead, beside what is computed; 0 is never.",
     )
     scheduling_policy: Policy = Field(
         default="fcfs", description="Who is admitted next: first come, the shortest job, or by priority."

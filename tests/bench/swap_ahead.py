@@ -1,9 +1,9 @@
 """What a preemption costs those beside it, with and without blocks swapped ahead of need: `make bench`.
 
-A saturated engine in the simulator, an A100 with a model of 8 B parameters, and more sequences than the KV pool holds to
-their ends, with short prompts and with long ones. For each setting: the steps that preempt,
-blocks that such a step waits for, the longest wait, how much longer that makes the gap between two tokens of everyone
-beside it than it would be, and what is copied in all. Counts and seconds are those of a formula, so the same everywhere.
+A saturated engine in the simulator, an A100 with a model of 8 B parameters, and more sequences than the KV pool holds
+to their ends, with short prompts and with long ones. For each setting: the steps that preempt, blocks that such a step
+waits for, the longest wait, how much longer that makes the gap between two tokens of everyone beside it than it would
+be, and what is copied in all. Counts and seconds are those of a formula, so the same everywhere.
 """
 
 import random

@@ -319,9 +319,10 @@ class BatchScheduler:
         self._record_event(victim, "recompute", 0, reason)
 
     def _swap_ahead(self, scheduler_output: SchedulerOutput) -> None:
-        """When more than the part ``swap_ahead`` of the device blocks is held, copies full blocks of those that would be
-        preempted next to the host, so that a preemption finds them there: of the last sequences, until these hold the
-        rest of the pool, and so many blocks as are copied, at the measured rates, while the step's tokens are computed.
+        """When more than the part ``swap_ahead`` of the device blocks is held, copies full blocks of those that would
+        be preempted next to the host, so that a preemption finds them there: of the last sequences, until these hold
+        the rest of the pool, and so many blocks as are copied, at the measured rates, while the step's tokens are
+        computed.
         """
         pool = self._kv_cache_manager.device_pool
         rest = pool.num_blocks - int(self._config.swap_ahead * pool.num_blocks)

@@ -4,10 +4,11 @@ Each block that a table holds is released on one path only (``free``), whatever 
 
 Bookkeeping runs ahead of the contents: what it decides while a step is scheduled is collected as copies, which the
 executor carries out before it computes, first those to the host, then those within the device, then those from the
-host; those to the host that are made ahead of need run beside what it computes. So that this order is right whatever was decided when, a host block that is to be read is held until the step is
-scheduled (``take_pending_copies``): nothing can be written over it meanwhile. On the device nothing needs holding: only
-sequences that have no chunk in the step yet are preempted, so no block that the step writes is freed by it. Nor is
-anything held for a step that is in flight while the next one is scheduled: it is carried out first, copies and all.
+host; those to the host that are made ahead of need run beside what it computes. So that this order is right whatever
+was decided when, a host block that is to be read is held until the step is scheduled (``take_pending_copies``): nothing
+can be written over it meanwhile. On the device nothing needs holding: only sequences that have no chunk in the step yet
+are preempted, so no block that the step writes is freed by it. Nor is anything held for a step that is in flight while
+the next one is scheduled: it is carried out first, copies and all.
 """
 
 from collections import OrderedDict

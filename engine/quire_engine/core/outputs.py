@@ -64,9 +64,9 @@ class SchedulerStats:
     ``prefix_device_tokens`` of the prompts were found in the device pool, and ``prefix_host_tokens`` came back from the
     host's. ``blocks_copied_out`` and ``_in`` are all that moved between the pools, those swapped among them;
     ``blocks_copied_ahead`` went to the host before their sequences were swapped out, and ``blocks_used_ahead`` were
-    found there when these were; ``blocks_parted`` those copied because a sequence wrote into a shared one. ``out_of_memory`` requests were alone and
-    could not grow. ``num_draft_tokens`` were guessed, in ``num_drafts`` chunks, and ``num_accepted_tokens`` of them
-    were then drawn.
+    found there when these were; ``blocks_parted`` those copied because a sequence wrote into a shared one.
+    ``out_of_memory`` requests were alone and could not grow. ``num_draft_tokens`` were guessed, in ``num_drafts``
+    chunks, and ``num_accepted_tokens`` of them were then drawn.
     """
 
     computed_tokens: int = 0

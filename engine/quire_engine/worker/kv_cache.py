@@ -121,10 +121,10 @@ class KVCache:
         into: Sequence[BlockCopy],
         ahead: Sequence[BlockCopy] = (),
     ) -> None:
-        """Copies blocks to the host, within the device, and from the host, in this order, and those ``ahead`` to the host
-        beside the forward pass that follows; work behind that is launched after the next ``copy``, which waits for
-        them. On the CPU all is copied when this returns. Raises ``CopyError``; the contents of all blocks are undefined
-        then.
+        """Copies blocks to the host, within the device, and from the host, in this order, and those ``ahead`` to the
+        host beside the forward pass that follows; work behind that is launched after the next ``copy``, which waits
+        for them. On the CPU all is copied when this returns. Raises ``CopyError``; the contents of all blocks are
+        undefined then.
         """
         moves = (
             (self.blocks, self._host_blocks, out),
