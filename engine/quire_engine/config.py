@@ -197,7 +197,17 @@ class CacheConfig(_Frozen):
         return int(self.swap_space * (1 << 30))
 
 
-class EngineArgs(CacheConfig, SchedulerArgs, ExecutorConfig, ServedModel):
+class CoreArgs(CacheConfig, SchedulerArgs):
+    """The settings of an engine's core, whatever it is that executes its steps."""
+
+    @model_validator(mode="after")
+    def _blocks_swapped_ahead_have_names(self) -> Self:
+        if self.swap_ahead and not self.enable_prefix_caching:
+            raise ValueError("--swap-ahead needs --enable-prefix-caching: what is on the host is found by its hash.")
+        return self
+
+
+class EngineArgs(CoreArgs, ExecutorConfig, ServedModel):
     """All settings of an engine, with or without a server. ``quire-engine --help`` lists the fields of the bases from
     the last to the first.
     """
@@ -206,12 +216,6 @@ class EngineArgs(CacheConfig, SchedulerArgs, ExecutorConfig, ServedModel):
     def _speculation_is_not_overlapped(self) -> Self:
         if self.async_scheduling and self.speculative_method != "none":
             raise ValueError("--async-scheduling and --speculative-method exclude each other.")
-        return self
-
-    @model_validator(mode="after")
-    def _blocks_swapped_ahead_have_names(self) -> Self:
-        if self.swap_ahead and not self.enable_prefix_caching:
-            raise ValueError("--swap-ahead needs --enable-prefix-caching: what is on the host is found by its hash.")
         return self
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from quire_engine.checkpoint.config import AttentionLayout
-from quire_engine.core.block_pool import BlockCopy
+from quire_engine.core.block_pool import BlockCopies, BlockCopy
 from quire_engine.worker.kv_cache import KVCache
 from quire_engine.worker.memory import CacheSizes
 
@@ -18,8 +18,9 @@ NEEDS_FLASHINFER = False
 # Of 2 MiB, as those of a model of 8 B parameters: copying all of them takes milliseconds.
 LAYOUT = AttentionLayout(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, scale=0.1)
 BLOCK_BYTES, BLOCKS = 2 << 20, 100
-OUT = [BlockCopy(1 + block, block) for block in range(BLOCKS - 1)]
-INTO = [BlockCopy(block, 1 + block) for block in range(BLOCKS - 1)]
+OUT = BlockCopies([BlockCopy(1 + block, block) for block in range(BLOCKS - 1)])
+INTO = BlockCopies(blocks_to_swap_in=[BlockCopy(block, 1 + block) for block in range(BLOCKS - 1)])
+AHEAD = BlockCopies(blocks_to_swap_ahead=OUT.blocks_to_swap_out)
 
 
 class Pool:
@@ -52,14 +53,11 @@ class Pool:
         torch.cuda.synchronize()
         return self.cache._host_blocks[: BLOCKS - 1, 0, 0, 0, 0, 0]
 
-    def copy(self, out: list[BlockCopy], into: list[BlockCopy], ahead: list[BlockCopy] | None = None) -> None:
-        self.cache.copy(out, [], into, ahead or [])
-
 
 def copies_out_wait_for_what_was_computed(pool: Pool) -> bool:
     pool.be_busy()
     pool.fill(1)
-    pool.copy(OUT, [])
+    pool.cache.copy(OUT)
     return bool((pool.on_host() == 1).all())
 
 
@@ -69,7 +67,7 @@ def copies_in_wait_for_what_still_reads(pool: Pool) -> bool:
     torch.cuda.synchronize()
     pool.be_busy()
     read = pool.read()
-    pool.copy([], INTO)
+    pool.cache.copy(INTO)
     return bool((read == 1).all()) and bool((pool.read() == 2).all())
 
 
@@ -77,14 +75,14 @@ def what_is_computed_waits_for_copies_in(pool: Pool) -> bool:
     pool.cache._host_blocks.fill_(2)
     pool.fill(1)
     torch.cuda.synchronize()
-    pool.copy([], INTO)
+    pool.cache.copy(INTO)
     return bool((pool.read() == 2).all())
 
 
 def what_is_overwritten_was_copied_out(pool: Pool) -> bool:
     pool.fill(1)
     torch.cuda.synchronize()
-    pool.copy(OUT, [])
+    pool.cache.copy(OUT)
     pool.fill(3)
     return bool((pool.on_host() == 1).all())
 
@@ -92,9 +90,8 @@ def what_is_overwritten_was_copied_out(pool: Pool) -> bool:
 def what_is_overwritten_in_the_next_step_was_copied_ahead(pool: Pool) -> bool:
     pool.fill(1)
     torch.cuda.synchronize()
-    pool.copy([], [], OUT)
+    pool.cache.copy(AHEAD)
     pool.read()
-    pool.copy([], [])
     pool.fill(3)
     return bool((pool.on_host() == 1).all())
 
@@ -142,7 +139,9 @@ def test_a_chain_of_copies_keeps_its_order(pools) -> None:
     for block in range(BLOCKS):
         pool.cache.blocks[block].fill_(block)
     pool.swap_stream.record_compute()
-    pool.cache.copy([BlockCopy(5, 0), BlockCopy(6, 1)], [BlockCopy(7, 5), BlockCopy(5, 6)], [BlockCopy(0, 7)])
+    pool.cache.copy(
+        BlockCopies([BlockCopy(5, 0), BlockCopy(6, 1)], [BlockCopy(7, 5), BlockCopy(5, 6)], [BlockCopy(0, 7)])
+    )
     torch.cuda.synchronize()
     assert pool.cache.blocks[5:8, 0, 0, 0, 0, 0].tolist() == [7, 7, 5]
     assert pool.on_host()[:2].tolist() == [5, 6]

@@ -58,12 +58,12 @@ class Driver:
         self._steps += 1
         chosen = self._random.sample(alive, self._random.randint(1, len(alive)))
         if self._random.random() < self._swapping:
-            scheduler_output.blocks_to_swap_out = [
+            scheduler_output.copies.blocks_to_swap_out = [
                 copy for one in alive if one not in chosen for copy in self._swap_out(one)
             ]
         for one in chosen:
-            if one.host_blocks and not scheduler_output.blocks_to_swap_out:
-                scheduler_output.blocks_to_swap_in += self._swap_in(one)
+            if one.host_blocks and not scheduler_output.copies.blocks_to_swap_out:
+                scheduler_output.copies.blocks_to_swap_in += self._swap_in(one)
             if not one.host_blocks:
                 scheduler_output.chunks += self._chunk(one)
         return scheduler_output

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire_engine.core.block_pool import BlockCopy
+from quire_engine.core.block_pool import BlockCopies, BlockCopy
 from quire_engine.core.executor import CopyError
 from quire_engine.core.step import SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_engine.executor.torch_executor import TorchExecutor
@@ -60,7 +60,7 @@ def test_a_step_that_samples_nothing_still_stores_its_keys(executor: TorchExecut
 
 def test_every_part_of_a_step_is_timed(executor: TorchExecutor) -> None:
     timings = executor.execute_model(
-        SchedulerOutput(0, [chunk([5], [1])], blocks_to_swap_out=[BlockCopy(2, 0)])
+        SchedulerOutput(0, [chunk([5], [1])], copies=BlockCopies([BlockCopy(2, 0)]))
     ).timings
     assert min(timings.swap, timings.forward, timings.sample) > 0
 
@@ -71,17 +71,19 @@ def test_a_copy_of_a_block_that_does_not_exist_ends_the_engine(
     executor: TorchExecutor, copy: BlockCopy, direction: str
 ) -> None:
     with pytest.raises(CopyError):
-        executor.execute_model(SchedulerOutput(0, **{direction: [copy]}))
+        executor.execute_model(SchedulerOutput(0, copies=BlockCopies(**{direction: [copy]})))
 
 
 def test_blocks_come_back_from_the_host_as_they_went(executor: TorchExecutor) -> None:
     tokens = list(range(3, 40))
     expected = executor.execute_model(SchedulerOutput(0, [chunk(tokens, [1, 2, 3])])).token_ids
     executor.execute_model(SchedulerOutput(1, [chunk(tokens[:-1], [4, 5, 6], sampling=None)]))
-    executor.execute_model(SchedulerOutput(2, blocks_to_swap_out=[BlockCopy(4, 9), BlockCopy(5, 0), BlockCopy(6, 4)]))
+    out = BlockCopies([BlockCopy(4, 9), BlockCopy(5, 0), BlockCopy(6, 4)])
+    executor.execute_model(SchedulerOutput(2, copies=out))
     executor.execute_model(SchedulerOutput(3, [chunk([50] * 48, [4, 5, 6])]))
     last = ScheduledChunk(0, tokens[-1:], len(tokens) - 1, [5, 6, 4], sample_requests(tokens))
-    scheduler_output = SchedulerOutput(4, [last], blocks_to_swap_in=[BlockCopy(9, 5), BlockCopy(0, 6), BlockCopy(4, 4)])
+    into = BlockCopies(blocks_to_swap_in=[BlockCopy(9, 5), BlockCopy(0, 6), BlockCopy(4, 4)])
+    scheduler_output = SchedulerOutput(4, [last], into)
     assert executor.execute_model(scheduler_output).token_ids == expected
 
 

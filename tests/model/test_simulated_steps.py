@@ -68,10 +68,7 @@ def normal(scheduler_output: SchedulerOutput) -> Any:
     ]
     return (
         chunks,
-        scheduler_output.blocks_to_swap_out,
-        scheduler_output.blocks_to_copy,
-        scheduler_output.blocks_to_swap_in,
-        scheduler_output.blocks_to_swap_ahead,
+        scheduler_output.copies,
         scheduler_output.finished_seq_ids,
         scheduler_output.num_preempted,
     )

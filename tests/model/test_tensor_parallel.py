@@ -18,7 +18,7 @@ import pytest
 import torch
 from quire_engine import LLM
 from quire_engine import SamplingParams as LlmParams
-from quire_engine.core.block_pool import BlockCopy
+from quire_engine.core.block_pool import BlockCopies, BlockCopy
 from quire_engine.core.step import SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_engine.errors import ModelError
 from quire_engine.executor import multiproc, rank_processes, rank_worker
@@ -239,7 +239,7 @@ def test_a_copy_that_fails_on_every_rank_ends_the_engine(threads: None, small_mo
     from quire_engine.core.executor import CopyError
 
     with closing(load(small_models.folder("llama3"), 2)) as shared, pytest.raises(CopyError):
-        shared.execute_model(SchedulerOutput(0, blocks_to_copy=[BlockCopy(1, 1 << 20)]))
+        shared.execute_model(SchedulerOutput(0, copies=BlockCopies(blocks_to_copy=[BlockCopy(1, 1 << 20)])))
 
 
 @pytest.mark.parametrize("size", [3, 64])

@@ -121,7 +121,7 @@ class EngineStateMachine(RuleBasedStateMachine):
     def check_scheduler_output(self, scheduler_output: SchedulerOutput) -> None:
         """A step that preempts admits no sequence."""
         if scheduler_output.num_preempted:
-            assert not scheduler_output.blocks_to_swap_in
+            assert not scheduler_output.copies.blocks_to_swap_in
             assert all(chunk.sequence_id in self.ran_before for chunk in scheduler_output.chunks)
         assert scheduler_output.num_tokens <= self.scheduler.config.max_num_batched_tokens
         assert len({chunk.sequence_id for chunk in scheduler_output.chunks}) == len(scheduler_output.chunks)

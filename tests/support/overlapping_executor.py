@@ -8,6 +8,7 @@ since, is found. Breaches of the protocol end the test as ``Misuse``, which no l
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
@@ -229,8 +230,4 @@ def as_given(scheduler_output: SchedulerOutput) -> SchedulerOutput:
         )
         for chunk in scheduler_output.chunks
     ]
-    copies = {
-        name: [*getattr(scheduler_output, name)]
-        for name in ("blocks_to_swap_out", "blocks_to_copy", "blocks_to_swap_in", "blocks_to_swap_ahead")
-    }
-    return replace(scheduler_output, chunks=chunks, **copies)
+    return replace(scheduler_output, chunks=chunks, copies=deepcopy(scheduler_output.copies))

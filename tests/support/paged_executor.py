@@ -96,13 +96,13 @@ class PagedExecutor:
         pass
 
     def copy(self, scheduler_output: SchedulerOutput) -> None:
-        _copy(scheduler_output.blocks_to_swap_out, self.device, self.host)
-        _copy(scheduler_output.blocks_to_copy, self.device, self.device)
-        _copy(scheduler_output.blocks_to_swap_in, self.host, self.device)
+        _copy(scheduler_output.copies.blocks_to_swap_out, self.device, self.host)
+        _copy(scheduler_output.copies.blocks_to_copy, self.device, self.device)
+        _copy(scheduler_output.copies.blocks_to_swap_in, self.host, self.device)
 
     def copy_ahead(self, scheduler_output: SchedulerOutput) -> None:
         """As late as that may be: behind the forward pass."""
-        _copy(scheduler_output.blocks_to_swap_ahead, self.device, self.host)
+        _copy(scheduler_output.copies.blocks_to_swap_ahead, self.device, self.host)
 
     def compute(self, chunk: ScheduledChunk, model_output: ModelOutput) -> bytes:
         """Fills the chunk's slots; returns the prefix that ends in it."""

@@ -123,11 +123,7 @@ class BatchScheduler:
             scheduler_output.max_seconds = budget.max_seconds
         if self._config.swap_ahead and scheduler_output.chunks:
             self._swap_ahead(scheduler_output)
-        copies = self._kv_cache_manager.take_pending_copies()
-        scheduler_output.blocks_to_swap_out = copies.blocks_to_swap_out
-        scheduler_output.blocks_to_copy = copies.blocks_to_copy
-        scheduler_output.blocks_to_swap_in = copies.blocks_to_swap_in
-        scheduler_output.blocks_to_swap_ahead = copies.blocks_to_swap_ahead
+        scheduler_output.copies = self._kv_cache_manager.take_pending_copies()
         return scheduler_output
 
     def _schedule_phase(
@@ -303,10 +299,9 @@ class BatchScheduler:
     def _preempt_swap(self, victim: Sequence, reason: PreemptionReason) -> None:
         # Its blocks are copied after the step in flight, so with what that computes for it.
         victim.num_computed_tokens = victim.num_scheduled_tokens
-        ahead, held = victim.table.num_swapped_ahead, len(victim.table.block_ids)
         blocks = self._kv_cache_manager.swap_out(victim.table, victim.num_computed_tokens)
         self._stats.blocks_swapped_out += blocks
-        self._stats.blocks_used_ahead += min(ahead, held - blocks)
+        self._stats.blocks_used_ahead = self._kv_cache_manager.num_used_ahead
         victim.status = SequenceStatus.SWAPPED
         self.swapped.push(victim)
         self._record_event(victim, "swap_out", blocks, reason)

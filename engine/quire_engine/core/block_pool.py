@@ -187,12 +187,21 @@ class BlockCopy:
 
 @dataclass(slots=True)
 class BlockCopies:
-    """What the executor has to copy before a step computes: from the device to the host, then within the device, then
-    from the host to the device, each list in its order. ``blocks_to_swap_ahead`` go to the host after these, while the
-    step computes.
+    """What a step copies: first from the device to the host (``blocks_to_swap_out``), then within the device
+    (``blocks_to_copy``), then from the host to the device (``blocks_to_swap_in``), each list in its own order: a block
+    may be the target of one copy and the source of a later one. ``blocks_to_swap_ahead`` are copied to the host behind
+    these and beside what the step computes, which neither reads nor writes where they go and does not write where they
+    come from.
     """
 
     blocks_to_swap_out: list[BlockCopy] = field(default_factory=list)
     blocks_to_copy: list[BlockCopy] = field(default_factory=list)
     blocks_to_swap_in: list[BlockCopy] = field(default_factory=list)
     blocks_to_swap_ahead: list[BlockCopy] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is copied."""
+        return not (
+            self.blocks_to_swap_out or self.blocks_to_copy or self.blocks_to_swap_in or self.blocks_to_swap_ahead
+        )

@@ -371,7 +371,7 @@ def _trace(
         num_decode=num_decode,
         num_tokens=sum(lengths),
         preempted=scheduler_output.num_preempted,
-        swapped_blocks=len(scheduler_output.blocks_to_swap_out) + len(scheduler_output.blocks_to_swap_in),
+        swapped_blocks=scheduler_output.num_swapped_blocks,
         failed=bool(model_output.errors),
         request_ids=request_ids,
         max_seconds=scheduler_output.max_seconds,

@@ -95,6 +95,8 @@ class KVCacheManager:
     remembered, so that it is kept once it was computed again. Most blocks are never used again, and where the device
     pool is full of them every new block would cost a copy that the step has to wait for. (SGLang's HiCache chooses so
     with ``write_through_selective``; the remembered names are what the ghost entries are in ARC and 2Q.)
+
+    ``num_used_ahead`` counts the blocks that ``swap_out`` found on the host because ``swap_ahead`` had copied them.
     """
 
     def __init__(self, capacity: KVCacheConfig, *, prefix_caching: bool = True, host_caching: bool = True) -> None:
@@ -105,6 +107,9 @@ class KVCacheManager:
         self._events: list[KVCacheEvent] = []
         self._pending_copies = BlockCopies()
         self._pinned_host_blocks: list[int] = []
+        # Host blocks that were copied ahead, and that no swap has used since.
+        self._unused_ahead: set[int] = set()
+        self.num_used_ahead = 0
         # Device blocks with a second use, and names that were given up after one, the longest ago first.
         self._reused_blocks: set[int] = set()
         self._evicted_after_one_use: OrderedDict[bytes, None] = OrderedDict()
@@ -113,7 +118,12 @@ class KVCacheManager:
         on_evict = self._offload_evicted if self.host_caching else None
         self.device_pool = BlockPool(capacity.device_blocks, Tier.DEVICE, reserved=1, emit=emit, on_evict=on_evict)
         # Where nothing looks for prefixes in the host pool, its names are no news to a router.
-        self.host_pool = BlockPool(capacity.host_blocks, Tier.HOST, emit=emit if self.host_caching else None)
+        self.host_pool = BlockPool(
+            capacity.host_blocks,
+            Tier.HOST,
+            emit=emit if self.host_caching else None,
+            on_evict=lambda block_id, _: self._unused_ahead.discard(block_id),
+        )
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens``."""
@@ -212,14 +222,14 @@ class KVCacheManager:
         has already, are cached.
         """
         blocks = self.num_blocks_for(num_computed_tokens)
-        on_host = sum(map(self._is_on_host, table.block_hashes[: table.num_cached_blocks]))
-        cached = reloaded = 0
-        while cached < table.num_cached_blocks:
-            is_shared = self.device_pool.is_shared(table.block_ids[cached])
-            if not (is_shared or (self.host_caching and self._is_on_host(table.block_hashes[cached]))):
-                break
-            cached += 1
-            reloaded += not is_shared
+        on_host = cached = reloaded = 0
+        for index in range(table.num_cached_blocks):
+            is_on_host = self._is_on_host(table.block_hashes[index])
+            on_host += is_on_host
+            is_shared = self.device_pool.is_shared(table.block_ids[index])
+            if cached == index and (is_shared or (is_on_host and self.host_caching)):
+                cached += 1
+                reloaded += not is_shared
         return SwapCost(
             bytes_to_move=(2 * blocks - on_host - reloaded) * self.block_bytes,
             uncached_tokens=max(0, num_computed_tokens - cached * self.block_size),
@@ -253,6 +263,7 @@ class KVCacheManager:
                 target = self.host_pool.allocate()
                 self.host_pool.cache_block(target, table.block_hashes[index])
                 self._pinned_host_blocks.append(target)
+                self._unused_ahead.add(target)
                 self._pending_copies.blocks_to_swap_ahead.append(BlockCopy(table.block_ids[index], target))
                 limit -= 1
             table.num_swapped_ahead += 1
@@ -296,11 +307,7 @@ class KVCacheManager:
     @property
     def has_pending_copies(self) -> bool:
         """Whether anything is to be copied for what was decided since ``take_pending_copies``."""
-        return bool(
-            self._pending_copies.blocks_to_swap_out
-            or self._pending_copies.blocks_to_copy
-            or self._pending_copies.blocks_to_swap_in
-        )
+        return not self._pending_copies.is_empty
 
     def take_pending_copies(self) -> BlockCopies:
         """What has to be copied for all that was decided since the last call: the step is scheduled."""
@@ -386,6 +393,9 @@ class KVCacheManager:
         found = self.host_pool.get_cached_block(name) if name is not None else None
         if found is not None:
             self.host_pool.incref(found)
+            if found in self._unused_ahead:
+                self._unused_ahead.remove(found)
+                self.num_used_ahead += 1
             return found, False
         block_id = self.host_pool.allocate()
         if name is not None:

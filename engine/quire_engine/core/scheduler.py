@@ -164,10 +164,11 @@ class Scheduler:
         if self._in_flight and self._in_flight[0] is scheduler_output:
             self._in_flight.popleft()
         self._last_step = scheduler_output.step
-        self.stats.blocks_parted += len(scheduler_output.blocks_to_copy)
-        self.stats.blocks_copied_out += len(scheduler_output.blocks_to_swap_out)
-        self.stats.blocks_copied_in += len(scheduler_output.blocks_to_swap_in)
-        self.stats.blocks_copied_ahead += len(scheduler_output.blocks_to_swap_ahead)
+        copies = scheduler_output.copies
+        self.stats.blocks_parted += len(copies.blocks_to_copy)
+        self.stats.blocks_copied_out += len(copies.blocks_to_swap_out)
+        self.stats.blocks_copied_in += len(copies.blocks_to_swap_in)
+        self.stats.blocks_copied_ahead += len(copies.blocks_to_swap_ahead)
         if self._batch_scheduler.speculator is not None:
             self._batch_scheduler.speculator.observe(scheduler_output, model_output.timings)
         for chunk in scheduler_output.chunks:

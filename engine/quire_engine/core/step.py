@@ -10,7 +10,7 @@ from typing import Protocol
 from quire_proto.errors import QuireError
 from quire_proto.sampling import SamplingParams, TokenLogprobs
 
-from quire_engine.core.block_pool import BlockCopy
+from quire_engine.core.block_pool import BlockCopies
 
 
 class GrammarError(Exception):
@@ -142,22 +142,14 @@ class ScheduledChunk:
 class SchedulerOutput:
     """What one step does, in this order: the copies, then the chunks, then the sample requests.
 
-    Blocks are copied first from the device to the host (``blocks_to_swap_out``), then within the device
-    (``blocks_to_copy``), then from the host to the device (``blocks_to_swap_in``), each list in its own order: a block
-    may be the target of one copy and the source of a later one. ``blocks_to_swap_ahead`` are copied to the host behind
-    these, and beside the chunks, which neither read nor write where they go and do not write where they come from; the
-    next step waits for them. ``finished_seq_ids`` are sequences that have ended:
-    nothing needs to be kept for them any more, and no step in flight draws for them. ``num_preempted`` counts the
-    sequences that were preempted. ``max_seconds`` is what a step that computes prompts beside sequences that decode is
-    planned to take at most; 0 without a bound.
+    ``finished_seq_ids`` are sequences that have ended: nothing needs to be kept for them any more, and no step in
+    flight draws for them. ``num_preempted`` counts the sequences that were preempted. ``max_seconds`` is what a step
+    that computes prompts beside sequences that decode is planned to take at most; 0 without a bound.
     """
 
     step: int
     chunks: list[ScheduledChunk] = field(default_factory=list)
-    blocks_to_swap_out: list[BlockCopy] = field(default_factory=list)
-    blocks_to_copy: list[BlockCopy] = field(default_factory=list)
-    blocks_to_swap_in: list[BlockCopy] = field(default_factory=list)
-    blocks_to_swap_ahead: list[BlockCopy] = field(default_factory=list)
+    copies: BlockCopies = field(default_factory=BlockCopies)
     finished_seq_ids: list[int] = field(default_factory=list)
     num_preempted: int = 0
     max_seconds: float = 0.0
@@ -170,19 +162,12 @@ class SchedulerOutput:
     @property
     def num_swapped_blocks(self) -> int:
         """Blocks that move between the pools before the step computes."""
-        return len(self.blocks_to_swap_out) + len(self.blocks_to_swap_in)
+        return len(self.copies.blocks_to_swap_out) + len(self.copies.blocks_to_swap_in)
 
     @property
     def is_empty(self) -> bool:
         """Whether an executor has nothing to do."""
-        return not (
-            self.chunks
-            or self.blocks_to_swap_out
-            or self.blocks_to_copy
-            or self.blocks_to_swap_in
-            or self.blocks_to_swap_ahead
-            or self.finished_seq_ids
-        )
+        return not (self.chunks or self.finished_seq_ids) and self.copies.is_empty
 
     def split(self) -> list["SchedulerOutput"]:
         """One step for each chunk, without the copies: to find the request that makes a step fail. Nothing in them is

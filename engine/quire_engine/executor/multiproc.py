@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from quire_engine.core.block_pool import BlockCopy, KVCacheConfig
+from quire_engine.core.block_pool import BlockCopies, KVCacheConfig
 from quire_engine.device.accelerator import inference_on
 from quire_engine.distributed.communicator import Communicator, TensorParallelGroup
 from quire_engine.executor.rank_processes import RankWorkers
@@ -144,16 +144,9 @@ class MultiprocRunner:
         """See ``Runner.dtype``."""
         return self._own_runner.dtype
 
-    def copy(
-        self,
-        out: Sequence[BlockCopy],
-        within: Sequence[BlockCopy],
-        into: Sequence[BlockCopy],
-        ahead: Sequence[BlockCopy] = (),
-    ) -> None:
+    def copy(self, copies: BlockCopies) -> None:
         """See ``Runner.copy``."""
-        arrays = copies_to_arrays((out, within, into, ahead))
-        self._call_all_ranks(RpcMethod.COPY_BLOCKS, arrays, lambda: self._own_runner.copy(out, within, into, ahead))
+        self._call_all_ranks(RpcMethod.COPY_BLOCKS, copies_to_arrays(copies), lambda: self._own_runner.copy(copies))
 
     def forward(self, batch: ModelInput, pending: torch.Tensor | None = None) -> torch.Tensor:
         """See ``Runner.forward``. ``pending`` is broadcast from device to device."""

@@ -192,7 +192,7 @@ class RankWorker:
 
     def _copy_blocks(self, arrays: Sequence[RpcArray]) -> None:
         with inference_on(self._loaded_or_fail.model.device):
-            self._runner_or_fail.copy(*copies_from_arrays(arrays))
+            self._runner_or_fail.copy(copies_from_arrays(arrays))
 
     def _forward(self, arrays: Sequence[RpcArray]) -> None:
         batch, loaded, pending = batch_from_arrays(arrays), self._loaded_or_fail, None

@@ -17,11 +17,10 @@ import numpy.typing as npt
 import torch
 
 from quire_engine.attention.base import AttentionBatch
-from quire_engine.core.block_pool import BlockCopy
+from quire_engine.core.block_pool import BlockCopies, BlockCopy
 from quire_engine.worker.input_batch import ModelInput
 
 RpcArray = npt.NDArray[Any]
-Copies = tuple[Sequence[BlockCopy], Sequence[BlockCopy], Sequence[BlockCopy], Sequence[BlockCopy]]
 MAX_ARRAYS = 32
 MAX_BYTES = 1 << 28
 _DTYPES = tuple(map(np.dtype, ("uint8", "int32", "int64")))
@@ -179,14 +178,17 @@ def rows_from_arrays(arrays: Sequence[RpcArray]) -> torch.Tensor:
     return torch.from_numpy(arrays[0])
 
 
-def copies_to_arrays(copies: Copies) -> list[RpcArray]:
-    """Four lists of copies, as pairs of a source and a target."""
-    return [np.array([(copy.source, copy.target) for copy in each], np.int64).reshape(-1) for each in copies]
+_COPIES_FIELDS = [field.name for field in fields(BlockCopies)]
 
 
-def copies_from_arrays(arrays: Sequence[RpcArray]) -> Copies:
+def copies_to_arrays(copies: BlockCopies) -> list[RpcArray]:
+    """Each list of ``copies`` as pairs of a source and a target."""
+    lists: list[list[BlockCopy]] = [getattr(copies, name) for name in _COPIES_FIELDS]
+    return [np.array([(copy.source, copy.target) for copy in each], np.int64).reshape(-1) for each in lists]
+
+
+def copies_from_arrays(arrays: Sequence[RpcArray]) -> BlockCopies:
     """The inverse of ``copies_to_arrays``. Raises ``MessageError``."""
-    if len(arrays) != 4 or any(array.dtype != np.int64 or len(array) % 2 for array in arrays):
-        raise MessageError("Copies are not four lists of pairs.")
-    out, within, into, ahead = ([BlockCopy(*pair) for pair in array.reshape(-1, 2).tolist()] for array in arrays)
-    return out, within, into, ahead
+    if len(arrays) != len(_COPIES_FIELDS) or any(array.dtype != np.int64 or len(array) % 2 for array in arrays):
+        raise MessageError(f"Copies are not {len(_COPIES_FIELDS)} lists of pairs.")
+    return BlockCopies(*([BlockCopy(*pair) for pair in array.reshape(-1, 2).tolist()] for array in arrays))

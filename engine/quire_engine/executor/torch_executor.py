@@ -60,7 +60,6 @@ class TorchExecutor:
         self.max_model_len = model.max_model_len
         self.rates = UNMEASURED
         self.depth = depth
-        self._has_copied_ahead = False
         self._device = model.device
         with inference_on(model.device):
             self._runner = make_runner(model, cache_sizes)
@@ -171,7 +170,8 @@ class TorchExecutor:
             self._sampler.remove_finished(scheduler_output.finished_seq_ids)
         with device_errors(), inference_on(self._device):
             start = perf_counter()
-            self._copy_blocks(scheduler_output)
+            if not scheduler_output.copies.is_empty:
+                self._runner.copy(scheduler_output.copies)
             copied = perf_counter()
             chunks = [chunk for chunk in scheduler_output.chunks if chunk.token_ids]
             if chunks:
@@ -187,17 +187,6 @@ class TorchExecutor:
             step.output.timings.swap, step.output.timings.forward = copied - start, perf_counter() - copied
         self._previous_step = step
         return step
-
-    def _copy_blocks(self, scheduler_output: SchedulerOutput) -> None:
-        copies = (
-            scheduler_output.blocks_to_swap_out,
-            scheduler_output.blocks_to_copy,
-            scheduler_output.blocks_to_swap_in,
-            scheduler_output.blocks_to_swap_ahead,
-        )
-        if any(copies) or self._has_copied_ahead:
-            self._runner.copy(*copies)
-        self._has_copied_ahead = bool(scheduler_output.blocks_to_swap_ahead)
 
     def close(self) -> None:
         """Gives the KV memory back, and ends the other ranks. Nothing can be run any more."""

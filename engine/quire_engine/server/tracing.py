@@ -99,8 +99,10 @@ class TraceExporter:
             Attribute.BLOCKS_FREE: load.blocks_free,
             Attribute.BLOCKS_TOTAL: load.blocks_total,
         }
+        phases = _phases(step)
         if self._every_step:
-            attributes |= _phase_seconds(step)
+            attributes |= {phase.attribute: phase.seconds for phase in phases}
+            attributes[Attribute.STEP_PAUSE_SECONDS] = step.pause
         root = self._tracer.start_span(
             Span.STEP,
             context=Context(),
@@ -109,15 +111,14 @@ class TraceExporter:
             links=links,
             start_time=step.started,
         )
+        if not self._every_step:
+            self._export_phases(phases, root)
+        root.end(phases[-1].end)
+
+    def _export_phases(self, phases: Sequence["_Phase"], root: trace.Span) -> None:
         context = trace.set_span_in_context(root)
-        begin = step.started
-        for name, pause, seconds in _phases(step):
-            begin += int(pause * _NANOSECONDS)
-            end = begin + int(seconds * _NANOSECONDS)
-            if not self._every_step:
-                self._span(name, context, begin, end)
-            begin = end
-        root.end(begin)
+        for phase in phases:
+            self._span(phase.span, context, phase.start, phase.end)
 
     def _export_choice(self, traced: _TracedRequest, output: EngineCoreOutput) -> None:
         """Exports the spans of a choice. The choices of a request share waiting and prefill, exported with the
@@ -199,26 +200,29 @@ def _preemption(event: SequenceEvent) -> dict[str, str | int]:
     return attributes | ({Attribute.PREEMPTION_REASON: str(event.reason)} if event.reason else {})
 
 
-def _phases(step: StepTrace) -> list[tuple[str, float, float]]:
-    """The phases of a step in order, each with the seconds between the one before and it, and its duration in
-    seconds.
-    """
-    return [
-        (Span.STEP_SCHEDULE, 0.0, step.schedule),
-        (Span.STEP_SWAP, 0.0, step.timings.swap),
-        (Span.STEP_FORWARD, step.pause, step.timings.forward),
-        (Span.STEP_SAMPLE, 0.0, step.timings.sample),
-        (Span.STEP_EMIT, 0.0, step.emit),
-    ]
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    """A part of a step: its span or its attribute, and when it began and ended, in nanoseconds since the epoch."""
+
+    span: str
+    attribute: str
+    seconds: float
+    start: int
+    end: int
 
 
-def _phase_seconds(step: StepTrace) -> dict[str, float]:
-    """The durations of a step's phases in seconds, and of the pause before its forward pass, as attributes."""
-    return {
-        Attribute.STEP_PAUSE_SECONDS: step.pause,
-        Attribute.STEP_SCHEDULE_SECONDS: step.schedule,
-        Attribute.STEP_SWAP_SECONDS: step.timings.swap,
-        Attribute.STEP_FORWARD_SECONDS: step.timings.forward,
-        Attribute.STEP_SAMPLE_SECONDS: step.timings.sample,
-        Attribute.STEP_EMIT_SECONDS: step.emit,
-    }
+def _phases(step: StepTrace) -> list[_Phase]:
+    """The phases of a step in order. The pause is before the forward pass."""
+    phases, now = list[_Phase](), step.started
+    for span, attribute, seconds in (
+        (Span.STEP_SCHEDULE, Attribute.STEP_SCHEDULE_SECONDS, step.schedule),
+        (Span.STEP_SWAP, Attribute.STEP_SWAP_SECONDS, step.timings.swap),
+        (Span.STEP_FORWARD, Attribute.STEP_FORWARD_SECONDS, step.timings.forward),
+        (Span.STEP_SAMPLE, Attribute.STEP_SAMPLE_SECONDS, step.timings.sample),
+        (Span.STEP_EMIT, Attribute.STEP_EMIT_SECONDS, step.emit),
+    ):
+        if span == Span.STEP_FORWARD:
+            now += int(step.pause * _NANOSECONDS)
+        phases.append(_Phase(span, attribute, seconds, now, now + int(seconds * _NANOSECONDS)))
+        now = phases[-1].end
+    return phases

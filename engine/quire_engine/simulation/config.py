@@ -13,13 +13,12 @@ from quire_proto.cli import CliSettings
 
 from quire_engine.config import (
     PREFIX,
-    CacheConfig,
+    CoreArgs,
     KVCacheMemory,
     MaxNumSeqs,
     MaxWaiting,
     Names,
     Policy,
-    SchedulerArgs,
     SwapSpace,
 )
 from quire_engine.core.block_pool import KVCacheConfig
@@ -88,7 +87,7 @@ PRESETS: Mapping[PresetName, Preset] = {
 }
 
 
-class SimulatedEngineConfig(CliSettings, CacheConfig, SchedulerArgs):
+class SimulatedEngineConfig(CliSettings, CoreArgs):
     """The settings of a simulated engine: its limits and its memory, which are the engine's, and the latency of its
     steps.
     """

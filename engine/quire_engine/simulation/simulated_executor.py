@@ -68,10 +68,10 @@ class LatencyModel:
         num_sample_requests = sum(len(chunk.sample_requests) for chunk in scheduler_output.chunks)
         return StepTimings(
             swap=scheduler_output.num_swapped_blocks * block_bytes / self.bytes_per_second
-            + len(scheduler_output.blocks_to_copy) * 2 * block_size * self.context_seconds,
+            + len(scheduler_output.copies.blocks_to_copy) * 2 * block_size * self.context_seconds,
             forward=max(
                 self._forward(scheduler_output) if scheduler_output.chunks else 0.0,
-                len(scheduler_output.blocks_to_swap_ahead) * block_bytes / self.bytes_per_second,
+                len(scheduler_output.copies.blocks_to_swap_ahead) * block_bytes / self.bytes_per_second,
             ),
             sample=num_sample_requests * self.draw_seconds,
         )

@@ -14,7 +14,7 @@ import torch
 
 from quire_engine.attention.kv_rows import row_size
 from quire_engine.checkpoint.config import AttentionLayout
-from quire_engine.core.block_pool import BlockCopy, KVCacheConfig
+from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig
 from quire_engine.core.executor import CopyError
 from quire_engine.errors import ModelError
 from quire_engine.worker.memory import CacheSizes
@@ -36,10 +36,12 @@ class CudaSwapStream:
         self._compute_done = torch.cuda.Event()
 
     def record_compute(self) -> None:
-        """Records that everything launched until now may have read or written blocks. To be called after a failure
-        too.
+        """Records that everything launched until now may have read or written blocks, and makes what is launched from
+        now on wait for what was copied beside it. To be called after each forward pass, one that failed too.
         """
-        self._compute_done.record(torch.cuda.current_stream(self._device))
+        compute = torch.cuda.current_stream(self._device)
+        self._compute_done.record(compute)
+        self._make_compute_wait(compute)
 
     @contextmanager
     def swap_region(self) -> Iterator[None]:
@@ -55,7 +57,7 @@ class CudaSwapStream:
     @contextmanager
     def ahead_region(self) -> Iterator[None]:
         """The copies that are launched inside follow those of the last ``swap_region`` and run beside all work that is
-        launched before the next one, which waits for them.
+        launched before the next ``record_compute``.
         """
         with torch.cuda.stream(self._stream):
             yield
@@ -114,29 +116,21 @@ class KVCache:
         if self.swap_stream is not None:
             self.swap_stream.record_compute()
 
-    def copy(
-        self,
-        out: Sequence[BlockCopy],
-        within: Sequence[BlockCopy],
-        into: Sequence[BlockCopy],
-        ahead: Sequence[BlockCopy] = (),
-    ) -> None:
-        """Copies blocks to the host, within the device, and from the host, in this order, and those ``ahead`` to the
-        host beside the forward pass that follows; work behind that is launched after the next ``copy``, which waits
-        for them. On the CPU all is copied when this returns. Raises ``CopyError``; the contents of all blocks are
-        undefined then.
+    def copy(self, copies: BlockCopies) -> None:
+        """Copies blocks in the order of ``BlockCopies``. On the CPU all is copied when this returns. Raises
+        ``CopyError``; the contents of all blocks are undefined then.
         """
         moves = (
-            (self.blocks, self._host_blocks, out),
-            (self.blocks, self.blocks, within),
-            (self._host_blocks, self.blocks, into),
+            (self.blocks, self._host_blocks, copies.blocks_to_swap_out),
+            (self.blocks, self.blocks, copies.blocks_to_copy),
+            (self._host_blocks, self.blocks, copies.blocks_to_swap_in),
         )
         with nullcontext() if self.swap_stream is None else self.swap_stream.swap_region():
-            for sources, targets, copies in moves:
-                _copy_blocks(sources, targets, copies)
-        if ahead:
+            for sources, targets, each in moves:
+                _copy_blocks(sources, targets, each)
+        if copies.blocks_to_swap_ahead:
             with nullcontext() if self.swap_stream is None else self.swap_stream.ahead_region():
-                _copy_blocks(self.blocks, self._host_blocks, ahead)
+                _copy_blocks(self.blocks, self._host_blocks, copies.blocks_to_swap_ahead)
 
     def close(self) -> None:
         """Frees the memory; nothing can be computed after that."""

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from quire_proto.sampling import MAX_LOGPROBS, SamplingParams
 
-from quire_engine.core.block_pool import BlockCopy, KVCacheConfig
+from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig
 from quire_engine.core.executor import Executor, Rates
 from quire_engine.core.step import SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_engine.device.host import ROOT, read_cgroup, read_text
@@ -378,7 +378,7 @@ def _bytes_per_second(executor: Executor) -> float:
     out = [BlockCopy(1 + number, number) for number in range(blocks)]
     into = [BlockCopy(number, 1 + number) for number in range(blocks)]
     seconds = _min_seconds(
-        lambda: executor.execute_model(SchedulerOutput(0, blocks_to_swap_out=out, blocks_to_swap_in=into))
+        lambda: executor.execute_model(SchedulerOutput(0, copies=BlockCopies(out, blocks_to_swap_in=into)))
     )
     return 2 * blocks * capacity.block_bytes / seconds
 

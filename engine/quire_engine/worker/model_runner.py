@@ -16,7 +16,7 @@ from quire_engine.checkpoint.config import AttentionLayout, ModelConfig
 from quire_engine.checkpoint.support import check_max_model_len
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import EngineArgs
-from quire_engine.core.block_pool import BlockCopy, KVCacheConfig
+from quire_engine.core.block_pool import BlockCopies, KVCacheConfig
 from quire_engine.device.accelerator import upload
 from quire_engine.distributed.communicator import SINGLE_RANK, Communicator
 from quire_engine.models.base import Model
@@ -107,15 +107,8 @@ class Runner(Protocol):
         """What weights and activations are held in, and KV memory unless it has a dtype of its own."""
         ...
 
-    def copy(
-        self,
-        out: Sequence[BlockCopy],
-        within: Sequence[BlockCopy],
-        into: Sequence[BlockCopy],
-        ahead: Sequence[BlockCopy] = (),
-    ) -> None:
-        """Copies blocks to the host, within the device, and from the host, in this order, then those ``ahead`` to the
-        host, beside the forward pass: there is a call before the next one then, even with nothing to copy. Raises
+    def copy(self, copies: BlockCopies) -> None:
+        """Copies blocks, those ahead of need beside the next forward pass; what follows that waits for them. Raises
         ``CopyError``.
         """
         ...
@@ -170,20 +163,14 @@ class ModelRunner:
         """See ``Runner.dtype``."""
         return self._model.dtype
 
-    def copy(
-        self,
-        out: Sequence[BlockCopy],
-        within: Sequence[BlockCopy],
-        into: Sequence[BlockCopy],
-        ahead: Sequence[BlockCopy] = (),
-    ) -> None:
+    def copy(self, copies: BlockCopies) -> None:
         """See ``Runner.copy``."""
-        self._kv_cache.copy(out, within, into, ahead)
+        self._kv_cache.copy(copies)
 
     def forward(self, batch: ModelInput, pending: torch.Tensor | None = None) -> torch.Tensor:
         """See ``Runner.forward``."""
-        batch.check_vocabulary(self._vocab_size)
         try:
+            batch.check_vocabulary(self._vocab_size)
             if self._cuda_graphs is not None and self._cuda_graphs.can_run(batch):
                 return self._cuda_graphs.forward(batch, pending)
             self._attention.prepare(batch.attention)

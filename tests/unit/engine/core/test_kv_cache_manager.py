@@ -113,6 +113,10 @@ def test_what_was_swapped_ahead_is_not_copied_when_the_table_is_swapped_out() ->
     assert kv.host_pool.num_free == kv.host_pool.num_blocks, "a copy is held"
     assert kv.swap_out(table, 10) == 1
     assert table.host_block_ids[:2] == [copy.target for copy in ahead]
+    assert kv.num_used_ahead == 2
+    kv.swap_in(table)
+    kv.take_pending_copies()
+    assert [kv.swap_ahead(table, 5), kv.swap_out(table, 10), kv.num_used_ahead] == [0, 1, 2], "counted twice"
     kv.free(table)
     kv.check_integrity()
 
@@ -127,6 +131,10 @@ def test_a_block_swapped_ahead_that_the_host_gave_up_is_copied_again() -> None:
     for block_id in range(kv.host_pool.num_blocks):
         kv.host_pool.decref(block_id)
     assert kv.swap_out(table, 10) == 3
+    kv.swap_in(table)
+    kv.take_pending_copies()
+    assert kv.swap_out(table, 10) == 1
+    assert kv.num_used_ahead == 0, "what an earlier swap had left on the host counts"
 
 
 def test_blocks_that_are_still_cached_are_not_copied_again() -> None:

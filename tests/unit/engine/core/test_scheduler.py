@@ -1,9 +1,12 @@
 """What a plan holds: order, budget, admission and preemption."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
+from quire_engine.config import EngineArgs
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.executor import Rates
@@ -11,6 +14,7 @@ from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.request import Request, Sequence, SequenceStatus
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput
+from quire_engine.simulation.config import SimulatedEngineConfig
 from quire_proto.sampling import FinishReason, SamplingParams, StopToken, TokenLogprobs
 
 SIZE = 4
@@ -142,10 +146,10 @@ def test_a_step_that_swaps_out_swaps_nothing_in() -> None:
     seen_in = seen_out = 0
     for _ in range(500):
         scheduler_output = bench.step()
-        assert not (scheduler_output.blocks_to_swap_in and scheduler_output.blocks_to_swap_out)
+        assert not (scheduler_output.copies.blocks_to_swap_in and scheduler_output.copies.blocks_to_swap_out)
         seen_in, seen_out = (
-            seen_in + len(scheduler_output.blocks_to_swap_in),
-            seen_out + len(scheduler_output.blocks_to_swap_out),
+            seen_in + len(scheduler_output.copies.blocks_to_swap_in),
+            seen_out + len(scheduler_output.copies.blocks_to_swap_out),
         )
     assert not bench.scheduler.has_work
     assert seen_in
@@ -162,9 +166,9 @@ def test_a_preemption_copies_one_block_at_most_where_the_others_were_swapped_ahe
     copied, ahead = [], 0
     for _ in range(400):
         scheduler_output = bench.step()
-        ahead += len(scheduler_output.blocks_to_swap_ahead)
+        ahead += len(scheduler_output.copies.blocks_to_swap_ahead)
         if scheduler_output.num_preempted:
-            copied.append(len(scheduler_output.blocks_to_swap_out))
+            copied.append(len(scheduler_output.copies.blocks_to_swap_out))
     assert not bench.scheduler.has_work
     assert len(copied) > 2
     assert max(copied) > 8 if swap_ahead == 0 else max(copied) <= 1
@@ -172,6 +176,13 @@ def test_a_preemption_copies_one_block_at_most_where_the_others_were_swapped_ahe
     assert stats.blocks_copied_ahead == ahead
     assert stats.blocks_used_ahead <= ahead
     assert (stats.blocks_used_ahead > 8) == bool(swap_ahead)
+
+
+@pytest.mark.parametrize("config", [partial(EngineArgs, model="folder"), SimulatedEngineConfig])
+def test_swapping_ahead_without_the_prefix_cache_is_refused(config: Callable[..., object]) -> None:
+    config(swap_ahead=0.9)
+    with pytest.raises(ValidationError, match="--swap-ahead needs --enable-prefix-caching"):
+        config(swap_ahead=0.9, enable_prefix_caching=False)
 
 
 def test_nothing_is_swapped_ahead_while_there_are_free_blocks_or_no_room_on_the_host() -> None:
@@ -190,7 +201,7 @@ def test_what_a_step_swaps_ahead_is_copied_in_the_time_that_its_tokens_take() ->
     copied = []
     while scheduler.has_work:
         plan = scheduler.schedule()
-        copied.append(len(plan.blocks_to_swap_ahead))
+        copied.append(len(plan.copies.blocks_to_swap_ahead))
         drawn = {request.sequence_id: 9 for chunk in plan.chunks for request in chunk.sample_requests}
         scheduler.update_from_output(plan, ModelOutput(drawn))
     assert copied[:11] == [0, *[3] * 9, 0]

@@ -22,7 +22,7 @@ from quire_engine.attention.base import AttentionBatch
 from quire_engine.checkpoint.config import DecoderConfig, MoEConfig
 from quire_engine.checkpoint.weights import Checkpoint
 from quire_engine.config import EngineArgs
-from quire_engine.core.block_pool import BlockCopy, KVCacheConfig
+from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig
 from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ScheduledChunk
 from quire_engine.distributed.communicator import Communicator, TensorParallelGroup, largest_shard_size, shard
 from quire_engine.errors import ModelError
@@ -240,8 +240,8 @@ def test_a_batch_whose_parts_do_not_fit_is_refused(chunks: list[ScheduledChunk],
 COPIES = st.lists(st.builds(BlockCopy, st.integers(0, 2**40), st.integers(0, 2**40)), max_size=5)
 
 
-@given(st.tuples(COPIES, COPIES, COPIES, COPIES))
-def test_copies_arrive_in_their_order(copies: Any) -> None:
+@given(st.builds(BlockCopies, COPIES, COPIES, COPIES, COPIES))
+def test_copies_arrive_in_their_order(copies: BlockCopies) -> None:
     assert copies_from_arrays(copies_to_arrays(copies)) == copies
 
 

@@ -6,7 +6,7 @@ from math import exp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_engine.core.block_pool import BlockCopy, KVCacheConfig
+from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig
 from quire_engine.core.step import ModelOutput, SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_engine.simulation.simulated_executor import LatencyModel, SimulatedExecutor
 from quire_proto.sampling import SamplingParams
@@ -71,10 +71,7 @@ def scheduler_outputs(draw: st.DrawFn) -> SchedulerOutput:
     return SchedulerOutput(
         draw(st.integers(1, 100)),
         [draw(chunks(index)) for index in range(draw(st.integers(0, 4)))],
-        draw(copies),
-        draw(copies),
-        draw(copies),
-        draw(copies),
+        draw(st.builds(BlockCopies, copies, copies, copies, copies)),
     )
 
 
@@ -178,10 +175,10 @@ def test_a_step_takes_the_time_of_the_formula(scheduler_output: SchedulerOutput)
         for chunk in scheduler_output.chunks:
             pairs = sum(position + 1 for position in range(chunk.start, chunk.end))
             forward += max(chunk.end * 1e-4, pairs * 1e-5)
-    ahead = len(scheduler_output.blocks_to_swap_ahead) * 1000 / 1e6
+    ahead = len(scheduler_output.copies.blocks_to_swap_ahead) * 1000 / 1e6
     assert timings.forward == pytest.approx(max(forward, ahead)), "copies ahead run beside the forward pass"
-    copies = len(scheduler_output.blocks_to_swap_out) + len(scheduler_output.blocks_to_swap_in)
-    assert timings.swap == pytest.approx(copies * 1000 / 1e6 + len(scheduler_output.blocks_to_copy) * 2 * 4 * 1e-4)
+    within = len(scheduler_output.copies.blocks_to_copy)
+    assert timings.swap == pytest.approx(scheduler_output.num_swapped_blocks * 1000 / 1e6 + within * 2 * 4 * 1e-4)
     assert timings.sample == pytest.approx(1e-3 * sum(len(chunk.sample_requests) for chunk in scheduler_output.chunks))
     assert slept == pytest.approx([timings.swap + timings.forward + timings.sample + 0.002])
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.checkpoint.config import AttentionLayout
-from quire_engine.core.block_pool import BlockCopy
+from quire_engine.core.block_pool import BlockCopies, BlockCopy
 from quire_engine.core.executor import CopyError
 from quire_engine.errors import ModelError
 from quire_engine.worker import kv_cache
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 LAYOUT = AttentionLayout(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=2, scale=1.0)
 BLOCK_BYTES = 2 * 2 * 1 * 4 * 2 * 4
 DEVICE, HOST = 7, 5
-MOVES = ("out", "within", "into")
+MOVES = ("blocks_to_swap_out", "blocks_to_copy", "blocks_to_swap_in")
 
 
 def numbered() -> KVCache:
@@ -61,7 +61,7 @@ def test_a_block_may_be_the_target_of_one_copy_and_the_source_of_a_later_one(
 ) -> None:
     cache = numbered()
     device, host = list(range(DEVICE)), [100 + number for number in range(HOST)]
-    cache.copy(out, within, into)
+    cache.copy(BlockCopies(out, within, into))
     for sources, targets, plan in ((device, host, out), (device, device, within), (host, device, into)):
         for copy in plan:
             targets[copy.target] = sources[copy.source]
@@ -74,7 +74,7 @@ def test_a_block_may_be_the_target_of_one_copy_and_the_source_of_a_later_one(
 def test_a_copy_of_no_block_changes_nothing_and_is_an_error(move: str, copy: BlockCopy) -> None:
     cache = numbered()
     with pytest.raises(CopyError):
-        cache.copy(**{name: [BlockCopy(1, 2), copy] if name == move else [] for name in MOVES})
+        cache.copy(BlockCopies(**{move: [BlockCopy(1, 2), copy]}))
     assert contents(cache.blocks) == list(range(DEVICE))
     assert contents(cache._host_blocks) == [100 + number for number in range(HOST)]
 
@@ -92,20 +92,20 @@ class Copies(TorchFunctionMode):
 @pytest.mark.parametrize(
     ("move", "plan", "expected"),
     [
-        ("out", [(1, 0), (2, 1), (3, 2)], 1),
-        ("out", [(1, 0), (2, 1), (4, 2), (5, 3)], 2),
-        ("into", [(0, 4), (1, 5), (2, 3)], 2),
-        ("into", [(2, 4), (1, 3)], 2),
-        ("within", [(1, 4), (2, 5), (3, 6)], 1),
-        ("within", [(1, 2), (2, 3), (3, 4)], 3),
-        ("within", [(1, 3), (2, 4), (3, 5)], 2),
-        ("within", [(1, 1), (2, 2)], 2),
+        ("blocks_to_swap_out", [(1, 0), (2, 1), (3, 2)], 1),
+        ("blocks_to_swap_out", [(1, 0), (2, 1), (4, 2), (5, 3)], 2),
+        ("blocks_to_swap_in", [(0, 4), (1, 5), (2, 3)], 2),
+        ("blocks_to_swap_in", [(2, 4), (1, 3)], 2),
+        ("blocks_to_copy", [(1, 4), (2, 5), (3, 6)], 1),
+        ("blocks_to_copy", [(1, 2), (2, 3), (3, 4)], 3),
+        ("blocks_to_copy", [(1, 3), (2, 4), (3, 5)], 2),
+        ("blocks_to_copy", [(1, 1), (2, 2)], 2),
     ],
 )
 def test_neighbours_that_move_to_neighbours_are_one_copy(move: str, plan: list[tuple[int, int]], expected: int) -> None:
     cache = numbered()
     with Copies() as counted:
-        cache.copy(**{name: [BlockCopy(*pair) for pair in plan] if name == move else [] for name in MOVES})
+        cache.copy(BlockCopies(**{move: [BlockCopy(*pair) for pair in plan]}))
     assert counted.number == expected
 
 

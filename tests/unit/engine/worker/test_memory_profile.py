@@ -47,7 +47,9 @@ class Machine:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         for chunk in scheduler_output.chunks:
             assert all(1 <= block < self.kv_cache_config.device_blocks for block in chunk.block_ids)
-        assert all(copy.target < self.kv_cache_config.host_blocks for copy in scheduler_output.blocks_to_swap_out)
+        assert all(
+            copy.target < self.kv_cache_config.host_blocks for copy in scheduler_output.copies.blocks_to_swap_out
+        )
         seconds = (
             scheduler_output.num_tokens * self._token
             + scheduler_output.num_swapped_blocks * self.kv_cache_config.block_bytes * self._byte

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.checkpoint.config import AttentionLayout
-from quire_engine.core.block_pool import BlockCopy
+from quire_engine.core.block_pool import BlockCopies, BlockCopy
 from quire_engine.core.executor import CopyError
 from quire_engine.worker.kv_cache import CudaSwapStream, KVCache, StepEvent
 from quire_engine.worker.memory import CacheSizes
@@ -26,19 +26,17 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Step:
-    """Copies, then a forward pass that reads some blocks and writes others, each with a number of its own. Copies
-    ``ahead`` go to the host beside it, from blocks that it does not write.
+    """Copies, then a forward pass that reads some blocks and writes others, each with a number of its own. What is
+    copied ahead is copied beside it, from blocks that it does not write.
     """
 
-    out: list[BlockCopy] = field(default_factory=list)
-    within: list[BlockCopy] = field(default_factory=list)
-    into: list[BlockCopy] = field(default_factory=list)
+    copies: BlockCopies = field(default_factory=BlockCopies)
     reads: list[int] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)
-    ahead: list[BlockCopy] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.ahead = [copy for copy in self.ahead if copy.source not in self.writes]
+        ahead = self.copies.blocks_to_swap_ahead
+        ahead[:] = [copy for copy in ahead if copy.source not in self.writes]
 
 
 def copies(sources: int, targets: int) -> st.SearchStrategy[list[BlockCopy]]:
@@ -49,12 +47,15 @@ blocks = st.lists(st.integers(0, DEVICE - 1), max_size=3)
 steps = st.lists(
     st.builds(
         Step,
-        copies(DEVICE, HOST),
-        copies(DEVICE, DEVICE),
-        copies(HOST, DEVICE),
+        st.builds(
+            BlockCopies,
+            copies(DEVICE, HOST),
+            copies(DEVICE, DEVICE),
+            copies(HOST, DEVICE),
+            copies(DEVICE, HOST),
+        ),
         blocks,
         blocks,
-        copies(DEVICE, HOST),
     ),
     max_size=5,
 )
@@ -67,10 +68,10 @@ def outcome_in_order(plan: list[Step]) -> Outcome:
     device, host, read = [0.0] * DEVICE, [0.0] * HOST, []
     for number, step in enumerate(plan):
         for sources, targets, moves in (
-            (device, host, step.out),
-            (device, device, step.within),
-            (host, device, step.into),
-            (device, host, step.ahead),
+            (device, host, step.copies.blocks_to_swap_out),
+            (device, device, step.copies.blocks_to_copy),
+            (host, device, step.copies.blocks_to_swap_in),
+            (device, host, step.copies.blocks_to_swap_ahead),
         ):
             for copy in moves:
                 targets[copy.target] = sources[copy.source]
@@ -80,8 +81,8 @@ def outcome_in_order(plan: list[Step]) -> Outcome:
     return device, host, read
 
 
-def outcome_on(seed: int, plan: list[Step], left_out: Wait | None = None, *, always: bool = True) -> Outcome:
-    """The same on a device with streams. ``always``: the cache is told of steps that copy nothing too."""
+def outcome_on(seed: int, plan: list[Step], left_out: Wait | None = None) -> Outcome:
+    """The same on a device with streams."""
     fake, read = FakeDevice(seed), []
     with pytest.MonkeyPatch.context() as patch, fake:
         fake.install(patch)
@@ -96,8 +97,8 @@ def outcome_on(seed: int, plan: list[Step], left_out: Wait | None = None, *, alw
                 cache.blocks[block] = 10.0 * (number + 1) + place
 
         for number, step in enumerate(plan):
-            if always or step.out or step.within or step.into or step.ahead:
-                cache.copy(step.out, step.within, step.into, step.ahead)
+            if not step.copies.is_empty:
+                cache.copy(step.copies)
             fake.launch(lambda number=number, step=step: forward(number, step))
             order.record_compute()
             fake.launch(lambda: None)  # the draws, which copies need not wait for
@@ -110,9 +111,11 @@ def test_whatever_the_device_does_first_the_outcome_is_the_same(seed: int, plan:
     assert outcome_on(seed, plan) == outcome_in_order(plan)
 
 
+OUT = BlockCopies([BlockCopy(1, 0)])
+INTO = BlockCopies(blocks_to_swap_in=[BlockCopy(0, 2)])
 SWAPS = {
-    "out": [Step(writes=[1]), Step(out=[BlockCopy(1, 0)], writes=[1])],
-    "in": [Step(writes=[1]), Step(out=[BlockCopy(1, 0)]), Step(reads=[2]), Step(into=[BlockCopy(0, 2)], reads=[2])],
+    "out": [Step(writes=[1]), Step(OUT, writes=[1])],
+    "in": [Step(writes=[1]), Step(OUT), Step(reads=[2]), Step(INTO, reads=[2])],
 }
 
 
@@ -124,15 +127,14 @@ def test_each_wait_is_needed_in_both_directions(direction: str, left_out: Wait) 
     assert any(outcome_on(seed, plan, left_out) != outcome_in_order(plan) for seed in seeds)
 
 
-AHEAD = [Step(writes=[1]), Step(ahead=[BlockCopy(1, 0)]), Step(writes=[1])]
+AHEAD = BlockCopies(blocks_to_swap_ahead=[BlockCopy(1, 0)])
 
 
-def test_a_step_waits_for_what_was_copied_ahead_beside_the_one_before_though_it_copies_nothing() -> None:
-    seeds = range(60)
-    assert all(outcome_on(seed, AHEAD) == outcome_in_order(AHEAD) for seed in seeds)
-    assert any(outcome_on(seed, AHEAD, always=False) != outcome_in_order(AHEAD) for seed in seeds)
-    for left_out in Wait:
-        assert any(outcome_on(seed, AHEAD, left_out) != outcome_in_order(AHEAD) for seed in seeds)
+@pytest.mark.parametrize("left_out", Wait)
+def test_a_step_waits_for_what_was_copied_ahead_beside_the_one_before_though_it_copies_nothing(left_out: Wait) -> None:
+    plan, seeds = [Step(writes=[1]), Step(AHEAD), Step(writes=[1])], range(60)
+    assert all(outcome_on(seed, plan) == outcome_in_order(plan) for seed in seeds)
+    assert any(outcome_on(seed, plan, left_out) != outcome_in_order(plan) for seed in seeds)
 
 
 def test_copies_ahead_run_beside_the_forward_pass() -> None:
@@ -147,9 +149,11 @@ def test_copies_ahead_run_beside_the_forward_pass() -> None:
             with order.ahead_region():
                 fake.launch(lambda: done.append("copy"))  # noqa: B023 - run before the next seed
             fake.launch(lambda: done.append("forward"))  # noqa: B023
+            order.record_compute()
+            fake.launch(lambda: done.append("draw"))  # noqa: B023
             fake.run()
         orders.add(tuple(done))
-    assert orders == {("copy", "forward"), ("forward", "copy")}
+    assert orders == {("copy", "forward", "draw"), ("forward", "copy", "draw")}
 
 
 def test_copies_run_beside_the_draws_but_not_beside_the_forward_pass() -> None:
