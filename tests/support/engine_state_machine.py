@@ -60,6 +60,8 @@ class CheckedExecutor(PagedExecutor):
 
 
 class EngineStateMachine(RuleBasedStateMachine):
+    num_stages = 1
+
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
         pool_tokens=st.integers(30, 70),
@@ -102,6 +104,7 @@ class EngineStateMachine(RuleBasedStateMachine):
             max_swapped=max_swapped,
             max_step_seconds=max_step_seconds,
             swap_ahead=swap_ahead,
+            num_stages=self.num_stages,
         )
         self.memory = KVCacheManager(capacity, prefix_caching=caching != "none", host_caching=caching == "host")
         self.scheduler = Scheduler(config, self.memory, rates=rates)

@@ -49,12 +49,14 @@ class OverlappingPagedExecutor(PagedExecutor):
     ``fails`` is asked whether a step fails: at its "launch", in its "forward" pass (then its pending tokens are known),
     at its "draw", or in a "run". A failing forward pass spoils what it should have filled, and so does a step that was
     launched on top of it.
+
+    With ``num_stages`` above 1 it is a pipeline, in which as many steps are in flight, and drawn late.
     """
 
-    depth = 2
-
-    def __init__(self, capacity: KVCacheConfig) -> None:
+    def __init__(self, capacity: KVCacheConfig, num_stages: int = 1) -> None:
         super().__init__(capacity)
+        self.is_pipeline = num_stages > 1
+        self.depth = max(2, num_stages)
         self.pace: Callable[[int], int] = lambda queued: 0
         self.fails: Callable[[str, SchedulerOutput], bool] = lambda where, scheduler_output: False
         self.in_flight: deque[PagedStep] = deque()
@@ -81,7 +83,11 @@ class OverlappingPagedExecutor(PagedExecutor):
 
     def execute_model_async(self, scheduler_output: SchedulerOutput) -> "PagedStep":
         require(len(self.in_flight) < self.depth, "too many steps are in flight")
-        require(all(step.is_drawn for step in self.in_flight), "launched before the draws of the step before")
+        if self.is_pipeline:
+            pending = [chunk for chunk in scheduler_output.chunks if PLACEHOLDER_TOKEN_ID in chunk.token_ids]
+            require(not pending, "a token is pending in a pipeline")
+        else:
+            require(all(step.is_drawn for step in self.in_flight), "launched before the draws of the step before")
         require(not scheduler_output.is_empty, "there is nothing to launch")
         self.events.append(("launch", scheduler_output.step))
         if not self.in_flight:

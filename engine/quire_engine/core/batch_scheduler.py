@@ -8,7 +8,7 @@ anything that was admitted is off the device: that is what keeps preemption from
 V1's idea, after Sarathi's chunked prefill.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
 from operator import attrgetter
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from quire_engine.core.config import SchedulerConfig
 
 REORDERED_PER_STEP = 4
+MIN_STAGE_TOKENS = 64
 
 _preemption_key = attrgetter("preemption_key")
 
@@ -72,6 +73,7 @@ class BatchScheduler:
         self._watermark = max(1, int(config.watermark * kv_cache_manager.device_pool.num_blocks))
         self._num_admitted = 0
         self._num_draft_requests = 0
+        self._oldest_in_flight = 0
         self.speculator = Speculator(config, rates) if config.speculative_method != "none" else None
 
     def add(self, sequence: Sequence) -> None:
@@ -99,11 +101,12 @@ class BatchScheduler:
             self.swapped.remove(sequence)
             self._preempt_recompute(sequence, PreemptionReason.LOST)
 
-    def schedule(self, step: int, *, ahead: bool = False) -> SchedulerOutput:
-        """The next step. Empty when nothing can be computed. ``ahead``: the step before it is still in flight."""
+    def schedule(self, step: int, in_flight: Collection[SchedulerOutput] = ()) -> SchedulerOutput:
+        """The next step, behind those that are ``in_flight``. Empty when nothing can be computed."""
         scheduler_output = SchedulerOutput(step)
         self.out_of_memory.clear()
-        budget = self._make_budget()
+        self._oldest_in_flight = min((each.step for each in in_flight), default=step)
+        budget = self._make_budget(self._max_step_tokens(in_flight))
         self._num_draft_requests = 0
         if self._config.batching == "phased":
             self._schedule_phase(scheduler_output, budget, _prefills)
@@ -112,7 +115,7 @@ class BatchScheduler:
         else:
             self._schedule_phase(scheduler_output, budget)
         if not (
-            ahead
+            in_flight
             or scheduler_output.chunks
             or scheduler_output.num_preempted
             or self.out_of_memory
@@ -143,22 +146,48 @@ class BatchScheduler:
         """Tokens of prompts that a step may compute beside the sequences that decode now, if one more prompt comes; 0
         without a bound in time.
         """
-        budget = self._make_budget(more=1)
+        budget = self._make_budget(self._config.max_num_batched_tokens, more=1)
         return budget.chunk_length(self._step_times.mean_prompt_context, budget.tokens) if budget.max_seconds else 0
 
-    def _make_budget(self, more: int = 0) -> StepBudget:
-        """The step's budget, which prompts share with the sequences that decode, as if ``more`` prompts waited."""
+    def _max_step_tokens(self, in_flight: Collection[SchedulerOutput]) -> int:
+        """The tokens that a step may have. In a pipeline each stage is to have a step of about the same size: one has
+        its share of all tokens that are known, those ``in_flight`` included, but not so few that it takes as long as
+        one with more.
+        """
+        most = self._config.max_num_batched_tokens
+        if self._config.num_stages == 1:
+            return most
+        known = self.waiting.uncomputed_tokens + sum(each.num_tokens for each in in_flight)
+        known += sum(sequence.num_unscheduled_tokens for sequence in self.running)
+        return min(most, max(MIN_STAGE_TOKENS, -(-known // self._config.num_stages)))
+
+    def _micro_batch(self) -> list[Sequence]:
+        """The running sequences that a step may compute. In a pipeline each stage is to have some that decode, so there
+        are no more of these in a step than their share.
+        """
+        if self._config.num_stages == 1:
+            return self.running.copy()
+        share = -(-len(self.running) // self._config.num_stages)
+        ready = [sequence for sequence in self.running if sequence.num_unscheduled_tokens]
+        decoding = [sequence for sequence in ready if sequence.num_unscheduled_tokens == 1]
+        late = {sequence.id for sequence in decoding[share:]}
+        return [sequence for sequence in ready if sequence.id not in late]
+
+    def _make_budget(self, tokens: int, more: int = 0) -> StepBudget:
+        """The budget of a step of so many ``tokens`` at most, which prompts share with the sequences that decode, as if
+        ``more`` prompts waited.
+        """
         config = self._config
         if config.max_step_seconds == 0:
-            return StepBudget(config.max_num_batched_tokens)
+            return StepBudget(tokens)
         contexts: list[int] = []
         prompts: list[int] = []
-        for sequence in self.running:
+        for sequence in self._micro_batch():
             lacking = sequence.num_unscheduled_tokens
             if lacking:
                 (contexts if lacking == 1 else prompts).append(sequence.num_scheduled_tokens)
         return self._step_times.make_budget(
-            config.max_num_batched_tokens,
+            tokens,
             config.max_step_seconds,
             contexts,
             waiting=len(prompts) + len(self.preempted) + len(self.waiting.sequences) + more,
@@ -171,7 +200,7 @@ class BatchScheduler:
         search: SequenceGroup | None = None
         drafts = {} if phase is _prefills else self._propose_drafts(budget)
         running = SequenceStatus.RUNNING  # a member of an enumeration is slow to look up
-        for sequence in self.running.copy():
+        for sequence in self._micro_batch():
             if budget.tokens == 0 or self.out_of_memory or sequence.status is not running:
                 break  # victims are those of the least precedence, so all that follow a victim are victims too
             if phase is not None and not phase(sequence):
@@ -259,7 +288,7 @@ class BatchScheduler:
             ]
             chunk.num_prompt_logprobs = sequence.request.sampling.prompt_logprobs or 0
         scheduler_output.chunks.append(chunk)
-        sequence.num_scheduled_tokens = end
+        sequence.num_scheduled_tokens, sequence.last_step = end, scheduler_output.step
 
     def _with_draft_requests(self, own: SampleRequest, drafts: Tokens[int]) -> tuple[SampleRequest, ...]:
         """A sequence's own sample request, and one behind each of its drafts."""
@@ -354,6 +383,8 @@ class BatchScheduler:
         while budget.tokens and (sequence := self._next_preempted()) is not None and self._has_free_slots(sequence):
             if phase is not None and not phase(sequence):
                 break
+            if sequence.last_step >= self._oldest_in_flight:
+                break  # it draws a token in a step in flight, and would draw that again
             is_swapped = sequence.status is SequenceStatus.SWAPPED
             if not (self._swap_in(sequence, budget.tokens) if is_swapped else self._readmit(sequence)):
                 break

@@ -12,7 +12,8 @@ class SchedulerConfig(SchedulerArgs):
 
     ``max_model_len``: tokens of one sequence. ``watermark``: part of the device blocks that an admission leaves free,
     so that running sequences can grow for a while. ``max_step_seconds`` is 0 here unless it is given, so that what a
-    step computes does not depend on a clock.
+    step computes does not depend on a clock. ``num_stages``: stages of the pipeline that the model is divided into. As
+    many steps are in flight then, and none has a token of a sequence before the one before it is known.
     """
 
     max_model_len: int = Field(default=2048, ge=1)
@@ -21,6 +22,7 @@ class SchedulerConfig(SchedulerArgs):
     eos_token_ids: frozenset[int] = frozenset()
     vocab_size: int = 2**31 - 1
     model_revision: str = ""
+    num_stages: int = 1
 
     @classmethod
     def of(cls, args: SchedulerArgs, **facts: Any) -> Self:

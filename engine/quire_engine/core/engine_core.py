@@ -19,7 +19,7 @@ from quire_engine.core.block_pool import BlockStored, KVCacheEvent
 from quire_engine.core.executor import AsyncExecutor, AsyncModelOutput, Executor, ExecutorError
 from quire_engine.core.outputs import EngineCoreOutput, EngineLoad, KVCacheFragmentation
 from quire_engine.core.request import Request
-from quire_engine.core.scheduler import MAX_DEPTH, Scheduler
+from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput, StepTimings
 from quire_engine.core.step_time_model import StepWork
 
@@ -135,7 +135,7 @@ class EngineCore:
         self.scheduler = scheduler
         if executor.depth > 1:
             scheduler.disable_speculation()
-        assert executor.depth <= MAX_DEPTH, f"steps can be scheduled for a depth of {MAX_DEPTH} at most"
+        assert executor.depth <= scheduler.max_depth, f"the executor's depth is more than {scheduler.max_depth}"
         self._executor = executor
         self._publish = publish
         self._clock = clock
@@ -145,6 +145,7 @@ class EngineCore:
         self._rejected: list[EngineCoreOutput] = []
         self._stopped = False
         self._busy_since: float | None = None
+        self._is_pipeline = scheduler.config.num_stages > 1
 
     @property
     def seconds_since_progress(self) -> float:
@@ -178,7 +179,8 @@ class EngineCore:
 
         Depth 1: launch step N, sample it, finish it. Depth 2: launch step N, finish step N-1 while the device computes
         N, then sample N, whose grammars and penalties need the tokens of N-1. With nothing to launch, the step in
-        flight is finished alone.
+        flight is finished alone. In a pipeline of P stages, where no step needs the tokens of those in flight: launch
+        step N, then sample and finish step N-P+1, which the last stage has computed.
         """
         clocked, started, begun = self._clock(), time_ns(), perf_counter()
         scheduler_output = self.scheduler.schedule()
@@ -190,7 +192,7 @@ class EngineCore:
             self._in_flight.append(step)
         if is_empty or len(self._in_flight) == self._executor.depth:
             self._finish_step()
-        if self._in_flight:
+        if self._in_flight and not self._is_pipeline:
             self._in_flight[0].sample_tokens()
         while self._in_flight and self._in_flight[0].failure is not None:
             self._finish_step()
@@ -309,6 +311,7 @@ class InFlightStep:
         self._executor = executor
         self.failure: Exception | None = None
         self._async_output: AsyncModelOutput | None = None
+        self._is_sampled = False
         if executor.depth > 1 and not scheduler_output.is_empty:
             try:
                 self._async_output = cast("AsyncExecutor", executor).execute_model_async(scheduler_output)
@@ -316,9 +319,10 @@ class InFlightStep:
                 self.failure = failure
 
     def sample_tokens(self) -> None:
-        """Samples the step's tokens; all tokens before them are known by now."""
-        if self._async_output is None or self.failure is not None:
+        """Samples the step's tokens, unless they are; all tokens before them are known by now."""
+        if self._async_output is None or self._is_sampled or self.failure is not None:
             return
+        self._is_sampled = True
         try:
             self._async_output.sample_tokens()
         except Exception as failure:  # noqa: BLE001 - ``get_output`` raises it
@@ -332,6 +336,7 @@ class InFlightStep:
 
     def get_output(self) -> ModelOutput:
         """Waits until the step is done. Raises as ``Executor.execute_model``."""
+        self.sample_tokens()
         if self.failure is not None:
             raise self.failure
         if self._async_output is not None:

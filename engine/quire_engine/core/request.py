@@ -104,7 +104,8 @@ class SequenceGroup:
     admission; ``num_cached_tokens``: prompt tokens that were found in the prefix cache then. ``next_prompt_logprob``:
     position of the first prompt token whose log-probability has not been sent yet. ``beam_search``: state of a beam
     search; ``candidates``: what its next step chooses from, for the beams that have been computed. Its sequences
-    advance together, so they are preempted together.
+    advance together, so they are preempted together. ``runs_ahead``: whether a step may be scheduled for a token that
+    the step before it still draws.
     """
 
     __slots__ = (
@@ -115,12 +116,14 @@ class SequenceGroup:
         "num_cached_tokens",
         "num_prompt_tokens",
         "request",
+        "runs_ahead",
         "sequences",
         "unfinished",
     )
 
-    def __init__(self, request: Request, beams: BeamSearch | None) -> None:
+    def __init__(self, request: Request, beams: BeamSearch | None, *, runs_ahead: bool) -> None:
         self.request = request
+        self.runs_ahead = runs_ahead
         self.beam_search = beams
         self.sequences: dict[int, Sequence] = {}
         self.candidates: dict[int, BeamCandidates] = {}
@@ -140,14 +143,16 @@ class Sequence:
     ``sample_requests``: how its next token is sampled, one for each output that is forked from it then. At
     ``limit`` tokens it ends. ``num_slots``: how many sequences it counts as against ``max_num_seqs``.
     ``num_output_sent``: output tokens that were published. ``preemption_key`` orders admitted sequences: the
-    largest is preempted first. ``proposer`` guesses its next tokens, where there is speculation. ``queue_key``
-    orders waiting ones; ``served_at_arrival``: tokens that the engine had computed before it arrived.
+    largest is preempted first. ``last_step``: the last step that it has a chunk in. ``proposer`` guesses its
+    next tokens, where there is speculation. ``queue_key`` orders waiting ones; ``served_at_arrival``: tokens
+    that the engine had computed before it arrived.
     """
 
     __slots__ = (
         "group",
         "id",
         "index",
+        "last_step",
         "limit",
         "num_computed_tokens",
         "num_output_sent",
@@ -188,6 +193,7 @@ class Sequence:
         self.num_scheduled_tokens = 0
         self.num_output_sent = self.num_output
         self.preemption_key = (0, 0, sequence_id)
+        self.last_step = 0
         self.proposer: NgramProposer | SuffixProposer | None = None
         self.queue_key = 0.0
         self.served_at_arrival = 0
@@ -212,14 +218,14 @@ class Sequence:
     def num_unscheduled_tokens(self) -> int:
         """Tokens that a step can be given next: the known ones that no step has been given, or else the one that is
         being drawn. For that one nothing is scheduled if the sequence certainly ends with it, is forked there,
-        or is a beam, which waits for the others.
+        is a beam, which waits for the others, or if the steps in flight are in the stages of a pipeline.
         """
         return len(self.token_ids) - self.num_scheduled_tokens or int(self._runs_ahead)
 
     @property
     def _runs_ahead(self) -> bool:
         goes_on = len(self.token_ids) + 1 < self.limit
-        return goes_on and len(self.sample_requests) == 1 and self.group.beam_search is None
+        return goes_on and len(self.sample_requests) == 1 and self.group.runs_ahead
 
     @property
     def num_output(self) -> int:
@@ -248,7 +254,7 @@ class SequenceRegistry:
         """
         stops = self._stop_token_ids(request)
         beams = BeamSearch(request.sampling, stops) if request.sampling.beam_width else None
-        group = SequenceGroup(request, beams)
+        group = SequenceGroup(request, beams, runs_ahead=beams is None and self._config.num_stages == 1)
         self.groups[request.request_id] = group
         history = {delivered.index: delivered for delivered in request.all_resumed_outputs}
         choices = range(request.sampling.num_returned)

@@ -5,14 +5,16 @@ each choice and the root is forked: the choices' block tables share every block,
 last block that is not full gets a copy of it (copy on write). From then on they are sequences like all others, except
 for beams, which wait for each other at every token.
 
-One step may be scheduled ahead, while the one before it is in flight. A sequence that ends, is preempted or is aborted
-meanwhile frees its blocks at once, although a step in flight still writes into them. That is safe because
+One step may be scheduled ahead, while the one before it is in flight; in a pipeline, as many as have a stage each. A
+sequence that ends, is preempted or is aborted meanwhile frees its blocks at once, although a step in flight still
+writes into them. That is safe because
 
 * steps run in the order in which they were scheduled, copies first: the next owner of such a block writes it later;
 * a block gets its hash only when the output of the step that fills it has been processed, so the prefix cache never
   finds a block that is still being written, and a chunk starts behind the blocks that have a hash;
-* a sequence that may fork is never scheduled one step ahead, so no step in flight writes a partial block when it
+* a sequence that may fork is never scheduled ahead, so no step in flight writes a partial block when it
   becomes shared, and the copy for the first writer belongs to a later step;
+* a sequence that was preempted does not return while a step in flight draws for it, which would draw the token again;
 * outputs for a sequence that has ended are dropped, and the executor is given its id once no step in flight samples it.
 """
 
@@ -55,12 +57,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_DEPTH = 2
+ASYNC_DEPTH = 2
 
 
 class Scheduler:
     """Owns the requests of one engine. Used by one thread. ``schedule`` and ``update_from_output`` alternate, but
-    ``schedule`` may be one ahead.
+    ``schedule`` may be ahead: ``max_depth`` steps may be in flight.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Scheduler:
         self.running = self._batch_scheduler.running
         self.swapped = self._batch_scheduler.swapped
         self.preempted = self._batch_scheduler.preempted
+        self.max_depth = max(ASYNC_DEPTH, config.num_stages)
         self._step = 0
         self._last_step = 0
         self._in_flight: deque[SchedulerOutput] = deque()
@@ -123,10 +126,10 @@ class Scheduler:
         """Schedules the next step. The output is empty when nothing can be computed, which may be because the step in
         flight has yet to make its tokens; an empty output need not be passed to ``update_from_output``.
         """
-        assert len(self._in_flight) < MAX_DEPTH, "more than one step ahead"
+        assert len(self._in_flight) < self.max_depth, "too many steps are in flight"
         self._step += 1
         ahead = bool(self._in_flight)
-        scheduler_output = self._batch_scheduler.schedule(self._step, ahead=ahead)
+        scheduler_output = self._batch_scheduler.schedule(self._step, self._in_flight)
         if not ahead:  # the step in flight may end what holds the memory
             for sequence in self._batch_scheduler.out_of_memory:
                 self.stats.out_of_memory += 1

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
+from quire_engine.core import batch_scheduler
 from quire_engine.core.block_pool import BlockStored, KVCacheConfig, Tier
 from quire_engine.core.engine_core import GetSnapshot
 from quire_engine.core.kv_cache_manager import CachedBlock
@@ -43,7 +44,7 @@ class OverlapStateMachine(EngineStateMachine):
     """The same engine, on an executor that overlaps steps and sometimes fails one."""
 
     def make_executor(self, capacity: KVCacheConfig) -> OverlappingPagedExecutor:
-        self.executor = OverlappingPagedExecutor(capacity)
+        self.executor = OverlappingPagedExecutor(capacity, self.num_stages)
         self.executor.fails = self.fails
         self.failing: str | None = None
         self.blames = False
@@ -134,25 +135,52 @@ OverlapStateMachine.TestCase.settings = settings(
 TestOverlappingEngine = OverlapStateMachine.TestCase
 
 
-@given(seed=st.integers(0, 2**32), pace=st.sampled_from([*PACES]))
-@settings(max_examples=150, deadline=None)
-def test_overlapping_steps_changes_no_output(seed: int, pace: str) -> None:
-    compare(seed, pace)
+class PipelineStateMachine(OverlapStateMachine):
+    """The same engine, on an executor that has steps in all stages of a pipeline."""
+
+    num_stages = 3
+
+    def check_scheduler_output(self, scheduler_output: SchedulerOutput) -> None:
+        super().check_scheduler_output(scheduler_output)
+        drawing = {
+            chunk.sequence_id
+            for step in self.executor.in_flight
+            for chunk in step.scheduler_output.chunks
+            if chunk.sample_requests and chunk.sequence_id in self.scheduler._registry.sequences
+        }
+        assert drawing.isdisjoint(chunk.sequence_id for chunk in scheduler_output.chunks), "a token is drawn twice"
+
+
+PipelineStateMachine.TestCase.settings = settings(OverlapStateMachine.TestCase.settings, max_examples=150)
+TestPipelinedEngine = PipelineStateMachine.TestCase
+
+
+@pytest.fixture(autouse=True)
+def short_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short prompts of these tests are divided among the stages too."""
+    monkeypatch.setattr(batch_scheduler, "MIN_STAGE_TOKENS", 2)
+
+
+@given(seed=st.integers(0, 2**32), pace=st.sampled_from([*PACES]), num_stages=st.integers(1, 4))
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_overlapping_steps_changes_no_output(seed: int, pace: str, num_stages: int) -> None:
+    compare(seed, pace, num_stages)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_overlapping_steps_changes_no_output_in_many_runs() -> None:
     for seed in range(4_000):
-        compare(seed, [*PACES][seed % len(PACES)])
+        compare(seed, [*PACES][seed % len(PACES)], 1 + seed % 4)
 
 
-def compare(seed: int, pace: str) -> None:
+def compare(seed: int, pace: str, num_stages: int) -> None:
     """Runs one scenario synchronously and with overlapping steps, and compares the outputs."""
     scenario = Scenario(seed)
-    executor = OverlappingPagedExecutor(scenario.capacity)
+    executor = OverlappingPagedExecutor(scenario.capacity, num_stages)
     executor.pace = PACES[pace](Random(seed))
     expected = Run(scenario, PagedExecutor(scenario.capacity)).answers
+    scenario.limits = scenario.limits.model_copy(update={"num_stages": num_stages})
     with no_misuse():
         answers = Run(scenario, executor).answers
     requests = {each.request_id: each for arrivals in scenario.arrivals.values() for each in arrivals}
