@@ -90,6 +90,13 @@ class ExecutorConfig(_Frozen):
     tensor_parallel_size: int = Field(
         default=1, ge=1, le=64, description="Processes (on CUDA: GPUs) that share the model's layers."
     )
+    pipeline_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Stages that the model's layers are divided into, each of --tensor-parallel-size processes (on "
+        "CUDA: GPUs), with as many steps under way at once.",
+    )
     enforce_eager: bool = Field(default=False, description="Never capture decode steps, as CUDA graphs or CPU graphs.")
     async_scheduling: bool | None = Field(
         default=None, description="Plan a step while the one before it runs; by default where the device is a GPU."
@@ -218,6 +225,14 @@ class EngineArgs(CoreArgs, ExecutorConfig, ServedModel):
             raise ValueError("--async-scheduling and --speculative-method exclude each other.")
         return self
 
+    @model_validator(mode="after")
+    def _pipeline_knows_its_tokens(self) -> Self:
+        if self.pipeline_parallel_size > 1 and self.async_scheduling:
+            raise ValueError("--async-scheduling and --pipeline-parallel-size exclude each other.")
+        if self.pipeline_parallel_size > 1 and self.speculative_method != "none":
+            raise ValueError("--speculative-method and --pipeline-parallel-size exclude each other.")
+        return self
+
 
 class EngineConfig(CliSettings, EngineArgs):
     """Serves one model. Every flag is also an environment variable QUIRE_ENGINE_..., such as QUIRE_ENGINE_MAX_NUM_SEQS.
@@ -249,7 +264,6 @@ class EngineConfig(CliSettings, EngineArgs):
         "--reasoning-parser": _SEEN,
         "--enable-chunked-prefill": "prompts are always computed in chunks, of --max-num-batched-tokens",
         "--data-parallel-size": "start more engines, and name each to the router",
-        "--pipeline-parallel-size": "--tensor-parallel-size shares a model among GPUs",
         "--tp-size": "--tensor-parallel-size is one",
         "--mem-fraction-static": "--gpu-memory-utilization is one",
         "--context-length": "--max-model-len is one",

@@ -47,6 +47,7 @@ def make_scheduler(config: EngineArgs, executor: "TorchExecutor") -> Scheduler:
         eos_token_ids=frozenset(executor.config.eos_token_ids),
         vocab_size=executor.config.vocab_size,
         model_revision=block_revision(config, executor),
+        num_stages=config.pipeline_parallel_size,
     )
     memory = KVCacheManager(
         executor.kv_cache_config, prefix_caching=config.enable_prefix_caching, host_caching=config.enable_host_caching

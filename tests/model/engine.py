@@ -101,6 +101,7 @@ def run(
     host_caching: bool = True,
     max_num_seqs: int = 64,
     swap_ahead: float = 0.0,
+    num_stages: int = 1,
     grammars: Sequence[Grammar | None] = (),
     rates: Rates = SWAPPING_PAYS,
     guesses: Callable[[Scheduler], None] = lambda _: None,
@@ -126,6 +127,7 @@ def run(
         eos_token_ids=frozenset(executor.config.eos_token_ids),
         vocab_size=executor.config.vocab_size,
         model_revision=executor.config.model_revision,
+        num_stages=num_stages,
     )
     memory = KVCacheManager(executor.kv_cache_config, prefix_caching=prefix_caching, host_caching=host_caching)
     core = EngineCore(Scheduler(config, memory, rates=rates), executor, receive)

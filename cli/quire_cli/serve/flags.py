@@ -47,6 +47,7 @@ FOREIGN = {
     "--data-parallel-size": "--engines starts several",
     "--seed": EngineConfig.foreign_flags["--temperature"],
     "--tp": "--tensor-parallel-size is one",
+    "--pp": "--pipeline-parallel-size is one",
     "--uvicorn-log-level": "--log-level is one",
 }
 

@@ -139,7 +139,7 @@ def _environment(index: int, engines: int, config: EngineConfig, gpus: Sequence[
     """Gives each of several engines GPUs of its own. Raises ``ValueError`` if there are too few."""
     if engines == 1 or not gpus or config.device == "cpu":
         return {}
-    size = config.tensor_parallel_size
+    size = config.tensor_parallel_size * config.pipeline_parallel_size
     if engines * size > len(gpus):
         raise ValueError(f"{engines} engines of {size} GPUs each need {engines * size}, and there are {len(gpus)}.")
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index * size :][:size])}

@@ -183,6 +183,7 @@ def _peer_settings(
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
     }
 
 
@@ -223,7 +224,11 @@ class Limits:
         model = read_model_config(self._config.model)
         config = self._config
         stored = quantization_of(config.model, read_config_json(config.model))
-        if not isinstance(model, DecoderConfig) or stored is not None or config.tensor_parallel_size > 1:
+        if (
+            not isinstance(model, DecoderConfig)
+            or stored is not None
+            or max(config.tensor_parallel_size, config.pipeline_parallel_size) > 1
+        ):
             return None
         dtype: torch.dtype = getattr(torch, self._engine[0].executor.dtype_name)
         options = LoadOptions(config, self._device)

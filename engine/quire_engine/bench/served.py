@@ -279,6 +279,7 @@ def start_vllm(config: BenchConfig, python: Path, model: Path, threads: int, dty
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
     command += ["--max-model-len", str(config.max_model_len)]
     command += ["--tensor-parallel-size", str(config.tensor_parallel_size)]
+    command += ["--pipeline-parallel-size", str(config.pipeline_parallel_size)]
     return Server(f"http://127.0.0.1:{port}", lambda _: [("vllm", command, environment)])
 
 

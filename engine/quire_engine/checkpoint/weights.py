@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from quire_engine.checkpoint.config import read_json
 from quire_engine.config import ExecutorConfig
 from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, shard
+from quire_engine.distributed.pipeline import PipelineStage
 from quire_engine.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -227,9 +228,11 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """How a model is loaded. ``config`` has the dtype, the quantization and whether to be deterministic; ``device`` is
-    its device, resolved. Of a model that several ranks share, only this rank's shard is read.
+    its device, resolved. Of a model that several ranks share, only this rank's shard is read: its part of the layers of
+    its ``stage``.
     """
 
     config: ExecutorConfig = field(default_factory=ExecutorConfig)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     communicator: Communicator = SINGLE_RANK
+    stage: PipelineStage | None = None

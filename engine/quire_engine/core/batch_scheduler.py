@@ -73,6 +73,7 @@ class BatchScheduler:
         self._watermark = max(1, int(config.watermark * kv_cache_manager.device_pool.num_blocks))
         self._num_admitted = 0
         self._num_draft_requests = 0
+        self._is_pipeline = config.num_stages > 1
         self._oldest_in_flight = 0
         self.speculator = Speculator(config, rates) if config.speculative_method != "none" else None
 
@@ -106,7 +107,9 @@ class BatchScheduler:
         scheduler_output = SchedulerOutput(step)
         self.out_of_memory.clear()
         self._oldest_in_flight = min((each.step for each in in_flight), default=step)
-        budget = self._make_budget(self._max_step_tokens(in_flight))
+        budget = self._make_budget()
+        if self._is_pipeline:
+            budget.tokens = min(budget.tokens, self._share_of_tokens(in_flight))
         self._num_draft_requests = 0
         if self._config.batching == "phased":
             self._schedule_phase(scheduler_output, budget, _prefills)
@@ -146,48 +149,40 @@ class BatchScheduler:
         """Tokens of prompts that a step may compute beside the sequences that decode now, if one more prompt comes; 0
         without a bound in time.
         """
-        budget = self._make_budget(self._config.max_num_batched_tokens, more=1)
+        budget = self._make_budget(more=1)
         return budget.chunk_length(self._step_times.mean_prompt_context, budget.tokens) if budget.max_seconds else 0
 
-    def _max_step_tokens(self, in_flight: Collection[SchedulerOutput]) -> int:
-        """The tokens that a step may have. In a pipeline each stage is to have a step of about the same size: one has
-        its share of all tokens that are known, those ``in_flight`` included, but not so few that it takes as long as
-        one with more.
+    def _share_of_tokens(self, in_flight: Collection[SchedulerOutput]) -> int:
+        """The tokens that a step of a pipeline may have, so that each stage has one of about the same size: its share
+        of all that are known, those ``in_flight`` included, but not so few that it takes as long as one with more.
         """
-        most = self._config.max_num_batched_tokens
-        if self._config.num_stages == 1:
-            return most
         known = self.waiting.uncomputed_tokens + sum(each.num_tokens for each in in_flight)
         known += sum(sequence.num_unscheduled_tokens for sequence in self.running)
-        return min(most, max(MIN_STAGE_TOKENS, -(-known // self._config.num_stages)))
+        return max(MIN_STAGE_TOKENS, -(-known // self._config.num_stages))
 
     def _micro_batch(self) -> list[Sequence]:
-        """The running sequences that a step may compute. In a pipeline each stage is to have some that decode, so there
+        """The running sequences that a step of a pipeline may compute. Each stage is to have some that decode, so there
         are no more of these in a step than their share.
         """
-        if self._config.num_stages == 1:
-            return self.running.copy()
         share = -(-len(self.running) // self._config.num_stages)
         ready = [sequence for sequence in self.running if sequence.num_unscheduled_tokens]
         decoding = [sequence for sequence in ready if sequence.num_unscheduled_tokens == 1]
         late = {sequence.id for sequence in decoding[share:]}
         return [sequence for sequence in ready if sequence.id not in late]
 
-    def _make_budget(self, tokens: int, more: int = 0) -> StepBudget:
-        """The budget of a step of so many ``tokens`` at most, which prompts share with the sequences that decode, as if
-        ``more`` prompts waited.
-        """
+    def _make_budget(self, more: int = 0) -> StepBudget:
+        """The step's budget, which prompts share with the sequences that decode, as if ``more`` prompts waited."""
         config = self._config
         if config.max_step_seconds == 0:
-            return StepBudget(tokens)
+            return StepBudget(config.max_num_batched_tokens)
         contexts: list[int] = []
         prompts: list[int] = []
-        for sequence in self._micro_batch():
+        for sequence in self._micro_batch() if self._is_pipeline else self.running:
             lacking = sequence.num_unscheduled_tokens
             if lacking:
                 (contexts if lacking == 1 else prompts).append(sequence.num_scheduled_tokens)
         return self._step_times.make_budget(
-            tokens,
+            config.max_num_batched_tokens,
             config.max_step_seconds,
             contexts,
             waiting=len(prompts) + len(self.preempted) + len(self.waiting.sequences) + more,
@@ -200,7 +195,7 @@ class BatchScheduler:
         search: SequenceGroup | None = None
         drafts = {} if phase is _prefills else self._propose_drafts(budget)
         running = SequenceStatus.RUNNING  # a member of an enumeration is slow to look up
-        for sequence in self._micro_batch():
+        for sequence in self._micro_batch() if self._is_pipeline else self.running.copy():
             if budget.tokens == 0 or self.out_of_memory or sequence.status is not running:
                 break  # victims are those of the least precedence, so all that follow a victim are victims too
             if phase is not None and not phase(sequence):

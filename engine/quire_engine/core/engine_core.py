@@ -194,7 +194,7 @@ class EngineCore:
             self._finish_step()
         if self._in_flight and not self._is_pipeline:
             self._in_flight[0].sample_tokens()
-        while self._in_flight and self._in_flight[0].failure is not None:
+        while self._in_flight and self._in_flight[-1].failure is not None:  # nothing is launched on top of it
             self._finish_step()
 
     def _finish_all_steps(self) -> None:
@@ -336,7 +336,8 @@ class InFlightStep:
 
     def get_output(self) -> ModelOutput:
         """Waits until the step is done. Raises as ``Executor.execute_model``."""
-        self.sample_tokens()
+        if self._async_output is not None:
+            self.sample_tokens()
         if self.failure is not None:
             raise self.failure
         if self._async_output is not None:

@@ -94,10 +94,10 @@ class TensorParallelGroup:
 
     def connect(self, store: Path) -> None:
         """Connects to the other ranks, all of which rendezvous through the file ``store``."""
-        with _loopback_only():
+        with loopback_only():
             store_client = distributed.FileStore(str(store), self.size)
             timeout = COLLECTIVE_TIMEOUTS[self._device.type]
-            self._process_group = _process_group_class(self._device)(store_client, self.rank, self.size, timeout)
+            self._process_group = process_group_class(self._device)(store_client, self.rank, self.size, timeout)
             # gloo chooses its interface when the group is made, NCCL at the first collective.
             self.all_reduce(torch.zeros(1, device=self._device))
 
@@ -149,13 +149,17 @@ class TensorParallelGroup:
             group.shutdown()
 
 
-def _process_group_class(device: torch.device) -> Any:
+def process_group_class(device: torch.device) -> Any:
+    """gloo's on the CPU, NCCL's on CUDA."""
     return distributed.ProcessGroupGloo if device.type == "cpu" else distributed.ProcessGroupNCCL
 
 
 @contextmanager
-def _loopback_only() -> Iterator[None]:
-    """Both libraries take the interface from the environment, and else listen where the host's name resolves to."""
+def loopback_only() -> Iterator[None]:
+    """What connects inside does so through the loopback interface alone.
+
+    Both libraries take the interface from the environment, and else listen where the host's name resolves to.
+    """
     before = {name: os.environ.get(name) for name in LOOPBACK_ENVIRONMENT}
     os.environ.update(LOOPBACK_ENVIRONMENT)
     try:

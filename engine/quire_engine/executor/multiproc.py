@@ -1,11 +1,12 @@
-"""A tensor-parallel model as rank 0 leads it: ``MultiprocLeader`` starts and ends the processes of the other ranks, and
+"""A model of several ranks as rank 0 leads it: ``MultiprocLeader`` starts and ends the processes of the others, and
 ``MultiprocRunner`` has all ranks run each step together. At the end, the ranks' KV caches: one decision from what all
 of them measured.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
@@ -14,10 +15,17 @@ import torch
 
 from quire_engine.core.block_pool import BlockCopies, KVCacheConfig
 from quire_engine.device.accelerator import inference_on
-from quire_engine.distributed.communicator import Communicator, TensorParallelGroup
+from quire_engine.distributed.rank_group import RankGroup
 from quire_engine.executor.rank_processes import RankWorkers
 from quire_engine.executor.rank_worker import RankSettings
-from quire_engine.executor.rpc import RpcArray, RpcMethod, batch_to_arrays, copies_to_arrays, json_to_array
+from quire_engine.executor.rpc import (
+    RpcArray,
+    RpcMethod,
+    batch_to_arrays,
+    copies_to_arrays,
+    json_to_array,
+    rows_to_arrays,
+)
 from quire_engine.worker.cuda_graph import NO_GRAPHS, GraphCaptureError
 from quire_engine.worker.input_batch import ModelInput
 from quire_engine.worker.memory import CacheBudget, CacheSizes, MemoryProfile, MemoryProfiler, compute_cache_sizes
@@ -44,7 +52,7 @@ class MultiprocLeader:
         try:
             # What all ranks would log, rank 0 logs alone.
             level = logging.DEBUG if log.isEnabledFor(logging.DEBUG) else logging.ERROR
-            settings = replace(settings, store=self._store_path, log_level=level)
+            settings = replace(settings, rendezvous=self._rendezvous, log_level=level)
             self._load_call = self._workers.request(RpcMethod.LOAD, [json_to_array(settings.to_plain())])
         except BaseException:
             self.close()
@@ -52,8 +60,8 @@ class MultiprocLeader:
         log.info("rank 0 has started the others: processes %s", ", ".join(map(str, self._workers.pids)))
 
     @property
-    def communicator(self) -> Communicator:
-        """The collectives of the ranks, for the model."""
+    def group(self) -> RankGroup:
+        """The links of rank 0, for the model."""
         return self._group
 
     def connect(self) -> None:
@@ -61,7 +69,7 @@ class MultiprocLeader:
         self._workers.wait_for_replies(self._load_call)
         with inference_on(self._device):
             number, _ = call_all_ranks(
-                self._workers, self._group, RpcMethod.CONNECT, [], lambda: self._group.connect(self._store_path)
+                self._workers, self._group, RpcMethod.CONNECT, [], lambda: self._group.connect(self._rendezvous)
             )
         self._workers.wait_for_replies(number)
         if self._device.type == "cpu":
@@ -90,8 +98,8 @@ class MultiprocLeader:
         self._rendezvous_folder.cleanup()
 
     @property
-    def _store_path(self) -> Path:
-        return Path(self._rendezvous_folder.name) / "store"
+    def _rendezvous(self) -> Path:
+        return Path(self._rendezvous_folder.name)
 
     def _on_rank_lost(self, sentence: str) -> None:
         self._group.abort()
@@ -104,18 +112,19 @@ class MultiprocLeader:
 
 class MultiprocRunner:
     """The ``Runner`` of rank 0, which has all ranks make each call together: each rank has a runner of its own, with
-    its shard of the model and KV memory of ``cache_sizes``. Decode steps are captured as graphs on all ranks or on
-    none.
+    its shard of the model, and KV memory of as many blocks as rank 0 has in ``cache_sizes``. Decode steps are captured
+    as graphs on all ranks or on none.
+
+    In a pipeline each rank makes the calls in their order, and a later stage makes a call later.
 
     A call that fails on all ranks in the same way raises rank 0's error. One that fails on some ranks only raises
     ``RankError``.
     """
 
-    def __init__(
-        self, workers: RankWorkers, group: TensorParallelGroup, model: LoadedModel, cache_sizes: CacheSizes
-    ) -> None:
+    def __init__(self, workers: RankWorkers, group: RankGroup, model: LoadedModel, cache_sizes: CacheSizes) -> None:
         self._workers = workers
         self._group = group
+        self._forwarded: deque[torch.Tensor] = deque(maxlen=group.num_stages)
         try:
             self._own_runner = self._make_runners(model, cache_sizes)
         except GraphCaptureError as error:
@@ -123,13 +132,15 @@ class MultiprocRunner:
             self._own_runner = self._make_runners(replace(model, graph_sizes=()), cache_sizes)
 
     def _make_runners(self, model: LoadedModel, cache_sizes: CacheSizes) -> Runner:
-        arrays = [json_to_array(asdict(cache_sizes)), json_to_array(bool(model.graph_sizes))]
+        size = model.cache_sizes(1, 0).kv_cache_bytes
+        num_blocks = cache_sizes.kv_cache_bytes // size, max(0, cache_sizes.swap_bytes) // size
+        arrays = [json_to_array(num_blocks), json_to_array(bool(model.graph_sizes))]
         number, runner = call_all_ranks(
             self._workers,
             self._group,
             RpcMethod.MAKE_RUNNER,
             arrays,
-            lambda: ModelRunner(model, cache_sizes, alone=False),
+            lambda: ModelRunner(model, model.cache_sizes(*num_blocks), alone=False),
         )
         self._workers.wait_for_replies(number)
         return runner
@@ -156,11 +167,15 @@ class MultiprocRunner:
                 self._group.broadcast(pending)
             return self._own_runner.forward(batch, pending)
 
-        return self._call_all_ranks(RpcMethod.FORWARD, batch_to_arrays(batch), compute)
+        hidden = self._call_all_ranks(RpcMethod.FORWARD, batch_to_arrays(batch), compute)
+        self._forwarded.append(hidden)
+        return hidden
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """See ``Runner.logits``."""
-        return self._call_all_ranks(RpcMethod.LOGITS, [rows.numpy()], lambda: self._own_runner.logits(hidden, rows))
+        age = next(age for age, each in enumerate(reversed(self._forwarded)) if each is hidden)
+        arrays = rows_to_arrays(rows, age)
+        return self._call_all_ranks(RpcMethod.LOGITS, arrays, lambda: self._own_runner.logits(hidden, rows))
 
     def close(self) -> None:
         """See ``Runner.close``. Ranks that are lost already are left out."""
@@ -174,7 +189,7 @@ class MultiprocRunner:
 
 def call_all_ranks(
     workers: RankWorkers,
-    group: TensorParallelGroup,
+    group: RankGroup,
     method: RpcMethod,
     arrays: Sequence[RpcArray],
     work: Callable[[], T],
@@ -183,46 +198,55 @@ def call_all_ranks(
     ``work``. Raises the error of ``work`` where all ranks fail alike, else ``RankError``.
     """
     number = workers.begin_call(method, arrays)
-    before = group.num_collectives
+    before = group.num_exchanges
     try:
         result = work()
     except Exception as error:
-        workers.call_failed(group.num_collectives - before, error)
+        workers.call_failed(group.num_exchanges - before, error)
         raise
     workers.call_succeeded()
     return number, result
 
 
 def compute_rank_cache_sizes(
-    budget: CacheBudget, profiles: Sequence[MemoryProfile], smallest: CacheSizes
+    budget: CacheBudget, profiles: Sequence[MemoryProfile], smallest: CacheSizes, num_layers: Sequence[int]
 ) -> tuple[CacheSizes, MemoryProfile]:
-    """The cache sizes of each rank, equal on all, and the profile that decided them. ``profiles`` are the ranks',
-    ``smallest`` is the least that one rank needs.
+    """The cache sizes of rank 0, and the profile that decided them; every rank gets as many blocks. ``profiles`` are
+    the ranks', ``smallest`` is the least that rank 0 needs, and blocks are as large as ``num_layers`` on each are many.
 
     On the CPU the ranks share one memory, and ``budget`` is for all of them. On CUDA each has a GPU of its own, of
     which the fullest decides, and they share the host memory of the swap pools. Raises ``ModelError`` as
     ``compute_cache_sizes`` does.
     """
-    size = len(profiles)
-    if size == 1:
+    if len(profiles) == 1:
         return compute_cache_sizes(budget, profiles[0], smallest), profiles[0]
+    own, total = num_layers[0], sum(num_layers)
     if profiles[0].host_available is None:
         whole = sum_profiles(profiles)
-        sizes = compute_cache_sizes(
-            budget, whole, CacheSizes(smallest.kv_cache_bytes * size, smallest.swap_bytes * size)
-        )
-        return CacheSizes(sizes.kv_cache_bytes // size, sizes.swap_bytes // size), whole
-    per_rank = replace(budget, swap_bytes=budget.swap_bytes // size)
-    own = [replace(one, host_available=(one.host_available or 0) // size) for one in profiles]
-    decided = [(compute_cache_sizes(per_rank, one, smallest), one) for one in own]
+        return _scale(compute_cache_sizes(budget, whole, _scale(smallest, total, own)), own, total), whole
+    decided: list[tuple[CacheSizes, MemoryProfile]] = []
+    for profile, layers in zip(profiles, num_layers, strict=True):
+        part = replace(budget, swap_bytes=budget.swap_bytes * layers // total)
+        one = replace(profile, host_available=(profile.host_available or 0) * layers // total)
+        decided.append((_scale(compute_cache_sizes(part, one, _scale(smallest, layers, own)), own, layers), one))
     least, fullest = min(decided, key=lambda pair: pair[0].kv_cache_bytes)
     return CacheSizes(least.kv_cache_bytes, min(sizes.swap_bytes for sizes, _ in decided)), fullest
 
 
-def with_all_ranks_bytes(config: KVCacheConfig, profiles: Sequence[MemoryProfile]) -> KVCacheConfig:
-    """``config`` with ``block_bytes`` of all ranks where they share one memory (CPU), unchanged on CUDA."""
-    num_sharing = len(profiles) if profiles[0].host_available is None else 1
-    return replace(config, block_bytes=config.block_bytes * num_sharing)
+def _scale(sizes: CacheSizes, layers: int, of: int) -> CacheSizes:
+    """The sizes of as many blocks of ``layers`` as ``sizes`` are of blocks of another number ``of`` layers."""
+    return CacheSizes(sizes.kv_cache_bytes * layers // of, sizes.swap_bytes * layers // of)
+
+
+def with_all_ranks_bytes(
+    config: KVCacheConfig, profiles: Sequence[MemoryProfile], num_layers: Sequence[int]
+) -> KVCacheConfig:
+    """``config``, which is rank 0's, with ``block_bytes`` of all ranks where they share one memory (CPU), unchanged on
+    CUDA.
+    """
+    if profiles[0].host_available is not None:
+        return config
+    return replace(config, block_bytes=config.block_bytes * sum(num_layers) // num_layers[0])
 
 
 def sum_profiles(profiles: Sequence[MemoryProfile]) -> MemoryProfile:

@@ -286,7 +286,8 @@ class RankFailureTracker:
 
     All ranks make the same calls, each of which fails on all of them in the same place or on none: a wrong batch is
     rejected by every rank before anything is exchanged, and the next call finds all of them ready. After anything
-    else one rank waits for what another will never send, and the engine has to end.
+    else one rank waits for what another will never send, and the engine has to end. The later stages of a pipeline
+    make a call later, so a failure may be of a call before the latest one.
     """
 
     def __init__(self, num_other_ranks: int) -> None:
@@ -298,9 +299,10 @@ class RankFailureTracker:
 
     def begin_call(self) -> int:
         """Begins the next call; returns its number."""
+        if self._own_failure is not None:  # all ranks have failed alike; what failed elsewhere alone is not forgotten
+            self._reported_failures.clear()
         self._call_number += 1
         self._own_failure, self._succeeded = None, False
-        self._reported_failures.clear()
         return self._call_number
 
     def record_success(self) -> None:

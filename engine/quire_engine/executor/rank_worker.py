@@ -2,6 +2,7 @@
 
 import logging
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +15,8 @@ from quire_engine.checkpoint.config import DecoderConfig, ModelConfig
 from quire_engine.config import EngineArgs
 from quire_engine.device.accelerator import inference_on
 from quire_engine.device.host import tune_malloc, usable_cores
-from quire_engine.distributed.communicator import Communicator, TensorParallelGroup
+from quire_engine.distributed.pipeline import is_first
+from quire_engine.distributed.rank_group import RankGroup
 from quire_engine.errors import ModelError
 from quire_engine.executor.rank_processes import describe_error
 from quire_engine.executor.rpc import (
@@ -30,44 +32,58 @@ from quire_engine.executor.rpc import (
     rows_from_arrays,
     send,
 )
-from quire_engine.worker.memory import CacheSizes, MemoryProfiler
+from quire_engine.models.llama import stage_layers
+from quire_engine.worker.memory import MemoryProfiler
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner, load_model_and_attention
 
 log = logging.getLogger(__name__)
+
+MAX_RANKS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
     """All settings that another rank's process needs, as values that JSON has (``to_plain``).
 
-    ``threads`` are those of each rank. ``device`` is rank 0's; another rank's GPU is that of its number. ``store`` is
-    the file through which the ranks rendezvous.
+    ``threads`` are those of each rank. ``device`` is rank 0's; another rank's GPU is that of its number. ``rendezvous``
+    is the folder through which the ranks find each other.
     """
 
     engine: EngineArgs
     config: ModelConfig
     device: str
     threads: int
-    store: Path = Path()
+    rendezvous: Path = Path()
     log_level: int = 0
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return self.engine.tensor_parallel_size
+        return self.engine.tensor_parallel_size * self.engine.pipeline_parallel_size
 
     def device_for(self, rank: int) -> torch.device:
         """The device of a rank."""
         device = torch.device(self.device)
         return device if device.type == "cpu" or self.size == 1 else torch.device(device.type, rank)
 
-    def make_group(self, rank: int) -> TensorParallelGroup:
-        """The communicator of a rank, not connected yet."""
-        return TensorParallelGroup(rank, self.size, self.device_for(rank), ordered=self.engine.deterministic)
+    def make_group(self, rank: int) -> RankGroup:
+        """The links of a rank, not connected yet."""
+        engine = self.engine
+        sizes = engine.tensor_parallel_size, engine.pipeline_parallel_size
+        return RankGroup(rank, *sizes, self.device_for(rank), ordered=engine.deterministic)
 
-    def load(self, communicator: Communicator) -> LoadedModel:
-        """Loads this rank's shard of the model. Raises ``ModelError``."""
-        return load_model_and_attention(self.engine, self.config, self.device_for(communicator.rank), communicator)
+    def load(self, rank: int, group: RankGroup) -> LoadedModel:
+        """Loads a rank's shard of the model. Raises ``ModelError``."""
+        return load_model_and_attention(
+            self.engine, self.config, self.device_for(rank), group.communicator, group.stage
+        )
+
+    def num_layers(self) -> list[int]:
+        """The layers of each rank."""
+        if not isinstance(self.config, DecoderConfig):  # it runs through transformers, in one process
+            return [1]
+        stages = stage_layers(self.config, self.engine.pipeline_parallel_size)
+        return [len(layers) for layers in stages for _ in range(self.engine.tensor_parallel_size)]
 
     def to_plain(self) -> dict[str, Any]:
         """The settings as values that JSON has."""
@@ -76,7 +92,7 @@ class RankSettings:
             "config": asdict(self.config),
             "device": self.device,
             "threads": self.threads,
-            "store": str(self.store),
+            "rendezvous": str(self.rendezvous),
             "log_level": self.log_level,
         }
 
@@ -84,7 +100,7 @@ class RankSettings:
     def from_plain(cls, values: dict[str, Any]) -> "RankSettings":
         """The inverse of ``to_plain``, for a model whose configuration is a ``DecoderConfig``."""
         engine, config = EngineArgs.model_validate(values["engine"]), DecoderConfig.from_plain(values["config"])
-        return cls(**{**values, "engine": engine, "config": config, "store": Path(values["store"])})
+        return cls(**{**values, "engine": engine, "config": config, "rendezvous": Path(values["rendezvous"])})
 
 
 @dataclass(slots=True)
@@ -93,8 +109,8 @@ class _LoadedRank:
 
     model: LoadedModel
     profiler: MemoryProfiler
-    group: TensorParallelGroup
-    store: Path
+    group: RankGroup
+    rendezvous: Path
 
 
 class RankWorker:
@@ -107,7 +123,7 @@ class RankWorker:
         self._rank = rank
         self._loaded_rank: _LoadedRank | None = None
         self._runner: ModelRunner | None = None
-        self._hidden = torch.empty(0)
+        self._hidden: deque[torch.Tensor] = deque()
         self._handlers: dict[int, Callable[[Sequence[RpcArray]], object]] = {
             RpcMethod.LOAD: self._load,
             RpcMethod.CONNECT: self._connect,
@@ -131,7 +147,7 @@ class RankWorker:
             return None
 
     def _handle(self, message: RpcMessage) -> None:
-        collectives_before = self._num_collectives
+        exchanges_before = self._num_exchanges
         try:
             value = self._handlers[message.code](message.arrays)
         except Exception as error:
@@ -139,15 +155,15 @@ class RankWorker:
             self._reply(
                 RpcReply.FAILED,
                 message.call_number,
-                _failure_to_plain(error, self._num_collectives - collectives_before),
+                _failure_to_plain(error, self._num_exchanges - exchanges_before),
             )
         else:
             if RpcMethod(message.code).has_reply:
                 self._reply(RpcReply.DONE, message.call_number, value)
 
     @property
-    def _num_collectives(self) -> int:
-        return self._loaded_rank.group.num_collectives if self._loaded_rank else 0
+    def _num_exchanges(self) -> int:
+        return self._loaded_rank.group.num_exchanges if self._loaded_rank else 0
 
     def _reply(self, code: RpcReply, number: int, value: object) -> None:
         with suppress(OSError):  # rank 0 has ended, and so will the loop
@@ -162,15 +178,16 @@ class RankWorker:
         device, group = settings.device_for(self._rank), settings.make_group(self._rank)
         profiler = MemoryProfiler(device)
         with inference_on(device):
-            model = settings.load(group)
+            model = settings.load(self._rank, group)
         if device.type == "cpu":
             tune_malloc()
-        self._loaded_rank = _LoadedRank(model, profiler, group, settings.store)
+        self._loaded_rank = _LoadedRank(model, profiler, group, settings.rendezvous)
+        self._hidden = deque(maxlen=group.num_stages)
 
     def _connect(self, _: Sequence[RpcArray]) -> None:
         loaded = self._loaded_or_fail
         with inference_on(loaded.model.device):
-            loaded.group.connect(loaded.store)
+            loaded.group.connect(loaded.rendezvous)
 
     def _profile_memory(self, arrays: Sequence[RpcArray]) -> dict[str, Any]:
         """Profiles this rank. The calls up to END_PROFILE are the largest step, if there is one."""
@@ -184,11 +201,12 @@ class RankWorker:
         if not with_graphs:
             model = replace(model, graph_sizes=())
         with inference_on(model.device):
-            self._runner = ModelRunner(model, CacheSizes(**json_from_array(arrays[0])), alone=False)
+            self._runner = ModelRunner(model, model.cache_sizes(*json_from_array(arrays[0])), alone=False)
 
     def _close_runner(self, _: Sequence[RpcArray]) -> None:
         self._runner_or_fail.close()
-        self._runner, self._hidden = None, torch.empty(0)
+        self._runner = None
+        self._hidden.clear()
 
     def _copy_blocks(self, arrays: Sequence[RpcArray]) -> None:
         with inference_on(self._loaded_or_fail.model.device):
@@ -200,11 +218,14 @@ class RankWorker:
             if len(batch.pending_rows):
                 pending = torch.empty(len(batch.pending_rows), dtype=torch.int64, device=loaded.model.device)
                 loaded.group.broadcast(pending)
-            self._hidden = self._runner_or_fail.forward(batch, pending)
+            self._hidden.append(self._runner_or_fail.forward(batch, pending))
 
     def _logits(self, arrays: Sequence[RpcArray]) -> None:
-        with inference_on(self._loaded_or_fail.model.device):
-            self._runner_or_fail.logits(self._hidden, rows_from_arrays(arrays))
+        loaded, (rows, age) = self._loaded_or_fail, rows_from_arrays(arrays)
+        if not is_first(loaded.group.stage):
+            return
+        with inference_on(loaded.model.device):
+            self._runner_or_fail.logits(self._hidden[-1 - age], rows)
 
     @property
     def _loaded_or_fail(self) -> _LoadedRank:
@@ -226,20 +247,29 @@ def _failure_to_plain(error: Exception, collectives: int) -> dict[str, Any]:
     }
 
 
-def check_tensor_parallel_size(config: ModelConfig, size: int, device: torch.device) -> None:
-    """Raises ``ModelError`` when ``size`` ranks cannot share the model or the device, and logs a warning when they can
-    but will be slow. Called before anything is started or read.
+def check_parallel_sizes(engine: EngineArgs, config: ModelConfig, device: torch.device) -> None:
+    """Raises ``ModelError`` when the ranks that ``engine`` asks for cannot share the model or the device, and logs a
+    warning when they can but will be slow. Called before anything is started or read.
     """
+    tensor_size, num_stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
+    size = tensor_size * num_stages
     if size == 1:
         return
     if not isinstance(config, DecoderConfig):
+        name, asked = ("tensor", tensor_size) if tensor_size > 1 else ("pipeline", num_stages)
         raise ModelError(
-            f"The tensor parallel size is {size}, and {config.architecture} runs through transformers, where models "
+            f"The {name} parallel size is {asked}, and {config.architecture} runs through transformers, where models "
             "are not divided."
         )
     for count, name in _sharded_dimensions(config):
-        if count % size:
-            raise ModelError(f"The tensor parallel size is {size}, which does not divide the model's {count} {name}.")
+        if count % tensor_size:
+            raise ModelError(
+                f"The tensor parallel size is {tensor_size}, which does not divide the model's {count} {name}."
+            )
+    if num_stages > config.num_layers:
+        raise ModelError(f"The pipeline parallel size is {num_stages}, and the model has {config.num_layers} layers.")
+    if size > MAX_RANKS:
+        raise ModelError(f"{tensor_size} × {num_stages} ranks are more than {MAX_RANKS}.")
     _check_device(size, device)
 
 
@@ -253,6 +283,6 @@ def _check_device(size: int, device: torch.device) -> None:
     if device.type == "cuda":
         gpus = torch.cuda.device_count()
         if size > gpus:
-            raise ModelError(f"The tensor parallel size is {size}, and {gpus} GPUs can be used here.")
+            raise ModelError(f"The model is to have {size} ranks, and {gpus} GPUs can be used here.")
     elif size > usable_cores():
         log.warning("%d ranks share %d cores: they will wait for each other", size, usable_cores())

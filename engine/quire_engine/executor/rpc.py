@@ -171,11 +171,16 @@ def _check_batch(batch: ModelInput) -> None:
         raise MessageError("The tensors of a batch do not fit each other.")
 
 
-def rows_from_arrays(arrays: Sequence[RpcArray]) -> torch.Tensor:
-    """The rows [R] int64 of a LOGITS call. Raises ``MessageError``."""
-    if [array.dtype for array in arrays] != [np.int64]:
-        raise MessageError("Rows are not one list of numbers.")
-    return torch.from_numpy(arrays[0])
+def rows_to_arrays(rows: torch.Tensor, age: int) -> list[RpcArray]:
+    """The rows [R] int64 of a LOGITS call, and how many FORWARD calls came after the one that they are of."""
+    return [rows.numpy(), np.array([age], np.int64)]
+
+
+def rows_from_arrays(arrays: Sequence[RpcArray]) -> tuple[torch.Tensor, int]:
+    """The inverse of ``rows_to_arrays``. Raises ``MessageError``."""
+    if [array.dtype for array in arrays] != [np.int64] * 2 or len(arrays[1]) != 1:
+        raise MessageError("Rows are not a list of numbers and one more.")
+    return torch.from_numpy(arrays[0]), int(arrays[1][0])
 
 
 _COPIES_FIELDS = [field.name for field in fields(BlockCopies)]

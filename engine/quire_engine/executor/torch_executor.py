@@ -19,9 +19,8 @@ from quire_engine.core.executor import UNMEASURED, ExecutorError
 from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.device.accelerator import configure_threads, inference_on, resolve_device, upload, usable_threads
 from quire_engine.device.host import tune_malloc
-from quire_engine.distributed.communicator import SINGLE_RANK
 from quire_engine.executor.multiproc import MultiprocLeader, compute_rank_cache_sizes, with_all_ranks_bytes
-from quire_engine.executor.rank_worker import RankSettings, check_tensor_parallel_size
+from quire_engine.executor.rank_worker import RankSettings, check_parallel_sizes
 from quire_engine.models.loader import read_model_config
 from quire_engine.sampling.sampler import Sampler, SamplerInput, SamplerOutput, compute_prompt_logprobs
 from quire_engine.worker.input_batch import InputBatch, prepare_inputs
@@ -78,16 +77,16 @@ class TorchExecutor:
         ``max_num_batched_tokens`` and ``max_num_seqs`` allow is run, and the pools take what is left of the device's
         memory; ``gpu_memory_utilization`` is the part of it that may be taken in all (see ``worker.memory``).
         ``async_scheduling`` says whether a step may be launched while another runs; by default it may on CUDA, but not
-        with speculation. With
-        ``enforce_eager`` no graphs are captured. With a ``tensor_parallel_size`` above 1 other processes share the
-        model until ``close``; ``on_lost`` is called, on another thread, with the reason why they cannot go on. An
-        engine that ``owns_process`` sets the number of torch's threads and how the heap treats freed memory, for all of
-        it. Raises ``ModelError``, with one sentence, for what cannot be.
+        with speculation. With ``enforce_eager`` no graphs are captured. With a ``tensor_parallel_size`` or a
+        ``pipeline_parallel_size`` above 1 other processes share the model until ``close``; ``on_lost`` is called, on
+        another thread, with the reason why they cannot go on. An engine that ``owns_process`` sets the number of
+        torch's threads and how the heap treats freed memory, for all of it. Raises ``ModelError``, with one sentence,
+        for what cannot be.
         """
-        size = config.tensor_parallel_size
+        size = config.tensor_parallel_size * config.pipeline_parallel_size
         threads = (configure_threads if owns_process else usable_threads)(size)
         model_config, device = read_model_config(config.model), resolve_device(config.device)
-        check_tensor_parallel_size(model_config, size, device)
+        check_parallel_sizes(config, model_config, device)
         settings = RankSettings(config, model_config, str(device), threads)
         if size == 1:
             return cls._load(settings, None, owns_process=owns_process)
@@ -107,7 +106,7 @@ class TorchExecutor:
         """
         config = settings.engine
         profiler = MemoryProfiler(settings.device_for(0))
-        model = settings.load(SINGLE_RANK if leader is None else leader.communicator)
+        model = settings.load(0, settings.make_group(0) if leader is None else leader.group)
         if owns_process and model.device.type == "cpu":
             tune_malloc()
         if leader is not None:
@@ -119,14 +118,12 @@ class TorchExecutor:
             run_largest = partial(cls._run_largest_step, make_smallest, config, profiled)
             work = run_largest if budget.kv_cache_bytes is None else None
             profiles = [profiler.profile(work)] if leader is None else leader.profile_memory(profiler, work)
-        cache_sizes, deciding_profile = compute_rank_cache_sizes(budget, profiles, model.min_cache_sizes)
-        overlaps = config.async_scheduling
-        if overlaps is None:  # a draft can only be looked up behind a token that is known
-            overlaps = model.device.type == "cuda" and config.speculative_method == "none"
-        executor = cls(model, cache_sizes, depth=2 if overlaps else 1, make_runner=make_runner)
+        num_layers = settings.num_layers()
+        cache_sizes, deciding_profile = compute_rank_cache_sizes(budget, profiles, model.min_cache_sizes, num_layers)
+        executor = cls(model, cache_sizes, depth=_depth(config, model.device), make_runner=make_runner)
         num_tokens = min(config.max_num_batched_tokens, model.max_model_len)
         executor.rates = measure_rates(executor, num_tokens, model.config.vocab_size)
-        capacity = with_all_ranks_bytes(executor.kv_cache_config, profiles)
+        capacity = with_all_ranks_bytes(executor.kv_cache_config, profiles, num_layers)
         table = format_memory_table(budget, deciding_profile, capacity, model.max_model_len)
         log.info("memory, as decided\n%s", table)
         return executor
@@ -195,6 +192,16 @@ class TorchExecutor:
         self._close_ranks()
 
 
+def _depth(config: EngineArgs, device: torch.device) -> int:
+    """The steps that may be in flight at once."""
+    if config.pipeline_parallel_size > 1:
+        return config.pipeline_parallel_size
+    overlaps = config.async_scheduling
+    if overlaps is None:  # a draft can only be looked up behind a token that is known
+        overlaps = device.type == "cuda" and config.speculative_method == "none"
+    return 2 if overlaps else 1
+
+
 @contextmanager
 def device_errors() -> Iterator[None]:
     """Raises ``ExecutorError`` for a device that failed: whatever it is asked for next fails too, so the engine must
@@ -208,16 +215,15 @@ def device_errors() -> Iterator[None]:
 
 @dataclass(slots=True)
 class ForwardPass:
-    """A forward pass that was launched, and what is sampled from it: ``hidden`` [T, hidden], and ``logits`` [S,
-    vocabulary], None without sample requests. ``prepared`` are those that were prepared for the sampler, by their
-    indices in the batch, and ``unprepared`` those that will be when they are sampled.
+    """A forward pass that was launched, and what is sampled from it: ``hidden`` [T, hidden], of which the logits are
+    made. ``prepared`` are the sample requests that were prepared for the sampler, by their indices in the batch, and
+    ``unprepared`` those that will be when they are sampled.
     """
 
     batch: InputBatch
     prepared: list[tuple[list[int], SamplerInput]]
     unprepared: list[int]
     hidden: torch.Tensor
-    logits: torch.Tensor | None
 
 
 class AsyncStep:
@@ -251,8 +257,7 @@ class AsyncStep:
             early, late = _split_by_readiness(batch)
         prepared = [(early, self._sampler.prepare([batch.sample_requests[index] for index in early]))] if early else []
         hidden = self._runner.forward(batch.model_input, pending)
-        logits = self._runner.logits(hidden, batch.model_input.sampled_rows) if batch.sample_requests else None
-        self._forward = ForwardPass(batch, prepared, late, hidden, logits)
+        self._forward = ForwardPass(batch, prepared, late, hidden)
 
     def sample_tokens(self) -> None:
         """See ``AsyncModelOutput.sample_tokens``. Waits only for the log-probabilities of prompts. Raises
@@ -301,8 +306,14 @@ class AsyncStep:
         return token_ids.index_select(0, upload(torch.tensor(rows), self._device))
 
     def _sample(self, forward: ForwardPass) -> None:
-        batch, prepared, logits = forward.batch, forward.prepared, forward.logits
-        sample_requests = batch.sample_requests
+        batch, prepared = forward.batch, forward.prepared
+        sample_requests, logits = batch.sample_requests, None
+        if sample_requests:
+            start = perf_counter()
+            logits = self._runner.logits(forward.hidden, batch.model_input.sampled_rows)
+            seconds = perf_counter() - start  # as part of the forward pass
+            self.output.timings.forward += seconds
+            self.output.timings.sample -= seconds
         if batch.prompt_logprob_chunks:
             logits_of, rows = partial(self._runner.logits, forward.hidden), batch.model_input.prompt_logprob_rows
             compute_prompt_logprobs(batch.prompt_logprob_chunks, rows, self._sampler.vocab_size, logits_of, self.output)

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import logging
+import threading
 
 import torch
 
@@ -101,6 +102,9 @@ _SIGNATURES = {
 }
 
 
+_loading = threading.Lock()
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The kernels, or None where they cannot be built or ``QUIRE_ENGINE_CPU_KERNELS=off`` refuses them.
@@ -111,7 +115,8 @@ def library() -> ctypes.CDLL | None:
     switch = read_switch()
     if switch not in (*ON, *OFF):
         logger.warning("%s is %r, which is neither on nor off, and counts as on", SWITCH, switch)
-    return None if switch in OFF else _load()
+    with _loading:  # a second copy would have functions of its own, whose calls a CPU graph does not hear of
+        return None if switch in OFF else _load()
 
 
 @functools.cache

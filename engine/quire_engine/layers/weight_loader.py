@@ -11,6 +11,7 @@ import torch
 
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions
 from quire_engine.distributed.communicator import Communicator, largest_shard_size, shard
+from quire_engine.distributed.pipeline import PipelineStage
 from quire_engine.layers.linear import GatheredColumnParallelLinear, RowParallelLinear
 from quire_engine.quantization.base import Embedding, LayerSpec, Linear, QuantizationConfig
 from quire_engine.quantization.schemes import make_quantization
@@ -36,6 +37,11 @@ class WeightLoader:
     def communicator(self) -> Communicator:
         """The ranks that share the model."""
         return self.options.communicator
+
+    @property
+    def stage(self) -> PipelineStage | None:
+        """The stage of a pipeline whose layers are loaded; None for a model in one piece."""
+        return self.options.stage
 
     @cached_property
     def quantization(self) -> QuantizationConfig:

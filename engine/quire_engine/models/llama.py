@@ -11,11 +11,13 @@ import torch
 
 from quire_engine.attention.base import AttentionBackend
 from quire_engine.checkpoint.config import AttentionLayout, DecoderConfig
+from quire_engine.distributed.pipeline import divide, is_first, is_last
 from quire_engine.kernels.ops import HeadNorms, norm_rotate, rotate
 from quire_engine.layers.mlp import GatedMLP, MoE
 from quire_engine.layers.norm import RMSNorm
 from quire_engine.layers.rotary import RotaryEmbedding
 from quire_engine.layers.weight_loader import WeightLoader
+from quire_engine.quantization.base import Embedding
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 
@@ -38,18 +40,26 @@ class Llama:
 
     def __init__(self, config: DecoderConfig, weights: WeightLoader) -> None:
         self.dtype = weights.dtype
-        # The host waits for the number of tokens of each expert, and on the CPU a collective is not a call of a kernel.
-        capturable_collectives = weights.communicator.size == 1 or weights.device.type == "cuda"
-        self.capturable = config.moe is None and capturable_collectives
+        self._stage = stage = weights.stage
+        # The host waits for the number of tokens of each expert; on the CPU a collective is not a call of a kernel, and
+        # on CUDA the whole forward pass is captured, with what is received in it.
+        on_cuda, is_shared = weights.device.type == "cuda", weights.communicator.size > 1
+        capturable_messages = stage is None if on_cuda else not is_shared
+        self.capturable = config.moe is None and capturable_messages
         heads, kv_heads = (count // weights.communicator.size for count in (config.num_heads, config.num_kv_heads))
-        self.layout = AttentionLayout(config.num_layers, heads, kv_heads, config.head_dim, config.head_dim**-0.5)
-        # First, as a table that is packed for both is then freed before the layers are read.
-        self._embedding, self._lm_head = weights.embedding_and_head(
-            "model.embed_tokens", "lm_head", config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
-        )
+        indices = range(config.num_layers) if stage is None else stage_layers(config, stage.count)[stage.index]
+        self.layout = AttentionLayout(len(indices), heads, kv_heads, config.head_dim, config.head_dim**-0.5)
+        self._embedding: Embedding | None = None
+        self._hidden_size = config.hidden_size
+        if is_first(stage):
+            # First, as a table that is packed for both is then freed before the layers are read.
+            self._embedding, self._lm_head = weights.embedding_and_head(
+                "model.embed_tokens", "lm_head", config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
+            )
         self._rope = RotaryEmbedding(config, weights.device)
-        self._layers = [_DecoderLayer(config, weights, index) for index in range(config.num_layers)]
-        self._norm = RMSNorm(weights, "model.norm", config.hidden_size, config.rms_norm_eps)
+        self._layers = [_DecoderLayer(config, weights, index) for index in indices]
+        last = "model.norm" if is_last(stage) else f"model.layers.{indices.stop}.input_layernorm"
+        self._norm = RMSNorm(weights, last, config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, attention: AttentionBackend
@@ -58,19 +68,45 @@ class Llama:
         return self.layers(self.inputs(token_ids, positions), kv, attention)
 
     def inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> LayerInputs:
-        """The layers' input for tokens [T] at positions [T], both integers. Raises ``IndexError`` as ``forward``."""
-        return LayerInputs(self._embedding(token_ids), *self._rope.cos_sin(positions))
+        """The layers' input for tokens [T] at positions [T], both integers: of the first stage the embedding, of
+        another what the stage before has sent. Raises ``IndexError`` as ``forward``.
+        """
+        if self._embedding is not None:
+            states = self._embedding(token_ids)
+        else:
+            assert self._stage is not None, "another stage than the first"
+            empty = torch.empty(len(token_ids), self._hidden_size, dtype=self.dtype, device=token_ids.device)
+            states = self._stage.receive(empty)
+        return LayerInputs(states, *self._rope.cos_sin(positions))
 
     def layers(self, inputs: LayerInputs, kv: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
-        """Hidden states [T, hidden], as ``forward`` returns them."""
+        """Hidden states [T, hidden], as ``forward`` returns them; of a stage that is not the last one, as the next one
+        takes them.
+        """
         residual, update, angles = inputs.hidden_states, None, (inputs.cos, inputs.sin)
         for layer, layer_kv in zip(self._layers, kv.unbind(1), strict=True):
             update = layer(residual, update, angles, layer_kv, attention)
-        return self._norm(residual, update)
+        # The norm adds the update to the stream. What it returns is made again by the next stage, from that sum.
+        normed = self._norm(residual, update)
+        return normed if is_last(self._stage) else residual
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See ``Model.logits``."""
+        """See ``Model.logits``. Of a pipeline, for the first stage."""
         return self._lm_head(hidden)
+
+
+def stage_layers(config: DecoderConfig, num_stages: int) -> list[range]:
+    """The layers of each of ``num_stages``, as even as can be by the numbers that are read in a step: those of layers,
+    and on the first stage the head.
+    """
+    attention = 2 * config.hidden_size * config.head_dim * (config.num_heads + config.num_kv_heads)
+    costs = []
+    for index in range(config.num_layers):
+        inner = config.intermediate_size
+        if config.moe is not None and config.moe.is_moe_layer[index]:
+            inner = config.moe.num_experts * config.moe.moe_intermediate_size
+        costs.append(attention + 3 * config.hidden_size * inner)
+    return divide(costs, num_stages, config.hidden_size * config.vocab_size)
 
 
 class _Attention:

@@ -62,7 +62,7 @@ def load_model(
     assert isinstance(config, DecoderConfig)
     with torch.inference_mode():
         model = Llama(config, WeightLoader(checkpoint, dtype, options, quantized))
-    if options.communicator.rank == 0:
+    if options.communicator.rank == 0 and options.stage is None:
         checkpoint.log_unused()
     return model
 

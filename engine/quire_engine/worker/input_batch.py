@@ -36,6 +36,13 @@ class ModelInput:
         return len(self.token_ids) == len(self.attention.context_lens)
 
     @property
+    def logits_rows(self) -> torch.Tensor:
+        """The indices [R] int64, rising, of the tokens whose logits are asked for."""
+        if not len(self.prompt_logprob_rows):
+            return self.sampled_rows
+        return torch.cat((self.sampled_rows, self.prompt_logprob_rows)).unique()
+
+    @property
     def is_drawn_from_whole(self) -> bool:
         """Whether a token is drawn behind every token: each chunk is one token, or one and its drafts."""
         return len(self.token_ids) == len(self.sampled_rows)

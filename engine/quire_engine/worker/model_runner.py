@@ -19,6 +19,7 @@ from quire_engine.config import EngineArgs
 from quire_engine.core.block_pool import BlockCopies, KVCacheConfig
 from quire_engine.device.accelerator import upload
 from quire_engine.distributed.communicator import SINGLE_RANK, Communicator
+from quire_engine.distributed.pipeline import PipelineStage
 from quire_engine.models.base import Model
 from quire_engine.models.loader import load_model
 from quire_engine.worker.attention_selector import (
@@ -38,7 +39,7 @@ from quire_engine.worker.cuda_graph import (
     capture_sizes,
 )
 from quire_engine.worker.input_batch import ModelInput, scatter_pending
-from quire_engine.worker.kv_cache import KVCache, min_cache_sizes
+from quire_engine.worker.kv_cache import MIN_BLOCKS, KVCache, min_cache_sizes
 from quire_engine.worker.memory import CacheSizes
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class LoadedModel:
     """A model, its attention and its limits: all that a ``ModelRunner`` is made of but the KV memory. ``max_model_len``
     is the longest sequence in tokens. ``graph_sizes`` are the batch sizes of decode steps that are captured as CUDA
     graphs, where model and attention allow it; where there are any, the CPU captures CPU graphs of the sizes that come.
-    Rows of KV memory are held in ``kv_cache_dtype``.
+    Rows of KV memory are held in ``kv_cache_dtype``. ``stage`` is the part of a pipeline that ``model`` is.
     """
 
     config: ModelConfig
@@ -60,6 +61,12 @@ class LoadedModel:
     max_model_len: int
     device: torch.device
     graph_sizes: Sequence[int] = ()
+    stage: PipelineStage | None = None
+
+    def cache_sizes(self, num_blocks: int, num_host_blocks: int) -> CacheSizes:
+        """The KV memory of so many blocks on the device and on the host."""
+        size = self.min_cache_sizes.kv_cache_bytes // MIN_BLOCKS
+        return CacheSizes(num_blocks * size, num_host_blocks * size)
 
     @property
     def min_cache_sizes(self) -> CacheSizes:
@@ -72,22 +79,27 @@ class LoadedModel:
 
 
 def load_model_and_attention(
-    config: EngineArgs, model_config: ModelConfig, device: torch.device, ranks: Communicator = SINGLE_RANK
+    config: EngineArgs,
+    model_config: ModelConfig,
+    device: torch.device,
+    ranks: Communicator = SINGLE_RANK,
+    stage: PipelineStage | None = None,
 ) -> LoadedModel:
     """The model of ``config``, described by ``model_config``, on ``device``, and its attention; of a model that several
-    ``ranks`` share, this one's part. Raises ``ModelError``, for settings that cannot be before the weights are read.
+    ``ranks`` share, this one's part of the layers of ``stage``. Raises ``ModelError``, for settings that cannot be
+    before the weights are read.
     """
     check_max_model_len(config.max_model_len, model_config.max_length)
     length = config.max_model_len or model_config.max_length
     deterministic = config.deterministic
     check = partial(check_attention, config.attention, device, deterministic=deterministic)
     check_kv_cache_dtype(config.kv_cache_dtype, device)
-    model = load_model(model_config, config.model, LoadOptions(config, device, ranks), check)
+    model = load_model(model_config, config.model, LoadOptions(config, device, ranks, stage), check)
     shape = _attention_shape(model.layout, config.block_size)
     kv_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, model.dtype, device)
     backend = make_attention(config.attention, shape, device, model.dtype, kv_dtype, deterministic=deterministic)
     graph_sizes = () if config.enforce_eager else capture_sizes(config.max_num_seqs)
-    return LoadedModel(model_config, model, backend, kv_dtype, config.block_size, length, device, graph_sizes)
+    return LoadedModel(model_config, model, backend, kv_dtype, config.block_size, length, device, graph_sizes, stage)
 
 
 def _attention_shape(layout: AttentionLayout, block_size: int) -> AttentionShape:
@@ -117,11 +129,16 @@ class Runner(Protocol):
         """The hidden states [T, hidden] of the batch, on the device; they hold until the next call. ``pending`` [P]
         int64, on the device too, are the tokens at ``batch.pending_rows``. Raises ``IndexError`` for a token that is
         none of the vocabulary.
+
+        In a pipeline this returns when the first stage is done, and the hidden states are for ``logits`` alone, which
+        is called for one batch after the other, and may be called after later calls of this.
         """
         ...
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The logits [R, vocabulary] of the hidden states at ``rows`` [R], which rise."""
+        """The logits [R, vocabulary] of the hidden states at ``rows`` [R], which rise and are among the batch's
+        ``logits_rows``.
+        """
         ...
 
     def close(self) -> None:
@@ -142,6 +159,7 @@ class ModelRunner:
         self, model: LoadedModel, sizes: CacheSizes, capture: GraphCapturer | None = None, *, alone: bool = True
     ) -> None:
         self._model = model.model
+        self._stage = model.stage
         self._attention = model.attention
         self._vocab_size = model.config.vocab_size
         self._kv_cache = model.make_kv_cache(sizes)
@@ -168,26 +186,32 @@ class ModelRunner:
         self._kv_cache.copy(copies)
 
     def forward(self, batch: ModelInput, pending: torch.Tensor | None = None) -> torch.Tensor:
-        """See ``Runner.forward``."""
+        """See ``Runner.forward``. Of a stage of a pipeline that is not the first one, the hidden states are its own."""
         try:
-            batch.check_vocabulary(self._vocab_size)
-            if self._cuda_graphs is not None and self._cuda_graphs.can_run(batch):
-                return self._cuda_graphs.forward(batch, pending)
-            self._attention.prepare(batch.attention)
-            kv = self._kv_cache.blocks
-            token_ids, positions = upload(batch.token_ids, kv.device), upload(batch.attention.positions, kv.device)
-            if pending is not None:
-                scatter_pending(token_ids, batch.pending_rows, pending)
-            if self._cpu_graphs is not None and batch.is_drawn_from_whole and self._cpu_graphs.can_run(len(token_ids)):
-                return self._cpu_graphs.forward(token_ids, positions)
-            return self._model.forward(token_ids, positions, kv, self._attention)
+            hidden = self._forward(batch, pending)
         finally:
             # After a failure too: what was launched before it still reads and writes blocks.
             if self._kv_cache.swap_stream is not None:
                 self._kv_cache.swap_stream.record_compute()
+        return hidden if self._stage is None else self._stage.pass_on(hidden, batch.logits_rows)
+
+    def _forward(self, batch: ModelInput, pending: torch.Tensor | None) -> torch.Tensor:
+        batch.check_vocabulary(self._vocab_size)
+        if self._cuda_graphs is not None and self._cuda_graphs.can_run(batch):
+            return self._cuda_graphs.forward(batch, pending)
+        self._attention.prepare(batch.attention)
+        kv = self._kv_cache.blocks
+        token_ids, positions = upload(batch.token_ids, kv.device), upload(batch.attention.positions, kv.device)
+        if pending is not None:
+            scatter_pending(token_ids, batch.pending_rows, pending)
+        if self._cpu_graphs is not None and batch.is_drawn_from_whole and self._cpu_graphs.can_run(len(token_ids)):
+            return self._cpu_graphs.forward(token_ids, positions)
+        return self._model.forward(token_ids, positions, kv, self._attention)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """See ``Runner.logits``."""
+        if self._stage is not None:
+            self._stage.complete(hidden)
         if len(rows) < len(hidden):
             hidden = hidden.index_select(0, upload(rows, hidden.device))
         return self._model.logits(hidden)

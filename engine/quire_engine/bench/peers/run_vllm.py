@@ -26,6 +26,7 @@ def main() -> None:
         max_num_seqs=settings["max_num_seqs"],
         enable_prefix_caching=False,
         tensor_parallel_size=settings["tensor_parallel_size"],
+        pipeline_parallel_size=settings["pipeline_parallel_size"],
     )
 
     def run(prompts: list[list[int]], outputs: list[int]) -> int:

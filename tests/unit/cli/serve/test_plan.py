@@ -165,6 +165,12 @@ def test_each_engine_gets_gpus_of_its_own() -> None:
     assert not any(program.environment for program in plan("--engines", "2", "--device", "cpu", gpus=gpus).programs)
     with pytest.raises(ValueError, match="3 engines of 2 GPUs each need 6, and there are 4"):
         plan("--engines", "3", "--tensor-parallel-size", "2", gpus=gpus)
+    (engine, _) = plan(
+        "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--engines", "1", gpus=gpus
+    ).programs
+    assert "CUDA_VISIBLE_DEVICES" not in engine.environment, "one engine has all"
+    with pytest.raises(ValueError, match="2 engines of 4 GPUs each need 8, and there are 4"):
+        plan("--engines", "2", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", gpus=gpus)
 
 
 def test_requests_wait_for_engines_that_compile_their_kernels() -> None:

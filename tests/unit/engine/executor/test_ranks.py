@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from quire_engine.attention.base import AttentionBatch
 from quire_engine.checkpoint.config import DecoderConfig, MoEConfig
 from quire_engine.checkpoint.weights import Checkpoint
@@ -29,7 +30,7 @@ from quire_engine.errors import ModelError
 from quire_engine.executor import rank_worker, rpc
 from quire_engine.executor.multiproc import compute_rank_cache_sizes, with_all_ranks_bytes
 from quire_engine.executor.rank_processes import RankFailure, RankFailureTracker
-from quire_engine.executor.rank_worker import RankSettings, check_tensor_parallel_size
+from quire_engine.executor.rank_worker import RankSettings, check_parallel_sizes
 from quire_engine.executor.rpc import (
     MessageError,
     RpcMessage,
@@ -41,6 +42,7 @@ from quire_engine.executor.rpc import (
     json_to_array,
     receive,
     rows_from_arrays,
+    rows_to_arrays,
     send,
 )
 from quire_engine.models.transformers_backend import TransformersConfig
@@ -252,7 +254,8 @@ def test_copies_that_are_no_pairs_are_refused(arrays: list[Any]) -> None:
 
 
 def test_rows_are_one_list_of_numbers() -> None:
-    assert rows_from_arrays([np.arange(3)]).tolist() == [0, 1, 2]
+    rows, age = rows_from_arrays(rows_to_arrays(torch.arange(3), 2))
+    assert (rows.tolist(), age) == ([0, 1, 2], 2)
     with pytest.raises(MessageError):
         rows_from_arrays([np.arange(3), np.arange(3)])
 
@@ -287,7 +290,7 @@ SETTINGS = RankSettings(
     CONFIG,
     device="cpu",
     threads=1,
-    store=Path("/tmp/s"),
+    rendezvous=Path("/tmp/s"),
 )
 
 
@@ -305,11 +308,15 @@ def test_each_rank_has_a_gpu_of_its_own_and_all_share_the_cpu() -> None:
     assert [str(SETTINGS.device_for(rank)) for rank in range(2)] == ["cpu", "cpu"]
 
 
+def args(size: int, num_stages: int = 1) -> EngineArgs:
+    return EngineArgs(model=Path("/models/m"), tensor_parallel_size=size, pipeline_parallel_size=num_stages)
+
+
 def refused(config: Any, size: int, device: torch.device = CPU) -> str:
     with pytest.raises(ModelError) as caught:
-        check_tensor_parallel_size(config, size, device)
+        check_parallel_sizes(args(size), config, device)
     text = str(caught.value)
-    assert text.startswith(f"The tensor parallel size is {size}, ")
+    assert str(size) in text
     assert text.endswith(".")
     return text
 
@@ -322,27 +329,42 @@ def test_a_size_that_does_not_divide_the_model_is_refused() -> None:
     mixed = MoEConfig(4, 2, 24, True, False, (True, False))
     assert "21 inner numbers" in refused(replace(dense, intermediate_size=21, moe=mixed), 2)
     for size in (1, 2, 4):
-        check_tensor_parallel_size(replace(CONFIG, intermediate_size=21), size, CPU)
+        check_parallel_sizes(args(size), replace(CONFIG, intermediate_size=21), CPU)
+
+
+def test_a_pipeline_has_a_layer_for_each_stage() -> None:
+    check_parallel_sizes(args(2, CONFIG.num_layers), CONFIG, CPU)
+    with pytest.raises(ModelError, match=rf"pipeline parallel size is 9, and the model has {CONFIG.num_layers} layers"):
+        check_parallel_sizes(args(1, 9), CONFIG, CPU)
+    many = replace(CONFIG, num_layers=64)
+    with pytest.raises(ModelError, match=r"2 × 33 ranks are more than 64"):
+        check_parallel_sizes(args(2, 33), many, CPU)
+
+
+@pytest.mark.parametrize("more", [{"async_scheduling": True}, {"speculative_method": "ngram"}])
+def test_what_needs_a_token_before_it_is_known_does_not_go_with_a_pipeline(more: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="--pipeline-parallel-size exclude each other"):
+        EngineArgs(model=Path("/models/m"), pipeline_parallel_size=2, **more)
 
 
 def test_models_of_transformers_are_not_divided() -> None:
     config = TransformersConfig("GPT2LMHeadModel", 30, 64, (2,), "r", hf_config=None, model_class=None)
     assert "GPT2LMHeadModel" in refused(config, 2)
-    check_tensor_parallel_size(config, 1, CPU)
+    check_parallel_sizes(args(1), config, CPU)
 
 
 def test_there_must_be_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    check_tensor_parallel_size(CONFIG, 2, torch.device("cuda:0"))
+    check_parallel_sizes(args(2), CONFIG, torch.device("cuda:0"))
     assert "2 GPUs" in refused(CONFIG, 4, torch.device("cuda:0"))
 
 
 def test_more_ranks_than_cores_are_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(rank_worker, "usable_cores", lambda: 2)
     with caplog.at_level(logging.WARNING):
-        check_tensor_parallel_size(CONFIG, 2, CPU)
+        check_parallel_sizes(args(2), CONFIG, CPU)
         assert not caplog.records
-        check_tensor_parallel_size(CONFIG, 4, CPU)
+        check_parallel_sizes(args(4), CONFIG, CPU)
     assert "4 ranks share 2 cores" in caplog.text
 
 
@@ -363,7 +385,7 @@ SMALLEST = CacheSizes(1 << 20, 0)
 
 def test_one_rank_decides_as_if_there_were_no_others() -> None:
     request = CacheBudget(None, GIB)
-    assert compute_rank_cache_sizes(request, [MEASURED], SMALLEST) == (
+    assert compute_rank_cache_sizes(request, [MEASURED], SMALLEST, [1]) == (
         compute_cache_sizes(request, MEASURED, SMALLEST),
         MEASURED,
     )
@@ -371,37 +393,49 @@ def test_one_rank_decides_as_if_there_were_no_others() -> None:
 
 def test_blocks_are_counted_with_all_of_their_parts_in_one_memory() -> None:
     capacity = KVCacheConfig(16, 100, 10, 64)
-    assert with_all_ranks_bytes(capacity, [MEASURED] * 4) == KVCacheConfig(16, 100, 10, 256)
+    assert with_all_ranks_bytes(capacity, [MEASURED] * 4, [2] * 4) == KVCacheConfig(16, 100, 10, 256)
     assert (
-        with_all_ranks_bytes(capacity, [MEASURED])
-        == with_all_ranks_bytes(capacity, [replace(MEASURED, host_available=1)] * 4)
+        with_all_ranks_bytes(capacity, [MEASURED], [2])
+        == with_all_ranks_bytes(capacity, [replace(MEASURED, host_available=1)] * 4, [2] * 4)
         == capacity
     )
 
 
 @given(size=st.integers(2, 4), swap=st.integers(0, 4 * GIB))
 def test_ranks_of_one_memory_stay_within_it_together(size: int, swap: int) -> None:
-    pools, whole = compute_rank_cache_sizes(CacheBudget(None, swap), [MEASURED] * size, SMALLEST)
+    pools, whole = compute_rank_cache_sizes(CacheBudget(None, swap), [MEASURED] * size, SMALLEST, [2] * size)
     taken = size * (MEASURED.used_without_cache + pools.kv_cache_bytes + pools.swap_bytes)
     assert 0.89 * whole.limit < taken <= 0.9 * whole.limit
     assert size * pools.swap_bytes <= swap
 
 
+def test_stages_of_more_layers_get_more_bytes_for_as_many_blocks() -> None:
+    budget = CacheBudget(60 * SMALLEST.kv_cache_bytes, 0)
+    smallest = CacheSizes(2 * SMALLEST.kv_cache_bytes, 0)
+    shared, _ = compute_rank_cache_sizes(budget, [replace(MEASURED, peak=None)] * 2, smallest, [2, 4])
+    assert shared.kv_cache_bytes == 20 * SMALLEST.kv_cache_bytes, "60 for 2 + 4 layers"
+    assert with_all_ranks_bytes(KVCacheConfig(16, 10, 0, 64), [MEASURED] * 2, [2, 4]).block_bytes == 3 * 64
+    on_gpus = [replace(MEASURED, host_available=8 * GIB)] * 2
+    own, _ = compute_rank_cache_sizes(budget, on_gpus, smallest, [2, 4])
+    assert own.kv_cache_bytes == 30 * SMALLEST.kv_cache_bytes, "60 on the GPU of 4 layers"
+
+
 def test_a_given_size_is_for_all_ranks_of_one_memory() -> None:
     measures = [replace(MEASURED, peak=None)] * 2
-    assert compute_rank_cache_sizes(CacheBudget(4 * GIB, GIB), measures, SMALLEST)[0] == CacheSizes(2 * GIB, GIB // 2)
+    pools, _ = compute_rank_cache_sizes(CacheBudget(4 * GIB, GIB), measures, SMALLEST, [1, 1])
+    assert pools == CacheSizes(2 * GIB, GIB // 2)
     with pytest.raises(ModelError, match="no memory for a KV pool"):
-        compute_rank_cache_sizes(CacheBudget(9 * GIB, 0), measures, SMALLEST)
+        compute_rank_cache_sizes(CacheBudget(9 * GIB, 0), measures, SMALLEST, [1, 1])
 
 
 def test_the_fullest_gpu_decides_for_all() -> None:
     roomy = replace(MEASURED, host_available=8 * GIB, growth_reserve=0)
     full = replace(roomy, used_loaded=4 * GIB, available=6 * GIB, peak=4 * GIB)
     request = CacheBudget(None, 6 * GIB)
-    pools, fullest = compute_rank_cache_sizes(request, [roomy, full], SMALLEST)
+    pools, fullest = compute_rank_cache_sizes(request, [roomy, full], SMALLEST, [1, 1])
     assert fullest.used_loaded == full.used_loaded
     assert pools == CacheSizes(compute_cache_sizes(request, full, SMALLEST).kv_cache_bytes, 3 * GIB)
-    assert compute_rank_cache_sizes(CacheBudget(GIB, 0), [roomy, full], SMALLEST)[0] == CacheSizes(GIB, 0)
+    assert compute_rank_cache_sizes(CacheBudget(GIB, 0), [roomy, full], SMALLEST, [1, 1])[0] == CacheSizes(GIB, 0)
 
 
 # Accord
@@ -409,6 +443,14 @@ def test_the_fullest_gpu_decides_for_all() -> None:
 
 def failure(number: int, collectives: int = 0, **more: Any) -> RankFailure:
     return RankFailure(number, collectives, "it broke", **more)
+
+
+def test_a_failure_that_is_told_before_rank_0_has_succeeded_is_not_forgotten_with_the_next_call() -> None:
+    accord = RankFailureTracker(2)
+    accord.record_remote_failure(2, failure(accord.begin_call()))
+    accord.record_success()
+    accord.begin_call()
+    assert accord.divergence == "Rank 2 failed in a step that rank 0 computed: it broke."
 
 
 def test_a_failure_of_all_ranks_in_one_place_is_settled() -> None:
