@@ -22,8 +22,8 @@ PROMPT = list(range(100, 140))
 class Pair(Engine):
     """An engine on the demo model whose second rank can be found."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(DEMO, folder, *SMALL_POOLS, *FLOAT32, "--tensor-parallel-size", "2")
+    def __init__(self, folder: Path, divided: str) -> None:
+        super().__init__(DEMO, folder, *SMALL_POOLS, *FLOAT32, divided, "2")
 
     @property
     def other(self) -> psutil.Process:
@@ -31,9 +31,9 @@ class Pair(Engine):
         return child
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
-    pair = Pair(tmp_path).wait_ready()
+@pytest.fixture(params=["--tensor-parallel-size", "--pipeline-parallel-size"])
+def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    pair = Pair(tmp_path, request.param).wait_ready()
     other = pair.other
     yield pair
     if pair.popen.poll() is None:
