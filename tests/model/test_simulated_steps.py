@@ -7,7 +7,7 @@ outputs of one prompt may or may not begin alike, and share a block or not, as n
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.engine_core import EngineCore
-from quire_engine.core.executor import Executor, Rates
+from quire_engine.core.executor import AsyncExecutor, AsyncModelOutput, Executor, Rates
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler
@@ -27,6 +27,7 @@ from quire_proto.sampling import SamplingParams
 
 from tests.model.engine import BLOCK_SIZE, load
 from tests.model.models import VOCAB_SIZE, SmallModels
+from tests.support.rank_threads import ranks_are_threads
 
 MAX_MODEL_LEN = 160
 DEVICE_BLOCKS, HOST_BLOCKS = 60, 60
@@ -35,11 +36,10 @@ Event = tuple[int, Request | str]
 
 
 class Noting:
-    """Another executor, and the scheduler outputs that it was given."""
+    """Another executor, and the scheduler outputs that it was given: step by step, unless it is a pipeline."""
 
-    depth = 1
-
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, num_stages: int) -> None:
+        self.depth = num_stages
         self.scheduler_outputs: list[Any] = []
         self._executor = executor
         self.kv_cache_config = executor.kv_cache_config
@@ -48,6 +48,10 @@ class Noting:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         self.scheduler_outputs.append(normal(scheduler_output))
         return self._executor.execute_model(scheduler_output)
+
+    def execute_model_async(self, scheduler_output: SchedulerOutput) -> AsyncModelOutput:
+        self.scheduler_outputs.append(normal(scheduler_output))
+        return cast("AsyncExecutor", self._executor).execute_model_async(scheduler_output)
 
     def close(self) -> None:
         pass
@@ -138,7 +142,7 @@ def requests(draw: st.DrawFn, greedy: bool) -> Request:
 
 def scheduler_outputs(executor: Executor, scenario: Scenario) -> list[Any]:
     """Every scheduler output of a run to the end."""
-    noting = Noting(executor)
+    noting = Noting(executor, scenario.limits.num_stages)
     memory = KVCacheManager(
         scenario.capacity, prefix_caching=scenario.prefix_caching, host_caching=scenario.host_caching
     )
@@ -177,6 +181,33 @@ def test_the_simulator_and_the_real_executor_are_given_the_same_steps(
         scenario.capacity, PRESETS["cpu"].latency, seed=seed, vocab_size=VOCAB_SIZE, sleep=lambda _: None
     )
     assert scheduler_outputs(simulated, scenario) == scheduler_outputs(real, scenario)
+
+
+@pytest.fixture(scope="module")
+def pipeline(small_models: SmallModels) -> Iterator[TorchExecutor]:
+    """The same model in two stages."""
+    with pytest.MonkeyPatch.context() as patch:
+        ranks_are_threads(patch)
+        executor = load(small_models.folder("llama3"), DEVICE_BLOCKS, HOST_BLOCKS, pipeline_parallel_size=2)
+    yield executor
+    executor.close()
+
+
+@given(scenario=scenarios(), seed=st.integers(0, 5))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_simulated_pipeline_and_a_real_one_are_given_the_same_steps(
+    pipeline: TorchExecutor, scenario: Scenario, seed: int
+) -> None:
+    scenario = replace(scenario, limits=scenario.limits.model_copy(update={"num_stages": 2}))
+    simulated = SimulatedExecutor(
+        scenario.capacity,
+        PRESETS["cpu"].latency,
+        seed=seed,
+        vocab_size=VOCAB_SIZE,
+        num_stages=2,
+        sleep=lambda _: None,
+    )
+    assert scheduler_outputs(simulated, scenario) == scheduler_outputs(pipeline, scenario)
 
 
 def test_the_comparison_sees_a_difference_of_one_block(real: TorchExecutor) -> None:

@@ -134,7 +134,8 @@ class SimulatedEngineConfig(CliSettings, CoreArgs):
     def kv_cache_config(self) -> KVCacheConfig:
         """The pools. The device has the null block in addition to the blocks asked for."""
         block_bytes = self._preset.token_bytes * self.block_size
-        blocks = self.num_gpu_blocks_override or (self.kv_cache_memory or self._preset.kv_bytes) // block_bytes
+        kv_bytes = self.num_stages * (self.kv_cache_memory or self._preset.kv_bytes)
+        blocks = self.num_gpu_blocks_override or kv_bytes // block_bytes
         return KVCacheConfig(self.block_size, 1 + blocks, self.swap_bytes // block_bytes, block_bytes)
 
     def scheduler_config(self, policy: Policy) -> SchedulerConfig:
@@ -144,7 +145,13 @@ class SimulatedEngineConfig(CliSettings, CoreArgs):
             scheduling_policy=policy,
             max_model_len=min(self.max_model_len or self._preset.max_model_len, self.kv_cache_config.usable_tokens),
             vocab_size=VOCAB_SIZE,
+            num_stages=self.num_stages,
         )
+
+    @property
+    def num_stages(self) -> int:
+        """The stages of a pipeline, each on a device of its own."""
+        return 1
 
     @property
     def _preset(self) -> Preset:
@@ -168,6 +175,9 @@ class SimulationConfig(SimulatedEngineConfig):
     compare: Names = Field(
         default=[], description="Policies to run side by side, with commas between; instead of --scheduling-policy."
     )
+    pipeline_parallel_size: int = Field(
+        default=1, ge=1, le=64, description="Stages that the model is divided into, each on a device of its own."
+    )
     as_json: bool = Field(default=False, alias="json", description="Print JSON instead of a table.")
     plot: Path | None = Field(default=None, description="Picture to write (needs the extra 'plot').")
 
@@ -178,6 +188,17 @@ class SimulationConfig(SimulatedEngineConfig):
         if unknown:
             raise ValueError(f"{unknown[0]} is not one of {', '.join(POLICIES)}.")
         return names
+
+    @model_validator(mode="after")
+    def _pipeline_knows_its_tokens(self) -> "SimulationConfig":
+        if self.pipeline_parallel_size > 1 and self.speculative_method != "none":
+            raise ValueError("--speculative-method and --pipeline-parallel-size exclude each other.")
+        return self
+
+    @property
+    def num_stages(self) -> int:
+        """See ``SimulatedEngineConfig.num_stages``."""
+        return self.pipeline_parallel_size
 
     @property
     def policies(self) -> list[Policy]:

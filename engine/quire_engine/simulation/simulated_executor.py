@@ -94,6 +94,10 @@ class SimulatedExecutor:
     parameters have equal outputs, as with a model. There are no logits, so what changes logits (penalties, biases, bad
     words, grammars) has no effect; ``min_tokens`` has. With ``depth`` 2 it overlaps steps: the overhead of one passes
     while another is computed.
+
+    With ``num_stages`` above 1 it is a pipeline of as many devices, each of which has that part of the model and spends
+    that part of a step's time; the first one draws the tokens. ``clock`` tells the time in seconds that passes in
+    ``sleep``.
     """
 
     def __init__(
@@ -104,9 +108,14 @@ class SimulatedExecutor:
         seed: int = 0,
         vocab_size: int = VOCAB_SIZE,
         depth: int = 1,
+        num_stages: int = 1,
         sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.depth = depth
+        self.depth = max(depth, num_stages)
+        self._num_stages = num_stages
+        self._stages_free = [0.0] * num_stages
+        self._clock = clock
         self._capacity = capacity
         self._latency = latency
         self._seed = seed
@@ -131,7 +140,8 @@ class SimulatedExecutor:
 
     def execute_model_async(self, scheduler_output: SchedulerOutput) -> "SimulatedStep":
         """See ``AsyncExecutor.execute_model_async``. Never fails."""
-        return SimulatedStep(self, scheduler_output)
+        is_pipeline = self._num_stages > 1
+        return SimulatedStep(self, scheduler_output, self._pass_stages(scheduler_output) if is_pipeline else None)
 
     def compute(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """The output of the step, without its timings."""
@@ -143,17 +153,37 @@ class SimulatedExecutor:
                 model_output.prompt_logprobs[chunk.sequence_id] = self._score(chunk)
         return model_output
 
-    def spend_time(self, scheduler_output: SchedulerOutput, model_output: ModelOutput) -> None:
-        """Sleeps for the time of the step, and writes its timings into ``model_output``."""
+    def spend_time(
+        self, scheduler_output: SchedulerOutput, model_output: ModelOutput, computed: float | None = None
+    ) -> None:
+        """Sleeps for the time of the step, and writes its timings into ``model_output``. In a pipeline the last stage
+        has ``computed`` it at that time.
+        """
+        timings, overhead = self._timings(scheduler_output)
+        model_output.timings = timings
+        if computed is not None:
+            self._stages_free[0] = max(computed, self._stages_free[0]) + timings.sample
+            self._sleep(max(0.0, self._stages_free[0] - self._clock()) + overhead)
+            return
+        device = timings.swap + timings.forward + timings.sample
+        self._sleep(device + overhead if self.depth == 1 else max(device, overhead))
+
+    def _timings(self, scheduler_output: SchedulerOutput) -> tuple[StepTimings, float]:
+        """The seconds of each part of a step, and its overhead."""
         timings = self._latency.timings(scheduler_output, self._capacity.block_size, self._capacity.block_bytes)
         factor = 1 + self._latency.jitter * (2 * uniform(self._seed, scheduler_output.step) - 1)
         timings.swap *= factor
         timings.forward *= factor
         timings.sample *= factor
-        model_output.timings = timings
-        device = timings.swap + timings.forward + timings.sample
-        overhead = self._latency.overhead_seconds * factor
-        self._sleep(device + overhead if self.depth == 1 else max(device, overhead))
+        return timings, self._latency.overhead_seconds * factor
+
+    def _pass_stages(self, scheduler_output: SchedulerOutput) -> float:
+        """Sends a step through the stages, each of which begins when it is free. Returns when the last one is done."""
+        timings, _ = self._timings(scheduler_output)
+        seconds, done = (timings.swap + timings.forward) / self._num_stages, self._clock()
+        for stage, free in enumerate(self._stages_free):
+            done = self._stages_free[stage] = max(done, free) + seconds
+        return done
 
     def close(self) -> None:
         """Does nothing, as nothing is allocated."""
@@ -204,9 +234,14 @@ class SimulatedExecutor:
 
 
 class SimulatedStep:
-    """A step in flight. Its output is computed in ``sample_tokens``, and its time passes in ``get_output``."""
+    """A step in flight. Its output is computed in ``sample_tokens``, and its time passes in ``get_output``. The last
+    stage of a pipeline has ``computed`` it at that time.
+    """
 
-    def __init__(self, executor: SimulatedExecutor, scheduler_output: SchedulerOutput) -> None:
+    def __init__(
+        self, executor: SimulatedExecutor, scheduler_output: SchedulerOutput, computed: float | None = None
+    ) -> None:
+        self._computed = computed
         self._executor = executor
         self._scheduler_output = scheduler_output
         self._model_output = ModelOutput()
@@ -217,7 +252,7 @@ class SimulatedStep:
 
     def get_output(self) -> ModelOutput:
         """See ``AsyncModelOutput.get_output``."""
-        self._executor.spend_time(self._scheduler_output, self._model_output)
+        self._executor.spend_time(self._scheduler_output, self._model_output, self._computed)
         return self._model_output
 
 

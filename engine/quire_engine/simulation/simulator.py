@@ -41,7 +41,15 @@ class Simulation:
         host_caching: bool = True,
     ) -> None:
         self.clock = VirtualClock()
-        executor = SimulatedExecutor(capacity, latency, seed=seed, vocab_size=limits.vocab_size, sleep=self.clock.sleep)
+        executor = SimulatedExecutor(
+            capacity,
+            latency,
+            seed=seed,
+            vocab_size=limits.vocab_size,
+            num_stages=limits.num_stages,
+            sleep=self.clock.sleep,
+            clock=lambda: self.clock.seconds,
+        )
         memory = KVCacheManager(capacity, prefix_caching=prefix_caching, host_caching=host_caching)
         self.scheduler = Scheduler(limits, memory, rates=latency.rates, clock=self.clock)
         self.recorder = SimulationRecorder(self.scheduler)

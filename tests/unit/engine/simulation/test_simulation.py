@@ -179,6 +179,37 @@ def test_in_phased_steps_who_decodes_waits_for_prompts() -> None:
     assert phased.itl.max > mixed.itl.max
 
 
+def in_stages(num_stages: int, requests: list[Arrival]) -> SimulationRecorder:
+    return run(requests, LIMITS.model_copy(update={"num_stages": num_stages}))
+
+
+def test_a_request_alone_is_in_one_stage_of_a_pipeline_at_a_time() -> None:
+    """Its prompt is of 60 tokens, which are not divided: a second in all stages together, as every token after it."""
+    for num_stages in (1, 2, 4):
+        life = in_stages(num_stages, [arrival(0.0, 60, 5)]).requests["0"]
+        assert (life.first_token, life.ended) == (pytest.approx(1.0), pytest.approx(5.0))
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_prompts_fill_all_stages_but_for_the_first_and_the_last_steps(num_stages: int) -> None:
+    """GPipe's bubble: ``m`` steps take as long as ``m + stages - 1`` of one stage."""
+    steps, requests = 20, [arrival(0.0, 2000, 1)]
+    recorder = in_stages(num_stages, requests)
+    assert recorder.requests["0"].ended == pytest.approx((steps + num_stages - 1) / num_stages)
+
+
+def test_sequences_that_decode_are_shared_among_the_stages() -> None:
+    """Of eight in two stages, four are in each: as steps are as long as reading the weights, all have a token every
+    second, as in one stage, and neither stage is ever idle.
+    """
+    requests = [arrival(0.0, 10, 50, row) for row in range(8)]
+    recorder = in_stages(2, requests)
+    samples = recorder.samples
+    seconds = [lasted for lasted, at in zip(samples.duration, samples.time, strict=True) if 5 < at < 40]
+    assert seconds == pytest.approx([0.5] * 70, abs=1e-6), "a step of four ends every half second"
+    assert max(life.ended or 0.0 for life in recorder.requests.values()) == pytest.approx(50.0, abs=2.0)
+
+
 def test_settings_of_the_latency_replace_those_of_the_preset_one_by_one(tmp_path: Path) -> None:
     config = SimulationConfig(trace=tmp_path, preset="cpu", weights_seconds=0.5, jitter=0.1)
     plain = SimulationConfig(trace=tmp_path, preset="cpu")
