@@ -23,7 +23,7 @@ _LONGEST = 60
 # Settings of the engine that are no flags of a model: they have a value of their own, or the chart decides them.
 NOT_FLAGS = frozenset(
     {
-        *("model", "served_model_name", "dtype", "max_model_len", "tensor_parallel_size"),
+        *("model", "served_model_name", "dtype", "max_model_len", "tensor_parallel_size", "pipeline_parallel_size"),
         *("host", "port", "metrics_port", "tls_cert", "tls_key", "tls_client_ca", "shutdown_delay", "shutdown_timeout"),
     }
 )

@@ -48,7 +48,7 @@ def test_a_flag_takes_what_the_engine_takes(flag: str) -> None:
     assert FLAGS[flag]["description"] == EngineConfig.model_fields[snake(flag)].description
 
 
-@pytest.mark.parametrize("value", ["dtype", "maxModelLen", "tensorParallelSize"])
+@pytest.mark.parametrize("value", ["dtype", "maxModelLen", "tensorParallelSize", "pipelineParallelSize"])
 def test_a_value_takes_what_the_engine_takes(value: str) -> None:
     taken = MODEL[value] | ({"type": "integer"} if "minimum" in MODEL[value] else {})
     assert _bounds(taken) == _bounds(ENGINE["properties"][snake(value)])

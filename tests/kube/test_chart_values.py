@@ -77,6 +77,10 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"models__demo__gpus": 4, "models__demo__tensorParallelSize": 2},
         ["models.demo.gpus", "models.demo.tensorParallelSize"],
     ),
+    "GPUs that no stage uses": (
+        {"models__demo__gpus": 4, "models__demo__tensorParallelSize": 4, "models__demo__pipelineParallelSize": 2},
+        ["models.demo.gpus", "models.demo.pipelineParallelSize"],
+    ),
     "fewest above most": (
         {"models__demo__autoscaling": {"minReplicas": 3, "maxReplicas": 2}},
         ["models.demo.autoscaling.minReplicas", "maxReplicas"],
@@ -120,6 +124,10 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "more shared than there is": (
         {"models__demo__tensorParallelSize": 2},
+        ["models.demo.sharedMemory", "models.demo.resources.limits.memory"],
+    ),
+    "more shared than there is by stages": (
+        {"models__demo__pipelineParallelSize": 2},
         ["models.demo.sharedMemory", "models.demo.resources.limits.memory"],
     ),
     "more kept than there is": (

@@ -4,7 +4,9 @@
 {{- define "quire.models" -}}
 {{- $models := dict -}}
 {{- range $key, $given := .Values.models -}}
-{{- $model := mergeOverwrite (deepCopy $.Values.modelDefaults) (deepCopy $given) -}}
+{{- /* A release that was installed before a value was added does not have it, with --reuse-values. */ -}}
+{{- $added := dict "pipelineParallelSize" 1 -}}
+{{- $model := mergeOverwrite $added (deepCopy $.Values.modelDefaults) (deepCopy $given) -}}
 {{- range $name := list "source" "tokenizer" -}}
 {{- $_ := set $model $name (include "quire.withoutNulls" (get $model $name | default dict) | fromYaml) -}}
 {{- end -}}

@@ -140,8 +140,9 @@
 {{- if and (hasKey .model.source "download") (default dict .model.source.download).claimName (default dict .model.source.download).sizeLimit -}}
 {{- fail (printf "%s.source.download.claimName and sizeLimit are both set: a claim has a size of its own." $path) -}}
 {{- end -}}
-{{- if and (gt (int .model.gpus) 0) (ne (int .model.gpus) (int .model.tensorParallelSize)) -}}
-{{- fail (printf "%s.gpus is %d and %s.tensorParallelSize is %d: an engine uses as many GPUs as share its layers." $path (int .model.gpus) $path (int .model.tensorParallelSize)) -}}
+{{- $ranks := mul (int .model.tensorParallelSize) (int .model.pipelineParallelSize) -}}
+{{- if and (gt (int .model.gpus) 0) (ne (int .model.gpus) (int $ranks)) -}}
+{{- fail (printf "%s.gpus is %d and %s.tensorParallelSize × %s.pipelineParallelSize is %d: an engine uses as many GPUs as share its layers." $path (int .model.gpus) $path $path (int $ranks)) -}}
 {{- end -}}
 {{- range $part := list "requests" "limits" -}}
 {{- if hasKey (get $.model.resources $part | default dict) $.model.gpuResource -}}
@@ -149,7 +150,7 @@
 {{- end -}}
 {{- end -}}
 {{- $memory := get (default dict .model.resources.limits) "memory" -}}
-{{- if and (gt (int .model.tensorParallelSize) 1) $memory (ge (include "quire.number" .model.sharedMemory | float64) (include "quire.number" $memory | float64)) -}}
+{{- if and (gt (int $ranks) 1) $memory (ge (include "quire.number" .model.sharedMemory | float64) (include "quire.number" $memory | float64)) -}}
 {{- fail (printf "%s.sharedMemory is %s and %s.resources.limits.memory is %v: what is shared counts as memory, so that the limit must be larger." $path .model.sharedMemory $path $memory) -}}
 {{- end -}}
 {{- include "quire.validatePods" (dict "root" .root "path" $path "values" .model "keys" (list .key)) -}}
