@@ -121,7 +121,7 @@ class SequenceGroup:
         "unfinished",
     )
 
-    def __init__(self, request: Request, beams: BeamSearch | None, *, runs_ahead: bool) -> None:
+    def __init__(self, request: Request, beams: BeamSearch | None, *, runs_ahead: bool = True) -> None:
         self.request = request
         self.runs_ahead = runs_ahead
         self.beam_search = beams
