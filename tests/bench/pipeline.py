@@ -2,7 +2,7 @@
 
 The 135 M model of ``model`` in one process with all cores, and in a pipeline whose stages share them, in turns, each in
 processes of their own; medians. For each number of requests: tokens a second, the pipeline's over one process's, and
-the part of the time in which each of its stages has nothing to compute (its bubble, and what it waits for others).
+the part of its cores' time that each process leaves unused.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import psutil
 from tests.bench.model import make_model, make_prompts
 
 PROMPT, OUTPUT = 32, 64
-LONG_PROMPT, LONG_PROMPTS = 512, 16
+LONG_PROMPT, LONG_PROMPTS = 512, 48
 
 
 def main() -> None:
@@ -40,10 +40,13 @@ def main() -> None:
     for name in rounds[0][1]:
         one, many = ([each[stages][name] for each in rounds] for stages in (1, options.stages))
         rates = [statistics.median(tokens for tokens, _ in each) for each in (one, many)]
-        idle = [statistics.median(each) for each in zip(*(idle for _, idle in many), strict=True)]
+        idle = [
+            [statistics.median(part) for part in zip(*(idle for _, idle in each), strict=True)] for each in (one, many)
+        ]
+        whole, stages = (", ".join(f"{part:.0%}" for part in each) for each in idle)
         print(
-            f"{name:>24}: {rates[0]:7.0f} tokens/s in one process, {rates[1]:7.0f} in {options.stages} stages "
-            f"({rates[1] / rates[0]:.2f}), idle {', '.join(f'{part:.0%}' for part in idle)}"
+            f"{name:>24}: {rates[0]:7.0f} tokens/s in one process (idle {whole}), {rates[1]:7.0f} in {options.stages} "
+            f"stages (idle {stages}): {rates[1] / rates[0]:.2f}"
         )
 
 
@@ -79,6 +82,7 @@ def measure(folder: Path, stages: int, requests: list[int]) -> Measured:
 def run(config, executor, processes, prompts: list[list[int]], output: int) -> tuple[float, list[float]]:
     from quire_engine.core.engine_core import EngineCore
     from quire_engine.core.request import Request
+    from quire_engine.device.host import usable_cores
     from quire_engine.factory import make_scheduler
     from quire_proto.sampling import SamplingParams
 
@@ -94,7 +98,8 @@ def run(config, executor, processes, prompts: list[list[int]], output: int) -> t
             core.step()
         seconds = perf_counter() - begin
         used = [sum(process.cpu_times()[:2]) - before for process, before in zip(processes, busy, strict=True)]
-        idle = [max(0.0, 1 - each / seconds) for each in used]
+        cores = usable_cores() / len(processes)
+        idle = [max(0.0, 1 - each / seconds / cores) for each in used]
         tokens = len(prompts) * (output if output > 1 else len(prompts[0]))
         best = max(best, (tokens / seconds, idle))
     return best

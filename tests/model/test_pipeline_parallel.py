@@ -43,6 +43,7 @@ from tests.model.test_tensor_parallel import (
 from tests.support.executors import load_executor
 from tests.support.processes import eventually
 from tests.support.rank_threads import ranks_are_threads
+from tests.support.sampling_inputs import ModuloGrammar
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 POOL = 1 << 21
@@ -161,6 +162,29 @@ def test_whatever_is_drawn_is_what_one_process_draws(
     assert made.outputs == alone.outputs
     assert made.choices == alone.choices
     assert made.prompt_logprobs == alone.prompt_logprobs
+
+
+@pytest.mark.parametrize("host_blocks", [0, 100])
+def test_a_mixture_of_everything_is_what_one_process_makes_of_it_under_pressure(
+    threads: None, small_models: SmallModels, deep: Path, host_blocks: int
+) -> None:
+    """Sampled, several, beams, penalised and by a grammar, in memory that some of them have to leave."""
+    wishes = [*WISHES.values(), {"temperature": 0}, {"temperature": 1.1, "bad_words": ((7,), (9, 11))}]
+    prompts = small_models.prompts[:14]
+    params = [
+        SamplingParams(max_tokens=40, **{"seed": index} | wishes[index % len(wishes)]) for index in range(len(prompts))
+    ]
+    grammars = [ModuloGrammar(3, 256) if index % len(wishes) == 5 else None for index in range(len(prompts))]
+    block_bytes = 7 * 2 * 2 * 16 * 16 * 4
+    pools = {"kv_cache_memory": 20 * block_bytes, "swap_bytes": host_blocks * block_bytes}
+    with closing(load(deep, 3, **pools)) as shared, closing(load(deep, 1)) as whole:
+        made = run(shared, prompts, params, chunk=64, grammars=grammars, max_num_seqs=8, num_stages=3)
+        alone = run(whole, prompts, params, chunk=64, grammars=grammars, max_num_seqs=8)
+    assert sum(made.statistics.preemptions.values()) > 1
+    for mine, theirs in zip(made.choices, alone.choices, strict=True):
+        assert [(each.token_ids, each.finish_reason) for each in mine] == [
+            (each.token_ids, each.finish_reason) for each in theirs
+        ]
 
 
 @pytest.mark.parametrize("settings", [{"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}])

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from quire_engine.device.accelerator import upload
 from quire_engine.distributed.communicator import COLLECTIVE_TIMEOUTS, loopback_only, process_group_class
 
 
@@ -119,7 +120,7 @@ class PipelineStage:
         if not is_last(self):
             self._send(self._forward, self.index + 1, hidden.clone())
         elif len(rows):
-            self._send(self._back, 0, hidden.index_select(0, rows.to(hidden.device)))
+            self._send(self._back, 0, hidden.index_select(0, upload(rows, hidden.device)))
         if not is_first(self):
             return hidden
         returned = torch.empty_like(hidden)
@@ -138,7 +139,7 @@ class PipelineStage:
             completed, rows = self._awaited.popleft()
             arrived = completed.new_empty(len(rows), completed.shape[1])
             self._wait(self._back.recv([arrived], self.count - 1, 0))
-            completed.index_copy_(0, rows.to(completed.device), arrived)
+            completed.index_copy_(0, upload(rows, completed.device), arrived)
 
     def abort(self) -> None:
         """On CUDA, fails messages that wait for a rank that has died; gloo notices that by itself. May be called from
