@@ -135,8 +135,10 @@ def requests(draw: st.DrawFn, greedy: bool) -> Request:
         logprobs=draw(st.sampled_from([None, 2])),
         prompt_logprobs=draw(st.sampled_from([None, None, 1])),
     )
-    # No run of one token: a model may go on with that, and one request's output would be another one's prompt.
-    prompt = [3 + position % 50 for position in range(shared)] + [60 + (17 * seed + 29 * at) % 190 for at in range(own)]
+    # No prompt goes on where another one ends, nor with a run of one token: a model may go on like that, and one
+    # request's output would be another one's prompt.
+    first = 30 * seed + own - 1
+    prompt = [3 + position % 50 for position in range(shared)] + [60 + (first + 29 * at) % 190 for at in range(own)]
     return Request("", prompt, params, priority=draw(st.integers(0, 1)))
 
 
