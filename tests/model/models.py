@@ -135,8 +135,10 @@ class SmallModels:
         return self._outputs[name]
 
 
-def small_model(name: str, tmp: Path) -> Path:
-    """Writes the model called ``name`` (one of ``NAMES``) into a folder under ``tmp``, in one file or several."""
+def small_model(name: str, tmp: Path, **changes: Any) -> Path:
+    """Writes the model called ``name`` (one of ``NAMES``) into a folder under ``tmp``, in one file or several, with
+    ``changes`` of its configuration.
+    """
     config_class, special = CONFIGS[name]
     config = config_class(
         **{
@@ -151,6 +153,7 @@ def small_model(name: str, tmp: Path) -> Path:
             "initializer_range": 0.3,
             "eos_token_id": 2,
             **special,
+            **changes,
         }
     )
     torch.manual_seed(NAMES.index(name))

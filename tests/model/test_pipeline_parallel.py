@@ -4,8 +4,9 @@ its log-probabilities, whatever happens to its blocks; and steps are under way i
 Most ranks here are threads, so that none has to start; those that are killed are processes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +20,25 @@ from quire_engine.core.step import SchedulerOutput
 from quire_engine.distributed import pipeline
 from quire_engine.distributed.pipeline import PipelineStage
 from quire_engine.errors import ModelError
-from quire_engine.executor import multiproc
 from quire_engine.executor.rank_processes import RankError
-from quire_engine.executor.rpc import batch_to_arrays
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.models.llama import Llama
 from quire_proto.sampling import SamplingParams
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from tests.model.engine import Run, run
-from tests.model.models import OWN, SmallModels
-from tests.model.test_tensor_parallel import (
+from tests.model.models import OWN, SmallModels, small_model
+from tests.model.ranks import (
     SCHEDULES,
-    SECONDS_TO_BE_TOLD,
+    Watched,
     assert_gone,
     assert_near,
+    assert_only_its_own_request_fails,
     children,
     chunk,
     expected,
     generate,
-    in_background,
 )
 from tests.support.executors import load_executor
-from tests.support.processes import eventually
 from tests.support.rank_threads import ranks_are_threads
 from tests.support.sampling_inputs import ModuloGrammar
 
@@ -57,31 +54,14 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of seven layers with a tied head, of which three stages get uneven shares."""
-    return made(tmp_path_factory.mktemp("deep"), LlamaConfig, tie_word_embeddings=True)
+    folder = tmp_path_factory.mktemp("deep")
+    return small_model("llama2", folder, num_hidden_layers=7, num_key_value_heads=2, tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="module")
 def deep_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with experts."""
-    return made(tmp_path_factory.mktemp("experts"), MixtralConfig, num_local_experts=4, num_experts_per_tok=2)
-
-
-def made(folder: Path, config_class: Callable[..., Any], **special: Any) -> Path:
-    config = config_class(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=7,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        eos_token_id=2,
-        **special,
-    )
-    torch.manual_seed(5)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+    return small_model("mixtral", tmp_path_factory.mktemp("experts"), num_hidden_layers=7)
 
 
 def load(folder: Path, num_stages: int, tensor_size: int = 1, **settings: Any) -> TorchExecutor:
@@ -247,12 +227,7 @@ def test_decode_steps_of_each_stage_are_captured(
 
 def test_a_step_that_no_stage_can_run_is_that_requests_error(threads: None, deep: Path) -> None:
     with closing(load(deep, 3)) as shared:
-        good, bad = chunk([5, 6], [1], id=1), chunk([999], [2], id=2)
-        wanted = shared.execute_model(SchedulerOutput(0, [good])).token_ids
-        for _ in range(3):
-            with pytest.raises(IndexError):
-                shared.execute_model(SchedulerOutput(1, [good, bad]))
-            assert shared.execute_model(SchedulerOutput(1, [good])).token_ids == wanted
+        assert_only_its_own_request_fails(shared)
 
 
 def test_a_step_that_fails_between_others_leaves_them_as_they_are(threads: None, deep: Path) -> None:
@@ -285,71 +260,21 @@ def test_models_without_own_code_are_refused(small_models: SmallModels) -> None:
         load(small_models.folder("gpt2"), 2)
 
 
-class Watched:
-    """An executor of three stages in processes, and what was told of a loss."""
-
-    def __init__(self, folder: Path) -> None:
-        self.told: list[str] = []
-        self.executor = load(folder, 3, on_lost=self.told.append)
-        self.others = sorted(children(), key=lambda child: int(child.cmdline()[-3]))
-
-    def run(self) -> dict[int, int]:
-        return self.executor.execute_model(SchedulerOutput(0, [chunk([5, 6, 7], [1])])).token_ids
-
-    def loss(self) -> str:
-        """What is told within the time that it may take."""
-        eventually(lambda: self.told, SECONDS_TO_BE_TOLD, "nothing was told")
-        with pytest.raises(RankError) as caught:
-            self.run()
-        assert [str(caught.value)] == self.told
-        return self.told[0]
-
-    def close(self) -> None:
-        self.executor.close()
-        for other in self.others:
-            assert_gone(other)
-
-
 @pytest.fixture
 def watched(deep: Path) -> Iterator[Watched]:
-    with closing(Watched(deep)) as watched:
+    with closing(Watched(partial(load, deep, 3))) as watched:
         yield watched
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_stopped_stage_is_waited_for_and_one_killed_meanwhile_is_reported(watched: Watched, place: int) -> None:
-    wanted, other = watched.run(), watched.others[place]
-    other.suspend()
-    made: list[dict[int, int]] = []
-    thread, _ = in_background(lambda: made.append(watched.run()))
-    thread.join(0.5)
-    assert thread.is_alive()
-    other.resume()
-    thread.join(SECONDS_TO_BE_TOLD)
-    assert made == [wanted]
-    other.suspend()
-    thread, raised = in_background(watched.run)
-    thread.join(0.2)
-    other.kill()
-    thread.join(SECONDS_TO_BE_TOLD)
-    assert [type(error) for error in raised] == [RankError]
-    assert f"Rank {place + 1} (process {other.pid}) was killed by SIGKILL" in watched.loss()
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_stopped_stage_is_waited_for_and_one_killed_meanwhile_is_reported(watched: Watched, rank: int) -> None:
+    watched.check_stopped_and_killed(rank)
 
 
 def test_a_stage_that_fails_alone_is_reported_although_the_others_wait_for_it(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(batch: Any) -> list[Any]:
-        arrays = [array.copy() for array in batch_to_arrays(batch)]
-        arrays[0][:] = 1 << 40
-        return arrays
-
-    watched.run()
-    monkeypatch.setattr(multiproc, "batch_to_arrays", wrong)
-    thread, raised = in_background(watched.run)
-    assert "failed in a step that rank 0 computed: IndexError" in watched.loss()
-    thread.join(SECONDS_TO_BE_TOLD)
-    assert [type(error) for error in raised] == [RankError]
+    assert "failed in a step that rank 0 computed: IndexError" in watched.loss_by_a_wrong_batch(monkeypatch)
 
 
 def test_offline_a_pipeline_makes_the_texts_of_one_process_and_ends_with_it() -> None:

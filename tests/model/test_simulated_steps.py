@@ -167,9 +167,13 @@ def send(scheduler: Scheduler, event: Request | str) -> None:
         scheduler.add_request(event)
 
 
-@pytest.fixture(scope="module")
-def real(small_models: SmallModels) -> Iterator[TorchExecutor]:
-    executor = load(small_models.folder("llama3"), DEVICE_BLOCKS, HOST_BLOCKS)
+@pytest.fixture(scope="module", params=[1, 2], ids=["whole", "pipeline"])
+def real(small_models: SmallModels, request: pytest.FixtureRequest) -> Iterator[TorchExecutor]:
+    """The model in so many stages."""
+    with pytest.MonkeyPatch.context() as patch:
+        ranks_are_threads(patch)
+        folder = small_models.folder("llama3")
+        executor = load(folder, DEVICE_BLOCKS, HOST_BLOCKS, pipeline_parallel_size=request.param)
     yield executor
     executor.close()
 
@@ -179,37 +183,16 @@ def real(small_models: SmallModels) -> Iterator[TorchExecutor]:
 def test_the_simulator_and_the_real_executor_are_given_the_same_steps(
     real: TorchExecutor, scenario: Scenario, seed: int
 ) -> None:
-    simulated = SimulatedExecutor(
-        scenario.capacity, PRESETS["cpu"].latency, seed=seed, vocab_size=VOCAB_SIZE, sleep=lambda _: None
-    )
-    assert scheduler_outputs(simulated, scenario) == scheduler_outputs(real, scenario)
-
-
-@pytest.fixture(scope="module")
-def pipeline(small_models: SmallModels) -> Iterator[TorchExecutor]:
-    """The same model in two stages."""
-    with pytest.MonkeyPatch.context() as patch:
-        ranks_are_threads(patch)
-        executor = load(small_models.folder("llama3"), DEVICE_BLOCKS, HOST_BLOCKS, pipeline_parallel_size=2)
-    yield executor
-    executor.close()
-
-
-@given(scenario=scenarios(), seed=st.integers(0, 5))
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
-def test_a_simulated_pipeline_and_a_real_one_are_given_the_same_steps(
-    pipeline: TorchExecutor, scenario: Scenario, seed: int
-) -> None:
-    scenario = replace(scenario, limits=scenario.limits.model_copy(update={"num_stages": 2}))
+    scenario = replace(scenario, limits=scenario.limits.model_copy(update={"num_stages": real.depth}))
     simulated = SimulatedExecutor(
         scenario.capacity,
         PRESETS["cpu"].latency,
         seed=seed,
         vocab_size=VOCAB_SIZE,
-        num_stages=2,
+        num_stages=real.depth,
         sleep=lambda _: None,
     )
-    assert scheduler_outputs(simulated, scenario) == scheduler_outputs(pipeline, scenario)
+    assert scheduler_outputs(simulated, scenario) == scheduler_outputs(real, scenario)
 
 
 def test_the_comparison_sees_a_difference_of_one_block(real: TorchExecutor) -> None:

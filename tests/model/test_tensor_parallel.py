@@ -4,49 +4,49 @@ its ranks part, or one is lost, that is said, and nothing of them is left.
 Most ranks here are threads, so that none has to start; those that are killed are processes.
 """
 
-import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
-import psutil
 import pytest
-import torch
 from quire_engine import LLM
 from quire_engine import SamplingParams as LlmParams
 from quire_engine.core.block_pool import BlockCopies, BlockCopy
-from quire_engine.core.step import SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.core.step import SchedulerOutput
 from quire_engine.errors import ModelError
 from quire_engine.executor import multiproc, rank_processes, rank_worker
 from quire_engine.executor.rank_processes import RankError
-from quire_engine.executor.rpc import batch_to_arrays
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.worker import model_runner
 from quire_proto.sampling import SamplingParams
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, MixtralConfig
 
-from tests.model.driver import GREEDY
-from tests.model.engine import BLOCK_SIZE, Run, numbers_a_token, run
+from tests.model.engine import BLOCK_SIZE, numbers_a_token, run
 from tests.model.models import OWN, SmallModels, small_model
+from tests.model.ranks import (
+    OUTPUT_TOKENS,
+    PROMPTS,
+    SCHEDULES,
+    Watched,
+    assert_gone,
+    assert_near,
+    assert_only_its_own_request_fails,
+    children,
+    expected,
+    generate,
+    in_background,
+)
 from tests.support import fake_graphs
 from tests.support.executors import load_executor
-from tests.support.processes import eventually
 from tests.support.rank_threads import ranks_are_threads
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 # All that differ in what is divided: rope and its scalings are whole on every rank.
 FAMILIES = [name for name in OWN if name not in ("llama-dynamic", "qwen2-yarn")]
-OUTPUT_TOKENS = 12
-PROMPTS = 6
 POOL = 2 << 20
-SECONDS_TO_BE_TOLD = 5.0
-# Blocks of both pools, and how the work is cut: victims are computed again, or swapped.
-SCHEDULES = {"recompute": (10, 0, 64), "swap": (10, 100, 7)}
 
 
 @pytest.fixture
@@ -63,24 +63,6 @@ def load(folder: Path, size: int, blocks: int = 100, host_blocks: int = 0, **set
         assert (executor.kv_cache_config.device_blocks, executor.kv_cache_config.host_blocks) == (blocks, host_blocks)
         assert executor.kv_cache_config.block_bytes == block_bytes // size, "each rank holds its heads alone"
     return executor
-
-
-def generate(executor: TorchExecutor, models: SmallModels, chunk: int = 64, **how: Any) -> Run:
-    params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=3)
-    prompts = models.prompts[4 : 4 + PROMPTS]
-    return run(executor, prompts, [params] * PROMPTS, chunk=chunk, max_num_seqs=5, **how)
-
-
-def expected(models: SmallModels, name: str) -> list[list[int]]:
-    return [output[:OUTPUT_TOKENS] for output in models.outputs(name)[4 : 4 + PROMPTS]]
-
-
-def assert_near(made: Run, alone: Run) -> None:
-    """The same tokens, and log-probabilities that sums in another order explain."""
-    for mine, theirs in zip(made.choices, alone.choices, strict=True):
-        assert mine[0].token_ids == theirs[0].token_ids
-        for one, other in zip(mine[0].logprobs, theirs[0].logprobs, strict=True):
-            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -114,19 +96,8 @@ def test_sizes_that_do_not_divide_evenly_are_divided_too(
 ) -> None:
     """Three ranks share 256 tokens of vocabulary and 4 experts, of which the last rank has none."""
     sizes = {"hidden_size": 48, "intermediate_size": 40, "num_attention_heads": 6, "num_key_value_heads": 3}
-    config = MixtralConfig(
-        **sizes,
-        vocab_size=256,
-        num_hidden_layers=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        eos_token_id=2,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with closing(load(tmp_path, 3)) as shared, closing(load(tmp_path, 1)) as alone:
+    folder = small_model("mixtral", tmp_path, **sizes)
+    with closing(load(folder, 3)) as shared, closing(load(folder, 1)) as alone:
         assert_near(generate(shared, small_models), generate(alone, small_models))
 
 
@@ -195,6 +166,19 @@ def test_ranks_none_of_which_can_capture_do_without_graphs(
 # The process of rank 1, which records with what is named.
 CAPTURING_RANK = """
 from quire_engine.executor.rank_main import main
+from tests.model.ranks import (
+    OUTPUT_TOKENS,
+    PROMPTS,
+    SCHEDULES,
+    Watched,
+    assert_gone,
+    assert_near,
+    assert_only_its_own_request_fails,
+    children,
+    expected,
+    generate,
+    in_background,
+)
 from tests.support import fake_graphs
 fake_graphs.capture_on_the_cpu({capturer})
 main()
@@ -221,18 +205,9 @@ def test_a_rank_that_alone_cannot_capture_ends_the_start_instead_of_leaving_the_
 # What goes wrong on all ranks alike
 
 
-def chunk(tokens: list[int], blocks: list[int], id: int = 0) -> ScheduledChunk:
-    return ScheduledChunk(id, tokens, 0, blocks, (SampleRequest(id, GREEDY, 0, tokens, len(tokens)),))
-
-
 def test_a_step_that_no_rank_can_run_is_that_requests_error(threads: None, small_models: SmallModels) -> None:
     with closing(load(small_models.folder("llama3"), 2)) as shared:
-        good, bad = chunk([5, 6], [1], id=1), chunk([999], [2], id=2)
-        wanted = shared.execute_model(SchedulerOutput(0, [good])).token_ids
-        for _ in range(3):
-            with pytest.raises(IndexError):
-                shared.execute_model(SchedulerOutput(1, [good, bad]))
-            assert shared.execute_model(SchedulerOutput(1, [good])).token_ids == wanted
+        assert_only_its_own_request_fails(shared)
 
 
 def test_a_copy_that_fails_on_every_rank_ends_the_engine(threads: None, small_models: SmallModels) -> None:
@@ -277,94 +252,21 @@ def test_a_tensor_that_only_another_rank_reads_is_missed_too(threads: None, tmp_
 # Ranks that are lost
 
 
-class Watched:
-    """An executor of two processes, and what was told of a loss."""
-
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        self.told: list[str] = []
-        self.executor = load(folder, 2, on_lost=self.told.append, **settings)
-        (self.other,) = children()
-
-    def run(self) -> dict[int, int]:
-        return self.executor.execute_model(SchedulerOutput(0, [chunk([5, 6, 7], [1])])).token_ids
-
-    def loss(self) -> str:
-        """What is told within the time that it may take."""
-        eventually(lambda: self.told, SECONDS_TO_BE_TOLD, "nothing was told")
-        with pytest.raises(RankError) as caught:
-            self.run()
-        assert [str(caught.value)] == self.told
-        return self.told[0]
-
-    def close(self) -> None:
-        self.executor.close()
-        assert_gone(self.other)
-
-
-def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "executor.rank_main" in " ".join(child.cmdline())]
-
-
-def assert_gone(process: psutil.Process) -> None:
-    """Looks without waiting for it as a parent does: that is for who started it."""
-    ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    eventually(lambda: not process.is_running() or process.status() in ended, SECONDS_TO_BE_TOLD)
-
-
 @pytest.fixture
 def watched(small_models: SmallModels) -> Iterator[Watched]:
-    with closing(Watched(small_models.folder("llama3"))) as watched:
+    with closing(Watched(partial(load, small_models.folder("llama3"), 2))) as watched:
         yield watched
 
 
-def in_background(work: Callable[[], object]) -> tuple[Thread, list[BaseException]]:
-    raised: list[BaseException] = []
-
-    def watch() -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - the test looks at it
-            raised.append(error)
-
-    thread = Thread(target=watch, daemon=True)
-    thread.start()
-    return thread, raised
-
-
 def test_a_stopped_rank_is_waited_for_and_one_killed_meanwhile_is_reported(watched: Watched) -> None:
-    wanted = watched.run()
-    watched.other.suspend()
-    made: list[dict[int, int]] = []
-    thread, raised = in_background(lambda: made.append(watched.run()))
-    thread.join(0.5)
-    assert thread.is_alive()
-    watched.other.resume()
-    thread.join(SECONDS_TO_BE_TOLD)
-    assert made == [wanted]
-    watched.other.suspend()
-    thread, raised = in_background(watched.run)
-    thread.join(0.2)
-    os.kill(watched.other.pid, signal.SIGKILL)
-    thread.join(SECONDS_TO_BE_TOLD)
-    assert [type(error) for error in raised] == [RankError]
-    assert watched.loss() == str(raised[0])
-    assert f"Rank 1 (process {watched.other.pid}) was killed by SIGKILL" in watched.told[0]
+    watched.check_stopped_and_killed(1)
 
 
 def test_a_rank_that_fails_alone_is_reported_although_rank_0_waits_for_it(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(batch: Any) -> list[Any]:
-        arrays = [array.copy() for array in batch_to_arrays(batch)]
-        arrays[0][:] = 1 << 40
-        return arrays
-
-    watched.run()
-    monkeypatch.setattr(multiproc, "batch_to_arrays", wrong)
-    thread, raised = in_background(watched.run)
-    assert "Rank 1 failed in a step in which other ranks did not: IndexError" in watched.loss()
-    thread.join(SECONDS_TO_BE_TOLD)
-    assert [type(error) for error in raised] == [RankError]
+    told = watched.loss_by_a_wrong_batch(monkeypatch)
+    assert "Rank 1 failed in a step in which other ranks did not: IndexError" in told
 
 
 def test_rank_0_failing_alone_is_reported_although_the_others_wait_for_it(

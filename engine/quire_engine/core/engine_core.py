@@ -204,6 +204,8 @@ class EngineCore:
     def _finish_step(self) -> None:
         """Takes the model output of the oldest step in flight, updates the scheduler with it and publishes."""
         step = self._in_flight.popleft()
+        if self._is_pipeline:
+            step.sample_tokens()
         model_output, scheduler_output = self._get_model_output(step), step.scheduler_output
         executed = perf_counter()
         request_ids = self.scheduler.request_ids(scheduler_output)
@@ -311,7 +313,6 @@ class InFlightStep:
         self._executor = executor
         self.failure: Exception | None = None
         self._async_output: AsyncModelOutput | None = None
-        self._is_sampled = False
         if executor.depth > 1 and not scheduler_output.is_empty:
             try:
                 self._async_output = cast("AsyncExecutor", executor).execute_model_async(scheduler_output)
@@ -319,10 +320,9 @@ class InFlightStep:
                 self.failure = failure
 
     def sample_tokens(self) -> None:
-        """Samples the step's tokens, unless they are; all tokens before them are known by now."""
-        if self._async_output is None or self._is_sampled or self.failure is not None:
+        """Samples the step's tokens; all tokens before them are known by now."""
+        if self._async_output is None or self.failure is not None:
             return
-        self._is_sampled = True
         try:
             self._async_output.sample_tokens()
         except Exception as failure:  # noqa: BLE001 - ``get_output`` raises it
@@ -336,8 +336,6 @@ class InFlightStep:
 
     def get_output(self) -> ModelOutput:
         """Waits until the step is done. Raises as ``Executor.execute_model``."""
-        if self._async_output is not None:
-            self.sample_tokens()
         if self.failure is not None:
             raise self.failure
         if self._async_output is not None:

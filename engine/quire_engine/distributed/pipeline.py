@@ -8,7 +8,6 @@ step after the other, in the order of their launch, so what arrives needs no nam
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -61,14 +60,6 @@ def divide(costs: Sequence[int], count: int, first_cost: int = 0) -> list[range]
     return parts
 
 
-@dataclass(slots=True)
-class _Sent:
-    """A message on its way, whose memory is kept until it has arrived."""
-
-    work: Any
-    tensor: torch.Tensor
-
-
 class PipelineStage:
     """The place of one rank, with gloo on the CPU and NCCL on CUDA: stage ``index`` of ``count``. Works after
     ``connect``.
@@ -84,7 +75,8 @@ class PipelineStage:
         self._device = device
         self._forward: Any = None
         self._back: Any = None
-        self._sent: deque[_Sent] = deque()
+        # Messages on their way, with their memory; and what ``pass_on`` has returned, with the rows that will be there.
+        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._awaited: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
 
     def connect(self, store: Path) -> None:
@@ -167,6 +159,7 @@ class PipelineStage:
         are stages.
         """
         self.num_messages += 1
-        self._sent.append(_Sent(group.send([tensor], target, 0), tensor))
+        self._sent.append((group.send([tensor], target, 0), tensor))
         while len(self._sent) > self.count:
-            self._sent.popleft().work.wait()
+            work, _ = self._sent.popleft()
+            work.wait()

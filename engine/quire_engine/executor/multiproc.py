@@ -4,6 +4,7 @@ of them measured.
 """
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -124,7 +125,8 @@ class MultiprocRunner:
     def __init__(self, workers: RankWorkers, group: RankGroup, model: LoadedModel, cache_sizes: CacheSizes) -> None:
         self._workers = workers
         self._group = group
-        self._forwarded: deque[torch.Tensor] = deque(maxlen=group.num_stages)
+        # The latest hidden states, which are to be freed with their step.
+        self._forwarded: deque[weakref.ref[torch.Tensor]] = deque(maxlen=group.num_stages)
         try:
             self._own_runner = self._make_runners(model, cache_sizes)
         except GraphCaptureError as error:
@@ -132,8 +134,7 @@ class MultiprocRunner:
             self._own_runner = self._make_runners(replace(model, graph_sizes=()), cache_sizes)
 
     def _make_runners(self, model: LoadedModel, cache_sizes: CacheSizes) -> Runner:
-        size = model.cache_sizes(1, 0).kv_cache_bytes
-        num_blocks = cache_sizes.kv_cache_bytes // size, max(0, cache_sizes.swap_bytes) // size
+        num_blocks = cache_sizes.kv_cache_bytes // model.block_bytes, cache_sizes.swap_bytes // model.block_bytes
         arrays = [json_to_array(num_blocks), json_to_array(bool(model.graph_sizes))]
         number, runner = call_all_ranks(
             self._workers,
@@ -168,12 +169,12 @@ class MultiprocRunner:
             return self._own_runner.forward(batch, pending)
 
         hidden = self._call_all_ranks(RpcMethod.FORWARD, batch_to_arrays(batch), compute)
-        self._forwarded.append(hidden)
+        self._forwarded.append(weakref.ref(hidden))
         return hidden
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """See ``Runner.logits``."""
-        age = next(age for age, each in enumerate(reversed(self._forwarded)) if each is hidden)
+        age = next(age for age, each in enumerate(reversed(self._forwarded)) if each() is hidden)
         arrays = rows_to_arrays(rows, age)
         return self._call_all_ranks(RpcMethod.LOGITS, arrays, lambda: self._own_runner.logits(hidden, rows))
 

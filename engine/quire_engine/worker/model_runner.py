@@ -63,10 +63,14 @@ class LoadedModel:
     graph_sizes: Sequence[int] = ()
     stage: PipelineStage | None = None
 
+    @property
+    def block_bytes(self) -> int:
+        """What a block of KV memory takes."""
+        return self.min_cache_sizes.kv_cache_bytes // MIN_BLOCKS
+
     def cache_sizes(self, num_blocks: int, num_host_blocks: int) -> CacheSizes:
         """The KV memory of so many blocks on the device and on the host."""
-        size = self.min_cache_sizes.kv_cache_bytes // MIN_BLOCKS
-        return CacheSizes(num_blocks * size, num_host_blocks * size)
+        return CacheSizes(num_blocks * self.block_bytes, num_host_blocks * self.block_bytes)
 
     @property
     def min_cache_sizes(self) -> CacheSizes:

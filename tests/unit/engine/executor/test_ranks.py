@@ -445,7 +445,7 @@ def failure(number: int, collectives: int = 0, **more: Any) -> RankFailure:
     return RankFailure(number, collectives, "it broke", **more)
 
 
-def test_a_failure_that_is_told_before_rank_0_has_succeeded_is_not_forgotten_with_the_next_call() -> None:
+def test_a_failure_reported_before_rank_0_succeeds_outlives_the_next_call() -> None:
     accord = RankFailureTracker(2)
     accord.record_remote_failure(2, failure(accord.begin_call()))
     accord.record_success()
