@@ -97,6 +97,16 @@ class ExecutorConfig(_Frozen):
         description="Stages that the model's layers are divided into, each of --tensor-parallel-size processes (on "
         "CUDA: GPUs), with as many steps under way at once.",
     )
+    enable_lora: bool = Field(
+        default=False, description="Serve LoRA adapters of the model, which requests name as their model."
+    )
+    max_lora_rank: int = Field(default=16, ge=1, le=512, description="The largest rank of an adapter.")
+    max_cpu_loras: int | None = Field(
+        default=None,
+        ge=1,
+        description="Adapters that are held in the host's memory, at least --max-loras, which is the default; "
+        "others are read again when they are asked for.",
+    )
     enforce_eager: bool = Field(default=False, description="Never capture decode steps, as CUDA graphs or CPU graphs.")
     async_scheduling: bool | None = Field(
         default=None, description="Plan a step while the one before it runs; by default where the device is a GPU."
@@ -152,6 +162,9 @@ class SchedulerArgs(_Frozen):
         lt=1,
         description="Part of the KV blocks beyond which those of the sequences that would be swapped out next are "
         "copied to the host ahead, beside what is computed; 0 is never.",
+    )
+    max_loras: int = Field(
+        default=1, ge=1, le=1024, description="Different adapters in one step; requests for others wait."
     )
     scheduling_policy: Policy = Field(
         default="fcfs", description="Who is admitted next: first come, the shortest job, or by priority."
@@ -233,6 +246,17 @@ class EngineArgs(CoreArgs, ExecutorConfig, ServedModel):
             raise ValueError("--speculative-method and --pipeline-parallel-size exclude each other.")
         return self
 
+    @property
+    def num_loras_held(self) -> int:
+        """``max_cpu_loras``, or its default."""
+        return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+
+    @model_validator(mode="after")
+    def _loras_of_a_step_are_held(self) -> Self:
+        if self.num_loras_held < self.max_loras:
+            raise ValueError("--max-cpu-loras is below --max-loras.")
+        return self
+
 
 class EngineConfig(CliSettings, EngineArgs):
     """Serves one model. Every flag is also an environment variable QUIRE_ENGINE_..., such as QUIRE_ENGINE_MAX_NUM_SEQS.
@@ -272,10 +296,7 @@ class EngineConfig(CliSettings, EngineArgs):
         "--cpu-offload-gb": "weights are not offloaded; --swap-space is host memory for KV blocks",
         "--speculative-config": "--speculative-method and --num-speculative-tokens set it; there are no draft models",
         "--enable-expert-parallel": "--tensor-parallel-size shares experts among ranks too",
-        "--enable-lora": _NO_LORA,
         "--lora-modules": _NO_LORA,
-        "--max-loras": _NO_LORA,
-        "--max-lora-rank": _NO_LORA,
         "--limit-mm-per-prompt": "models are served for text only",
         "--kv-transfer-config": "prefill and decode are not separated",
         "--guided-decoding-backend": "there is one way to structured output, which needs no choice",

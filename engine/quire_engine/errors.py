@@ -8,6 +8,12 @@ class ModelError(Exception):
     """A model cannot be served. The text is one sentence that names the file or setting at fault, and the problem."""
 
 
+class LoRAError(ModelError):
+    """An adapter cannot be served. The text is one sentence that names the file or setting at fault, and the
+    problem.
+    """
+
+
 def first_line(error: BaseException) -> str:
     """The first line of the message of ``error``, or its type if it has none, without a stop: torch's messages continue
     with advice to programmers.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from quire_engine.core.block_pool import BlockCopy
 from quire_engine.core.executor import Executor
+from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import ModelOutput, SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_proto.sampling import SamplingParams
 
@@ -19,6 +20,7 @@ class Sequence:
     prompt: list[int]
     wanted: int
     sampling: SamplingParams = GREEDY
+    lora: LoRARequest | None = None
     output: list[int] = field(default_factory=list)
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -79,7 +81,8 @@ class Driver:
             one.id, one.sampling, one.sampling.seed, one.tokens, len(one.tokens) - len(one.output)
         )
         sample_requests = (sample_request,) if end == len(one.tokens) else ()
-        chunk = ScheduledChunk(one.id, one.tokens[one.computed : end], one.computed, one.blocks, sample_requests)
+        known = one.tokens[one.computed : end]
+        chunk = ScheduledChunk(one.id, known, one.computed, one.blocks, sample_requests, lora=one.lora)
         one.computed = end
         return [chunk]
 

@@ -229,10 +229,11 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
 class LoadOptions:
     """How a model is loaded. ``config`` has the dtype, the quantization and whether to be deterministic; ``device`` is
     its device, resolved. Of a model that several ranks share, only this rank's shard is read: its part of the layers of
-    its ``stage``.
+    its ``stage``. ``num_lora_slots`` adapters can be in use at once; with 0 there are none.
     """
 
     config: ExecutorConfig = field(default_factory=ExecutorConfig)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     communicator: Communicator = SINGLE_RANK
     stage: PipelineStage | None = None
+    num_lora_slots: int = 0

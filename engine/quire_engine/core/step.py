@@ -11,6 +11,7 @@ from quire_proto.errors import QuireError
 from quire_proto.sampling import SamplingParams, TokenLogprobs
 
 from quire_engine.core.block_pool import BlockCopies
+from quire_engine.core.lora import LoRARequest
 
 
 class GrammarError(Exception):
@@ -107,6 +108,8 @@ class ScheduledChunk:
     ``prompt_logprob_targets`` are the tokens whose log-probabilities are asked for:
     ``prompt_logprob_targets[i]`` follows ``token_ids[i]``, and there are none for tokens that follow the prompt;
     ``num_prompt_logprobs`` most probable tokens are returned beside each.
+
+    ``lora`` is the adapter that the tokens are computed with; None for the model alone.
     """
 
     sequence_id: int
@@ -117,6 +120,7 @@ class ScheduledChunk:
     prompt_logprob_targets: list[int] = field(default_factory=list)
     num_prompt_logprobs: int = 0
     num_draft_tokens: int = 0
+    lora: LoRARequest | None = None
 
     @property
     def draft_token_ids(self) -> list[int]:

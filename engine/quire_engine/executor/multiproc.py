@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 
 from quire_engine.core.block_pool import BlockCopies, KVCacheConfig
+from quire_engine.core.lora import LoRARequest
 from quire_engine.device.accelerator import inference_on
 from quire_engine.distributed.rank_group import RankGroup
 from quire_engine.executor.rank_processes import RankWorkers
@@ -25,6 +26,7 @@ from quire_engine.executor.rpc import (
     batch_to_arrays,
     copies_to_arrays,
     json_to_array,
+    lora_to_arrays,
     rows_to_arrays,
 )
 from quire_engine.worker.cuda_graph import NO_GRAPHS, GraphCaptureError
@@ -177,6 +179,15 @@ class MultiprocRunner:
         age = next(age for age, each in enumerate(reversed(self._forwarded)) if each() is hidden)
         arrays = rows_to_arrays(rows, age)
         return self._call_all_ranks(RpcMethod.LOGITS, arrays, lambda: self._own_runner.logits(hidden, rows))
+
+    def add_lora(self, lora: LoRARequest) -> None:
+        """See ``Runner.add_lora``. Each rank reads the folder, and keeps its part."""
+        self._call_all_ranks(RpcMethod.ADD_LORA, lora_to_arrays(lora), lambda: self._own_runner.add_lora(lora))
+
+    def remove_lora(self, lora_id: int) -> None:
+        """See ``Runner.remove_lora``."""
+        arrays = [json_to_array(lora_id)]
+        self._call_all_ranks(RpcMethod.REMOVE_LORA, arrays, lambda: self._own_runner.remove_lora(lora_id))
 
     def close(self) -> None:
         """See ``Runner.close``. Ranks that are lost already are left out."""

@@ -28,10 +28,12 @@ from quire_engine.executor.rpc import (
     copies_from_arrays,
     json_from_array,
     json_to_array,
+    lora_from_arrays,
     receive,
     rows_from_arrays,
     send,
 )
+from quire_engine.lora.manager import adapter_bytes
 from quire_engine.models.llama import stage_layers
 from quire_engine.worker.memory import MemoryProfiler
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner, load_model_and_attention
@@ -77,6 +79,14 @@ class RankSettings:
         return load_model_and_attention(
             self.engine, self.config, self.device_for(rank), group.communicator, group.stage
         )
+
+    @property
+    def lora_bytes(self) -> int:
+        """The most memory that the adapters take that a rank holds; what is not divided counts as divided evenly."""
+        engine = self.engine
+        if not (engine.enable_lora and isinstance(self.config, DecoderConfig)):
+            return 0
+        return engine.num_loras_held * adapter_bytes(self.config, engine.max_lora_rank) // self.size
 
     def num_layers(self) -> list[int]:
         """The layers of each rank."""
@@ -133,6 +143,8 @@ class RankWorker:
             RpcMethod.COPY_BLOCKS: self._copy_blocks,
             RpcMethod.FORWARD: self._forward,
             RpcMethod.LOGITS: self._logits,
+            RpcMethod.ADD_LORA: self._add_lora,
+            RpcMethod.REMOVE_LORA: self._remove_lora,
         }
 
     def run(self, until: RpcMethod | None = None) -> None:
@@ -176,7 +188,7 @@ class RankWorker:
         )
         torch.set_num_threads(settings.threads)
         device, group = settings.device_for(self._rank), settings.make_group(self._rank)
-        profiler = MemoryProfiler(device)
+        profiler = MemoryProfiler(device, settings.lora_bytes)
         with inference_on(device):
             model = settings.load(self._rank, group)
         if device.type == "cpu":
@@ -226,6 +238,13 @@ class RankWorker:
             return
         with inference_on(loaded.model.device):
             self._runner_or_fail.logits(self._hidden[-1 - age], rows)
+
+    def _add_lora(self, arrays: Sequence[RpcArray]) -> None:
+        with inference_on(self._loaded_or_fail.model.device):
+            self._runner_or_fail.add_lora(lora_from_arrays(arrays))
+
+    def _remove_lora(self, arrays: Sequence[RpcArray]) -> None:
+        self._runner_or_fail.remove_lora(json_from_array(arrays[0]))
 
     @property
     def _loaded_or_fail(self) -> _LoadedRank:

@@ -8,7 +8,7 @@ import json
 import socket
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 
 from quire_engine.attention.base import AttentionBatch
 from quire_engine.core.block_pool import BlockCopies, BlockCopy
+from quire_engine.core.lora import LoRARequest
 from quire_engine.worker.input_batch import ModelInput
 
 RpcArray = npt.NDArray[Any]
@@ -40,6 +41,8 @@ class RpcMethod(IntEnum):
     COPY_BLOCKS = 7
     FORWARD = 8
     LOGITS = 9
+    ADD_LORA = 10
+    REMOVE_LORA = 11
 
     @property
     def has_reply(self) -> bool:
@@ -165,6 +168,7 @@ def _check_batch(batch: ModelInput) -> None:
     rows = (batch.sampled_rows, batch.prompt_logprob_rows, batch.pending_rows)
     if (
         len(attention.positions) != tokens
+        or len(batch.lora_ids) not in (0, tokens)
         or any(bound != chunks + 1 for bound in bounds)
         or any(len(each) and not 0 <= int(each.min()) <= int(each.max()) < tokens for each in rows)
     ):
@@ -197,3 +201,15 @@ def copies_from_arrays(arrays: Sequence[RpcArray]) -> BlockCopies:
     if len(arrays) != len(_COPIES_FIELDS) or any(array.dtype != np.int64 or len(array) % 2 for array in arrays):
         raise MessageError(f"Copies are not {len(_COPIES_FIELDS)} lists of pairs.")
     return BlockCopies(*([BlockCopy(*pair) for pair in array.reshape(-1, 2).tolist()] for array in arrays))
+
+
+def lora_to_arrays(lora: LoRARequest) -> list[RpcArray]:
+    """An adapter, whose folder all ranks can read."""
+    plain = {**asdict(lora), "lora_path": str(lora.lora_path), "digest": lora.digest.hex()}
+    return [json_to_array(plain)]
+
+
+def lora_from_arrays(arrays: Sequence[RpcArray]) -> LoRARequest:
+    """The inverse of ``lora_to_arrays``."""
+    plain = json_from_array(arrays[0])
+    return LoRARequest(**{**plain, "digest": bytes.fromhex(plain["digest"])})

@@ -4,6 +4,7 @@ logits.
 
 import logging
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -11,14 +12,16 @@ from functools import partial
 from time import perf_counter
 
 import torch
-from quire_proto.errors import internal
+from quire_proto.errors import ErrorCode, QuireError, internal
 
-from quire_engine.config import EngineArgs, SchedulerArgs
+from quire_engine.config import EngineArgs
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.executor import UNMEASURED, ExecutorError
-from quire_engine.core.step import ModelOutput, SchedulerOutput
+from quire_engine.core.lora import PROFILE_LORA, LoRARequest, lora_int_id
+from quire_engine.core.step import ModelOutput, ScheduledChunk, SchedulerOutput
 from quire_engine.device.accelerator import configure_threads, inference_on, resolve_device, upload, usable_threads
 from quire_engine.device.host import tune_malloc
+from quire_engine.errors import LoRAError
 from quire_engine.executor.multiproc import MultiprocLeader, compute_rank_cache_sizes, with_all_ranks_bytes
 from quire_engine.executor.rank_worker import RankSettings, check_parallel_sizes
 from quire_engine.models.loader import read_model_config
@@ -44,7 +47,8 @@ class TorchExecutor:
     """Executes one step after the other. Used by one thread. An ``AsyncExecutor``.
 
     ``depth`` is constant: steps that may be in flight at once. ``config`` is the model's, ``max_model_len`` the longest
-    sequence in tokens, and ``rates`` are measured once it is loaded.
+    sequence in tokens, and ``rates`` are measured once it is loaded. ``num_loras_held`` adapters are held in host
+    memory, those that were used last.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class TorchExecutor:
         cache_sizes: CacheSizes,
         *,
         depth: int = 1,
+        num_loras_held: int = 0,
         make_runner: RunnerFactory = ModelRunner,
     ) -> None:
         self.config = model.config
@@ -64,6 +69,7 @@ class TorchExecutor:
             self._runner = make_runner(model, cache_sizes)
         self._block_size = self._runner.kv_cache_config.block_size
         self._sampler = Sampler(model.config.vocab_size)
+        self._loras = HeldLoRAs(self._runner, num_loras_held)
         self._previous_step: AsyncStep | None = None
         self._close_ranks: Callable[[], object] = lambda: None
 
@@ -105,7 +111,7 @@ class TorchExecutor:
         memory has room for, on all ranks.
         """
         config = settings.engine
-        profiler = MemoryProfiler(settings.device_for(0))
+        profiler = MemoryProfiler(settings.device_for(0), settings.lora_bytes)
         model = settings.load(0, settings.make_group(0) if leader is None else leader.group)
         if owns_process and model.device.type == "cpu":
             tune_malloc()
@@ -120,7 +126,8 @@ class TorchExecutor:
             profiles = [profiler.profile(work)] if leader is None else leader.profile_memory(profiler, work)
         num_layers = settings.num_layers()
         cache_sizes, deciding_profile = compute_rank_cache_sizes(budget, profiles, model.min_cache_sizes, num_layers)
-        executor = cls(model, cache_sizes, depth=_depth(config, model.device), make_runner=make_runner)
+        depth, held = _depth(config, model.device), config.num_loras_held
+        executor = cls(model, cache_sizes, depth=depth, num_loras_held=held, make_runner=make_runner)
         num_tokens = min(config.max_num_batched_tokens, model.max_model_len)
         executor.rates = measure_rates(executor, num_tokens, model.config.vocab_size)
         capacity = with_all_ranks_bytes(executor.kv_cache_config, profiles, num_layers)
@@ -130,7 +137,7 @@ class TorchExecutor:
 
     @classmethod
     def _run_largest_step(
-        cls, make_executor: Callable[[], "TorchExecutor"], limits: SchedulerArgs, profiled: ExitStack
+        cls, make_executor: Callable[[], "TorchExecutor"], limits: EngineArgs, profiled: ExitStack
     ) -> None:
         """Runs the largest step that ``limits`` allow on an executor with the least KV memory. It is closed with
         ``profiled``: not before its memory is read, as graphs are part of it.
@@ -138,7 +145,8 @@ class TorchExecutor:
         executor = profiled.enter_context(closing(make_executor()))
         block_size, vocab_size = executor.kv_cache_config.block_size, executor.config.vocab_size
         num_tokens, num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
-        executor.execute_model(largest_step(num_tokens, num_seqs, executor.max_model_len, block_size, vocab_size))
+        length, lora = executor.max_model_len, PROFILE_LORA if limits.enable_lora else None
+        executor.execute_model(largest_step(num_tokens, num_seqs, length, block_size, vocab_size, lora=lora))
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:
@@ -171,25 +179,70 @@ class TorchExecutor:
                 self._runner.copy(scheduler_output.copies)
             copied = perf_counter()
             chunks = [chunk for chunk in scheduler_output.chunks if chunk.token_ids]
+            if any(chunk.lora is not None for chunk in chunks):
+                chunks = self._loras.load(chunks, step.output)
             if chunks:
                 step.launch(prepare_inputs(chunks, self._block_size), self._previous_step)
-            if len(chunks) < len(scheduler_output.chunks):  # a chunk without tokens has nothing to draw from
-                drawn = [
-                    request
-                    for chunk in scheduler_output.chunks
-                    if not chunk.token_ids
-                    for request in chunk.sample_requests
-                ]
-                step.output.errors.update((request.sequence_id, internal()) for request in drawn)
+            empty = [chunk for chunk in scheduler_output.chunks if not chunk.token_ids]
+            for chunk in empty:  # it has nothing to draw from
+                step.output.errors.update((request.sequence_id, internal()) for request in chunk.sample_requests)
             step.output.timings.swap, step.output.timings.forward = copied - start, perf_counter() - copied
         self._previous_step = step
         return step
+
+    def remove_lora(self, lora_id: int) -> None:
+        """Frees the memory of an adapter, if any is held for it. No step has it any more."""
+        self._loras.remove(lora_id)
 
     def close(self) -> None:
         """Gives the KV memory back, and ends the other ranks. Nothing can be run any more."""
         self._runner.close()
         self._sampler.close()
         self._close_ranks()
+
+
+class HeldLoRAs:
+    """The adapters that ``runner`` holds in host memory: at most ``limit``, those that were used last. No step has
+    more.
+    """
+
+    def __init__(self, runner: Runner, limit: int) -> None:
+        self._runner = runner
+        self._limit = limit
+        self._held: OrderedDict[int, None] = OrderedDict()
+
+    def load(self, chunks: Sequence[ScheduledChunk], output: ModelOutput) -> list[ScheduledChunk]:
+        """Has the adapters of ``chunks`` held. Returns the chunks but for those whose adapter cannot be read, which get
+        an error in ``output``.
+        """
+        wanted = {chunk.lora.lora_int_id: chunk.lora for chunk in chunks if chunk.lora not in (None, PROFILE_LORA)}
+        for lora_id in wanted:
+            if lora_id in self._held:
+                self._held.move_to_end(lora_id)
+        failed = {lora_id for lora_id, lora in wanted.items() if lora_id not in self._held and not self._add(lora)}
+        for chunk in chunks:
+            if chunk.lora is not None and chunk.lora.lora_int_id in failed:
+                message = f"The adapter {chunk.lora.lora_name} cannot be read any more."
+                output.errors[chunk.sequence_id] = QuireError(ErrorCode.UNAVAILABLE, message, param="model")
+        return [chunk for chunk in chunks if lora_int_id(chunk.lora) not in failed]
+
+    def remove(self, lora_id: int) -> None:
+        """Frees an adapter's memory, if it is held."""
+        if lora_id in self._held:
+            del self._held[lora_id]
+            self._runner.remove_lora(lora_id)
+
+    def _add(self, lora: LoRARequest) -> bool:
+        """Reads an adapter, in the place of the one that was not used for longest. Returns whether that worked."""
+        if len(self._held) == self._limit:
+            self.remove(next(iter(self._held)))
+        try:
+            self._runner.add_lora(lora)
+        except LoRAError as error:
+            log.error("the adapter %s cannot be used: %s", lora.lora_name, error)
+            return False
+        self._held[lora.lora_int_id] = None
+        return True
 
 
 def _depth(config: EngineArgs, device: torch.device) -> int:

@@ -13,6 +13,7 @@ from quire_engine.checkpoint.weights import Checkpoint, LoadOptions
 from quire_engine.distributed.communicator import Communicator, largest_shard_size, shard
 from quire_engine.distributed.pipeline import PipelineStage
 from quire_engine.layers.linear import GatheredColumnParallelLinear, RowParallelLinear
+from quire_engine.lora.layers import LoRALayers
 from quire_engine.quantization.base import Embedding, LayerSpec, Linear, QuantizationConfig
 from quire_engine.quantization.schemes import make_quantization
 
@@ -21,12 +22,14 @@ from quire_engine.quantization.schemes import make_quantization
 class WeightLoader:
     """Loads a checkpoint's tensors and linear layers in one ``dtype``, held as ``options`` say. Of a layer that ranks
     share, only this rank's shard is read. ``quantized`` is the ``quantization_config`` of a checkpoint that has one.
+    With ``loras``, the layers that column and row parallel methods load get slots for adapters.
     """
 
     checkpoint: Checkpoint
     dtype: torch.dtype
     options: LoadOptions
     quantized: dict[str, Any] | None = None
+    loras: LoRALayers | None = None
 
     @property
     def device(self) -> torch.device:
@@ -60,14 +63,15 @@ class WeightLoader:
         self, names: Sequence[str], outputs: Sequence[int], inputs: int, *, bias: bool
     ) -> Linear:
         """Linear layers of the same input, fused into one: this rank's shard of each layer's outputs, concatenated."""
-        return self._linear(LayerSpec(names, outputs, inputs, communicator=self.communicator), bias=bias)
+        spec = LayerSpec(names, outputs, inputs, communicator=self.communicator)
+        return self._with_loras(self._linear(spec, bias=bias), spec)
 
     def row_parallel_linear(self, name: str, outputs: int, inputs: int, *, bias: bool) -> Linear:
         """A linear layer that takes this rank's shard of the inputs. All ranks get the whole output."""
         spec = LayerSpec([name], [outputs], inputs, dim=1, communicator=self.communicator)
         added = self.load_fused([f"{name}.bias"], [(outputs,)]) if bias and self.communicator.rank == 0 else None
         method = self.quantization.linear
-        part = method.pack(method.read(self.checkpoint, spec), added)
+        part = self._with_loras(method.pack(method.read(self.checkpoint, spec), added), spec)
         return part if self.communicator.size == 1 else RowParallelLinear(part, self.communicator)
 
     def expert_linear(self, name: str, shape: tuple[int, ...], index: int) -> Linear:
@@ -106,6 +110,9 @@ class WeightLoader:
         weight = method.read(self.checkpoint, spec)
         added = self._load_biases(spec) if bias else None
         return method.pack(weight, added)
+
+    def _with_loras(self, layer: Linear, spec: LayerSpec) -> Linear:
+        return layer if self.loras is None else self.loras.wrap(layer, spec)
 
     def _load_biases(self, spec: LayerSpec) -> torch.Tensor:
         names, shapes = [f"{name}.bias" for name in spec.names], [(size,) for size in spec.outputs]

@@ -35,11 +35,13 @@ class LayerInputs(NamedTuple):
 class Llama:
     """A decoder with its weights, or a rank's shard of it. A ``Model`` whose ``forward`` is ``layers`` of ``inputs``.
     Where it is ``capturable`` and on the CPU, its layers use torch for memory and views only: compiled kernels, where
-    there are any, compute everything.
+    there are any, compute everything but what adapters add. ``loras`` are its layers that adapters may change; None if
+    it has no slots for any.
     """
 
     def __init__(self, config: DecoderConfig, weights: WeightLoader) -> None:
         self.dtype = weights.dtype
+        self.loras = weights.loras
         self._stage = stage = weights.stage
         # The host waits for the number of tokens of each expert; on the CPU a collective is not a call of a kernel, and
         # on CUDA the whole forward pass is captured, with what is received in it.

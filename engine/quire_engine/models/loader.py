@@ -21,6 +21,7 @@ from quire_engine.checkpoint.support import check_support
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions, resolve_dtype
 from quire_engine.errors import ModelError
 from quire_engine.layers.weight_loader import WeightLoader
+from quire_engine.lora.layers import LoRALayers
 from quire_engine.models.base import Model
 from quire_engine.models.llama import Llama
 from quire_engine.models.transformers_backend import TransformersConfig, load_transformers_model
@@ -52,6 +53,7 @@ def load_model(
     quantized = quantization_of(folder, read_config_json(folder))
     _check_quantization(config, options, quantized)
     _check_deterministic(config, options)
+    _check_lora(config, options)
     gguf = find_gguf(folder)
     checkpoint = Checkpoint(folder) if gguf is None else GgufCheckpoint(gguf)
     dtype = _model_dtype(config, checkpoint, options)
@@ -60,8 +62,10 @@ def load_model(
     if isinstance(config, TransformersConfig):
         return load_transformers_model(config, folder, dtype, options.device)
     assert isinstance(config, DecoderConfig)
+    num_slots, max_rank = options.num_lora_slots, options.config.max_lora_rank
     with torch.inference_mode():
-        model = Llama(config, WeightLoader(checkpoint, dtype, options, quantized))
+        loras = LoRALayers(num_slots, max_rank, dtype, options.device) if num_slots else None
+        model = Llama(config, WeightLoader(checkpoint, dtype, options, quantized, loras))
     if options.communicator.rank == 0 and options.stage is None:
         checkpoint.log_unused()
     return model
@@ -81,6 +85,16 @@ def _check_deterministic(config: ModelConfig, options: LoadOptions) -> None:
             "--deterministic is for models with code of their own, "
             f"and {config.architecture} runs through transformers."
         )
+
+
+def _check_lora(config: ModelConfig, options: LoadOptions) -> None:
+    """Raises ``ModelError`` when adapters are asked for and cannot be had."""
+    if options.num_lora_slots and isinstance(config, TransformersConfig):
+        raise ModelError(
+            f"--enable-lora is for models with code of their own, and {config.architecture} runs through transformers."
+        )
+    if options.num_lora_slots and options.config.deterministic:
+        raise ModelError("--deterministic and --enable-lora exclude each other: adapters' products are grouped.")
 
 
 def _check_quantization(config: ModelConfig, options: LoadOptions, quantized: dict[str, Any] | None) -> None:

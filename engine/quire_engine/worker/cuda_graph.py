@@ -73,8 +73,10 @@ class CudaGraphRunner:
             self._graphs[size] = self._capture(size, model, kv, attention.for_graph(size, size * max_pages), capture)
 
     def can_run(self, batch: ModelInput) -> bool:
-        """Whether there is a graph for ``batch``."""
-        return batch.is_decode and len(batch.token_ids) <= self._sizes[-1]
+        """Whether there is a graph for ``batch``. With adapters there is none: which products they need changes from
+        batch to batch.
+        """
+        return batch.is_decode and len(batch.token_ids) <= self._sizes[-1] and not batch.has_loras
 
     def forward(self, batch: ModelInput, pending: torch.Tensor | None) -> torch.Tensor:
         """``ModelRunner.forward`` for a batch that ``can_run``. The hidden states are overwritten by the next call."""

@@ -21,7 +21,8 @@ class ModelInput:
     ``token_ids`` [T] int64. ``sampled_rows`` [S] int64 are the indices in the batch of the tokens whose logits are
     drawn from: of each chunk with sample requests the last, and as many before it as it has drafts;
     ``prompt_logprob_rows`` [N] int64 those of the tokens that targets follow. ``pending_rows`` [P] int64 are the
-    indices of tokens that are not known yet, as they are drawn by the step before.
+    indices of tokens that are not known yet, as they are drawn by the step before. ``lora_ids`` [T] int64 are the
+    numbers of the tokens' adapters, 0 where there is none; [0] if none has one.
     """
 
     token_ids: torch.Tensor
@@ -29,11 +30,17 @@ class ModelInput:
     sampled_rows: torch.Tensor
     prompt_logprob_rows: torch.Tensor
     pending_rows: torch.Tensor
+    lora_ids: torch.Tensor = _NO_ROWS
 
     @property
     def is_decode(self) -> bool:
         """Whether each chunk is one token."""
         return len(self.token_ids) == len(self.attention.context_lens)
+
+    @property
+    def has_loras(self) -> bool:
+        """Whether any token has an adapter."""
+        return len(self.lora_ids) > 0
 
     @property
     def logits_rows(self) -> torch.Tensor:
@@ -93,12 +100,14 @@ def prepare_inputs(chunks: Sequence[ScheduledChunk], block_size: int) -> InputBa
     sampled = [chunk for chunk in chunks if chunk.sample_requests]
     pending = [chunk for chunk in chunks if chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID]
     prompt_logprob_chunks = [chunk for chunk in chunks if chunk.prompt_logprob_targets]
+    lora_ids = np.array([0 if chunk.lora is None else chunk.lora.lora_int_id for chunk in chunks], np.int64)
     model_input = ModelInput(
         token_ids=torch.from_numpy(token_ids),
         attention=AttentionBatch(*[torch.from_numpy(array.astype(np.int32, copy=False)) for array in attention_arrays]),
         sampled_rows=_sampled_rows(chunks, query_indptr),
         prompt_logprob_rows=_prompt_logprob_rows(chunks, query_indptr) if prompt_logprob_chunks else _NO_ROWS,
         pending_rows=torch.from_numpy(np.flatnonzero(token_ids == PLACEHOLDER_TOKEN_ID)) if pending else _NO_ROWS,
+        lora_ids=torch.from_numpy(np.repeat(lora_ids, lengths)) if lora_ids.any() else _NO_ROWS,
     )
     return InputBatch(
         model_input,

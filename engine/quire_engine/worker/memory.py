@@ -20,6 +20,7 @@ from quire_proto.sampling import MAX_LOGPROBS, SamplingParams
 
 from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig
 from quire_engine.core.executor import Executor, Rates
+from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_engine.device.host import ROOT, read_cgroup, read_text
 from quire_engine.errors import ModelError, first_line
@@ -78,9 +79,12 @@ class MemoryProfile:
 
 
 class MemoryProfiler:
-    """Measures this process. Make it before the model is loaded, and call ``profile`` once it is."""
+    """Measures this process. Make it before the model is loaded, and call ``profile`` once it is. ``lora_bytes`` of
+    host memory are kept free for adapters that come later.
+    """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, lora_bytes: int = 0) -> None:
+        self._lora_bytes = lora_bytes
         self._memory = device_memory(device)
         self._host = None if isinstance(self._memory, CpuMemory) else CpuMemory()
         self._used_before = self._memory.used()
@@ -90,6 +94,7 @@ class MemoryProfiler:
         the step fails.
         """
         loaded, available = self._memory.used(), self._memory.available()
+        reserve = GROWTH_RESERVE + self._lora_bytes
         return MemoryProfile(
             limit=self._memory.limit,
             source=self._memory.source,
@@ -98,8 +103,8 @@ class MemoryProfiler:
             used_loaded=loaded,
             available=available,
             peak=None if largest_step is None else self._peak(largest_step),
-            growth_reserve=GROWTH_RESERVE if self._host is None else 0,
-            host_available=None if self._host is None else self._host.available() - GROWTH_RESERVE,
+            growth_reserve=reserve if self._host is None else 0,
+            host_available=None if self._host is None else self._host.available() - reserve,
         )
 
     def _peak(self, largest_step: Callable[[], object]) -> int:
@@ -347,14 +352,21 @@ TRIES, MAX_SECONDS = 5, 0.2
 
 
 def largest_step(
-    max_num_batched_tokens: int, max_num_seqs: int, length: int, block_size: int, vocab: int
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    length: int,
+    block_size: int,
+    vocab: int,
+    *,
+    lora: LoRARequest | None = None,
 ) -> SchedulerOutput:
     """A step of as many tokens and sequences as can be, each of which samples a token and returns prompt
-    log-probabilities. ``length`` is the longest sequence in tokens. All tokens lie in block 1, so that a pool of two
-    blocks is enough.
+    log-probabilities. ``length`` is the longest sequence in tokens, and all have the adapter ``lora``. All tokens lie
+    in block 1, so that a pool of two blocks is enough.
     """
     sizes = _chunk_lengths(max_num_batched_tokens, max_num_seqs, length)
-    return SchedulerOutput(0, [_costliest_chunk(number, size, block_size, vocab) for number, size in enumerate(sizes)])
+    chunks = [_costliest_chunk(number, size, block_size, vocab, lora) for number, size in enumerate(sizes)]
+    return SchedulerOutput(0, chunks)
 
 
 def measure_rates(executor: Executor, longest: int, vocab: int) -> Rates:
@@ -403,7 +415,7 @@ def _chunk_lengths(max_num_batched_tokens: int, max_num_seqs: int, length: int) 
         left -= size
 
 
-def _costliest_chunk(number: int, size: int, block_size: int, vocab: int) -> ScheduledChunk:
+def _costliest_chunk(number: int, size: int, block_size: int, vocab: int, lora: LoRARequest | None) -> ScheduledChunk:
     tokens = _sample_tokens(size, vocab)
     sample = SampleRequest(number, COSTLIEST_PARAMS, number, tokens, len(tokens))
     blocks = [1] * -(-size // block_size)
@@ -415,6 +427,7 @@ def _costliest_chunk(number: int, size: int, block_size: int, vocab: int) -> Sch
         (sample,),
         prompt_logprob_targets=tokens[1 : PROMPT_LOGPROB_TOKENS + 1],
         num_prompt_logprobs=MAX_LOGPROBS,
+        lora=lora,
     )
 
 

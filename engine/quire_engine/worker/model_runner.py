@@ -12,15 +12,18 @@ from typing import Protocol
 import torch
 
 from quire_engine.attention.base import AttentionBackend, AttentionShape
-from quire_engine.checkpoint.config import AttentionLayout, ModelConfig
+from quire_engine.checkpoint.config import AttentionLayout, DecoderConfig, ModelConfig
 from quire_engine.checkpoint.support import check_max_model_len
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import EngineArgs
 from quire_engine.core.block_pool import BlockCopies, KVCacheConfig
+from quire_engine.core.lora import LoRARequest
 from quire_engine.device.accelerator import upload
 from quire_engine.distributed.communicator import SINGLE_RANK, Communicator
 from quire_engine.distributed.pipeline import PipelineStage
+from quire_engine.lora.manager import LoRAManager
 from quire_engine.models.base import Model
+from quire_engine.models.llama import Llama
 from quire_engine.models.loader import load_model
 from quire_engine.worker.attention_selector import (
     check_attention,
@@ -50,7 +53,8 @@ class LoadedModel:
     """A model, its attention and its limits: all that a ``ModelRunner`` is made of but the KV memory. ``max_model_len``
     is the longest sequence in tokens. ``graph_sizes`` are the batch sizes of decode steps that are captured as CUDA
     graphs, where model and attention allow it; where there are any, the CPU captures CPU graphs of the sizes that come.
-    Rows of KV memory are held in ``kv_cache_dtype``. ``stage`` is the part of a pipeline that ``model`` is.
+    Rows of KV memory are held in ``kv_cache_dtype``. ``stage`` is the part of a pipeline that ``model`` is. ``loras``
+    holds its adapters; None if it has no slots for any.
     """
 
     config: ModelConfig
@@ -62,6 +66,7 @@ class LoadedModel:
     device: torch.device
     graph_sizes: Sequence[int] = ()
     stage: PipelineStage | None = None
+    loras: LoRAManager | None = None
 
     @property
     def block_bytes(self) -> int:
@@ -98,12 +103,18 @@ def load_model_and_attention(
     deterministic = config.deterministic
     check = partial(check_attention, config.attention, device, deterministic=deterministic)
     check_kv_cache_dtype(config.kv_cache_dtype, device)
-    model = load_model(model_config, config.model, LoadOptions(config, device, ranks, stage), check)
+    num_lora_slots = config.max_loras if config.enable_lora else 0
+    options = LoadOptions(config, device, ranks, stage, num_lora_slots)
+    model = load_model(model_config, config.model, options, check)
     shape = _attention_shape(model.layout, config.block_size)
     kv_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, model.dtype, device)
     backend = make_attention(config.attention, shape, device, model.dtype, kv_dtype, deterministic=deterministic)
     graph_sizes = () if config.enforce_eager else capture_sizes(config.max_num_seqs)
-    return LoadedModel(model_config, model, backend, kv_dtype, config.block_size, length, device, graph_sizes, stage)
+    loras = None
+    if isinstance(model, Llama) and isinstance(model_config, DecoderConfig) and model.loras is not None:
+        loras = LoRAManager(model_config, model.loras)
+    block_size = config.block_size
+    return LoadedModel(model_config, model, backend, kv_dtype, block_size, length, device, graph_sizes, stage, loras)
 
 
 def _attention_shape(layout: AttentionLayout, block_size: int) -> AttentionShape:
@@ -145,6 +156,14 @@ class Runner(Protocol):
         """
         ...
 
+    def add_lora(self, lora: LoRARequest) -> None:
+        """Reads an adapter into host memory, so that batches may have it. Raises ``LoRAError``."""
+        ...
+
+    def remove_lora(self, lora_id: int) -> None:
+        """Frees the memory of an adapter."""
+        ...
+
     def close(self) -> None:
         """Gives the KV memory back. Nothing can be computed any more."""
         ...
@@ -166,6 +185,7 @@ class ModelRunner:
         self._stage = model.stage
         self._attention = model.attention
         self._vocab_size = model.config.vocab_size
+        self._loras = model.loras
         self._kv_cache = model.make_kv_cache(sizes)
         if capture is None and model.device.type == "cuda" and model.graph_sizes:
             capture = CudaGraphCapturer()
@@ -201,6 +221,8 @@ class ModelRunner:
 
     def _forward(self, batch: ModelInput, pending: torch.Tensor | None) -> torch.Tensor:
         batch.check_vocabulary(self._vocab_size)
+        if self._loras is not None:
+            self._loras.prepare(batch.lora_ids)
         if self._cuda_graphs is not None and self._cuda_graphs.can_run(batch):
             return self._cuda_graphs.forward(batch, pending)
         self._attention.prepare(batch.attention)
@@ -208,7 +230,8 @@ class ModelRunner:
         token_ids, positions = upload(batch.token_ids, kv.device), upload(batch.attention.positions, kv.device)
         if pending is not None:
             scatter_pending(token_ids, batch.pending_rows, pending)
-        if self._cpu_graphs is not None and batch.is_drawn_from_whole and self._cpu_graphs.can_run(len(token_ids)):
+        has_graph = batch.is_drawn_from_whole and not batch.has_loras
+        if self._cpu_graphs is not None and has_graph and self._cpu_graphs.can_run(len(token_ids)):
             return self._cpu_graphs.forward(token_ids, positions)
         return self._model.forward(token_ids, positions, kv, self._attention)
 
@@ -219,6 +242,16 @@ class ModelRunner:
         if len(rows) < len(hidden):
             hidden = hidden.index_select(0, upload(rows, hidden.device))
         return self._model.logits(hidden)
+
+    def add_lora(self, lora: LoRARequest) -> None:
+        """See ``Runner.add_lora``."""
+        assert self._loras is not None, "the model has no slots for adapters"
+        self._loras.add(lora)
+
+    def remove_lora(self, lora_id: int) -> None:
+        """See ``Runner.remove_lora``."""
+        assert self._loras is not None, "the model has no slots for adapters"
+        self._loras.remove(lora_id)
 
     def _capture_graphs(self, model: LoadedModel, capture: GraphCapturer, alone: bool) -> CudaGraphRunner | None:
         pages = -(-model.max_model_len // model.block_size)

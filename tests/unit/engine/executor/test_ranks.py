@@ -24,6 +24,7 @@ from quire_engine.checkpoint.config import DecoderConfig, MoEConfig
 from quire_engine.checkpoint.weights import Checkpoint
 from quire_engine.config import EngineArgs
 from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig
+from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ScheduledChunk
 from quire_engine.distributed.communicator import Communicator, TensorParallelGroup, largest_shard_size, shard
 from quire_engine.errors import ModelError
@@ -210,7 +211,12 @@ def chunks(draw: st.DrawFn) -> list[ScheduledChunk]:
         tokens[-1] = draw(st.sampled_from([tokens[-1], PLACEHOLDER_TOKEN_ID]))
         made.append(
             ScheduledChunk(
-                number, tokens, start, list(range(20)), prompt_logprob_targets=tokens[: draw(st.integers(0, 3))]
+                number,
+                tokens,
+                start,
+                list(range(20)),
+                prompt_logprob_targets=tokens[: draw(st.integers(0, 3))],
+                lora=draw(st.none() | st.builds(LoRARequest, st.just("x"), st.integers(1, 9), st.just("x"))),
             )
         )
     return made
@@ -231,7 +237,8 @@ def test_a_batch_arrives_as_it_was(chunks: list[ScheduledChunk]) -> None:
 @given(chunks(), st.data())
 def test_a_batch_whose_parts_do_not_fit_is_refused(chunks: list[ScheduledChunk], data: st.DataObject) -> None:
     arrays = batch_to_arrays(prepare_inputs(chunks, 4).model_input)
-    place = data.draw(st.sampled_from([0, 4, 5, 7, 8, 9]))
+    with_loras = [4] if len(arrays[4]) else []
+    place = data.draw(st.sampled_from([0, *with_loras, 5, 6, 8, 9, 10]))
     arrays[place] = np.append(arrays[place], arrays[place][:1])
     with pytest.raises(MessageError):
         batch_from_arrays(arrays)

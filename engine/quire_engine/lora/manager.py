@@ -1,0 +1,70 @@
+"""``LoRAManager``: the adapters that one rank holds, in host memory and in slots."""
+
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+
+from quire_engine.checkpoint.config import DecoderConfig
+from quire_engine.core.lora import PROFILE_LORA, LoRARequest
+from quire_engine.errors import LoRAError
+from quire_engine.lora.adapter import LoRAAdapter, target_shapes
+from quire_engine.lora.layers import NO_ADAPTERS, LoRABatch, LoRALayers, ShardedAdapter
+
+
+class LoRAManager:
+    """Adapters by their numbers. All ranks get the same calls, so that they choose the same slots. Used by one thread,
+    in inference mode.
+    """
+
+    def __init__(self, config: DecoderConfig, layers: LoRALayers) -> None:
+        self._config = config
+        self._layers = layers
+        self._held: dict[int, ShardedAdapter] = {}
+        # The adapter in each slot that has one, the one that was used last at the end.
+        self._slots: OrderedDict[int, int] = OrderedDict()
+
+    def add(self, lora: LoRARequest) -> None:
+        """Reads an adapter into host memory. Raises ``LoRAError`` if its folder holds another than when it was loaded
+        first.
+        """
+        adapter = LoRAAdapter.read(Path(lora.lora_path), self._config, self._layers.max_rank)
+        if adapter.digest != lora.digest:
+            raise LoRAError(f"{lora.lora_path} has changed since the adapter {lora.lora_name} was loaded.")
+        self._held[lora.lora_int_id] = self._layers.shard(adapter.weights)
+
+    def remove(self, lora_id: int) -> None:
+        """Frees an adapter's memory, and its slot."""
+        del self._held[lora_id]
+        self._slots.pop(lora_id, None)
+
+    def prepare(self, lora_ids: torch.Tensor) -> None:
+        """Makes ready for a forward pass of tokens with these adapters, [T] int64 with 0 for none, or no numbers at all
+        if none has one. Adapters that are in no slot get those that were not used for longest.
+        """
+        if not len(lora_ids):
+            self._layers.batch = NO_ADAPTERS
+            return
+        found, indices = lora_ids.unique(return_inverse=True)
+        wanted = [lora_id for lora_id in found.tolist() if lora_id > 0]
+        for lora_id in wanted:
+            if lora_id in self._slots:
+                self._slots.move_to_end(lora_id)
+        for lora_id in wanted:
+            if lora_id not in self._slots:
+                self._slots[lora_id] = self._free_slot()
+                self._layers.set_slot(self._slots[lora_id], self._held[lora_id])
+        slot_of = {**self._slots, 0: -1, PROFILE_LORA.lora_int_id: 0}
+        slots = torch.tensor([slot_of[lora_id] for lora_id in found.tolist()])
+        self._layers.batch = LoRABatch.of(slots[indices], self._layers.device)
+
+    def _free_slot(self) -> int:
+        if len(self._slots) < self._layers.num_slots:
+            taken = set(self._slots.values())
+            return next(slot for slot in range(self._layers.num_slots) if slot not in taken)
+        return self._slots.popitem(last=False)[1]
+
+
+def adapter_bytes(config: DecoderConfig, max_rank: int) -> int:
+    """The most memory that an adapter takes, of numbers of four bytes."""
+    return 4 * max_rank * sum(sum(shape) for shape in target_shapes(config).values())

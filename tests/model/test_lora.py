@@ -1,0 +1,193 @@
+"""Requests of several adapters in one batch each get what the model with that adapter merged into its weights makes."""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quire_engine.core.lora import LoRARequest
+from quire_engine.core.step import SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.errors import ModelError
+from quire_engine.executor.torch_executor import TorchExecutor
+from quire_engine.lora.adapter import LoRAAdapter
+from quire_engine.models.loader import read_model_config
+from quire_proto.errors import ErrorCode
+
+from tests.model.driver import GREEDY, Driver, Sequence
+from tests.model.models import OWN, SmallModels, greedy_oracle
+from tests.support.adapters import ATTENTION, write_adapter, write_merged_model
+from tests.support.executors import load_executor
+from tests.support.rank_threads import ranks_are_threads
+
+POOL = 4 << 20
+OUTPUT_TOKENS = 12
+# Ranks below the largest, PEFT's other scale, few layers and stored dtypes.
+ADAPTERS: list[dict[str, Any]] = [
+    {"rank": 8, "alpha": 16},
+    {"rank": 3, "alpha": 4, "use_rslora": True},
+    {"rank": 5, "alpha": 5, "targets": ("v_proj", "q_proj"), "dtype": torch.bfloat16},
+    {"rank": 2, "alpha": 1, "targets": ("k_proj", "o_proj", "up_proj", "down_proj"), "dtype": torch.float16},
+]
+
+
+class Adapters:
+    """The adapters of the small models and what transformers generates with each, made when first asked for."""
+
+    def __init__(self, models: SmallModels, tmp: Path) -> None:
+        self._models = models
+        self._tmp = tmp
+        self._outputs: dict[tuple[str, int], list[list[int]]] = {}
+
+    def request(self, name: str, number: int) -> LoRARequest:
+        """The adapter of that number, from 1."""
+        folder = self._tmp / name / str(number)
+        if not folder.exists():
+            write_adapter(folder, self._models.folder(name), seed=number, **ADAPTERS[number - 1])
+        config = read_model_config(self._models.folder(name))
+        return LoRARequest(str(number), number, folder, LoRAAdapter.read(folder, config, 8).digest)
+
+    def sequences(self, name: str, numbers: list[int]) -> list[Sequence]:
+        """A sequence for each prompt, whose adapters are ``numbers`` in turn; 0 is the model alone."""
+        return [
+            Sequence(index, prompt, OUTPUT_TOKENS, lora=self.request(name, number) if number else None)
+            for index, (prompt, number) in enumerate(self._assigned(numbers))
+        ]
+
+    def expected(self, name: str, numbers: list[int]) -> list[list[int]]:
+        """What transformers generates for ``sequences``."""
+        outputs = []
+        for index, (prompt, number) in enumerate(self._assigned(numbers)):
+            if not number:
+                outputs.append(self._models.outputs(name)[index][:OUTPUT_TOKENS])
+                continue
+            merged = self._tmp / name / f"merged-{number}"
+            if not merged.exists():
+                adapter = self.request(name, number).lora_path
+                write_merged_model(merged, self._models.folder(name), Path(adapter))
+            outputs += greedy_oracle(merged, [prompt], OUTPUT_TOKENS)
+        return outputs
+
+    def _assigned(self, numbers: list[int]) -> list[tuple[list[int], int]]:
+        return [(prompt, numbers[index % len(numbers)]) for index, prompt in enumerate(self._models.prompts[:10])]
+
+
+@pytest.fixture(scope="module")
+def adapters(small_models: SmallModels, tmp_path_factory: pytest.TempPathFactory) -> Adapters:
+    return Adapters(small_models, tmp_path_factory.mktemp("adapters"))
+
+
+def load(folder: Path, **settings: Any) -> TorchExecutor:
+    limits = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 8}
+    pools = {"kv_cache_memory": POOL, "swap_bytes": POOL}
+    return load_executor(folder, **{"dtype": "float32", **limits, **pools, **settings})
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_adapters_in_one_batch_make_the_tokens_of_merged_weights(
+    small_models: SmallModels, adapters: Adapters, name: str
+) -> None:
+    numbers = [1, 0, 2, 3, 4, 1]
+    with closing(load(small_models.folder(name))) as executor:
+        outputs = Driver(executor, seed=1, max_chunk=13).run(adapters.sequences(name, numbers))
+    assert outputs == adapters.expected(name, numbers)
+    assert outputs != adapters.expected(name, [0]), "the adapters make a difference"
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
+def test_ranks_share_the_adapters(
+    monkeypatch: pytest.MonkeyPatch, small_models: SmallModels, adapters: Adapters, tensor: int, pipeline: int
+) -> None:
+    ranks_are_threads(monkeypatch)
+    numbers = [1, 0, 2, 3]
+    folder, sizes = small_models.folder("llama2"), {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    with closing(load(folder, max_cpu_loras=4, **sizes)) as executor:
+        outputs = Driver(executor, seed=2, max_chunk=9).run(adapters.sequences("llama2", numbers))
+    assert outputs == adapters.expected("llama2", numbers)
+
+
+@pytest.mark.parametrize(("max_loras", "max_cpu_loras"), [(1, 1), (1, 3), (2, 2), (2, 4)])
+def test_adapters_take_turns_in_fewer_slots_and_less_memory(
+    small_models: SmallModels, adapters: Adapters, max_loras: int, max_cpu_loras: int
+) -> None:
+    """One after the other, in an order that comes back to each: those that left are read again."""
+    folder = small_models.folder("llama3")
+    with closing(load(folder, max_loras=max_loras, max_cpu_loras=max_cpu_loras)) as executor:
+        for number in (1, 2, 3, 1, 0, 4, 2, 1):
+            outputs = Driver(executor, seed=number, max_chunk=20).run(adapters.sequences("llama3", [number])[:3])
+            assert outputs == adapters.expected("llama3", [number])[:3]
+            assert len(executor._loras._held) <= max_cpu_loras
+
+
+def test_an_adapter_whose_folder_has_changed_ends_its_own_requests_alone(
+    small_models: SmallModels, adapters: Adapters, tmp_path: Path
+) -> None:
+    model = small_models.folder("llama3")
+    folder = write_adapter(tmp_path / "a", model)
+    digest = LoRAAdapter.read(folder, read_model_config(model), 8).digest
+    write_adapter(folder, model, seed=1)
+    known, changed = adapters.request("llama3", 1), LoRARequest("changed", 7, folder, digest)
+    with closing(load(model)) as executor:
+        chunks = [chunk(0, None), chunk(1, known), chunk(2, changed)]
+        output = executor.execute_model(SchedulerOutput(1, chunks))
+        assert sorted(output.token_ids) == [0, 1]
+        assert {key: (error.code, error.param) for key, error in output.errors.items()} == {
+            2: (ErrorCode.UNAVAILABLE, "model")
+        }
+        assert sorted(executor._loras._held) == [1]
+
+
+def chunk(sequence_id: int, lora: LoRARequest | None) -> ScheduledChunk:
+    tokens = [5, 6, 7]
+    sample = SampleRequest(sequence_id, GREEDY, 0, tokens, len(tokens))
+    return ScheduledChunk(sequence_id, tokens, 0, [sequence_id + 1], (sample,), lora=lora)
+
+
+def test_a_batch_without_adapters_is_the_models_own_to_the_last_bit(small_models: SmallModels) -> None:
+    folder = small_models.folder("qwen3")
+    made = []
+    for enable_lora in (False, True):
+        with closing(load(folder, enable_lora=enable_lora, dtype="bfloat16")) as executor:
+            batch = [chunk(each, None) for each in range(3)]
+            made.append(_hidden(executor, batch))
+    assert torch.equal(*made)
+
+
+def _hidden(executor: TorchExecutor, chunks: list[ScheduledChunk]) -> torch.Tensor:
+    from quire_engine.worker.input_batch import prepare_inputs
+
+    with torch.inference_mode():
+        return executor._runner.forward(prepare_inputs(chunks, executor.kv_cache_config.block_size).model_input).clone()
+
+
+def test_quantised_layers_have_adapters_too(small_models: SmallModels, adapters: Adapters) -> None:
+    """Adapters keep their own precision: the difference that one makes is that in float32, roughly."""
+    folder, request = small_models.folder("llama2"), adapters.request("llama2", 1)
+    differences = []
+    for quantization in (None, "int8"):
+        with closing(load(folder, quantization=quantization)) as executor:
+            own = _hidden(executor, [chunk(0, None)])
+            executor._runner.add_lora(request)
+            differences.append(_hidden(executor, [chunk(0, request)]) - own)
+    exact, rounded = differences
+    assert (rounded - exact).norm() < 0.1 * exact.norm()
+
+
+def test_a_model_that_runs_through_transformers_has_no_adapters(small_models: SmallModels) -> None:
+    with pytest.raises(ModelError, match="--enable-lora is for models with code of their own"):
+        load(small_models.folder("gpt2"))
+
+
+def test_the_largest_step_and_the_adapters_to_come_count_as_memory(small_models: SmallModels) -> None:
+    folder = small_models.folder("llama3")
+    common = {"kv_cache_memory": None, "max_num_batched_tokens": 64, "max_num_seqs": 5}
+    with closing(load(folder, **common)) as executor:
+        driven = Driver(executor, seed=0, max_chunk=9)
+        assert driven.run([Sequence(0, [5, 6, 7], 4)])
+
+
+def test_attention_alone_may_be_the_target(small_models: SmallModels, tmp_path: Path) -> None:
+    model = small_models.folder("qwen2")
+    folder = write_adapter(tmp_path / "a", model, targets=ATTENTION)
+    adapter = LoRAAdapter.read(folder, read_model_config(model), 8)
+    assert {name.rpartition(".")[2] for name in adapter.weights} == set(ATTENTION)

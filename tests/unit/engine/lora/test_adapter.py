@@ -1,0 +1,184 @@
+"""An adapter's folder is read as PEFT wrote it; what cannot be served is refused in one sentence."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from quire_engine.checkpoint.config import DecoderConfig
+from quire_engine.errors import LoRAError
+from quire_engine.lora.adapter import LoRAAdapter, target_shapes
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tests.support.adapters import write_adapter
+
+MAX_RANK = 8
+PREFIX = "base_model.model.model.layers"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    folder = tmp_path_factory.mktemp("model")
+    AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=40, num_hidden_layers=2, **sizes)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(model: Path) -> DecoderConfig:
+    return DecoderConfig.read(model)
+
+
+@pytest.fixture
+def folder(model: Path, tmp_path: Path) -> Path:
+    return write_adapter(tmp_path / "adapter", model)
+
+
+def change_config(folder: Path, **values: object) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("config_values", "scale"),
+    [({}, 2.0), ({"lora_alpha": 3}, 0.75), ({"use_rslora": True}, 4.0), ({"lora_alpha": 0.5}, 0.125)],
+)
+def test_the_scale_is_pefts(
+    folder: Path, config: DecoderConfig, config_values: dict[str, object], scale: float
+) -> None:
+    change_config(folder, **config_values)
+    adapter = LoRAAdapter.read(folder, config, MAX_RANK)
+    stored = load_file(folder / "adapter_model.safetensors")
+    assert adapter.rank == 4
+    assert set(adapter.weights) == set(target_shapes(config))
+    for name, weights in adapter.weights.items():
+        assert torch.equal(weights.a, stored[f"base_model.model.{name}.lora_A.weight"])
+        torch.testing.assert_close(weights.b.T, scale * stored[f"base_model.model.{name}.lora_B.weight"])
+
+
+def test_the_digest_is_of_both_files_and_of_nothing_else(folder: Path, model: Path, config: DecoderConfig) -> None:
+    def digest(path: Path) -> bytes:
+        return LoRAAdapter.read(path, config, MAX_RANK).digest
+
+    known = digest(folder)
+    (folder / "README.md").write_text("A card.")
+    assert digest(write_adapter(folder.parent / "copy", model)) == digest(folder) == known
+    change_config(folder, lora_alpha=9)
+    assert digest(folder) != known
+    change_config(folder, lora_alpha=8)
+    assert digest(folder) == known
+    change_tensors(folder, lambda tensors: next(iter(tensors.values())).add_(1))
+    assert digest(folder) != known
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"peft_type": "LOHA"}, "its peft_type must be LORA"),
+        ({"use_dora": True}, "DoRA"),
+        ({"bias": "lora_only"}, "biases"),
+        ({"lora_bias": True}, "biases"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"alora_invocation_tokens": [1]}, "aLoRA"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"init_lora_weights": "pissa"}, "changes the model's own weights"),
+        ({"r": 9}, "has the rank 9, and --max-lora-rank is 8"),
+        ({"r": 0}, "r must be a whole number"),
+        ({"r": True}, "r must be a whole number"),
+        ({"r": None}, "r must be a whole number"),
+        ({"lora_alpha": "8"}, "lora_alpha must be a number"),
+        ({"lora_alpha": float("inf")}, "lora_alpha must be a number"),
+        ({"r": 3}, "this model and the rank 3 ask for"),
+    ],
+)
+def test_what_the_settings_ask_for_and_is_not_done_is_refused(
+    folder: Path, config: DecoderConfig, values: dict[str, object], told: str
+) -> None:
+    change_config(folder, **values)
+    with pytest.raises(LoRAError) as caught:
+        LoRAAdapter.read(folder, config, MAX_RANK)
+    assert told in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+def _rename(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda tensors: tensors.update({f"{PREFIX}.{new}": tensors.pop(f"{PREFIX}.{old}")})
+
+
+def _add(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda tensors: tensors.update({f"{PREFIX}.{name}": torch.ones(*shape, dtype=dtype)})
+
+
+Q = "0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            _rename(f"{Q}.lora_A.weight", f"{Q}.lora_magnitude_vector"),
+            "what adapters may change here is q_proj, k_proj,",
+        ),
+        (_add("0.mlp.experts.0.w1.lora_A.weight", 4, 16), "mlp.experts.0"),
+        (_add("0.self_attn.q_proj.bias", 16), "q_proj.bias"),
+        (_add("2.self_attn.q_proj.lora_A.weight", 4, 16), "layers.2"),
+        (lambda tensors: tensors.update({"base_model.model.lm_head.lora_A.weight": torch.ones(4, 16)}), "lm_head"),
+        (lambda tensors: tensors.pop(f"{PREFIX}.{Q}.lora_B.weight"), "has only one of the two matrices"),
+        (_add(f"{Q}.lora_B.weight", 17, 4), "in the shape [17, 4]"),
+        (_add(f"{Q}.lora_A.weight", 4, 15), "in the shape [4, 15]"),
+        (_add(f"{Q}.lora_A.weight", 4, 16, dtype=torch.int8), "torch.int8, which is not supported"),
+        (lambda tensors: tensors.clear(), "has no tensors"),
+    ],
+)
+def test_tensors_that_fit_no_layer_of_the_model_are_refused(
+    folder: Path, config: DecoderConfig, change: Callable[[dict[str, torch.Tensor]], object], told: str
+) -> None:
+    change_tensors(folder, change)
+    with pytest.raises(LoRAError) as caught:
+        LoRAAdapter.read(folder, config, MAX_RANK)
+    assert told in str(caught.value)
+
+
+def test_a_pickle_is_not_opened_and_what_to_do_is_said(folder: Path, config: DecoderConfig) -> None:
+    weights = folder / "adapter_model.safetensors"
+    weights.rename(folder / "adapter_model.bin")
+    with pytest.raises(LoRAError, match=r"is a pickle, .* safe_serialization=True"):
+        LoRAAdapter.read(folder, config, MAX_RANK)
+
+
+def test_broken_folders_are_refused(folder: Path, config: DecoderConfig) -> None:
+    def error() -> str:
+        with pytest.raises(LoRAError) as caught:
+            LoRAAdapter.read(folder, config, MAX_RANK)
+        return str(caught.value)
+
+    weights = folder / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    for length in (0, 4, 100, len(whole) - 1):
+        weights.write_bytes(whole[:length])
+        assert "is not a whole safetensors file" in error()
+    os.truncate(weights, 1 << 32)
+    assert "is more than an adapter of this model can be" in error()
+    weights.unlink()
+    assert error().endswith("has no adapter_model.safetensors.")
+    for text in ("", "[]", "{", '"LORA"'):
+        (folder / "adapter_config.json").write_text(text)
+        assert "adapter_config.json" in error()
+    (folder / "adapter_config.json").unlink()
+    assert error().endswith("has no adapter_config.json.")
+    folder.rmdir()
+    assert error().endswith("does not exist.")
