@@ -1,8 +1,8 @@
 """Hashes of KV blocks: a hash chain over tokens, the same bytes in the router and in every engine.
 
 ``hash(block) = blake2b-128(hash(parent) ‖ tokens as little-endian int32 ‖ extra)``, where ``extra`` is what else
-determines the block's contents, or who may share it: the model's revision and the tenant's salt. The first block's
-parent is ``ROOT``.
+determines the block's contents, or who may share it: the model's revision, the tenant's salt and the digest of the
+adapter, where there is one. The first block's parent is ``ROOT``.
 """
 
 from array import array
@@ -15,12 +15,12 @@ TOKEN_BYTES = 4
 ROOT = bytes(HASH_BYTES)
 
 
-def extra_key(model_revision: str, salt: bytes = b"") -> bytes:
-    """The ``extra`` of every block of a request: each part with its length before it, so that no two pairs
-    collide.
+def extra_key(model_revision: str, salt: bytes = b"", lora_digest: bytes = b"") -> bytes:
+    """The ``extra`` of every block of a request: each part with its length before it, so that no two requests collide
+    that differ in one. A request without an adapter has two parts.
     """
-    revision = model_revision.encode()
-    return len(revision).to_bytes(4, "little") + revision + len(salt).to_bytes(4, "little") + salt
+    parts = (model_revision.encode(), salt, lora_digest) if lora_digest else (model_revision.encode(), salt)
+    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
 
 
 def hash_block(parent: bytes, tokens: Sequence[int], extra: bytes) -> bytes:

@@ -17,10 +17,12 @@ from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.engine_core import EngineCore
 from quire_engine.core.executor import AsyncExecutor, AsyncModelOutput, Executor, Rates
 from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.lora import LoRARequest
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.executor.torch_executor import TorchExecutor
+from quire_engine.lora.manager import LoRAManager
 from quire_engine.simulation.config import PRESETS
 from quire_engine.simulation.simulated_executor import SimulatedExecutor
 from quire_proto.sampling import SamplingParams
@@ -33,6 +35,7 @@ MAX_MODEL_LEN = 160
 DEVICE_BLOCKS, HOST_BLOCKS = 60, 60
 MAX_STEPS = 5000
 Event = tuple[int, Request | str]
+LORAS = [LoRARequest(str(number), number, "", bytes([number])) for number in (1, 2, 3)]
 
 
 class Noting:
@@ -102,6 +105,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         max_overtakes=draw(st.sampled_from([1, 64])),
         batching=draw(st.sampled_from(["continuous", "continuous", "static", "phased"])),
         swap_ahead=draw(st.sampled_from([0.0, 0.5, 0.9])),
+        max_loras=draw(st.sampled_from([1, 2])),
         vocab_size=VOCAB_SIZE,
     )
     return Scenario(
@@ -139,7 +143,8 @@ def requests(draw: st.DrawFn, greedy: bool) -> Request:
     # request's output would be another one's prompt.
     first = 30 * seed + own - 1
     prompt = [3 + position % 50 for position in range(shared)] + [60 + (first + 29 * at) % 190 for at in range(own)]
-    return Request("", prompt, params, priority=draw(st.integers(0, 1)))
+    lora = draw(st.sampled_from([None, None, *LORAS]))
+    return Request("", prompt, params, priority=draw(st.integers(0, 1)), lora=lora)
 
 
 def scheduler_outputs(executor: Executor, scenario: Scenario) -> list[Any]:
@@ -167,14 +172,20 @@ def send(scheduler: Scheduler, event: Request | str) -> None:
         scheduler.add_request(event)
 
 
+def read_no_folders(patch: pytest.MonkeyPatch) -> None:
+    """Every adapter is one that changes nothing: steps do not depend on what is computed in them."""
+    patch.setattr(LoRAManager, "add", lambda self, lora: self._held.update({lora.lora_int_id: self._layers.shard({})}))
+
+
 @pytest.fixture(scope="module", params=[1, 2], ids=["whole", "pipeline"])
 def real(small_models: SmallModels, request: pytest.FixtureRequest) -> Iterator[TorchExecutor]:
     """The model in so many stages."""
     with pytest.MonkeyPatch.context() as patch:
         ranks_are_threads(patch)
-        folder = small_models.folder("llama3")
-        executor = load(folder, DEVICE_BLOCKS, HOST_BLOCKS, pipeline_parallel_size=request.param)
-    yield executor
+        settings = {"enable_lora": True, "max_loras": 2, "pipeline_parallel_size": request.param}
+        executor = load(small_models.folder("llama3"), DEVICE_BLOCKS, HOST_BLOCKS, **settings)
+        read_no_folders(patch)
+        yield executor
     executor.close()
 
 

@@ -3,7 +3,7 @@ are preempted, outputs are right and every block is freed.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -12,6 +12,7 @@ from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.engine_core import AbortRequest, AddRequest, EngineCore, EngineCoreOutputs
 from quire_engine.core.executor import Rates
 from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.lora import LoRARequest
 from quire_engine.core.outputs import EngineCoreOutput
 from quire_engine.core.request import Request, ResumedOutput
 from quire_engine.core.scheduler import Scheduler
@@ -23,6 +24,7 @@ from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor, expected_bea
 
 EOS = 7
 MAX_MODEL_LEN = 40
+LORAS = [LoRARequest(name, number, name, name.encode()) for number, name in enumerate("xyz", 1)]
 TOO_SHORT = 1e-12  # seconds; prompts get the least, however long steps take
 
 
@@ -75,6 +77,7 @@ class EngineStateMachine(RuleBasedStateMachine):
         max_swapped=st.sampled_from([0, 2, 64]),
         max_step_seconds=st.sampled_from([0.0, TOO_SHORT]),
         swap_ahead=st.sampled_from([0.0, 0.01, 0.5, 0.9]),
+        max_loras=st.sampled_from([1, 2]),
     )
     def start(
         self,
@@ -90,6 +93,7 @@ class EngineStateMachine(RuleBasedStateMachine):
         max_swapped,
         max_step_seconds,
         swap_ahead,
+        max_loras,
     ):
         capacity = KVCacheConfig(block_size, 1 + pool_tokens // block_size, host_blocks, block_bytes=100)
         config = SchedulerConfig(
@@ -105,6 +109,7 @@ class EngineStateMachine(RuleBasedStateMachine):
             max_step_seconds=max_step_seconds,
             swap_ahead=swap_ahead,
             num_stages=self.num_stages,
+            max_loras=max_loras,
         )
         self.memory = KVCacheManager(capacity, prefix_caching=caching != "none", host_caching=caching == "host")
         self.scheduler = Scheduler(config, self.memory, rates=rates)
@@ -164,8 +169,9 @@ class EngineStateMachine(RuleBasedStateMachine):
         logprobs=st.sampled_from([None, 0]),
         prompt_logprobs=st.sampled_from([None, None, 0]),
         priority=st.integers(0, 2),
+        lora=st.sampled_from([None, None, *LORAS]),
     )
-    def arrive(self, count, own, shared, delivered, priority, **settings):
+    def arrive(self, count, own, shared, delivered, priority, lora, **settings):
         for seed in range(count):
             prompt = [token % VOCAB_SIZE for token in range(shared)] + own
             params = SamplingParams(seed=seed, **settings)
@@ -173,9 +179,8 @@ class EngineStateMachine(RuleBasedStateMachine):
                 self.expected(prompt, params, i)[: max(0, delivered - i)] if prompt else [] for i in range(params.n)
             ]
             history = [ResumedOutput(i, output) for i, output in enumerate(outputs) if output]
-            self.add(
-                Request(f"r{len(self.clients)}", prompt, params, resumed_outputs=history, priority=priority), outputs
-            )
+            request = Request(f"r{len(self.clients)}", prompt, params, resumed_outputs=history, priority=priority)
+            self.add(replace(request, lora=lora), outputs)
 
     @rule(
         shared=st.sampled_from([1, 3, 6, 9]),
@@ -282,6 +287,8 @@ class EngineStateMachine(RuleBasedStateMachine):
         assert scheduler.running.num_slots == sum(s.num_slots for s in scheduler.running)
         assert scheduler.running.num_slots <= scheduler.config.max_num_seqs
         assert len(scheduler.swapped) <= scheduler.config.max_swapped
+        admitted = [s.request.lora for queue in self.queues()[:3] for s in queue if s.request.lora is not None]
+        assert len(set(admitted)) <= scheduler.config.max_loras
         queued = [s.id for queue in self.queues() for s in queue]
         assert sorted(queued) == sorted(scheduler._registry.sequences), "a sequence is in no queue, or in two"
 

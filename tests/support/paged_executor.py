@@ -1,7 +1,7 @@
 """An executor over paged memory of tokens instead of tensors: it notices any block that does not hold what it should.
 
-Each slot remembers the whole prefix up to its token (as a running hash), so that reading a block which was
-overwritten, never computed, or copied to the wrong place is found at once. The next token is a pure function of the
+Each slot remembers the whole prefix up to its token (as a running hash) and the adapter, so that reading a block which
+was overwritten, never computed, or copied to the wrong place is found at once. The next token is a pure function of the
 prefix and the seed, so the right output of any request is known without running a scheduler.
 """
 
@@ -15,10 +15,11 @@ from quire_engine.core.step import BeamCandidates, ModelOutput, SampleRequest, S
 from quire_proto.sampling import SamplingParams, TokenLogprobs
 
 VOCAB_SIZE = 50
+DIGEST_BYTES = 8
 
 
 def digest(previous: bytes, token_id: int) -> bytes:
-    return blake2b(previous + token_id.to_bytes(4, "little"), digest_size=8).digest()
+    return blake2b(previous + token_id.to_bytes(4, "little"), digest_size=DIGEST_BYTES).digest()
 
 
 def prefix_digests(token_ids: list[int]) -> list[bytes]:
@@ -106,11 +107,12 @@ class PagedExecutor:
 
     def compute(self, chunk: ScheduledChunk, model_output: ModelOutput) -> bytes:
         """Fills the chunk's slots; returns the prefix that ends in it."""
-        prefix = self._read(chunk.block_ids, chunk.start)
+        adapter = b"" if chunk.lora is None else chunk.lora.lora_name.encode()
+        prefix = self._read(chunk.block_ids, chunk.start, adapter)
         for position, token_id in enumerate(chunk.token_ids, chunk.start):
             parent, prefix = prefix, digest(prefix, token_id)
             self.parents[prefix] = parent
-            self._write(chunk.block_ids, position, prefix)
+            self._write(chunk.block_ids, position, prefix + adapter)
         if chunk.prompt_logprob_targets:
             pairs = zip(chunk.prompt_logprob_targets, range(chunk.start, chunk.end), strict=False)
             told = [TokenLogprobs(float(position + 1), ((token_id, 0.0),)) for token_id, position in pairs]
@@ -145,14 +147,15 @@ class PagedExecutor:
         if sample_request.params.wants_logprobs:
             model_output.logprobs[sample_request.sequence_id] = TokenLogprobs(logprob(prefix, token_id))
 
-    def _read(self, block_ids: list[int], length: int) -> bytes:
+    def _read(self, block_ids: list[int], length: int, adapter: bytes) -> bytes:
         """The prefix of ``length`` tokens, after every slot of it was held against the tokens that led there."""
         size = self.kv_cache_config.block_size
         previous = b""
         for position in range(length):
             slot = self.device[block_ids[position // size]][position % size]
-            assert self.parents.get(slot) == previous, f"token {position} is not what was computed there"
-            previous = slot
+            assert self.parents.get(slot[:DIGEST_BYTES]) == previous, f"token {position} is not what was computed there"
+            assert slot[DIGEST_BYTES:] == adapter, f"token {position} was computed with another adapter"
+            previous = slot[:DIGEST_BYTES]
         return previous
 
     def _write(self, block_ids: list[int], position: int, prefix: bytes) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from quire_engine.core.block_pool import Tier
 from quire_engine.core.executor import Rates
 from quire_engine.core.kv_cache_manager import CachedBlock, KVCacheManager
+from quire_engine.core.lora import LoRAAdmission
 from quire_engine.core.outputs import SchedulerStats
 from quire_engine.core.request import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
 from quire_engine.core.request_queue import (
@@ -75,10 +76,13 @@ class BatchScheduler:
         self._num_draft_requests = 0
         self._is_pipeline = config.num_stages > 1
         self._oldest_in_flight = 0
+        self._loras = LoRAAdmission(config.max_loras, config.max_overtakes)
+        self._has_loras = False
         self.speculator = Speculator(config, rates) if config.speculative_method != "none" else None
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence."""
+        self._has_loras = self._has_loras or sequence.request.lora is not None
         sequence.served_at_arrival = self._stats.computed_tokens
         sequence.queue_key = self._queue_key(sequence)
         self.waiting.push(sequence)
@@ -274,6 +278,7 @@ class BatchScheduler:
         token_ids = known[start:end] or [PLACEHOLDER_TOKEN_ID]
         sample_requests = sequence.sample_requests if end >= len(known) else ()
         chunk = ScheduledChunk(sequence.id, token_ids, start, sequence.table.block_ids, sample_requests)
+        chunk.lora = sequence.group.request.lora
         if drafts:
             chunk.num_draft_tokens = len(drafts)
             chunk.sample_requests = self._with_draft_requests(sample_requests[0], drafts)
@@ -431,12 +436,18 @@ class BatchScheduler:
     def _schedule_waiting(self, scheduler_output: SchedulerOutput, budget: StepBudget) -> None:
         if self._by_length:
             self._reorder_some()
-        while self.waiting.sequences and budget.allows_prompts:
+        if self._has_loras:
+            self._loras.update(self.waiting, (self.running, self.swapped, self.preempted))
+        while self.waiting.has_ready and budget.allows_prompts:
             sequence = self._next_waiting()
+            if not self._loras.may_admit(sequence):
+                self.waiting.hold(sequence)
+                continue
             hits = self._cached_blocks_if_fits(sequence) if self._has_free_slots(sequence) else None
             if hits is None:
                 break
             self.waiting.remove_admitted(sequence)
+            self._loras.record_admission(sequence, self.waiting)
             self._admit(sequence, hits)
             self._record_admission(sequence, hits, scheduler_output.step)
             self._schedule_next_chunk(sequence, scheduler_output, budget)

@@ -1,7 +1,13 @@
-"""``LoRARequest``: which adapter a request is for."""
+"""LoRA adapters as the core knows them: which one a request is for, and who waits as a step has too many of them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quire_engine.core.request import Sequence
+    from quire_engine.core.request_queue import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +30,51 @@ PROFILE_LORA = LoRARequest("", -1, "")
 def lora_int_id(lora: LoRARequest | None) -> int:
     """The adapter's number; 0 stands for none."""
     return 0 if lora is None else lora.lora_int_id
+
+
+class LoRAAdmission:
+    """Which waiting sequences may be admitted, so that what is admitted has at most ``max_loras`` adapters; what was
+    preempted counts too, as it comes back before anything else is admitted.
+
+    Sequences of further adapters are held, and those behind them go first. So that they do not wait for ever, only
+    ``max_overtakes`` with an adapter do: then no more are admitted until another adapter has had its turn.
+    """
+
+    def __init__(self, max_loras: int, max_overtakes: int) -> None:
+        self._max_loras = max_loras
+        self._max_overtakes = max_overtakes
+        self._num_overtakes = 0
+        self._active: set[int] = set()
+        self._has_new = False
+
+    def update(self, waiting: "WaitingQueue", admitted: "Iterable[Iterable[Sequence]]") -> None:
+        """Takes note of the adapters of what is ``admitted``. Sequences that are held get another chance when these
+        have changed since they were held.
+        """
+        loras = (sequence.request.lora for queue in admitted for sequence in queue)
+        active = {lora.lora_int_id for lora in loras if lora is not None}
+        if active != self._active or self._has_new:
+            waiting.release()
+        self._active, self._has_new = active, False
+        if not waiting.has_held:
+            self._num_overtakes = 0
+
+    def may_admit(self, sequence: "Sequence") -> bool:
+        """Whether a sequence can be admitted now, as far as its adapter is concerned."""
+        lora = sequence.request.lora
+        if lora is None:
+            return True
+        if lora.lora_int_id in self._active:
+            return self._num_overtakes < self._max_overtakes
+        return len(self._active) < self._max_loras
+
+    def record_admission(self, sequence: "Sequence", waiting: "WaitingQueue") -> None:
+        """Takes note of a sequence that is admitted."""
+        lora = sequence.request.lora
+        if lora is None:
+            return
+        if lora.lora_int_id not in self._active:
+            self._active.add(lora.lora_int_id)
+            self._num_overtakes, self._has_new = 0, True
+        elif waiting.has_held:
+            self._num_overtakes += 1

@@ -13,6 +13,7 @@ from quire_proto.sampling import SamplingParams, check_length, choice_seed
 
 from quire_engine.core.beam_search import BeamSearch
 from quire_engine.core.kv_cache_manager import BlockTable, KVCacheManager
+from quire_engine.core.lora import LoRARequest
 from quire_engine.core.speculation import NgramProposer, SuffixProposer
 from quire_engine.core.step import BeamCandidates, Grammar, SampleRequest, SchedulerOutput
 
@@ -36,7 +37,7 @@ class Request:
     ``output_token_ids`` were delivered by an earlier attempt of the first choice; they count towards ``max_tokens``,
     and the next token is drawn for the position after them. ``resumed_outputs`` says the same of each choice, and takes
     precedence. With the priority policy, smaller numbers go first. ``grammar`` is ``sampling.structured``, compiled.
-    ``traceparent`` is carried for the service's traces and means nothing here.
+    ``traceparent`` is carried for the service's traces and means nothing here. ``lora`` is the adapter to run it with.
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class Request:
     resumed_outputs: Tokens[ResumedOutput] = ()
     priority: int = 0
     grammar: Grammar | None = None
+    lora: LoRARequest | None = None
 
     @property
     def all_resumed_outputs(self) -> Tokens[ResumedOutput]:
@@ -325,7 +327,8 @@ class SequenceRegistry:
 
     def _new_sequence(self, group: SequenceGroup, index: int, output: list[int]) -> Sequence:
         request = group.request
-        table = BlockTable(extra_key(self._config.model_revision, request.cache_salt))
+        lora_digest = b"" if request.lora is None else request.lora.digest
+        table = BlockTable(extra_key(self._config.model_revision, request.cache_salt, lora_digest))
         tokens = [*request.prompt_token_ids, *output]
         limit = min(group.num_prompt_tokens + request.sampling.max_tokens, self._config.max_model_len)
         timings = SequenceTimings(arrived=self._clock())

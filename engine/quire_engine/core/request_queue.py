@@ -51,7 +51,8 @@ class WaitingQueue:
     """Sequences for which nothing is computed, in the order of their ranks, and the tokens that this work amounts to.
 
     Whoever has been overtaken by ``max_overtakes`` later arrivals is next, whatever its rank. It is enough to count for
-    the oldest: everyone who overtook a younger one has overtaken the oldest as well.
+    the oldest: everyone who overtook a younger one has overtaken the oldest as well. Those that are held wait for
+    something else than their turn, and are passed over until they are released.
     """
 
     def __init__(self, max_overtakes: int | None = None) -> None:
@@ -61,6 +62,7 @@ class WaitingQueue:
         self._by_rank: list[tuple[float, int]] = []
         self._overtakers: list[int] = []
         self._turns: deque[int] = deque()
+        self._held: dict[int, None] = {}
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -75,10 +77,33 @@ class WaitingQueue:
         heappush(self._by_rank, (sequence.queue_key, sequence.id))
         self._turns.append(sequence.id)
 
+    @property
+    def has_ready(self) -> bool:
+        """Whether any waits that is not held."""
+        return len(self.sequences) > len(self._held)
+
+    @property
+    def has_held(self) -> bool:
+        """Whether any is held."""
+        return bool(self._held)
+
+    def hold(self, sequence: Sequence) -> None:
+        """Passes over one until ``release``."""
+        self._held[sequence.id] = None
+
+    def release(self) -> None:
+        """Gives all that are held their places again."""
+        for sequence_id in self._held:
+            heappush(self._by_rank, (self.sequences[sequence_id].queue_key, sequence_id))
+        self._held.clear()
+        self._compact()
+
     def first(self) -> Sequence:
-        """Who is to be admitted next."""
+        """Who is to be admitted next, of those that are not held."""
         if self._max_overtakes is not None and len(self._overtakers) >= self._max_overtakes:
-            return next(iter(self.sequences.values()))
+            oldest = next(iter(self.sequences.values()))
+            if oldest.id not in self._held:
+                return oldest
         while not self._is_current(*self._by_rank[0]):
             heappop(self._by_rank)
         return self.sequences[self._by_rank[0][1]]
@@ -106,13 +131,14 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         """Takes one out, wherever it stands; call it before anything of the sequence changes."""
         del self.sequences[sequence.id]
+        self._held.pop(sequence.id, None)
         self.uncomputed_tokens -= sequence.num_uncomputed_tokens
         self._compact()
         self._forget_overtakers()
 
     def _is_current(self, rank: float, sequence_id: int) -> bool:
         sequence = self.sequences.get(sequence_id)
-        return sequence is not None and sequence.queue_key == rank
+        return sequence is not None and sequence.queue_key == rank and sequence_id not in self._held
 
     def _compact(self) -> None:
         """Throws out what has left, once that is most of the heap: constant work for each one that left."""

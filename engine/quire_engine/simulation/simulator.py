@@ -16,6 +16,7 @@ from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
 from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.lora import LoRARequest
 from quire_engine.core.outputs import EngineCoreOutput, count_leaked_blocks, measure_fragmentation
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler
@@ -55,6 +56,7 @@ class Simulation:
         self.recorder = SimulationRecorder(self.scheduler)
         self._core = EngineCore(self.scheduler, executor, self._on_step, lambda: self.clock.seconds)
         self._step_start = 0.0
+        self._lora_names: dict[str, int] = {}
 
     def run(self, arrivals: Iterable[Arrival]) -> "SimulationRecorder":
         """Runs every request to its end. ``arrivals`` must be in the order of their times."""
@@ -87,9 +89,15 @@ class Simulation:
         params = SamplingParams(temperature=0, seed=index, max_tokens=arrival.num_output, ignore_eos=True)
         self.recorder.record_arrival(request_id, arrival.time)
         try:
-            self.scheduler.add_request(Request(request_id, prompt, params))
+            self.scheduler.add_request(Request(request_id, prompt, params, lora=self._lora(arrival.lora_name)))
         except QuireError as error:
             self.recorder.record_refusal(request_id, error)
+
+    def _lora(self, name: str) -> LoRARequest | None:
+        if not name:
+            return None
+        number = self._lora_names.setdefault(name, 1 + len(self._lora_names))
+        return LoRARequest(name, number, "", digest=number.to_bytes(16, "little"))
 
     def _on_step(self, step: EngineCoreOutputs) -> None:
         self.recorder.record_step(self._step_start, self.clock.seconds, step)

@@ -30,7 +30,8 @@ class TraceError(Exception):
 class Arrival:
     """One request: its time in seconds since the first, and its lengths in tokens.
 
-    Tokens ``[i * block, (i + 1) * block)`` of two prompts are equal if their ``prefix_ids[i]`` are.
+    Tokens ``[i * block, (i + 1) * block)`` of two prompts are equal if their ``prefix_ids[i]`` are. ``lora_name`` is
+    the adapter's name; empty for none.
     """
 
     time: float
@@ -38,6 +39,7 @@ class Arrival:
     num_output: int
     prefix_ids: tuple[int, ...]
     block: int
+    lora_name: str = ""
 
     def prompt(self, vocab_size: int) -> Sequence[int]:
         """The prompt's token ids. A block repeats the digits of its id, so that blocks with different ids differ in
@@ -86,13 +88,16 @@ def _azure(file: TextIO) -> Iterator[Arrival]:
 
 
 def _mooncake(file: TextIO, seed: int) -> Iterator[Arrival]:
-    """Lines of JSON with ``timestamp`` in milliseconds, ``input_length``, ``output_length`` and ``hash_ids``."""
+    """Lines of JSON with ``timestamp`` in milliseconds, ``input_length``, ``output_length`` and ``hash_ids``, and with
+    ``lora_name`` for a request with an adapter, which Mooncake's own have not.
+    """
     for row, line in enumerate(file):
         try:
             fields: dict[str, Any] = json.loads(line)
             time = fields["timestamp"] / 1000 + MOONCAKE_BUCKET * uniform(seed, row)
             num_prompt, num_output = int(fields["input_length"]), int(fields["output_length"])
-            yield _arrival(time, num_prompt, num_output, tuple(map(int, fields["hash_ids"])), MOONCAKE_BLOCK)
+            ids, lora_name = tuple(map(int, fields["hash_ids"])), str(fields.get("lora_name", ""))
+            yield replace(_arrival(time, num_prompt, num_output, ids, MOONCAKE_BLOCK), lora_name=lora_name)
         except (KeyError, TypeError, ValueError) as error:
             raise TraceError(f"{file.name}, row {row}: not a row of a Mooncake trace ({error!r}).") from error
 

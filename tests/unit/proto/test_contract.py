@@ -48,9 +48,18 @@ def test_another_token_changes_every_later_name(tokens: list[int], data: st.Data
         assert before != after
 
 
-@given(st.tuples(st.text(max_size=6), st.binary(max_size=6)), st.tuples(st.text(max_size=6), st.binary(max_size=6)))
-def test_extra_keys_collide_for_equal_parts_only(one: tuple[str, bytes], other: tuple[str, bytes]) -> None:
+EXTRA_PARTS = st.tuples(st.text(max_size=6), st.binary(max_size=6), st.binary(max_size=6))
+
+
+@given(EXTRA_PARTS, EXTRA_PARTS)
+def test_extra_keys_collide_for_equal_parts_only(
+    one: tuple[str, bytes, bytes], other: tuple[str, bytes, bytes]
+) -> None:
     assert (extra_key(*one) == extra_key(*other)) == (one == other)
+
+
+def test_the_key_without_an_adapter_is_what_it_always_was() -> None:
+    assert extra_key("rev", b"salt") == b"\x03\0\0\0rev\x04\0\0\0salt" == extra_key("rev", b"salt", b"")
 
 
 @given(

@@ -1,0 +1,118 @@
+"""A step has at most so many adapters; requests for others wait, but not for ever, and keep nobody else waiting."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quire_engine.core.block_pool import KVCacheConfig
+from quire_engine.core.config import SchedulerConfig
+from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.lora import LoRARequest
+from quire_engine.core.request import Request
+from quire_engine.core.scheduler import Scheduler
+from quire_engine.core.step import ModelOutput, SchedulerOutput
+from quire_proto.sampling import SamplingParams
+
+LORAS = {name: LoRARequest(name, number, name, name.encode()) for number, name in enumerate("xyz", 1)}
+
+
+class Bench:
+    """A scheduler that is stepped by hand; every token drawn is 9. Requests are named after their adapters: ``x3``."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.memory = KVCacheManager(KVCacheConfig(4, 200, 0), prefix_caching=True)
+        self.scheduler = Scheduler(SchedulerConfig(max_model_len=100, **limits), self.memory)
+        self.cached: dict[str, int] = {}
+
+    def add(self, *names: str, prompt: int = 3, max_tokens: int = 3) -> None:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        for name in names:
+            self.scheduler.add_request(Request(name, [1] * prompt, params, lora=LORAS.get(name[0])))
+
+    def step(self) -> list[str]:
+        """The requests of the step."""
+        scheduler_output = self.scheduler.schedule()
+        names = self.scheduler.request_ids(scheduler_output)
+        assert [self._name(chunk.lora) for chunk in scheduler_output.chunks] == [
+            name[0] if name[0] in LORAS else None for name in names
+        ]
+        self._update(scheduler_output)
+        return names
+
+    def _update(self, scheduler_output: SchedulerOutput) -> None:
+        drawn = {d.sequence_id: 9 for c in scheduler_output.chunks for d in c.sample_requests}
+        for output in self.scheduler.update_from_output(scheduler_output, ModelOutput(drawn)):
+            self.cached[output.request_id] = output.cached_tokens
+
+    def _name(self, lora: LoRARequest | None) -> str | None:
+        return None if lora is None else lora.lora_name
+
+
+def test_others_wait_and_those_behind_them_go_first() -> None:
+    bench = Bench(max_loras=2)
+    bench.add("x1", "y1", "z1", "base", "x2", "z2")
+    assert bench.step() == ["x1", "y1", "base", "x2"]
+    assert bench.step() == ["x1", "y1", "base", "x2"]
+    assert bench.step() == ["x1", "y1", "base", "x2"]
+    assert bench.step() == ["z1", "z2"]
+
+
+def test_a_place_is_taken_as_soon_as_an_adapters_last_request_ends() -> None:
+    bench = Bench(max_loras=1)
+    bench.add("x1", max_tokens=2)
+    bench.add("y1", max_tokens=1)
+    bench.add("x2", max_tokens=1)
+    assert [bench.step() for _ in range(3)] == [["x1", "x2"], ["x1"], ["y1"]]
+
+
+def test_an_abort_of_the_last_request_frees_the_place() -> None:
+    bench = Bench(max_loras=1)
+    bench.add("x1", "y1")
+    assert bench.step() == ["x1"]
+    bench.scheduler.abort_request("x1")
+    assert bench.step() == ["y1"]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])
+def test_a_stream_of_requests_for_one_adapter_does_not_keep_another_waiting(policy: str) -> None:
+    """Every step brings one more for ``x``, of which some always run."""
+    bench = Bench(max_loras=1, max_overtakes=5, scheduling_policy=policy)
+    bench.add("x0", "y0")
+    for number in range(1, 40):
+        names = bench.step()
+        if "y0" in names:
+            break
+        assert names
+        bench.add(f"x{number}", "base" if number == 5 else f"x-{number}")
+    else:
+        raise AssertionError("it waited for ever")
+    assert 5 < number < 12
+    assert "base" in bench.cached, "a request without an adapter does not wait for those with one"
+
+
+def test_blocks_of_one_adapter_are_no_others() -> None:
+    bench = Bench(max_loras=3)
+    for name in ("x1", "x2", "y1", "base1", "base2"):
+        bench.add(name, prompt=9, max_tokens=1)
+        bench.step()
+    assert bench.cached == {"x1": 0, "x2": 8, "y1": 0, "base1": 0, "base2": 8}
+
+
+@given(
+    st.lists(st.lists(st.sampled_from(["x", "y", "z", "b"]), max_size=4), max_size=12),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.sampled_from(["fcfs", "sjf", "priority"]),
+    st.sampled_from([1, 2, 64]),
+)
+def test_every_request_ends_and_no_step_has_too_many_adapters(
+    arrivals: list[list[str]], max_loras: int, max_num_seqs: int, policy: str, max_overtakes: int
+) -> None:
+    bench = Bench(max_loras=max_loras, max_num_seqs=max_num_seqs, scheduling_policy=policy, max_overtakes=max_overtakes)
+    for step, names in enumerate(arrivals):
+        bench.add(*[f"{name}{step}-{index}" for index, name in enumerate(names)])
+        assert len({name[0] for name in bench.step() if name[0] in LORAS}) <= max_loras
+    for _ in range(4 * sum(map(len, arrivals))):
+        assert len({name[0] for name in bench.step() if name[0] in LORAS}) <= max_loras
+    assert not bench.scheduler.has_work
