@@ -1,23 +1,26 @@
 """Requests of several adapters in one batch each get what the model with that adapter merged into its weights makes."""
 
+import shutil
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from quire_engine.core.lora import LoRARequest
+from quire_engine import LLM, AsyncLLM, LoRARequest, SamplingParams
 from quire_engine.core.step import SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_engine.errors import ModelError
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.lora.adapter import LoRAAdapter
 from quire_engine.models.loader import read_model_config
-from quire_proto.errors import ErrorCode
+from quire_proto.errors import ErrorCode, QuireError
 
 from tests.model.driver import GREEDY, Driver, Sequence
 from tests.model.models import OWN, SmallModels, greedy_oracle
 from tests.support.adapters import ATTENTION, write_adapter, write_merged_model
 from tests.support.executors import load_executor
+from tests.support.model_folders import write_model_folder
 from tests.support.rank_threads import ranks_are_threads
 
 POOL = 4 << 20
@@ -184,6 +187,58 @@ def test_the_largest_step_and_the_adapters_to_come_count_as_memory(small_models:
     with closing(load(folder, **common)) as executor:
         driven = Driver(executor, seed=0, max_chunk=9)
         assert driven.run([Sequence(0, [5, 6, 7], 4)])
+
+
+# LLM
+
+
+def test_llm_runs_the_adapters_that_its_prompts_name(
+    small_models: SmallModels, adapters: Adapters, tmp_path: Path
+) -> None:
+    """More adapters than a step may have, with prompts in common: neither blocks nor tokens are mixed up."""
+    model = Path(shutil.copytree(small_models.folder("qwen3"), tmp_path / "model"))
+    write_model_folder(model)
+    numbers = [1, 0, 2, 3]
+    loras = [replace(adapters.request("qwen3", number), digest=b"") if number else None for number in numbers]
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    settings = {"dtype": "float32", "enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "kv_cache_memory": POOL}
+    prompt = small_models.prompts[3]
+    with LLM(model, **settings) as llm:
+        for _ in range(2):
+            each = llm.generate([prompt] * 4, params, lora_request=loras, use_tqdm=False)
+            made = [output.outputs[0].token_ids for output in each]
+            assert made == [adapters.expected("qwen3", [number])[3] for number in numbers]
+        assert all(output.num_cached_tokens == 16 for output in each), "each adapter has blocks of its own"
+        assert len({tuple(tokens) for tokens in made}) == 4
+        one = llm.generate(prompt, params, lora_request=loras[2], use_tqdm=False)
+        assert one[0].outputs[0].token_ids == made[2]
+        with pytest.raises(QuireError, match="The number 1 is that of the adapter 1") as caught:
+            llm.generate([prompt] * 2, params, lora_request=[loras[0], LoRARequest("other", 1, "x")])
+        assert caught.value.param == "lora_request"
+        with pytest.raises(QuireError, match="does not exist"):
+            llm.generate(prompt, params, lora_request=LoRARequest("other", 9, tmp_path / "nothing"))
+        with pytest.raises(QuireError, match="above 0"):
+            llm.generate(prompt, params, lora_request=LoRARequest("other", 0, tmp_path))
+        with pytest.raises(QuireError, match="2 entries for 1 prompts"):
+            llm.generate(prompt, params, lora_request=[None, None])
+
+
+async def test_async_llm_too(small_models: SmallModels, adapters: Adapters, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(small_models.folder("qwen3"), tmp_path / "model"))
+    write_model_folder(model)
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    settings = {"dtype": "float32", "enable_lora": True, "max_lora_rank": 8, "kv_cache_memory": POOL}
+    async with AsyncLLM(model, **settings) as llm:
+        request = adapters.request("qwen3", 1)
+        *_, last = [output async for output in llm.generate(small_models.prompts[3], params, lora_request=request)]
+    assert last.outputs[0].token_ids == adapters.expected("qwen3", [1])[3]
+
+
+def test_llm_without_adapters_says_how_to_have_some(small_models: SmallModels, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(small_models.folder("qwen3"), tmp_path / "model"))
+    write_model_folder(model)
+    with LLM(model, kv_cache_memory=POOL) as llm, pytest.raises(QuireError, match="start it with --enable-lora"):
+        llm.generate([[5]], lora_request=LoRARequest("a", 1, tmp_path))
 
 
 def test_attention_alone_may_be_the_target(small_models: SmallModels, tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 import pytest
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import ModelOutput, SchedulerOutput
+from quire_engine.errors import LoRAError
 from quire_engine.llm import LLM, AsyncLLM, offline_engine
 
 from tests.support.model_folders import byte_level, write_model_folder
@@ -44,6 +46,9 @@ class OfflineExecutor(PagedExecutor):
         self.before(scheduler_output)
         self.steps += 1
         return super().execute_model(scheduler_output)
+
+    def check_lora(self, lora: LoRARequest) -> LoRARequest:
+        raise LoRAError("This engine serves no adapters.")
 
     def close(self) -> None:
         self.closed = True

@@ -69,6 +69,7 @@ class TorchExecutor:
             self._runner = make_runner(model, cache_sizes)
         self._block_size = self._runner.kv_cache_config.block_size
         self._sampler = Sampler(model.config.vocab_size)
+        self._lora_manager = model.loras
         self._loras = HeldLoRAs(self._runner, num_loras_held)
         self._previous_step: AsyncStep | None = None
         self._close_ranks: Callable[[], object] = lambda: None
@@ -189,6 +190,14 @@ class TorchExecutor:
             step.output.timings.swap, step.output.timings.forward = copied - start, perf_counter() - copied
         self._previous_step = step
         return step
+
+    def check_lora(self, lora: LoRARequest) -> LoRARequest:
+        """The adapter as steps may have it, with its digest: its folder was read. May be called from any thread. Raises
+        ``LoRAError`` for one that is none of this model, or if the model serves no adapters.
+        """
+        if self._lora_manager is None:
+            raise LoRAError("This engine serves no adapters: start it with --enable-lora.")
+        return self._lora_manager.check(lora)
 
     def remove_lora(self, lora_id: int) -> None:
         """Frees the memory of an adapter, if any is held for it. No step has it any more."""

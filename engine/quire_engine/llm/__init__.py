@@ -4,6 +4,7 @@ It runs the same scheduler, pools and executor as the service, and tokenises and
 same request with the same seed gives the same text. Torch is imported when a model is loaded.
 """
 
+from quire_engine.core.lora import LoRARequest
 from quire_engine.llm.async_llm import AsyncLLM
 from quire_engine.llm.llm import LLM
 from quire_engine.llm.offline_engine import destroy_model_parallel
@@ -13,6 +14,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "LoRARequest",
     "Logprob",
     "RequestOutput",
     "SamplingParams",

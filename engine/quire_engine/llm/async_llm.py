@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
 from types import TracebackType
@@ -19,6 +20,7 @@ from uuid import uuid4
 from quire_proto.errors import ErrorCode, QuireError, internal, invalid
 
 from quire_engine.core.engine_core import AbortRequest, AddRequest, EngineCoreOutputs, Shutdown
+from quire_engine.core.lora import LoRARequest
 from quire_engine.core.outputs import EngineCoreOutput
 from quire_engine.llm.llm import LLM
 from quire_engine.llm.offline_engine import OPEN, OfflineEngine
@@ -70,6 +72,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continues ``prompt``, a text or token ids: yields all that is known of the outputs whenever there is more,
@@ -80,7 +83,8 @@ class AsyncLLM:
         error of a request that fails; and UNAVAILABLE once closed.
         """
         (read,) = read_prompts([prompt])
-        return self._stream(read, self._engine.requests.from_prompt, sampling_params, request_id, priority)
+        prepare = partial(self._engine.requests.from_prompt, lora=lora_request)
+        return self._stream(read, prepare, sampling_params, request_id, priority)
 
     def chat(
         self,
@@ -88,11 +92,13 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answers a conversation by the model's chat template; otherwise as ``generate``."""
         (read,) = read_conversations([messages])
-        return self._stream(read, self._engine.requests.from_messages, sampling_params, request_id, priority)
+        prepare = partial(self._engine.requests.from_messages, lora=lora_request)
+        return self._stream(read, prepare, sampling_params, request_id, priority)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends requests with the finish reason ``abort``. Those that do not run are left out."""

@@ -24,6 +24,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from quire_engine.config import EngineArgs
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
+from quire_engine.core.lora import LoRARequest
 from quire_engine.llm.offline_engine import LLM_SETTINGS, OPEN, OfflineEngine
 from quire_engine.llm.processor import (
     Message,
@@ -42,6 +43,7 @@ _LOOKAHEAD = 4  # waiting requests for each that may run: enough to choose from 
 T = TypeVar("T")
 Params = SamplingParams | Sequence[SamplingParams] | None
 Priority = int | Sequence[int] | None
+LoRA = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
@@ -95,16 +97,20 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRA = None,
         priority: Priority = None,
     ) -> list[RequestOutput]:
         """Continues each of ``prompts``, in their order: a text, a list of token ids, or a list of those.
-        ``sampling_params`` and ``priority`` are one for all prompts, or one for each.
+        ``sampling_params``, ``lora_request`` and ``priority`` are one for all prompts, or one for each.
 
         All prompts are checked before any is run; ``QuireError`` names the first that is wrong. A request that fails
         while it runs does not end the others: its ``RequestOutput`` has the ``error``. Ctrl-C ends all of them between
         two steps, and the ``LLM`` can be used again; a second Ctrl-C does not wait for the step to end, and it cannot.
         """
-        return self._generate(read_prompts(prompts), self._requests.from_prompt, sampling_params, priority, use_tqdm)
+        prepare = self._requests.from_prompt
+        return self._generate(
+            read_prompts(prompts), prepare, sampling_params, priority, lora_request, use_tqdm=use_tqdm
+        )
 
     def chat(
         self,
@@ -112,13 +118,15 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRA = None,
         priority: Priority = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or each of a list, by the model's chat template; otherwise as ``generate``. A
         message has a ``role`` and a ``content``, which is a text or a list of text parts.
         """
         conversations = read_conversations(messages)
-        return self._generate(conversations, self._requests.from_messages, sampling_params, priority, use_tqdm)
+        prepare = self._requests.from_messages
+        return self._generate(conversations, prepare, sampling_params, priority, lora_request, use_tqdm=use_tqdm)
 
     def close(self) -> None:
         """Frees the model's memory. Later calls raise ``QuireError`` UNAVAILABLE."""
@@ -139,16 +147,19 @@ class LLM:
     def _generate(
         self,
         prompts: Sequence[T],
-        prepare: Callable[[T, SamplingParams, int], PreparedRequest],
+        prepare: Callable[[T, SamplingParams, int, LoRARequest | None], PreparedRequest],
         params: Params,
         priority: Priority,
+        lora_request: LoRA,
+        *,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         self._check_usable()
         each_params = broadcast("sampling_params", params, SamplingParams(), len(prompts))
         each_priority = broadcast("priority", priority, 0, len(prompts))
+        each_lora = broadcast("lora_request", lora_request, None, len(prompts))
         prepared = []
-        for index, arguments in enumerate(zip(prompts, each_params, each_priority, strict=True)):
+        for index, arguments in enumerate(zip(prompts, each_params, each_priority, each_lora, strict=True)):
             try:
                 prepared.append(prepare(*arguments))
             except QuireError as error:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random, SystemRandom
 from typing import Protocol, Self
@@ -78,7 +79,8 @@ class OfflineEngine:
         scheduler = make_scheduler(config, executor)
         random = SystemRandom() if seed is None else Random(seed)  # noqa: S311 - it draws tokens, not keys
         grammars = make_grammar_compiler(config, executor, other)
-        requests = InputProcessor(loaded_tokenizer, scheduler, lambda: random.getrandbits(64), grammars)
+        seeds = partial(random.getrandbits, 64)
+        requests = InputProcessor(loaded_tokenizer, scheduler, seeds, grammars, executor.check_lora)
         return cls(loaded_tokenizer, executor, EngineCore(scheduler, executor, publish), grammars, requests)
 
     def close(self) -> None:

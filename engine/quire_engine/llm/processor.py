@@ -14,9 +14,11 @@ from quire_proto.sampling import FinishReason, TokenLogprobs, best_of, mean_logp
 from quire_proto.text.detokenizer import OutputTextStream
 from quire_proto.text.tokenizer import ModelTokenizer, encode_bad_words
 
+from quire_engine.core.lora import LoRARequest
 from quire_engine.core.outputs import EngineCoreOutput
 from quire_engine.core.request import Request, check_request
 from quire_engine.core.scheduler import Scheduler
+from quire_engine.errors import LoRAError
 from quire_engine.llm.types import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, SamplingParams
 from quire_engine.structured_output.compiler import GrammarCompiler
 
@@ -39,7 +41,7 @@ class PreparedRequest:
 
 class InputProcessor:
     """Makes the requests of one engine: tokenised, with seed and grammar, and checked. ``draw_seed`` returns the seed
-    of a request without one.
+    of a request without one, and ``check_lora`` the adapter of a request, its folder read and checked.
     """
 
     def __init__(
@@ -48,31 +50,44 @@ class InputProcessor:
         scheduler: Scheduler,
         draw_seed: Callable[[], int],
         grammars: GrammarCompiler,
+        check_lora: Callable[[LoRARequest], LoRARequest],
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = scheduler.config
         self._memory = scheduler.kv_cache_manager
         self._draw_seed = draw_seed
         self._grammars = grammars
+        self._check_lora = check_lora
+        self._loras: dict[int, tuple[LoRARequest, LoRARequest]] = {}
         self._ids = count()
         self._bad_words: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
 
-    def from_prompt(self, prompt: str | list[int], params: SamplingParams, priority: int) -> PreparedRequest:
+    def from_prompt(
+        self, prompt: str | list[int], params: SamplingParams, priority: int, lora: LoRARequest | None
+    ) -> PreparedRequest:
         """A request that continues a text or token ids. Raises ``QuireError``."""
         if isinstance(prompt, str):
-            return self._build(prompt, self._tokenizer.encode(prompt, self._limits.max_model_len), params, priority)
+            token_ids = self._tokenizer.encode(prompt, self._limits.max_model_len)
+            return self._build(prompt, token_ids, params, priority, lora)
         if prompt and not (min(prompt) >= 0 and max(prompt) < self._limits.vocab_size):
             raise invalid("prompt", f"Token ids must be between 0 and {self._limits.vocab_size - 1}.")
-        return self._build(None, prompt, params, priority)
+        return self._build(None, prompt, params, priority, lora)
 
-    def from_messages(self, messages: list[dict[str, str]], params: SamplingParams, priority: int) -> PreparedRequest:
+    def from_messages(
+        self, messages: list[dict[str, str]], params: SamplingParams, priority: int, lora: LoRARequest | None
+    ) -> PreparedRequest:
         """A request that answers a conversation. Raises ``QuireError``."""
         prompt = self._tokenizer.render_chat_text(messages)
         token_ids = self._tokenizer.encode_chat(messages, self._limits.max_model_len)
-        return self._build(prompt, token_ids, params, priority)
+        return self._build(prompt, token_ids, params, priority, lora)
 
     def _build(
-        self, prompt: str | None, token_ids: Sequence[int], params: SamplingParams, priority: int
+        self,
+        prompt: str | None,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        priority: int,
+        lora: LoRARequest | None,
     ) -> PreparedRequest:
         sampling_params = self._sampling_params(len(token_ids), params)
         structured = sampling_params.structured
@@ -82,9 +97,27 @@ class InputProcessor:
             sampling=sampling_params,
             priority=priority,
             grammar=None if structured is None else self._grammars.submit(structured).result(),
+            lora=None if lora is None else self._checked_lora(lora),
         )
         check_request(request, self._limits, self._memory)
         return PreparedRequest(request, prompt, params)
+
+    def _checked_lora(self, lora: LoRARequest) -> LoRARequest:
+        """Each adapter is read when it comes first. Raises ``QuireError`` INVALID, also for another adapter with the
+        number of one that came before.
+        """
+        if not isinstance(lora, LoRARequest) or lora.lora_int_id < 1:
+            raise invalid("lora_request", "lora_request must be a LoRARequest whose number is above 0.")
+        if lora.lora_int_id not in self._loras:
+            try:
+                self._loras[lora.lora_int_id] = lora, self._check_lora(lora)
+            except LoRAError as error:
+                raise invalid("lora_request", str(error)) from None
+        given, checked = self._loras[lora.lora_int_id]
+        if given != lora:
+            message = f"The number {lora.lora_int_id} is that of the adapter {given.lora_name} in {given.lora_path}."
+            raise invalid("lora_request", message)
+        return checked
 
     def _sampling_params(self, num_prompt: int, params: SamplingParams) -> sampling.SamplingParams:
         for token_id in params.stop_token_ids or ():

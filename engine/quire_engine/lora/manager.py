@@ -1,6 +1,7 @@
 """``LoRAManager``: the adapters that one rank holds, in host memory and in slots."""
 
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,11 +25,17 @@ class LoRAManager:
         # The adapter in each slot that has one, the one that was used last at the end.
         self._slots: OrderedDict[int, int] = OrderedDict()
 
+    def check(self, lora: LoRARequest) -> LoRARequest:
+        """The same adapter with its digest, and the whole path of its folder, which was read and holds an adapter of
+        this model. May be called from any thread. Raises ``LoRAError``.
+        """
+        return replace(lora, lora_path=Path(lora.lora_path).absolute(), digest=self._read(lora).digest)
+
     def add(self, lora: LoRARequest) -> None:
         """Reads an adapter into host memory. Raises ``LoRAError`` if its folder holds another than when it was loaded
         first.
         """
-        adapter = LoRAAdapter.read(Path(lora.lora_path), self._config, self._layers.max_rank)
+        adapter = self._read(lora)
         if adapter.digest != lora.digest:
             raise LoRAError(f"{lora.lora_path} has changed since the adapter {lora.lora_name} was loaded.")
         self._held[lora.lora_int_id] = self._layers.shard(adapter.weights)
@@ -57,6 +64,9 @@ class LoRAManager:
         slot_of = {**self._slots, 0: -1, PROFILE_LORA.lora_int_id: 0}
         slots = torch.tensor([slot_of[lora_id] for lora_id in found.tolist()])
         self._layers.batch = LoRABatch.of(slots[indices], self._layers.device)
+
+    def _read(self, lora: LoRARequest) -> LoRAAdapter:
+        return LoRAAdapter.read(Path(lora.lora_path).absolute(), self._config, self._layers.max_rank)
 
     def _free_slot(self) -> int:
         if len(self._slots) < self._layers.num_slots:
