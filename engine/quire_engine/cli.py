@@ -11,14 +11,16 @@ from prometheus_client import disable_created_metrics
 from quire.v1 import engine_pb2 as pb
 from quire_proto import __version__
 from quire_proto.cli import read_settings, reject_unknown_env
+from quire_proto.errors import QuireError
 from quire_proto.text.tokenizer import folder_config_digest, folder_vocabulary_digest
 from quire_proto.tls import TlsError
 from quire_proto.tracing import setup_tracing, shutdown_tracing
 
 from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder_if_any
 from quire_engine.config import OTHER_VARIABLES, EngineConfig
-from quire_engine.errors import quit_with
+from quire_engine.errors import LoRAError, quit_with
 from quire_engine.factory import block_revision, load_executor, make_scheduler, model_grammars
+from quire_engine.server.loras import LoRARegistry
 from quire_engine.server.server import EngineServer
 
 if TYPE_CHECKING:
@@ -74,6 +76,12 @@ def _serve(config: EngineConfig, tracing: bool) -> None:
 def _make_server(config: EngineConfig, executor: "TorchExecutor", tracing: bool) -> EngineServer:
     disable_created_metrics()  # type: ignore[no-untyped-call]  # drops the unused _created sample of each counter
     scheduler = make_scheduler(config, executor)
+    loras = LoRARegistry(executor.check_lora, config.names)
+    try:
+        for name, folder in config.lora_folders.items():
+            loras.load_now(name, folder)
+    except (LoRAError, QuireError) as error:
+        quit_with(1, str(error))
     try:
         return EngineServer(
             config,
@@ -81,6 +89,7 @@ def _make_server(config: EngineConfig, executor: "TorchExecutor", tracing: bool)
             scheduler,
             _describe(config, executor, scheduler.config.max_model_len),
             model_grammars(config, executor),
+            loras=loras,
             tracing=tracing,
         )
     except TlsError as error:  # the files changed after the settings were read
@@ -128,6 +137,7 @@ def _describe(config: EngineConfig, executor: "TorchExecutor", max_model_len: in
         tokenizer_digest=folder_vocabulary_digest(folder),
         config_digest=folder_config_digest(folder),
         unbounded_steps=config.max_step_seconds == 0,
+        max_loras=config.max_loras if config.enable_lora else 0,
     )
 
 

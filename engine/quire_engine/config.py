@@ -35,7 +35,6 @@ def _split(value: object) -> object:
 PREFIX = "QUIRE_ENGINE_"
 OTHER_VARIABLES = ("cpu_kernels",)  # QUIRE_ENGINE_CPU_KERNELS is read by ``kernels``, which may not import this
 _SEEN = "tool calls and thoughts are read as the model's chat template writes them"
-_NO_LORA = "LoRA adapters are not served; a merged model is"
 _OF_A_REQUEST = "each request says that for itself, as a parameter"
 Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 
@@ -63,6 +62,18 @@ class ServedModel(_Frozen):
     served_model_name: Names = Field(
         default=[], description="Names that clients may ask for; the folder's name when none is given."
     )
+
+    lora_modules: Names = Field(
+        default=[], description="Adapters to load at the start, each as NAME=FOLDER; needs --enable-lora."
+    )
+
+    @property
+    def lora_folders(self) -> dict[str, Path]:
+        """The folders of ``lora_modules`` by their names. Raises ``ValueError``."""
+        pairs = [module.partition("=") for module in self.lora_modules]
+        if not all(name and folder for name, _, folder in pairs):
+            raise ValueError("--lora-modules takes NAME=FOLDER.")
+        return {name: Path(folder) for name, _, folder in pairs}
 
     @property
     def names(self) -> list[str]:
@@ -255,6 +266,8 @@ class EngineArgs(CoreArgs, ExecutorConfig, ServedModel):
     def _loras_of_a_step_are_held(self) -> Self:
         if self.num_loras_held < self.max_loras:
             raise ValueError("--max-cpu-loras is below --max-loras.")
+        if self.lora_folders and not self.enable_lora:
+            raise ValueError("--lora-modules needs --enable-lora.")
         return self
 
 
@@ -269,6 +282,7 @@ class EngineConfig(CliSettings, EngineArgs):
     metavars: ClassVar[Mapping[str, str]] = {
         "--model": "FOLDER",
         "--served-model-name": "NAME",
+        "--lora-modules": "NAME=FOLDER",
         "--host": "ADDRESS",
         "--port": "PORT",
         "--metrics-port": "PORT",
@@ -296,7 +310,6 @@ class EngineConfig(CliSettings, EngineArgs):
         "--cpu-offload-gb": "weights are not offloaded; --swap-space is host memory for KV blocks",
         "--speculative-config": "--speculative-method and --num-speculative-tokens set it; there are no draft models",
         "--enable-expert-parallel": "--tensor-parallel-size shares experts among ranks too",
-        "--lora-modules": _NO_LORA,
         "--limit-mm-per-prompt": "models are served for text only",
         "--kv-transfer-config": "prefill and decode are not separated",
         "--guided-decoding-backend": "there is one way to structured output, which needs no choice",

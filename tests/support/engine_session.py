@@ -23,12 +23,25 @@ class EngineSession:
     def send(self, **command: object) -> None:
         self._commands.put(pb.SessionRequest(**command))
 
-    def submit(self, request_id: str, prompt: list[int], output: tuple[int, ...] = (), **params: object) -> None:
+    def submit(
+        self, request_id: str, prompt: list[int], output: tuple[int, ...] = (), lora: str = "", **params: object
+    ) -> None:
         settings = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, **params}
         sampling = sampling_to_proto(SamplingParams(**settings))
         self.send(
-            submit=pb.Submit(request_id=request_id, prompt_token_ids=prompt, output_token_ids=output, sampling=sampling)
+            submit=pb.Submit(
+                request_id=request_id,
+                prompt_token_ids=prompt,
+                output_token_ids=output,
+                sampling=sampling,
+                lora_name=lora,
+            )
         )
+
+    @property
+    def engine(self) -> engine_pb2_grpc.EngineStub:
+        """The engine's other methods."""
+        return engine_pb2_grpc.EngineStub(self._channel)
 
     def snapshot(self) -> pb.Snapshot:
         return next(self._stream).snapshot

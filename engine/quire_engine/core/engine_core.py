@@ -62,7 +62,14 @@ class Shutdown:
     """Ends the loop when the step in flight is done; what is running is left as it is."""
 
 
-Command = AddRequest | AbortRequest | GetSnapshot | GetBlockStates | Shutdown
+@dataclass(frozen=True, slots=True)
+class RemoveLoRA:
+    """Frees the memory of an adapter that no request has any more."""
+
+    lora_id: int
+
+
+Command = AddRequest | AbortRequest | GetSnapshot | GetBlockStates | Shutdown | RemoveLoRA
 
 
 @dataclass(slots=True)
@@ -277,6 +284,8 @@ class EngineCore:
             case GetBlockStates(reply):
                 pools = self.scheduler.kv_cache_manager
                 reply(pools.device_pool.block_states(), pools.host_pool.block_states())
+            case RemoveLoRA(lora_id):
+                self._executor.remove_lora(lora_id)
             case Shutdown():
                 self._stopped = True
 

@@ -61,6 +61,10 @@ class Executor(Protocol):
         """
         ...
 
+    def remove_lora(self, lora_id: int) -> None:
+        """Frees the memory of an adapter, if any is held for it. No later step has it."""
+        ...
+
     def close(self) -> None:
         """Gives the device's memory back."""
         ...

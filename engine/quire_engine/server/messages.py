@@ -26,7 +26,9 @@ _TIER = {Tier.DEVICE: pb.KV_TIER_DEVICE, Tier.HOST: pb.KV_TIER_HOST}
 
 
 def request_from_proto(message: pb.Submit, key: str) -> Request:
-    """The request under the core's ``key``, with id and parameters checked. Raises ``QuireError`` INVALID."""
+    """The request under the core's ``key``, with id and parameters checked, but without its adapter. Raises
+    ``QuireError`` INVALID.
+    """
     if not _REQUEST_ID.fullmatch(message.request_id):
         raise invalid("request_id", "A request id is 1 to 64 letters, digits, dashes or underscores.")
     return Request(

@@ -23,6 +23,7 @@ from quire_engine.config import EngineConfig
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs, Shutdown
 from quire_engine.core.executor import Executor
 from quire_engine.core.scheduler import Scheduler
+from quire_engine.server.loras import LoRARegistry
 from quire_engine.server.metrics import EngineMetrics, ProbeServer
 from quire_engine.server.servicer import EngineServicer
 from quire_engine.server.session_manager import SessionManager
@@ -53,7 +54,7 @@ does not is closed after its grace period, and its requests are aborted.
 
 class EngineServer:
     """One engine on the network. The metrics port is plain HTTP; the gRPC port uses TLS if ``config.tls`` is set.
-    ``tracing`` says whether spans are exported.
+    ``tracing`` says whether spans are exported. ``loras`` are its adapters; None if it serves none.
 
     Raises ``TlsError`` if the files of ``config.tls`` cannot be used.
     """
@@ -66,6 +67,7 @@ class EngineServer:
         description: engine_pb2.DescribeResponse,
         grammars: ModelGrammars,
         *,
+        loras: LoRARegistry | None = None,
         tracing: bool = False,
     ) -> None:
         self._config = config
@@ -78,7 +80,7 @@ class EngineServer:
         self._metrics = EngineMetrics(name, scheduler.stats, lambda: self._core.seconds_since_progress)
         self._grammars = GrammarCompiler(grammars, self._metrics.on_grammar)
         exporter = TraceExporter(enabled=tracing, step_interval=config.trace_step_interval)
-        self._sessions = SessionManager(description.generation, config.session_grace, exporter, self._grammars)
+        self._sessions = SessionManager(description.generation, config.session_grace, exporter, self._grammars, loras)
         self._sessions.bind(self._core)
         self._failure: BaseException | None = None
         self._tasks: list[SupervisedTask] = []

@@ -29,7 +29,7 @@ _Context = ServicerContext[pb.SessionRequest, pb.SessionResponse]
 
 
 class EngineServicer(engine_pb2_grpc.EngineServicer):
-    """Serves ``Describe``, ``Session`` and ``Inspect``. ``stats`` are the scheduler's totals."""
+    """Serves the methods of ``engine.proto``. ``stats`` are the scheduler's totals."""
 
     def __init__(
         self, sessions: SessionManager, description: pb.DescribeResponse, stats: SchedulerStats | None = None
@@ -84,6 +84,26 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             cached_prompt_tokens=stats.prefix_hit_tokens,
             preemptions=sum(list(stats.preemptions.values())),  # copied: the core's thread may add a reason
         )
+
+    async def LoadLora(  # noqa: N802 - named by the contract
+        self, request: pb.LoadLoraRequest, context: ServicerContext[pb.LoadLoraRequest, pb.LoadLoraResponse]
+    ) -> pb.LoadLoraResponse:
+        """Loads an adapter."""
+        try:
+            lora = await self._sessions.loras.load(request.lora_name, request.lora_path)
+        except QuireError as error:
+            await context.abort(grpc.StatusCode[error.status.grpc], error.message)
+        return pb.LoadLoraResponse(lora=pb.Lora(name=lora.lora_name, digest=lora.digest))
+
+    async def UnloadLora(  # noqa: N802 - named by the contract
+        self, request: pb.UnloadLoraRequest, context: ServicerContext[pb.UnloadLoraRequest, pb.UnloadLoraResponse]
+    ) -> pb.UnloadLoraResponse:
+        """Unloads an adapter, and waits for its last request."""
+        try:
+            await self._sessions.loras.unload(request.lora_name)
+        except QuireError as error:
+            await context.abort(grpc.StatusCode[error.status.grpc], error.message)
+        return pb.UnloadLoraResponse()
 
     async def _read_commands(self, session: RouterSession, number: int, requests: _Requests) -> None:
         """Handles the router's commands. When the router half-closes, the stream to it continues; when a command cannot

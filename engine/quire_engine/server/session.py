@@ -21,12 +21,13 @@ class Session:
     """Numbers a session's batches from 1 and keeps each until the router acknowledges it.
 
     ``requests`` maps the live requests' ids, as the router chose them, to their keys in the core. ``draining`` is sent
-    with every later batch.
+    with every later batch, and ``loras``, which are the engine's adapters where they have changed, with the next one.
     """
 
     def __init__(self, session_id: str, generation: int, *, draining: bool = False) -> None:
         self.session_id = session_id
         self.draining = draining
+        self.loras: pb.Loras | None = None
         self.requests: dict[str, str] = {}
         self.sequence = 0
         self._generation = generation
@@ -87,8 +88,9 @@ class Session:
             kv_events=[*(self._deferred or ()), *events],
             draining=self.draining,
             tokens=tokens,
+            loras=self.loras,
         )
-        self._deferred = None
+        self._deferred = self.loras = None
         if (size := whole.ByteSize()) <= MAX_BATCH_BYTES:
             self._append(whole, size)
         else:
@@ -96,8 +98,12 @@ class Session:
                 self._append(part, part.ByteSize())
         self._changed.set()
 
-    def snapshot(self, load: pb.Load, cached: Sequence[pb.KvStored], *, resumed: bool) -> pb.SessionResponse:
-        """The first message of a stream: the sequence that it starts after, the load and the cached blocks."""
+    def snapshot(
+        self, load: pb.Load, cached: Sequence[pb.KvStored], loras: pb.Loras, *, resumed: bool
+    ) -> pb.SessionResponse:
+        """The first message of a stream: the sequence that it starts after, the load, the cached blocks and the
+        engine's adapters.
+        """
         sequence = self.acknowledged if resumed else self.sequence
         return pb.SessionResponse(
             snapshot=pb.Snapshot(
@@ -107,6 +113,7 @@ class Session:
                 load=load,
                 cached=cached,
                 draining=self.draining,
+                loras=loras,
             )
         )
 
@@ -154,6 +161,8 @@ def _split(whole: pb.StepBatch) -> Iterator[pb.StepBatch]:
     the outputs, and the events are in the last.
     """
     part = pb.StepBatch(sequence=whole.sequence, step=whole.step, load=whole.load, draining=whole.draining)
+    if whole.HasField("loras"):
+        part.loras.CopyFrom(whole.loras)
     size = 0
     for output in whole.outputs:
         size += output.ByteSize()

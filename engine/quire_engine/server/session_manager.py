@@ -27,9 +27,12 @@ from quire_engine.core.engine_core import (
     EngineCoreOutputs,
     GetBlockStates,
     GetSnapshot,
+    RemoveLoRA,
 )
+from quire_engine.core.lora import LoRARequest
 from quire_engine.core.outputs import EngineCoreOutput, EngineLoad
 from quire_engine.core.request import Request
+from quire_engine.server.loras import LoRARegistry, no_loras
 from quire_engine.server.messages import (
     abort_to_proto,
     cached_to_proto,
@@ -62,12 +65,14 @@ GRAMMAR_TIMEOUT_SECONDS = 15.0
 @dataclass(slots=True)
 class LiveRequest:
     """A request as its router knows it. ``handle`` names its choices in ``TokenColumns``, 0 if the router does not read
-    them. ``started`` is set with its first output, which is a message: it says more than a token.
+    them. ``lora`` is its adapter. ``started`` is set with its first output, which is a message: it says more than a
+    token.
     """
 
     session: Session
     request_id: str
     handle: int
+    lora: LoRARequest | None = None
     started: bool = False
 
 
@@ -113,7 +118,10 @@ class SessionManager:
         grace: float,
         tracing: TraceExporter,
         grammars: GrammarCompiler,
+        loras: LoRARegistry | None = None,
     ) -> None:
+        self.loras = LoRARegistry(no_loras, []) if loras is None else loras
+        self.loras.on_change, self.loras.on_unused = self._send_loras, self._remove_lora
         self._generation = generation
         self._grace = grace
         self._tracing = tracing
@@ -181,7 +189,7 @@ class SessionManager:
         if session is not None and session.can_resume(message.last_sequence):
             self._cancel_expiry(session)
             session.acknowledge(message.last_sequence)
-            return session, session.attach(), session.snapshot(self._load, [], resumed=True)
+            return session, session.attach(), session.snapshot(self._load, [], self.loras.to_proto(), resumed=True)
         if session is not None:
             self.close(session)
         return await self._open_new(message.session_id)
@@ -207,10 +215,12 @@ class SessionManager:
         self._cancel_expiry(session)
         session.attach()
         for key in session.requests.values():
-            del self._live[key]
+            live = self._live.pop(key)
             self._tracing.on_abandoned(key)
             if self._pending_grammars.withdraw(key) is None:
                 self.core.send(AbortRequest(key))
+            if live.lora is not None:  # after the abort, as the core may then free it
+                self.loras.release(live.lora)
         self._ended.set()
 
     def submit(self, session: Session, message: pb.Submit) -> None:
@@ -295,10 +305,13 @@ class SessionManager:
             raise QuireError(ErrorCode.UNAVAILABLE, "The engine is shutting down.", retry_after=1.0)
         if message.request_id in session.requests:
             return  # repeated by a router that could not know whether the first one had arrived
-        request = request_from_proto(message, str(next(self._keys)))
+        lora = self.loras.find(message.lora_name, message.lora_digest) if message.lora_name else None
+        request = replace(request_from_proto(message, str(next(self._keys))), lora=lora)
         structured = request.sampling.structured
         grammar = None if structured is None else self._grammars.submit(structured)
-        self._live[request.request_id] = LiveRequest(session, message.request_id, message.handle)
+        if lora is not None:
+            self.loras.acquire(lora)
+        self._live[request.request_id] = LiveRequest(session, message.request_id, message.handle, lora)
         session.requests[message.request_id] = request.request_id
         self._tracing.on_submit(request)
         if grammar is None:
@@ -324,8 +337,19 @@ class SessionManager:
     def _remove(self, key: str) -> Session:
         live = self._live.pop(key)
         del live.session.requests[live.request_id]
+        if live.lora is not None:
+            self.loras.release(live.lora)
         self._ended.set()
         return live.session
+
+    def _send_loras(self) -> None:
+        """Sends every session the engine's adapters, which have changed."""
+        for session in list(self._sessions.values()):
+            session.loras = self.loras.to_proto()
+            self._send(session, 0, [], [])
+
+    def _remove_lora(self, lora_id: int) -> None:
+        self.core.send(RemoveLoRA(lora_id))
 
     async def block_states(self) -> tuple[bytes, bytes]:
         """Returns the states of the device's and the host's blocks (see ``BlockPool.block_states``)."""
@@ -375,7 +399,7 @@ class SessionManager:
             self.close(other)
         self._load = load_to_proto(load)
         session = self._sessions[session_id] = Session(session_id, self._generation, draining=self.draining)
-        snapshot = session.snapshot(self._load, cached_to_proto(stored), resumed=False)
+        snapshot = session.snapshot(self._load, cached_to_proto(stored), self.loras.to_proto(), resumed=False)
         opened.set_result((session, session.attach(), snapshot))
 
     def _cancel_expiry(self, session: Session) -> None:

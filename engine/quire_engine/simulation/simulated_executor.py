@@ -185,6 +185,9 @@ class SimulatedExecutor:
             done = self._stages_free[stage] = max(done, free) + seconds
         return done
 
+    def remove_lora(self, lora_id: int) -> None:
+        """Nothing is held for adapters."""
+
     def close(self) -> None:
         """Does nothing, as nothing is allocated."""
 

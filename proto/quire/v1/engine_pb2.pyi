@@ -121,6 +121,8 @@ class Submit(_message.Message):
     DELIVERED_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     HANDLE_FIELD_NUMBER: _builtins.int
+    LORA_NAME_FIELD_NUMBER: _builtins.int
+    LORA_DIGEST_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Opaque, `[A-Za-z0-9_-]{1,64}`, unique among the session's live requests."""
     cache_salt: _builtins.bytes
@@ -132,6 +134,12 @@ class Submit(_message.Message):
     handle: _builtins.int
     """Where it is not 0, the router reads TokenColumns, which name choice i of this request `handle + i`. None of these numbers is that
     of another request of the session. An engine that does not know this field sends every token as a SequenceOutput.
+    """
+    lora_name: _builtins.str
+    """The adapter to run it with; empty for the model alone. An engine that has none of this name refuses the request with NOT_FOUND."""
+    lora_digest: _builtins.bytes
+    """The adapter's digest, as Lora has it. An engine whose adapter of this name is another one refuses the request with NOT_FOUND. Empty
+    where any will do.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -163,10 +171,12 @@ class Submit(_message.Message):
         delivered: _abc.Iterable[Global___Delivered] | None = ...,
         priority: _builtins.int = ...,
         handle: _builtins.int = ...,
+        lora_name: _builtins.str = ...,
+        lora_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "delivered", b"delivered", "handle", b"handle", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "delivered", b"delivered", "handle", b"handle", "lora_digest", b"lora_digest", "lora_name", b"lora_name", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -292,6 +302,7 @@ class Snapshot(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     CACHED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    LORAS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Random, new with each start of the engine: a changed generation means that all earlier requests and blocks are lost."""
     sequence: _builtins.int
@@ -306,6 +317,10 @@ class Snapshot(_message.Message):
     def cached(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvStored]:
         """Everything in the prefix cache."""
 
+    @_builtins.property
+    def loras(self) -> Global___Loras:
+        """The engine's adapters, also in a session that goes on."""
+
     def __init__(
         self,
         *,
@@ -315,10 +330,11 @@ class Snapshot(_message.Message):
         load: Global___Load | None = ...,
         cached: _abc.Iterable[Global___KvStored] | None = ...,
         draining: _builtins.bool = ...,
+        loras: Global___Loras | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "loras", b"loras"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "draining", b"draining", "generation", b"generation", "load", b"load", "resumed", b"resumed", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "draining", b"draining", "generation", b"generation", "load", b"load", "loras", b"loras", "resumed", b"resumed", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -339,6 +355,7 @@ class StepBatch(_message.Message):
     KV_EVENTS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    LORAS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Counts the batches of this session, from 1, without gaps."""
     step: _builtins.int
@@ -361,6 +378,10 @@ class StepBatch(_message.Message):
         be there.
         """
 
+    @_builtins.property
+    def loras(self) -> Global___Loras:
+        """The engine's adapters, all of them, where they have changed. What is said of them holds before the outputs of the same message."""
+
     def __init__(
         self,
         *,
@@ -371,14 +392,60 @@ class StepBatch(_message.Message):
         kv_events: _abc.Iterable[Global___KvEvent] | None = ...,
         draining: _builtins.bool = ...,
         tokens: Global___TokenColumns | None = ...,
+        loras: Global___Loras | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "loras", b"loras", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "kv_events", b"kv_events", "load", b"load", "outputs", b"outputs", "sequence", b"sequence", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "kv_events", b"kv_events", "load", b"load", "loras", b"loras", "outputs", b"outputs", "sequence", b"sequence", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepBatch: _TypeAlias = StepBatch  # noqa: Y015
+
+@_typing.final
+class Loras(_message.Message):
+    """The LoRA adapters that requests may name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LORAS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def loras(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lora]: ...
+    def __init__(
+        self,
+        *,
+        loras: _abc.Iterable[Global___Lora] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loras", b"loras"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Loras: _TypeAlias = Loras  # noqa: Y015
+
+@_typing.final
+class Lora(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    digest: _builtins.bytes
+    """Of the adapter's files, 16 bytes; part of every block hash of its requests."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Lora: _TypeAlias = Lora  # noqa: Y015
 
 @_typing.final
 class TokenColumns(_message.Message):
@@ -806,6 +873,7 @@ class DescribeResponse(_message.Message):
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
     CONFIG_DIGEST_FIELD_NUMBER: _builtins.int
     UNBOUNDED_STEPS_FIELD_NUMBER: _builtins.int
+    MAX_LORAS_FIELD_NUMBER: _builtins.int
     model_revision: _builtins.str
     """Identifies the weights; part of every block hash."""
     max_model_len: _builtins.int
@@ -834,6 +902,8 @@ class DescribeResponse(_message.Message):
     """
     unbounded_steps: _builtins.bool
     """Whether no step is bounded in time (--max-step-seconds 0): a router then gives a whole step's prompts at once."""
+    max_loras: _builtins.int
+    """Different adapters that a step may have; 0 where the engine serves none."""
     @_builtins.property
     def served_model_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names under which clients may ask for the model, the preferred one first."""
@@ -860,11 +930,90 @@ class DescribeResponse(_message.Message):
         tokenizer_digest: _builtins.bytes = ...,
         config_digest: _builtins.bytes = ...,
         unbounded_steps: _builtins.bool = ...,
+        max_loras: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "blocks_total", b"blocks_total", "config_digest", b"config_digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation", b"generation", "host_blocks_total", b"host_blocks_total", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_revision", b"model_revision", "prefix_caching", b"prefix_caching", "served_model_names", b"served_model_names", "tokenizer_digest", b"tokenizer_digest", "unbounded_steps", b"unbounded_steps", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "blocks_total", b"blocks_total", "config_digest", b"config_digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation", b"generation", "host_blocks_total", b"host_blocks_total", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_revision", b"model_revision", "prefix_caching", b"prefix_caching", "served_model_names", b"served_model_names", "tokenizer_digest", b"tokenizer_digest", "unbounded_steps", b"unbounded_steps", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
+
+@_typing.final
+class LoadLoraRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LORA_NAME_FIELD_NUMBER: _builtins.int
+    LORA_PATH_FIELD_NUMBER: _builtins.int
+    lora_name: _builtins.str
+    """Not a name of the model."""
+    lora_path: _builtins.str
+    """The folder that PEFT has written, as the engine sees it."""
+    def __init__(
+        self,
+        *,
+        lora_name: _builtins.str = ...,
+        lora_path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lora_name", b"lora_name", "lora_path", b"lora_path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadLoraRequest: _TypeAlias = LoadLoraRequest  # noqa: Y015
+
+@_typing.final
+class LoadLoraResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LORA_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def lora(self) -> Global___Lora: ...
+    def __init__(
+        self,
+        *,
+        lora: Global___Lora | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadLoraResponse: _TypeAlias = LoadLoraResponse  # noqa: Y015
+
+@_typing.final
+class UnloadLoraRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LORA_NAME_FIELD_NUMBER: _builtins.int
+    lora_name: _builtins.str
+    def __init__(
+        self,
+        *,
+        lora_name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lora_name", b"lora_name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadLoraRequest: _TypeAlias = UnloadLoraRequest  # noqa: Y015
+
+@_typing.final
+class UnloadLoraResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadLoraResponse: _TypeAlias = UnloadLoraResponse  # noqa: Y015

@@ -49,6 +49,16 @@ class EngineStub:
                 request_serializer=quire_dot_v1_dot_engine__pb2.InspectRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_engine__pb2.InspectResponse.FromString,
                 _registered_method=True)
+        self.LoadLora = channel.unary_unary(
+                '/quire.v1.Engine/LoadLora',
+                request_serializer=quire_dot_v1_dot_engine__pb2.LoadLoraRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_engine__pb2.LoadLoraResponse.FromString,
+                _registered_method=True)
+        self.UnloadLora = channel.unary_unary(
+                '/quire.v1.Engine/UnloadLora',
+                request_serializer=quire_dot_v1_dot_engine__pb2.UnloadLoraRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_engine__pb2.UnloadLoraResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServicer:
@@ -80,6 +90,24 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadLora(self, request, context):
+        """Reads a LoRA adapter from a folder of the engine's machine; requests may name it from then on. Loading again what is loaded already
+        changes nothing. Every session is sent the engine's adapters when they have changed.
+        Errors: INVALID_ARGUMENT (the folder holds no adapter of this model, or one that is not served; or the engine serves no adapters),
+        ALREADY_EXISTS (another adapter has this name, or the model has), RESOURCE_EXHAUSTED (too many adapters).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadLora(self, request, context):
+        """Unloads an adapter: requests for it are refused from now on, those that run go on. Answers when the last one has ended.
+        Errors: NOT_FOUND (there is none of this name).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -97,6 +125,16 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.Inspect,
                     request_deserializer=quire_dot_v1_dot_engine__pb2.InspectRequest.FromString,
                     response_serializer=quire_dot_v1_dot_engine__pb2.InspectResponse.SerializeToString,
+            ),
+            'LoadLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadLora,
+                    request_deserializer=quire_dot_v1_dot_engine__pb2.LoadLoraRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_engine__pb2.LoadLoraResponse.SerializeToString,
+            ),
+            'UnloadLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadLora,
+                    request_deserializer=quire_dot_v1_dot_engine__pb2.UnloadLoraRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_engine__pb2.UnloadLoraResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -180,6 +218,60 @@ class Engine:
             '/quire.v1.Engine/Inspect',
             quire_dot_v1_dot_engine__pb2.InspectRequest.SerializeToString,
             quire_dot_v1_dot_engine__pb2.InspectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Engine/LoadLora',
+            quire_dot_v1_dot_engine__pb2.LoadLoraRequest.SerializeToString,
+            quire_dot_v1_dot_engine__pb2.LoadLoraResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Engine/UnloadLora',
+            quire_dot_v1_dot_engine__pb2.UnloadLoraRequest.SerializeToString,
+            quire_dot_v1_dot_engine__pb2.UnloadLoraResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,6 +48,16 @@ class EngineStub:
     """What each block holds now, and what the engine has done since its start. Routers ask while somebody looks at the fleet; it is
     made when it is asked for.
     """
+    LoadLora: _grpc.UnaryUnaryMultiCallable[_engine_pb2.LoadLoraRequest, _engine_pb2.LoadLoraResponse]
+    """Reads a LoRA adapter from a folder of the engine's machine; requests may name it from then on. Loading again what is loaded already
+    changes nothing. Every session is sent the engine's adapters when they have changed.
+    Errors: INVALID_ARGUMENT (the folder holds no adapter of this model, or one that is not served; or the engine serves no adapters),
+    ALREADY_EXISTS (another adapter has this name, or the model has), RESOURCE_EXHAUSTED (too many adapters).
+    """
+    UnloadLora: _grpc.UnaryUnaryMultiCallable[_engine_pb2.UnloadLoraRequest, _engine_pb2.UnloadLoraResponse]
+    """Unloads an adapter: requests for it are refused from now on, those that run go on. Answers when the last one has ended.
+    Errors: NOT_FOUND (there is none of this name).
+    """
 
 @_typing.type_check_only
 class EngineAsyncStub(EngineStub):
@@ -64,6 +74,16 @@ class EngineAsyncStub(EngineStub):
     Inspect: _aio.UnaryUnaryMultiCallable[_engine_pb2.InspectRequest, _engine_pb2.InspectResponse]  # type: ignore[assignment]
     """What each block holds now, and what the engine has done since its start. Routers ask while somebody looks at the fleet; it is
     made when it is asked for.
+    """
+    LoadLora: _aio.UnaryUnaryMultiCallable[_engine_pb2.LoadLoraRequest, _engine_pb2.LoadLoraResponse]  # type: ignore[assignment]
+    """Reads a LoRA adapter from a folder of the engine's machine; requests may name it from then on. Loading again what is loaded already
+    changes nothing. Every session is sent the engine's adapters when they have changed.
+    Errors: INVALID_ARGUMENT (the folder holds no adapter of this model, or one that is not served; or the engine serves no adapters),
+    ALREADY_EXISTS (another adapter has this name, or the model has), RESOURCE_EXHAUSTED (too many adapters).
+    """
+    UnloadLora: _aio.UnaryUnaryMultiCallable[_engine_pb2.UnloadLoraRequest, _engine_pb2.UnloadLoraResponse]  # type: ignore[assignment]
+    """Unloads an adapter: requests for it are refused from now on, those that run go on. Answers when the last one has ended.
+    Errors: NOT_FOUND (there is none of this name).
     """
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
@@ -96,6 +116,28 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_engine_pb2.InspectResponse, _abc.Awaitable[_engine_pb2.InspectResponse]]:
         """What each block holds now, and what the engine has done since its start. Routers ask while somebody looks at the fleet; it is
         made when it is asked for.
+        """
+
+    @_abc_1.abstractmethod
+    def LoadLora(
+        self,
+        request: _engine_pb2.LoadLoraRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.LoadLoraResponse, _abc.Awaitable[_engine_pb2.LoadLoraResponse]]:
+        """Reads a LoRA adapter from a folder of the engine's machine; requests may name it from then on. Loading again what is loaded already
+        changes nothing. Every session is sent the engine's adapters when they have changed.
+        Errors: INVALID_ARGUMENT (the folder holds no adapter of this model, or one that is not served; or the engine serves no adapters),
+        ALREADY_EXISTS (another adapter has this name, or the model has), RESOURCE_EXHAUSTED (too many adapters).
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadLora(
+        self,
+        request: _engine_pb2.UnloadLoraRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.UnloadLoraResponse, _abc.Awaitable[_engine_pb2.UnloadLoraResponse]]:
+        """Unloads an adapter: requests for it are refused from now on, those that run go on. Answers when the last one has ended.
+        Errors: NOT_FOUND (there is none of this name).
         """
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -46,10 +46,6 @@ def test_the_port_of_rest_has_two_names() -> None:
         (["m", "--seed", "0"], "--seed is no flag; each request says that for itself, as a parameter. "),
         (["m", "--speculative-config", "{}"], "is no flag; --speculative-method and --num-speculative-tokens set it"),
         (["m", "--speculative_config.model=x"], "is no flag; --speculative-method and --num-speculative-tokens set it"),
-        (
-            ["m", "--lora-modules", "a=b"],
-            "--lora-modules is no flag; LoRA adapters are not served; a merged model is. ",
-        ),
         (["m", "--enable-something"], "--enable-something is no flag. quire serve --help tells them all."),
         (["m", "--min-tokens", "9"], "--min-tokens is no flag. "),
         (["m", "--max_model_len", "9"], "--max_model_len is no flag; --max-model-len is one"),

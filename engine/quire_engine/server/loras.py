@@ -1,0 +1,121 @@
+"""``LoRARegistry``: the adapters of a running engine, by the names that requests ask for."""
+
+import asyncio
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from quire.v1 import engine_pb2 as pb
+from quire_proto.errors import ErrorCode, QuireError, invalid
+
+from quire_engine.core.lora import LoRARequest
+from quire_engine.errors import LoRAError
+
+log = logging.getLogger(__name__)
+
+MAX_LORAS = 4096
+"""Adapters that may be loaded at once: each is a name in every router, however few are in memory."""
+_NAME = re.compile(r"[^\s\x00-\x1f\x7f]{1,256}")
+
+
+class LoRARegistry:
+    """Loads and unloads adapters. ``check`` reads an adapter's folder and returns the adapter with its digest; it runs
+    on a thread of its own. ``model_names`` are the model's own. Used on the event loop, but for ``load_now``.
+
+    ``on_change`` is called when there are other adapters than before, and ``on_unused`` with the number of an unloaded
+    one when its last request has ended.
+    """
+
+    def __init__(self, check: Callable[[LoRARequest], LoRARequest], model_names: list[str]) -> None:
+        self._check = check
+        self._model_names = model_names
+        self._loras: dict[str, LoRARequest] = {}
+        self._num_loaded = 0
+        self._loading = asyncio.Lock()
+        self._in_use: Counter[int] = Counter()
+        self._released = asyncio.Event()
+        self.on_change: Callable[[], object] = bool
+        self.on_unused: Callable[[int], object] = bool
+
+    def to_proto(self) -> pb.Loras:
+        """All adapters."""
+        return pb.Loras(loras=[pb.Lora(name=lora.lora_name, digest=lora.digest) for lora in self._loras.values()])
+
+    def load_now(self, name: str, folder: Path) -> LoRARequest:
+        """Loads an adapter before the engine serves. Raises ``LoRAError``, or ``QuireError`` as ``load``."""
+        self._check_name(name)
+        return self._add(self._check(LoRARequest(name, self._num_loaded + 1, folder)))
+
+    async def load(self, name: str, folder: str) -> LoRARequest:
+        """Loads an adapter. Raises ``QuireError``: INVALID for one that cannot be served, CONFLICT for a name that is
+        another one's, and OVERLOADED if there are too many.
+        """
+        async with self._loading:  # one folder at a time is read into memory
+            self._check_name(name)
+            try:
+                lora = await asyncio.to_thread(self._check, LoRARequest(name, self._num_loaded + 1, folder))
+            except LoRAError as error:
+                raise invalid("lora_path", str(error)) from None
+            return self._add(lora)
+
+    async def unload(self, name: str) -> None:
+        """Unloads an adapter, and waits until its last request has ended; it is unloaded even if nobody waits. Raises
+        ``QuireError`` NOT_FOUND.
+        """
+        lora = self.find(name)
+        del self._loras[name]
+        log.info("the adapter %s is unloaded", name)
+        self.on_change()
+        if not self._in_use[lora.lora_int_id]:
+            self.on_unused(lora.lora_int_id)
+        while self._in_use[lora.lora_int_id]:
+            self._released.clear()
+            await self._released.wait()
+
+    def find(self, name: str, digest: bytes = b"") -> LoRARequest:
+        """The adapter that a request names. Raises ``QuireError`` NOT_FOUND, also for one with another digest."""
+        lora = self._loras.get(name)
+        if lora is None or (digest and digest != lora.digest):
+            raise QuireError(ErrorCode.NOT_FOUND, f"This engine has no adapter {name}.", param="model")
+        return lora
+
+    def acquire(self, lora: LoRARequest) -> None:
+        """Keeps an adapter that ``find`` has returned for a request, until that has ended."""
+        self._in_use[lora.lora_int_id] += 1
+
+    def release(self, lora: LoRARequest) -> None:
+        """Takes back one ``acquire``."""
+        self._in_use[lora.lora_int_id] -= 1
+        if not self._in_use[lora.lora_int_id]:
+            del self._in_use[lora.lora_int_id]
+            self._released.set()
+            if self._loras.get(lora.lora_name) != lora:
+                self.on_unused(lora.lora_int_id)
+
+    def _check_name(self, name: str) -> None:
+        if not _NAME.fullmatch(name):
+            raise invalid("lora_name", "An adapter's name is 1 to 256 characters without spaces.")
+        if name in self._model_names:
+            raise QuireError(ErrorCode.CONFLICT, f"{name} is the name of the model.", param="lora_name")
+        if len(self._loras) >= MAX_LORAS:
+            raise QuireError(ErrorCode.OVERLOADED, f"{MAX_LORAS} adapters are loaded; unload one.")
+
+    def _add(self, lora: LoRARequest) -> LoRARequest:
+        known = self._loras.get(lora.lora_name)
+        if known is not None and (known.digest, known.lora_path) == (lora.digest, lora.lora_path):
+            return known
+        if known is not None:
+            message = f"Another adapter is loaded as {lora.lora_name}: unload it first."
+            raise QuireError(ErrorCode.CONFLICT, message, param="lora_name")
+        self._num_loaded += 1
+        self._loras[lora.lora_name] = lora
+        log.info("the adapter %s is loaded from %s", lora.lora_name, lora.lora_path)
+        self.on_change()
+        return lora
+
+
+def no_loras(lora: LoRARequest) -> LoRARequest:
+    """The ``check`` of an engine that serves no adapters."""
+    raise LoRAError(f"The adapter {lora.lora_name} cannot be loaded: this engine serves none.")

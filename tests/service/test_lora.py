@@ -1,0 +1,101 @@
+"""Adapters of a real engine: given at the start, loaded and unloaded while it serves, and refused in one sentence."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from quire.v1 import engine_pb2 as pb
+from quire.v1 import types_pb2 as types
+
+from tests.model.models import greedy_oracle
+from tests.service.conftest import DEMO, FLOAT32, MODEL, SMALL_POOLS
+from tests.support.adapters import write_adapter, write_merged_model
+from tests.support.engine_session import EngineSession
+from tests.support.processes import Engine
+
+PROMPT = list(range(100, 140))
+LORA = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two folders: ``a`` and ``b``."""
+    folder = tmp_path_factory.mktemp("adapters")
+    write_adapter(folder / "a", DEMO, rank=8, seed=1)
+    write_adapter(folder / "b", DEMO, rank=2, seed=2, targets=("q_proj", "v_proj"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("engine")
+    engine = Engine(DEMO, folder, *SMALL_POOLS, *FLOAT32, *LORA, "--lora-modules", f"a={adapters / 'a'}").wait_ready()
+    yield engine
+    assert engine.stop() == 0, engine.text
+
+
+def expected(adapters: Path, name: str) -> list[int]:
+    """What the model with that adapter merged into it makes of the prompt, by transformers."""
+    folder = adapters / f"{name}-merged"
+    if not folder.exists():
+        write_merged_model(folder, DEMO, adapters / name)
+    (tokens,) = greedy_oracle(folder if name else DEMO, [PROMPT], 8)
+    return tokens
+
+
+def test_requests_run_with_the_adapters_that_they_name(engine: Engine, adapters: Path) -> None:
+    with EngineSession(engine, "lora") as link:
+        assert [lora.name for lora in link.snapshot().loras.loras] == ["a"]
+        assert link.engine.Describe(pb.DescribeRequest()).max_loras == 2
+        loaded = link.engine.LoadLora(pb.LoadLoraRequest(lora_name="b", lora_path=str(adapters / "b"))).lora
+        assert len(loaded.digest) == 16
+        while not (told := link.batch()).HasField("loras"):
+            pass
+        assert [lora.name for lora in told.loras.loras] == ["a", "b"]
+        made = {}
+        for lora in ("a", "b", "a", "b"):
+            link.submit(f"with-{lora}", PROMPT, lora=lora)
+            made[lora], _ = link.collect(f"with-{lora}")
+        link.submit("alone", PROMPT)
+        alone, _ = link.collect("alone")
+        assert made == {"a": expected(adapters, "a"), "b": expected(adapters, "b")}
+        assert made["a"] != alone != made["b"]
+        link.engine.UnloadLora(pb.UnloadLoraRequest(lora_name="b"), timeout=10)
+        link.submit("late", PROMPT, lora="b")
+        _, last = link.collect("late")
+        assert last.error.code == types.ERROR_CODE_NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "code"),
+    [
+        ("c", "nowhere", grpc.StatusCode.INVALID_ARGUMENT),
+        ("a", "b", grpc.StatusCode.ALREADY_EXISTS),
+        (MODEL, "b", grpc.StatusCode.ALREADY_EXISTS),
+    ],
+)
+def test_an_adapter_that_cannot_be_loaded_is_refused(
+    engine: Engine, adapters: Path, name: str, folder: str, code: grpc.StatusCode
+) -> None:
+    with EngineSession(engine, "refused") as link:
+        link.snapshot()
+        with pytest.raises(grpc.RpcError) as caught:
+            link.engine.LoadLora(pb.LoadLoraRequest(lora_name=name, lora_path=str(adapters / folder)))
+        assert caught.value.code() is code
+
+
+def test_a_wrong_adapter_ends_the_start_in_one_sentence(adapters: Path, tmp_path: Path) -> None:
+    engine = Engine(DEMO, tmp_path, *SMALL_POOLS, *LORA, "--lora-modules", f"a={adapters / 'nowhere'}")
+    assert engine.wait(60) == 1
+    assert engine.text.splitlines()[-1].endswith(f"The adapter's folder {adapters / 'nowhere'} does not exist.")
+
+
+def test_an_engine_that_serves_none_says_so(adapters: Path, tmp_path: Path) -> None:
+    engine = Engine(DEMO, tmp_path, *SMALL_POOLS).wait_ready()
+    with EngineSession(engine, "none") as link:
+        link.snapshot()
+        assert link.engine.Describe(pb.DescribeRequest()).max_loras == 0
+        with pytest.raises(grpc.RpcError, match="start it with --enable-lora"):
+            link.engine.LoadLora(pb.LoadLoraRequest(lora_name="a", lora_path=str(adapters / "a")))
+    assert engine.stop() == 0
