@@ -54,8 +54,10 @@ from quire_router.discovery.combined import create_discovery
 from quire_router.engines.cache_events import CacheEvents
 from quire_router.engines.load_messages import SpeculativeBlocks
 from quire_router.engines.load_sharing import LoadSharing
+from quire_router.engines.lora_updates import LoRAUpdater
+from quire_router.engines.model_matcher import ModelIdentity
 from quire_router.engines.output_stream import ATTEMPT_FAILURES
-from quire_router.engines.pool import EnginePool, ModelIdentity
+from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ConnectionSettings, assumed_limits
 from quire_router.journal.buffered_journal import BufferedJournal
 from quire_router.journal.codec import JournalSettings
@@ -251,6 +253,7 @@ class Router:
             keepalive=keepalive,
             page=Page() if settings.page else None,
             fleet=self._components.fleet_endpoint(keepalive) if settings.page else None,
+            lora_updater=self._components.lora_updater,
         )
         if settings.allowed_origins:
             api = allow_origins(api, settings.allowed_origins)
@@ -306,6 +309,7 @@ class Components:
             policy=settings.placement_policy,
         )
         self._allow_fleet = settings.allow_fleet
+        self.lora_updater = LoRAUpdater(self.fleet, list(tokenizers)) if settings.allow_lora_updates else None
         self.service = ApiService(
             tokenizers,
             self.fleet,
@@ -354,6 +358,7 @@ class Components:
     ) -> RequestRunner:
         placement = PlacementSettings(policy=settings.placement_policy, max_affinity_wait=settings.max_affinity_wait)
         placer = Placer(self.fleet.table, self.index, placement, self.fleet.namespace, monotonic)
+        placer.lora_columns = self.fleet.lora_columns
         if self.load_sharing is not None:
             placer.on_speculative_blocks = self.speculative_blocks.add
         dispatcher = Dispatcher(

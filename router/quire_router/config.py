@@ -273,6 +273,9 @@ class Settings(CliSettings):
     debug_route: bool = Field(default=False, description="Say in x-quire-route where a request runs, and why.")
     page: bool = Field(default=True, description="Serve the page for browsers at /, and the stream that it reads.")
     allow_fleet: bool = Field(default=False, description="Let every key see the fleet, on the page and in its stream.")
+    allow_lora_updates: bool = Field(
+        default=False, description="Load and unload adapters at all engines by /v1/load_lora_adapter; see docs/lora.md."
+    )
     max_body_bytes: Count = Field(default=4 * 2**20, description="Largest request body.")
     max_inflight_body_bytes: Count = Field(
         default=128 * 2**20, description="Bytes of request bodies that are read and checked at once before 429."

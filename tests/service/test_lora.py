@@ -1,10 +1,15 @@
-"""Adapters of a real engine: given at the start, loaded and unloaded while it serves, and refused in one sentence."""
+"""Adapters of real engines: given at the start, loaded and unloaded while they serve, refused in one sentence; and
+behind a router, where an engine that dies changes no token of theirs.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import httpx
+import openai
 import pytest
+from openai import OpenAI
 from quire.v1 import engine_pb2 as pb
 from quire.v1 import types_pb2 as types
 
@@ -12,7 +17,8 @@ from tests.model.models import greedy_oracle
 from tests.service.conftest import DEMO, FLOAT32, MODEL, SMALL_POOLS
 from tests.support.adapters import write_adapter, write_merged_model
 from tests.support.engine_session import EngineSession
-from tests.support.processes import Engine
+from tests.support.forked_engines import ForkedEngine
+from tests.support.processes import Engine, Router, eventually, fetch
 
 PROMPT = list(range(100, 140))
 LORA = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
@@ -99,3 +105,66 @@ def test_an_engine_that_serves_none_says_so(adapters: Path, tmp_path: Path) -> N
         with pytest.raises(grpc.RpcError, match="start it with --enable-lora"):
             link.engine.LoadLora(pb.LoadLoraRequest(lora_name="a", lora_path=str(adapters / "a")))
     assert engine.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def fleet(adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[ForkedEngine], Router]]:
+    """Two engines, both with the adapter ``a`` and one with ``b``, and a router that lets clients load more."""
+    folder = tmp_path_factory.mktemp("fleet")
+    modules = [f"a={adapters / 'a'}", f"a={adapters / 'a'},b={adapters / 'b'}"]
+    flags = (*SMALL_POOLS, *FLOAT32, *LORA)
+    engines = [ForkedEngine(DEMO, folder, *flags, "--lora-modules", each) for each in modules]
+    router = Router(DEMO, [engine.address for engine in engines], folder, "--allow-lora-updates")
+    for process in (*engines, router):
+        process.wait_ready()
+    yield engines, router
+    for process in (router, *engines):
+        if process.popen.poll() is None:
+            process.stop()
+
+
+def client(router: Router) -> OpenAI:
+    return OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def sampled(router: Router, model: str, **more: object) -> object:
+    body = {"ignore_eos": True, "top_k": 50}
+    return client(router).completions.create(
+        model=model, prompt="Once upon a time", max_tokens=600, temperature=1.2, seed=11, extra_body=body, **more
+    )
+
+
+def test_clients_ask_for_adapters_by_name_load_more_and_unload_them(
+    fleet: tuple[list[ForkedEngine], Router], adapters: Path
+) -> None:
+    _, router = fleet
+    eventually(lambda: len(client(router).models.list().data) == 3)
+    known = {card.id: getattr(card, "parent", None) for card in client(router).models.list().data}
+    assert known == {MODEL: None, "a": MODEL, "b": MODEL}
+    body = {"lora_name": "c", "lora_path": str(adapters / "b")}
+    loaded = httpx.post(f"{router.url}/v1/load_lora_adapter", json=body, timeout=30)
+    assert loaded.status_code == 200, loaded.text
+    texts = {name: sampled(router, name).choices[0].text for name in (MODEL, "a", "b", "c")}  # type: ignore[attr-defined]
+    assert texts["b"] == texts["c"]
+    assert len(set(texts.values())) == 3
+    unloaded = httpx.post(f"{router.url}/v1/unload_lora_adapter", json={"lora_name": "c"}, timeout=30)
+    assert unloaded.status_code == 200, unloaded.text
+    eventually(lambda: fetch(router.http_port, "/v1/models/c")[0] == 404)
+    with pytest.raises(openai.NotFoundError):
+        sampled(router, "c")
+    missing = httpx.post(f"{router.url}/v1/load_lora_adapter", json={**body, "lora_path": "/nowhere"}, timeout=30)
+    assert (missing.status_code, missing.json()["error"]["param"]) == (400, "lora_path")
+
+
+def test_an_engine_that_is_killed_changes_no_token_of_an_adapters_answer(
+    fleet: tuple[list[ForkedEngine], Router],
+) -> None:
+    engines, router = fleet
+    eventually(lambda: len(client(router).models.list().data) == 3)
+    undisturbed = sampled(router, "a").choices[0].text  # type: ignore[attr-defined]
+    stream = (chunk.choices[0].text for chunk in sampled(router, "a", stream=True) if chunk.choices)  # type: ignore[attr-defined]
+    seen = [next(stream) for _ in range(20)]
+    busy = next(engine for engine in engines if engine.metric("quire_engine_running_sequences") > 0)
+    busy.kill()
+    seen += stream
+    assert "".join(seen) == undisturbed

@@ -8,7 +8,7 @@ from zlib import crc32
 from hypothesis import strategies as st
 from quire_proto.sampling import FinishReason, SamplingParams, StopToken, TokenLogprobs
 from quire_proto.structured_output import Structured, StructuredKind, choice
-from quire_router.core.generation import GenerationRequest, Usage
+from quire_router.core.generation import GenerationRequest, LoRA, Usage
 from quire_router.journal.base import RecordedDelta
 from quire_router.journal.codec import encode_request_fields
 from quire_router.journal.token_log import TokenLog
@@ -70,6 +70,7 @@ generations = st.builds(
     digest=st.text(max_size=9),
     background=st.booleans(),
     session=st.text(max_size=9),
+    lora=st.none() | st.builds(LoRA, st.text(min_size=1, max_size=9), st.binary(min_size=16, max_size=16)),
     deadline=st.none() | st.floats(0, 2e9),
 )
 any_tokens = st.lists(token_ids, max_size=50)

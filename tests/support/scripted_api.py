@@ -28,11 +28,14 @@ from quire_router.core.generation import (
     NO_USAGE,
     Delta,
     GenerationRequest,
+    LoRA,
     OwnedDeltaStream,
     PromptGroup,
     StreamCursor,
     Usage,
 )
+from quire_router.engines.lora_updates import LoRAUpdater
+from quire_router.engines.settings import ServedLoRA
 from quire_router.journal.base import RecordedDelta, RequestRecord, encode_error
 
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level
@@ -57,12 +60,16 @@ class ScriptedPool:
 
     engines: int = 1
     model_limits: Limits | None = field(default_factory=Limits)
+    served_loras: dict[str, ServedLoRA] = field(default_factory=dict)
 
     def limits(self, model: str) -> Limits | None:
         return self.model_limits
 
-    def ready(self, model: str) -> int:
+    def ready(self, model: str, lora: LoRA | None = None) -> int:
         return self.engines
+
+    def loras(self) -> dict[str, ServedLoRA]:
+        return self.served_loras
 
 
 @dataclass
@@ -364,6 +371,7 @@ async def open_stage(
     origins: Sequence[str] = (),
     page: Page | None = None,
     fleet_endpoint: FleetEndpoint | None = None,
+    lora_updater: LoRAUpdater | None = None,
     **settings: Any,
 ) -> AsyncIterator[Stage]:
     """Serves until the block ends. Streams with ids have a comment after ``heartbeat`` seconds of silence, others after
@@ -382,6 +390,7 @@ async def open_stage(
         keepalive=silence,
         page=page,
         fleet=fleet_endpoint,
+        lora_updater=lora_updater,
     )
     server = HttpServer(allow_origins(app, origins) if origins else app, listen("127.0.0.1", 0), limits)
     admin = HttpServer(build_admin(service, client_timeout=patience), listen("127.0.0.1", 0))

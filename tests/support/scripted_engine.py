@@ -61,6 +61,8 @@ class ScriptedEngine(EngineServicer):
         self.cached: list[engine_pb2.KvStored] = []
         self.inspection = engine_pb2.InspectResponse()
         self.inspections = 0
+        self.loras: dict[str, bytes] = {}
+        self.lora_refusal: grpc.StatusCode | None = None
         self._description = {"max_model_len": 4096, "vocab_size": 1000, **description}
         self._models = models
         self._credentials = credentials
@@ -111,6 +113,7 @@ class ScriptedEngine(EngineServicer):
         kv_events: Sequence[engine_pb2.KvEvent] = (),
         skip: int = 0,
         tokens: engine_pb2.TokenColumns | None = None,
+        active_loras: Sequence[str] | None = None,
     ) -> None:
         """The next batch; ``skip`` loses so many before it. Without a stream it waits to be replayed."""
         self.sequence += 1 + skip
@@ -122,7 +125,20 @@ class ScriptedEngine(EngineServicer):
             kv_events=kv_events,
             draining=self.draining,
             tokens=tokens,
+            active_loras=None if active_loras is None else engine_pb2.ActiveLoras(names=active_loras),
         )
+        self._keep(batch)
+
+    def set_loras(self, loras: dict[str, bytes]) -> None:
+        """The next batch says that these are the adapters, with their digests."""
+        self.loras = loras
+        self.sequence += 1
+        self._keep(engine_pb2.StepBatch(sequence=self.sequence, loras=self._loras()))
+
+    def _loras(self) -> engine_pb2.Loras:
+        return engine_pb2.Loras(loras=[engine_pb2.Lora(name=name, digest=of) for name, of in self.loras.items()])
+
+    def _keep(self, batch: engine_pb2.StepBatch) -> None:
         self._kept.append(batch)
         self._outgoing.put_nowait(batch)
 
@@ -155,6 +171,20 @@ class ScriptedEngine(EngineServicer):
     ) -> engine_pb2.InspectResponse:
         self.inspections += 1
         return self.inspection
+
+    async def LoadLora(  # noqa: N802 - the name in the proto file
+        self, request: engine_pb2.LoadLoraRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> engine_pb2.LoadLoraResponse:
+        if self.lora_refusal is not None:
+            await context.abort(self.lora_refusal, "No such folder.")
+        self.set_loras({**self.loras, request.lora_name: request.lora_path.encode()})
+        return engine_pb2.LoadLoraResponse()
+
+    async def UnloadLora(  # noqa: N802 - the name in the proto file
+        self, request: engine_pb2.UnloadLoraRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> engine_pb2.UnloadLoraResponse:
+        self.set_loras({name: digest for name, digest in self.loras.items() if name != request.lora_name})
+        return engine_pb2.UnloadLoraResponse()
 
     async def Describe(  # noqa: N802 - the name in the proto file
         self, request: engine_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -194,6 +224,7 @@ class ScriptedEngine(EngineServicer):
             resumed=resumed,
             cached=() if resumed else self.cached,
             draining=self.draining,
+            loras=self._loras(),
         )
 
     async def _listen(self, requests: AsyncIterator[engine_pb2.SessionRequest]) -> None:

@@ -101,7 +101,7 @@ def _check_listing(name: str, files: Mapping[str, int]) -> None:
 
 def _without_config(name: str, files: Mapping[str, int]) -> str:
     if "adapter_config.json" in files:
-        return f"{name} is an adapter (LoRA), not a model: merge it into its base model, and name that folder."
+        return f"{name} is an adapter (LoRA), not a model: serve its base model, with --lora-modules NAME=FOLDER."
     if "model_index.json" in files:
         return f"{name} is a pipeline of diffusers, which makes no text: take a causal language model."
     if any(file.endswith(".gguf") for file in files):

@@ -24,8 +24,8 @@ class LoRARegistry:
     """Loads and unloads adapters. ``check`` reads an adapter's folder and returns the adapter with its digest; it runs
     on a thread of its own. ``model_names`` are the model's own. Used on the event loop, but for ``load_now``.
 
-    ``on_change`` is called when there are other adapters than before, and ``on_unused`` with the number of an unloaded
-    one when its last request has ended.
+    ``on_change`` is called when there are other adapters than before, ``on_active`` when others are in use, and
+    ``on_unused`` with the number of an unloaded one when its last request has ended.
     """
 
     def __init__(self, check: Callable[[LoRARequest], LoRARequest], model_names: list[str]) -> None:
@@ -34,10 +34,16 @@ class LoRARegistry:
         self._loras: dict[str, LoRARequest] = {}
         self._num_loaded = 0
         self._loading = asyncio.Lock()
-        self._in_use: Counter[int] = Counter()
+        self._in_use: Counter[LoRARequest] = Counter()
         self._released = asyncio.Event()
         self.on_change: Callable[[], object] = bool
+        self.on_active: Callable[[], object] = bool
         self.on_unused: Callable[[int], object] = bool
+
+    @property
+    def active(self) -> list[str]:
+        """The names of the adapters that requests run with or wait for."""
+        return [lora.lora_name for lora in self._in_use]
 
     def to_proto(self) -> pb.Loras:
         """All adapters."""
@@ -68,9 +74,9 @@ class LoRARegistry:
         del self._loras[name]
         log.info("the adapter %s is unloaded", name)
         self.on_change()
-        if not self._in_use[lora.lora_int_id]:
+        if lora not in self._in_use:
             self.on_unused(lora.lora_int_id)
-        while self._in_use[lora.lora_int_id]:
+        while lora in self._in_use:
             self._released.clear()
             await self._released.wait()
 
@@ -83,14 +89,17 @@ class LoRARegistry:
 
     def acquire(self, lora: LoRARequest) -> None:
         """Keeps an adapter that ``find`` has returned for a request, until that has ended."""
-        self._in_use[lora.lora_int_id] += 1
+        self._in_use[lora] += 1
+        if self._in_use[lora] == 1:
+            self.on_active()
 
     def release(self, lora: LoRARequest) -> None:
         """Takes back one ``acquire``."""
-        self._in_use[lora.lora_int_id] -= 1
-        if not self._in_use[lora.lora_int_id]:
-            del self._in_use[lora.lora_int_id]
+        self._in_use[lora] -= 1
+        if not self._in_use[lora]:
+            del self._in_use[lora]
             self._released.set()
+            self.on_active()
             if self._loras.get(lora.lora_name) != lora:
                 self.on_unused(lora.lora_int_id)
 

@@ -7,6 +7,8 @@ from itertools import islice
 
 from quire.v1 import engine_pb2 as pb
 
+from quire_engine.server.loras import LoRARegistry
+
 MAX_UNACKNOWLEDGED = 8192
 MAX_UNACKNOWLEDGED_BYTES = 16 << 20
 MAX_BATCH_BYTES = 1 << 20
@@ -21,13 +23,15 @@ class Session:
     """Numbers a session's batches from 1 and keeps each until the router acknowledges it.
 
     ``requests`` maps the live requests' ids, as the router chose them, to their keys in the core. ``draining`` is sent
-    with every later batch, and ``loras``, which are the engine's adapters where they have changed, with the next one.
+    with every later batch, and with the next one ``loras`` and ``active_loras``, which are the engine's adapters and
+    those in use, where they have changed.
     """
 
     def __init__(self, session_id: str, generation: int, *, draining: bool = False) -> None:
         self.session_id = session_id
         self.draining = draining
         self.loras: pb.Loras | None = None
+        self.active_loras: pb.ActiveLoras | None = None
         self.requests: dict[str, str] = {}
         self.sequence = 0
         self._generation = generation
@@ -89,8 +93,9 @@ class Session:
             draining=self.draining,
             tokens=tokens,
             loras=self.loras,
+            active_loras=self.active_loras,
         )
-        self._deferred = self.loras = None
+        self._deferred = self.loras = self.active_loras = None
         if (size := whole.ByteSize()) <= MAX_BATCH_BYTES:
             self._append(whole, size)
         else:
@@ -99,7 +104,7 @@ class Session:
         self._changed.set()
 
     def snapshot(
-        self, load: pb.Load, cached: Sequence[pb.KvStored], loras: pb.Loras, *, resumed: bool
+        self, load: pb.Load, cached: Sequence[pb.KvStored], loras: LoRARegistry, *, resumed: bool
     ) -> pb.SessionResponse:
         """The first message of a stream: the sequence that it starts after, the load, the cached blocks and the
         engine's adapters.
@@ -113,7 +118,8 @@ class Session:
                 load=load,
                 cached=cached,
                 draining=self.draining,
-                loras=loras,
+                loras=loras.to_proto(),
+                active_loras=loras.active,
             )
         )
 
@@ -163,6 +169,8 @@ def _split(whole: pb.StepBatch) -> Iterator[pb.StepBatch]:
     part = pb.StepBatch(sequence=whole.sequence, step=whole.step, load=whole.load, draining=whole.draining)
     if whole.HasField("loras"):
         part.loras.CopyFrom(whole.loras)
+    if whole.HasField("active_loras"):
+        part.active_loras.CopyFrom(whole.active_loras)
     size = 0
     for output in whole.outputs:
         size += output.ByteSize()

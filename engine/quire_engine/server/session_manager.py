@@ -122,6 +122,7 @@ class SessionManager:
     ) -> None:
         self.loras = LoRARegistry(no_loras, []) if loras is None else loras
         self.loras.on_change, self.loras.on_unused = self._send_loras, self._remove_lora
+        self.loras.on_active = self._send_active_loras
         self._generation = generation
         self._grace = grace
         self._tracing = tracing
@@ -189,7 +190,7 @@ class SessionManager:
         if session is not None and session.can_resume(message.last_sequence):
             self._cancel_expiry(session)
             session.acknowledge(message.last_sequence)
-            return session, session.attach(), session.snapshot(self._load, [], self.loras.to_proto(), resumed=True)
+            return session, session.attach(), session.snapshot(self._load, [], self.loras, resumed=True)
         if session is not None:
             self.close(session)
         return await self._open_new(message.session_id)
@@ -348,6 +349,14 @@ class SessionManager:
             session.loras = self.loras.to_proto()
             self._send(session, 0, [], [])
 
+    def _send_active_loras(self) -> None:
+        """Has every session hear which adapters are in use, with its next batch."""
+        for session in self._sessions.values():
+            session.active_loras = pb.ActiveLoras(names=self.loras.active)
+            if not session.requests:
+                session.defer([])
+        self._schedule_idle_update()
+
     def _remove_lora(self, lora_id: int) -> None:
         self.core.send(RemoveLoRA(lora_id))
 
@@ -399,7 +408,7 @@ class SessionManager:
             self.close(other)
         self._load = load_to_proto(load)
         session = self._sessions[session_id] = Session(session_id, self._generation, draining=self.draining)
-        snapshot = session.snapshot(self._load, cached_to_proto(stored), self.loras.to_proto(), resumed=False)
+        snapshot = session.snapshot(self._load, cached_to_proto(stored), self.loras, resumed=False)
         opened.set_result((session, session.attach(), snapshot))
 
     def _cancel_expiry(self, session: Session) -> None:

@@ -303,6 +303,7 @@ class Snapshot(_message.Message):
     CACHED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     LORAS_FIELD_NUMBER: _builtins.int
+    ACTIVE_LORAS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Random, new with each start of the engine: a changed generation means that all earlier requests and blocks are lost."""
     sequence: _builtins.int
@@ -321,6 +322,10 @@ class Snapshot(_message.Message):
     def loras(self) -> Global___Loras:
         """The engine's adapters, also in a session that goes on."""
 
+    @_builtins.property
+    def active_loras(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The adapters that requests there run with or wait for."""
+
     def __init__(
         self,
         *,
@@ -331,10 +336,11 @@ class Snapshot(_message.Message):
         cached: _abc.Iterable[Global___KvStored] | None = ...,
         draining: _builtins.bool = ...,
         loras: Global___Loras | None = ...,
+        active_loras: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "loras", b"loras"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "draining", b"draining", "generation", b"generation", "load", b"load", "loras", b"loras", "resumed", b"resumed", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_loras", b"active_loras", "cached", b"cached", "draining", b"draining", "generation", b"generation", "load", b"load", "loras", b"loras", "resumed", b"resumed", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -356,6 +362,7 @@ class StepBatch(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     LORAS_FIELD_NUMBER: _builtins.int
+    ACTIVE_LORAS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Counts the batches of this session, from 1, without gaps."""
     step: _builtins.int
@@ -382,6 +389,10 @@ class StepBatch(_message.Message):
     def loras(self) -> Global___Loras:
         """The engine's adapters, all of them, where they have changed. What is said of them holds before the outputs of the same message."""
 
+    @_builtins.property
+    def active_loras(self) -> Global___ActiveLoras:
+        """The adapters that requests there run with or wait for, where they have changed."""
+
     def __init__(
         self,
         *,
@@ -393,10 +404,11 @@ class StepBatch(_message.Message):
         draining: _builtins.bool = ...,
         tokens: Global___TokenColumns | None = ...,
         loras: Global___Loras | None = ...,
+        active_loras: Global___ActiveLoras | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "loras", b"loras", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["active_loras", b"active_loras", "load", b"load", "loras", b"loras", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "kv_events", b"kv_events", "load", b"load", "loras", b"loras", "outputs", b"outputs", "sequence", b"sequence", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_loras", b"active_loras", "draining", b"draining", "kv_events", b"kv_events", "load", b"load", "loras", b"loras", "outputs", b"outputs", "sequence", b"sequence", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -446,6 +458,28 @@ class Lora(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Lora: _TypeAlias = Lora  # noqa: Y015
+
+@_typing.final
+class ActiveLoras(_message.Message):
+    """Names of adapters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ActiveLoras: _TypeAlias = ActiveLoras  # noqa: Y015
 
 @_typing.final
 class TokenColumns(_message.Message):

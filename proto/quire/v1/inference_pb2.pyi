@@ -798,6 +798,7 @@ class Model(_message.Message):
     CREATED_FIELD_NUMBER: _builtins.int
     READY_ENGINES_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     created: _builtins.int
     """Seconds since 1970, when the router learned of the model."""
@@ -805,6 +806,8 @@ class Model(_message.Message):
     """Engines that can run it now."""
     max_model_len: _builtins.int
     """Most tokens of prompt and output together; 0 until the first engine has reported it."""
+    parent: _builtins.str
+    """Of a LoRA adapter the model that it is for; empty for a model."""
     def __init__(
         self,
         *,
@@ -812,10 +815,11 @@ class Model(_message.Message):
         created: _builtins.int = ...,
         ready_engines: _builtins.int = ...,
         max_model_len: _builtins.int = ...,
+        parent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "max_model_len", b"max_model_len", "name", b"name", "ready_engines", b"ready_engines"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "max_model_len", b"max_model_len", "name", b"name", "parent", b"parent", "ready_engines", b"ready_engines"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -34,6 +34,7 @@ class Tenant:
     priority: int = 0
     allow_priority: bool = False
     allow_fleet: bool = False
+    allow_lora_updates: bool = False
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     max_concurrent: int | None = None

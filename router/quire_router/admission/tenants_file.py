@@ -16,7 +16,7 @@ _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 _KEY_ID = re.compile(r"[0-9a-f]{12}")
 _MAX_BYTES = 4 * 2**20
 _POLICY = {"models", "weight", "priority", "allow_priority", "allow_fleet", "requests_per_minute", "tokens_per_minute"}
-_POLICY |= {"max_concurrent", "max_queued", "retention"}
+_POLICY |= {"allow_lora_updates", "max_concurrent", "max_queued", "retention"}
 
 
 class TenantsFileError(ValueError):
@@ -58,6 +58,7 @@ class _Policy(BaseModel):
     priority: Annotated[int, Field(ge=-(2**20), le=2**20)] = 0
     allow_priority: bool = False
     allow_fleet: bool = False
+    allow_lora_updates: bool = False
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
     max_concurrent: Count | None = None

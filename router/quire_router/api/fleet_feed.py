@@ -274,7 +274,7 @@ def _request_view(state: RequestState) -> RequestView:
     generation, usage = state.generation, state.usage
     return RequestView(
         id=generation.request_id[:ID_CHARACTERS],
-        model=generation.model,
+        model=generation.model_name,
         engine=state.engine_id,
         attempt=state.attempt,
         created=round(generation.created, 3),

@@ -7,7 +7,7 @@ runner of requests.
 import logging
 import math
 import re
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
@@ -20,8 +20,8 @@ from quire_proto.text.tokenizer import ModelTokenizer
 
 from quire_router.api.auth import Identity
 from quire_router.api.schemas.openai import ChatRequest, GenerationBody
-from quire_router.core.generation import Delta, GenerationRequest, PromptGroup, StreamCursor
-from quire_router.engines.settings import ServedModelLimits
+from quire_router.core.generation import Delta, GenerationRequest, LoRA, PromptGroup, StreamCursor
+from quire_router.engines.settings import ServedLoRA, ServedModelLimits
 from quire_router.journal.base import RequestRecord
 
 log = logging.getLogger(__name__)
@@ -246,7 +246,7 @@ def _digest(first: GenerationRequest, prepared: PreparedRequest, request: Genera
     if request.output_limit is None:
         params.ClearField("max_tokens")
     flags = (first.include_stop, first.skip_special_tokens, first.echo, first.background, request.seed is not None)
-    words = (first.model, first.operation, first.stop, first.priority, flags, shape)
+    words = (first.model_name, first.operation, first.stop, first.priority, flags, shape)
     prompts = "[" + ", ".join(_list_repr(generation.prompt_token_ids) for generation in prepared.generations) + "]"
     for part in (repr(words).encode(), params.SerializeToString(deterministic=True), prompts.encode()):
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -294,8 +294,12 @@ class EnginePoolView(Protocol):
         """Returns the limits of a configured model; None while they are unknown."""
         ...
 
-    def ready(self, model: str) -> int:
-        """Returns the number of engines that can run the model now."""
+    def ready(self, model: str, lora: LoRA | None = None) -> int:
+        """Returns the number of engines that can run the model now, or an adapter of it."""
+        ...
+
+    def loras(self) -> Mapping[str, ServedLoRA]:
+        """Returns all adapters by their names."""
         ...
 
 

@@ -80,12 +80,13 @@ SizedT = TypeVar("SizedT", bound=SizedRequest)
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """One configured model. ``max_model_len`` is 0 while it is unknown."""
+    """One configured model, or an adapter of the model ``parent``. ``max_model_len`` is 0 while it is unknown."""
 
     name: str
     created: int
     ready_engines: int
     max_model_len: int
+    parent: str = ""
 
 
 @dataclass(slots=True)
@@ -133,7 +134,7 @@ class ApiService:
         self._durable = durable
         self._tenant_limits = tenant_limits
         self._validator = Validator(
-            tokenizers, fleet.limits, allow_priority=allow_priority, refuse_unknown=refuse_unknown
+            tokenizers, fleet.limits, fleet.loras, allow_priority=allow_priority, refuse_unknown=refuse_unknown
         )
         self._tokenizer_pool = TokenizerPool()
         self._created = int(time())
@@ -264,11 +265,11 @@ class ApiService:
         return {} if status is None else rate_limit_headers(status)
 
     def models(self, caller: Identity = ANONYMOUS) -> list[ModelCard]:
-        """Returns the configured models that the caller may use, in order."""
-        return [self._card(name) for name in self._models if caller.may_use(name)]
+        """Returns the configured models that the caller may use, in order, and then the adapters."""
+        return [self._card(name) for name in (*self._models, *self._engine_pool.loras()) if caller.may_use(name)]
 
     def model(self, name: str, caller: Identity = ANONYMOUS) -> ModelCard:
-        """Returns one configured model. Raises ``QuireError`` FORBIDDEN and NOT_FOUND."""
+        """Returns one configured model or adapter. Raises ``QuireError`` FORBIDDEN and NOT_FOUND."""
         self._check_model(name, caller)
         return self._card(name)
 
@@ -328,12 +329,15 @@ class ApiService:
         that there are.
         """
         caller.check_model(name)
-        if name not in self._models:
+        if name not in self._models and name not in self._engine_pool.loras():
             raise unknown_model(name, [served for served in self._models if caller.may_use(served)])
 
     def _card(self, name: str) -> ModelCard:
-        limits = self._engine_pool.limits(name)
-        return ModelCard(name, self._created, self._engine_pool.ready(name), limits.max_model_len if limits else 0)
+        model, lora = self._validator.resolve(name)
+        limits, ready = self._engine_pool.limits(model), self._engine_pool.ready(model, lora)
+        return ModelCard(
+            name, self._created, ready, limits.max_model_len if limits else 0, "" if lora is None else model
+        )
 
 
 def ignored_parameters_header(params: Sequence[str]) -> dict[str, str]:

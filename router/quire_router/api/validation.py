@@ -32,8 +32,8 @@ from quire_router.api.schemas.openai import (
     TemplateOptions,
 )
 from quire_router.core.errors import model_not_ready, unknown_model
-from quire_router.core.generation import Delta, GenerationRequest, prompt_request_id
-from quire_router.engines.settings import ServedModelLimits
+from quire_router.core.generation import Delta, GenerationRequest, LoRA, prompt_request_id
+from quire_router.engines.settings import ServedLoRA, ServedModelLimits
 
 BodyT = TypeVar("BodyT", bound=StrictModel)
 
@@ -42,7 +42,8 @@ _MAX_PRIORITY = 2**31
 
 
 class Validator:
-    """Checks requests against the models' tokenizers and the limits of their engines. ``allow_priority`` lets clients
+    """Checks requests against the models' tokenizers and the limits of their engines. A request may name one of
+    ``loras`` as its model. ``allow_priority`` lets clients
     set the priority of their requests, and with ``refuse_unknown`` an unknown parameter is refused instead of ignored.
     """
 
@@ -50,12 +51,14 @@ class Validator:
         self,
         tokenizers: Mapping[str, ModelTokenizer],
         limits: Callable[[str], ServedModelLimits | None],
+        loras: Callable[[], Mapping[str, ServedLoRA]] = dict,
         *,
         allow_priority: bool = False,
         refuse_unknown: bool = False,
     ) -> None:
         self._tokenizers = tokenizers
         self._limits = limits
+        self._loras = loras
         self._allow_priority = allow_priority
         self._refuse_unknown = refuse_unknown
 
@@ -76,14 +79,16 @@ class Validator:
 
     def generations(self, request: GenerationBody, request_id: str, caller: Identity) -> tuple[GenerationRequest, ...]:
         """Returns one generation for each prompt, in tokens, with every default filled in. Raises ``QuireError``."""
-        tokenizer = self.tokenizer(request.model)
-        limits = self._limits(request.model)
+        model, lora = self.resolve(request.model)
+        tokenizer = self._tokenizers[model]
+        limits = self._limits(model)
         if limits is None:
-            raise model_not_ready(request.model)
+            raise model_not_ready(model)
         prompts, output_limit = _prompts(request, tokenizer, limits)
         first = GenerationRequest(
             request_id=request_id,
-            model=request.model,
+            model=model,
+            lora=lora,
             prompt_token_ids=prompts[0],
             params=sampling_of(request, output_limit, tokenizer, limits, structured_of(request, tokenizer, prompts[0])),
             stop=tuple(request.stop),
@@ -102,12 +107,18 @@ class Validator:
         check_response_size(generations)
         return generations
 
+    def resolve(self, name: str) -> tuple[str, LoRA | None]:
+        """Returns the configured model that a request names, and the adapter. Raises ``QuireError`` NOT_FOUND."""
+        if name in self._tokenizers:
+            return name, None
+        served = self._loras().get(name)
+        if served is None:
+            raise unknown_model(name)
+        return served.model, served.lora
+
     def tokenizer(self, model: str) -> ModelTokenizer:
-        """Returns a configured model's tokenizer. Raises ``QuireError`` NOT_FOUND."""
-        tokenizer = self._tokenizers.get(model)
-        if tokenizer is None:
-            raise unknown_model(model)
-        return tokenizer
+        """Returns the tokenizer of a configured model or of an adapter. Raises ``QuireError`` NOT_FOUND."""
+        return self._tokenizers[self.resolve(model)[0]]
 
     def _priority(self, request: GenerationBody, caller: Identity) -> int:
         """Returns the tenant's priority plus the request's. Raises ``QuireError``."""

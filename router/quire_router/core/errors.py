@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Final
 
-from quire_proto.errors import ErrorCode, QuireError, internal
+from quire_proto.errors import STATUS, ErrorCode, QuireError, internal
 
 
 class RefusalReason(StrEnum):
@@ -37,6 +37,7 @@ class RefusalReason(StrEnum):
     MODEL = "model"
     FLEET = "fleet"
     VIEWERS = "viewers"
+    LORA_UPDATES = "lora_updates"
 
 
 _RETRY_AFTER: Final = {ErrorCode.OVERLOADED: 1.0, ErrorCode.UNAVAILABLE: 5.0}
@@ -78,6 +79,27 @@ def fleet_forbidden() -> QuireError:
     """The caller's key does not show the fleet."""
     message = "This API key may not see the fleet: that is for tenants with allow_fleet, or for all with --allow-fleet."
     return QuireError(ErrorCode.FORBIDDEN, message, reason=RefusalReason.FLEET)
+
+
+def lora_updates_forbidden() -> QuireError:
+    """The caller's key may not load adapters."""
+    message = "This API key may not load and unload adapters: that is for tenants with allow_lora_updates."
+    return QuireError(ErrorCode.FORBIDDEN, message, reason=RefusalReason.LORA_UPDATES)
+
+
+def not_an_adapters_name(name: str) -> QuireError:
+    """An adapter cannot be loaded under the name of a model."""
+    return QuireError(ErrorCode.CONFLICT, f"{name[:128]} is the name of a model.", param="lora_name")
+
+
+def lora_update_failed(grpc_status: str, message: str) -> QuireError:
+    """An engine did not load or unload an adapter, for the reason in ``message``."""
+    codes = (ErrorCode.INVALID, ErrorCode.NOT_FOUND, ErrorCode.CONFLICT, ErrorCode.OVERLOADED, ErrorCode.UNAVAILABLE)
+    code = next((code for code in codes if STATUS[code].grpc == grpc_status), None)
+    if code is None:
+        return internal()
+    param = "lora_path" if code is ErrorCode.INVALID else "lora_name"
+    return QuireError(code, message, param=param, retry_after=_RETRY_AFTER.get(code))
 
 
 def too_many_viewers() -> QuireError:

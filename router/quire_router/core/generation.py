@@ -21,8 +21,18 @@ LOGPROBS_PER_TOKEN = 6
 
 
 @dataclass(frozen=True, slots=True)
+class LoRA:
+    """A LoRA adapter as engines report it: its ``name``, and the ``digest`` of its files, which tells it from another
+    of the same name.
+    """
+
+    name: str
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A request that passed the validator.
+    """A request that passed the validator, for a configured ``model`` and an adapter of it, or none: ``lora``.
 
     ``request_id`` is opaque, ``[A-Za-z0-9_-]{1,64}``. ``prompt_token_ids`` come from the validator as
     ``array("i")``: journals keep them for long, and a list takes nine times as much. ``params`` has every default
@@ -62,6 +72,12 @@ class GenerationRequest:
     session: str = ""
     deadline: float | None = None
     retention: float | None = None
+    lora: LoRA | None = None
+
+    @property
+    def model_name(self) -> str:
+        """The name that the client asked for: the adapter's, or the model's."""
+        return self.model if self.lora is None else self.lora.name
 
     @property
     def selects_choices(self) -> bool:

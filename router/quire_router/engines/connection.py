@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 INSPECT_TIMEOUT = 5.0  # seconds
+LOAD_LORA_TIMEOUT = 120.0  # seconds
+UNLOAD_LORA_TIMEOUT = 2.0  # seconds, after which only requests that run with it are waited for
 _OPTIONS = (
     # An idle engine sends nothing, so pings find a frozen engine or a lost host, within 11 seconds. Engines end
     # connections that ping them more often than every 5 seconds.
@@ -255,7 +257,7 @@ class EngineConnection:
     ) -> None:
         self.address = address
         self.settings = settings or ConnectionSettings()
-        self.session = Session(self.settings, on_kv_event, on_load)
+        self.session = Session(self.settings, on_kv_event, on_load, on_change)
         self.description: engine_pb2.DescribeResponse | None = None
         self._liveness = LivenessMonitor(self.settings)
         self._on_change = on_change
@@ -320,6 +322,23 @@ class EngineConnection:
         except grpc.aio.AioRpcError:
             return None
         return answer
+
+    async def load_lora(self, name: str, path: str) -> None:
+        """Loads an adapter at the engine. Raises ``grpc.aio.AioRpcError``, or ``EngineLost`` if it is not connected."""
+        if self._stub is None:
+            raise EngineLost("the engine is not connected")
+        message = engine_pb2.LoadLoraRequest(lora_name=name, lora_path=path)
+        await self._stub.LoadLora(message, timeout=LOAD_LORA_TIMEOUT)
+
+    async def unload_lora(self, name: str) -> None:
+        """Unloads an adapter, as far as new requests are concerned. Raises as ``load_lora``."""
+        if self._stub is None:
+            raise EngineLost("the engine is not connected")
+        try:
+            await self._stub.UnloadLora(engine_pb2.UnloadLoraRequest(lora_name=name), timeout=UNLOAD_LORA_TIMEOUT)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise
 
     # The stream's life
 

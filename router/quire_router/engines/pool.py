@@ -4,101 +4,32 @@ chooses among them.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 import numpy as np
 from quire.v1 import engine_pb2
 from quire_proto.supervise import SupervisedTask
-from quire_proto.text.tokenizer import folder_config_digest, read_config
 
 from quire_router.core import metrics
+from quire_router.core.generation import LoRA
 from quire_router.core.retry import CpuThrottle, supervise
 from quire_router.discovery.base import Discovery, Endpoint
 from quire_router.engines.connection import EngineConnection, ReconnectLimiter
 from quire_router.engines.load import ASSUMED_BLOCK_SIZE, CAPACITY_SECONDS, EngineLoad, LedgerEntry, LoadLedger
+from quire_router.engines.model_matcher import ModelIdentity, ModelMatcher
 from quire_router.engines.output_stream import EngineLost, OutputStream, max_sequences
-from quire_router.engines.settings import ConnectionSettings, ServedModelLimits
+from quire_router.engines.settings import ConnectionSettings, ServedLoRA, ServedModelLimits
 from quire_router.placement.engine_table import EngineTable, Rows
+from quire_router.placement.policies import LoRAColumns
 from quire_router.placement.prefix_index import BlockNamespace
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelIdentity:
-    """One model as this router knows it, from its ``folder``: the digest of its tokens and that of its configuration
-    (``quire_proto.text.tokenizer``), and the size of its vocabulary by the configuration. Empty and 0 where the folder
-    does not have them.
-    """
-
-    folder: Path
-    digest: bytes
-    config_digest: bytes = b""
-    size: int = 0
-
-    @classmethod
-    def of(cls, folder: Path, digest: bytes) -> Self:
-        """What the folder's ``config.json`` adds to the ``digest`` of its tokens."""
-        size = read_config(folder).get("vocab_size")
-        return cls(folder, digest, folder_config_digest(folder), size if type(size) is int and size > 0 else 0)
-
-    def difference(self, description: engine_pb2.DescribeResponse) -> str:
-        """Returns what an engine has another of; empty if it has the same, as far as both are known."""
-        if description.tokenizer_digest and description.tokenizer_digest != self.digest:
-            return "another tokenizer"
-        if self.size and description.vocab_size and description.vocab_size != self.size:
-            return f"a vocabulary of {description.vocab_size} tokens, which is another one"
-        if self.config_digest and description.config_digest and description.config_digest != self.config_digest:
-            return "a model of another architecture or size"
-        return ""
-
-
-class ModelMatcher:
-    """``models`` are the names that requests can ask for. An engine that reads other tokens than this router writes
-    would answer with nonsense, and one with another model differently from its replicas. So an engine does not serve a
-    model whose ``vocabularies`` entry differs from what the engine describes. A missing digest is not compared.
-    """
-
-    def __init__(self, models: Iterable[str], vocabularies: Mapping[str, ModelIdentity] | None = None) -> None:
-        self._models = tuple(models)
-        self._vocabularies = dict(vocabularies or {})
-
-    def matching_names(self, address: str, description: engine_pb2.DescribeResponse) -> frozenset[str]:
-        """The names under which the engine at ``address`` gets requests. Logs when that is none that are configured."""
-        names = description.served_model_names
-        if not any(model in names for model in self._models):
-            log.warning(
-                "engine %s serves %s, which this router does not (it serves %s): it gets no requests",
-                address,
-                _quoted(names),
-                _quoted(self._models),
-            )
-        return frozenset(name for name in names if self._matches(address, name, description))
-
-    def _matches(self, address: str, name: str, description: engine_pb2.DescribeResponse) -> bool:
-        own = self._vocabularies.get(name)
-        difference = "" if own is None else own.difference(description)
-        if own is None or not difference:
-            return True
-        log.error(
-            "engine %s serves %r with %s than the one in %s: it gets no requests for that model, "
-            "because its answers would be those of another",
-            address,
-            name,
-            difference,
-            own.folder,
-        )
-        return False
-
-
-def _quoted(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in names) or "nothing"
 
 
 class Engine:
@@ -150,9 +81,21 @@ class Engine:
         self.endpoint = endpoint
         self.retired = endpoint.terminating
 
-    def can_run(self, model: str) -> bool:
-        """Whether it would run a request for the model now."""
-        return self.connection.ready and not self.retired and model in self.models
+    def can_run(self, model: str, lora: LoRA | None = None) -> bool:
+        """Whether it would run a request for the model, or for an adapter of it, now."""
+        ready = self.connection.ready and not self.retired and model in self.models
+        return ready and (lora is None or self.connection.session.loras.get(lora.name) == lora)
+
+    @property
+    def serves_loras(self) -> bool:
+        """Whether adapters can be loaded there."""
+        self._refresh()
+        return self._description is not None and self._description.max_loras > 0
+
+    def lacks_lora_slot(self) -> bool:
+        """Whether as many adapters are in use there as can be at once."""
+        most = 0 if self._description is None else self._description.max_loras
+        return len(self.connection.session.active_loras) >= most
 
     def _refresh(self) -> None:
         description = self.connection.description
@@ -190,6 +133,8 @@ class Dispatch:
 
     def __enter__(self) -> OutputStream:
         self._outputs = self._engine.connection.submit(self._message)
+        if self._message.lora_name:  # until the engine says so itself
+            self._engine.connection.session.active_loras.add(self._message.lora_name)
         self._entry = self._begin()
         self._outputs.on_first = self._entry.on_first_output
         return self._outputs
@@ -269,7 +214,8 @@ class EnginePool:
         self._reconnect_limiter = ReconnectLimiter()
         self._engines: dict[str, Engine] = {}
         self._by_row: dict[int, Engine] = {}
-        self._candidates_by_model: dict[str, _Candidates] = {}
+        self._candidates_cache: dict[tuple[str, LoRA | None], _Candidates] = {}
+        self._loras: Mapping[str, ServedLoRA] = {}
         self._limits = dict(assumed or {})
         self._stale_limits: set[str] = set()  # the models whose limits may have changed
         self._changed = asyncio.Event()
@@ -293,7 +239,7 @@ class EnginePool:
         for engine in engines:
             self._remove_if_idle(engine)
         await asyncio.gather(*self._closing)
-        self._candidates_by_model.clear()
+        self._candidates_cache.clear()
         self._throttled_notify.run_now()
 
     def engines(self) -> list[Engine]:
@@ -302,15 +248,27 @@ class EnginePool:
 
     # What can run where
 
-    def rows(self, model: str) -> Rows:
-        """The rows of the engines that can run the model now, in the order in which they were found. Not to be written
-        to; the same array until that changes.
+    def rows(self, model: str, lora: LoRA | None = None) -> Rows:
+        """The rows of the engines that can run the model now, or an adapter of it, in the order in which they were
+        found. Not to be written to; the same array until that changes.
         """
-        return self._candidates(model).rows
+        return self._candidates(model, lora).rows
 
-    def ready(self, model: str) -> int:
-        """How many engines can run the model now."""
-        return len(self._candidates(model).engines)
+    def ready(self, model: str, lora: LoRA | None = None) -> int:
+        """How many engines can run the model now, or an adapter of it."""
+        return len(self._candidates(model, lora).engines)
+
+    def loras(self) -> Mapping[str, ServedLoRA]:
+        """All adapters by their names, which are not those of models. Where engines have different ones of a name, it
+        is the one that more engines have. May be called on any thread; not to be written to.
+        """
+        return self._loras
+
+    def lora_columns(self, rows: Rows, lora: LoRA) -> LoRAColumns:
+        """What the engines of ``rows`` do with adapters now."""
+        engines = [self._by_row[row] for row in rows.tolist()]
+        active = np.array([lora.name in engine.connection.session.active_loras for engine in engines])
+        return LoRAColumns(active, np.array([engine.lacks_lora_slot() for engine in engines]))
 
     def namespace(self, row: int) -> BlockNamespace:
         """Returns the namespace of the block hashes of one of the engines of ``rows``."""
@@ -339,15 +297,26 @@ class EnginePool:
             self._update_limits(model)
         return self._limits.get(model)
 
-    async def wait_ready(self, timeout: float, model: str | None = None) -> bool:  # noqa: ASYNC109 - the answer is a bool
-        """Waits until an engine can run ``model``, or each configured model if it is None. Returns False on timeout."""
+    async def wait_ready(
+        self,
+        timeout: float,  # noqa: ASYNC109 - the answer is a bool
+        model: str | None = None,
+        lora: LoRA | None = None,
+    ) -> bool:
+        """Waits until an engine can run ``model``, with an adapter if one is given, or each configured model if it is
+        None. Returns False on timeout.
+        """
         try:
             async with asyncio.timeout(timeout):
-                while not self._all_ready(model):
-                    await self._changed.wait()
+                while not self._all_ready(model, lora):
+                    await self.changed()
         except TimeoutError:
             return False
         return True
+
+    async def changed(self) -> None:
+        """Waits until something may have changed in what can run where."""
+        await self._changed.wait()
 
     # What runs
 
@@ -371,19 +340,34 @@ class EnginePool:
 
     # Engines that are added and removed
 
-    def _candidates(self, model: str) -> _Candidates:
-        candidates = self._candidates_by_model.get(model)
+    def _candidates(self, model: str, lora: LoRA | None = None) -> _Candidates:
+        candidates = self._candidates_cache.get((model, lora))
         if candidates is None:
-            engines = tuple(engine for engine in self._engines.values() if engine.can_run(model))
+            engines = tuple(engine for engine in self._engines.values() if engine.can_run(model, lora))
             rows = np.array([engine.row for engine in engines], dtype=np.intp)
             rows.flags.writeable = False
             candidates = _Candidates(engines, tuple(engine.load for engine in engines), rows)
-            if model in self._models:  # others are not cached: a client can ask for any name
-                self._candidates_by_model[model] = candidates
+            known = lora is None or self._loras.get(lora.name) == ServedLoRA(model, lora)
+            if model in self._models and known:  # others are not cached: a client can ask for any name
+                self._candidates_cache[model, lora] = candidates
         return candidates
 
-    def _all_ready(self, model: str | None) -> bool:
-        return all(self.ready(name) for name in ((model,) if model is not None else self._models))
+    def _all_ready(self, model: str | None, lora: LoRA | None) -> bool:
+        return all(self.ready(name, lora) for name in ((model,) if model is not None else self._models))
+
+    def _find_loras(self) -> Mapping[str, ServedLoRA]:
+        """See ``loras``. Those of a model without engines are kept: requests for them are to bring some back."""
+        found: dict[str, Counter[ServedLoRA]] = {}
+        with_engines: set[str] = set()
+        for engine in self._engines.values():
+            model = next((name for name in self._models if name in engine.models), None)
+            if model is not None:
+                with_engines.add(model)
+                loras = engine.connection.session.loras
+                for name in loras.keys() - self._models:
+                    found.setdefault(name, Counter())[ServedLoRA(model, loras[name])] += 1 + engine.connection.ready
+        kept = {name: served for name, served in self._loras.items() if served.model not in with_engines}
+        return kept | {name: counts.most_common(1)[0][0] for name, counts in sorted(found.items())}
 
     async def _watch_discovery(self) -> None:
         async with aclosing(self._discovery.watch()) as views:
@@ -436,7 +420,7 @@ class EnginePool:
             return
         self._clear_reported(engine.id, engine.load)
         del self._engines[engine.id], self._by_row[engine.row]
-        self._candidates_by_model.clear()
+        self._candidates_cache.clear()
         self.ledger.remove(engine.id)
         task = asyncio.get_running_loop().create_task(engine.connection.close())
         self._closing.add(task)
@@ -446,11 +430,12 @@ class EnginePool:
         """Drops what was cached of who can run what. Waiting requests and metrics are notified through a throttle,
         because the connections of a large fleet change often.
         """
-        self._candidates_by_model.clear()
+        self._candidates_cache.clear()
         self._stale_limits.update(self._models)
         self._throttled_notify.request()
 
     def _notify(self) -> None:
+        self._loras = self._find_loras()
         for model in self._models:
             self._update_limits(model)
             metrics.ENGINES_READY.labels(model).set(self.ready(model))

@@ -12,6 +12,7 @@ from quire_proto.convert import error_from_proto, finish_from_proto, logprobs_fr
 from quire_proto.errors import ErrorCode, internal
 from quire_proto.sampling import FinishReason
 
+from quire_router.core.generation import LoRA
 from quire_router.engines.output_stream import (
     DrainExceeded,
     EngineDraining,
@@ -128,20 +129,30 @@ class Session:
     cancelled again on the next stream. A Submit may be lost as well, which the router cannot find out: it is kept until
     the engine answers, and repeated on a stream that resumes the session, because an engine ignores a request that it
     runs already. At most ``settings.max_unconfirmed`` are kept; others are cancelled and end with ``EngineLost``.
+
+    ``loras`` are the engine's adapters by name, of which its requests use those that ``active_loras`` names.
+    ``on_loras`` is called when there are others.
     """
 
     def __init__(
-        self, settings: ConnectionSettings, on_kv_event: KvListener | None = None, on_load: LoadListener | None = None
+        self,
+        settings: ConnectionSettings,
+        on_kv_event: KvListener | None = None,
+        on_load: LoadListener | None = None,
+        on_loras: Callable[[], None] = lambda: None,
     ) -> None:
         self.id = uuid4().hex
         self.engine_generation = 0
         self.sequence = 0
         self.draining = False
         self.kv_events = 0
+        self.loras: dict[str, LoRA] = {}
+        self.active_loras: set[str] = set()
         self.commands = CommandQueue(settings.max_unsent)
         self._settings = settings
         self._on_kv_event = on_kv_event
         self._on_load = on_load
+        self._on_loras = on_loras
         self._streams: dict[str, OutputStream] = {}
         self._choices: dict[int, tuple[OutputStream, int]] = {}  # by handle: the request's plus the choice's index
         self._next_handle = 1
@@ -201,6 +212,8 @@ class Session:
             self._cancelled.clear()
             self._maybe_duplicated.clear()
         self.engine_generation, self.draining = snapshot.generation, snapshot.draining
+        self._set_loras(snapshot.loras)
+        self.active_loras = set(snapshot.active_loras)
         if self._on_load is not None:
             self._on_load(snapshot.load)
 
@@ -217,6 +230,10 @@ class Session:
         self.draining = self.draining or batch.draining
         if self._on_load is not None and batch.HasField("load"):
             self._on_load(batch.load)
+        if batch.HasField("loras"):
+            self._set_loras(batch.loras)
+        if batch.HasField("active_loras"):
+            self.active_loras = set(batch.active_loras.names)
         self._report_kv_events(batch)
         return self._outputs(batch)
 
@@ -239,6 +256,12 @@ class Session:
                 choice[0].push_token(choice[1], token_id, position)
             if number % TOKENS_PER_YIELD == 0:
                 yield
+
+    def _set_loras(self, message: engine_pb2.Loras) -> None:
+        loras = {each.name: LoRA(each.name, each.digest) for each in message.loras}
+        if loras != self.loras:
+            self.loras = loras
+            self._on_loras()
 
     def fail_all(self, reason: str) -> None:
         """Ends every request with ``EngineLost``. The next stream opens a new session, and so gets a whole snapshot:
@@ -335,6 +358,8 @@ class Session:
             stream.withdraw(loss("the engine gave the request back"))
         elif error is not None and error.code is ErrorCode.OVERLOADED and not stream.confirmed:
             stream.refuse(EngineFull("its queue is full"))
+        elif error is not None and error.code is ErrorCode.NOT_FOUND and not stream.confirmed:
+            stream.refuse(EngineFull("it has unloaded the adapter"))
         elif error is not None and error.code is ErrorCode.INVALID and stream.expected.is_resumed:
             # Another engine took the request, so nothing is wrong with what its client sent.
             stream.lose(EngineLost(f"it does not go on with what another engine wrote: {error.message}"))

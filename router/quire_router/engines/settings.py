@@ -1,4 +1,6 @@
-"""``ConnectionSettings`` of a connection to an engine, with defaults that suit a cluster, and the limits of a model."""
+"""``ConnectionSettings`` of a connection to an engine, with defaults that suit a cluster, and what engines say of
+their models.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,6 +8,8 @@ from pathlib import Path
 
 from quire_proto.text.tokenizer import read_config
 from quire_proto.tls import ClientTls
+
+from quire_router.core.generation import LoRA
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,14 @@ class ServedModelLimits:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ServedLoRA:
+    """An adapter that engines have, and the configured ``model`` that it is for."""
+
+    model: str
+    lora: LoRA
 
 
 def assumed_limits(models: Mapping[str, Path]) -> dict[str, ServedModelLimits]:

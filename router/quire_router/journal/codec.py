@@ -19,7 +19,7 @@ from quire_proto.errors import QuireError
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.structured_output import Structured, StructuredKind
 
-from quire_router.core.generation import NO_USAGE, GenerationRequest, Usage
+from quire_router.core.generation import NO_USAGE, GenerationRequest, LoRA, Usage
 from quire_router.journal.base import RecordUpdate, RequestRecord
 
 TOKEN_BYTES = 4
@@ -131,6 +131,8 @@ def encode_request(generation: GenerationRequest) -> bytes:
         "session": generation.session,
         "deadline": generation.deadline,
     }
+    if generation.lora is not None:  # a router that knows no adapters is to refuse the record
+        stored["lora"] = (generation.lora.name, generation.lora.digest.hex())
     return json.dumps(stored, separators=(",", ":"), default=asdict).encode()
 
 
@@ -341,6 +343,11 @@ def _as_float(value: Any) -> float:
     return value
 
 
+def _as_lora(value: Any) -> LoRA:
+    name, digest = value
+    return LoRA(_as_str(name), bytes.fromhex(digest))
+
+
 def _as_optional_float(value: Any) -> float | None:
     return None if value is None else _as_float(value)
 
@@ -362,4 +369,5 @@ _FIELD_DECODERS: dict[str, Callable[[Any], Any]] = {
     "background": _as_bool,
     "session": _as_str,
     "deadline": _as_optional_float,
+    "lora": _as_lora,
 }

@@ -12,10 +12,11 @@ from zlib import crc32
 
 import numpy as np
 
-from quire_router.core.generation import GenerationRequest
+from quire_router.core.generation import GenerationRequest, LoRA
 from quire_router.placement.engine_table import ArrayCache, Column, EngineTable, Rows
 from quire_router.placement.policies import (
     CandidateView,
+    LoRAColumns,
     PlacementQuery,
     PlacementSettings,
     PrefixMatches,
@@ -55,7 +56,8 @@ class Placer:
 
     ``namespace_of`` returns the namespace of a row's engine; it must not change for the rows of a read-only array.
     ``clock`` is the index's, in seconds. ``on_speculative_blocks`` is called with an engine and the hashes of blocks
-    that it will have soon and did not have, in the order of their prompt.
+    that it will have soon and did not have, in the order of their prompt. ``lora_columns`` returns what the engines of
+    some rows do with adapters, None if that is not known.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Placer:
         namespace_of: Callable[[int], BlockNamespace],
         clock: Callable[[], float],
     ) -> None:
+        self.lora_columns: Callable[[Rows, LoRA], LoRAColumns | None] = lambda _rows, _lora: None
         self.on_speculative_blocks: Callable[[str, Iterable[bytes]], None] = lambda _engine_id, _hashes: None
         self._table = table
         self._index = index
@@ -132,6 +135,7 @@ class Placer:
             self._sessions.record((generation.tenant, generation.session), decision.engine_id)
 
     def _query(self, generation: GenerationRequest, rows: Rows, matches: PrefixMatches) -> PlacementQuery:
+        lora = generation.lora
         return PlacementQuery(
             prompt_tokens=len(generation.prompt_token_ids),
             output_tokens=generation.params.max_tokens,
@@ -142,6 +146,7 @@ class Placer:
             mean_queued=self._update_mean_queued(generation.model, rows),
             tie_break=crc32(generation.request_id.encode()),
             now=self._clock(),
+            lora=None if lora is None else self.lora_columns(rows, lora),
         )
 
     def _update_mean_queued(self, model: str, rows: Rows) -> float:
@@ -207,7 +212,8 @@ class PlacementDecision:
 
 def _get_hashes(hashes: HashesByNamespace, namespace: BlockNamespace, generation: GenerationRequest) -> BlockHashes:
     if namespace not in hashes:
-        hashes[namespace] = namespace.hashes(generation.prompt_token_ids, generation.cache_salt)
+        digest = b"" if generation.lora is None else generation.lora.digest
+        hashes[namespace] = namespace.hashes(generation.prompt_token_ids, generation.cache_salt, digest)
     return hashes[namespace]
 
 

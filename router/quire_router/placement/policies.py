@@ -5,8 +5,7 @@ other policies are there to compare it with: simple ones, and what two other rou
 A scorer is a pure function of a ``CandidateView``. It returns seconds, one number for each of the query's rows, and
 only differences between rows matter. All are finite as long as the table's numbers are. A scorer that needs another's
 result gets it from ``CandidateView.score``, and one that is zero everywhere returns ``CandidateView.zeros``: neither
-takes any time. Another concern, such as the adapters that an engine has loaded, is another function here and another
-entry of ``make_scorers``.
+takes any time. Another concern is another function here and another entry of ``make_scorers``.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,12 +39,23 @@ class PrefixMatches:
 
 
 @dataclass(frozen=True, slots=True)
+class LoRAColumns:
+    """For a request with an adapter, and each of its query's rows: whether the adapter is in use there, and whether as
+    many adapters are as can be at once.
+    """
+
+    active: Column
+    full: Column
+
+
+@dataclass(frozen=True, slots=True)
 class PlacementQuery:
     """One request as placement sees it: its prompt's tokens and the most it may draw, how many sequences it becomes,
     which ``rows`` of the table may run it (at least one), and what they have cached of it. ``session_row`` is the row
     that the last request of its session went to, -1 if there is none. ``mean_queued`` is how many requests an engine
     has before their first token, as recent requests found it on average. ``tie_break`` is a number of the request's
-    own, which decides between engines that are equally good. ``now`` is the table's time, in seconds.
+    own, which decides between engines that are equally good. ``now`` is the table's time, in seconds. ``lora`` is None
+    for a request without an adapter.
     """
 
     prompt_tokens: int
@@ -57,6 +67,7 @@ class PlacementQuery:
     mean_queued: float = 0.0
     tie_break: int = 0
     now: float = 0.0
+    lora: LoRAColumns | None = None
 
     def cached(self) -> Column:
         """Returns how many tokens of the prompt either tier has, at each of the rows."""
@@ -142,6 +153,9 @@ DELAYED_BY_DUPLICATES = 0.1
 """Requests that are delayed although none waits: what is computed twice is stored twice, and evicts something that is
 computed again."""
 
+LORA_LOAD_SECONDS = 0.02
+"""An adapter comes into a slot: some ten megabytes or so are copied, and read before if they are not in memory."""
+
 DECODE_WEIGHT = 0.02
 """Weight of a second by which an output takes longer, relative to a second until a first token: a person who reads
 along hardly notices."""
@@ -213,6 +227,7 @@ def make_scorers(settings: PlacementSettings) -> Mapping[str, Scorer]:
         "prefill": prefill,
         "neighbours": neighbours,
         "memory": memory,
+        "lora": lora,
         "others": others,
         "affinity": affinity_bound(settings.max_affinity_wait),
         "session": session(settings.session_seconds),
@@ -255,6 +270,19 @@ def memory(view: CandidateView) -> Column:
     if view.shortfall is None:
         return view.zeros
     return view.shortfall * (TYPICAL_OUTPUT * (view.step_times.step_seconds + view.decode_slowdown))
+
+
+def lora(view: CandidateView) -> Column:
+    """Waiting for the request's adapter, where it is not in use: until it is in its slot, or, where others have all
+    slots, until the sequences of one of these have ended.
+
+    The idea is that of the Gateway API Inference Extension's ``lora-affinity-scorer``.
+    """
+    columns = view.query.lora
+    if columns is None:
+        return view.zeros
+    until_free = TYPICAL_OUTPUT * (view.step_times.step_seconds + view.decode_slowdown)
+    return np.where(columns.active, 0.0, LORA_LOAD_SECONDS + np.where(columns.full, until_free, 0.0))
 
 
 def others(view: CandidateView) -> Column:

@@ -375,16 +375,16 @@ class IndexSlots:
 
 @dataclass(frozen=True, slots=True)
 class BlockNamespace:
-    """What block hashes depend on beside tokens and salt: engines with one revision of a model and one block size
-    compute equal hashes for equal blocks, and no others do.
+    """What block hashes depend on beside tokens, salt and adapter: engines with one revision of a model and one block
+    size compute equal hashes for equal blocks, and no others do.
     """
 
     model_revision: str
     block_size: int
 
-    def hashes(self, tokens: Sequence[int], salt: bytes = b"") -> "BlockHashes":
+    def hashes(self, tokens: Sequence[int], salt: bytes = b"", lora_digest: bytes = b"") -> "BlockHashes":
         """Returns the hashes of the full blocks of ``tokens``, in order, as ``quire_proto.hashing`` computes them."""
-        return BlockHashes(tokens, self.block_size, extra_key(self.model_revision, salt))
+        return BlockHashes(tokens, self.block_size, extra_key(self.model_revision, salt, lora_digest))
 
 
 class BlockHashes:

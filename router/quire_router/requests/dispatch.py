@@ -50,7 +50,7 @@ def attempt_span(state: RequestState, engine_id: str, zone: str | None = None) -
         yield trace.INVALID_SPAN
         return
     request = state.generation
-    name = f"{request.operation} {request.model}"
+    name = f"{request.operation} {request.model_name}"
     attributes = _attributes(request, engine_id, state.attempt)
     if zone is not None:
         attributes[Attribute.ZONE] = zone
@@ -71,7 +71,7 @@ def _attributes(request: GenerationRequest, engine_id: str, attempt: int) -> dic
     return {
         Attribute.OPERATION: request.operation,
         Attribute.PROVIDER: PROVIDER_NAME,
-        Attribute.REQUEST_MODEL: request.model,
+        Attribute.REQUEST_MODEL: request.model_name,
         Attribute.REQUEST_MAX_TOKENS: request.params.max_tokens,
         Attribute.REQUEST_TEMPERATURE: request.params.temperature,
         Attribute.REQUEST_TOP_P: request.params.top_p,
@@ -173,9 +173,11 @@ class Dispatcher:
 
     async def _wait_for_engine(self, state: RequestState, seconds: float) -> None:
         """Waits for an engine to be ready, or a moment for the ones that are full."""
-        full, model = bool(state.refused_by), state.generation.model
-        pause = asyncio.sleep(_RETRY_FULL_SECONDS) if full else self._pool.wait_ready(seconds, model)
-        await self._wait(state, pause, "full" if full else "none_ready")
+        request = state.generation
+        if state.refused_by:
+            await self._wait(state, asyncio.sleep(_RETRY_FULL_SECONDS), "full")
+        else:
+            await self._wait(state, self._pool.wait_ready(seconds, request.model, request.lora), "none_ready")
         state.refused_by.clear()
 
     async def _wait(self, state: RequestState, what: Coroutine[Any, Any, object], reason: str) -> None:
@@ -207,7 +209,7 @@ class Dispatcher:
         return decision
 
     def _rows(self, state: RequestState) -> Rows:
-        rows, ids = self._pool.rows(state.generation.model), self._pool.table.ids
+        rows, ids = self._pool.rows(state.generation.model, state.generation.lora), self._pool.table.ids
         if not state.refused_by:
             return rows
         return np.array([row for row in rows.tolist() if ids[row] not in state.refused_by], np.intp)
@@ -225,7 +227,7 @@ def record_placement(log: FleetLog, state: RequestState, decision: PlacementDeci
         "placed",
         decision.engine_id,
         state.id,
-        model=state.generation.model,
+        model=state.generation.model_name,
         attempt=state.attempt + 1,
         prompt_tokens=len(state.generation.prompt_token_ids),
         cached_tokens=decision.cached_tokens,

@@ -237,6 +237,8 @@ class RequestState:
             traceparent=traceparent,
             delivered=() if alone else [_delivered(choice) for choice in self._choices if choice.has_output],
             priority=request.priority,
+            lora_name="" if request.lora is None else request.lora.name,
+            lora_digest=b"" if request.lora is None else request.lora.digest,
         )
 
     def attach_stream(self, outputs: OutputStream) -> None:

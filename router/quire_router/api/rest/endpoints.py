@@ -3,7 +3,7 @@
 ``/detokenize`` (``TokenizeEndpoints``).
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from contextlib import aclosing
 from importlib.metadata import version
 from urllib.parse import parse_qsl
@@ -40,13 +40,13 @@ _UNREADY = (*JSON_HEADERS, (b"retry-after", str(int(RETRY_NOT_READY)).encode()))
 
 
 class StatusEndpoints:
-    """Handlers of models, health and metrics, and of what the API says of itself; ``fleet`` is whether it has the
-    stream of ``FleetEndpoint``.
+    """Handlers of models, health and metrics, and of what the API says of itself, which has no paths that are
+    ``absent``.
     """
 
-    def __init__(self, service: ApiService, *, fleet: bool = False) -> None:
+    def __init__(self, service: ApiService, absent: Container[str] = ()) -> None:
         self._service = service
-        self._fleet = fleet
+        self._absent = absent
         self._openapi = b""
 
     async def models(self, exchange: HttpExchange) -> None:
@@ -85,7 +85,7 @@ class StatusEndpoints:
     async def openapi(self, exchange: HttpExchange) -> None:
         """What this API takes, for tools that read OpenAPI."""
         if not self._openapi:
-            self._openapi = to_json(openapi(VERSION, fleet=self._fleet))
+            self._openapi = to_json(openapi(VERSION, self._absent))
         await exchange.response.send(200, self._openapi)
 
     async def started(self, exchange: HttpExchange) -> None:

@@ -120,7 +120,9 @@ def _error_headers(error: QuireError) -> list[Header]:
 
 def model_object(card: ModelCard) -> dict[str, Any]:
     """Returns one entry of ``/v1/models``."""
-    known = {"max_model_len": card.max_model_len} if card.max_model_len else {}
+    known: dict[str, Any] = {"max_model_len": card.max_model_len} if card.max_model_len else {}
+    if card.parent:
+        known["parent"] = card.parent
     return {"id": card.name, "object": "model", "created": card.created, "owned_by": "quire", **known}
 
 
@@ -137,7 +139,7 @@ def request_object(stored: StoredRequest) -> dict[str, Any]:
         "id": first.request_id,
         "object": "request",
         "status": stored.status,
-        "model": first.model,
+        "model": first.model_name,
         "created": int(first.created),
         "background": first.background,
         "usage": usage_object(stored.usage),
@@ -207,7 +209,7 @@ class CompletionBuilder:
             "id": style.id_prefix + first.request_id,
             "object": style.object_type,
             "created": int(first.created),
-            "model": first.model,
+            "model": first.model_name,
         }
         self._choices = [_ChoiceBuilder() for _ in range(prepared.num_choices)]
 

@@ -1,15 +1,16 @@
 """``/openapi.json``: the routes of the REST API and the schemas of their bodies, for tools that read OpenAPI."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Final
 
 from pydantic import BaseModel
 
+from quire_router.api.rest.loras import LoadLoRABody, UnloadLoRABody
 from quire_router.api.schemas.openai import ChatRequest, CompletionRequest
 from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest
 
 _SCHEMAS = "#/components/schemas/"
-_JSON, _EVENTS = "application/json", "text/event-stream"
+_JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -38,6 +39,9 @@ class Operation:
 
 
 FLEET: Final = "/v1/fleet/events"
+LOAD_LORA: Final = "/v1/load_lora_adapter"
+UNLOAD_LORA: Final = "/v1/unload_lora_adapter"
+LORA_UPDATES: Final = frozenset({LOAD_LORA, UNLOAD_LORA})
 OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
     "/v1/chat/completions": {"post": Operation("Answers a conversation.", ChatRequest, answers=(_JSON, _EVENTS))},
     "/v1/completions": {"post": Operation("Continues a text.", CompletionRequest, answers=(_JSON, _EVENTS))},
@@ -50,6 +54,8 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
     "/v1/requests/{id}/cancel": {"post": Operation("Ends a request.")},
     "/v1/requests/{id}/events": {"get": Operation("The answer from Last-Event-ID on.", answers=(_EVENTS,))},
     FLEET: {"get": Operation("The fleet, live.", answers=(_EVENTS,))},
+    LOAD_LORA: {"post": Operation("Loads a LoRA adapter at all engines.", LoadLoRABody, answers=(_TEXT,))},
+    UNLOAD_LORA: {"post": Operation("Unloads a LoRA adapter at all engines.", UnloadLoRABody, answers=(_TEXT,))},
     "/tokenize": {"post": Operation("The tokens of a text or of a conversation.", TokenizeRequest)},
     "/detokenize": {"post": Operation("The text of tokens.", DetokenizeRequest)},
     "/version": {"get": Operation("The router's version.")},
@@ -57,13 +63,13 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
 """All routes but those of probes, of the page's files and of this document, by path."""
 
 
-def openapi(version: str, *, fleet: bool) -> dict[str, Any]:
-    """The document, in OpenAPI 3.1; ``fleet`` says whether the router has the stream at ``FLEET``."""
+def openapi(version: str, absent: Container[str] = ()) -> dict[str, Any]:
+    """The document, in OpenAPI 3.1, without the paths that are ``absent`` from this router."""
     schemas: dict[str, Any] = {"Error": _ERROR}
     paths = {
         path: {method: _operation(path, operation, schemas) for method, operation in methods.items()}
         for path, methods in OPERATIONS.items()
-        if fleet or path != FLEET
+        if path not in absent
     }
     return {
         "openapi": "3.1.0",

@@ -35,6 +35,7 @@ from quire_router.api.rest.http import (
     x_headers,
 )
 from quire_router.api.rest.http_server import MAX_HEAD_BYTES
+from quire_router.api.rest.loras import LoRAEndpoints
 from quire_router.api.rest.openai_format import (
     CHAT,
     COMPLETION,
@@ -42,12 +43,13 @@ from quire_router.api.rest.openai_format import (
     error_response,
     request_object,
 )
-from quire_router.api.rest.openapi import FLEET
+from quire_router.api.rest.openapi import FLEET, LOAD_LORA, LORA_UPDATES, UNLOAD_LORA
 from quire_router.api.rest.page import FOLDER, HOME, Page
 from quire_router.api.rest.sse import KEEPALIVE, KeepAlive, error_event, send_completion, stream
 from quire_router.api.schemas.openai import ChatRequest, CompletionRequest, GenerationBody
 from quire_router.api.service import ApiService, counting_rejections, new_request_id
 from quire_router.api.validation import check_stream
+from quire_router.engines.lora_updates import LoRAUpdater
 
 log = logging.getLogger(__name__)
 
@@ -217,11 +219,16 @@ def build_api(
     keepalive: KeepAlive = KEEPALIVE,
     page: Page | None = None,
     fleet: FleetEndpoint | None = None,
+    lora_updater: LoRAUpdater | None = None,
 ) -> RestApp:
     """Returns the public REST API. ``client_timeout`` bounds a body's arrival and each write, in seconds. ``page`` is
-    what browsers get, and ``fleet`` the stream that it reads; None: there is nothing at their paths.
+    what browsers get, and ``fleet`` the stream that it reads; ``lora_updater`` loads adapters. None: there is nothing
+    at their paths.
     """
-    status, requests = StatusEndpoints(service, fleet=fleet is not None), RequestEndpoints(service, keepalive)
+    absent = {FLEET} if fleet is None else set()
+    if lora_updater is None:
+        absent |= LORA_UPDATES
+    status, requests = StatusEndpoints(service, absent), RequestEndpoints(service, keepalive)
     limits = BodyLimits(max_body_bytes, client_timeout)
     tokens = TokenizeEndpoints(service, limits)
 
@@ -245,6 +252,10 @@ def build_api(
     ]
     if fleet is not None:
         routes.append(_route(FLEET, "GET", fleet.events))
+    if lora_updater is not None:
+        loras = LoRAEndpoints(service, lora_updater, limits)
+        routes.append(_route(LOAD_LORA, "POST", loras.load))
+        routes.append(_route(UNLOAD_LORA, "POST", loras.unload))
     if page is None:
         return RestApp(service, routes, client_timeout)
     routes += [_route(HOME, "GET", page.home), _route(FOLDER + "{name}", "GET", page.file)]

@@ -148,7 +148,7 @@ class SseEncoder:
             "id": style.id_prefix + first.request_id,
             "object": style.chunk_object_type,
             "created": int(first.created),
-            "model": first.model,
+            "model": first.model_name,
         }
         self._usage: dict[str, Any] = {"usage": None} if prepared.response_options.include_usage else {}
         opening = _unclosed(self._head)

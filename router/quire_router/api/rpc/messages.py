@@ -177,7 +177,7 @@ def request_response(stored: StoredRequest) -> pb.GetRequestResponse:
     return pb.GetRequestResponse(
         request_id=stored.first.request_id,
         status=_STATUS[stored.status],
-        model=stored.first.model,
+        model=stored.first.model_name,
         created=int(stored.first.created),
         background=stored.first.background,
         error=None if stored.error is None else error_to_proto(stored.error),
@@ -192,6 +192,7 @@ def model(card: ModelCard) -> pb.Model:
         created=card.created,
         ready_engines=card.ready_engines,
         max_model_len=card.max_model_len,
+        parent=card.parent,
     )
 
 

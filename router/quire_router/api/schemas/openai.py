@@ -225,7 +225,7 @@ UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
     "custom_logit_processor": Unsupported((), "use logit_bias or bad_words"),
     "input_ids": Unsupported((), "use /v1/completions with token ids as its prompt"),
     "json_schema": Unsupported((), _FORM),
-    "lora_path": Unsupported((), "there are no adapters; serve the merged model"),
+    "lora_path": Unsupported((), "give the adapter's name as the model"),
     "max_new_tokens": Unsupported((), "use max_tokens"),
     "min_new_tokens": Unsupported((0,), "use min_tokens"),
     "no_stop_trim": Unsupported((False,), "use include_stop_str_in_output"),

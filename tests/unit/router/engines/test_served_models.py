@@ -17,7 +17,8 @@ from quire_proto.text.tokenizer import (
     vocabulary_digest,
 )
 from quire_router.discovery.combined import StaticDiscovery
-from quire_router.engines.pool import EnginePool, ModelIdentity
+from quire_router.engines.model_matcher import ModelIdentity
+from quire_router.engines.pool import EnginePool
 from tokenizers import Tokenizer, models
 
 from tests.support.model_folders import byte_level, sentencepiece_like, write_model_folder
@@ -42,7 +43,9 @@ async def told_of(
     finally:
         await fleet.close()
         await engine.stop()
-    records = [record for record in caplog.records if record.name.endswith("pool") and record.levelno > logging.INFO]
+    records = [
+        record for record in caplog.records if record.name.endswith("model_matcher") and record.levelno > logging.INFO
+    ]
     return [f"{record.levelname} {record.getMessage()}" for record in records]
 
 

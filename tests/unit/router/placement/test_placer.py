@@ -17,7 +17,7 @@ from quire_proto import hashing
 from quire_proto.hashing import extra_key
 from quire_proto.sampling import SamplingParams
 from quire_router.admission.queue import AdmissionQueue
-from quire_router.core.generation import GenerationRequest, ResponseConsumer
+from quire_router.core.generation import GenerationRequest, LoRA, ResponseConsumer
 from quire_router.journal.memory import MemoryJournal
 from quire_router.placement.engine_table import EngineTable
 from quire_router.placement.placer import (
@@ -29,7 +29,7 @@ from quire_router.placement.placer import (
     route_attributes,
     route_header,
 )
-from quire_router.placement.policies import PlacementSettings, PolicyName
+from quire_router.placement.policies import LoRAColumns, PlacementSettings, PolicyName
 from quire_router.placement.prefix_index import BlockNamespace, PrefixIndex, Tier
 from quire_router.requests.dispatch import Dispatcher
 from quire_router.requests.state import RequestState
@@ -79,7 +79,7 @@ class Stage:
         rows = np.array(self.rows, np.intp)
         rows.flags.writeable = False
         fleet = SimpleNamespace(
-            table=self.table, rows=lambda _: rows, has_capacity=lambda _: True, has_spare_capacity=lambda _: True
+            table=self.table, rows=lambda *_: rows, has_capacity=lambda _: True, has_spare_capacity=lambda _: True
         )
         queue = AdmissionQueue(["m"], fleet)  # type: ignore[arg-type]
         return Dispatcher(fleet, self.placer, queue, policy="cost", hold_timeout=10)  # type: ignore[arg-type]
@@ -270,7 +270,7 @@ def test_an_explanation_has_each_terms_cost_for_the_best_engines() -> None:
     assert totals == sorted(totals)
     assert decision.scores[0][0] == decision.engine_id
     assert set(decision.scores[0][1]) == {
-        "waiting", "prefill", "neighbours", "memory", "others", "affinity", "session",
+        "waiting", "prefill", "neighbours", "memory", "lora", "others", "affinity", "session",
     }  # fmt: skip
 
 
@@ -363,3 +363,24 @@ async def test_a_request_that_is_cancelled_while_its_blocks_are_hashed_is_not_pl
     assert len(list(stage.placer.compute_hashes(progress.generation, stage.rows, progress.block_hashes))) > 1, (
         "names were left"
     )
+
+
+def test_blocks_of_one_adapter_are_not_those_of_another_or_of_the_model() -> None:
+    stage, mine, other = Stage(3), LoRA("x", b"1" * 16), LoRA("x", b"2" * 16)
+    names = hash_blocks(PROMPT, 16, extra_key("one", b"", mine.digest))
+    stage.index.store(1, Tier.DEVICE, names[:6])
+    assert [stage.place(rows=[1], lora=lora).cached_tokens for lora in (mine, other, None)] == [96, 0, 0]
+
+
+def test_a_request_goes_where_its_adapter_is_in_use_unless_that_costs_more_than_loading_it() -> None:
+    stage, lora = Stage(3), LoRA("x", b"1" * 16)
+    stage.placer.lora_columns = lambda rows, _: LoRAColumns(rows == 1, rows == 2)
+    assert stage.place(lora=lora).row == 1
+    assert stage.place(lora=lora, rows=[0, 2]).row == 0, "the other one has no slot for it"
+    stage.table.pending_tokens[1] = 10_000
+    decision = stage.place(lora=lora, explained=True)
+    assert decision.row == 0
+    scores = dict(decision.scores)
+    assert scores["engine-1"]["lora"] == 0 < scores["engine-0"]["lora"] < scores["engine-2"]["lora"]
+    stage.caches(2, 9)
+    assert stage.place().row == 2, "a request without an adapter asks for none"

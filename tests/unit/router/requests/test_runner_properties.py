@@ -17,7 +17,7 @@ from quire.v1 import engine_pb2
 from quire_proto.sampling import FinishReason, SamplingParams, StopToken, TokenLogprobs
 from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.admission.fair_queue import QueuedRequest
-from quire_router.core.generation import Delta, GenerationRequest
+from quire_router.core.generation import Delta, GenerationRequest, LoRA
 from quire_router.engines.load import LoadLedger
 from quire_router.engines.output_stream import OutputStream
 from quire_router.engines.pool import Dispatch, Engine
@@ -102,7 +102,7 @@ class OneEngine:
         self.ledger = LoadLedger(self.table)
         self.engine = Engine(link, self.ledger.add(link.address))  # type: ignore[arg-type]
 
-    def rows(self, model: str) -> Rows:
+    def rows(self, model: str, lora: LoRA | None = None) -> Rows:
         return np.array([self.engine.row])
 
     def zone(self, engine_id: str) -> str | None:

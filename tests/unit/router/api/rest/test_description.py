@@ -9,10 +9,12 @@ import pytest
 from quire_router.api.auth import StaticKeys
 from quire_router.api.fleet_feed import FleetFeed
 from quire_router.api.rest.endpoints import FleetEndpoint
-from quire_router.api.rest.openapi import FLEET, openapi
+from quire_router.api.rest.openapi import FLEET, LORA_UPDATES, openapi
 from quire_router.api.rest.page import HOME, Page
 from quire_router.api.rest.rest_app import PUBLIC_PATHS
 from quire_router.api.rest.sse import KEEPALIVE
+from quire_router.engines.lora_updates import LoRAUpdater
+from quire_router.engines.pool import EnginePool
 
 from tests.support.scripted_api import ask, chat, completion, open_stage
 
@@ -20,6 +22,7 @@ KEY = "k" * 16
 CHAT = "/v1/chat/completions"
 PAGE = "https://chat.example"
 NOT_DESCRIBED = {*PUBLIC_PATHS, HOME, "/page/{name}", "/openapi.json"}
+NO_UPDATER = LoRAUpdater(cast(EnginePool, None), ())  # as are routes that update
 NO_FEED = cast(FleetFeed, None)  # the stream is described, not read
 
 
@@ -31,10 +34,12 @@ async def described() -> dict:
 @pytest.mark.parametrize("page", [None, Page()], ids=["without the page", "with the page"])
 async def test_the_described_routes_are_those_that_the_application_has(page):
     fleet = None if page is None else FleetEndpoint(NO_FEED, StaticKeys(()), KEEPALIVE, for_all=True)
-    async with open_stage(page=page, fleet_endpoint=fleet) as stage:
+    updater = None if page is None else NO_UPDATER
+    async with open_stage(page=page, fleet_endpoint=fleet, lora_updater=updater) as stage:
         paths = (await ask(stage.port, "GET", "/openapi.json")).json["paths"]
         routes = {route.path_format: {method.lower() for method in route.methods} for route in stage.app.routes}
-        assert {HOME, "/page/{name}", FLEET} & set(routes) == (set() if page is None else {HOME, "/page/{name}", FLEET})
+        optional = {HOME, "/page/{name}", FLEET, *LORA_UPDATES}
+        assert optional & set(routes) == (set() if page is None else optional)
         assert {path: set(methods) for path, methods in paths.items()} == {
             path: methods - {"head"} for path, methods in routes.items() if path not in NOT_DESCRIBED
         }
@@ -46,7 +51,7 @@ async def test_the_described_routes_are_those_that_the_application_has(page):
 def test_what_answers_with_events_alone_is_described_so():
     answers = {
         path: set(methods["get"]["responses"]["200"]["content"])
-        for path, methods in openapi("1", fleet=True)["paths"].items()
+        for path, methods in openapi("1")["paths"].items()
         if "get" in methods
     }
     assert {path for path, types in answers.items() if types == {"text/event-stream"}} == {

@@ -1,0 +1,151 @@
+"""What a router knows of its engines' adapters: which there are, who can run a request for one, and who is busy with
+others; and adapters that are loaded and unloaded at all engines.
+"""
+
+import grpc
+import pytest
+from quire.v1 import types_pb2
+from quire_proto.errors import ErrorCode, QuireError
+from quire_router.core.generation import LoRA
+from quire_router.engines.lora_updates import LoRAUpdater
+from quire_router.engines.output_stream import EngineFull
+from quire_router.engines.pool import EnginePool
+from quire_router.engines.settings import ServedLoRA
+
+from tests.support.scripted_engine import ERROR, ScriptedEngine, output
+from tests.support.waiting import until
+from tests.unit.router.engines.test_pool import all_ready, fleet_of, submit
+
+OLD, NEW = LoRA("x", b"old"), LoRA("x", b"new")
+
+
+def engine(loras: dict[str, bytes], max_loras: int = 1, **more: object) -> ScriptedEngine:
+    made = ScriptedEngine(max_loras=max_loras, **more)  # type: ignore[arg-type]
+    made.loras = loras
+    return made
+
+
+async def hears(fleet: EnginePool, *names: str) -> None:
+    await until(lambda: set(fleet.loras()) == set(names))
+
+
+async def test_a_request_for_an_adapter_can_run_where_that_very_adapter_is() -> None:
+    engines = engine({"x": b"old"}), engine({"x": b"new", "m": b"m"}), engine({"x": b"new"}), engine({})
+    async with fleet_of(*engines) as fleet:
+        await all_ready(fleet, 4)
+        await until(lambda: fleet.loras() == {"x": ServedLoRA("m", NEW)})  # and a model's name is no adapter's
+        assert fleet.ready("m", NEW) == 2
+        assert fleet.rows("m", NEW) is fleet.rows("m", NEW)
+        assert [fleet.table.ids[row] for row in fleet.rows("m", OLD)] == [engines[0].address]
+        assert fleet.ready("m", LoRA("x", b"")) == fleet.ready("other", NEW) == 0
+
+
+async def test_changes_are_heard_while_sessions_last_and_when_they_are_resumed() -> None:
+    changing = engine({"x": b"old"})
+    async with fleet_of(changing) as fleet:
+        await hears(fleet, "x")
+        changing.set_loras({"x": b"new", "y": b"y"})
+        await hears(fleet, "x", "y")
+        assert fleet.ready("m", OLD) == 0
+        assert await fleet.wait_ready(1, "m", NEW)
+        assert not await fleet.wait_ready(0.01, "m", OLD)
+        changing.break_stream()
+        changing.loras = {}
+        await hears(fleet)
+
+
+async def test_adapters_of_a_model_that_has_lost_its_last_engine_are_remembered() -> None:
+    """A request for one is then held, and counts for the autoscaler."""
+    leaving, other = engine({"x": b"old"}), engine({"y": b"y"}, models=["other"])
+    async with fleet_of(leaving, other, models=["m", "other"]) as fleet:
+        await hears(fleet, "x", "y")
+        fleet._update([each.endpoint for each in fleet.engines() if "other" in each.models])
+        await all_ready(fleet, 0)
+        assert set(fleet.loras()) == {"x", "y"}
+
+
+async def test_it_is_known_which_engines_use_an_adapter_and_which_have_no_slot_for_another() -> None:
+    engines = [engine({"x": b"new", "y": b"y"}, max_loras=2) for _ in range(3)]
+    async with fleet_of(*engines) as fleet:
+        await all_ready(fleet, 3)
+        await hears(fleet, "x", "y")
+        rows = fleet.rows("m", NEW)
+
+        def columns() -> list[list[bool]]:
+            found = fleet.lora_columns(rows, NEW)
+            return [found.active.tolist(), found.full.tolist()]
+
+        assert columns() == [[False] * 3, [False] * 3]
+        engines[0].send(active_loras=["x"])
+        engines[1].send(active_loras=["y", "z"])
+        await until(lambda: columns() == [[True, False, False], [False, True, False]])
+        message = submit("r")
+        message.lora_name = "x"
+        with fleet.dispatch(engines[2].address, message, pending_tokens=0):
+            assert columns()[0] == [True, False, True], "until the engine says so itself"
+        engines[0].send()
+        engines[1].send(active_loras=[])
+        await until(lambda: columns() == [[True, False, True], [False] * 3])
+
+
+async def test_a_request_whose_adapter_was_just_unloaded_is_refused_by_that_engine_alone() -> None:
+    only = engine({"x": b"new"})
+    async with fleet_of(only) as fleet:
+        await all_ready(fleet, 1)
+        with fleet.dispatch(only.address, submit("r"), pending_tokens=0) as outputs:
+            await only.submit()
+            missing = types_pb2.Error(code=types_pb2.ERROR_CODE_NOT_FOUND, message="This engine has no adapter x.")
+            only.send(output("r", finish_reason=ERROR, error=missing))
+            with pytest.raises(EngineFull):
+                await anext(aiter(outputs))
+
+
+async def test_an_adapter_is_loaded_and_unloaded_at_all_engines_of_its_model() -> None:
+    engines = [engine({}), engine({}), ScriptedEngine(), engine({}, models=["other"])]
+    async with fleet_of(*engines, models=["m", "other"]) as fleet:
+        await all_ready(fleet, 3)
+        await all_ready(fleet, 1, "other")
+        updater = LoRAUpdater(fleet, ["m", "other"])
+        with pytest.raises(QuireError, match=r"of which model .* m, other") as several:
+            await updater.load("x", "new")
+        assert several.value.param == "base_model_name"
+        await updater.load("x", "new", "m")
+        assert fleet.loras() == {"x": ServedLoRA("m", NEW)}
+        await until(lambda: fleet.ready("m", NEW) == 2)  # and not where none are served
+        await updater.unload("x")
+        await hears(fleet)
+        for name, code in {"x": ErrorCode.NOT_FOUND, "y": ErrorCode.NOT_FOUND}.items():
+            with pytest.raises(QuireError) as missing:
+                await updater.unload(name)
+            assert missing.value.code is code
+
+
+async def test_a_failure_at_one_engine_says_where_and_leaves_the_others() -> None:
+    good, bad = engine({}), engine({})
+    bad.lora_refusal = grpc.StatusCode.INVALID_ARGUMENT
+    async with fleet_of(good, bad) as fleet:
+        await all_ready(fleet, 2)
+        with pytest.raises(QuireError, match=rf"No such folder\. That is so at {bad.address}; 1 of 2") as refused:
+            await LoRAUpdater(fleet, ["m"]).load("x", "new")
+        assert (refused.value.code, refused.value.param) == (ErrorCode.INVALID, "lora_path")
+        await hears(fleet, "x")
+        assert fleet.ready("m", NEW) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "code"),
+    [("m", None, ErrorCode.CONFLICT), ("x", "nowhere", ErrorCode.NOT_FOUND), ("x", "m", ErrorCode.INVALID)],
+)
+async def test_what_cannot_be_loaded_is_refused(name: str, model: str | None, code: ErrorCode) -> None:
+    async with fleet_of(ScriptedEngine()) as fleet:
+        await all_ready(fleet, 1)
+        with pytest.raises(QuireError) as refused:
+            await LoRAUpdater(fleet, ["m"]).load(name, "new", model)
+        assert refused.value.code is code
+
+
+async def test_without_an_engine_loading_may_be_tried_again() -> None:
+    async with fleet_of() as fleet:
+        with pytest.raises(QuireError) as refused:
+            await LoRAUpdater(fleet, ["m"]).load("x", "new")
+        assert refused.value.code is ErrorCode.UNAVAILABLE
