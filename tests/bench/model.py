@@ -14,14 +14,14 @@ MIB = 1 << 20
 SHAPE: dict[str, Any] = {**SHAPES["135m"], "max_position_embeddings": 2048}
 
 
-def make_model(folder: Path) -> Path:
-    """The 135 M model, written once."""
+def make_model(folder: Path, shape: dict[str, Any] = SHAPE) -> Path:
+    """The 135 M model, or one of another shape, written once."""
     if not (folder / "config.json").is_file():
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPE)).to(torch.bfloat16).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape)).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 

@@ -12,6 +12,7 @@ from quire_engine import LLM, AsyncLLM, LoRARequest, SamplingParams
 from quire_engine.core.step import SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_engine.errors import ModelError
 from quire_engine.executor.torch_executor import TorchExecutor
+from quire_engine.kernels.bindings import library
 from quire_engine.lora.adapter import LoRAAdapter
 from quire_engine.models.loader import read_model_config
 from quire_proto.errors import ErrorCode, QuireError
@@ -95,6 +96,19 @@ def test_adapters_in_one_batch_make_the_tokens_of_merged_weights(
         outputs = Driver(executor, seed=1, max_chunk=13).run(adapters.sequences(name, numbers))
     assert outputs == adapters.expected(name, numbers)
     assert outputs != adapters.expected(name, [0]), "the adapters make a difference"
+
+
+@pytest.mark.skipif(library() is None, reason="graphs on the CPU need the compiled kernels: a C++ compiler")
+def test_a_graph_that_was_captured_with_one_adapter_serves_others(
+    small_models: SmallModels, adapters: Adapters
+) -> None:
+    """Nine sequences decode again and again, each time with other adapters, and once with none."""
+    with closing(load(small_models.folder("llama3"), enforce_eager=False)) as executor:
+        for numbers in ([1], [0], [1, 2], [0, 4, 3], [2]):
+            outputs = Driver(executor, seed=1, max_chunk=99).run(adapters.sequences("llama3", numbers))
+            assert outputs == adapters.expected("llama3", numbers)
+        kinds = set(executor._runner._cpu_graphs._graphs)
+    assert {with_adapters for _, with_adapters in kinds} == {False, True}
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])

@@ -59,6 +59,22 @@ class GroupsCall(ctypes.Structure):
     )
 
 
+class LoraPlan(ctypes.Structure):
+    """Which rows have which adapter: field by field the struct of that name in ``lora.cpp``."""
+
+    _fields_ = (("rows", _POINTER), ("tiles", _POINTER), ("count", _INTEGER))
+
+
+class LoraCall(ctypes.Structure):
+    """The argument of ``quire_lora``: field by field the struct of that name in ``lora.cpp``."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "a", "b", "out", "ranks", "columns", "plan")),
+        *((name, _INTEGER) for name in ("x_stride", "out_stride", "inputs", "outputs")),
+        *((name, _INTEGER) for name in ("parts", "max_rank", "bf16", "threads")),
+    )
+
+
 class SampleCall(ctypes.Structure):
     """The argument of ``quire_sample``: field by field the struct of that name in ``sample.cpp``."""
 
@@ -93,6 +109,7 @@ _SIGNATURES = {
     "quire_linear_describe": (ctypes.POINTER(LinearLayer),),
     "quire_linear_pack": (ctypes.POINTER(LinearLayer), _POINTER, _INTEGER),
     "quire_linear": (ctypes.POINTER(LinearLayer),),
+    "quire_lora": (ctypes.POINTER(LoraCall),),
     "quire_rotate": (
         *(_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER, _POINTER),
         *(*(_INTEGER,) * 5, ctypes.c_float, _INTEGER, _INTEGER),

@@ -11,12 +11,14 @@ struct AttentionCall;
 struct LinearLayer;
 struct GroupsCall;
 struct Int8Call;
+struct LoraCall;
 
 extern "C" {
 void quire_attention(const AttentionCall*);
 void quire_linear(const LinearLayer*);
 void quire_groups_linear(const GroupsCall*);
 void quire_int8_linear(const Int8Call*);
+void quire_lora(const LoraCall*);
 void quire_rms_norm(const void*, int64_t, int64_t, void*, const void*, void*, int64_t, int64_t, int64_t, float, int64_t,
                     int64_t);
 void quire_silu_mul(const void*, int64_t, void*, int64_t, int64_t, int64_t, int64_t);
@@ -70,7 +72,7 @@ struct Player {
 #define PLAYER(function) {#function, play<function>}
 constexpr Player kPlayers[] = {
     PLAYER(quire_attention), PLAYER(quire_linear),   PLAYER(quire_int8_linear), PLAYER(quire_groups_linear),
-    PLAYER(quire_rms_norm),  PLAYER(quire_silu_mul), PLAYER(quire_rotate),
+    PLAYER(quire_rms_norm),  PLAYER(quire_silu_mul), PLAYER(quire_rotate),      PLAYER(quire_lora),
 };
 
 }  // namespace

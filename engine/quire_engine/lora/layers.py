@@ -2,48 +2,28 @@
 adapter makes of the input, and ``LoRALayers`` are all of a model's.
 
 Adapters in use lie in *slots*: stacked matrices of one size, padded to the largest rank, so that they never move. A
-step's rows are grouped by slot once (``LoRABatch``), and every layer adds each group's two small products.
+step's rows are grouped by slot once, and every layer adds each group's two small products: on the CPU in one call of a
+kernel, elsewhere in torch.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
 
 from quire_engine.distributed.communicator import Communicator, shard
+from quire_engine.kernels.lora_kernel import LoRAKernel, LoRAPlan
 from quire_engine.kernels.ops import silu_mul
 from quire_engine.lora.adapter import LoRAWeights
 from quire_engine.quantization.base import LayerSpec, Linear
 
 
-@dataclass(frozen=True, slots=True)
-class LoRABatch:
-    """Which rows of a batch [T] go through the adapter of which slot: a range of rows, or their indices. Rows without
-    one are in no group.
-    """
-
-    groups: Sequence[tuple[int, slice | torch.Tensor]] = ()
-
-    @classmethod
-    def of(cls, slots: torch.Tensor, device: torch.device) -> "LoRABatch":
-        """The batch of ``slots`` [T] int64 on the host, -1 for rows without an adapter."""
-        groups: list[tuple[int, slice | torch.Tensor]] = []
-        for slot in slots.unique().tolist():
-            if slot >= 0:
-                rows = (slots == slot).nonzero().flatten()
-                first, last = int(rows[0]), int(rows[-1])
-                whole = last - first + 1 == len(rows)
-                groups.append((slot, slice(first, last + 1) if whole else rows.to(device)))
-        return cls(groups)
-
-
-NO_ADAPTERS = LoRABatch()
-
-
 class LoRALayers:
-    """All layers of a model, or of a rank's part of it, that adapters may change. ``batch`` says what the next forward
-    pass is to add. Made before the model, whose linear layers are wrapped as they are loaded.
+    """All layers of a model, or of a rank's part of it, that adapters may change. Made before the model, whose linear
+    layers are wrapped as they are loaded.
+
+    ``is_active`` says whether the next forward pass is to add anything. With the compiled kernel the rows and their
+    slots are in ``plan``; otherwise in ``groups``: for each slot its rows, as a range or as their indices.
     """
 
     def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -51,7 +31,9 @@ class LoRALayers:
         self.max_rank = max_rank
         self.dtype = dtype
         self.device = device
-        self.batch = NO_ADAPTERS
+        self.is_active = False
+        self.plan = LoRAPlan() if LoRAKernel.suits(dtype, device) else None
+        self.groups: Sequence[tuple[int, slice | torch.Tensor]] = ()
         self._layers: list[LoRALinear] = []
 
     def wrap(self, base: Linear, spec: LayerSpec) -> "LoRALinear":
@@ -68,6 +50,28 @@ class LoRALayers:
         """Copies an adapter into a slot."""
         for layer, parts in zip(self._layers, adapter, strict=True):
             layer.set_slot(slot, parts)
+
+    def set_batch(self, slots: torch.Tensor) -> None:
+        """Takes the slots of the rows of the next forward pass, [T] int64 on the host, -1 for rows without an adapter;
+        empty if none has one.
+        """
+        self.is_active = bool((slots >= 0).any())
+        if not self.is_active:
+            return
+        if self.plan is not None:
+            self.plan.set(slots)
+        else:
+            self.groups = [
+                (slot, _range_or_indices((slots == slot).nonzero().flatten(), self.device))
+                for slot in slots.unique().tolist()
+                if slot >= 0
+            ]
+
+
+def _range_or_indices(rows: torch.Tensor, device: torch.device) -> slice | torch.Tensor:
+    """Increasing indices, as a range where they have no gaps: a view costs less than gathering."""
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first + 1 == len(rows) else rows.to(device)
 
 
 LayerParts = Sequence[LoRAWeights | None]
@@ -100,25 +104,33 @@ class LoRALinear:
         # Written, so that all of it is in memory when that is measured.
         self._a = torch.empty(slots, len(outputs) * rank, base.in_features, **options).zero_()
         self._b = torch.empty(slots, rank, base.out_features, **options).zero_()
-        # Of each slot the rank, and the parts that its adapter changes.
-        self._in_slots: list[tuple[int, list[int]]] = [(0, [])] * slots
+        # Of the adapter in each slot, for each part; 0 for one that it does not change.
+        self._ranks = torch.zeros(slots, len(outputs), dtype=torch.int64)
+        columns = [0, *(part.stop for part in self._columns)]
+        plan = layers.plan
+        self._kernel = None if plan is None else LoRAKernel(plan, self._a, self._b, self._ranks, columns)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Linear.__call__``."""
         out = self._base(x)
-        for slot, rows in self._layers.batch.groups:
-            rank, parts = self._in_slots[slot]
-            if parts:
-                hidden = x[rows] @ self._a[slot, : len(parts) * rank].T
-                for part, low in zip(parts, hidden.split(rank, -1), strict=True):
-                    out[rows, self._columns[part]] += low @ self._b[slot, :rank, self._columns[part]]
+        if self._layers.is_active:
+            if self._kernel is not None:
+                self._kernel.add(x, out)
+            else:
+                self._add_in_torch(x, out)
         return out
+
+    def _add_in_torch(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        for slot, rows in self._layers.groups:
+            ranks = self._ranks[slot].tolist()
+            hidden = x[rows] @ self._a[slot, : sum(ranks)].T
+            for rank, columns, low in zip(ranks, self._columns, hidden.split(ranks, -1), strict=True):
+                if rank:
+                    out[rows, columns] += low @ self._b[slot, :rank, columns]
 
     def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Linear.forward_silu_mul``."""
-        if not self._layers.batch.groups:
-            return self._base.forward_silu_mul(x)
-        return silu_mul(self(x))
+        return silu_mul(self(x)) if self._layers.is_active else self._base.forward_silu_mul(x)
 
     def shard(self, weights: Mapping[str, LoRAWeights]) -> LayerParts:
         """See ``LoRALayers.shard``."""
@@ -137,13 +149,14 @@ class LoRALinear:
 
     def set_slot(self, slot: int, parts: LayerParts) -> None:
         """See ``LoRALayers.set_slot``."""
-        changed = [index for index, part in enumerate(parts) if part is not None]
-        rank = 0
-        for place, part in enumerate(part for part in parts if part is not None):
-            rank = len(part.a)
-            self._a[slot, place * rank : (place + 1) * rank].copy_(part.a)
-            self._b[slot, :rank, self._columns[changed[place]]].copy_(part.b)
-        self._in_slots[slot] = rank, changed
+        first = 0
+        for index, (part, columns) in enumerate(zip(parts, self._columns, strict=True)):
+            rank = 0 if part is None else len(part.a)
+            if part is not None:
+                self._a[slot, first : first + rank].copy_(part.a)
+                self._b[slot, :rank, columns].copy_(part.b)
+            self._ranks[slot, index] = rank
+            first += rank
 
 
 def _own(size: int, communicator: Communicator | None) -> slice:

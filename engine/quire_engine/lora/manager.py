@@ -10,7 +10,7 @@ from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.core.lora import PROFILE_LORA, LoRARequest
 from quire_engine.errors import LoRAError
 from quire_engine.lora.adapter import LoRAAdapter, target_shapes
-from quire_engine.lora.layers import NO_ADAPTERS, LoRABatch, LoRALayers, ShardedAdapter
+from quire_engine.lora.layers import LoRALayers, ShardedAdapter
 
 
 class LoRAManager:
@@ -50,7 +50,7 @@ class LoRAManager:
         if none has one. Adapters that are in no slot get those that were not used for longest.
         """
         if not len(lora_ids):
-            self._layers.batch = NO_ADAPTERS
+            self._layers.set_batch(lora_ids)
             return
         found, indices = lora_ids.unique(return_inverse=True)
         wanted = [lora_id for lora_id in found.tolist() if lora_id > 0]
@@ -63,7 +63,7 @@ class LoRAManager:
                 self._layers.set_slot(self._slots[lora_id], self._held[lora_id])
         slot_of = {**self._slots, 0: -1, PROFILE_LORA.lora_int_id: 0}
         slots = torch.tensor([slot_of[lora_id] for lora_id in found.tolist()])
-        self._layers.batch = LoRABatch.of(slots[indices], self._layers.device)
+        self._layers.set_batch(slots[indices])
 
     def _read(self, lora: LoRARequest) -> LoRAAdapter:
         return LoRAAdapter.read(Path(lora.lora_path).absolute(), self._config, self._layers.max_rank)

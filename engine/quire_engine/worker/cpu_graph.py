@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 KERNELS = (
     *("quire_attention", "quire_linear", "quire_int8_linear", "quire_groups_linear"),
-    *("quire_rms_norm", "quire_silu_mul", "quire_rotate"),
+    *("quire_rms_norm", "quire_silu_mul", "quire_rotate", "quire_lora"),
 )
 """Those that can be captured, as in ``cpu_graph.cpp``."""
 
@@ -216,7 +216,7 @@ class CpuGraphRunner:
         self._model = model
         self._kv = kv
         self._attention = attention
-        self._graphs: OrderedDict[int, _CapturedStep] = OrderedDict()
+        self._graphs: OrderedDict[tuple[int, bool], _CapturedStep] = OrderedDict()
         self._not_capturable = False
 
     def can_run(self, size: int) -> bool:
@@ -226,21 +226,22 @@ class CpuGraphRunner:
         return size <= LARGEST_BATCH and not self._not_capturable
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """As ``Model.forward``, for a step that fits and that the attention is prepared for. The hidden states hold
-        until the next call.
+        """As ``Model.forward``, for a step that fits and that the attention and adapters are prepared for; which those
+        are makes no difference, only whether there are any. The hidden states hold until the next call.
         """
         fresh = self._model.inputs(token_ids, positions)
-        known = self._graphs.get(len(token_ids))
+        kind = len(token_ids), self._model.loras is not None and self._model.loras.is_active
+        known = self._graphs.get(kind)
         if known is None:
-            return self._capture(fresh)
-        self._graphs.move_to_end(len(token_ids))
+            return self._capture(fresh, kind)
+        self._graphs.move_to_end(kind)
         for captured, new in zip(known.inputs, fresh, strict=True):
             captured.copy_(new)
         self._attention.check_pages(self._kv)
         known.graph.replay()
         return known.graph.result
 
-    def _capture(self, inputs: LayerInputs) -> torch.Tensor:
+    def _capture(self, inputs: LayerInputs, kind: tuple[int, bool]) -> torch.Tensor:
         states = inputs.hidden_states.clone()
         try:
             graph = capture(lambda: self._model.layers(inputs, self._kv, self._attention))
@@ -249,7 +250,7 @@ class CpuGraphRunner:
             self._not_capturable = True
             # What was computed so far only wrote what is now written again.
             return self._model.layers(inputs._replace(hidden_states=states), self._kv, self._attention)
-        self._graphs[len(states)] = _CapturedStep(graph, inputs)
+        self._graphs[kind] = _CapturedStep(graph, inputs)
         if len(self._graphs) > MAX_GRAPHS:
             self._graphs.popitem(last=False)
         return graph.result

@@ -230,8 +230,7 @@ class ModelRunner:
         token_ids, positions = upload(batch.token_ids, kv.device), upload(batch.attention.positions, kv.device)
         if pending is not None:
             scatter_pending(token_ids, batch.pending_rows, pending)
-        has_graph = batch.is_drawn_from_whole and not batch.has_loras
-        if self._cpu_graphs is not None and has_graph and self._cpu_graphs.can_run(len(token_ids)):
+        if self._cpu_graphs is not None and batch.is_drawn_from_whole and self._cpu_graphs.can_run(len(token_ids)):
             return self._cpu_graphs.forward(token_ids, positions)
         return self._model.forward(token_ids, positions, kv, self._attention)
 
