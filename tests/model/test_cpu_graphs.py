@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.kernels.bindings import library
+from quire_engine.kernels.packed_linear import is_fast
 from quire_engine.worker import cpu_graph
 from quire_proto.sampling import SamplingParams
 
@@ -37,7 +39,10 @@ def test_graphs_change_nothing(small_models: SmallModels, model_name: str, dtype
     for _ in range(2):  # captured, then replayed from the first step on
         made = outputs(with_graphs, prompts)
         assert made.choices == expected.choices
-    assert captured(with_graphs) >= {1, 2, 3}
+    # Without bf16 instructions its products are oneDNN's, which a graph cannot repeat.
+    expected_sizes = {1, 2, 3} if is_fast(getattr(torch, dtype)) else set()
+    assert captured(with_graphs) >= expected_sizes
+    assert bool(captured(with_graphs)) == bool(expected_sizes)
     assert not captured(eager)
 
 
