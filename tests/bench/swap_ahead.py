@@ -19,7 +19,7 @@ from quire_engine.simulation.trace import Arrival
 
 BLOCK, REQUESTS = 16, 400
 WORKLOADS = {"prompts of 32 to 512 tokens": (32, 512, 3_000), "prompts of 2,000 to 8,000 tokens": (2_000, 8_000, 8_000)}
-SETTINGS = (0.0, 0.8, 0.9, 0.95)
+SETTINGS = (0.0, 0.8)
 
 
 class Recorded(Simulation):

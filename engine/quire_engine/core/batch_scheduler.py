@@ -31,13 +31,14 @@ from quire_engine.core.request_queue import (
 )
 from quire_engine.core.speculation import Speculator
 from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, SampleRequest, ScheduledChunk, SchedulerOutput
-from quire_engine.core.step_time_model import StepBudget, StepTimeEstimator
+from quire_engine.core.step_time_model import StepBudget, StepTimeEstimator, StepWork
 
 if TYPE_CHECKING:
     from quire_engine.core.config import SchedulerConfig
 
 REORDERED_PER_STEP = 4
 MIN_STAGE_TOKENS = 64
+SWAP_AHEAD_STEPS = 1  # by which copies are ready before they are needed
 
 _preemption_key = attrgetter("preemption_key")
 
@@ -344,21 +345,38 @@ class BatchScheduler:
 
     def _swap_ahead(self, scheduler_output: SchedulerOutput) -> None:
         """When more than the part ``swap_ahead`` of the device blocks is held, copies full blocks of those that would
-        be preempted next to the host, so that a preemption finds them there: of the last sequences, until these hold
-        the rest of the pool, and so many blocks as are copied, at the measured rates, while the step's tokens are
-        computed.
+        be preempted next to the host, so that a preemption finds them there. A step copies so many as take, at the
+        measured rate, no longer than what it computes; and it copies none of a sequence whose turn comes so late that
+        later steps suffice.
         """
-        pool = self._kv_cache_manager.device_pool
-        rest = pool.num_blocks - int(self._config.swap_ahead * pool.num_blocks)
-        if pool.num_free >= rest:
+        memory = self._kv_cache_manager
+        pool = memory.device_pool
+        if pool.num_free >= pool.num_blocks - int(self._config.swap_ahead * pool.num_blocks):
             return
-        seconds = scheduler_output.num_tokens / self._rates.tokens_per_second
-        limit = max(1, int(seconds * self._rates.bytes_per_second / self._kv_cache_manager.block_bytes))
+        bytes_per_step = self._expected_seconds(scheduler_output) * self._rates.bytes_per_second
+        limit = left = max(1, int(bytes_per_step / memory.block_bytes))
+        free = pool.num_free
         for sequence in reversed(self.running):
-            if rest <= 0 or limit <= 0 or not self._kv_cache_manager.can_swap_out(sequence.num_scheduled_tokens):
+            table = sequence.table
+            steps_to_copy = 1 + (table.num_cached_blocks - table.num_swapped_ahead) // limit
+            is_early = free >= self._num_blocks_taken_in(steps_to_copy + SWAP_AHEAD_STEPS)
+            if is_early or not left or not memory.can_swap_out(sequence.num_scheduled_tokens):
                 break
-            rest -= len(sequence.table.block_ids)
-            limit -= self._kv_cache_manager.swap_ahead(sequence.table, limit)
+            left -= memory.swap_ahead(table, left)
+            free += len(table.block_ids)
+
+    def _num_blocks_taken_in(self, steps: int) -> int:
+        """Blocks that the running sequences may take in so many steps: for what is left of their prompts, and a token
+        a step.
+        """
+        num_blocks_for = self._kv_cache_manager.num_blocks_for
+        return sum(num_blocks_for(each.num_tokens + steps) - len(each.table.block_ids) for each in self.running)
+
+    def _expected_seconds(self, scheduler_output: SchedulerOutput) -> float:
+        model = self._step_times.model
+        if model is None:  # too few steps to know more than the rate of prompts
+            return scheduler_output.num_tokens / self._rates.tokens_per_second
+        return model.predict(StepWork.of(scheduler_output.chunks))
 
     def _break_beam_deadlock(self, scheduler_output: SchedulerOutput) -> None:
         """Nothing can be computed although something is there: beams wait for others of their search that do not fit
