@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 HELM   := $(VENV)-helm
 HELM_READY := $(HELM)/.ready
-SOURCES := proto/quire_proto engine/quire_engine router/quire_router cli/quire_cli scripts demo
+SOURCES := proto/quire_proto engine/quire_engine router/quire_router cli/quire_cli scripts demo examples
 
 # Printed before pip starts: on Linux its own index has torch with CUDA.
 define TORCH_SIZE
