@@ -39,9 +39,9 @@ READOUT = SamplingParams(max_tokens=1, temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingCacheConfig:
-    """``block_size`` nodes have their embeddings of one layer in a block; there are ``device_blocks`` and
-    ``host_blocks`` of them, of which the core keeps one. A step makes at most ``max_nodes_per_step`` rows, of at most
-    ``max_num_seqs`` queries. ``device`` is torch's name for where the blocks are.
+    """``block_size`` nodes have their embeddings of one layer in a block; there are ``device_blocks``, of which the
+    core keeps one, and ``host_blocks``. A step makes at most ``max_nodes_per_step`` rows, of at most ``max_num_seqs``
+    queries. ``device`` is torch's name for where the blocks are.
     """
 
     device_blocks: int
@@ -97,7 +97,7 @@ class _Entry:
 @dataclass(slots=True)
 class _Query:
     """``nodes`` of one version of a graph, and ``result``, their rows. ``parts`` are places in ``nodes`` that are still
-    to be asked for, the next one last; the last one is on its way as job ``job_id``.
+    to be asked for; the last of them is on its way, as job ``job_id``.
     """
 
     entry: _Entry
@@ -113,10 +113,7 @@ class GraphEmbeddingCache:
     """Used by one thread."""
 
     def __init__(self, model: GraphSage, config: EmbeddingCacheConfig) -> None:
-        if (
-            min(config.device_blocks, config.block_size) < 2
-            or min(config.max_nodes_per_step - 1, config.host_blocks) < 0
-        ):
+        if min(config.device_blocks, config.block_size, config.max_nodes_per_step + 1, config.host_blocks + 2) < 2:
             raise ValueError("A cache has at least two device blocks of at least two nodes, and steps at least one.")
         self.model = model
         self.config = config
@@ -252,6 +249,10 @@ class GraphEmbeddingCache:
         self._end(self._query(query_id))
         del self._queries[query_id]
 
+    def close(self) -> None:
+        """Gives the memory back; nothing can be asked for any more."""
+        self.executor.close()
+
     # Figures
 
     @property
@@ -298,10 +299,8 @@ class GraphEmbeddingCache:
                 return
             halves = _halve(query.nodes[places] // self.config.block_size)
             if halves is None:
-                blocks = len(plan.block_hashes) + 1
-                self._end(
-                    query, GraphError(f"A block of these nodes takes {blocks} blocks to make, more than there are.")
-                )
+                needed = f"{len(plan.block_hashes) + 1} blocks"
+                self._end(query, GraphError(f"A block of these nodes takes {needed} to make, more than there are."))
             else:
                 query.parts[-1:] = [places[half] for half in halves]
 

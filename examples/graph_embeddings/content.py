@@ -3,8 +3,9 @@
 The key of a node at layer k is a hash of its k-hop neighbourhood: of its own key at layer k - 1 and those of its
 sources, down to the bytes of features. The computation reads the same tree of values, so two nodes with one key, of one
 graph or of two, have the same embedding. (As Weisfeiler and Lehman refine colours, but with the sources in an order,
-that of their numbers, so that sums are rounded alike.) The name of a block is a hash of the model, the layer and its
-nodes' keys in their order. It names no graph and no position.
+that of their numbers, so that sums are rounded alike.) The name of a block is a hash of the model and its nodes' keys,
+in their order; a key of layer k is of a tree that is k deep, so that it tells the layer. Graphs and places have no
+part in it.
 
 Tokens are named by a chain, because a token depends on all before it. A node depends on its neighbourhood and on
 nothing else, so a chain would part what is equal: one changed node would rename everything behind it.
@@ -61,7 +62,7 @@ class Content:
         for layer in range(1, naming.num_layers + 1):
             touched = distinct(np.concatenate([changed, graph.targets_of(changed), targets]), graph.num_nodes)
             changed = _store(keys[layer], touched, _hash_neighbourhoods(graph, keys[layer - 1], touched))
-            block_hashes.append(_renamed(self.block_hashes[layer], naming, layer, keys[layer], changed))
+            block_hashes.append(_renamed(self.block_hashes[layer], naming, keys[layer], changed))
         return Content(tuple(keys), tuple(block_hashes))
 
 
@@ -102,11 +103,10 @@ def _to_keys(digests: Iterator[bytes]) -> Keys:
     return np.frombuffer(b"".join(digests), np.uint64).reshape(-1, _WORDS)
 
 
-def _renamed(block_hashes: list[bytes], naming: Naming, layer: int, keys: Keys, changed: Ints) -> list[bytes]:
+def _renamed(block_hashes: list[bytes], naming: Naming, keys: Keys, changed: Ints) -> list[bytes]:
     size = naming.block_size
-    prefix = naming.model + layer.to_bytes(4, "little")
     renamed = block_hashes + [b""] * (-(-len(keys) // size) - len(block_hashes))
     for block in distinct(changed // size, len(renamed)).tolist():
         nodes = keys[block * size : (block + 1) * size]
-        renamed[block] = blake2b(prefix + nodes.tobytes(), digest_size=HASH_BYTES).digest()
+        renamed[block] = blake2b(naming.model + nodes.tobytes(), digest_size=HASH_BYTES).digest()
     return renamed

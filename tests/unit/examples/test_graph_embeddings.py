@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from quire_engine.core.scheduler import Scheduler
 from quire_proto.errors import ErrorCode, QuireError
 
 from examples.graph_embeddings import __main__ as command
@@ -295,6 +296,33 @@ def test_a_query_that_is_cancelled_gives_its_blocks_back_and_is_forgotten():
     assert cache.kv_cache_manager.device_pool.num_free == cache.kv_cache_manager.device_pool.num_blocks
     with pytest.raises(GraphError, match="no query"):
         cache.result(query_id)
+
+
+def test_a_query_that_the_core_refuses_says_so_when_it_is_read(monkeypatch: pytest.MonkeyPatch):
+    def refuse(scheduler: Scheduler, request: object) -> None:
+        raise QuireError(ErrorCode.OVERLOADED, "The queue is full.")
+
+    cache = new_cache()
+    graph_id = add(cache, random_graph())
+    monkeypatch.setattr(Scheduler, "add_request", refuse)
+    with pytest.raises(QuireError, match="full"):
+        cache.embeddings(graph_id)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"device_blocks": 1}, {"block_size": 1}, {"max_nodes_per_step": 0}, {"host_blocks": -1}]
+)
+def test_a_cache_without_room_for_anything_is_refused(wrong):
+    with pytest.raises(ValueError, match="at least"):
+        GraphEmbeddingCache(MODEL, EmbeddingCacheConfig(**{"device_blocks": 9, **wrong}))
+
+
+@pytest.mark.parametrize(
+    "weights", [(torch.zeros(4, 3), torch.zeros(4, 3)), (torch.zeros(4, 3, dtype=torch.float64),), (torch.zeros(5, 3),)]
+)
+def test_a_model_whose_weights_do_not_fit_is_refused(weights):
+    with pytest.raises(ValueError, match="eights"):
+        GraphSage(weights, tuple(torch.zeros(3) for _ in weights))
 
 
 # What is refused

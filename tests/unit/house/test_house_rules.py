@@ -32,7 +32,7 @@ FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "jobl
 
 
 def modules() -> Iterator[Path]:
-    for source in SOURCES:
+    for source in (*SOURCES, ROOT / "examples"):
         yield from source.rglob("*.py")
 
 
