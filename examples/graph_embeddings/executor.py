@@ -66,19 +66,14 @@ class EmbeddingExecutor:
     rates = UNMEASURED  # they decide how to preempt, and a query that was admitted has all its blocks: none is
 
     def __init__(
-        self,
-        model: GraphSage,
-        config: KVCacheConfig,
-        jobs: Mapping[int, Job],
-        *,
-        device: str = "cpu",
+        self, model: GraphSage, config: KVCacheConfig, jobs: Mapping[int, Job], *, device: str = "cpu"
     ) -> None:
         self.kv_cache_config = config
         self.counts = RowCounts()
         self._model = model.to(device)
         self._jobs = jobs
         self._size = config.block_size
-        is_pinned = device != "cpu"
+        is_pinned = device.startswith("cuda")
         self.device_rows = torch.zeros(config.device_blocks * self._size, model.width, device=device)
         self.host_rows = torch.zeros(config.host_blocks * self._size, model.width, pin_memory=is_pinned)
 
@@ -161,7 +156,7 @@ class EmbeddingExecutor:
         rows = _Rows()
         for chunk, table in zip(chunks, tables, strict=True):
             self._add_rows(rows, layer, chunk, table)
-        if not sum(map(len, rows.written)):
+        if not rows.written:
             return
         if layer == 1:
             own, means = (torch.cat(parts) for parts in zip(*rows.features, strict=True))
