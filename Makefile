@@ -104,6 +104,7 @@ bench: $(READY)
 	$(BIN)/python -m tests.bench.memory
 	$(BIN)/python -m tests.bench.host_cache
 	$(BIN)/python -m tests.bench.swap_ahead
+	$(BIN)/python -m tests.bench.preemption
 	$(BIN)/python -m tests.bench.sampling
 	$(BIN)/python -m tests.bench.kv_cache_dtype
 	$(BIN)/python -m tests.bench.structured

@@ -18,6 +18,7 @@ from quire_proto.cli import CliSettings, ListenAddress
 from quire_proto.tls import CaFile, CertificateFile, KeyFile, ServerTls, check_cert_key, server_tls
 
 Policy = Literal["fcfs", "sjf", "priority"]
+PreemptionPolicy = Literal["auto", "swap", "recompute"]
 Batching = Literal["continuous", "static", "phased"]
 Quantization = Literal["int8", "int4"]
 SpeculativeMethod = Literal["none", "ngram", "suffix"]
@@ -167,6 +168,11 @@ class SchedulerArgs(_Frozen):
         default=64, ge=1, description="How often later requests can overtake one, with --scheduling-policy sjf."
     )
     max_swapped: int = Field(default=64, ge=0, description="Sequences that may be swapped out at once.")
+    preemption_mode: PreemptionPolicy = Field(
+        default="auto",
+        description="How a sequence gives way when KV memory runs out: swapped to the host, if that has room, or "
+        "recomputed; auto takes what costs less for each one.",
+    )
     swap_ahead: float = Field(
         default=0.0,
         ge=0,
@@ -235,6 +241,14 @@ class CoreArgs(CacheConfig, SchedulerArgs):
     def _blocks_swapped_ahead_have_names(self) -> Self:
         if self.swap_ahead and not self.enable_prefix_caching:
             raise ValueError("--swap-ahead needs --enable-prefix-caching: what is on the host is found by its hash.")
+        return self
+
+    @model_validator(mode="after")
+    def _swaps_are_possible(self) -> Self:
+        if self.preemption_mode == "swap" and not (self.swap_space and self.max_swapped):
+            raise ValueError("--preemption-mode swap needs --swap-space and --max-swapped.")
+        if self.preemption_mode == "recompute" and self.swap_ahead:
+            raise ValueError("--preemption-mode recompute and --swap-ahead exclude each other.")
         return self
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from quire_engine.config import PreemptionPolicy
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
 from quire_engine.core.executor import Rates
@@ -101,6 +102,7 @@ def run(
     host_caching: bool = True,
     max_num_seqs: int = 64,
     swap_ahead: float = 0.0,
+    preemption_mode: PreemptionPolicy = "auto",
     num_stages: int = 1,
     grammars: Sequence[Grammar | None] = (),
     rates: Rates = SWAPPING_PAYS,
@@ -123,6 +125,7 @@ def run(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=chunk,
         swap_ahead=swap_ahead,
+        preemption_mode=preemption_mode,
         max_model_len=executor.max_model_len,
         eos_token_ids=frozenset(executor.config.eos_token_ids),
         vocab_size=executor.config.vocab_size,

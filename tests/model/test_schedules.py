@@ -4,14 +4,18 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from quire_engine.config import PreemptionPolicy
+from quire_engine.core.executor import Rates
+from quire_engine.core.preemption import PreemptionReason
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_proto.sampling import SamplingParams
 
-from tests.model.engine import load, run
+from tests.model.engine import SWAPPING_PAYS, load, run
 from tests.model.models import FALLBACK, OUTPUT_TOKENS, OWN, SmallModels
 from tests.support.kernels import PATHS, cpu_path
 
 UNLIMITED = 1 << 20
+RECOMPUTING_PAYS = Rates(tokens_per_second=1e12, bytes_per_second=1.0)
 PRESSURES = {"no pressure": (200, 0), "recompute": (24, 0), "swap": (24, 200)}
 
 # Where blocks may be found again: on the device, on the host as well (if there is a host pool), or nowhere.
@@ -80,6 +84,23 @@ def test_greedy_output_is_transformers_own_where_blocks_are_swapped_ahead(
     assert made.outputs == small_models.outputs("llama3")
     assert made.statistics.preemptions_by_swap > 0
     assert 0 < made.statistics.blocks_used_ahead <= made.statistics.blocks_copied_ahead
+    executor.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("chunk", [7, 64])
+@pytest.mark.parametrize(("mode", "rates"), [("swap", RECOMPUTING_PAYS), ("recompute", SWAPPING_PAYS)])
+def test_greedy_output_is_transformers_own_in_either_mode_of_preemption_whatever_it_costs(
+    small_models: SmallModels, mode: PreemptionPolicy, rates: Rates, chunk: int, depth: int
+) -> None:
+    """The rates would have it the other way."""
+    folder, prompts = small_models.folder("llama3"), small_models.prompts
+    params = [SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)] * len(prompts)
+    executor = load(folder, *PRESSURES["swap"], async_scheduling=depth == 2)
+    made = run(executor, prompts, params, chunk=chunk, host_caching=False, preemption_mode=mode, rates=rates)
+    assert made.outputs == small_models.outputs("llama3")
+    assert (made.statistics.preemptions_by_swap > 0) == (mode == "swap")
+    assert {reason for _, reason in made.statistics.preemptions} == {PreemptionReason.CONFIGURED}
     executor.close()
 
 

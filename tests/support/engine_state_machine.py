@@ -14,6 +14,7 @@ from quire_engine.core.executor import Rates
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.outputs import EngineCoreOutput
+from quire_engine.core.preemption import PreemptionReason, TimeAway
 from quire_engine.core.request import Request, ResumedOutput
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput
@@ -77,6 +78,7 @@ class EngineStateMachine(RuleBasedStateMachine):
         max_swapped=st.sampled_from([0, 2, 64]),
         max_step_seconds=st.sampled_from([0.0, TOO_SHORT]),
         swap_ahead=st.sampled_from([0.0, 0.01, 0.5, 0.9]),
+        preemption_mode=st.sampled_from(["auto", "auto", "swap", "recompute"]),
         max_loras=st.sampled_from([1, 2]),
     )
     def start(
@@ -93,6 +95,7 @@ class EngineStateMachine(RuleBasedStateMachine):
         max_swapped,
         max_step_seconds,
         swap_ahead,
+        preemption_mode,
         max_loras,
     ):
         capacity = KVCacheConfig(block_size, 1 + pool_tokens // block_size, host_blocks, block_bytes=100)
@@ -108,6 +111,7 @@ class EngineStateMachine(RuleBasedStateMachine):
             max_swapped=max_swapped,
             max_step_seconds=max_step_seconds,
             swap_ahead=swap_ahead,
+            preemption_mode=preemption_mode,
             num_stages=self.num_stages,
             max_loras=max_loras,
         )
@@ -116,6 +120,8 @@ class EngineStateMachine(RuleBasedStateMachine):
         self.scheduler.schedule = self.schedule
         self.core = EngineCore(self.scheduler, self.make_executor(capacity), self.receive)
         self.clients: dict[str, Client] = {}
+        self.times_away: list[TimeAway] = []
+        self.most_computed: dict[int, int] = {}
         self.cached: set[BlockStored] = set()
         self.ran_before: set[int] = set()
         self.decoding: set[int] = set()
@@ -216,6 +222,7 @@ class EngineStateMachine(RuleBasedStateMachine):
 
     def receive(self, output: EngineCoreOutputs) -> None:
         self.ran_before = {sequence.id for sequence in self.scheduler.running}
+        self.times_away += output.times_away
         for event in output.kv_events:
             entry = BlockStored(event.block_hash, event.tier)
             if isinstance(event, BlockStored):
@@ -292,6 +299,19 @@ class EngineStateMachine(RuleBasedStateMachine):
         queued = [s.id for queue in self.queues() for s in queue]
         assert sorted(queued) == sorted(scheduler._registry.sequences), "a sequence is in no queue, or in two"
 
+    @invariant()
+    def whoever_is_not_back_where_it_was_is_absent(self):
+        if not hasattr(self, "memory"):
+            return
+        for sequence in self.scheduler._registry.sequences.values():
+            most = self.most_computed.setdefault(sequence.id, 0)
+            off_device = sequence in self.scheduler.swapped or sequence in self.scheduler.preempted
+            if off_device or sequence.num_computed_tokens < most:
+                assert sequence.absence is not None
+            elif sequence.num_computed_tokens > most and sequence.absence is not None:
+                assert sequence.num_computed_tokens <= sequence.absence.num_computed_tokens
+            self.most_computed[sequence.id] = max(most, sequence.num_computed_tokens)
+
     def teardown(self):
         if not hasattr(self, "memory"):
             return
@@ -306,7 +326,20 @@ class EngineStateMachine(RuleBasedStateMachine):
         assert self.memory.device_pool.num_free == self.memory.device_pool.num_blocks
         assert self.memory.host_pool.num_free == self.memory.host_pool.num_blocks
         self.check_ended(self.scheduler.schedule())
+        self.check_times_away()
         assert self.sampled <= self.freed, "an executor keeps the state of a sequence that has ended"
+
+    def check_times_away(self) -> None:
+        """Absences are of preemptions, and one may be of several."""
+        self.times_away += self.scheduler.take_times_away()
+        preemptions = sum(self.scheduler.stats.preemptions.values())
+        assert (len(self.times_away) > 0) == (preemptions > 0)
+        assert len(self.times_away) <= preemptions
+        mode = self.scheduler.config.preemption_mode
+        if mode != "auto":
+            reasons = {reason for _, reason in self.scheduler.stats.preemptions}
+            assert mode == "swap" or not self.scheduler.stats.preemptions_by_swap
+            assert PreemptionReason.CHEAPER not in reasons
 
     def check_client(self, client: Client) -> None:
         assert client.ended, "a request never ended"

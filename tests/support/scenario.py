@@ -86,6 +86,7 @@ class Scenario:
             batching=random.choice(("continuous", "continuous", "static", "phased")),
             max_swapped=random.choice((1, 64, 64)),
             swap_ahead=random.choice((0.0, 0.1, 0.8)),
+            preemption_mode=random.choice(("auto", "auto", "swap", "recompute")),
         )
         self.caching = random.choice(("none", "device", "host"))
         self.rates = random.choice((Rates(1.0, 1e9), Rates(1.0, 1e9), Rates(1e9, 1.0)))

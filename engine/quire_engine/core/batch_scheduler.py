@@ -19,33 +19,36 @@ from quire_engine.core.executor import Rates
 from quire_engine.core.kv_cache_manager import CachedBlock, KVCacheManager
 from quire_engine.core.lora import LoRAAdmission
 from quire_engine.core.outputs import SchedulerStats
+from quire_engine.core.preemption import (
+    Absences,
+    PreemptionMode,
+    PreemptionReason,
+    choose_preemption_mode,
+    swap_ahead,
+)
 from quire_engine.core.request import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
 from quire_engine.core.request_queue import (
     POLICIES,
     AdmittedQueue,
-    PreemptionMode,
-    PreemptionReason,
     QueuedRequest,
     WaitingQueue,
-    choose_preemption_mode,
 )
 from quire_engine.core.speculation import Speculator
 from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, SampleRequest, ScheduledChunk, SchedulerOutput
-from quire_engine.core.step_time_model import StepBudget, StepTimeEstimator, StepWork
+from quire_engine.core.step_time_model import StepBudget, StepTimeEstimator
 
 if TYPE_CHECKING:
     from quire_engine.core.config import SchedulerConfig
 
 REORDERED_PER_STEP = 4
 MIN_STAGE_TOKENS = 64
-SWAP_AHEAD_STEPS = 1  # by which copies are ready before they are needed
 
 _preemption_key = attrgetter("preemption_key")
 
 
 class BatchScheduler:
     """Owns the queues. ``out_of_memory``: sequences that the last call found no memory for, whatever it preempted.
-    ``speculator``: chooses drafts, where there is speculation.
+    ``speculator``: chooses drafts, where there is speculation. ``absences``: of preempted sequences.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class BatchScheduler:
         self.preempted = AdmittedQueue()
         self.waiting = WaitingQueue(config.max_overtakes if config.scheduling_policy == "sjf" else None)
         self.out_of_memory: list[Sequence] = []
+        self.absences = Absences(clock)
         self._config = config
         self._kv_cache_manager = kv_cache_manager
         self._rates = rates
@@ -88,6 +92,11 @@ class BatchScheduler:
         sequence.queue_key = self._queue_key(sequence)
         self.waiting.push(sequence)
 
+    def on_computed(self, sequence: Sequence) -> None:
+        """Records that a preempted sequence is back where it was, if it is."""
+        if away_seconds := self.absences.on_computed(sequence):
+            self._record_event(sequence, "recomputed", 0, away_seconds=away_seconds)
+
     def start(self, sequence: Sequence) -> None:
         """Adds a sequence to those that run."""
         sequence.status = SequenceStatus.RUNNING
@@ -99,6 +108,7 @@ class BatchScheduler:
             self.waiting.remove(sequence)
         else:
             self._queue(sequence.status).remove(sequence)
+        self.absences.end(sequence)
         sequence.status = SequenceStatus.FINISHED
 
     def invalidate_kv(self, sequence: Sequence) -> None:
@@ -133,7 +143,9 @@ class BatchScheduler:
         if budget.has_prompts:
             scheduler_output.max_seconds = budget.max_seconds
         if self._config.swap_ahead and scheduler_output.chunks:
-            self._swap_ahead(scheduler_output)
+            part, model = self._config.swap_ahead, self._step_times.model
+            memory = self._kv_cache_manager
+            swap_ahead(self.running, scheduler_output, memory, part=part, rates=self._rates, model=model)
         scheduler_output.copies = self._kv_cache_manager.take_pending_copies()
         return scheduler_output
 
@@ -311,10 +323,12 @@ class BatchScheduler:
     # Preemption
 
     def _preempt(self, victim: Sequence, scheduler_output: SchedulerOutput) -> None:
-        """Takes a running sequence off the device, by swap or by recompute, whichever is cheaper."""
+        """Takes a running sequence off the device, by swap or by recompute."""
         scheduler_output.num_preempted += 1
         self.running.remove(victim)
+        victim.timings.num_preemptions += 1
         mode, reason = choose_preemption_mode(
+            self._config.preemption_mode,
             self._kv_cache_manager.swap_cost(victim.table, victim.num_scheduled_tokens),
             self._rates,
             host_has_room=self._kv_cache_manager.can_swap_out(victim.num_scheduled_tokens),
@@ -327,6 +341,7 @@ class BatchScheduler:
             self._preempt_recompute(victim, reason)
 
     def _preempt_swap(self, victim: Sequence, reason: PreemptionReason) -> None:
+        self.absences.begin(victim, PreemptionMode.SWAP)
         # Its blocks are copied after the step in flight, so with what that computes for it.
         victim.num_computed_tokens = victim.num_scheduled_tokens
         blocks = self._kv_cache_manager.swap_out(victim.table, victim.num_computed_tokens)
@@ -337,46 +352,12 @@ class BatchScheduler:
         self._record_event(victim, "swap_out", blocks, reason)
 
     def _preempt_recompute(self, victim: Sequence, reason: PreemptionReason) -> None:
+        self.absences.begin(victim, PreemptionMode.RECOMPUTE)
         self._kv_cache_manager.free(victim.table)
         victim.num_computed_tokens = victim.num_scheduled_tokens = 0
         victim.status = SequenceStatus.PREEMPTED
         self.preempted.push(victim)
         self._record_event(victim, "recompute", 0, reason)
-
-    def _swap_ahead(self, scheduler_output: SchedulerOutput) -> None:
-        """When more than the part ``swap_ahead`` of the device blocks is held, copies full blocks of those that would
-        be preempted next to the host, so that a preemption finds them there. A step copies so many as take, at the
-        measured rate, no longer than what it computes; and it copies none of a sequence whose turn comes so late that
-        later steps suffice.
-        """
-        memory = self._kv_cache_manager
-        pool = memory.device_pool
-        if pool.num_free >= pool.num_blocks - int(self._config.swap_ahead * pool.num_blocks):
-            return
-        bytes_per_step = self._expected_seconds(scheduler_output) * self._rates.bytes_per_second
-        limit = left = max(1, int(bytes_per_step / memory.block_bytes))
-        free = pool.num_free
-        for sequence in reversed(self.running):
-            table = sequence.table
-            steps_to_copy = 1 + (table.num_cached_blocks - table.num_swapped_ahead) // limit
-            is_early = free >= self._num_blocks_taken_in(steps_to_copy + SWAP_AHEAD_STEPS)
-            if is_early or not left or not memory.can_swap_out(sequence.num_scheduled_tokens):
-                break
-            left -= memory.swap_ahead(table, left)
-            free += len(table.block_ids)
-
-    def _num_blocks_taken_in(self, steps: int) -> int:
-        """Blocks that the running sequences may take in so many steps: for what is left of their prompts, and a token
-        a step.
-        """
-        num_blocks_for = self._kv_cache_manager.num_blocks_for
-        return sum(num_blocks_for(each.num_tokens + steps) - len(each.table.block_ids) for each in self.running)
-
-    def _expected_seconds(self, scheduler_output: SchedulerOutput) -> float:
-        model = self._step_times.model
-        if model is None:  # too few steps to know more than the rate of prompts
-            return scheduler_output.num_tokens / self._rates.tokens_per_second
-        return model.predict(StepWork.of(scheduler_output.chunks))
 
     def _break_beam_deadlock(self, scheduler_output: SchedulerOutput) -> None:
         """Nothing can be computed although something is there: beams wait for others of their search that do not fit
@@ -432,7 +413,7 @@ class BatchScheduler:
         blocks = self._kv_cache_manager.swap_in(sequence.table)
         self._stats.blocks_swapped_in += blocks
         self.start(sequence)
-        self._record_event(sequence, "swap_in", blocks)
+        self._record_event(sequence, "swap_in", blocks, away_seconds=self.absences.on_swapped_in(sequence))
         return True
 
     def _readmit(self, sequence: Sequence) -> bool:
@@ -569,8 +550,10 @@ class BatchScheduler:
             SequenceStatus.PREEMPTED: self.preempted,
         }[status]
 
-    def _record_event(self, sequence: Sequence, name: str, blocks: int, reason: str = "") -> None:
-        sequence.timings.events.append(SequenceEvent(name, self._clock(), blocks, reason))
+    def _record_event(
+        self, sequence: Sequence, name: str, blocks: int, reason: str = "", away_seconds: float = 0.0
+    ) -> None:
+        sequence.timings.events.append(SequenceEvent(name, self._clock(), blocks, reason, away_seconds))
 
 
 def _running_beams(group: SequenceGroup) -> list[Sequence]:

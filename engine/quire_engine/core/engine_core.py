@@ -7,7 +7,7 @@ model output of the last step is read; the synchronous loop is the reference tha
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from time import perf_counter, time_ns
 from typing import cast
@@ -18,6 +18,7 @@ from quire_proto.sampling import FinishReason
 from quire_engine.core.block_pool import BlockStored, KVCacheEvent
 from quire_engine.core.executor import AsyncExecutor, AsyncModelOutput, Executor, ExecutorError
 from quire_engine.core.outputs import EngineCoreOutput, EngineLoad, KVCacheFragmentation
+from quire_engine.core.preemption import TimeAway
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput, StepTimings
@@ -115,7 +116,7 @@ class StepTrace:
 @dataclass(slots=True)
 class EngineCoreOutputs:
     """All that a step made. ``fragmentation`` is measured in every ``FRAGMENTATION_INTERVAL``-th step and in the last
-    one before the engine is idle, else None.
+    one before the engine is idle, else None. ``times_away`` are those of preempted sequences that came back with it.
     """
 
     outputs: list[EngineCoreOutput]
@@ -123,6 +124,7 @@ class EngineCoreOutputs:
     kv_events: list[KVCacheEvent]
     trace: StepTrace
     fragmentation: KVCacheFragmentation | None = None
+    times_away: list[TimeAway] = field(default_factory=list)
 
 
 class EngineCore:
@@ -223,7 +225,8 @@ class EngineCore:
         trace = _trace(step, model_output, request_ids, executed, perf_counter())
         trace.seconds = self._measure(step, model_output)
         events = self.scheduler.kv_cache_manager.take_events()
-        self._publish(EngineCoreOutputs(outputs, self.scheduler.get_load(), events, trace, fragmentation))
+        away = self.scheduler.take_times_away()
+        self._publish(EngineCoreOutputs(outputs, self.scheduler.get_load(), events, trace, fragmentation, away))
 
     def _measure(self, step: "InFlightStep", model_output: ModelOutput) -> float:
         """Returns the seconds that a step took on the core's clock, and has the scheduler learn from them. Steps that

@@ -9,8 +9,8 @@ from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 
 from quire_engine.core.block_pool import BlockPool
 from quire_engine.core.kv_cache_manager import BlockTable, KVCacheManager
+from quire_engine.core.preemption import PreemptionMode, PreemptionReason
 from quire_engine.core.request import SequenceTimings
-from quire_engine.core.request_queue import PreemptionMode, PreemptionReason
 from quire_engine.core.step_time_model import Pace
 
 
@@ -20,7 +20,8 @@ class EngineCoreOutput:
 
     ``index`` is which choice. ``position`` is the index of ``token_ids[0]`` in the choice's output, earlier attempts
     included. ``cached_tokens`` of the prompt were found in the prefix cache. An end-of-sequence or stop token is not
-    part of the output; it is ``stop_token`` where log-probabilities were asked for. ``timings`` come with the end.
+    part of the output; it is ``stop_token`` where log-probabilities were asked for. ``timings`` are the sequence's own,
+    which change until its end.
     ``logprobs`` has one entry for each of ``token_ids`` where they were asked for, and ``prompt_logprobs`` those of the
     prompt's tokens from ``prompt_position`` on. ``score`` is a beam's, at its end. ``ends_request`` is set on the last
     output of the request.

@@ -19,6 +19,7 @@ from quire_engine.core.step import BeamCandidates, Grammar, SampleRequest, Sched
 
 if TYPE_CHECKING:
     from quire_engine.core.config import SchedulerConfig
+    from quire_engine.core.preemption import Absence
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +72,22 @@ class SequenceStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SequenceEvent:
-    """Something that happened to a sequence: its name, when (nanoseconds since 1970), how many blocks it moved, and
-    why it was decided so.
+    """Something that happened to a sequence: its name, when (nanoseconds since 1970), how many blocks it moved, why it
+    was decided so, and how long it had been away, if it is back with it.
     """
 
     name: str
     time: int
     blocks: int = 0
     reason: str = ""
+    away_seconds: float = 0.0
 
 
 @dataclass(slots=True)
 class SequenceTimings:
-    """When a sequence went through its stages, in nanoseconds since 1970; 0 where it has not come yet."""
+    """When a sequence went through its stages, in nanoseconds since 1970; 0 where it has not come yet. It was preempted
+    ``num_preemptions`` times, and ``away_seconds`` in all passed each time until it was where it had been.
+    """
 
     arrived: int
     admitted: int = 0
@@ -91,6 +95,8 @@ class SequenceTimings:
     finished: int = 0
     first_step: int = 0
     last_step: int = 0
+    num_preemptions: int = 0
+    away_seconds: float = 0.0
     events: list[SequenceEvent] = field(default_factory=list)
 
     def copy(self) -> "SequenceTimings":
@@ -145,12 +151,13 @@ class Sequence:
     ``sample_requests``: how its next token is sampled, one for each output that is forked from it then. At
     ``limit`` tokens it ends. ``num_slots``: how many sequences it counts as against ``max_num_seqs``.
     ``num_output_sent``: output tokens that were published. ``preemption_key`` orders admitted sequences: the
-    largest is preempted first. ``last_step``: the last step that it has a chunk in. ``proposer`` guesses its
-    next tokens, where there is speculation. ``queue_key`` orders waiting ones; ``served_at_arrival``: tokens
-    that the engine had computed before it arrived.
+    largest is preempted first. ``absence``: its preemption, until it is back where it was. ``last_step``: the
+    last step that it has a chunk in. ``proposer`` guesses its next tokens, where there is speculation.
+    ``queue_key`` orders waiting ones; ``served_at_arrival``: tokens that the engine had computed before it arrived.
     """
 
     __slots__ = (
+        "absence",
         "group",
         "id",
         "index",
@@ -195,6 +202,7 @@ class Sequence:
         self.num_scheduled_tokens = 0
         self.num_output_sent = self.num_output
         self.preemption_key = (0, 0, sequence_id)
+        self.absence: Absence | None = None
         self.last_step = 0
         self.proposer: NgramProposer | SuffixProposer | None = None
         self.queue_key = 0.0

@@ -4,13 +4,10 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from heapq import heappop, heappush
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from quire_engine.core.executor import Rates
-from quire_engine.core.kv_cache_manager import SwapCost
 from quire_engine.core.request import Sequence
 
 if TYPE_CHECKING:
@@ -193,36 +190,3 @@ def priority(job: QueuedRequest) -> float:
 
 POLICIES: "Mapping[Policy, Callable[[QueuedRequest], float]]" = {"fcfs": fcfs, "sjf": sjf, "priority": priority}
 """In which order waiting requests are admitted: the lowest rank first, of equal ranks the earliest arrival."""
-
-
-class PreemptionMode(StrEnum):
-    """How a victim is preempted, as metrics and spans name it: swapped to the host pool, or computed again later."""
-
-    SWAP = "swap"
-    RECOMPUTE = "recompute"
-
-
-class PreemptionReason(StrEnum):
-    """Why that mode was chosen."""
-
-    CHEAPER = "cheaper"
-    HOST_FULL = "host_full"
-    TOO_MANY_SWAPPED = "too_many_swapped"
-    LOST = "lost"
-
-
-def choose_preemption_mode(
-    cost: SwapCost, rates: Rates, *, host_has_room: bool, may_swap: bool
-) -> tuple[PreemptionMode, PreemptionReason]:
-    """How a victim with this cost is preempted, the cheaper way in seconds, and why. ``host_has_room``: for its blocks.
-    ``may_swap``: one more sequence may be swapped.
-    """
-    if not cost.uncached_tokens:
-        return PreemptionMode.RECOMPUTE, PreemptionReason.CHEAPER
-    if not host_has_room:
-        return PreemptionMode.RECOMPUTE, PreemptionReason.HOST_FULL
-    if not may_swap:
-        return PreemptionMode.RECOMPUTE, PreemptionReason.TOO_MANY_SWAPPED
-    swap = cost.bytes_to_move / rates.bytes_per_second
-    recompute = cost.uncached_tokens / rates.tokens_per_second
-    return (PreemptionMode.SWAP if swap <= recompute else PreemptionMode.RECOMPUTE), PreemptionReason.CHEAPER

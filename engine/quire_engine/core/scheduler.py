@@ -41,6 +41,7 @@ from quire_engine.core.outputs import (
     count_leaked_blocks,
     measure_fragmentation,
 )
+from quire_engine.core.preemption import TimeAway
 from quire_engine.core.request import (
     Request,
     Sequence,
@@ -183,6 +184,11 @@ class Scheduler:
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    def take_times_away(self) -> list[TimeAway]:
+        """How long preempted sequences were away that are back, or have ended, since the last call."""
+        absences = self._batch_scheduler.absences
+        return absences.take() if absences.ended else []
+
     def request_ids(self, scheduler_output: SchedulerOutput) -> list[str]:
         """The requests whose tokens the step computes, in its order."""
         live = self._registry.sequences
@@ -238,6 +244,8 @@ class Scheduler:
         if sequence.table.block_ids:  # otherwise it was preempted, and these were counted then
             end = sequence.num_computed_tokens = chunk.start + num_computed_tokens
             self.kv_cache_manager.cache_full_blocks(sequence.table, sequence.token_ids, end)
+            if sequence.absence is not None:
+                self._batch_scheduler.on_computed(sequence)
         self.stats.computed_tokens += num_computed_tokens
         if chunk.prompt_logprob_targets:
             self._emit_prompt_logprobs(sequence.group, chunk.start + 1, model_output.prompt_logprobs[sequence.id])
@@ -276,6 +284,8 @@ class Scheduler:
         for token_id in accepted:
             self._append(sequence, token_id)
         end = sequence.num_computed_tokens = chunk.end - chunk.num_draft_tokens + len(accepted)
+        if sequence.absence is not None:
+            self._batch_scheduler.on_computed(sequence)
         sequence.num_scheduled_tokens = end
         self.kv_cache_manager.cache_full_blocks(sequence.table, sequence.token_ids, end)
         self.kv_cache_manager.free_unused_blocks(sequence.table, end)
@@ -486,6 +496,7 @@ def _output_delta(sequence: Sequence, logprobs: Tokens[TokenLogprobs]) -> Engine
         token_ids,
         position,
         cached_tokens=group.num_cached_tokens or 0,
+        timings=sequence.timings,
         index=sequence.index,
         logprobs=logprobs,
     )

@@ -8,7 +8,14 @@ from quire_engine.core.lora import LoRARequest
 from quire_engine.llm.async_llm import AsyncLLM
 from quire_engine.llm.llm import LLM
 from quire_engine.llm.offline_engine import destroy_model_parallel
-from quire_engine.llm.types import CompletionOutput, Logprob, RequestOutput, SamplingParams, StructuredOutputsParams
+from quire_engine.llm.types import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 __all__ = [
     "LLM",
@@ -16,6 +23,7 @@ __all__ = [
     "CompletionOutput",
     "LoRARequest",
     "Logprob",
+    "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",

@@ -3,7 +3,7 @@
 """
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
@@ -16,16 +16,24 @@ from quire_proto.text.tokenizer import ModelTokenizer, encode_bad_words
 
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.outputs import EngineCoreOutput
-from quire_engine.core.request import Request, check_request
+from quire_engine.core.request import Request, SequenceTimings, check_request
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.errors import LoRAError
-from quire_engine.llm.types import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, SamplingParams
+from quire_engine.llm.types import (
+    CompletionOutput,
+    Logprob,
+    PositionLogprobs,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+)
 from quire_engine.structured_output.compiler import GrammarCompiler
 
 TokenText = Callable[[int], str]
 T = TypeVar("T")
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+_SECONDS = 1e-9  # of a nanosecond
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +166,7 @@ class OutputProcessor:
         ]
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._num_cached_tokens = 0
+        self._timings: dict[int, SequenceTimings] = {}
         self.error: QuireError | None = None
 
     @property
@@ -171,6 +180,8 @@ class OutputProcessor:
         """
         self._num_cached_tokens = max(self._num_cached_tokens, output.cached_tokens)
         self._prompt_logprobs += output.prompt_logprobs
+        if output.timings is not None:
+            self._timings[output.index] = output.timings
         if output.error is not None:
             self.error = output.error
             for ended in self._choices:
@@ -199,6 +210,7 @@ class OutputProcessor:
             error=self.error,
             request_id=request.request_id,
             finished=self.is_finished,
+            metrics=_metrics(self._timings.values()) if self._timings else None,
         )
 
     def abort(self) -> None:
@@ -262,6 +274,25 @@ class CompletionBuilder:
             cumulative_logprob=sum(each.logprob for each in logprobs) if logprobs or token_text else None,
             score=self.score,
         )
+
+
+def _metrics(timings: Iterable[SequenceTimings]) -> RequestMetrics:
+    """The metrics of a request with these outputs; there is at least one."""
+    each = list(timings)
+    worst = max(each, key=lambda timing: timing.away_seconds)
+    return RequestMetrics(
+        arrival_time=min(timing.arrived for timing in each) * _SECONDS,
+        first_scheduled_time=_first(timing.admitted for timing in each),
+        first_token_time=_first(timing.first_token for timing in each),
+        finished_time=max(timing.finished for timing in each) * _SECONDS if all(t.finished for t in each) else None,
+        num_preemptions=worst.num_preemptions,
+        away_seconds=worst.away_seconds,
+    )
+
+
+def _first(times: Iterable[int]) -> float | None:
+    """The first of these times, in seconds; 0 is none."""
+    return min((time * _SECONDS for time in times if time), default=None)
 
 
 def _by_position(

@@ -170,6 +170,27 @@ class CompletionOutput:
     score: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When a request went through its stages, in seconds since 1970, None where it did not: of several outputs the
+    first that was scheduled and the first that had a token. ``finished_time`` is None for one that a stop string ended.
+    Of the output that was away longest, ``num_preemptions`` counts the times that it was preempted, and
+    ``away_seconds`` how long it took in all until it was back where it had been.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+    away_seconds: float = 0.0
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds from the arrival until it was scheduled first."""
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """The outputs of one prompt.
@@ -178,7 +199,7 @@ class RequestOutput:
     ``prompt_logprobs`` has one entry for each of ``prompt_token_ids`` if asked for, None for the first.
     ``num_cached_tokens`` of the prompt were found in the prefix cache. With an ``error``, ``outputs`` are incomplete,
     and those that had not ended have the finish reason ``error``. ``AsyncLLM`` gives outputs that are not ``finished``
-    before the last one.
+    before the last one. ``metrics`` are there once the engine has made any output.
     """
 
     prompt: str | None
@@ -189,3 +210,4 @@ class RequestOutput:
     error: QuireError | None = None
     request_id: str = ""
     finished: bool = True
+    metrics: RequestMetrics | None = None

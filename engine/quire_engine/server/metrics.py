@@ -16,6 +16,7 @@ from quire_engine.structured_output.compiler import CompileOutcome
 
 _GRAMMAR_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_AWAY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _RATIO_BUCKETS = (0.25, 0.5, 0.75, 0.9, 1, 1.1, 1.2, 1.5, 2, 4, 8)
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,13 @@ class EngineMetrics:
             Metric.ENGINE_TASK_RESTARTS, "Tasks that failed and were started again", ("task",)
         )
         self._preemptions = self._counter(Metric.ENGINE_PREEMPTIONS, "Sequences that gave way", ("mode", "reason"))
+        self._away = Histogram(
+            Metric.ENGINE_AWAY_SECONDS,
+            "Time from a preemption until the sequence is back where it was",
+            ("model", "mode"),
+            buckets=_AWAY_BUCKETS,
+            registry=self.registry,
+        )
         self._empty_slots = self._gauge(Metric.ENGINE_EMPTY_SLOTS, "Slots of held KV blocks without a token")
         self._unreachable = self._gauge(Metric.ENGINE_UNREACHABLE_BLOCKS, "KV blocks neither free nor held")
         self._vllm_totals: dict[str, Counter] = {}
@@ -104,6 +112,8 @@ class EngineMetrics:
             self._phases.labels(self._model, phase).observe(seconds)
         if times.max_seconds:
             self._bounded.observe(times.seconds / times.max_seconds)
+        for away in step.times_away:
+            self._away.labels(self._model, away.mode).observe(away.seconds)
         if step.fragmentation is not None:
             self._set_fragmentation(step.fragmentation)
         self._count()

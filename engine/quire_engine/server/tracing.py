@@ -159,6 +159,9 @@ class TraceExporter:
                 Attribute.LAST_STEP: times.last_step,
             },
         )
+        if times.num_preemptions:
+            span.set_attribute(Attribute.PREEMPTIONS, times.num_preemptions)
+            span.set_attribute(Attribute.AWAY_SECONDS, times.away_seconds)
         span.add_event(Event.FIRST_TOKEN, timestamp=times.first_token)
         _add_events(span, [event for event in times.events if event.time >= times.first_token])
         span.end(times.finished)
@@ -191,13 +194,17 @@ class TraceExporter:
 
 def _add_events(span: trace.Span, events: Sequence[SequenceEvent]) -> None:
     for event in events:
-        name = Event.RESUMED if event.name == "swap_in" else Event.PREEMPTED
+        name = Event.RESUMED if event.name in ("swap_in", "recomputed") else Event.PREEMPTED
         span.add_event(name, _preemption(event), timestamp=event.time)
 
 
-def _preemption(event: SequenceEvent) -> dict[str, str | int]:
-    attributes: dict[str, str | int] = {Attribute.PREEMPTION: event.name, Attribute.BLOCKS: event.blocks}
-    return attributes | ({Attribute.PREEMPTION_REASON: str(event.reason)} if event.reason else {})
+def _preemption(event: SequenceEvent) -> dict[str, str | int | float]:
+    attributes: dict[str, str | int | float] = {Attribute.PREEMPTION: event.name, Attribute.BLOCKS: event.blocks}
+    if event.reason:
+        attributes[Attribute.PREEMPTION_REASON] = str(event.reason)
+    if event.away_seconds:
+        attributes[Attribute.AWAY_SECONDS] = event.away_seconds
+    return attributes
 
 
 @dataclass(frozen=True, slots=True)

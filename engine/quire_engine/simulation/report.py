@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire_engine.core.outputs import SchedulerStats
-from quire_engine.simulation.simulator import SimulationRecorder, StepSamples
+from quire_engine.simulation.simulator import RequestRecord, SimulationRecorder, StepSamples
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,6 +64,29 @@ class SimulatorSpeed:
 
 
 @dataclass(frozen=True, slots=True)
+class LatencyOfSome:
+    """What some of the requests took, in seconds: how long each was away in all after preemptions, from its arrival to
+    its last token, and its longest gap between two tokens.
+    """
+
+    requests: int
+    away: Percentiles
+    e2el: Percentiles
+    longest_gap: Percentiles
+
+    @classmethod
+    def of(cls, records: Iterable[RequestRecord]) -> "LatencyOfSome":
+        """Computes them from the records of completed requests."""
+        some = list(records)
+        return cls(
+            len(some),
+            Percentiles.of(each.timings.away_seconds for each in some if each.timings is not None),
+            Percentiles.of(each.ended - each.arrived for each in some if each.ended is not None),
+            Percentiles.of(each.longest_gap for each in some),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class SimulationReport:
     """One policy on one trace. Times are virtual seconds, rates per virtual second, parts between 0 and 1.
 
@@ -71,6 +94,7 @@ class SimulationReport:
     ``ttft`` and ``e2el`` from arrival to first and last token of completed requests. ``queue`` counts waiting requests,
     swapped out ones included. ``overtakes`` are the later arrivals that were admitted before a request. The hit rates
     are parts of all prompt tokens, by the tier of the hit.
+    ``preempted`` and ``untouched`` are the completed requests that gave way at least once, and the others.
     ``waste`` is the part of the slots of used blocks that has no token, over time.
     """
 
@@ -96,6 +120,8 @@ class SimulationReport:
     preemptions_by_swap: int
     preemptions_by_recompute: int
     preemption_reasons: Mapping[str, int]
+    preempted: LatencyOfSome
+    untouched: LatencyOfSome
     blocks_swapped_out: int
     blocks_swapped_in: int
     blocks_copied_ahead: int
@@ -135,6 +161,8 @@ def make_report(recorder: SimulationRecorder) -> SimulationReport:
         preemptions_by_swap=stats.preemptions_by_swap,
         preemptions_by_recompute=stats.preemptions_by_recompute,
         preemption_reasons=_preemptions_by_reason(stats),
+        preempted=LatencyOfSome.of(each for each in completed if each.was_preempted),
+        untouched=LatencyOfSome.of(each for each in completed if not each.was_preempted),
         blocks_swapped_out=stats.blocks_swapped_out,
         blocks_swapped_in=stats.blocks_swapped_in,
         blocks_copied_ahead=stats.blocks_copied_ahead,
@@ -236,6 +264,13 @@ _ROWS: Sequence[tuple[str, Cells]] = (
     ("prefix hits", lambda r: f"{_format_percent(r.hit_rate_device)} device, {_format_percent(r.hit_rate_host)} host"),
     ("preemptions", lambda r: f"{r.preemptions_by_swap} by swap, {r.preemptions_by_recompute} by recompute"),
     ("for the reason", lambda r: _format_counts(r.preemption_reasons)),
+    ("preempted requests", lambda r: f"{r.preempted.requests}"),
+    ("  away, s", lambda r: _format_percentiles(r.preempted.away)),
+    ("  E2EL, s", lambda r: _format_percentiles(r.preempted.e2el)),
+    ("  longest ITL, ms", lambda r: _format_percentiles(r.preempted.longest_gap, 1e3, 1)),
+    ("untouched requests", lambda r: f"{r.untouched.requests}"),
+    ("  E2EL, s", lambda r: _format_percentiles(r.untouched.e2el)),
+    ("  longest ITL, ms", lambda r: _format_percentiles(r.untouched.longest_gap, 1e3, 1)),
     ("blocks swapped", lambda r: f"{r.blocks_swapped_out} out, {r.blocks_swapped_in} in"),
     ("blocks swapped ahead", lambda r: f"{r.blocks_copied_ahead}, {r.blocks_used_ahead} of them used"),
     ("", lambda _: "the simulator itself, real time"),

@@ -18,7 +18,7 @@ from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.outputs import EngineCoreOutput, count_leaked_blocks, measure_fragmentation
-from quire_engine.core.request import Request
+from quire_engine.core.request import Request, SequenceTimings
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.simulation.simulated_executor import LatencyModel, SimulatedExecutor
 from quire_engine.simulation.trace import Arrival
@@ -153,9 +153,13 @@ class SimulationRecorder:
             if record.last_token is None:
                 record.first_token = time
             else:
-                self.token_gaps.append(time - record.last_token)
+                gap = time - record.last_token
+                self.token_gaps.append(gap)
+                record.longest_gap = max(record.longest_gap, gap)
             record.last_token = time
             record.num_tokens += len(output.token_ids)
+        if output.timings is not None:
+            record.timings = output.timings
         if output.ends_request:
             record.ended = time
         if output.error is not None:
@@ -179,7 +183,8 @@ class SimulationRecorder:
 @dataclass(slots=True)
 class RequestRecord:
     """The times of one request, in seconds since the start; None if it has not happened. ``rank`` is its index in the
-    order of arrivals, and ``error`` the code with which it ended.
+    order of arrivals, ``error`` the code with which it ended, ``longest_gap`` the longest time between two tokens, and
+    ``timings`` are the engine's own.
     """
 
     rank: int
@@ -190,6 +195,13 @@ class RequestRecord:
     ended: float | None = None
     num_tokens: int = 0
     error: str | None = None
+    longest_gap: float = 0.0
+    timings: SequenceTimings | None = None
+
+    @property
+    def was_preempted(self) -> bool:
+        """Whether it gave way at least once."""
+        return self.timings is not None and self.timings.num_preemptions > 0
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from quire_engine.bench.config import BenchConfig
 from quire_engine.config import EngineConfig
 from quire_engine.core.engine_core import EngineCoreOutputs, StepTrace
 from quire_engine.core.outputs import EngineLoad, KVCacheFragmentation, SchedulerStats
-from quire_engine.core.request_queue import PreemptionMode, PreemptionReason
+from quire_engine.core.preemption import PreemptionMode, PreemptionReason, TimeAway
 from quire_engine.core.step import StepTimings
 from quire_engine.server.metrics import EngineMetrics
 from quire_engine.simulation.config import SimulationConfig
@@ -174,5 +174,6 @@ def busy_engine() -> EngineMetrics:
     told = EngineMetrics("m", statistics, lambda: 0.0)
     told.on_grammar(CompileOutcome.COMPILED, 1.0)
     told.on_restart("session heartbeats")
-    told.on_step(EngineCoreOutputs([], EngineLoad(*[0] * 8), [], TRACE, fragmentation=KVCacheFragmentation(0, 0, 0)))
+    fragmentation, away = KVCacheFragmentation(0, 0, 0), [TimeAway(next(iter(PreemptionMode)), 1.0)]
+    told.on_step(EngineCoreOutputs([], EngineLoad(*[0] * 8), [], TRACE, fragmentation, away))
     return told

@@ -6,14 +6,12 @@ from hypothesis import strategies as st
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.executor import Rates
-from quire_engine.core.kv_cache_manager import KVCacheManager, SwapCost
+from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.preemption import PreemptionMode, PreemptionReason
 from quire_engine.core.request import Request, SequenceStatus
 from quire_engine.core.request_queue import (
     AGING,
-    PreemptionMode,
-    PreemptionReason,
     QueuedRequest,
-    choose_preemption_mode,
     fcfs,
     priority,
     sjf,
@@ -37,24 +35,6 @@ def test_policies_rank_as_their_names_say(one: QueuedRequest, other: QueuedReque
 def test_a_job_is_overtaken_by_nothing_that_comes_after_it_has_aged(job: QueuedRequest) -> None:
     late = job.served_at_arrival + int(job.uncached_tokens / AGING) + 1
     assert sjf(job) < sjf(QueuedRequest(1, late, 0))
-
-
-@pytest.mark.parametrize(
-    ("has_room", "may_swap", "moved", "uncached", "expected"),
-    [
-        (False, True, 1, 1000, (PreemptionMode.RECOMPUTE, PreemptionReason.HOST_FULL)),
-        (True, False, 1, 1000, (PreemptionMode.RECOMPUTE, PreemptionReason.TOO_MANY_SWAPPED)),
-        (True, True, 4000, 5, (PreemptionMode.SWAP, PreemptionReason.CHEAPER)),
-        (True, True, 6000, 5, (PreemptionMode.RECOMPUTE, PreemptionReason.CHEAPER)),
-    ],
-)
-def test_the_cheaper_way_in_seconds_is_taken(
-    has_room: bool, may_swap: bool, moved: int, uncached: int, expected: tuple[PreemptionMode, PreemptionReason]
-) -> None:
-    rates = Rates(tokens_per_second=10, bytes_per_second=10_000)
-    assert (
-        choose_preemption_mode(SwapCost(moved, uncached), rates, host_has_room=has_room, may_swap=may_swap) == expected
-    )
 
 
 class Bench:

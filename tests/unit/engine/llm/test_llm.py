@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
+from time import time
 
 import pytest
 from hypothesis import given, settings
@@ -668,3 +669,35 @@ def test_unknown_names_of_the_package_are_attribute_errors():
 
     with pytest.raises(AttributeError, match="nothing"):
         _ = quire_engine.nothing
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_an_output_says_when_it_went_through_its_stages_and_how_long_it_was_away(tmp_path: Path, mode: str) -> None:
+    tight = Offline(tmp_path, blocks=20, host_blocks=60, preemption_mode=mode)
+    params = [seeded(number, max_tokens=24, ignore_eos=True) for number in range(6)]
+    began = time()
+    results = quiet(tight.llm, [[5] * 12] * 6, params)
+    ended = time()
+    for result in results:
+        metrics = result.metrics
+        assert metrics is not None
+        stages = (metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time)
+        assert [began, *stages, ended] == sorted([began, *stages, ended])
+        assert metrics.time_in_queue == metrics.first_scheduled_time - metrics.arrival_time
+        assert (metrics.num_preemptions > 0) == (metrics.away_seconds > 0)
+        assert metrics.away_seconds <= metrics.finished_time - metrics.first_scheduled_time
+    assert any(result.metrics.num_preemptions for result in results)
+    stats = tight.scheduler.stats
+    assert (stats.preemptions_by_swap > 0, stats.preemptions_by_recompute > 0) == (mode == "swap", mode != "swap")
+    tight.llm.close()
+
+
+def test_an_output_that_a_stop_string_ends_has_its_times_but_the_engines_end(offline: Offline) -> None:
+    prompt, params = [7, 8, 9], seeded(1, max_tokens=20, ignore_eos=True)
+    (whole,) = quiet(offline.llm, [prompt], [params])
+    text = whole.outputs[0].text
+    (stopped,) = quiet(offline.llm, [prompt], [seeded(1, max_tokens=20, ignore_eos=True, stop=text[1:3])])
+    assert stopped.outputs[0].finish_reason == "stop"
+    assert whole.metrics.finished_time is not None
+    assert stopped.metrics.finished_time is None
+    assert stopped.metrics.first_token_time >= stopped.metrics.first_scheduled_time

@@ -9,13 +9,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import generate_latest
 from quire_engine.core.engine_core import EngineCoreOutputs, StepTrace
 from quire_engine.core.outputs import EngineCoreOutput, EngineLoad, SchedulerStats
+from quire_engine.core.preemption import PreemptionMode, TimeAway
 from quire_engine.core.request import Request, SequenceEvent, SequenceTimings
 from quire_engine.core.step import StepTimings
 from quire_engine.server.metrics import EngineMetrics
 from quire_engine.server.tracing import TraceExporter
 from quire_engine.structured_output.compiler import CompileOutcome
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_proto.telemetry import Attribute, Span
+from quire_proto.telemetry import Attribute, Event, Span
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 TRACE = StepTrace(1, 0, StepTimings(), 0.0, 0.0, 0.0, 0, 0, 0, 0, 0, False, [])
@@ -93,6 +94,34 @@ def test_a_preemption_is_an_event_of_the_span_that_it_falls_into() -> None:
     builder.on_step(step(output))
     events = {span.name: [event.timestamp for event in span.events] for span in exporter.get_finished_spans()}
     assert events == {Span.WAIT: [], Span.PREFILL: [40], Span.DECODE: [50, 60]}
+
+
+def test_a_preemption_and_the_return_from_it_say_how_and_how_long() -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    builder = TraceExporter(enabled=True, step_interval=1000, tracer=provider.get_tracer("test"))
+    builder.on_submit(Request("k", [1, 2], SamplingParams(), traceparent=PARENT))
+    output = end(0, 90, last=True)
+    events = [SequenceEvent("recompute", 60, reason="configured"), SequenceEvent("recomputed", 80, away_seconds=2.5)]
+    output.timings = SequenceTimings(10, 20, 50, 90, num_preemptions=1, away_seconds=2.5, events=events)
+    builder.on_step(step(output))
+    (decode,) = [span for span in exporter.get_finished_spans() if span.name == Span.DECODE]
+    told = dict(decode.attributes or {})
+    assert (told[Attribute.PREEMPTIONS], told[Attribute.AWAY_SECONDS]) == (1, 2.5)
+    _, preempted, resumed = decode.events
+    assert (preempted.name, resumed.name) == (Event.PREEMPTED, Event.RESUMED)
+    assert dict(preempted.attributes or {})[Attribute.PREEMPTION_REASON] == "configured"
+    assert dict(resumed.attributes or {})[Attribute.AWAY_SECONDS] == 2.5
+
+
+def test_times_away_are_counted_by_the_mode_of_the_preemption() -> None:
+    metrics = EngineMetrics("demo", SchedulerStats(), lambda: 0.0)
+    away = [TimeAway(PreemptionMode.SWAP, 0.2), TimeAway(PreemptionMode.RECOMPUTE, 3.0)]
+    for _ in range(2):
+        metrics.on_step(EngineCoreOutputs([], LOAD, [], TRACE, times_away=away))
+    text = generate_latest(metrics.registry).decode()
+    assert 'quire_engine_away_seconds_sum{mode="swap",model="demo"} 0.4' in text
+    assert 'quire_engine_away_seconds_count{mode="recompute",model="demo"} 2.0' in text
 
 
 def summary(span: ReadableSpan) -> tuple[object, int | None]:

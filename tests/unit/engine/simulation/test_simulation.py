@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quire_engine.config import Batching
+from quire_engine.config import Batching, PreemptionPolicy
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.simulation.config import SimulationConfig
@@ -237,3 +237,24 @@ def test_less_than_4_percent_of_the_memory_is_wasted_on_azure_lengths() -> None:
     # Half a block a sequence is what paging cannot avoid.
     per_sequence = report.waste * report.kv_usage.mean * config.kv_cache_config.usable_tokens / report.running.mean
     assert 0.3 < per_sequence / 16 < 0.8
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_preempted_requests_are_told_from_untouched_ones_and_by_how_long_they_were_away(mode: PreemptionPolicy) -> None:
+    limits = LIMITS.model_copy(update={"preemption_mode": mode})
+    recorder = run(arrivals(), limits, TIGHT)
+    report = make_report(recorder)
+    assert (report.preemptions_by_swap > 0, report.preemptions_by_recompute > 0) == (mode == "swap", mode != "swap")
+    assert report.preempted.requests + report.untouched.requests == report.completed
+    assert report.untouched.away.max == 0
+    some = [life for life in recorder.requests.values() if life.was_preempted]
+    assert report.preempted.requests == len(some) > 0
+    for life in some:
+        timings = life.timings
+        assert timings is not None
+        assert timings.away_seconds <= life.ended - life.admitted
+        back = [event.away_seconds for event in timings.events if event.time > life.first_token * 1e9]
+        assert life.longest_gap >= max(back, default=0.0)
+    gaps = max(life.longest_gap for life in recorder.requests.values())
+    assert gaps == pytest.approx(max(recorder.token_gaps))
+    assert report.preempted.longest_gap.max == gaps, "nobody waited longer than one that gave way"

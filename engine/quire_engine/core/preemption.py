@@ -1,0 +1,174 @@
+"""Preemption: how a victim is taken off the device, what is copied for that ahead of need, and how long it is away.
+
+Who gives way is decided where memory runs out: the running sequence with the least precedence, the last one that was
+admitted (or, with priorities, the least important). A block that nobody holds any more is another matter: of those, the
+pools give up the least recently used.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from quire_engine.core.executor import Rates
+from quire_engine.core.kv_cache_manager import KVCacheManager, SwapCost
+from quire_engine.core.step import SchedulerOutput
+from quire_engine.core.step_time_model import StepTimeModel, StepWork
+
+if TYPE_CHECKING:
+    from quire_engine.config import PreemptionPolicy
+    from quire_engine.core.request import Sequence
+
+_NANOSECONDS = 1_000_000_000
+SWAP_AHEAD_STEPS = 1  # by which copies are ready before they are needed
+
+
+class PreemptionMode(StrEnum):
+    """How a victim is preempted, as metrics and spans name it: swapped to the host pool, or computed again later."""
+
+    SWAP = "swap"
+    RECOMPUTE = "recompute"
+
+
+class PreemptionReason(StrEnum):
+    """Why that mode was chosen."""
+
+    CHEAPER = "cheaper"
+    HOST_FULL = "host_full"
+    TOO_MANY_SWAPPED = "too_many_swapped"
+    CONFIGURED = "configured"
+    LOST = "lost"
+
+
+def choose_preemption_mode(
+    policy: "PreemptionPolicy", cost: SwapCost, rates: Rates, *, host_has_room: bool, may_swap: bool
+) -> tuple[PreemptionMode, PreemptionReason]:
+    """How a victim with this cost is preempted, and why: as ``policy`` says, or with auto the cheaper way in seconds.
+    ``host_has_room``: for its blocks. ``may_swap``: one more sequence may be swapped. Whatever cannot be swapped is
+    recomputed.
+    """
+    if policy == "recompute":
+        return PreemptionMode.RECOMPUTE, PreemptionReason.CONFIGURED
+    if policy == "auto" and not cost.uncached_tokens:
+        return PreemptionMode.RECOMPUTE, PreemptionReason.CHEAPER
+    if not host_has_room:
+        return PreemptionMode.RECOMPUTE, PreemptionReason.HOST_FULL
+    if not may_swap:
+        return PreemptionMode.RECOMPUTE, PreemptionReason.TOO_MANY_SWAPPED
+    if policy == "swap":
+        return PreemptionMode.SWAP, PreemptionReason.CONFIGURED
+    swap = cost.bytes_to_move / rates.bytes_per_second
+    recompute = cost.uncached_tokens / rates.tokens_per_second
+    return (PreemptionMode.SWAP if swap <= recompute else PreemptionMode.RECOMPUTE), PreemptionReason.CHEAPER
+
+
+def swap_ahead(
+    running: "Tokens[Sequence]",
+    scheduler_output: SchedulerOutput,
+    memory: KVCacheManager,
+    *,
+    part: float,
+    rates: Rates,
+    model: StepTimeModel | None,
+) -> None:
+    """When more than ``part`` of the device blocks is held, copies full blocks of those that would be preempted next to
+    the host, so that a preemption finds them there. A step copies so many as take, at the measured rate, no longer than
+    what it computes, by ``model`` or, without one, by the rate of prompts; and it copies none of a sequence whose turn
+    comes so late that later steps suffice.
+    """
+    pool = memory.device_pool
+    if pool.num_free >= pool.num_blocks - int(part * pool.num_blocks):
+        return
+    if model is None:
+        seconds = scheduler_output.num_tokens / rates.tokens_per_second
+    else:
+        seconds = model.predict(StepWork.of(scheduler_output.chunks))
+    limit = left = max(1, int(seconds * rates.bytes_per_second / memory.block_bytes))
+    free = pool.num_free
+    for sequence in reversed(running):
+        table = sequence.table
+        steps_to_copy = 1 + (table.num_cached_blocks - table.num_swapped_ahead) // limit
+        is_early = free >= _num_blocks_taken_in(steps_to_copy + SWAP_AHEAD_STEPS, running, memory)
+        if is_early or not left or not memory.can_swap_out(sequence.num_scheduled_tokens):
+            break
+        left -= memory.swap_ahead(table, left)
+        free += len(table.block_ids)
+
+
+def _num_blocks_taken_in(steps: int, running: "Tokens[Sequence]", memory: KVCacheManager) -> int:
+    """Blocks that the running sequences may take in so many steps: for what is left of their prompts, and a token a
+    step.
+    """
+    return sum(memory.num_blocks_for(each.num_tokens + steps) - len(each.table.block_ids) for each in running)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeAway:
+    """How long a preempted sequence was away, in seconds. ``mode`` is recompute if any of it was computed again."""
+
+    mode: PreemptionMode
+    seconds: float
+
+
+@dataclass(slots=True)
+class Absence:
+    """A preempted sequence that is not back where it was: since when, in nanoseconds since 1970, by which mode, and how
+    many tokens were computed, or would have been by the steps in flight.
+    """
+
+    since: int
+    mode: PreemptionMode
+    num_computed_tokens: int
+
+
+class Absences:
+    """Times how long preempted sequences are away: from the preemption until a swap brings back what was computed, or
+    until a step computes the first token that was not; or until the sequence ends. One that is preempted again on its
+    way back is away all the time. ``ended`` are those that nobody took yet.
+    """
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        self._clock = clock
+        self.ended: list[TimeAway] = []
+
+    def begin(self, sequence: "Sequence", mode: PreemptionMode) -> None:
+        """A running sequence is preempted; or what was swapped out cannot be used. Its counts of tokens are those that
+        it had.
+        """
+        absence = sequence.absence
+        if absence is None:
+            sequence.absence = Absence(self._clock(), mode, sequence.num_scheduled_tokens)
+            return
+        absence.num_computed_tokens = max(absence.num_computed_tokens, sequence.num_scheduled_tokens)
+        if mode is PreemptionMode.RECOMPUTE:
+            absence.mode = mode
+
+    def on_swapped_in(self, sequence: "Sequence") -> float:
+        """Ends it if what the swap brings back is all that was computed. Returns the seconds; 0 if it goes on."""
+        absence = sequence.absence
+        is_back = absence is not None and sequence.num_computed_tokens >= absence.num_computed_tokens
+        return self.end(sequence) if is_back else 0.0
+
+    def on_computed(self, sequence: "Sequence") -> float:
+        """Ends it if the sequence has computed more than before, or all that is known. Returns the seconds; 0 if it
+        goes on.
+        """
+        absence, computed = sequence.absence, sequence.num_computed_tokens
+        is_back = absence is not None and (computed > absence.num_computed_tokens or computed >= sequence.num_tokens)
+        return self.end(sequence) if is_back else 0.0
+
+    def end(self, sequence: "Sequence") -> float:
+        """Ends it, if there is one, and adds its seconds to the sequence's timings. Returns them."""
+        absence, sequence.absence = sequence.absence, None
+        if absence is None:
+            return 0.0
+        seconds = (self._clock() - absence.since) / _NANOSECONDS
+        sequence.timings.away_seconds += seconds
+        self.ended.append(TimeAway(absence.mode, seconds))
+        return seconds
+
+    def take(self) -> list[TimeAway]:
+        """Those that ended since the last call."""
+        ended, self.ended = self.ended, []
+        return ended
