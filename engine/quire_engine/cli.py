@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from collections import Counter
 from contextlib import closing
 from threading import Timer
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from quire.v1 import engine_pb2 as pb
 from quire_proto import __version__
 from quire_proto.cli import read_settings, reject_unknown_env
 from quire_proto.errors import QuireError
+from quire_proto.telemetry import DropReason
 from quire_proto.text.tokenizer import folder_config_digest, folder_vocabulary_digest
 from quire_proto.tls import TlsError
 from quire_proto.tracing import setup_tracing, shutdown_tracing
@@ -53,27 +55,30 @@ def main() -> None:
 
 def _run_engine(config: EngineConfig) -> None:
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    tracing = setup_tracing("quire-engine", max_links=config.max_num_seqs)
+    dropped = Counter[DropReason]()
+    tracing = setup_tracing("quire-engine", max_links=config.max_num_seqs, dropped=dropped)
     try:
-        _serve(config, tracing)
+        _serve(config, dropped if tracing else None)
     except KeyboardInterrupt:
         pass
     finally:
         shutdown_tracing()
 
 
-def _serve(config: EngineConfig, tracing: bool) -> None:
+def _serve(config: EngineConfig, dropped_spans: Counter[DropReason] | None) -> None:
     import uvloop
 
     with closing(_load_executor(config)) as executor:
-        server = _make_server(config, executor, tracing)
+        server = _make_server(config, executor, dropped_spans)
         try:
             uvloop.run(server.serve())
         except OSError as error:
             quit_with(1, f"{error}.")
 
 
-def _make_server(config: EngineConfig, executor: "TorchExecutor", tracing: bool) -> EngineServer:
+def _make_server(
+    config: EngineConfig, executor: "TorchExecutor", dropped_spans: Counter[DropReason] | None
+) -> EngineServer:
     disable_created_metrics()  # type: ignore[no-untyped-call]  # drops the unused _created sample of each counter
     scheduler = make_scheduler(config, executor)
     loras = LoRARegistry(executor.check_lora, config.names)
@@ -90,7 +95,7 @@ def _make_server(config: EngineConfig, executor: "TorchExecutor", tracing: bool)
             _describe(config, executor, scheduler.config.max_model_len),
             model_grammars(config, executor),
             loras=loras,
-            tracing=tracing,
+            dropped_spans=dropped_spans,
         )
     except TlsError as error:  # the files changed after the settings were read
         quit_with(1, f"{error}.")

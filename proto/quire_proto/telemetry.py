@@ -3,6 +3,8 @@
 Attributes that describe a model call follow OpenTelemetry's GenAI conventions; all others begin with ``quire.``.
 """
 
+from enum import StrEnum
+
 
 class Span:
     """Names of spans. A router's attempt is called after its operation and model, such as ``chat quire-demo``."""
@@ -79,6 +81,16 @@ class Attribute:
     LAST_STEP = "quire.step.last"
 
 
+class DropReason(StrEnum):
+    """Why a span that was to be exported was not: its queue was full, the collector did not take it, or there were more
+    steps to trace than the rate allows.
+    """
+
+    QUEUE_FULL = "queue_full"
+    EXPORT_FAILED = "export_failed"
+    RATE = "rate"
+
+
 PROVIDER_NAME = "quire"
 
 
@@ -136,6 +148,7 @@ class Metric:
     ENGINE_PARTED_BLOCKS = "quire_engine_parted_blocks"
     ENGINE_EMPTY_SLOTS = "quire_engine_empty_slots"
     ENGINE_UNREACHABLE_BLOCKS = "quire_engine_unreachable_blocks"
+    ENGINE_DROPPED_SPANS = "quire_engine_dropped_spans"
     ENGINE_TASK_RESTARTS = "quire_engine_task_restarts"
     ENGINE_GRAMMARS = "quire_engine_grammars"
     ENGINE_GRAMMAR_SECONDS = "quire_engine_grammar_compile_seconds"

@@ -1,6 +1,7 @@
 """Export of spans: OTLP over gRPC if ``OTEL_EXPORTER_OTLP_ENDPOINT`` is set; otherwise nothing is recorded."""
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 from threading import Thread
@@ -9,14 +10,16 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from quire_proto.telemetry import DropReason
+
 SHUTDOWN_TIMEOUT = 2.0  # seconds
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
-def setup_tracing(service: str, *, max_links: int = 128) -> bool:
+def setup_tracing(service: str, *, max_links: int = 128, dropped: Counter[DropReason] | None = None) -> bool:
     """Starts exporting this process's spans as ``service``. Returns False if no endpoint is configured; then spans cost
-    nothing.
+    nothing. Spans that do not reach the collector are counted in ``dropped``.
 
     ``max_links`` must cover the sequences of a step: OpenTelemetry's default would drop links of larger batches. The
     usual ``OTEL_*`` variables apply (service name, resource attributes, sampler, headers).
@@ -26,14 +29,15 @@ def setup_tracing(service: str, *, max_links: int = 128) -> bool:
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import SpanLimits, TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    from quire_proto.span_export import CountingSpanProcessor
 
     name = os.environ.get("OTEL_SERVICE_NAME", service)
     provider = TracerProvider(
         resource=Resource.create({"service.name": name}),
         span_limits=SpanLimits(max_links=max(128, max_links)),
     )
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    provider.add_span_processor(CountingSpanProcessor(OTLPSpanExporter(), Counter() if dropped is None else dropped))
     trace.set_tracer_provider(provider)
     is_recording.cache_clear()
     return True

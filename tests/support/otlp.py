@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Lock
+from threading import Event, Lock
 
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
@@ -29,6 +29,9 @@ class Collector(rpc.TraceServiceServicer):
         self._spans: list[ReceivedSpan] = []
         self._lock = Lock()
         self.port = 0
+        self.answers = Event()  # cleared: exports wait
+        self.answers.set()
+        self.refuses = False
 
     @property
     def spans(self) -> list[ReceivedSpan]:
@@ -38,6 +41,9 @@ class Collector(rpc.TraceServiceServicer):
     def Export(  # noqa: N802 - named by the contract
         self, request: pb.ExportTraceServiceRequest, context: grpc.ServicerContext
     ) -> pb.ExportTraceServiceResponse:
+        self.answers.wait()
+        if self.refuses:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no")
         with self._lock:
             for resource in request.resource_spans:
                 service = _attributes(resource.resource.attributes).get("service.name", "")
@@ -57,6 +63,7 @@ def collector() -> Iterator[Collector]:
     try:
         yield servicer
     finally:
+        servicer.answers.set()
         server.stop(0).wait()
 
 

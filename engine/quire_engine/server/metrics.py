@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
 from threading import Thread
+from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, MetricsHandler
-from quire_proto.telemetry import Metric
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+from quire_proto.telemetry import DropReason, Metric
 
 from quire_engine.core.engine_core import EngineCoreOutputs
 from quire_engine.core.outputs import KVCacheFragmentation, SchedulerStats
@@ -24,8 +27,15 @@ log = logging.getLogger(__name__)
 class EngineMetrics:
     """Gauges and counters of one engine: ``quire_*``, and the ``vllm:*`` names that dashboards already read."""
 
-    def __init__(self, model: str, statistics: SchedulerStats, heartbeat_age: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        model: str,
+        statistics: SchedulerStats,
+        heartbeat_age: Callable[[], float],
+        dropped_spans: Mapping[DropReason, int] = MappingProxyType({}),
+    ) -> None:
         self.registry = CollectorRegistry()
+        self.registry.register(_DroppedSpans(model, dropped_spans))
         self._model = model
         self._statistics = statistics
         self._running = self._gauge(Metric.ENGINE_RUNNING, "Sequences that hold device blocks")
@@ -185,6 +195,22 @@ _OK = HTTPStatus.OK, {"status": "ok"}
 _UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE, {"status": "unavailable"}
 _NO_PAGE = "There is no such page: an engine has metrics and probes here, and is reached by clients through a router."
 _NOT_FOUND = HTTPStatus.NOT_FOUND, {"error": _NO_PAGE}
+
+
+class _DroppedSpans(Collector):
+    """Reads the counts when it is asked: an exporter drops spans between two steps too."""
+
+    def __init__(self, model: str, counts: Mapping[DropReason, int]) -> None:
+        self._model = model
+        self._counts = counts
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        family = CounterMetricFamily(
+            Metric.ENGINE_DROPPED_SPANS, "Spans that were not exported", labels=("model", "reason")
+        )
+        for reason in DropReason:
+            family.add_metric((self._model, reason), self._counts.get(reason, 0))
+        yield family
 
 
 class ProbeServer:

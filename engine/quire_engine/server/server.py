@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import signal
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from threading import Thread
@@ -18,6 +19,7 @@ from quire.v1 import engine_pb2, engine_pb2_grpc
 from quire_proto.certificates import ReloadingServerCredentials
 from quire_proto.cli import join_host_port
 from quire_proto.supervise import SupervisedTask
+from quire_proto.telemetry import DropReason
 
 from quire_engine.config import EngineConfig
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs, Shutdown
@@ -54,7 +56,8 @@ does not is closed after its grace period, and its requests are aborted.
 
 class EngineServer:
     """One engine on the network. The metrics port is plain HTTP; the gRPC port uses TLS if ``config.tls`` is set.
-    ``tracing`` says whether spans are exported. ``loras`` are its adapters; None if it serves none.
+    ``dropped_spans`` counts the spans that do not reach a collector; None if none are exported. ``loras`` are its
+    adapters; None if it serves none.
 
     Raises ``TlsError`` if the files of ``config.tls`` cannot be used.
     """
@@ -68,7 +71,7 @@ class EngineServer:
         grammars: ModelGrammars,
         *,
         loras: LoRARegistry | None = None,
-        tracing: bool = False,
+        dropped_spans: Counter[DropReason] | None = None,
     ) -> None:
         self._config = config
         self._certificates = None if config.tls is None else ReloadingServerCredentials(config.tls)
@@ -77,9 +80,12 @@ class EngineServer:
         description.generation = secrets.randbits(64)
         self._core = EngineCore(scheduler, executor, self._publish)
         name = description.served_model_names[0]
-        self._metrics = EngineMetrics(name, scheduler.stats, lambda: self._core.seconds_since_progress)
+        dropped = Counter[DropReason]() if dropped_spans is None else dropped_spans
+        self._metrics = EngineMetrics(name, scheduler.stats, lambda: self._core.seconds_since_progress, dropped)
         self._grammars = GrammarCompiler(grammars, self._metrics.on_grammar)
-        exporter = TraceExporter(enabled=tracing, step_interval=config.trace_step_interval)
+        exporter = TraceExporter(
+            enabled=dropped_spans is not None, step_interval=config.trace_step_interval, dropped=dropped
+        )
         self._sessions = SessionManager(description.generation, config.session_grace, exporter, self._grammars, loras)
         self._sessions.bind(self._core)
         self._failure: BaseException | None = None

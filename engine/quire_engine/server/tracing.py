@@ -6,14 +6,15 @@ fail, within a rate. With an interval of 1 every step is traced, without a rate,
 attributes, where the others have a child for each phase.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Link, SpanContext, SpanKind, Tracer
-from quire_proto.telemetry import Attribute, Event, Span
+from opentelemetry.trace import Link, SpanKind, Tracer
+from quire_proto.telemetry import Attribute, DropReason, Event, Span
 from quire_proto.tracing import extract
 
 from quire_engine.core.engine_core import EngineCoreOutputs, StepTrace
@@ -28,19 +29,29 @@ _NANOSECONDS = 1_000_000_000
 @dataclass(slots=True)
 class _TracedRequest:
     context: Context
-    parent: SpanContext
+    link: Link
     prompt_tokens: int
     prompt_exported: bool = False
 
 
 class TraceExporter:
-    """Keeps the trace contexts of traced requests, and exports the spans of requests and steps."""
+    """Keeps the trace contexts of traced requests, and exports the spans of requests and steps. A step that was to be
+    traced and was not, for the rate, is counted in ``dropped``.
+    """
 
-    def __init__(self, *, enabled: bool, step_interval: int, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        enabled: bool,
+        step_interval: int,
+        tracer: Tracer | None = None,
+        dropped: Counter[DropReason] | None = None,
+    ) -> None:
         self._enabled = enabled
         self._interval = step_interval
         self._every_step = step_interval == 1
         self._tracer = tracer or trace.get_tracer("quire.engine")
+        self._dropped = Counter[DropReason]() if dropped is None else dropped
         self._traced: dict[str, _TracedRequest] = {}
         self._average_duration = 0.0
         self._tokens = MAX_STEPS_PER_SECOND
@@ -53,7 +64,7 @@ class TraceExporter:
         context = extract({"traceparent": request.traceparent})
         parent = trace.get_current_span(context).get_span_context()
         if parent.is_valid:
-            self._traced[request.request_id] = _TracedRequest(context, parent, len(request.prompt_token_ids))
+            self._traced[request.request_id] = _TracedRequest(context, Link(parent), len(request.prompt_token_ids))
 
     def on_abandoned(self, key: str) -> None:
         """Drops a request that no output will end."""
@@ -84,12 +95,13 @@ class TraceExporter:
         self._tokens = min(MAX_STEPS_PER_SECOND, self._tokens + (now - self._refilled) * MAX_STEPS_PER_SECOND)
         self._refilled = now
         if self._tokens < 1:
+            self._dropped[DropReason.RATE] += 1
             return False
         self._tokens -= 1
         return True
 
     def _export_step(self, step: StepTrace, load: EngineLoad) -> None:
-        links = [Link(self._traced[key].parent) for key in step.request_ids if key in self._traced]
+        links = [self._traced[key].link for key in step.request_ids if key in self._traced]
         attributes: dict[str, int | float] = {
             Attribute.STEP_ID: step.step,
             Attribute.STEP_PREFILL: step.num_prefill,

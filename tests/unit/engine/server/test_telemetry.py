@@ -1,8 +1,10 @@
 """Spans of requests with several choices, and the counters of grammars."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -16,7 +18,11 @@ from quire_engine.server.metrics import EngineMetrics
 from quire_engine.server.tracing import TraceExporter
 from quire_engine.structured_output.compiler import CompileOutcome
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_proto.telemetry import Attribute, Event, Span
+from quire_proto.span_export import CountingSpanProcessor
+from quire_proto.telemetry import Attribute, DropReason, Event, Span
+
+from tests.support.otlp import collector
+from tests.support.processes import eventually
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 TRACE = StepTrace(1, 0, StepTimings(), 0.0, 0.0, 0.0, 0, 0, 0, 0, 0, False, [])
@@ -80,6 +86,52 @@ def test_every_step_is_one_span_with_its_phases_when_the_interval_is_one() -> No
     attributes = dict(spans[0].attributes or {})
     names = ("pause", "schedule", "swap", "forward", "sample", "emit")
     assert [attributes[f"quire.step.{name}_seconds"] for name in names] == [22.0, 1.0, 2.0, 8.0, 4.0, 3.0]
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_the_steps_that_a_trace_lacks_are_as_many_as_the_metric_says(refuses: bool) -> None:
+    """The collector stalls, or refuses what it gets first."""
+    dropped = Counter[DropReason]()
+    metrics = EngineMetrics("demo", SchedulerStats(), lambda: 0.0, dropped)
+    with collector() as received:
+        received.answers.clear()
+        received.refuses = refuses
+        exporter = OTLPSpanExporter(endpoint=f"http://127.0.0.1:{received.port}", insecure=True)
+        processor = CountingSpanProcessor(exporter, dropped, max_queue_size=64, max_export_batch_size=16)
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(processor)
+        builder = TraceExporter(enabled=True, step_interval=1, tracer=provider.get_tracer("test"), dropped=dropped)
+        for number in range(500):
+            builder.on_step(EngineCoreOutputs([], LOAD, [], replace(TRACE, step=number)))
+        if refuses:
+            received.answers.set()
+            eventually(lambda: dropped[DropReason.EXPORT_FAILED] > 0)
+            received.refuses = False
+        received.answers.set()
+        processor.shutdown()
+        steps = [span.attributes[Attribute.STEP_ID] for span in received.spans]
+    told = {
+        reason: metrics.registry.get_sample_value(
+            "quire_engine_dropped_spans_total", {"model": "demo", "reason": reason}
+        )
+        for reason in DropReason
+    }
+    assert len(set(steps)) == len(steps)
+    assert 500 - len(steps) == sum(told.values())
+    assert told[DropReason.QUEUE_FULL] >= 500 - 64 - 2 * 16
+    assert (told[DropReason.EXPORT_FAILED] > 0) == refuses
+
+
+def test_steps_that_the_rate_leaves_out_are_counted() -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    dropped = Counter[DropReason]()
+    builder = TraceExporter(enabled=True, step_interval=1000, tracer=provider.get_tracer("test"), dropped=dropped)
+    for number in range(500):
+        builder.on_step(EngineCoreOutputs([], LOAD, [], replace(TRACE, step=number, preempted=1)))
+    steps = [span for span in exporter.get_finished_spans() if span.name == Span.STEP]
+    assert len(steps) + dropped[DropReason.RATE] == 500
+    assert dropped[DropReason.RATE] > 0
 
 
 def test_a_preemption_is_an_event_of_the_span_that_it_falls_into() -> None:
