@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from quire_proto.cli import read_settings
 
 from quire_engine.bench.config import PEERS, QUANTIZED_PEERS, SERVED, VARIANTS, BenchConfig
+from quire_engine.bench.lengths import DRAWN_AT_MOST, make_workload
 from quire_engine.bench.measure import (
     LOWER_IS_BETTER,
     UNITS,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 
 OURS = "quire"
+KV_TOKENS = 1 << 16  # of a peer whose memory is set by nothing else
 
 
 def bench(arguments: Sequence[str]) -> None:
@@ -85,7 +87,7 @@ def _with_defaults(config: BenchConfig) -> BenchConfig:
     if config.shape is not None:
         changes["model"] = model_of_shape(config.shape, config.seed)
     if "max_num_seqs" not in config.model_fields_set:
-        changes["max_num_seqs"] = min(config.num_prompts, 256)
+        changes["max_num_seqs"] = min(config.num_outputs * config.num_prompts, 256)
     if "swap_space" not in config.model_fields_set:
         changes["swap_space"] = 0.0
     return config.model_copy(update=changes)
@@ -103,7 +105,8 @@ def _limit_to_model(config: BenchConfig, most: int) -> BenchConfig:
             f"The longest request has {config.longest} tokens, and the model takes {limit}: lower --prefill-len, or "
             "the input and output lengths."
         )
-    return config.model_copy(update={"max_model_len": config.max_model_len or config.longest})
+    drawn = min(limit, DRAWN_AT_MOST) if config.ranges is None else 0
+    return config.model_copy(update={"max_model_len": config.max_model_len or max(config.longest, drawn)})
 
 
 def _measure(config: BenchConfig, given: BenchConfig) -> "BenchReport":
@@ -160,15 +163,22 @@ def _plan(config: BenchConfig, vocab: int) -> Plan:
     def random(count: int, sizes: Lengths, answers: Lengths, number: int) -> Workload:
         return random_workload(count, sizes, answers, vocab, config.seed + number)
 
-    inputs, outputs = Lengths.of(config.input_len), Lengths.of(config.output_len)
+    def throughput(number: int) -> Workload:
+        count, seed, n = config.num_prompts, config.seed + number, config.num_outputs
+        if config.ranges is not None:
+            return random_workload(count, *config.ranges, vocab, seed, n=n)
+        assert config.lengths is not None
+        return make_workload(config.lengths, count, config.max_model_len or DRAWN_AT_MOST, vocab, n=n, seed=seed)
+
     one, latency = Lengths(1, 1), Lengths(config.latency_input_len, config.latency_input_len)
     stream = Lengths(config.latency_output_len, config.latency_output_len)
     workloads: dict[Figure, Callable[[int], Workload]] = {
-        "throughput": partial(random, config.num_prompts, inputs, outputs),
+        "throughput": throughput,
         "latency": partial(random, 1, latency, stream),
         "prefill": partial(random, 1, Lengths(config.prefill_len, config.prefill_len), one),
     }
-    return Plan({figure: make for figure, make in workloads.items() if figure in config.measure}, config.rounds)
+    measured = {figure: make for figure, make in workloads.items() if figure in config.measure}
+    return Plan(measured, config.rounds, config.warm_up_output_len)
 
 
 def _peer_settings(
@@ -182,6 +192,8 @@ def _peer_settings(
         "threads": threads,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "kv_tokens": engine[0].executor.kv_cache_config.usable_tokens if engine else KV_TOKENS,
         "tensor_parallel_size": config.tensor_parallel_size,
         "pipeline_parallel_size": config.pipeline_parallel_size,
     }
@@ -210,7 +222,12 @@ class Limits:
         if self._found is None:
             return {}
         costs, machine = self._found
-        return {figure: _best(figure, make(0), costs, machine.ceilings) for figure, make in plan.workloads.items()}
+        workloads = {figure: make(0) for figure, make in plan.workloads.items()}
+        return {
+            figure: _best(figure, workload, costs, machine.ceilings)
+            for figure, workload in workloads.items()
+            if workload.n == 1
+        }
 
     def _find(self) -> "tuple[Costs, Machine] | None":
         import torch
@@ -255,6 +272,10 @@ def _title(config: BenchConfig, threads: int, device: "torch.device", dtype: str
     shape = config.shape if config.shape in SHAPES else config.shape and "a shape"
     what = f"{shape or config.model.resolve().name}, {config.quantization or dtype}, {where}"
     lengths = f"of {config.input_len} tokens in and {config.output_len} out"
+    if config.lengths is not None:
+        lengths = f"of the lengths of {Path(config.lengths).name}"
+    if config.num_outputs > 1:
+        lengths += f", {config.num_outputs} outputs each"
     parts = {
         "throughput": f"{config.num_prompts} requests {lengths}",
         "latency": f"one stream of {config.latency_input_len} in and {config.latency_output_len} out",
@@ -309,6 +330,7 @@ class BenchReport:
                 name: {
                     "medians": {figure: readings.median(figure) for figure in readings.values},
                     "rounds": readings.values,
+                    "padding": readings.padding,
                     "failure": readings.failure,
                 }
                 for name, readings in self.readings.items()
@@ -345,6 +367,8 @@ class BenchReport:
             if median is not None:
                 times = ratios.get(name, {}).get(figure)
                 beside = f"{self.rival(name)}: {times:.2f} times as good" if times else ""
+                if figure == "throughput" and readings.padding is not None:
+                    beside = f"{beside:<30}  {readings.padding:.0%} padding"
                 shown = f"({_number(min(readings.values[figure]))} to {_number(max(readings.values[figure]))})"
                 lines.append(f"  {name:<{width}}  {_number(median):>10}  {shown:<22}  {beside}".rstrip())
         ours, best = self.readings[OURS].median(figure), self.best.get(figure)
@@ -374,9 +398,12 @@ class Peer:
     settings: Mapping[str, object] = dataclass_field(default_factory=dict)
 
 
+SLOW = ("transformers-serial", "transformers-cb")
 LLAMA = Path(".peers/llama/bin/python")
 INSTALLED = {
-    "transformers": Peer("transformers", "run_transformers.py"),
+    "transformers": Peer("transformers", "run_transformers.py", None, {"batching": "static"}),
+    "transformers-serial": Peer("transformers", "run_transformers.py", None, {"batching": "serial"}),
+    "transformers-cb": Peer("transformers", "run_transformers.py", None, {"batching": "continuous"}),
     "vllm": Peer("vllm", "run_vllm.py", Path(".peers/vllm/bin/python")),
     "llama.cpp": Peer("llama_cpp", "run_llama_cpp.py", LLAMA),
     "llama.cpp-q4_k_m": Peer("llama_cpp", "run_llama_cpp.py", LLAMA, {"ftype": "q4_k_m"}),
@@ -403,7 +430,11 @@ def find_peers(config: BenchConfig, settings: Callable[[], Mapping[str, object]]
 
 
 def _is_comparable(config: BenchConfig, name: str) -> bool:
-    """Whether the engine is measured in as many bits as the peer."""
+    """Whether the engine is measured in as many bits as the peer, and the peer takes its requests. Ways of transformers
+    that are there to be compared with its static batches are measured when they are named.
+    """
+    if name in SLOW or (config.num_outputs > 1 and INSTALLED[name].module == "llama_cpp"):
+        return False
     variant = QUANTIZED_PEERS.get(name)
     return variant is None or variant in (config.quantization, *config.also)
 

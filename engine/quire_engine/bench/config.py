@@ -7,11 +7,20 @@ from typing import Annotated, ClassVar, get_args
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from quire_engine.bench.lengths import DISTRIBUTIONS
 from quire_engine.bench.measure import Figure
 from quire_engine.bench.workload import SHAPES, Lengths
 from quire_engine.config import EngineConfig, ModelFolder, Names
 
-PEERS = ("transformers", "vllm", "llama.cpp", "llama.cpp-q4_k_m", "llama.cpp-q8_0")
+PEERS = (
+    "transformers",
+    "transformers-serial",
+    "transformers-cb",
+    "vllm",
+    "llama.cpp",
+    "llama.cpp-q4_k_m",
+    "llama.cpp-q8_0",
+)
 # Peers in fewer bits, each with the variant of the engine beside which it is measured.
 QUANTIZED_PEERS: Mapping[str, str] = {"llama.cpp-q4_k_m": "int4", "llama.cpp-q8_0": "int8"}
 SERVED = "served"  # the figures of a server under load, beside those of ``Figure``
@@ -38,6 +47,7 @@ class BenchConfig(EngineConfig):
         **EngineConfig.metavars,
         **dict.fromkeys(("--against", "--also", "--measure"), "NAMES"),
         **dict.fromkeys(("--input-len", "--output-len"), "N"),
+        "--lengths": "LENGTHS",
         "--shape": "SHAPE",
     }
 
@@ -66,6 +76,12 @@ class BenchConfig(EngineConfig):
     num_prompts: int = Field(default=32, ge=1, le=65536, description="Requests of the throughput measurement.")
     input_len: Range = Field(default="128", description="Tokens of each of its prompts, one number or 100..1024.")
     output_len: Range = Field(default="64", description="Tokens of each of its outputs, likewise.")
+    lengths: str | None = Field(
+        default=None,
+        description=f"Lengths of both instead: {', '.join(DISTRIBUTIONS)}, a range, or a trace file of "
+        "quire-engine simulate.",
+    )
+    num_outputs: int = Field(default=1, ge=1, le=64, description="Outputs of each of its prompts; several are sampled.")
     latency_input_len: int = Field(default=128, ge=1, description="Prompt of the single stream, in tokens.")
     latency_output_len: int = Field(default=128, ge=2, description="Output of the single stream, in tokens.")
     prefill_len: int = Field(default=2048, ge=1, description="Prompt of the prefill measurement, in tokens.")
@@ -76,6 +92,11 @@ class BenchConfig(EngineConfig):
         description="Requests of a run of the served measurement; as many at once as --num-prompts says.",
     )
     rounds: int = Field(default=5, ge=1, le=1000, description="How often everything is measured; medians are reported.")
+    warm_up_output_len: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most tokens of an output in the run of each system before the first round; by default all.",
+    )
     in_turn: bool | None = Field(
         default=None,
         description="Load all systems at once and let each round run them in turn; by default on the CPU. Otherwise "
@@ -103,13 +124,39 @@ class BenchConfig(EngineConfig):
         return names
 
     @model_validator(mode="after")
+    def _servers_have_lengths_of_their_own(self) -> "BenchConfig":
+        if SERVED in self.measure and (self.lengths is not None or self.num_outputs > 1):
+            raise ValueError(
+                f"--measure {SERVED} takes --input-len and --output-len, and neither --lengths nor --num-outputs."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _has_a_model(self) -> "BenchConfig":
         if (self.shape is None) == (self.model == Path()):
             raise ValueError("Give either --model or --shape.")
         return self
 
+    @field_validator("lengths")
+    @classmethod
+    def _are_lengths(cls, lengths: str | None) -> str | None:
+        if lengths is None or lengths in DISTRIBUTIONS or Path(lengths).is_file():
+            return lengths
+        try:
+            return str(Lengths.of(lengths))
+        except ValueError:
+            raise ValueError(f"{lengths} is neither {', '.join(DISTRIBUTIONS)}, nor a range, nor a file.") from None
+
+    @property
+    def ranges(self) -> tuple[Lengths, Lengths] | None:
+        """The ranges of prompts and of outputs; None if their lengths are those of a distribution or a trace."""
+        if self.lengths is None:
+            return Lengths.of(self.input_len), Lengths.of(self.output_len)
+        is_range = self.lengths not in DISTRIBUTIONS and not Path(self.lengths).is_file()
+        return (Lengths.of(self.lengths), Lengths.of(self.lengths)) if is_range else None
+
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, prompt and output."""
-        throughput = Lengths.of(self.input_len).most + Lengths.of(self.output_len).most
+        """Tokens of the longest request, prompt and output; without those whose lengths are no ranges."""
+        throughput = sum(lengths.most for lengths in self.ranges or ())
         return max(throughput, self.latency_input_len + self.latency_output_len, self.prefill_len + 1)

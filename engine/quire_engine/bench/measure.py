@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -30,6 +30,9 @@ SHOWN_LINES = 3  # of a failed peer's standard error
 class System(Protocol):
     """A system to measure, with the model loaded."""
 
+    padding: float | None
+    """The part of the token positions of the last workload that were computed for nothing; None if it is unknown."""
+
     def seconds(self, workload: Workload) -> float:
         """Runs all requests at once to their ends, and returns how long that took. Raises ``SystemFailedError``."""
         ...
@@ -45,17 +48,29 @@ class SystemFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The workload of each figure, as a function of the round's number."""
+    """The workload of each figure, as a function of the round's number. Each is run once before the first round, with
+    at most ``warm_up_len`` tokens of each output, or all of them.
+    """
 
     workloads: Mapping[Figure, Callable[[int], Workload]]
     rounds: int
+    warm_up_len: int | None = None
+
+    def warm_up(self, figure: Figure) -> Workload:
+        """What is run before the first round."""
+        workload = self.workloads[figure](self.rounds)
+        most = self.warm_up_len
+        return workload if most is None else replace(workload, outputs=[min(most, size) for size in workload.outputs])
 
 
 @dataclass(slots=True)
 class Readings:
-    """One system's values, one for each round, in the units of ``UNITS``; or the reason of its failure."""
+    """One system's values, one for each round, in the units of ``UNITS``; or the reason of its failure. ``padding`` is
+    that of the last round of throughput.
+    """
 
     values: dict[Figure, list[float]] = field(default_factory=dict)
+    padding: float | None = None
     failure: str | None = None
 
     def median(self, figure: Figure) -> float | None:
@@ -120,13 +135,15 @@ def _record_failure(readings: Readings) -> Iterator[None]:
 
 def _warm(system: System, plan: Plan) -> None:
     """Runs everything once: starts threads, fills caches, and compiles or packs what is needed."""
-    for make in plan.workloads.values():
-        system.seconds(make(plan.rounds))
+    for figure in plan.workloads:
+        system.seconds(plan.warm_up(figure))
 
 
 def _round(readings: Readings, system: System, plan: Plan, number: int) -> None:
     for figure, make in plan.workloads.items():
         readings.values.setdefault(figure, []).append(_read(figure, system, make(number)))
+        if figure == "throughput":
+            readings.padding = system.padding
 
 
 def _read(figure: Figure, system: System, workload: Workload) -> float:
@@ -142,16 +159,18 @@ def _read(figure: Figure, system: System, workload: Workload) -> float:
 
 def first_tokens(workload: Workload) -> Workload:
     """The same prompts with one output token each: the part of a stream's time that is not between its tokens."""
-    return Workload(workload.prompts, [1] * len(workload.prompts))
+    return Workload(workload.prompts, [1] * len(workload.prompts), workload.n)
 
 
 class PeerProcess:
     """A peer in a process of its own, in the environment where it is installed. A ``System``.
 
-    The child gets its settings as JSON on its command line. It reads a JSON line ``{"prompts", "outputs"}`` for each
-    workload. Its answers are JSON lines too: first ``{"ready": name and version}``, then ``{"seconds"}`` for each
-    workload, or ``{"error"}`` with one sentence.
+    The child gets its settings as JSON on its command line. It reads a JSON line ``{"prompts", "outputs", "n"}`` for
+    each workload. Its answers are JSON lines too: first ``{"ready": name and version}``, then ``{"seconds",
+    "padding"}`` for each workload, or ``{"error"}`` with one sentence.
     """
+
+    padding: float | None = None
 
     def __init__(
         self, python: Path, script: str, settings: Mapping[str, object], environment: Mapping[str, str]
@@ -176,11 +195,13 @@ class PeerProcess:
         """See ``System.seconds``."""
         assert self._process.stdin
         try:
-            self._process.stdin.write(json.dumps({"prompts": workload.prompts, "outputs": workload.outputs}) + "\n")
+            self._process.stdin.write(json.dumps(asdict(workload)) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise SystemFailedError(self._stderr_tail()) from None
-        return float(self._answer()["seconds"])
+        answer = self._answer()
+        self.padding = float(answer["padding"])
+        return float(answer["seconds"])
 
     def close(self) -> None:
         """Closes its input and waits for its end; kills its process group after ``SECONDS_TO_END``."""

@@ -13,6 +13,7 @@ from quire_engine.bench.measure import SystemFailedError
 from quire_engine.bench.workload import Workload
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs, StepTrace
 from quire_engine.core.request import Request
+from quire_engine.device.accelerator import resolve_device
 from quire_engine.errors import ModelError
 from quire_engine.factory import load_executor, make_scheduler
 
@@ -33,7 +34,9 @@ class DecodeSteps:
 
 
 class Quire:
-    """The engine with its model. A ``System``."""
+    """The engine with its model. A ``System``, whose CPU steps have no padding."""
+
+    padding: float | None
 
     def __init__(self, config: BenchConfig) -> None:
         self._config = config
@@ -42,6 +45,9 @@ class Quire:
         except ModelError as error:
             raise SystemFailedError(str(error)) from None
         self._traces: list[StepTrace] = []
+        # CUDA graphs are of certain batch sizes, and smaller batches are filled up.
+        is_exact = config.enforce_eager or resolve_device(config.device).type == "cpu"
+        self.padding = 0.0 if is_exact else None
 
     @property
     def executor(self) -> "TorchExecutor":
@@ -60,7 +66,7 @@ class Quire:
 
         core = EngineCore(make_scheduler(self._config, self._executor), self._executor, receive)
         requests = [
-            Request(str(index), prompt, SamplingParams(temperature=0, max_tokens=size, ignore_eos=True))
+            Request(str(index), prompt, _sampling(size, workload.n, index))
             for index, (prompt, size) in enumerate(zip(workload.prompts, workload.outputs, strict=True))
         ]
         begin = time.perf_counter()
@@ -88,6 +94,11 @@ class Quire:
     def close(self) -> None:
         """See ``System.close``."""
         self._executor.close()
+
+
+def _sampling(size: int, n: int, seed: int) -> SamplingParams:
+    """Greedy for one output, and sampled for several, which would be equal otherwise."""
+    return SamplingParams(temperature=float(n > 1), n=n, max_tokens=size, ignore_eos=True, seed=seed)
 
 
 def _milliseconds(seconds: Sequence[float]) -> float:

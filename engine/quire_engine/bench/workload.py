@@ -21,15 +21,18 @@ FIRST_TOKEN = 3  # lower ids are special tokens in most vocabularies
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests: ``outputs[i]`` tokens are generated for ``prompts[i]``, greedily, ignoring the end of sequence."""
+    """Requests: ``n`` outputs of ``outputs[i]`` tokens each are generated for ``prompts[i]``, greedily if ``n`` is 1,
+    ignoring the end of sequence.
+    """
 
     prompts: list[list[int]]
     outputs: list[int]
+    n: int = 1
 
     @property
     def output_tokens(self) -> int:
         """The number of tokens of all outputs."""
-        return sum(self.outputs)
+        return self.n * sum(self.outputs)
 
 
 class Lengths(NamedTuple):
@@ -58,12 +61,19 @@ class Lengths(NamedTuple):
         return str(self.least) if self.least == self.most else f"{self.least}..{self.most}"
 
 
-def random_workload(count: int, inputs: Lengths, outputs: Lengths, vocab_size: int, seed: int) -> Workload:
+def random_prompt(source: random.Random, size: int, vocab_size: int) -> list[int]:
+    """``size`` random tokens."""
+    return [source.randrange(FIRST_TOKEN, vocab_size) for _ in range(size)]
+
+
+def random_workload(
+    count: int, inputs: Lengths, outputs: Lengths, vocab_size: int, seed: int, *, n: int = 1
+) -> Workload:
     """``count`` requests of random tokens and random lengths."""
     source = random.Random(seed)  # noqa: S311 - not for secrets
     sizes = [(inputs.draw(source), outputs.draw(source)) for _ in range(count)]
-    prompts = [[source.randrange(FIRST_TOKEN, vocab_size) for _ in range(size)] for size, _ in sizes]
-    return Workload(prompts, [size for _, size in sizes])
+    prompts = [random_prompt(source, size, vocab_size) for size, _ in sizes]
+    return Workload(prompts, [size for _, size in sizes], n)
 
 
 # From published config.json files.

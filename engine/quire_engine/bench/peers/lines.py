@@ -7,7 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
-Run = Callable[[list[list[int]], list[int]], int]
+Run = Callable[[list[list[int]], list[int], int], tuple[int, int]]
+"""From prompts, the lengths of their outputs and how many outputs each has: the tokens that were made, and the token
+positions that were computed, padding included.
+"""
 
 
 def take_output() -> TextIO:
@@ -18,18 +21,28 @@ def take_output() -> TextIO:
 
 
 def serve(answers: TextIO, name: str, run: Run) -> None:
-    """Answers each workload with the seconds that ``run(prompts, outputs)`` takes, until there are no more."""
+    """Answers each workload with the seconds that ``run`` takes and the part of what it computed that was padding,
+    until there are no more.
+    """
     say(answers, ready=name)
     for line in sys.stdin:
         workload = json.loads(line)
         begin = time.perf_counter()
-        made = run(workload["prompts"], workload["outputs"])
+        prompts, outputs, n = workload["prompts"], workload["outputs"], workload["n"]
+        made, computed = run(prompts, outputs, n)
         seconds = time.perf_counter() - begin
-        wanted = sum(workload["outputs"])
+        wanted = n * sum(outputs)
         if made == wanted:
-            say(answers, seconds=seconds)
+            say(answers, seconds=seconds, padding=1 - needed(prompts, outputs, n) / computed)
         else:
             say(answers, error=f"It made {made} of {wanted} tokens.")
+
+
+def needed(prompts: list[list[int]], outputs: list[int], n: int) -> int:
+    """Token positions that are computed for these requests without any padding, where each output computes its prompt:
+    all but the last token.
+    """
+    return n * sum(len(prompt) + size - 1 for prompt, size in zip(prompts, outputs, strict=True))
 
 
 def say(answers: TextIO, **answer: object) -> None:

@@ -141,8 +141,10 @@ class Engine:
         self.context = library.llama_init_from_model(self.model, params)
         self.batch = library.llama_batch_init(self.size, 0, 1)
 
-    def run(self, prompts: list[list[int]], outputs: list[int]) -> int:
-        """Greedy tokens for all prompts; returns how many were made."""
+    def run(self, prompts: list[list[int]], outputs: list[int], n: int) -> tuple[int, int]:
+        """Greedy tokens for all prompts; returns how many were made, and the positions that were computed."""
+        if n > 1:
+            raise RuntimeError("llama.cpp is given one output for each prompt here")
         self.library.llama_memory_clear(self.library.llama_get_memory(self.context), True)
         last: dict[int, int] = {}
         made, places = dict.fromkeys(range(len(prompts)), 0), [len(prompt) for prompt in prompts]
@@ -157,7 +159,7 @@ class Engine:
         while True:
             alive = [index for index in last if made[index] < outputs[index]]
             if not alive:
-                return sum(made.values())
+                return sum(made.values()), lines.needed(prompts, outputs, n)
             self.step([(last[index], places[index], index, True) for index in alive], last, made)
             for index in alive:
                 places[index] += 1

@@ -29,13 +29,15 @@ def main() -> None:
         pipeline_parallel_size=settings["pipeline_parallel_size"],
     )
 
-    def run(prompts: list[list[int]], outputs: list[int]) -> int:
+    def run(prompts: list[list[int]], outputs: list[int], n: int) -> tuple[int, int]:
         sampling = [
-            vllm.SamplingParams(temperature=0, ignore_eos=True, max_tokens=size, detokenize=False) for size in outputs
+            vllm.SamplingParams(n=n, temperature=float(n > 1), ignore_eos=True, max_tokens=size, detokenize=False)
+            for size in outputs
         ]
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
         done = engine.generate(given, sampling, use_tqdm=False)
-        return sum(len(each.outputs[0].token_ids) for each in done)
+        made = sum(len(output.token_ids) for each in done for output in each.outputs)
+        return made, lines.needed(prompts, outputs, n)
 
     lines.serve(answers, f"vllm {vllm.__version__}", run)
 

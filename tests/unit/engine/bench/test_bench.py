@@ -50,6 +50,8 @@ TINY = {
 class Steady:
     """Takes ``prompt`` seconds for each token of a prompt and ``output`` for each token that it makes."""
 
+    padding = 0.25
+
     def __init__(self, journal: list[str], name: str, prompt: float, output: float) -> None:
         self.journal, self.name, self.prompt, self.output = journal, name, prompt, output
         journal.append(f"{name} starts")
@@ -77,8 +79,22 @@ def test_figures_are_what_the_time_says() -> None:
     readings = run_in_turn({"a": lambda: Steady([], "a", 0.01, 0.02)}, plan(), lambda text: None)["a"]
     assert readings.median("throughput") == pytest.approx(10 / (0.01 * 20 + 0.02 * 10))
     assert readings.median("latency") == pytest.approx(20.0), "milliseconds a token, without the prompt"
+    assert readings.padding == 0.25
     assert readings.median("prefill") == pytest.approx(50 / (0.01 * 50 + 0.02))
     assert all(len(values) == 2 for values in readings.values.values()), "the warm-up does not count"
+
+
+def test_a_run_before_the_first_round_may_be_shorter() -> None:
+    journal: list[int] = []
+
+    class Counting(Steady):
+        def seconds(self, workload: Workload) -> float:
+            journal.append(workload.output_tokens)
+            return super().seconds(workload)
+
+    short = Plan({"throughput": plan().workloads["throughput"]}, 1, warm_up_len=5)
+    run_in_turn({"a": lambda: Counting([], "a", 1, 1)}, short, lambda text: None)
+    assert journal == [4 + 5, 4 + 6]
 
 
 def test_systems_take_turns_in_each_round_or_run_one_after_the_other() -> None:
@@ -319,22 +335,24 @@ ONE = Workload([[5, 6]], [3])
 
 
 def test_a_peers_own_output_does_not_disturb_its_result(scripts: Scripts) -> None:
-    body = "def run(prompts, outputs):\n    print('chatter'); time.sleep(0.05)\n    return sum(outputs)\n"
+    body = "def run(prompts, outputs, n):\n    print('chatter'); time.sleep(0.05)\n    return sum(outputs), 16\n"
     child = scripts.start(body + SERVE.format(run="run"))
     assert child.name == "peer 1"
+    assert child.padding is None
     assert 0.05 <= child.seconds(ONE) < 5
+    assert child.padding == 0.75, "4 of 16 positions are needed"
     child.close()
 
 
 def test_a_peer_that_generates_too_few_tokens_is_refused(scripts: Scripts) -> None:
-    child = scripts.start(SERVE.format(run="lambda prompts, outputs: 2"))
+    child = scripts.start(SERVE.format(run="lambda prompts, outputs, n: (2, 4)"))
     with pytest.raises(SystemFailedError, match="2 of 3 tokens"):
         child.seconds(ONE)
     child.close()
 
 
 def test_a_peer_that_dies_is_quoted(scripts: Scripts) -> None:
-    child = scripts.start(SERVE.format(run="lambda prompts, outputs: 1 // 0"))
+    child = scripts.start(SERVE.format(run="lambda prompts, outputs, n: 1 // 0"))
     with pytest.raises(SystemFailedError, match="ZeroDivisionError"):
         child.seconds(ONE)
     child.close()
@@ -382,6 +400,8 @@ def test_the_command_runs_beside_transformers_and_writes_its_figures(tmp_path: P
         (["--shape", "135m", "--also", "magic"], "--also: magic is not one of"),
         (["--shape", "135m", "--measure", "beauty"], "--measure: beauty is not one of"),
         (["--shape", "135m", "--input-len", "5..2"], "--input-len: '5..2' must begin"),
+        (["--shape", "135m", "--lengths", "chatgpt"], "--lengths: chatgpt is neither sharegpt, azure, nor a range"),
+        (["--shape", "135m", "--lengths", "azure", "--measure", "served"], "takes --input-len and --output-len"),
     ],
 )
 def test_wrong_settings_are_one_sentence(arguments: list[str], said: str) -> None:
