@@ -17,7 +17,6 @@ from tests.support.kernels import cpu_path
 pytestmark = pytest.mark.skipif(library() is None, reason="the kernels cannot be compiled here")
 # Outputs of all lengths, so that batches of all sizes come, and come again.
 PARAMS = [SamplingParams(temperature=0, max_tokens=4 + 5 * place, logprobs=3, ignore_eos=True) for place in range(10)]
-CAPTURED = [name for name in OWN if name not in ("mixtral", "qwen3-moe")]
 
 
 def outputs(executor: TorchExecutor, prompts: list[list[int]]) -> Run:
@@ -31,7 +30,7 @@ def captured(executor: TorchExecutor) -> set[int]:
 
 @pytest.mark.parametrize("pools", [(200, 0), (24, 100)], ids=["room", "swap"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model_name", CAPTURED)
+@pytest.mark.parametrize("model_name", OWN)
 def test_graphs_change_nothing(small_models: SmallModels, model_name: str, dtype: str, pools: tuple[int, int]) -> None:
     folder, prompts = small_models.folder(model_name), small_models.prompts
     with_graphs, eager = (load(folder, *pools, dtype, enforce_eager=each) for each in (False, True))
@@ -54,9 +53,7 @@ def test_only_so_many_graphs_are_kept(small_models: SmallModels, monkeypatch: py
     assert len(captured(with_graphs)) == 2
 
 
-@pytest.mark.parametrize(
-    ("model_name", "settings"), [("mixtral", {}), ("gpt2", {}), ("llama3", {"attention": "reference"})]
-)
+@pytest.mark.parametrize(("model_name", "settings"), [("gpt2", {}), ("llama3", {"attention": "reference"})])
 def test_a_model_that_computes_with_more_than_kernels_runs_without_graphs(
     small_models: SmallModels, model_name: str, settings: dict[str, str]
 ) -> None:

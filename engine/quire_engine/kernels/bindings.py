@@ -41,7 +41,7 @@ class AttentionCall(ctypes.Structure):
 
 
 class Int8Call(ctypes.Structure):
-    """The argument of ``quire_int8_linear``: field by field the struct of that name in ``int8.cpp``."""
+    """The argument of ``quire_int8_linear``: field by field the struct of that name in ``products.h``."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("panels", "scales", "bias", "x", "out")),
@@ -50,7 +50,7 @@ class Int8Call(ctypes.Structure):
 
 
 class GroupsCall(ctypes.Structure):
-    """The argument of ``quire_groups_linear``: field by field the struct of that name in ``groups.cpp``."""
+    """The argument of ``quire_groups_linear``: field by field the struct of that name in ``products.h``."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("panels", "scales", "bias", "x", "out")),
@@ -75,6 +75,25 @@ class LoraCall(ctypes.Structure):
     )
 
 
+class RouteCall(ctypes.Structure):
+    """The argument of ``quire_route``: field by field the struct of that name in ``experts.cpp``."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("logits", "weights", "chosen")),
+        *((name, _INTEGER) for name in ("rows", "experts", "top", "normalise", "round", "bf16", "threads")),
+    )
+
+
+class ExpertsCall(ctypes.Structure):
+    """The argument of ``quire_experts``: field by field the struct of that name in ``experts.cpp``."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "weights", "chosen", "out", "sorted", "between", "gate_up", "down")),
+        *((name, _INTEGER) for name in ("gate_up_kind", "down_kind", "rows", "stride", "hidden", "width", "paired")),
+        *((name, _INTEGER) for name in ("top", "first", "count", "round", "bf16", "threads")),
+    )
+
+
 class SampleCall(ctypes.Structure):
     """The argument of ``quire_sample``: field by field the struct of that name in ``sample.cpp``."""
 
@@ -86,7 +105,7 @@ class SampleCall(ctypes.Structure):
 
 
 class LinearLayer(ctypes.Structure):
-    """A packed weight and a call with it: field by field the struct of that name in ``linear.cpp``."""
+    """A packed weight and a call with it: field by field the struct of that name in ``products.h``."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("weight", "bias")),
@@ -102,6 +121,8 @@ _SIGNATURES = {
         *(_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER),
         *(_INTEGER, _INTEGER, _INTEGER, ctypes.c_float, _INTEGER, _INTEGER),
     ),
+    "quire_route": (ctypes.POINTER(RouteCall),),
+    "quire_experts": (ctypes.POINTER(ExpertsCall),),
     "quire_silu_mul": (_POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER),
     "quire_groups_linear": (ctypes.POINTER(GroupsCall),),
     "quire_int4_search": (*(_POINTER,) * 4, *(_INTEGER,) * 3),

@@ -12,6 +12,8 @@ struct LinearLayer;
 struct GroupsCall;
 struct Int8Call;
 struct LoraCall;
+struct RouteCall;
+struct ExpertsCall;
 
 extern "C" {
 void quire_attention(const AttentionCall*);
@@ -19,6 +21,8 @@ void quire_linear(const LinearLayer*);
 void quire_groups_linear(const GroupsCall*);
 void quire_int8_linear(const Int8Call*);
 void quire_lora(const LoraCall*);
+void quire_route(const RouteCall*);
+void quire_experts(const ExpertsCall*);
 void quire_rms_norm(const void*, int64_t, int64_t, void*, const void*, void*, int64_t, int64_t, int64_t, float, int64_t,
                     int64_t);
 void quire_silu_mul(const void*, int64_t, void*, int64_t, int64_t, int64_t, int64_t);
@@ -73,6 +77,7 @@ struct Player {
 constexpr Player kPlayers[] = {
     PLAYER(quire_attention), PLAYER(quire_linear),   PLAYER(quire_int8_linear), PLAYER(quire_groups_linear),
     PLAYER(quire_rms_norm),  PLAYER(quire_silu_mul), PLAYER(quire_rotate),      PLAYER(quire_lora),
+    PLAYER(quire_route),     PLAYER(quire_experts),
 };
 
 }  // namespace

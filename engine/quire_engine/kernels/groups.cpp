@@ -15,14 +15,7 @@
 // inputs; in eight bits [2 halves of 4 inputs, 2 sides, kSide channels, 4 bytes].
 
 #include "panels.h"
-
-struct GroupsCall {  // field by field as in bindings.py
-  const uint8_t* panels;
-  const float *scales, *bias;  // [panels, 2, kSide]
-  const void* x;               // [rows, inputs], with `stride` numbers from row to row
-  void* out;                   // [rows, outputs], or [rows, outputs / 2] if gated
-  int64_t inputs, outputs, bits, group, stride, rows, gated, bf16, threads;
-};
+#include "products.h"
 
 namespace {
 
@@ -198,31 +191,41 @@ void compute_rows(const GroupsCall& call, const Activations& x, const uint8_t* w
 }
 
 template <typename Held, typename T>
-void compute_block(const GroupsCall& call, const T* x, int64_t rows, const Target<T>& to) {
-  static thread_local Activations rounded;
-  Activations& shared = rounded;
-  shared.reserve(rows, call.inputs, call.group);
-  const int64_t tiles = tiles_of<kTile>(rows), bytes = shared.groups * Held::group_bytes(call.group);
-  const auto round = [&](int64_t tile) {
-    const int64_t first = tile_begin<kTile>(rows, tile);
-    round_tile(x, call, first, tile_begin<kTile>(rows, tile + 1) - first, shared);
+void compute_pieces(const std::vector<Piece<T, GroupsCall>>& pieces) {
+  static thread_local std::vector<Activations> rounded;
+  if (rounded.size() < pieces.size()) rounded.resize(pieces.size());
+  Activations* shared = rounded.data();
+  for (const auto& piece : pieces) shared++->reserve(piece.rows, piece.call->inputs, piece.call->group);
+  shared = rounded.data();
+  const auto round = [&](int64_t i, int64_t tile) {
+    const Piece<T, GroupsCall>& piece = pieces[i];
+    const int64_t first = tile_begin<kTile>(piece.rows, tile);
+    round_tile(piece.x, *piece.call, first, tile_begin<kTile>(piece.rows, tile + 1) - first, shared[i]);
   };
-  over_panels(call, rows, tiles, round, [&](int64_t panel) {
-    const uint8_t* weights = call.panels + panel * bytes;
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t first = tile_begin<kTile>(rows, tile), count = tile_begin<kTile>(rows, tile + 1) - first;
-      const Fetch fetch = fetch_of(weights, bytes, shared.words * kStep, tile, tiles);
-      compute_rows<Held, kTile>(call, shared, weights, first, count, panel, fetch, to);
+  over_panels(pieces, round, [&](int64_t i, int64_t panel) {
+    const Piece<T, GroupsCall>& piece = pieces[i];
+    const int64_t bytes = shared[i].groups * Held::group_bytes(piece.call->group);
+    const uint8_t* weights = piece.call->panels + panel * bytes;
+    for (int64_t tile = 0; tile < piece.tiles; ++tile) {
+      const int64_t first = tile_begin<kTile>(piece.rows, tile);
+      const int64_t count = tile_begin<kTile>(piece.rows, tile + 1) - first;
+      const Fetch fetch = fetch_of(weights, bytes, shared[i].words * kStep, tile, piece.tiles);
+      compute_rows<Held, kTile>(*piece.call, shared[i], weights, first, count, panel, fetch, piece.to);
     }
   });
 }
 
 }  // namespace
 
-extern "C" void quire_groups_linear(const GroupsCall* call) {
-  over_blocks(*call, [&](auto x, int64_t rows, const auto& to) {
-    if (call->bits == 4) return compute_block<Form<4, 32>>(*call, x, rows, to);
-    if (call->group == 16) return compute_block<Form<8, 16>>(*call, x, rows, to);
-    compute_block<Form<8, 32>>(*call, x, rows, to);
+extern "C" {
+
+void quire_groups_linear(const GroupsCall* call) { quire_groups_grouped(call, 1); }
+
+void quire_groups_grouped(const GroupsCall* calls, int64_t count) {
+  over_blocks<kTile>(calls, count, [&](const auto& pieces) {
+    if (calls->bits == 4) return compute_pieces<Form<4, 32>>(pieces);
+    if (calls->group == 16) return compute_pieces<Form<8, 16>>(pieces);
+    compute_pieces<Form<8, 32>>(pieces);
   });
+}
 }

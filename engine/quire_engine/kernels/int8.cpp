@@ -10,14 +10,7 @@
 // In memory a panel is, for every four inputs, [2 sides, kSide channels, 4 inputs].
 
 #include "panels.h"
-
-struct Int8Call {  // field by field as in bindings.py
-  const uint8_t* panels;
-  const float *scales, *bias;  // [panels, 2, kSide]
-  const void* x;               // [rows, inputs], with `stride` numbers from row to row
-  void* out;                   // [rows, outputs], or [rows, outputs / 2] if gated
-  int64_t inputs, outputs, stride, rows, gated, bf16, threads;
-};
+#include "products.h"
 
 namespace {
 
@@ -120,22 +113,32 @@ void compute_tile(const Int8Call& call, const Rounded& x, int64_t rows, int64_t 
 }
 
 template <typename T>
-void compute_block(const Int8Call& call, const T* x, int64_t rows, const Target<T>& to) {
-  static thread_local Rounded rounded;
-  Rounded& shared = rounded;
-  shared.reserve(rows, call.inputs);
-  const int64_t tiles = tiles_of<kTile>(rows);
-  const auto round = [&](int64_t tile) {
-    const int64_t first = tile_begin<kTile>(rows, tile), end = tile_begin<kTile>(rows, tile + 1);
-    round_tile(x + first * call.stride, call.stride, first, end - first, call.inputs, shared);
+void compute_pieces(const std::vector<Piece<T, Int8Call>>& pieces) {
+  static thread_local std::vector<Rounded> rounded;
+  if (rounded.size() < pieces.size()) rounded.resize(pieces.size());
+  Rounded* shared = rounded.data();
+  for (const auto& piece : pieces) shared++->reserve(piece.rows, piece.call->inputs);
+  shared = rounded.data();
+  const auto round = [&](int64_t i, int64_t tile) {
+    const Piece<T, Int8Call>& piece = pieces[i];
+    const int64_t first = tile_begin<kTile>(piece.rows, tile), end = tile_begin<kTile>(piece.rows, tile + 1);
+    const int64_t stride = piece.call->stride;
+    round_tile(piece.x + first * stride, stride, first, end - first, piece.call->inputs, shared[i]);
   };
-  over_panels(call, rows, tiles, round, [&](int64_t panel) {
-    for (int64_t tile = 0; tile < tiles; ++tile) compute_tile(call, shared, rows, tile, panel, to);
+  over_panels(pieces, round, [&](int64_t i, int64_t panel) {
+    const Piece<T, Int8Call>& piece = pieces[i];
+    for (int64_t tile = 0; tile < piece.tiles; ++tile)
+      compute_tile(*piece.call, shared[i], piece.rows, tile, panel, piece.to);
   });
 }
 
 }  // namespace
 
-extern "C" void quire_int8_linear(const Int8Call* call) {
-  over_blocks(*call, [&](auto x, int64_t rows, const auto& to) { compute_block(*call, x, rows, to); });
+extern "C" {
+
+void quire_int8_linear(const Int8Call* call) { quire_int8_grouped(call, 1); }
+
+void quire_int8_grouped(const Int8Call* calls, int64_t count) {
+  over_blocks<kTile>(calls, count, [](const auto& pieces) { compute_pieces(pieces); });
+}
 }

@@ -8,17 +8,8 @@
 
 #include <algorithm>
 
+#include "products.h"
 #include "vectors.h"
-
-struct LinearLayer {  // field by field as in bindings.py
-  const uint32_t* weight;
-  const void* bias;  // [outputs], or null
-  int64_t inputs, outputs, bf16;
-  int64_t bytes, paired, fast;  // set by quire_linear_describe
-  const void* x;                // this and the rest are of one call: [rows], with `stride` numbers from row to row
-  void* out;
-  int64_t stride, rows, gated, threads;
-};
 
 namespace {
 
@@ -104,10 +95,12 @@ class Product {
         tiles_((layer.rows + kMostRows - 1) / kMostRows),
         group_(std::clamp<int64_t>(kGroupBytes / (kMostRows * 4 * std::min(words_, kDepth)), 1, kMostTiles)) {}
 
-  void run(int64_t threads) const {
-    const int64_t all = tiles_ * panels_, parts = rows_ * panels_ * kSpan * words_ < kWorthSharing ? 1 : threads;
-#pragma omp parallel for schedule(static) num_threads(int(parts)) if (parts > 1)
-    for (int64_t part = 0; part < parts; ++part) stretch(all * part / parts, all * (part + 1) / parts);
+  int64_t size() const { return rows_ * panels_ * kSpan * words_; }
+
+  // One of `parts` that are equal.
+  void run(int64_t part, int64_t parts) const {
+    const int64_t all = tiles_ * panels_;
+    stretch(all * part / parts, all * (part + 1) / parts);
   }
 
  private:
@@ -190,6 +183,17 @@ class Product {
   const int64_t rows_, words_, panels_, tiles_, group_;
 };
 
+// Each thread takes its part of every layer, so that they end together however rows are spread over layers.
+template <typename T>
+void multiply_all(const LinearLayer* layers, int64_t count) {
+  int64_t size = 0;
+  for (int64_t i = 0; i < count; ++i) size += Product<T>(layers[i]).size();
+  const int64_t parts = size < kWorthSharing ? 1 : layers->threads;
+#pragma omp parallel for schedule(static) num_threads(int(parts)) if (parts > 1)
+  for (int64_t part = 0; part < parts; ++part)
+    for (int64_t i = 0; i < count; ++i) Product<T>(layers[i]).run(part, parts);
+}
+
 }  // namespace
 
 extern "C" {
@@ -225,7 +229,9 @@ void quire_linear_pack(const LinearLayer* layer, const void* weight, int64_t thr
 
 // x [rows][inputs] -> out [rows][outputs], or [rows][outputs / 2] if gated, which rounds where product, activation and
 // multiplication would, each on its own.
-void quire_linear(const LinearLayer* layer) {
-  layer->bf16 ? Product<Bf16>(*layer).run(layer->threads) : Product<float>(*layer).run(layer->threads);
+void quire_linear(const LinearLayer* layer) { quire_linear_grouped(layer, 1); }
+
+void quire_linear_grouped(const LinearLayer* layers, int64_t count) {
+  layers->bf16 ? multiply_all<Bf16>(layers, count) : multiply_all<float>(layers, count);
 }
 }

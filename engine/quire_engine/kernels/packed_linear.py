@@ -39,28 +39,28 @@ class PackedWeight:
     Args: ``weight`` and ``bias`` of one of ``DTYPES``, on the CPU. The weight is copied, the bias is referenced.
 
     Calls take ``x`` [T, in] of the same dtype, on the CPU, with any row stride, and raise ``ValueError`` for anything
-    else. One thread calls at a time.
+    else. One thread calls at a time. ``call`` is the argument of the latest one, and says how the weight is held.
     """
 
-    __slots__ = ("_buffers", "_dtype", "_inputs", "_layer", "_outputs", "_pointer", "_run")
+    __slots__ = ("_buffers", "_dtype", "_inputs", "_outputs", "_pointer", "_run", "call")
 
     def __init__(self, kernels: ctypes.CDLL, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._outputs, self._inputs = weight.shape
         self._dtype = weight.dtype
-        self._layer = _describe(kernels, weight.dtype, self._outputs, self._inputs)
-        self._pointer, self._run = ctypes.pointer(self._layer), kernels.quire_linear
-        memory = empty_on_huge_pages(self._layer.bytes)
-        self._layer.weight = memory.data_ptr()
+        self.call = _describe(kernels, weight.dtype, self._outputs, self._inputs)
+        self._pointer, self._run = ctypes.pointer(self.call), kernels.quire_linear
+        memory = empty_on_huge_pages(self.call.bytes)
+        self.call.weight = memory.data_ptr()
         plain = weight.detach().contiguous()
         kernels.quire_linear_pack(self._pointer, plain.data_ptr(), torch.get_num_threads())
         added = None if bias is None else bias.detach().to(weight.dtype).expand(self._outputs).contiguous()
-        self._layer.bias = None if added is None else added.data_ptr()
+        self.call.bias = None if added is None else added.data_ptr()
         self._buffers = (memory, added)
 
     @property
     def nbytes(self) -> int:
         """Memory that the packed weight takes, in bytes."""
-        return int(self._layer.bytes)
+        return int(self.call.bytes)
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` -> [T, out]."""
@@ -68,7 +68,7 @@ class PackedWeight:
 
     def matmul_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """``silu_mul(matmul(x))`` [T, out / 2], with the same roundings, in one pass."""
-        if not self._layer.paired:
+        if not self.call.paired:
             return silu_mul(self.matmul(x))
         return self._call_kernel(x, self._outputs // 2, 1)
 
@@ -76,7 +76,7 @@ class PackedWeight:
         _check(x, self._dtype, self._inputs)
         if x.stride(1) != 1:
             x = x.contiguous()
-        rows, call = x.shape[0], self._layer  # one struct: ctypes takes a microsecond for seven arguments
+        rows, call = x.shape[0], self.call  # one struct: ctypes takes a microsecond for seven arguments
         out = torch.empty((rows, width), dtype=self._dtype)
         call.x, call.stride, call.rows = x.data_ptr(), x.stride(0), rows
         call.out, call.gated, call.threads = out.data_ptr(), gated, torch.get_num_threads()
@@ -130,7 +130,7 @@ class PackedProduct:
     Used by one thread at a time.
     """
 
-    __slots__ = ("_buffers", "_call", "_pointer", "_run")
+    __slots__ = ("_buffers", "_pointer", "_run", "call")
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class PackedProduct:
     ) -> None:
         self._buffers = tuple(map(on_huge_pages, buffers))
         call.panels, call.scales, call.bias = (tensor.data_ptr() for tensor in self._buffers)
-        self._call, self._pointer, self._run = call, ctypes.pointer(call), run
+        self.call, self._pointer, self._run = call, ctypes.pointer(call), run
 
     @property
     def nbytes(self) -> int:
@@ -149,7 +149,7 @@ class PackedProduct:
 
     def matmul(self, x: torch.Tensor, *, gated: bool) -> torch.Tensor:
         """``x`` [T, in] with contiguous rows -> [T, out], or ``silu(gate) * up`` [T, out / 2] if ``gated``."""
-        call, rows = self._call, x.shape[0]
+        call, rows = self.call, x.shape[0]
         out = x.new_empty(rows, call.outputs // 2 if gated else call.outputs)
         call.x, call.stride, call.out = x.data_ptr(), x.stride(0), out.data_ptr()
         call.rows, call.gated, call.threads = rows, gated, torch.get_num_threads()
@@ -182,11 +182,11 @@ class PackedInt8(PackedProduct):
     def rows(self, channels: torch.Tensor) -> torch.Tensor:
         """The weight's rows of ``channels`` [N], dequantised -> fp32 [N, in]. Raises ``IndexError`` for one beyond."""
         panels, scales, _ = self._buffers
-        _check_channels(channels, self._call.outputs)
-        half = (self._call.outputs + 1) // 2
+        _check_channels(channels, self.call.outputs)
+        half = (self.call.outputs + 1) // 2
         side, place = channels // half, channels % half
         panel, lane = place // SIDE, place % SIDE
-        values = panels[panel, :, side, lane].flatten(1)[:, : self._call.inputs]
+        values = panels[panel, :, side, lane].flatten(1)[:, : self.call.inputs]
         return (values.float() - 128) * scales[panel, side, lane, None]
 
 

@@ -139,39 +139,72 @@ inline void put(const Target<T>& to, const float* all_scales, const float* all_b
   }
 }
 
-// One pass: `round(tile)` for all tiles, then `compute(panel)` for all panels, over the call's threads.
-template <typename Call, typename Round, typename Compute>
-inline void over_panels(const Call& call, int64_t rows, int64_t tiles, Round round, Compute compute) {
-  const int64_t panels = ((call.outputs + 1) / 2 + kSide - 1) / kSide;
-  const bool alone = call.threads == 1 || rows * call.inputs < kWorthSharing;
-  for (int64_t tile = 0; alone && tile < tiles; ++tile) round(tile);
-  if (call.threads == 1) {  // entering a parallel region costs as much as a small product
-    for (int64_t panel = 0; panel < panels; ++panel) compute(panel);
+// Rows of one call that are computed in one pass.
+template <typename T, typename Call>
+struct Piece {
+  const Call* call;
+  const T* x;
+  int64_t rows, tiles;
+  Target<T> to;
+};
+
+// One pass: `round(i, tile)` for all tiles of all pieces, then `compute(i, panel)` for all panels, over the calls'
+// threads. Each thread takes its part of every piece's panels.
+template <typename T, typename Call, typename Round, typename Compute>
+inline void over_panels(const std::vector<Piece<T, Call>>& pieces, Round round, Compute compute) {
+  const Call& any = *pieces.front().call;
+  const int64_t panels = ((any.outputs + 1) / 2 + kSide - 1) / kSide, count = pieces.size();
+  int64_t rows = 0;
+  for (const auto& piece : pieces) rows += piece.rows;
+  const bool alone = any.threads == 1 || rows * any.inputs < kWorthSharing;
+  for (int64_t i = 0; alone && i < count; ++i)
+    for (int64_t tile = 0; tile < pieces[i].tiles; ++tile) round(i, tile);
+  if (any.threads == 1) {  // entering a parallel region costs as much as a small product
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t panel = 0; panel < panels; ++panel) compute(i, panel);
     return;
   }
-#pragma omp parallel num_threads(int(call.threads))
+#pragma omp parallel num_threads(int(any.threads))
   {
     if (!alone) {
-#pragma omp for
-      for (int64_t tile = 0; tile < tiles; ++tile) round(tile);
-    }
+      for (int64_t i = 0; i < count; ++i) {
 #pragma omp for nowait
-    for (int64_t panel = 0; panel < panels; ++panel) compute(panel);
+        for (int64_t tile = 0; tile < pieces[i].tiles; ++tile) round(i, tile);
+      }
+#pragma omp barrier
+    }
+    for (int64_t i = 0; i < count; ++i) {
+#pragma omp for nowait
+      for (int64_t panel = 0; panel < panels; ++panel) compute(i, panel);
+    }
   }
 }
 
-// `block(x, rows, target)` for every kBlock rows of a call, with pointers of its type of activations.
-template <typename Call, typename Block>
-inline void over_blocks(const Call& call, Block block) {
+// `pass(pieces)` for every kBlock rows of `calls`, which are of layers of one shape, with pointers of their type of
+// activations.
+template <int kTile, typename Call, typename Pass>
+inline void over_blocks(const Call* calls, int64_t count, Pass pass) {
   const auto run = [&](auto type) {
     using T = decltype(type);
-    const int64_t half = (call.outputs + 1) / 2, width = call.gated ? half : call.outputs;
-    for (int64_t first = 0; first < call.rows; first += kBlock) {
-      const Target<T> to{(T*)call.out + first * width, width, half, bool(call.gated)};
-      block((const T*)call.x + first * call.stride, std::min(kBlock, call.rows - first), to);
+    static thread_local std::vector<Piece<T, Call>> pieces;
+    int64_t room = kBlock;
+    const auto flush = [&] {
+      if (!pieces.empty()) pass(pieces);
+      pieces.clear(), room = kBlock;
+    };
+    for (int64_t i = 0; i < count; ++i) {
+      const Call& call = calls[i];
+      const int64_t half = (call.outputs + 1) / 2, width = call.gated ? half : call.outputs;
+      for (int64_t first = 0, rows; first < call.rows; first += rows) {
+        rows = std::min(room, call.rows - first);
+        const Target<T> to{(T*)call.out + first * width, width, half, bool(call.gated)};
+        pieces.push_back({&call, (const T*)call.x + first * call.stride, rows, tiles_of<kTile>(rows), to});
+        if (!(room -= rows)) flush();
+      }
     }
+    flush();
   };
-  call.bf16 ? run(Bf16{}) : run(float{});
+  calls->bf16 ? run(Bf16{}) : run(float{});
 }
 
 }  // namespace

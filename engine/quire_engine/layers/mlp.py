@@ -1,19 +1,29 @@
 """The feed-forward networks of a decoder layer: ``GatedMLP``, and ``MoE``, a mixture of them."""
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Protocol
 
 import torch
 
 from quire_engine.checkpoint.config import DecoderConfig, MoEConfig
 from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, shard
+from quire_engine.kernels.experts_kernel import ExpertsKernel, Packed, route
+from quire_engine.kernels.fused_moe import FusedExperts
 from quire_engine.layers.weight_loader import WeightLoader
-from quire_engine.quantization.base import Linear
+from quire_engine.quantization.base import LayerSpec, Linear, LinearMethod
+from quire_engine.quantization.quantized_linear import QuantizedLinear
+from quire_engine.quantization.unquantized import PackedLinear, UnquantizedMethod
 
 # The names that published checkpoints give the block, and an expert's gate, up and down projections.
 MOE_TENSOR_NAMES = {
     "MixtralForCausalLM": ("block_sparse_moe", ("w1", "w3", "w2")),
     "Qwen3MoeForCausalLM": ("mlp", ("gate_proj", "up_proj", "down_proj")),
 }
+
+STACKED_NAMES = ("gate_up_proj", "down_proj")
+"""What transformers calls the tensors of all experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +47,35 @@ class GatedMLP:
         return self.down_proj(self.gate_up_proj.forward_silu_mul(states))
 
 
+class Experts(Protocol):
+    """Experts of a mixture: all, or those that one rank holds."""
+
+    def __call__(self, states: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """The sum of what a token's experts make of it, as far as they are held here, each times its weight, in the
+        order of the router's choice, whatever else is in the batch.
+
+        ``states`` [T, hidden], ``weights`` [T, N] float32 and ``chosen`` [T, N] int64, of all the mixture's experts ->
+        [T, hidden].
+        """
+        ...
+
+
 class MoE:
     """A mixture of experts (Shazeer et al. 2017) as Mixtral and Qwen3-MoE have it: a router sends each token to a few
     of the experts, each of which is a ``GatedMLP``.
 
-    ``router`` (hidden to number of experts) and all ``experts`` are of one dtype and device. Where ranks share the
+    ``router`` (hidden to number of experts) and ``experts`` are of one dtype and device. Where ranks share the
     experts (expert parallelism, GShard, Lepikhin et al. 2020), ``experts`` are this rank's: each rank sees all tokens
     and routes them in the same way, computes the outputs of its own experts, and the ranks sum them.
     """
 
     def __init__(
-        self, config: MoEConfig, router: Linear, experts: list[GatedMLP], communicator: Communicator = SINGLE_RANK
+        self, config: MoEConfig, router: Linear, experts: Experts, communicator: Communicator = SINGLE_RANK
     ) -> None:
         self._config = config
         self._router = router
         self._experts = experts
         self._communicator = communicator
-        self._own_experts = shard(config.num_experts, communicator)
 
     @classmethod
     def load(cls, config: DecoderConfig, experts: MoEConfig, weights: WeightLoader, index: int) -> "MoE":
@@ -69,51 +91,101 @@ class MoE:
         ]
         tensor_names = weights.quantization.linear.tensor_names
         weights.checkpoint.mark_used(tensor for each in names for name in each for tensor in tensor_names(name))
-        parts = [
-            _load_stacked_expert(weights, f"{layer}.{block}.experts", hidden, experts, each)
-            if stacked
-            else _load_expert(weights, names[each], hidden, experts)
-            for each in range(experts.num_experts)[shard(experts.num_experts, weights.communicator)]
-        ]
-        return cls(experts, router, parts, weights.communicator)
+        own = shard(experts.num_experts, weights.communicator)
+        method, inner = weights.quantization.linear, experts.moe_intermediate_size
+
+        def read(part: int) -> Iterator[Any]:
+            """Gate and up (0) or down (1) of each own expert, one after the other."""
+            outputs, inputs = ([inner, inner], hidden) if part == 0 else ([hidden], inner)
+            for each in range(experts.num_experts)[own]:
+                if stacked:
+                    name, shape = (
+                        f"{layer}.mlp.experts.{STACKED_NAMES[part]}",
+                        (experts.num_experts, sum(outputs), inputs),
+                    )
+                    yield method.read_expert(weights.checkpoint, name, shape, each)
+                else:
+                    some = names[each][:2] if part == 0 else names[each][2:]
+                    yield method.read(weights.checkpoint, LayerSpec(some, outputs, inputs))
+
+        made = make_experts(experts, method, read, own, weights.dtype)
+        return cls(experts, router, made, weights.communicator)
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether no number of tokens is read by the host."""
+        return not isinstance(self._experts, ExpertLoop)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """``states`` [T, hidden] -> [T, hidden].
+        """``states`` [T, hidden] -> [T, hidden]."""
+        weights, chosen = route(
+            self._router(states),
+            self._config.num_experts_per_tok,
+            normalise=self._config.norm_topk_prob,
+            round_weights=self._config.round_weights,
+        )
+        return self._communicator.all_reduce(self._experts(states, weights, chosen))
 
-        Tokens are sorted by expert, so that each expert computes all of its tokens at once. The outputs of a token's
-        experts are summed in the order of the router's choice, whatever else is in the batch.
-        """
-        weights, chosen = self._route(states)
+
+class ExpertLoop:
+    """``Experts`` one after the other, in whatever way their layers are held: each computes all of its tokens at once.
+
+    ``experts`` are those of the indices ``own`` among ``num_experts``. With ``round_weights`` weights and products with
+    them are of the states' dtype.
+    """
+
+    def __init__(self, experts: Sequence[GatedMLP], own: slice, num_experts: int, *, round_weights: bool) -> None:
+        self._experts = experts
+        self._own, self._num_experts = own, num_experts
+        self._round_weights = round_weights
+
+    def __call__(self, states: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """See ``Experts``."""
         order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=self._config.num_experts).tolist()
-        first = sum(counts[: self._own_experts.start])
-        counts = counts[self._own_experts]
+        counts = chosen.flatten().bincount(minlength=self._num_experts).tolist()
+        first = sum(counts[: self._own.start])
+        counts = counts[self._own]
         order = order[first : first + sum(counts)]
-        outputs = states[order // self._config.num_experts_per_tok]
+        outputs = states[order // chosen.shape[1]]
         for expert, rows in zip(self._experts, outputs.split(counts), strict=True):
             if len(rows):
                 rows.copy_(expert(rows))
+        weights = weights.to(states.dtype) if self._round_weights else weights
         weighted = weights.new_zeros(chosen.numel(), states.shape[1])
         weighted[order] = outputs * weights.flatten()[order, None]
-        return self._communicator.all_reduce(weighted.view(*chosen.shape, -1).sum(1).to(states.dtype))
-
-    def _route(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and ids of each token's experts, both [T, num_experts_per_tok], by descending weight."""
-        logits = self._router(states)
-        weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(self._config.num_experts_per_tok, dim=-1)
-        if self._config.norm_topk_prob:
-            weights /= weights.sum(-1, keepdim=True)
-        return weights.to(states.dtype) if self._config.round_weights else weights, chosen
+        return weighted.view(*chosen.shape, -1).sum(1).to(states.dtype)
 
 
-def _load_expert(weights: WeightLoader, names: list[str], hidden: int, experts: MoEConfig) -> GatedMLP:
-    gate, up, down = names
-    inner = experts.moe_intermediate_size
-    gate_up = weights.linear([gate, up], [inner, inner], hidden, bias=False)
-    return GatedMLP(gate_up, weights.linear([down], [hidden], inner, bias=False))
+def make_experts(
+    config: MoEConfig,
+    method: LinearMethod[Any],
+    read: Callable[[int], Iterable[Any]],
+    own: slice,
+    dtype: torch.dtype,
+) -> Experts:
+    """The experts ``own`` of a mixture, in the fastest way that there is for them. ``read`` gives what ``method`` read
+    of each, of gate and up (0) or of down (1).
+    """
+    if (
+        isinstance(method, UnquantizedMethod)
+        and method.options.device.type == "cuda"
+        and find_spec("triton") is not None
+    ):
+        gate_up, down = (_stack(list(read(part))) for part in (0, 1))
+        deterministic = method.options.config.deterministic
+        return FusedExperts(gate_up, down, own.start, round_weights=config.round_weights, deterministic=deterministic)
+    parts = [[method.pack(weight, None) for weight in read(part)] for part in (0, 1)]
+    gate_up, down = ([_packed(layer) for layer in layers] for layers in parts)
+    if (kernel := ExpertsKernel.of(gate_up, down, own.start, dtype, round_weights=config.round_weights)) is not None:
+        return kernel
+    experts = [GatedMLP(*layers) for layers in zip(*parts, strict=True)]
+    return ExpertLoop(experts, own, config.num_experts, round_weights=config.round_weights)
 
 
-def _load_stacked_expert(weights: WeightLoader, name: str, hidden: int, experts: MoEConfig, index: int) -> GatedMLP:
-    count, inner = experts.num_experts, experts.moe_intermediate_size
-    gate_up = weights.expert_linear(f"{name}.gate_up_proj", (count, 2 * inner, hidden), index)
-    return GatedMLP(gate_up, weights.expert_linear(f"{name}.down_proj", (count, hidden, inner), index))
+def _packed(layer: Linear) -> Packed | None:
+    return layer.packed if isinstance(layer, PackedLinear | QuantizedLinear) else None
+
+
+def _stack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[experts, out, in]; of no experts nothing is multiplied."""
+    return torch.stack(tuple(weights)) if weights else torch.empty(0, 0, 0)

@@ -74,11 +74,6 @@ class WeightLoader:
         part = self._with_loras(method.pack(method.read(self.checkpoint, spec), added), spec)
         return part if self.communicator.size == 1 else RowParallelLinear(part, self.communicator)
 
-    def expert_linear(self, name: str, shape: tuple[int, ...], index: int) -> Linear:
-        """The layer ``name[index]`` of a stored tensor [experts, out, in]; the rest of it is not read."""
-        method = self.quantization.linear
-        return method.pack(method.read_expert(self.checkpoint, name, shape, index), None)
-
     def router(self, name: str, outputs: int, inputs: int) -> Linear:
         """An unsharded layer without bias that routes tokens to experts."""
         method = self.quantization.router

@@ -43,11 +43,10 @@ class Llama:
         self.dtype = weights.dtype
         self.loras = weights.loras
         self._stage = stage = weights.stage
-        # The host waits for the number of tokens of each expert; on the CPU a collective is not a call of a kernel, and
-        # on CUDA the whole forward pass is captured, with what is received in it.
+        # On the CPU a collective is not a call of a kernel; on CUDA the whole forward pass is captured, with what is
+        # received in it.
         on_cuda, is_shared = weights.device.type == "cuda", weights.communicator.size > 1
         capturable_messages = stage is None if on_cuda else not is_shared
-        self.capturable = config.moe is None and capturable_messages
         heads, kv_heads = (count // weights.communicator.size for count in (config.num_heads, config.num_kv_heads))
         indices = range(config.num_layers) if stage is None else stage_layers(config, stage.count)[stage.index]
         self.layout = AttentionLayout(len(indices), heads, kv_heads, config.head_dim, config.head_dim**-0.5)
@@ -60,6 +59,7 @@ class Llama:
             )
         self._rope = RotaryEmbedding(config, weights.device)
         self._layers = [_DecoderLayer(config, weights, index) for index in indices]
+        self.capturable = capturable_messages and all(layer.is_capturable for layer in self._layers)
         last = "model.norm" if is_last(stage) else f"model.layers.{indices.stop}.input_layernorm"
         self._norm = RMSNorm(weights, last, config.hidden_size, config.rms_norm_eps)
 
@@ -161,6 +161,11 @@ class _DecoderLayer:
         self._attention = _Attention(config, weights, index)
         self._post_attention_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", hidden, config.rms_norm_eps)
         self._mlp = _load_mlp(config, weights, index)
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether the host reads nothing that the layer computes."""
+        return isinstance(self._mlp, GatedMLP) or self._mlp.is_capturable
 
     def __call__(
         self,

@@ -5,6 +5,7 @@ from typing import Protocol
 import torch
 
 from quire_engine.kernels.packed_groups import GroupedWeight, make_group_product
+from quire_engine.kernels.packed_linear import PackedProduct
 
 
 class Product(Protocol):
@@ -37,6 +38,11 @@ class QuantizedLinear:
     def nbytes(self) -> int:
         """Memory held, in bytes."""
         return self._product.nbytes
+
+    @property
+    def packed(self) -> PackedProduct | None:
+        """The weight for the compiled kernel; None where torch multiplies."""
+        return self._product if isinstance(self._product, PackedProduct) else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Linear``."""

@@ -64,16 +64,17 @@ class PackedLinear:
     Args: ``weight`` [out, in] and ``bias`` [out] or None, of one dtype and device. The layer keeps no
     reference to ``weight`` once it is packed, so it is freed when the caller drops it; a caller that keeps it
     (a tied embedding) holds both copies. With ``deterministic`` a row of a result depends on that row of ``x``
-    alone, bit for bit. One thread calls at a time.
+    alone, bit for bit. ``packed`` is the weight for the compiled kernel, where that multiplies. One thread calls at a
+    time.
     """
 
-    __slots__ = ("_matmul", "_matmul_silu_mul", "in_features", "is_packed", "out_features")
+    __slots__ = ("_matmul", "_matmul_silu_mul", "in_features", "is_packed", "out_features", "packed")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, deterministic: bool = False) -> None:
         self._matmul: MatMul
         self._matmul_silu_mul: MatMul
         self.out_features, self.in_features = weight.shape
-        own = pack_weight(weight, bias) if deterministic or is_fast(weight.dtype) else None
+        self.packed = own = pack_weight(weight, bias) if deterministic or is_fast(weight.dtype) else None
         if own is not None:
             self.is_packed, self._matmul, self._matmul_silu_mul = True, own.matmul, own.matmul_silu_mul
             return

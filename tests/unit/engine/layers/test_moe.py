@@ -13,9 +13,9 @@ from quire_engine.checkpoint.config import DecoderConfig, MoEConfig
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import EngineArgs, ExecutorConfig
 from quire_engine.errors import ModelError
-from quire_engine.layers.mlp import GatedMLP, MoE
+from quire_engine.layers.mlp import MoE, make_experts
 from quire_engine.models.loader import load_model, read_model_config
-from quire_engine.quantization.unquantized import PackedLinear
+from quire_engine.quantization.unquantized import PackedLinear, UnquantizedMethod
 from quire_engine.worker.model_runner import load_model_and_attention
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
@@ -60,11 +60,13 @@ def their_block(family: str, count: int, per_token: int, normalized: bool, dtype
 
 def our_block(block: Any, family: str, per_token: int, normalized: bool) -> MoE:
     """The same weights in our own code."""
-    gate_up, down = block.experts.gate_up_proj.detach(), block.experts.down_proj.detach()
-    count = len(gate_up)
+    weights = block.experts.gate_up_proj.detach(), block.experts.down_proj.detach()
+    count, dtype = len(weights[0]), weights[0].dtype
     experts = MoEConfig(count, per_token, INNER, normalized, family == "qwen3", (True,))
-    parts = [GatedMLP(PackedLinear(gate_up[each]), PackedLinear(down[each])) for each in range(count)]
-    return MoE(experts, PackedLinear(block.gate.weight.detach()), parts)
+    # Deterministic layers are packed for the kernel whatever the processor is.
+    method = UnquantizedMethod(LoadOptions(ExecutorConfig(deterministic=True)), dtype)
+    made = make_experts(experts, method, weights.__getitem__, slice(0, count), dtype)
+    return MoE(experts, PackedLinear(block.gate.weight.detach()), made)
 
 
 @settings(deadline=None)  # the first call may compile the kernels

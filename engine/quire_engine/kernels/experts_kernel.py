@@ -1,0 +1,109 @@
+"""A mixture of experts on the CPU by ``experts.cpp``: ``route`` chooses each token's experts, and ``ExpertsKernel``
+adds up what they make of it, all experts in one grouped product.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from quire_engine.kernels.bindings import DTYPES, ExpertsCall, GroupsCall, Int8Call, LinearLayer, RouteCall, library
+from quire_engine.kernels.packed_linear import PackedProduct, PackedWeight
+
+Packed = PackedWeight | PackedProduct
+_KINDS: tuple[type[ctypes.Structure], ...] = (LinearLayer, Int8Call, GroupsCall)
+
+
+def route(logits: torch.Tensor, top: int, *, normalise: bool, round_weights: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and ids of each token's ``top`` experts, both [T, top], by descending weight, of ``logits`` [T, experts].
+
+    Weights are fp32, of the softmax over all experts, or add up to 1 with ``normalise``; with ``round_weights`` they
+    are rounded to the dtype of ``logits``. Ids are int64, and differ whatever the logits are.
+    """
+    kernels = library() if logits.is_cpu and logits.dtype in DTYPES and logits.is_contiguous() else None
+    if kernels is None:
+        weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(top, dim=-1)
+        if normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights.to(logits.dtype).float() if round_weights else weights, chosen
+    tokens, experts = logits.shape
+    weights, chosen = torch.empty(tokens, top), torch.empty(tokens, top, dtype=torch.int64)
+    bf16 = logits.dtype is torch.bfloat16
+    call = RouteCall(
+        *(logits.data_ptr(), weights.data_ptr(), chosen.data_ptr(), tokens, experts, top),
+        *(int(normalise), int(round_weights and bf16), int(bf16), torch.get_num_threads()),
+    )
+    kernels.quire_route(ctypes.pointer(call))
+    return weights, chosen
+
+
+class ExpertsKernel:
+    """The experts ``first`` and following of a mixture, as ``Experts`` of ``layers/mlp.py``.
+
+    Args: of each expert the packed ``gate_up`` [2 * inner, hidden] and ``down`` [hidden, inner], for activations of
+    ``dtype``. ``round_weights``: weights are of ``dtype``, and products with them are rounded. One thread calls at a
+    time.
+    """
+
+    def __init__(
+        self, gate_up: Sequence[Packed], down: Sequence[Packed], first: int, dtype: torch.dtype, *, round_weights: bool
+    ) -> None:
+        kernels = library()
+        assert kernels is not None, "there are packed layers"
+        self._dtype, self._run = dtype, kernels.quire_experts
+        tables = [
+            (ctypes.c_void_p * len(each))(*(ctypes.addressof(one.call) for one in each)) for each in (gate_up, down)
+        ]
+        self._kept = gate_up, down, tables
+        paired = all(getattr(one.call, "paired", True) for one in gate_up)
+        self._call = ExpertsCall(
+            gate_up=ctypes.addressof(tables[0]),
+            down=ctypes.addressof(tables[1]),
+            gate_up_kind=_kind_of(gate_up[0]),
+            down_kind=_kind_of(down[0]),
+            hidden=gate_up[0].call.inputs,
+            width=gate_up[0].call.outputs // (2 if paired else 1),
+            paired=int(paired),
+            first=first,
+            count=len(gate_up),
+            round=int(round_weights and dtype is torch.bfloat16),
+            bf16=int(dtype is torch.bfloat16),
+        )
+        self._reference = ctypes.pointer(self._call)
+
+    @classmethod
+    def of(
+        cls,
+        gate_up: Sequence[Packed | None],
+        down: Sequence[Packed | None],
+        first: int,
+        dtype: torch.dtype,
+        *,
+        round_weights: bool,
+    ) -> "ExpertsKernel | None":
+        """The kernel of these experts; None where they are not packed, or in different ways."""
+        known = [[each for each in layers if each is not None] for layers in (gate_up, down)]
+        if any(len(layers) < max(1, len(gate_up)) or len(set(map(_kind_of, layers))) > 1 for layers in known):
+            return None
+        return cls(known[0], known[1], first, dtype, round_weights=round_weights)
+
+    def __call__(self, states: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """See ``Experts``. Raises ``ValueError`` for tensors that the kernel may not read."""
+        call, (tokens, hidden), top = self._call, states.shape, chosen.shape[1]
+        if states.dtype is not self._dtype or hidden != call.hidden or states.stride(1) != 1:
+            raise ValueError(f"{states.dtype} {tuple(states.shape)} is not {self._dtype} [T, {call.hidden}] in rows")
+        for each, dtype in ((weights, torch.float32), (chosen, torch.int64)):
+            if each.dtype is not dtype or each.shape != (tokens, top) or not each.is_contiguous():
+                raise ValueError(f"{each.dtype} {tuple(each.shape)} is not {dtype} [{tokens}, {top}]")
+        out = torch.empty(tokens, hidden, dtype=self._dtype)
+        by_expert = torch.empty(tokens * top, hidden, dtype=self._dtype)
+        between = torch.empty(tokens * top, call.width, dtype=self._dtype)
+        call.x, call.stride, call.rows, call.top = states.data_ptr(), states.stride(0), tokens, top
+        call.weights, call.chosen, call.out = weights.data_ptr(), chosen.data_ptr(), out.data_ptr()
+        call.sorted, call.between, call.threads = by_expert.data_ptr(), between.data_ptr(), torch.get_num_threads()
+        self._run(self._reference)
+        return out
+
+
+def _kind_of(layer: Packed) -> int:
+    return _KINDS.index(type(layer.call))
