@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from quire_engine import LLM
 from quire_engine import SamplingParams as LlmParams
 from quire_engine.core.block_pool import BlockCopies, BlockCopy
@@ -20,6 +21,8 @@ from quire_engine.errors import ModelError
 from quire_engine.executor import multiproc, rank_processes, rank_worker
 from quire_engine.executor.rank_processes import RankError
 from quire_engine.executor.torch_executor import TorchExecutor
+from quire_engine.kernels.bindings import library
+from quire_engine.kernels.packed_linear import is_fast
 from quire_engine.worker import model_runner
 from quire_proto.sampling import SamplingParams
 from safetensors.torch import load_file, save_file
@@ -72,6 +75,17 @@ def test_two_ranks_make_the_tokens_of_one(threads: None, small_models: SmallMode
         made = generate(shared, small_models)
         assert made.outputs == expected(small_models, name)
         assert_near(made, generate(alone, small_models))
+
+
+@pytest.mark.skipif(library() is None or not is_fast(torch.float32), reason="torch multiplies here")
+@pytest.mark.parametrize("name", ["llama3", "qwen3-moe"])
+def test_decode_steps_are_graphs_with_their_sums(threads: None, small_models: SmallModels, name: str) -> None:
+    folder = small_models.folder(name)
+    with closing(load(folder, 2)) as shared, closing(load(folder, 2, enforce_eager=True)) as eager:
+        made, wanted = (generate(each, small_models) for each in (shared, eager))
+        graphs = shared._runner._own_runner._cpu_graphs._graphs  # type: ignore[union-attr]
+        assert {1, 2} <= {size for size, _ in graphs}
+    assert made.choices == wanted.choices
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import distributed
 
+from quire_engine.distributed.shared_memory import SharedMemorySums
+
 # How long a collective waits for a rank. On the CPU a stopped rank is waited for, and a dead one is noticed at once;
 # NCCL notices neither, and a wait that long is a defect. The timeout has to outlast a rank that compiles kernels for
 # the largest step.
@@ -46,12 +48,22 @@ class Communicator(Protocol):
         """On rank 0, all ranks' tensors concatenated in the last dimension, by rank. Each other rank gets its own."""
         ...
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CPU graph can hold ``all_reduce``."""
+        ...
+
+    def raise_if_lost(self) -> None:
+        """After a CPU graph: raises ``RuntimeError`` where a sum was made without another rank."""
+        ...
+
 
 class SingleRankCommunicator:
     """The ``Communicator`` of a model in one process."""
 
     rank = 0
     size = 1
+    is_capturable = True
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` itself."""
@@ -60,6 +72,9 @@ class SingleRankCommunicator:
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` itself."""
         return tensor
+
+    def raise_if_lost(self) -> None:
+        """There is none to lose."""
 
 
 SINGLE_RANK = SingleRankCommunicator()
@@ -79,15 +94,16 @@ def largest_shard_size(total: int, communicator: Communicator) -> int:
 class TensorParallelGroup:
     """The ``Communicator`` of one of several ranks. Collectives work after ``connect``.
 
-    ``num_collectives`` counts those that this rank has started. With ``ordered``, sums are added in the order of the
-    ranks at every position of a tensor: with NCCL, and with gloo for more than two ranks, the order depends on the
-    position. Two numbers have one sum, so two ranks need nothing for it.
+    On the CPU, sums go through shared memory where the ranks can share some, in the order of the ranks. With
+    ``ordered``, so do others at every position of a tensor: with NCCL, and with gloo for more than two ranks, the order
+    depends on the position. Two numbers have one sum, so two ranks need nothing for it.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, *, ordered: bool) -> None:
         self.rank = rank
         self.size = size
-        self.num_collectives = 0
+        self._num_messages = 0
+        self._sums: SharedMemorySums | None = None
         self._device = device
         self._ordered_sum = size > 2 and (ordered or device.type == "cpu")
         self._process_group: Any = None
@@ -100,11 +116,35 @@ class TensorParallelGroup:
             self._process_group = process_group_class(self._device)(store_client, self.rank, self.size, timeout)
             # gloo chooses its interface when the group is made, NCCL at the first collective.
             self.all_reduce(torch.zeros(1, device=self._device))
+        if self._device.type == "cpu":
+            self._sums = SharedMemorySums.connect(self.rank, self.size, store_client, self._all_ready)
+
+    @property
+    def num_collectives(self) -> int:
+        """The collectives that this rank has started."""
+        return self._num_messages + (0 if self._sums is None else self._sums.num_sums)
+
+    @property
+    def is_capturable(self) -> bool:
+        """See ``Communicator.is_capturable``."""
+        return self._sums is not None
+
+    def raise_if_lost(self) -> None:
+        """See ``Communicator.raise_if_lost``."""
+        if self._sums is not None:
+            self._sums.raise_if_ended()
+
+    def _all_ready(self, is_ready: bool) -> bool:
+        return int(self.all_reduce(torch.tensor([float(is_ready)]))) == self.size
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """See ``Communicator.all_reduce``. Ordered sums are computed in float32."""
-        self.num_collectives += 1
-        tensor = tensor.contiguous()
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        if self._sums is not None and self._sums.suits(tensor):
+            self._sums.add(tensor)
+            return tensor
+        self._num_messages += 1
         if not self._ordered_sum:
             self._process_group.allreduce([tensor]).wait()
             return tensor
@@ -117,7 +157,7 @@ class TensorParallelGroup:
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """See ``Communicator.gather``."""
-        self.num_collectives += 1
+        self._num_messages += 1
         tensor = tensor.contiguous()
         tensors = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else []
         options = distributed.GatherOptions()
@@ -127,15 +167,17 @@ class TensorParallelGroup:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrites the other ranks' ``tensor``, of the same shape and dtype, with rank 0's."""
-        self.num_collectives += 1
+        self._num_messages += 1
         options = distributed.BroadcastOptions()
         options.rootRank = 0
         self._process_group.broadcast([tensor], options).wait()
 
     def abort(self) -> None:
-        """On CUDA, fails collectives that wait for a rank that has died; gloo notices that by itself. May be called
-        from any thread.
+        """Fails sums in shared memory, and on CUDA all collectives, that wait for a rank that has died; gloo notices
+        that by itself. May be called from any thread.
         """
+        if self._sums is not None:
+            self._sums.end()
         if self._process_group is not None and self._device.type == "cuda":
             self._process_group.abort()
 

@@ -44,7 +44,7 @@ class RankGroup:
             self._tensor.broadcast(tensor)
 
     def abort(self) -> None:
-        """On CUDA, fails what waits for a rank that has died. May be called from any thread."""
+        """Fails what waits for a rank that has died. May be called from any thread."""
         for link in (self._tensor, self.stage):
             if link is not None:
                 link.abort()

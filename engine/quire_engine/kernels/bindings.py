@@ -94,6 +94,21 @@ class ExpertsCall(ctypes.Structure):
     )
 
 
+class SumRanks(ctypes.Structure):
+    """One rank's view of the memory for sums: field by field the struct of that name in ``sums.cpp``."""
+
+    _fields_ = (
+        ("memory", _POINTER),
+        *((name, _INTEGER) for name in ("rank", "size", "slot_bytes", "spins", "sequence", "sums", "failed")),
+    )
+
+
+class SumCall(ctypes.Structure):
+    """The argument of ``quire_sum``: field by field the struct of that name in ``sums.cpp``."""
+
+    _fields_ = (("x", _POINTER), ("count", _INTEGER), ("bf16", _INTEGER), ("ranks", _POINTER))
+
+
 class SampleCall(ctypes.Structure):
     """The argument of ``quire_sample``: field by field the struct of that name in ``sample.cpp``."""
 
@@ -135,6 +150,8 @@ _SIGNATURES = {
         *(_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER, _POINTER),
         *(*(_INTEGER,) * 5, ctypes.c_float, _INTEGER, _INTEGER),
     ),
+    "quire_sum": (ctypes.POINTER(SumCall),),
+    "quire_end_sums": (ctypes.POINTER(SumRanks),),
     "quire_sample": (ctypes.POINTER(SampleCall),),
     "quire_replay": (_POINTER, _INTEGER),
 }

@@ -14,6 +14,7 @@ struct Int8Call;
 struct LoraCall;
 struct RouteCall;
 struct ExpertsCall;
+struct SumCall;
 
 extern "C" {
 void quire_attention(const AttentionCall*);
@@ -23,6 +24,7 @@ void quire_int8_linear(const Int8Call*);
 void quire_lora(const LoraCall*);
 void quire_route(const RouteCall*);
 void quire_experts(const ExpertsCall*);
+void quire_sum(const SumCall*);
 void quire_rms_norm(const void*, int64_t, int64_t, void*, const void*, void*, int64_t, int64_t, int64_t, float, int64_t,
                     int64_t);
 void quire_silu_mul(const void*, int64_t, void*, int64_t, int64_t, int64_t, int64_t);
@@ -77,7 +79,7 @@ struct Player {
 constexpr Player kPlayers[] = {
     PLAYER(quire_attention), PLAYER(quire_linear),   PLAYER(quire_int8_linear), PLAYER(quire_groups_linear),
     PLAYER(quire_rms_norm),  PLAYER(quire_silu_mul), PLAYER(quire_rotate),      PLAYER(quire_lora),
-    PLAYER(quire_route),     PLAYER(quire_experts),
+    PLAYER(quire_route),     PLAYER(quire_experts),  PLAYER(quire_sum),
 };
 
 }  // namespace

@@ -43,10 +43,7 @@ class Llama:
         self.dtype = weights.dtype
         self.loras = weights.loras
         self._stage = stage = weights.stage
-        # On the CPU a collective is not a call of a kernel; on CUDA the whole forward pass is captured, with what is
-        # received in it.
-        on_cuda, is_shared = weights.device.type == "cuda", weights.communicator.size > 1
-        capturable_messages = stage is None if on_cuda else not is_shared
+        self.communicator = weights.communicator
         heads, kv_heads = (count // weights.communicator.size for count in (config.num_heads, config.num_kv_heads))
         indices = range(config.num_layers) if stage is None else stage_layers(config, stage.count)[stage.index]
         self.layout = AttentionLayout(len(indices), heads, kv_heads, config.head_dim, config.head_dim**-0.5)
@@ -59,7 +56,9 @@ class Llama:
             )
         self._rope = RotaryEmbedding(config, weights.device)
         self._layers = [_DecoderLayer(config, weights, index) for index in indices]
-        self.capturable = capturable_messages and all(layer.is_capturable for layer in self._layers)
+        # On CUDA the whole forward pass is captured, with what is received in it.
+        receives = stage is not None and weights.device.type == "cuda"
+        self.capturable = not receives and all(layer.is_capturable for layer in self._layers)
         last = "model.norm" if is_last(stage) else f"model.layers.{indices.stop}.input_layernorm"
         self._norm = RMSNorm(weights, last, config.hidden_size, config.rms_norm_eps)
 

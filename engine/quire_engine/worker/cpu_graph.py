@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 KERNELS = (
     *("quire_attention", "quire_linear", "quire_int8_linear", "quire_groups_linear"),
     *("quire_rms_norm", "quire_silu_mul", "quire_rotate", "quire_lora"),
-    *("quire_route", "quire_experts"),
+    *("quire_route", "quire_experts", "quire_sum"),
 )
 """Those that can be captured, as in ``cpu_graph.cpp``."""
 
@@ -91,7 +91,10 @@ class _Call(ctypes.Structure):
 class _Capture:
     """The calls of kernels that one thread makes inside ``listen``."""
 
-    _one_at_a_time = threading.Lock()  # all threads call the same functions, and each of those has one listener
+    # All threads call the same functions, and each of those has one listener, as long as some thread captures. Ranks
+    # that are threads capture at the same time, and wait for each other meanwhile.
+    _counting = threading.Lock()
+    _count = 0
     _of_this_thread = threading.local()
 
     def __init__(self) -> None:
@@ -110,16 +113,21 @@ class _Capture:
         its function's ``errcheck``.
         """
         functions = [getattr(kernels, name) for name in KERNELS]
-        with self._one_at_a_time:
-            self._of_this_thread.active = self
-            try:
+        with self._counting:
+            if _Capture._count == 0:
                 for name, function in zip(KERNELS, functions, strict=True):
                     function.errcheck = _call_listener(kernels.quire_player(name.encode()))
-                yield
-            finally:
-                for function in functions:
-                    del function.errcheck
-                del self._of_this_thread.active
+            _Capture._count += 1
+        self._of_this_thread.active = self
+        try:
+            yield
+        finally:
+            del self._of_this_thread.active
+            with self._counting:
+                _Capture._count -= 1
+                if _Capture._count == 0:
+                    for function in functions:
+                        del function.errcheck
 
     def add_call(self, play: int, arguments: tuple[object, ...]) -> None:
         """Records a call that ``play`` can make again."""
@@ -203,7 +211,7 @@ class _CapturedStep(NamedTuple):
 
 def make_cpu_graphs(model: Model, kv: torch.Tensor, attention: AttentionBackend) -> "CpuGraphRunner | None":
     """The graphs of ``model`` over ``kv``; None where it computes with more than the compiled kernels."""
-    if not (isinstance(model, Llama) and model.capturable):
+    if not (isinstance(model, Llama) and model.capturable and model.communicator.is_capturable):
         return None
     if not (isinstance(attention, CpuAttention) and attention.is_compiled):
         return None
@@ -240,6 +248,7 @@ class CpuGraphRunner:
             captured.copy_(new)
         self._attention.check_pages(self._kv)
         known.graph.replay()
+        self._model.communicator.raise_if_lost()
         return known.graph.result
 
     def _capture(self, inputs: LayerInputs, kind: tuple[int, bool]) -> torch.Tensor:

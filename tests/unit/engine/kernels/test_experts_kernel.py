@@ -1,5 +1,5 @@
-"""The experts' kernel makes what a loop over the experts makes, however they are held and divided; and a token's experts
-are those of torch's softmax and topk.
+"""The kernel of experts makes what a loop over them makes, however they are held and divided; and a token goes to the
+experts that softmax and topk of torch name.
 """
 
 from collections.abc import Iterator

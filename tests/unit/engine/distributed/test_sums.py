@@ -1,0 +1,147 @@
+"""Sums in shared memory are those of the ranks' order, bit for bit and on all ranks; who waits for a rank that is gone
+is told; and where memory cannot be shared, sums go through sockets.
+"""
+
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from quire_engine.distributed import shared_memory
+from quire_engine.distributed.communicator import TensorParallelGroup
+from quire_engine.kernels.bindings import library
+from quire_engine.worker.cpu_graph import capture
+
+CPU = torch.device("cpu")
+needs_kernels = pytest.mark.skipif(library() is None, reason="the kernels cannot be compiled here")
+
+
+@contextmanager
+def ranks(size: int, folder: Path) -> Iterator[list[TensorParallelGroup]]:
+    """Connected ranks, which are threads."""
+    groups = [TensorParallelGroup(rank, size, CPU, ordered=False) for rank in range(size)]
+    together(groups, lambda group: group.connect(folder / "store"))
+    yield groups
+    for group in groups:
+        group.close()
+
+
+def together(groups: list[TensorParallelGroup], work: Callable[[TensorParallelGroup], object]) -> list[object]:
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return list(pool.map(work, groups))
+
+
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # set and unset by each rank for itself otherwise
+
+
+@needs_kernels
+@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(size=st.integers(2, 5), seed=st.integers(0, 1000))
+def test_sums_are_in_the_order_of_the_ranks(tmp_path_factory: pytest.TempPathFactory, size: int, seed: int) -> None:
+    noise = torch.Generator().manual_seed(seed)
+    counts = [1, 17, 1000, shared_memory.SLOT_BYTES // 4 + 3, 3 * shared_memory.SLOT_BYTES]
+    with ranks(size, tmp_path_factory.mktemp("ranks")) as groups:
+        for count in counts:
+            for dtype in (torch.float32, torch.bfloat16):
+                parts = [torch.randn(count, generator=noise).to(dtype) for _ in range(size)]
+                total = parts[0].float()
+                for other in parts[1:]:
+                    total = total + other.float()
+                made = together(groups, lambda group: group.all_reduce(parts[group.rank].clone()))  # noqa: B023
+                assert all(torch.equal(each, total.to(dtype)) for each in made)  # type: ignore[arg-type]
+        assert {group.num_collectives for group in groups} == {2 + 2 * len(counts)}
+
+
+@needs_kernels
+def test_a_graph_adds_up_what_is_there_when_it_is_replayed(tmp_path: Path) -> None:
+    def work(group: TensorParallelGroup) -> list[float]:
+        x = torch.full((3,), float(group.rank))
+        assert group.is_capturable
+        graph = capture(lambda: group.all_reduce(x))
+        sums = [float(x[0])]
+        for turn in range(50):
+            x.fill_(turn + group.rank)
+            graph.replay()
+            group.raise_if_lost()
+            sums.append(float(graph.result[0]))
+        return sums
+
+    with ranks(2, tmp_path) as groups:
+        assert together(groups, work) == [[1.0, *(2.0 * turn + 1 for turn in range(50))]] * 2
+
+
+@needs_kernels
+@pytest.mark.parametrize("spins", [0, 2000])
+def test_a_late_rank_is_waited_for_and_one_that_is_gone_is_told(tmp_path: Path, spins: int) -> None:
+    with ranks(2, tmp_path) as groups:
+        for group in groups:
+            group._sums._ranks.spins = spins  # type: ignore[union-attr]
+        made: list[object] = []
+
+        def add() -> None:
+            try:
+                made.append(groups[0].all_reduce(torch.ones(4)).tolist())
+            except RuntimeError as error:
+                made.append(str(error))
+
+        waiting = Thread(target=add)
+        waiting.start()
+        time.sleep(0.1)
+        assert not made
+        groups[1].all_reduce(torch.ones(4))
+        waiting.join(5)
+        assert made == [[2.0] * 4]
+        waiting = Thread(target=add)
+        waiting.start()
+        time.sleep(0.1)
+        groups[0].abort()
+        waiting.join(5)
+        assert made[1:] == ["another rank has ended, and its part of a sum is missing"]
+
+
+@needs_kernels
+def test_the_memory_is_this_users_alone_and_nobody_can_cut_it_or_open_it_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[int, os.stat_result]] = []
+    make = shared_memory._make_file
+
+    def look(nbytes: int) -> int:
+        descriptor = make(nbytes)
+        made.append((descriptor, os.fstat(descriptor)))
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, 1)
+        return descriptor
+
+    monkeypatch.setattr(shared_memory, "_make_file", look)
+    with ranks(2, tmp_path):
+        ((descriptor, status),) = made
+        assert stat.S_IMODE(status.st_mode) == 0o600
+        assert status.st_nlink == 0
+        with suppress(OSError):  # the number may be another file's by now
+            assert os.fstat(descriptor).st_ino != status.st_ino
+
+
+def refuse(*_: object) -> int:
+    raise OSError("there is no memory")
+
+
+@pytest.mark.parametrize("broken", ["_make_file", "library"])
+def test_where_memory_cannot_be_shared_sums_go_through_sockets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    monkeypatch.setattr(shared_memory, broken, refuse if broken == "_make_file" else lambda: None)
+    with ranks(3, tmp_path) as groups:
+        assert not any(group.is_capturable for group in groups)
+        made = together(groups, lambda group: group.all_reduce(torch.full((2,), float(group.rank))).tolist())
+        assert made == [[3.0, 3.0]] * 3
