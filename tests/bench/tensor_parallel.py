@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from tests.bench.model import make_prompts
 from tests.bench.pipeline import OUTPUT, PROMPT, run
 
-LONG_PROMPT, LONG_PROMPTS = 512, 8
+LONG_PROMPT, LONG_PROMPTS = 512, 4
 SIZES = {
     "vocab_size": 49152,
     "hidden_size": 768,
