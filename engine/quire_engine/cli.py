@@ -8,7 +8,7 @@ from contextlib import closing
 from threading import Timer
 from typing import TYPE_CHECKING
 
-from prometheus_client import disable_created_metrics
+from prometheus_client import CollectorRegistry, disable_created_metrics
 from quire.v1 import engine_pb2 as pb
 from quire_proto import __version__
 from quire_proto.cli import read_settings, reject_unknown_env
@@ -20,9 +20,10 @@ from quire_proto.tracing import setup_tracing, shutdown_tracing
 
 from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder_if_any
 from quire_engine.config import OTHER_VARIABLES, EngineConfig
-from quire_engine.errors import LoRAError, quit_with
+from quire_engine.errors import LoRAError, ModelError, quit_with
 from quire_engine.factory import block_revision, load_executor, make_scheduler, model_grammars
 from quire_engine.server.loras import LoRARegistry
+from quire_engine.server.metrics import ProbeServer
 from quire_engine.server.server import EngineServer
 
 if TYPE_CHECKING:
@@ -50,11 +51,32 @@ def main() -> None:
         bench(arguments[1:])
     else:
         reject_unknown_env(EngineConfig, OTHER_VARIABLES)
-        _run_engine(read_settings(EngineConfig, arguments))
+        config = read_settings(EngineConfig, arguments)
+        logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        (_run_engine if config.node_rank == 0 else _run_node)(config)
+
+
+def _run_node(config: EngineConfig) -> None:
+    """Runs ranks of an engine whose server is on another machine, and its probes."""
+    from quire_engine.executor.node_agent import NodeAgent
+
+    try:
+        agent = NodeAgent(config)
+        probes = {
+            "/started": lambda: True,
+            "/live": lambda: True,
+            "/ready": lambda: agent.is_ready,
+            "/health": lambda: agent.is_ready,
+        }
+        with closing(ProbeServer(config.host, config.metrics_port, CollectorRegistry(), probes)):
+            agent.run()
+    except (ModelError, OSError) as error:
+        quit_with(1, str(error))
+    except TlsError as error:
+        quit_with(1, f"{error}.")
 
 
 def _run_engine(config: EngineConfig) -> None:
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     dropped = Counter[DropReason]()
     tracing = setup_tracing("quire-engine", max_links=config.max_num_seqs, dropped=dropped)
     try:
@@ -102,10 +124,8 @@ def _make_server(
 
 
 def _load_executor(config: EngineConfig) -> "TorchExecutor":
-    from quire_engine.errors import ModelError
-
     try:
-        return load_executor(config, _exit_on_lost_rank, owns_process=True)
+        return load_executor(config, _exit_on_lost_rank, owns_process=True, nodes=config)
     except ModelError as error:
         quit_with(1, str(error))
 

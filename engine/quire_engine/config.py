@@ -2,13 +2,14 @@
 flags.
 
 ``EngineArgs`` is all that concerns the engine itself, in parts (``ServedModel``, ``ExecutorConfig``, ``SchedulerArgs``
-and ``CacheConfig``); ``EngineConfig`` adds the command line and the server. A setting stands once, in its part, with
-its default, range and help: the offline ``LLM`` takes the fields of ``EngineArgs``, and the simulators' settings
-inherit ``SchedulerArgs`` and ``CacheConfig``. Wherever several settings are needed, a part or the whole is passed on as
-it is, and a rank's process gets the whole as JSON.
+and ``CacheConfig``); ``EngineConfig`` adds the command line, the server, and the other machines (``NodeArgs``). A
+setting stands once, in its part, with its default, range and help: the offline ``LLM`` takes the fields of
+``EngineArgs``, and the simulators' settings inherit ``SchedulerArgs`` and ``CacheConfig``. Wherever several settings
+are needed, a part or the whole is passed on as it is, and a rank's process gets the whole as JSON.
 """
 
 from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -272,6 +273,11 @@ class EngineArgs(CoreArgs, ExecutorConfig, ServedModel):
         return self
 
     @property
+    def num_ranks(self) -> int:
+        """The processes that share the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def num_loras_held(self) -> int:
         """``max_cpu_loras``, or its default."""
         return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
@@ -285,7 +291,80 @@ class EngineArgs(CoreArgs, ExecutorConfig, ServedModel):
         return self
 
 
-class EngineConfig(CliSettings, EngineArgs):
+class NodeArgs(_Frozen):
+    """The machines that run one engine together, and the certificates by which they know each other, which are also the
+    server's. Node 0 has the scheduler and the server, and the others run ranks alone.
+    """
+
+    nnodes: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Machines that the ranks are divided among evenly; each runs this command with its --node-rank.",
+    )
+    node_rank: int = Field(
+        default=0, ge=0, le=63, description="This machine's number; 0 serves, and the others run ranks alone."
+    )
+    headless: bool = Field(default=False, description="Run ranks alone, as a --node-rank above 0 does anyway.")
+    master_addr: ListenAddress = Field(default="127.0.0.1", description="Address of node 0, the same on all nodes.")
+    master_port: int = Field(
+        default=29501, ge=1, le=65535, description="Port of node 0 where the others join, the same on all nodes."
+    )
+    node_addr: ListenAddress | None = Field(
+        default=None,
+        description="Address of this machine for the other nodes; by default the one that leads to --master-addr.",
+    )
+    dist_timeout: float = Field(
+        default=600.0, gt=0, allow_inf_nan=False, description="Seconds in which all nodes have to join."
+    )
+    tls_cert: CertificateFile | None = Field(
+        default=None,
+        description="PEM file of the certificate that the gRPC port shows, and nodes to each other; none: plain text.",
+    )
+    tls_key: KeyFile | None = Field(default=None, description="PEM file of its key.")
+    tls_client_ca: CaFile | None = Field(
+        default=None,
+        description="PEM file of the authorities that vouch for routers and other nodes; none: any client may connect.",
+    )
+
+    @property
+    def tls(self) -> ServerTls | None:
+        """What the gRPC port does with TLS; None for plain text. Raises ``ValueError`` where half of it is missing."""
+        return server_tls(self.tls_cert, self.tls_key, self.tls_client_ca, "--tls")
+
+    @property
+    def own_addr(self) -> str | None:
+        """The address of this machine for the other nodes, where it is known."""
+        return self.node_addr or (self.master_addr if self.node_rank == 0 else None)
+
+    @model_validator(mode="after")
+    def _tls_can_be_used(self) -> Self:
+        if self.tls is not None:
+            check_cert_key(self.tls.identity, "--tls")
+        return self
+
+    @model_validator(mode="after")
+    def _nodes_know_each_other(self) -> Self:
+        if self.node_rank >= self.nnodes:
+            raise ValueError("--node-rank is not below --nnodes.")
+        if self.headless and self.node_rank == 0:
+            raise ValueError("--headless needs a --node-rank above 0: node 0 has the server.")
+        on_one_machine = all(map(_is_loopback, filter(None, (self.master_addr, self.node_addr))))
+        if self.nnodes > 1 and not on_one_machine and self.tls_client_ca is None:
+            raise ValueError(
+                "--nnodes needs --tls-cert, --tls-key and --tls-client-ca where an address is not loopback."
+            )
+        return self
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class EngineConfig(CliSettings, NodeArgs, EngineArgs):
     """Serves one model. Every flag is also an environment variable QUIRE_ENGINE_..., such as QUIRE_ENGINE_MAX_NUM_SEQS.
 
     quire-engine simulate --help is about trying a trace of requests without a model, and quire-engine bench --help
@@ -300,6 +379,9 @@ class EngineConfig(CliSettings, EngineArgs):
         "--host": "ADDRESS",
         "--port": "PORT",
         "--metrics-port": "PORT",
+        "--master-addr": "ADDRESS",
+        "--master-port": "PORT",
+        "--node-addr": "ADDRESS",
         "--tls-cert": "FILE",
         "--tls-key": "FILE",
         "--tls-client-ca": "FILE",
@@ -316,6 +398,7 @@ class EngineConfig(CliSettings, EngineArgs):
         "--reasoning-parser": _SEEN,
         "--enable-chunked-prefill": "prompts are always computed in chunks, of --max-num-batched-tokens",
         "--data-parallel-size": "start more engines, and name each to the router",
+        "--dist-init-addr": "--master-addr and --master-port are the two parts of it",
         "--tp-size": "--tensor-parallel-size is one",
         "--mem-fraction-static": "--gpu-memory-utilization is one",
         "--context-length": "--max-model-len is one",
@@ -339,13 +422,6 @@ class EngineConfig(CliSettings, EngineArgs):
     host: ListenAddress = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=9000, ge=0, le=65535, description="gRPC port.")
     metrics_port: int = Field(default=9002, ge=0, le=65535, description="HTTP port of metrics and probes.")
-    tls_cert: CertificateFile | None = Field(
-        default=None, description="PEM file of the certificate that the gRPC port shows; none: plain text."
-    )
-    tls_key: KeyFile | None = Field(default=None, description="PEM file of its key.")
-    tls_client_ca: CaFile | None = Field(
-        default=None, description="PEM file of the authorities that vouch for routers; none: any client may connect."
-    )
     session_grace: float = Field(
         default=10.0, ge=0, description="Seconds that the requests of a router go on after its stream broke."
     )
@@ -369,13 +445,11 @@ class EngineConfig(CliSettings, EngineArgs):
         default="info", description="Least severe log line."
     )
 
-    @property
-    def tls(self) -> ServerTls | None:
-        """What the gRPC port does with TLS; None for plain text. Raises ``ValueError`` where half of it is missing."""
-        return server_tls(self.tls_cert, self.tls_key, self.tls_client_ca, "--tls")
-
     @model_validator(mode="after")
-    def _tls_can_be_used(self) -> Self:
-        if self.tls is not None:
-            check_cert_key(self.tls.identity, "--tls")
+    def _ranks_are_divided_evenly(self) -> Self:
+        if self.num_ranks % self.nnodes:
+            raise ValueError(
+                f"--nnodes {self.nnodes} does not divide the ranks: --tensor-parallel-size times "
+                f"--pipeline-parallel-size is {self.num_ranks}."
+            )
         return self

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder_if_any
-from quire_engine.config import EngineArgs
+from quire_engine.config import EngineArgs, NodeArgs
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.kv_cache_manager import KVCacheManager
@@ -24,11 +24,16 @@ OFFLINE_GRAMMAR_BYTES = 1 << 30
 
 
 def load_executor(
-    config: EngineArgs, on_lost: Callable[[str], None] | None = None, *, owns_process: bool = False
+    config: EngineArgs,
+    on_lost: Callable[[str], None] | None = None,
+    *,
+    owns_process: bool = False,
+    nodes: NodeArgs | None = None,
 ) -> "TorchExecutor":
     """Loads the model onto its device and allocates its KV memory. ``on_lost`` is called, on another thread, with the
-    reason why a model that several processes share cannot run any more. ``owns_process`` as in ``TorchExecutor.load``;
-    if torch was not imported before, oneDNN's caches are limited too. Raises ``ModelError``.
+    reason why a model that several processes share cannot run any more. The others are as in ``TorchExecutor.load``; if
+    the engine ``owns_process`` and torch was not imported before, oneDNN's caches are limited too. Raises
+    ``ModelError``.
     """
     if owns_process:
         from quire_engine.device.host import limit_onednn_caches
@@ -36,7 +41,7 @@ def load_executor(
         limit_onednn_caches()
     from quire_engine.executor.torch_executor import TorchExecutor
 
-    return TorchExecutor.load(config, on_lost, owns_process=owns_process)
+    return TorchExecutor.load(config, on_lost, owns_process=owns_process, nodes=nodes)
 
 
 def make_scheduler(config: EngineArgs, executor: "TorchExecutor") -> Scheduler:

@@ -19,7 +19,10 @@ MODEL = SCHEMA["definitions"]["model"]["properties"]
 FLAGS = MODEL["flags"]["properties"]
 TEMPLATES = "".join(path.read_text() for path in (CHART / "templates").rglob("*") if path.is_file())
 ENGINE = EngineConfig.model_json_schema()
-SET_FOR_ENGINES = {"port", "metrics_port"}
+SET_FOR_ENGINES = {
+    "port", "metrics_port", "nnodes", "node_rank", "headless", "master_addr", "master_port", "node_addr",
+    "dist_timeout",
+}  # fmt: skip
 """Settings of the engine that the chart leaves as they are."""
 SET_FOR_ROUTERS = {
     "engine_dns_period", "http_port", "grpc_port", "journal_file", "journal_max_bytes", "metrics_port",

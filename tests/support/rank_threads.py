@@ -1,6 +1,5 @@
 """Ranks that are threads of this process instead of processes: everything else is real, and nothing has to start."""
 
-import os
 import socket
 from threading import Thread
 
@@ -14,7 +13,7 @@ class RankThread:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.pid = os.getpid()
+        self.place = "a thread"
         self.link, theirs = socket.socketpair()
         self._thread = Thread(target=self._serve, args=(theirs,), daemon=True)
         self._thread.start()

@@ -1,21 +1,21 @@
 """Communication between the ranks that share one model: ``Communicator`` as the model sees it, and
 ``TensorParallelGroup``, its collectives: gloo on the CPU, NCCL on CUDA.
 
-Both are restricted to the loopback interface, and rendezvous through a file in a private folder: no port is opened
-that others could reach, and nothing but tensors is sent.
+On one machine both are restricted to the loopback interface: no port is opened that others could reach. Between
+machines they listen at the address of their own one. Nothing but tensors is sent.
 """
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import distributed
 
 from quire_engine.distributed.shared_memory import SharedMemorySums
+from quire_engine.errors import ModelError, first_line
 
 # How long a collective waits for a rank. On the CPU a stopped rank is waited for, and a dead one is noticed at once;
 # NCCL notices neither, and a wait that long is a defect. The timeout has to outlast a rank that compiles kernels for
@@ -108,16 +108,16 @@ class TensorParallelGroup:
         self._ordered_sum = size > 2 and (ordered or device.type == "cpu")
         self._process_group: Any = None
 
-    def connect(self, store: Path) -> None:
-        """Connects to the other ranks, all of which rendezvous through the file ``store``."""
-        with loopback_only():
-            store_client = distributed.FileStore(str(store), self.size)
-            timeout = COLLECTIVE_TIMEOUTS[self._device.type]
-            self._process_group = process_group_class(self._device)(store_client, self.rank, self.size, timeout)
+    def connect(self, store: distributed.Store, address: str | None) -> None:
+        """Connects to the other ranks, all of which rendezvous through ``store``. ``address`` is this machine's for the
+        others; None if all ranks are on it.
+        """
+        with reachable_at(address):
+            self._process_group = make_process_group(store, self.rank, self.size, self._device, address)
             # gloo chooses its interface when the group is made, NCCL at the first collective.
             self.all_reduce(torch.zeros(1, device=self._device))
-        if self._device.type == "cpu":
-            self._sums = SharedMemorySums.connect(self.rank, self.size, store_client, self._all_ready)
+        if self._device.type == "cpu" and address is None:
+            self._sums = SharedMemorySums.connect(self.rank, self.size, store, self._all_ready)
 
     @property
     def num_collectives(self) -> int:
@@ -191,17 +191,35 @@ class TensorParallelGroup:
             group.shutdown()
 
 
-def process_group_class(device: torch.device) -> Any:
-    """gloo's on the CPU, NCCL's on CUDA."""
-    return distributed.ProcessGroupGloo if device.type == "cpu" else distributed.ProcessGroupNCCL
+def make_process_group(
+    store: distributed.Store, rank: int, size: int, device: torch.device, address: str | None
+) -> Any:
+    """gloo's on the CPU, NCCL's on CUDA. ``address`` as in ``TensorParallelGroup.connect``; NCCL finds the interface
+    between machines by itself, or by NCCL_SOCKET_IFNAME. Raises ``ModelError`` where gloo cannot listen.
+    """
+    timeout = COLLECTIVE_TIMEOUTS[device.type]
+    if device.type != "cpu":
+        return distributed.ProcessGroupNCCL(store, rank, size, timeout)
+    if address is None:
+        return distributed.ProcessGroupGloo(store, rank, size, timeout)
+    options = distributed.ProcessGroupGloo._Options()  # the binding has no other name for what chooses the address
+    options._timeout = timeout
+    try:
+        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=address)]
+    except RuntimeError as error:
+        raise ModelError(f"gloo cannot listen at {address}: {first_line(error)}.") from error
+    return distributed.ProcessGroupGloo(store, rank, size, options)
 
 
 @contextmanager
-def loopback_only() -> Iterator[None]:
-    """What connects inside does so through the loopback interface alone.
+def reachable_at(address: str | None) -> Iterator[None]:
+    """Without an ``address`` of this machine, what connects inside does so through the loopback interface alone.
 
     Both libraries take the interface from the environment, and else listen where the host's name resolves to.
     """
+    if address is not None:
+        yield
+        return
     before = {name: os.environ.get(name) for name in LOOPBACK_ENVIRONMENT}
     os.environ.update(LOOPBACK_ENVIRONMENT)
     try:

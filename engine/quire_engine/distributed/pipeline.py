@@ -9,14 +9,13 @@ step after the other, in the order of their launch, so what arrives needs no nam
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
 
 from quire_engine.device.accelerator import upload
-from quire_engine.distributed.communicator import COLLECTIVE_TIMEOUTS, loopback_only, process_group_class
+from quire_engine.distributed.communicator import make_process_group, reachable_at
 
 
 def is_first(stage: "PipelineStage | None") -> bool:
@@ -79,13 +78,13 @@ class PipelineStage:
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._awaited: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
 
-    def connect(self, store: Path) -> None:
-        """Connects to the other stages, all of which rendezvous through the file ``store``."""
-        with loopback_only():
-            client, timeout = distributed.FileStore(str(store), self.count), COLLECTIVE_TIMEOUTS[self._device.type]
-            make = process_group_class(self._device)
+    def connect(self, store: distributed.Store, address: str | None) -> None:
+        """Connects to the other stages, all of which rendezvous through ``store``. ``address`` as in
+        ``TensorParallelGroup.connect``.
+        """
+        with reachable_at(address):
             self._forward, self._back = (
-                make(distributed.PrefixStore(name, client), self.index, self.count, timeout)
+                make_process_group(distributed.PrefixStore(name, store), self.index, self.count, self._device, address)
                 for name in ("forward", "back")
             )
             # NCCL chooses its interface with the first message between two ranks.

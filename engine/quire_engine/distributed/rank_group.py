@@ -1,10 +1,14 @@
 """``RankGroup``: everything that connects one rank of a model to the others. The ranks are a grid: those that share the
-layers of one stage, and those that have the same part of every stage.
+layers of one stage, and those that have the same part of every stage. ``RankStore``: how ranks of several machines find
+each other.
 """
 
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+from torch import distributed
 
 from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, TensorParallelGroup
 from quire_engine.distributed.pipeline import PipelineStage
@@ -22,6 +26,7 @@ class RankGroup:
         self.num_stages = num_stages
         index, part = divmod(rank, tensor_size)
         self._stores = f"stage-{index}", f"part-{part}"
+        self._store: distributed.Store | None = None
         self._tensor = TensorParallelGroup(part, tensor_size, device, ordered=ordered) if tensor_size > 1 else None
         self.communicator: Communicator = self._tensor or SINGLE_RANK
         self.stage = PipelineStage(index, num_stages, device) if num_stages > 1 else None
@@ -32,11 +37,14 @@ class RankGroup:
         collectives = 0 if self._tensor is None else self._tensor.num_collectives
         return collectives + (0 if self.stage is None else self.stage.num_messages)
 
-    def connect(self, folder: Path) -> None:
-        """Connects to the other ranks, all of which rendezvous through files in ``folder``."""
-        for link, store in zip((self._tensor, self.stage), self._stores, strict=True):
+    def connect(self, store: distributed.Store, address: str | None) -> None:
+        """Connects to the other ranks, all of which rendezvous through ``store``. ``address`` is this machine's for the
+        others; None if all ranks are on it.
+        """
+        self._store = store  # torch keeps its own half of a store only
+        for link, name in zip((self._tensor, self.stage), self._stores, strict=True):
             if link is not None:
-                link.connect(folder / store)
+                link.connect(distributed.PrefixStore(name, store), address)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrites ``tensor`` on the other ranks of the stage with that of their first one."""
@@ -54,3 +62,50 @@ class RankGroup:
         for link in (self._tensor, self.stage):
             if link is not None:
                 link.close()
+
+
+def file_store(folder: Path, size: int) -> distributed.Store:
+    """The store of ``size`` ranks on one machine: a file in a private ``folder``."""
+    return distributed.FileStore(str(folder / "store"), size)
+
+
+class RankStore(distributed.Store):  # type: ignore[misc]  # the binding has no stubs
+    """The store of ranks on several machines: each has all values, which arrive through the ranks' own links. Those are
+    authenticated, which torch's ``TCPStore`` is not.
+
+    ``publish`` sends a value to all other ranks. ``wait_for_more`` is called until values that are waited for are
+    there, or raises. Any thread may call ``put`` and ``check``.
+    """
+
+    def __init__(self, publish: Callable[[str, bytes], None], wait_for_more: Callable[[], None]) -> None:
+        super().__init__()
+        self._publish = publish
+        self._wait_for_more = wait_for_more
+        self._values: dict[str, bytes] = {}
+
+    def put(self, key: str, value: bytes) -> None:
+        """Another rank has set ``key``."""
+        self._values[key] = value
+
+    def set(self, key: str, value: bytes) -> None:
+        """See ``Store.set``."""
+        self.put(key, value)
+        self._publish(key, value)
+
+    def get(self, key: str) -> bytes:
+        """See ``Store.get``."""
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: Sequence[str], _timeout: timedelta | None = None) -> None:
+        """See ``Store.wait``. There is no other bound than the life of the rank's link."""
+        while not self.check(keys):
+            self._wait_for_more()
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """See ``Store.check``."""
+        return all(key in self._values for key in keys)
+
+    def clone(self) -> "RankStore":
+        """See ``Store.clone``: all threads may use this one."""
+        return self

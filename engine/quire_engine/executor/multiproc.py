@@ -7,17 +7,22 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import torch
+from quire_proto.tls import TlsError
 
+from quire_engine.config import NodeArgs
 from quire_engine.core.block_pool import BlockCopies, KVCacheConfig
 from quire_engine.core.lora import LoRARequest
 from quire_engine.device.accelerator import inference_on
 from quire_engine.distributed.rank_group import RankGroup
+from quire_engine.errors import ModelError
+from quire_engine.executor.node_agent import node_facts
+from quire_engine.executor.node_hub import NodeHub
 from quire_engine.executor.rank_processes import RankWorkers
 from quire_engine.executor.rank_worker import RankSettings
 from quire_engine.executor.rpc import (
@@ -39,28 +44,38 @@ T = TypeVar("T")
 
 
 class MultiprocLeader:
-    """The ranks of a model in several processes. Starts the other ranks, which begin to load their weights.
+    """The ranks of a model in several processes. Starts the other ranks, which begin to load their weights; those on
+    other machines, if ``settings`` have some, join as ``nodes`` say.
 
     ``on_lost`` is called, on another thread, with the reason why the model cannot be run any more: a rank has died or
     has failed alone. Without ``on_lost`` the reason is logged. The other processes exist until then or until
     ``close``.
     """
 
-    def __init__(self, settings: RankSettings, on_lost: Callable[[str], None] | None) -> None:
+    def __init__(
+        self, settings: RankSettings, on_lost: Callable[[str], None] | None, nodes: NodeArgs | None = None
+    ) -> None:
         self._device = settings.device_for(0)
         self._group = settings.make_group(0)
         self._rendezvous_folder = TemporaryDirectory(prefix="quire-ranks-", ignore_cleanup_errors=True)
         self._on_lost = on_lost
-        self._workers = RankWorkers(settings.size, self._on_rank_lost)
+        self._hub = None if nodes is None or settings.nnodes == 1 else _make_hub(settings, nodes)
+        try:
+            self._workers = RankWorkers(settings.ranks_per_node, self._on_rank_lost, self._hub)
+        except BaseException:
+            self._close_hub()
+            raise
         try:
             # What all ranks would log, rank 0 logs alone.
             level = logging.DEBUG if log.isEnabledFor(logging.DEBUG) else logging.ERROR
-            settings = replace(settings, rendezvous=self._rendezvous, log_level=level)
+            addresses = () if self._hub is None else tuple(self._hub.addresses)
+            settings = replace(settings, rendezvous=self._rendezvous, addresses=addresses, log_level=level)
             self._load_call = self._workers.request(RpcMethod.LOAD, [json_to_array(settings.to_plain())])
         except BaseException:
             self.close()
             raise
-        log.info("rank 0 has started the others: processes %s", ", ".join(map(str, self._workers.pids)))
+        self._settings = settings
+        log.info("rank 0 has started the others: %s", ", ".join(self._workers.places))
 
     @property
     def group(self) -> RankGroup:
@@ -72,7 +87,11 @@ class MultiprocLeader:
         self._workers.wait_for_replies(self._load_call)
         with inference_on(self._device):
             number, _ = call_all_ranks(
-                self._workers, self._group, RpcMethod.CONNECT, [], lambda: self._group.connect(self._rendezvous)
+                self._workers,
+                self._group,
+                RpcMethod.CONNECT,
+                [],
+                lambda: self._settings.connect(0, self._group, self._workers.store),
             )
         self._workers.wait_for_replies(number)
         if self._device.type == "cpu":
@@ -97,8 +116,18 @@ class MultiprocLeader:
     def close(self) -> None:
         """Ends the other ranks. Nothing can be run afterwards."""
         self._workers.close()
+        self._close_hub()
         self._group.close()
         self._rendezvous_folder.cleanup()
+
+    def announce_ready(self) -> None:
+        """Tells the other nodes that the engine has all it needs."""
+        if self._hub is not None:
+            self._hub.announce_ready()
+
+    def _close_hub(self) -> None:
+        if self._hub is not None:
+            self._hub.close()
 
     @property
     def _rendezvous(self) -> Path:
@@ -199,6 +228,14 @@ class MultiprocRunner:
         return call_all_ranks(self._workers, self._group, method, arrays, work)[1]
 
 
+def _make_hub(settings: RankSettings, nodes: NodeArgs) -> NodeHub:
+    facts = node_facts(settings.engine, settings.config, torch.device(settings.device), settings.nnodes)
+    try:
+        return NodeHub(nodes, facts, settings.ranks_per_node)
+    except TlsError as error:
+        raise ModelError(f"{error}.") from error
+
+
 def call_all_ranks(
     workers: RankWorkers,
     group: RankGroup,
@@ -220,45 +257,56 @@ def call_all_ranks(
     return number, result
 
 
-def compute_rank_cache_sizes(
-    budget: CacheBudget, profiles: Sequence[MemoryProfile], smallest: CacheSizes, num_layers: Sequence[int]
-) -> tuple[CacheSizes, MemoryProfile]:
-    """The cache sizes of rank 0, and the profile that decided them; every rank gets as many blocks. ``profiles`` are
-    the ranks', ``smallest`` is the least that rank 0 needs, and blocks are as large as ``num_layers`` on each are many.
-
-    On the CPU the ranks share one memory, and ``budget`` is for all of them. On CUDA each has a GPU of its own, of
-    which the fullest decides, and they share the host memory of the swap pools. Raises ``ModelError`` as
-    ``compute_cache_sizes`` does.
+@dataclass(frozen=True, slots=True)
+class RankCacheSizes:
+    """What ranks decide together: rank 0's ``sizes``, after which every rank gets as many blocks; the profile that
+    decided them; and how many layers' blocks the memory of that profile holds.
     """
-    if len(profiles) == 1:
-        return compute_cache_sizes(budget, profiles[0], smallest), profiles[0]
-    own, total = num_layers[0], sum(num_layers)
-    if profiles[0].host_available is None:
-        whole = sum_profiles(profiles)
-        return _scale(compute_cache_sizes(budget, whole, _scale(smallest, total, own)), own, total), whole
-    decided: list[tuple[CacheSizes, MemoryProfile]] = []
-    for profile, layers in zip(profiles, num_layers, strict=True):
-        part = replace(budget, swap_bytes=budget.swap_bytes * layers // total)
-        one = replace(profile, host_available=(profile.host_available or 0) * layers // total)
-        decided.append((_scale(compute_cache_sizes(part, one, _scale(smallest, layers, own)), own, layers), one))
-    least, fullest = min(decided, key=lambda pair: pair[0].kv_cache_bytes)
-    return CacheSizes(least.kv_cache_bytes, min(sizes.swap_bytes for sizes, _ in decided)), fullest
+
+    sizes: CacheSizes
+    profile: MemoryProfile
+    num_layers: int
+
+
+def compute_rank_cache_sizes(
+    budget: CacheBudget,
+    profiles: Sequence[MemoryProfile],
+    smallest: CacheSizes,
+    num_layers: Sequence[int],
+    nnodes: int = 1,
+) -> RankCacheSizes:
+    """``profiles`` are the ranks', ``smallest`` is the least that rank 0 needs, and blocks are as large as
+    ``num_layers`` on each are many. ``nnodes`` machines have as many ranks each; the fullest memory decides.
+
+    On the CPU the ranks of a machine share one memory, and ``budget`` is for all of them. On CUDA each has a GPU of its
+    own, and those of a machine share its host memory for swap pools. Raises ``ModelError`` as ``compute_cache_sizes``
+    does.
+    """
+    own, each = num_layers[0], len(profiles) // nnodes
+    decided: list[RankCacheSizes] = []
+    for first in range(0, len(profiles), each):
+        node, layers = profiles[first : first + each], num_layers[first : first + each]
+        if node[0].host_available is None:
+            decided.append(_decide(budget, sum_profiles(node), smallest, own, sum(layers)))
+            continue
+        for profile, count in zip(node, layers, strict=True):
+            part = replace(budget, swap_bytes=budget.swap_bytes * count // sum(layers))
+            one = replace(profile, host_available=(profile.host_available or 0) * count // sum(layers))
+            decided.append(replace(_decide(part, one, smallest, own, count), num_layers=own))
+    least = min(decided, key=lambda one: one.sizes.kv_cache_bytes)
+    swap_bytes = min(one.sizes.swap_bytes for one in decided)
+    return replace(least, sizes=CacheSizes(least.sizes.kv_cache_bytes, swap_bytes))
+
+
+def _decide(budget: CacheBudget, profile: MemoryProfile, smallest: CacheSizes, own: int, layers: int) -> RankCacheSizes:
+    """What one memory decides, of blocks of ``layers``, in bytes of rank 0, which has its ``own``."""
+    sizes = compute_cache_sizes(budget, profile, _scale(smallest, layers, own))
+    return RankCacheSizes(_scale(sizes, own, layers), profile, layers)
 
 
 def _scale(sizes: CacheSizes, layers: int, of: int) -> CacheSizes:
     """The sizes of as many blocks of ``layers`` as ``sizes`` are of blocks of another number ``of`` layers."""
     return CacheSizes(sizes.kv_cache_bytes * layers // of, sizes.swap_bytes * layers // of)
-
-
-def with_all_ranks_bytes(
-    config: KVCacheConfig, profiles: Sequence[MemoryProfile], num_layers: Sequence[int]
-) -> KVCacheConfig:
-    """``config``, which is rank 0's, with ``block_bytes`` of all ranks where they share one memory (CPU), unchanged on
-    CUDA.
-    """
-    if profiles[0].host_available is not None:
-        return config
-    return replace(config, block_bytes=config.block_bytes * sum(num_layers) // num_layers[0])
 
 
 def sum_profiles(profiles: Sequence[MemoryProfile]) -> MemoryProfile:

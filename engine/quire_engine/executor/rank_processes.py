@@ -1,5 +1,5 @@
-"""``RankWorkers``: rank 0's handle on the processes of all other ranks. It sends them calls, receives replies and
-failures, and when one rank is lost it kills all of them and reports why.
+"""``RankWorkers``: rank 0's handle on all other ranks, here and on other nodes. It sends them calls, receives replies
+and failures, and when one rank is lost it kills all of them and reports why.
 
 A watcher thread starts the processes and reads from them, so that a loss is noticed while rank 0 computes, waits in a
 collective, or is idle.
@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import Condition, Thread
-from typing import Any
+from threading import Condition, Lock, Thread
+from typing import TYPE_CHECKING, Any
 
 from quire_engine.core.executor import ExecutorError
+from quire_engine.distributed.rank_group import RankStore
 from quire_engine.errors import ModelError
 from quire_engine.executor.rpc import (
     MessageError,
@@ -29,12 +30,19 @@ from quire_engine.executor.rpc import (
     json_from_array,
     receive,
     send,
+    stored_from_arrays,
+    stored_to_arrays,
 )
+
+if TYPE_CHECKING:
+    from quire_engine.executor.node_hub import NodeHub, RemoteRank
 
 EXIT_TIMEOUT_SECONDS = 2.0
 # How far apart ranks may be in noticing the same failure. They compute the same at the same time.
 DIVERGENCE_GRACE_SECONDS = 3.0
 FAILURE_TIMEOUT_SECONDS = 10.0
+# A value may have been stored between a look and the wait for it.
+STORED_POLL_SECONDS = 0.05
 RANKS_CLOSED = "The ranks of this model have ended."
 # The command of a rank's process. Its arguments follow: the rank, the descriptor of its socket, rank 0's pid.
 COMMAND = (sys.executable, "-P", "-m", "quire_engine.executor.rank_main")
@@ -45,13 +53,16 @@ class RankError(ExecutorError):
 
 
 class RankWorkers:
-    """The processes of the ranks 1 to ``size`` - 1. One thread makes calls, one after the other.
+    """The processes of the ranks 1 to ``size`` - 1 on this node, and all ranks of the other nodes of ``hub``, which are
+    waited for. One thread makes calls, one after the other.
 
-    ``on_lost`` is called once with the reason of a loss, on the watcher thread, and never after ``close``.
+    ``on_lost`` is called once with the reason of a loss, on the watcher thread, and never after ``close``. Raises
+    ``ModelError``.
     """
 
-    def __init__(self, size: int, on_lost: Callable[[str], None]) -> None:
+    def __init__(self, size: int, on_lost: Callable[[str], None], hub: "NodeHub | None" = None) -> None:
         self._on_lost = on_lost
+        self.store = RankStore(self._publish, self._wait_for_stored)
         self._failures = RankFailureTracker(size - 1)
         self._changed = Condition()
         self._requested: set[int] = set()
@@ -59,19 +70,20 @@ class RankWorkers:
         self._lost_reason: str | None = None
         self._closing = False
         self._started = False
-        self._start_error: OSError | None = None
+        self._start_error: str | None = None
+        self._sending = Lock()
         self._wake_writer, self._wake_reader = socket.socketpair()
-        self._processes: list[RankProcess] = []
-        self._thread = Thread(target=self._run_watcher, args=(size,), name="rank-watch", daemon=True)
+        self._processes: list[RankProcess | RemoteRank] = []
+        self._thread = Thread(target=self._run_watcher, args=(size, hub), name="rank-watch", daemon=True)
         self._thread.start()
         with self._changed:
             self._changed.wait_for(lambda: self._started)
         self._check_started()
 
     @property
-    def pids(self) -> list[int]:
-        """The process ids, in the order of the ranks."""
-        return [process.pid for process in self._processes]
+    def places(self) -> list[str]:
+        """Where the other ranks run, in their order, for the log."""
+        return [process.place for process in self._processes]
 
     @property
     def is_usable(self) -> bool:
@@ -102,10 +114,23 @@ class RankWorkers:
 
     def _send(self, message: RpcMessage) -> None:
         try:
-            for process in self._processes:
-                send(process.link, message)
+            self._send_to_all(message)
         except OSError:
             self._wait_for_loss()
+
+    def _send_to_all(self, message: RpcMessage, but: int = 0) -> None:
+        with self._sending:
+            for process in self._processes:
+                if process.rank != but:
+                    send(process.link, message)
+
+    def _publish(self, key: str, value: bytes) -> None:
+        self._send(RpcMessage(RpcMethod.STORE, 0, stored_to_arrays(key, value)))
+
+    def _wait_for_stored(self) -> None:
+        with self._changed:
+            self._check_usable()
+            self._changed.wait(STORED_POLL_SECONDS)
 
     def call_succeeded(self) -> None:
         """The latest call has succeeded on rank 0."""
@@ -154,7 +179,7 @@ class RankWorkers:
     def _check_started(self) -> None:
         if self._start_error is not None:
             self.close()
-            raise ModelError(f"The processes of the other ranks cannot be started: {self._start_error.strerror}.")
+            raise ModelError(self._start_error)
 
     @property
     def _is_over(self) -> bool:
@@ -177,9 +202,9 @@ class RankWorkers:
 
     # On the watcher thread
 
-    def _run_watcher(self, size: int) -> None:
+    def _run_watcher(self, size: int, hub: "NodeHub | None") -> None:
         try:
-            self._start_processes(size)
+            self._start_processes(size, hub)
             self._watch()
         except Exception as error:  # noqa: BLE001 - without the watcher a loss goes unnoticed
             self._mark_lost(f"Rank 0 cannot listen to the others any more: {describe_error(error)}.")
@@ -195,11 +220,15 @@ class RankWorkers:
         self._wake_writer.close()
         self._wake_reader.close()
 
-    def _start_processes(self, size: int) -> None:
+    def _start_processes(self, size: int, hub: "NodeHub | None") -> None:
         try:
             self._processes.extend(RankProcess(rank) for rank in range(1, size))
+            if hub is not None:
+                self._processes.extend(hub.wait_joined())
         except OSError as error:
-            self._start_error = error
+            self._start_error = f"The processes of the other ranks cannot be started: {error.strerror}."
+        except ModelError as error:
+            self._start_error = str(error)
         with self._changed:
             self._started = True
             self._changed.notify_all()
@@ -222,7 +251,7 @@ class RankWorkers:
                 poll.register(wake, select.POLLIN)
             suspected_since = self._check_divergence(suspected_since)
 
-    def _on_readable(self, process: "RankProcess") -> None:
+    def _on_readable(self, process: "RankProcess | RemoteRank") -> None:
         try:
             message = receive(process.link)
             if message is None:
@@ -233,6 +262,9 @@ class RankWorkers:
             self._mark_lost(process.exit_reason())
 
     def _on_message(self, rank: int, message: RpcMessage) -> None:
+        if message.code == RpcReply.STORED:
+            self._on_stored(rank, message)
+            return
         value = json_from_array(message.arrays[0])
         with self._changed:
             if message.code == RpcReply.FAILED:
@@ -242,6 +274,13 @@ class RankWorkers:
             else:
                 self._failures.record_remote_failure(rank, value)
             self._changed.notify_all()
+
+    def _on_stored(self, rank: int, message: RpcMessage) -> None:
+        """A rank has stored a value for all of them."""
+        self.store.put(*stored_from_arrays(message.arrays))
+        with self._changed:
+            self._changed.notify_all()
+        self._send_to_all(RpcMessage(RpcMethod.STORE, 0, message.arrays), but=rank)
 
     def _check_divergence(self, suspected_since: float | None) -> float | None:
         """Marks the ranks lost when their outcomes differ: at once when that is certain, after a grace period when it
@@ -373,6 +412,11 @@ class RankProcess:
     def pid(self) -> int:
         """The process id."""
         return self._popen.pid
+
+    @property
+    def place(self) -> str:
+        """Where it runs, for the log."""
+        return f"process {self.pid}"
 
     def exit_reason(self) -> str:
         """How the process ended, as a sentence. Call it once the link is closed."""

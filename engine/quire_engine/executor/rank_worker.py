@@ -16,10 +16,11 @@ from quire_engine.config import EngineArgs
 from quire_engine.device.accelerator import inference_on
 from quire_engine.device.host import tune_malloc, usable_cores
 from quire_engine.distributed.pipeline import is_first
-from quire_engine.distributed.rank_group import RankGroup
+from quire_engine.distributed.rank_group import RankGroup, RankStore, file_store
 from quire_engine.errors import ModelError
 from quire_engine.executor.rank_processes import describe_error
 from quire_engine.executor.rpc import (
+    MessageError,
     RpcArray,
     RpcMessage,
     RpcMethod,
@@ -32,6 +33,8 @@ from quire_engine.executor.rpc import (
     receive,
     rows_from_arrays,
     send,
+    stored_from_arrays,
+    stored_to_arrays,
 )
 from quire_engine.lora.manager import adapter_bytes
 from quire_engine.models.llama import stage_layers
@@ -47,26 +50,43 @@ MAX_RANKS = 64
 class RankSettings:
     """All settings that another rank's process needs, as values that JSON has (``to_plain``).
 
-    ``threads`` are those of each rank. ``device`` is rank 0's; another rank's GPU is that of its number. ``rendezvous``
-    is the folder through which the ranks find each other.
+    ``threads`` are those of each rank. ``device`` is rank 0's; another rank's GPU is that of its number on its node.
+    ``nnodes`` machines have as many ranks each. Ranks on one machine find each other through the folder ``rendezvous``;
+    several have ``addresses``, by node.
     """
 
     engine: EngineArgs
     config: ModelConfig
     device: str
     threads: int
+    nnodes: int = 1
     rendezvous: Path = Path()
+    addresses: tuple[str, ...] = ()
     log_level: int = 0
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return self.engine.tensor_parallel_size * self.engine.pipeline_parallel_size
+        return self.engine.num_ranks
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The number of ranks on one machine."""
+        return self.size // self.nnodes
 
     def device_for(self, rank: int) -> torch.device:
         """The device of a rank."""
         device = torch.device(self.device)
-        return device if device.type == "cpu" or self.size == 1 else torch.device(device.type, rank)
+        if device.type == "cpu" or self.size == 1:
+            return device
+        return torch.device(device.type, rank % self.ranks_per_node)
+
+    def connect(self, rank: int, group: RankGroup, store: RankStore) -> None:
+        """Connects a rank to the others: through a file, or where they are on several machines through ``store``."""
+        if self.nnodes == 1:
+            group.connect(file_store(self.rendezvous, self.size), None)
+        else:
+            group.connect(store, self.addresses[rank // self.ranks_per_node])
 
     def make_group(self, rank: int) -> RankGroup:
         """The links of a rank, not connected yet."""
@@ -102,7 +122,9 @@ class RankSettings:
             "config": asdict(self.config),
             "device": self.device,
             "threads": self.threads,
+            "nnodes": self.nnodes,
             "rendezvous": str(self.rendezvous),
+            "addresses": self.addresses,
             "log_level": self.log_level,
         }
 
@@ -110,7 +132,9 @@ class RankSettings:
     def from_plain(cls, values: dict[str, Any]) -> "RankSettings":
         """The inverse of ``to_plain``, for a model whose configuration is a ``DecoderConfig``."""
         engine, config = EngineArgs.model_validate(values["engine"]), DecoderConfig.from_plain(values["config"])
-        return cls(**{**values, "engine": engine, "config": config, "rendezvous": Path(values["rendezvous"])})
+        rendezvous, addresses = Path(values["rendezvous"]), tuple(values["addresses"])
+        changed = {"engine": engine, "config": config, "rendezvous": rendezvous, "addresses": addresses}
+        return cls(**{**values, **changed})
 
 
 @dataclass(slots=True)
@@ -120,7 +144,7 @@ class _LoadedRank:
     model: LoadedModel
     profiler: MemoryProfiler
     group: RankGroup
-    rendezvous: Path
+    settings: RankSettings
 
 
 class RankWorker:
@@ -134,6 +158,7 @@ class RankWorker:
         self._loaded_rank: _LoadedRank | None = None
         self._runner: ModelRunner | None = None
         self._hidden: deque[torch.Tensor] = deque()
+        self._store = RankStore(self._publish, self._receive_stored)
         self._handlers: dict[int, Callable[[Sequence[RpcArray]], object]] = {
             RpcMethod.LOAD: self._load,
             RpcMethod.CONNECT: self._connect,
@@ -145,6 +170,7 @@ class RankWorker:
             RpcMethod.LOGITS: self._logits,
             RpcMethod.ADD_LORA: self._add_lora,
             RpcMethod.REMOVE_LORA: self._remove_lora,
+            RpcMethod.STORE: self._put_stored,
         }
 
     def run(self, until: RpcMethod | None = None) -> None:
@@ -193,13 +219,26 @@ class RankWorker:
             model = settings.load(self._rank, group)
         if device.type == "cpu":
             tune_malloc()
-        self._loaded_rank = _LoadedRank(model, profiler, group, settings.rendezvous)
+        self._loaded_rank = _LoadedRank(model, profiler, group, settings)
         self._hidden = deque(maxlen=group.num_stages)
 
     def _connect(self, _: Sequence[RpcArray]) -> None:
         loaded = self._loaded_or_fail
         with inference_on(loaded.model.device):
-            loaded.group.connect(loaded.rendezvous)
+            loaded.settings.connect(self._rank, loaded.group, self._store)
+
+    def _publish(self, key: str, value: bytes) -> None:
+        send(self._link, RpcMessage(RpcReply.STORED, 0, stored_to_arrays(key, value)))
+
+    def _receive_stored(self) -> None:
+        """Waits for a value that another rank stores: while ranks connect, nothing else comes."""
+        message = receive(self._link)
+        if message is None or message.code != RpcMethod.STORE:
+            raise MessageError("Rank 0 stores nothing while ranks connect.")
+        self._put_stored(message.arrays)
+
+    def _put_stored(self, arrays: Sequence[RpcArray]) -> None:
+        self._store.put(*stored_from_arrays(arrays))
 
     def _profile_memory(self, arrays: Sequence[RpcArray]) -> dict[str, Any]:
         """Profiles this rank. The calls up to END_PROFILE are the largest step, if there is one."""
@@ -266,12 +305,12 @@ def _failure_to_plain(error: Exception, collectives: int) -> dict[str, Any]:
     }
 
 
-def check_parallel_sizes(engine: EngineArgs, config: ModelConfig, device: torch.device) -> None:
+def check_parallel_sizes(engine: EngineArgs, config: ModelConfig, device: torch.device, nnodes: int = 1) -> None:
     """Raises ``ModelError`` when the ranks that ``engine`` asks for cannot share the model or the device, and logs a
-    warning when they can but will be slow. Called before anything is started or read.
+    warning when they can but will be slow. Called before anything is started or read. ``nnodes`` machines have as many
+    of them each.
     """
-    tensor_size, num_stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
-    size = tensor_size * num_stages
+    tensor_size, num_stages, size = engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.num_ranks
     if size == 1:
         return
     if not isinstance(config, DecoderConfig):
@@ -289,7 +328,7 @@ def check_parallel_sizes(engine: EngineArgs, config: ModelConfig, device: torch.
         raise ModelError(f"The pipeline parallel size is {num_stages}, and the model has {config.num_layers} layers.")
     if size > MAX_RANKS:
         raise ModelError(f"{tensor_size} × {num_stages} ranks are more than {MAX_RANKS}.")
-    _check_device(size, device)
+    _check_device(size // nnodes, device)
 
 
 def _sharded_dimensions(config: DecoderConfig) -> list[tuple[int, str]]:
@@ -302,6 +341,6 @@ def _check_device(size: int, device: torch.device) -> None:
     if device.type == "cuda":
         gpus = torch.cuda.device_count()
         if size > gpus:
-            raise ModelError(f"The model is to have {size} ranks, and {gpus} GPUs can be used here.")
+            raise ModelError(f"The model is to have {size} ranks on one machine, and {gpus} GPUs can be used here.")
     elif size > usable_cores():
         log.warning("%d ranks share %d cores: they will wait for each other", size, usable_cores())

@@ -43,6 +43,7 @@ class RpcMethod(IntEnum):
     LOGITS = 9
     ADD_LORA = 10
     REMOVE_LORA = 11
+    STORE = 12
 
     @property
     def has_reply(self) -> bool:
@@ -51,10 +52,13 @@ class RpcMethod(IntEnum):
 
 
 class RpcReply(IntEnum):
-    """The messages of the other ranks; their call numbers are those of the calls that they answer."""
+    """The messages of the other ranks; their call numbers are those of the calls that they answer, and 0 where a value
+    is stored for all ranks.
+    """
 
     DONE = 1
     FAILED = 2
+    STORED = 3
 
 
 class MessageError(Exception):
@@ -138,6 +142,18 @@ def json_from_array(array: RpcArray) -> Any:
         return json.loads(array.tobytes())
     except ValueError:
         raise MessageError("The text of a message is not JSON.") from None
+
+
+def stored_to_arrays(key: str, value: bytes) -> list[RpcArray]:
+    """A value of a ``RankStore``."""
+    return [json_to_array(key), np.frombuffer(value, np.uint8)]
+
+
+def stored_from_arrays(arrays: Sequence[RpcArray]) -> tuple[str, bytes]:
+    """The inverse of ``stored_to_arrays``. Raises ``MessageError``."""
+    if len(arrays) != 2 or not isinstance(key := json_from_array(arrays[0]), str):
+        raise MessageError("A stored value is not a key and its bytes.")
+    return key, arrays[1].tobytes()
 
 
 _BATCH_FIELDS = [field.name for field in fields(ModelInput) if field.name != "attention"]

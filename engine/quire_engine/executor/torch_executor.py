@@ -7,14 +7,14 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 
 import torch
 from quire_proto.errors import ErrorCode, QuireError, internal
 
-from quire_engine.config import EngineArgs
+from quire_engine.config import EngineArgs, NodeArgs
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.executor import UNMEASURED, ExecutorError
 from quire_engine.core.lora import PROFILE_LORA, LoRARequest, lora_int_id
@@ -22,7 +22,7 @@ from quire_engine.core.step import ModelOutput, ScheduledChunk, SchedulerOutput
 from quire_engine.device.accelerator import configure_threads, inference_on, resolve_device, upload, usable_threads
 from quire_engine.device.host import tune_malloc
 from quire_engine.errors import LoRAError
-from quire_engine.executor.multiproc import MultiprocLeader, compute_rank_cache_sizes, with_all_ranks_bytes
+from quire_engine.executor.multiproc import MultiprocLeader, compute_rank_cache_sizes
 from quire_engine.executor.rank_worker import RankSettings, check_parallel_sizes
 from quire_engine.models.loader import read_model_config
 from quire_engine.sampling.sampler import Sampler, SamplerInput, SamplerOutput, compute_prompt_logprobs
@@ -76,7 +76,12 @@ class TorchExecutor:
 
     @classmethod
     def load(
-        cls, config: EngineArgs, on_lost: Callable[[str], None] | None = None, *, owns_process: bool = False
+        cls,
+        config: EngineArgs,
+        on_lost: Callable[[str], None] | None = None,
+        *,
+        owns_process: bool = False,
+        nodes: NodeArgs | None = None,
     ) -> "TorchExecutor":
         """Loads the model of ``config`` onto a device, and makes KV pools for it.
 
@@ -86,24 +91,26 @@ class TorchExecutor:
         ``async_scheduling`` says whether a step may be launched while another runs; by default it may on CUDA, but not
         with speculation. With ``enforce_eager`` no graphs are captured. With a ``tensor_parallel_size`` or a
         ``pipeline_parallel_size`` above 1 other processes share the model until ``close``; ``on_lost`` is called, on
-        another thread, with the reason why they cannot go on. An engine that ``owns_process`` sets the number of
+        another thread, with the reason why they cannot go on. ``nodes`` are the machines that have the ranks, if there
+        are several; this one is node 0, and waits for the others. An engine that ``owns_process`` sets the number of
         torch's threads and how the heap treats freed memory, for all of it. Raises ``ModelError``, with one sentence,
         for what cannot be.
         """
-        size = config.tensor_parallel_size * config.pipeline_parallel_size
-        threads = (configure_threads if owns_process else usable_threads)(size)
+        nnodes = 1 if nodes is None else nodes.nnodes
+        threads = (configure_threads if owns_process else usable_threads)(config.num_ranks // nnodes)
         model_config, device = read_model_config(config.model), resolve_device(config.device)
-        check_parallel_sizes(config, model_config, device)
-        settings = RankSettings(config, model_config, str(device), threads)
-        if size == 1:
+        check_parallel_sizes(config, model_config, device, nnodes)
+        settings = RankSettings(config, model_config, str(device), threads, nnodes)
+        if settings.size == 1:
             return cls._load(settings, None, owns_process=owns_process)
-        leader = MultiprocLeader(settings, on_lost)
+        leader = MultiprocLeader(settings, on_lost, nodes)
         try:
             executor = cls._load(settings, leader, owns_process=owns_process)
         except BaseException:
             leader.close()
             raise
         executor._close_ranks = weakref.finalize(executor, leader.close)
+        leader.announce_ready()
         return executor
 
     @classmethod
@@ -126,13 +133,14 @@ class TorchExecutor:
             work = run_largest if budget.kv_cache_bytes is None else None
             profiles = [profiler.profile(work)] if leader is None else leader.profile_memory(profiler, work)
         num_layers = settings.num_layers()
-        cache_sizes, deciding_profile = compute_rank_cache_sizes(budget, profiles, model.min_cache_sizes, num_layers)
+        decided = compute_rank_cache_sizes(budget, profiles, model.min_cache_sizes, num_layers, settings.nnodes)
         depth, held = _depth(config, model.device), config.num_loras_held
-        executor = cls(model, cache_sizes, depth=depth, num_loras_held=held, make_runner=make_runner)
+        executor = cls(model, decided.sizes, depth=depth, num_loras_held=held, make_runner=make_runner)
         num_tokens = min(config.max_num_batched_tokens, model.max_model_len)
         executor.rates = measure_rates(executor, num_tokens, model.config.vocab_size)
-        capacity = with_all_ranks_bytes(executor.kv_cache_config, profiles, num_layers)
-        table = format_memory_table(budget, deciding_profile, capacity, model.max_model_len)
+        capacity = executor.kv_cache_config
+        capacity = replace(capacity, block_bytes=capacity.block_bytes * decided.num_layers // num_layers[0])
+        table = format_memory_table(budget, decided.profile, capacity, model.max_model_len)
         log.info("memory, as decided\n%s", table)
         return executor
 

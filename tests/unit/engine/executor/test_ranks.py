@@ -23,13 +23,13 @@ from quire_engine.attention.base import AttentionBatch
 from quire_engine.checkpoint.config import DecoderConfig, MoEConfig
 from quire_engine.checkpoint.weights import Checkpoint
 from quire_engine.config import EngineArgs
-from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig
+from quire_engine.core.block_pool import BlockCopies, BlockCopy
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ScheduledChunk
 from quire_engine.distributed.communicator import Communicator, TensorParallelGroup, largest_shard_size, shard
 from quire_engine.errors import ModelError
 from quire_engine.executor import rank_worker, rpc
-from quire_engine.executor.multiproc import compute_rank_cache_sizes, with_all_ranks_bytes
+from quire_engine.executor.multiproc import RankCacheSizes, compute_rank_cache_sizes, sum_profiles
 from quire_engine.executor.rank_processes import RankFailure, RankFailureTracker
 from quire_engine.executor.rank_worker import RankSettings, check_parallel_sizes
 from quire_engine.executor.rpc import (
@@ -50,6 +50,7 @@ from quire_engine.models.transformers_backend import TransformersConfig
 from quire_engine.worker.input_batch import ModelInput, prepare_inputs
 from quire_engine.worker.memory import CacheBudget, CacheSizes, MemoryProfile, compute_cache_sizes
 from safetensors.torch import save_file
+from torch import distributed
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -390,59 +391,81 @@ MEASURED = MemoryProfile(
 SMALLEST = CacheSizes(1 << 20, 0)
 
 
+def decide(
+    budget: CacheBudget, profiles: list[MemoryProfile], smallest: CacheSizes, *layers: int, nnodes: int = 1
+) -> Any:
+    return compute_rank_cache_sizes(budget, profiles, smallest, layers, nnodes)
+
+
 def test_one_rank_decides_as_if_there_were_no_others() -> None:
     request = CacheBudget(None, GIB)
-    assert compute_rank_cache_sizes(request, [MEASURED], SMALLEST, [1]) == (
-        compute_cache_sizes(request, MEASURED, SMALLEST),
-        MEASURED,
-    )
+    decided = decide(request, [MEASURED], SMALLEST, 1)
+    assert decided == RankCacheSizes(compute_cache_sizes(request, MEASURED, SMALLEST), MEASURED, 1)
 
 
 def test_blocks_are_counted_with_all_of_their_parts_in_one_memory() -> None:
-    capacity = KVCacheConfig(16, 100, 10, 64)
-    assert with_all_ranks_bytes(capacity, [MEASURED] * 4, [2] * 4) == KVCacheConfig(16, 100, 10, 256)
-    assert (
-        with_all_ranks_bytes(capacity, [MEASURED], [2])
-        == with_all_ranks_bytes(capacity, [replace(MEASURED, host_available=1)] * 4, [2] * 4)
-        == capacity
-    )
+    budget = CacheBudget(GIB, 0)
+    assert decide(budget, [MEASURED] * 4, SMALLEST, 2, 2, 2, 2).num_layers == 8
+    assert decide(budget, [MEASURED], SMALLEST, 2).num_layers == 2
+    assert decide(budget, [replace(MEASURED, host_available=1)] * 4, SMALLEST, 2, 2, 2, 2).num_layers == 2
+    assert decide(budget, [MEASURED] * 4, SMALLEST, 2, 2, 3, 3, nnodes=2).num_layers == 6, "the fuller node's"
 
 
 @given(size=st.integers(2, 4), swap=st.integers(0, 4 * GIB))
 def test_ranks_of_one_memory_stay_within_it_together(size: int, swap: int) -> None:
-    pools, whole = compute_rank_cache_sizes(CacheBudget(None, swap), [MEASURED] * size, SMALLEST, [2] * size)
+    decided = decide(CacheBudget(None, swap), [MEASURED] * size, SMALLEST, *[2] * size)
+    pools, whole = decided.sizes, decided.profile
     taken = size * (MEASURED.used_without_cache + pools.kv_cache_bytes + pools.swap_bytes)
     assert 0.89 * whole.limit < taken <= 0.9 * whole.limit
     assert size * pools.swap_bytes <= swap
 
 
+@given(ranks=st.integers(1, 3), nnodes=st.integers(1, 3), used=st.lists(st.integers(0, 4), min_size=3, max_size=3))
+def test_each_machine_keeps_within_its_own_memory_and_the_fullest_decides(
+    ranks: int, nnodes: int, used: list[int]
+) -> None:
+    """The ranks of each machine alone, by blocks of one layer, are the oracle."""
+    nodes = [[replace(MEASURED, used_loaded=GIB + many * GIB // 4)] * ranks for many in used[:nnodes]]
+    budget, layers = CacheBudget(None, 0), [2 + number % 2 for number in range(ranks * nnodes)]
+    profiles = [profile for node in nodes for profile in node]
+    made = decide(budget, profiles, SMALLEST, *layers, nnodes=nnodes).sizes.kv_cache_bytes // layers[0]
+    alone = []
+    for number, node in enumerate(nodes):
+        own = layers[number * ranks : (number + 1) * ranks]
+        alone.append(compute_cache_sizes(budget, sum_profiles(node), SMALLEST).kv_cache_bytes // sum(own))
+    assert abs(made - min(alone)) <= 1
+
+
 def test_stages_of_more_layers_get_more_bytes_for_as_many_blocks() -> None:
     budget = CacheBudget(60 * SMALLEST.kv_cache_bytes, 0)
     smallest = CacheSizes(2 * SMALLEST.kv_cache_bytes, 0)
-    shared, _ = compute_rank_cache_sizes(budget, [replace(MEASURED, peak=None)] * 2, smallest, [2, 4])
+    shared = decide(budget, [replace(MEASURED, peak=None)] * 2, smallest, 2, 4).sizes
     assert shared.kv_cache_bytes == 20 * SMALLEST.kv_cache_bytes, "60 for 2 + 4 layers"
-    assert with_all_ranks_bytes(KVCacheConfig(16, 10, 0, 64), [MEASURED] * 2, [2, 4]).block_bytes == 3 * 64
+    apart = decide(budget, [replace(MEASURED, peak=None)] * 2, smallest, 2, 4, nnodes=2).sizes
+    assert apart.kv_cache_bytes == 30 * SMALLEST.kv_cache_bytes, "60 on the machine of 4 layers"
     on_gpus = [replace(MEASURED, host_available=8 * GIB)] * 2
-    own, _ = compute_rank_cache_sizes(budget, on_gpus, smallest, [2, 4])
+    own = decide(budget, on_gpus, smallest, 2, 4).sizes
     assert own.kv_cache_bytes == 30 * SMALLEST.kv_cache_bytes, "60 on the GPU of 4 layers"
 
 
 def test_a_given_size_is_for_all_ranks_of_one_memory() -> None:
     measures = [replace(MEASURED, peak=None)] * 2
-    pools, _ = compute_rank_cache_sizes(CacheBudget(4 * GIB, GIB), measures, SMALLEST, [1, 1])
-    assert pools == CacheSizes(2 * GIB, GIB // 2)
+    assert decide(CacheBudget(4 * GIB, GIB), measures, SMALLEST, 1, 1).sizes == CacheSizes(2 * GIB, GIB // 2)
+    assert decide(CacheBudget(4 * GIB, GIB), measures, SMALLEST, 1, 1, nnodes=2).sizes == CacheSizes(4 * GIB, GIB)
     with pytest.raises(ModelError, match="no memory for a KV pool"):
-        compute_rank_cache_sizes(CacheBudget(9 * GIB, 0), measures, SMALLEST, [1, 1])
+        decide(CacheBudget(9 * GIB, 0), measures, SMALLEST, 1, 1)
 
 
 def test_the_fullest_gpu_decides_for_all() -> None:
     roomy = replace(MEASURED, host_available=8 * GIB, growth_reserve=0)
     full = replace(roomy, used_loaded=4 * GIB, available=6 * GIB, peak=4 * GIB)
     request = CacheBudget(None, 6 * GIB)
-    pools, fullest = compute_rank_cache_sizes(request, [roomy, full], SMALLEST, [1, 1])
-    assert fullest.used_loaded == full.used_loaded
-    assert pools == CacheSizes(compute_cache_sizes(request, full, SMALLEST).kv_cache_bytes, 3 * GIB)
-    assert compute_rank_cache_sizes(CacheBudget(GIB, 0), [roomy, full], SMALLEST, [1, 1])[0] == CacheSizes(GIB, 0)
+    decided = decide(request, [roomy, full], SMALLEST, 1, 1)
+    assert decided.profile.used_loaded == full.used_loaded
+    least = compute_cache_sizes(request, full, SMALLEST).kv_cache_bytes
+    assert decided.sizes == CacheSizes(least, 3 * GIB)
+    assert decide(request, [roomy, full], SMALLEST, 1, 1, nnodes=2).sizes == CacheSizes(least, 6 * GIB)
+    assert decide(CacheBudget(GIB, 0), [roomy, full], SMALLEST, 1, 1).sizes == CacheSizes(GIB, 0)
 
 
 # Accord
@@ -518,7 +541,7 @@ def groups(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with pytest.MonkeyPatch.context() as patch:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             patch.setenv(name, "lo")
-        each(made, lambda group: group.connect(store))
+        each(made, lambda group: group.connect(distributed.FileStore(str(store), group.size), None))
     yield made
     for group in made:
         group.close()
@@ -595,7 +618,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[TensorPara
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     group = TensorParallelGroup(0, 2, torch.device("cuda", 0), ordered=False)
-    group.connect(tmp_path / "store")
+    group.connect(distributed.FileStore(str(tmp_path / "store"), 2), None)
     return group, group._process_group
 
 

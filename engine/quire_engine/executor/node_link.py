@@ -1,0 +1,242 @@
+"""The connection between node 0 of an engine and another of its machines: one TCP connection, with TLS where it leaves
+the machine. ``NodeLink`` carries in it what the ranks of the other node and rank 0 send each other, and tells a node
+that is gone or frozen from one that is busy.
+
+A frame is its kind, a rank, a length and bytes. The bytes of a rank's socket are cut into frames anywhere; all other
+frames are JSON.
+"""
+
+import asyncio
+import json
+import socket
+import ssl
+import struct
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from quire_proto.tls import ServerTls, TlsError
+
+HEARTBEAT_SECONDS = 1.0
+# A node from which nothing came for as long is lost: its machine is gone or cut off, or its processes are stopped.
+SILENCE_SECONDS = 10.0
+HANDSHAKE_SECONDS = 10.0
+_HEADER = struct.Struct("<BHI")
+_CHUNK_BYTES = 1 << 16
+_MAX_FRAME_BYTES = 1 << 20
+
+
+class FrameKind(IntEnum):
+    """What a frame holds, and who sends it."""
+
+    HELLO = 1  # another node, first: what it is and what it runs
+    ACCEPTED = 2  # node 0: the ranks that the node is to run
+    REFUSED = 3  # node 0: why not
+    DATA = 4  # both: bytes of a rank's socket
+    HEARTBEAT = 5  # both
+    RANK_ENDED = 6  # another node: how a rank has ended
+    LEAVING = 7  # another node: it was told to stop
+    READY = 8  # node 0: the engine serves
+    CLOSE = 9  # node 0: the engine ends
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One message. ``rank`` is 0 where it is of no rank."""
+
+    kind: int
+    rank: int = 0
+    data: bytes = b""
+
+    @property
+    def value(self) -> Any:
+        """The JSON of a frame that is not DATA. Raises ``LinkEndedError``."""
+        try:
+            return json.loads(self.data)
+        except ValueError:
+            raise LinkEndedError("has sent what is no message") from None
+
+
+class LinkEndedError(Exception):
+    """The connection cannot be used any more. The text says why, as the end of a sentence about the other node."""
+
+
+def write_frame(writer: asyncio.StreamWriter, kind: FrameKind, value: object = None) -> None:
+    """Sends a frame of JSON."""
+    data = json.dumps(value).encode()
+    writer.write(_HEADER.pack(kind, 0, len(data)) + data)
+
+
+async def read_frame(reader: asyncio.StreamReader) -> Frame:
+    """The next frame. Raises ``LinkEndedError``."""
+    try:
+        kind, rank, size = _HEADER.unpack(await reader.readexactly(_HEADER.size))
+        if size > _MAX_FRAME_BYTES:
+            raise LinkEndedError("has sent what is no message")
+        return Frame(kind, rank, await reader.readexactly(size))
+    except (OSError, asyncio.IncompleteReadError) as error:  # ssl.SSLError is an OSError
+        raise LinkEndedError(_reason(error)) from error
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
+        return f"does not accept the certificate that it is shown ({tls_reason(error)})"
+    return "has closed the connection"
+
+
+def tls_reason(error: ssl.SSLError) -> str:
+    """OpenSSL's word for ``error``."""
+    return (error.reason or "unknown reason").lower().replace("_", " ")
+
+
+class NodeLink:
+    """One end of the connection, for the ``sockets`` of ranks of the other node, or of this one if it is not node 0.
+
+    ``on_frame`` is called with each frame that is neither DATA nor a heartbeat, and ``on_end`` with each rank whose
+    socket has ended on this side. Both may raise ``LinkEndedError`` to end the connection.
+    """
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        sockets: Mapping[int, socket.socket],
+        on_frame: Callable[[Frame], Awaitable[None]],
+        on_end: Callable[[int], Awaitable[None]],
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._sockets = sockets
+        self._on_frame = on_frame
+        self._on_end = on_end
+        self._local_writers: dict[int, asyncio.StreamWriter] = {}
+        self._heard = False
+
+    async def run(self) -> str:
+        """Carries until the connection ends, and closes it and the sockets. Returns why it ended, as the end of a
+        sentence about the other node.
+        """
+        reasons: list[str] = []
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for rank, end in self._sockets.items():
+                    reader, self._local_writers[rank] = await asyncio.open_connection(sock=end)
+                    tasks.create_task(self._send_all(rank, reader))
+                tasks.create_task(self._receive_all())
+                tasks.create_task(self._beat())
+        except* LinkEndedError as group:
+            reasons += map(str, group.exceptions)
+        finally:
+            for writer in (*self._local_writers.values(), self._writer):
+                writer.transport.abort()
+        return reasons[0]
+
+    def send(self, kind: FrameKind, value: object = None) -> None:
+        """Sends a frame of JSON, on the loop's thread."""
+        write_frame(self._writer, kind, value)
+
+    def abort(self) -> None:
+        """Ends the connection at once, on the loop's thread: ``run`` returns."""
+        self._writer.transport.abort()
+
+    async def _send_all(self, rank: int, reader: asyncio.StreamReader) -> None:
+        """Carries what comes out of a rank's socket."""
+        while data := await _read_some(reader):
+            self._writer.write(_HEADER.pack(FrameKind.DATA, rank, len(data)) + data)
+            try:
+                await self._writer.drain()
+            except OSError as error:
+                raise LinkEndedError(_reason(error)) from error
+        await self._on_end(rank)
+
+    async def _receive_all(self) -> None:
+        """Carries what the other node sends."""
+        while True:
+            frame = await read_frame(self._reader)
+            self._heard = True
+            if frame.kind == FrameKind.DATA:
+                if frame.rank not in self._local_writers:
+                    raise LinkEndedError("has sent what is no message")
+                writer = self._local_writers[frame.rank]
+                with suppress(OSError):  # it has ended, of which ``on_end`` tells
+                    writer.write(frame.data)
+                    await writer.drain()
+            elif frame.kind != FrameKind.HEARTBEAT:
+                await self._on_frame(frame)
+
+    async def _beat(self) -> None:
+        """Sends heartbeats, and ends the connection when none come. While this process was stopped itself, or could not
+        run this, nothing could be heard: such a time does not count.
+        """
+        loop = asyncio.get_running_loop()
+        silent = 0.0
+        while True:
+            self.send(FrameKind.HEARTBEAT)
+            before, self._heard = loop.time(), False
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            silent = 0.0 if self._heard else silent + min(loop.time() - before, 2 * HEARTBEAT_SECONDS)
+            if silent >= SILENCE_SECONDS:
+                raise LinkEndedError(f"has sent nothing for {SILENCE_SECONDS:g} seconds")
+
+
+async def _read_some(reader: asyncio.StreamReader) -> bytes:
+    """What a rank has sent; nothing at its end."""
+    try:
+        return await reader.read(_CHUNK_BYTES)
+    except OSError:
+        return b""
+
+
+# Certificates
+
+
+def tls_context(tls: ServerTls, *, server: bool) -> ssl.SSLContext:
+    """One side of a connection between nodes, which both show their certificates. Raises ``OSError`` where files were
+    replaced by ones that cannot be used.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_cert_chain(tls.identity.certificate, tls.identity.key, password=str)
+    context.load_verify_locations(tls.client_ca)
+    context.check_hostname = False  # addresses of nodes come and go: ``check_peer`` looks at the names
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def own_names(tls: ServerTls) -> frozenset[str]:
+    """The names in the certificate of ``tls``, as a peer sees them. Raises ``TlsError`` if other nodes, which have the
+    same settings, would not accept it.
+    """
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    try:
+        server = tls_context(tls, server=True).wrap_bio(to_server, to_client, server_side=True)
+        client = tls_context(tls, server=False).wrap_bio(to_client, to_server)
+        for side in (client, server, client, server):
+            with suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        raise TlsError(
+            f"{tls.identity.certificate} does not pass --tls-client-ca ({error.verify_message}) at other nodes"
+        ) from error
+    except OSError as error:
+        raise TlsError(f"{tls.identity.certificate} cannot be used: {error}") from error
+    names = _names(client.getpeercert())
+    if not names:
+        raise TlsError(f"{tls.identity.certificate} has no name (subjectAltName)")
+    return names
+
+
+def check_peer(writer: asyncio.StreamWriter, names: Iterable[str]) -> None:
+    """Raises ``LinkEndedError`` unless the other side's certificate has one of ``names``: authorities vouch for routers
+    too, which are no nodes.
+    """
+    if not _names(writer.get_extra_info("peercert")) & frozenset(names):
+        raise LinkEndedError("has a certificate with none of the names of this node's")
+
+
+def _names(certificate: Any) -> frozenset[str]:
+    return frozenset(
+        name for kind, name in (certificate or {}).get("subjectAltName", ()) if kind in ("DNS", "IP Address")
+    )
