@@ -141,6 +141,17 @@ def _one_issuer(spec: Spec) -> Iterator[str]:
         yield "an issuer is of one type"
 
 
+def _group_size(spec: Spec) -> Iterator[str]:
+    if spec["leaderWorkerTemplate"].get("size", 1) < 1:
+        yield "size: a group of no pod"
+
+
+def _group_updates(spec: Spec) -> Iterator[str]:
+    update = spec.get("rolloutStrategy", {}).get("rollingUpdateConfiguration", {"maxUnavailable": 1})
+    if {update.get("maxSurge", 0), update.get("maxUnavailable", 1)} <= {0, "0%"}:
+        yield "rollingUpdateConfiguration: no update could begin"
+
+
 RULES: dict[str, list[Rule]] = {
     "HTTPRoute": [_parents, _backends, _paths, _route_timeouts],
     "GRPCRoute": [_parents, _backends, _grpc_methods],
@@ -148,4 +159,5 @@ RULES: dict[str, list[Rule]] = {
     "ScaledObject": [_replicas, _triggers],
     "Certificate": [_certificate_subject, _certificate_times, _certificate_key],
     "Issuer": [_one_issuer],
+    "LeaderWorkerSet": [_group_size, _group_updates],
 }

@@ -1,7 +1,7 @@
 """How policies look at manifests: pods wherever they are written down, and who selects whom."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.kube.helm import Manifest, Release
@@ -66,6 +66,11 @@ def pods(release: Release) -> Iterator[Pod]:
             yield _pod(manifest, manifest)
         elif manifest["kind"] in WORKLOADS:
             yield _pod(manifest, spec["template"])
+        elif manifest["kind"] == "LeaderWorkerSet":
+            # Its controller numbers the pods of a group; all are alike but for that.
+            template = spec["leaderWorkerTemplate"]["workerTemplate"]
+            first = _pod(manifest, template)
+            yield replace(first, labels={**first.labels, "leaderworkerset.sigs.k8s.io/worker-index": "0"})
         elif manifest["kind"] == "CronJob":
             yield _pod(manifest, spec["jobTemplate"]["spec"]["template"])
 

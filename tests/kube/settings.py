@@ -85,6 +85,10 @@ def _moved(value: str, folders: Mapping[str, Path]) -> str:
     return value
 
 
+FIELDS = {"metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']": "0", "status.podIP": "10.0.0.7"}
+"""Fields of a pod that it is told as variables, with a value of their kind."""
+
+
 def environment(container: Mapping[str, Any]) -> dict[str, str]:
     """The container's variables as its process sees them; what is not written down has a value of its kind."""
     variables: dict[str, str] = {}
@@ -93,6 +97,8 @@ def environment(container: Mapping[str, Any]) -> dict[str, str]:
             variables[entry["name"]] = _expand(entry["value"], variables)
         elif "resourceFieldRef" in entry["valueFrom"]:
             variables[entry["name"]] = "1"
+        elif (field := entry["valueFrom"].get("fieldRef", {}).get("fieldPath", "")) in FIELDS:
+            variables[entry["name"]] = FIELDS[field]
         else:
             variables[entry["name"]] = SECRETS.get(entry["name"], "from-elsewhere")
     return variables

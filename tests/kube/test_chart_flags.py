@@ -19,10 +19,7 @@ MODEL = SCHEMA["definitions"]["model"]["properties"]
 FLAGS = MODEL["flags"]["properties"]
 TEMPLATES = "".join(path.read_text() for path in (CHART / "templates").rglob("*") if path.is_file())
 ENGINE = EngineConfig.model_json_schema()
-SET_FOR_ENGINES = {
-    "port", "metrics_port", "nnodes", "node_rank", "headless", "master_addr", "master_port", "node_addr",
-    "dist_timeout",
-}  # fmt: skip
+SET_FOR_ENGINES = {"port", "metrics_port", "headless", "master_port"}
 """Settings of the engine that the chart leaves as they are."""
 SET_FOR_ROUTERS = {
     "engine_dns_period", "http_port", "grpc_port", "journal_file", "journal_max_bytes", "metrics_port",
@@ -39,7 +36,7 @@ def snake(name: str) -> str:
 def test_every_setting_of_the_engine_is_a_flag_or_has_a_value_or_is_the_charts() -> None:
     flags = {snake(flag) for flag in FLAGS}
     named = {name.lower() for name in re.findall(r"QUIRE_ENGINE_([A-Z_]+[A-Z])", TEMPLATES)}
-    [picked] = re.findall(r'"QUIRE_ENGINE_" "settings" \(pick \$model ([^)]*)\)', TEMPLATES)
+    [picked] = re.findall(r'"QUIRE_ENGINE_" "settings" \(pick \$\.model ([^)]*)\)', TEMPLATES)
     named |= {snake(name) for name in re.findall(r'"(\w+)"', picked)}
     assert named | SET_FOR_ENGINES == NOT_FLAGS
     assert flags == set(EngineConfig.model_fields) - NOT_FLAGS, "run .venv/bin/python scripts/chart_values.py"

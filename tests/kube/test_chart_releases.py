@@ -14,7 +14,7 @@ from tests.kube.custom_kinds import CUSTOM_KINDS
 from tests.kube.helm import CHART, Helm, HelmError, Release
 from tests.kube.helm_api import Cluster, Key, at
 from tests.kube.previous import known_values, previous_chart
-from tests.kube.values import EXAMPLES, NEEDS, example_values, with_values
+from tests.kube.values import EXAMPLES, NEEDS, NEW, example_values, with_values
 
 Objects = dict[Key, Any]
 Lives = Callable[[str], "Life"]
@@ -59,7 +59,10 @@ def lives(helm: Helm) -> Callable[[str], Life]:
         # Nothing else is there than what the example is about.
         cluster = Cluster(custom_kinds={version: CUSTOM_KINDS[version] for version in NEEDS.get(values, ())})
         release = helm.cluster(cluster)
-        release.install(known_values(example_values(values)), previous_chart())
+        if values in NEW:
+            release.install(example_values(values))
+        else:
+            release.install(known_values(example_values(values)), previous_chart())
         installed = contents(cluster)
         made = release.upgrade(example_values(values))
         upgraded = contents(cluster)

@@ -2,12 +2,11 @@
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.kube.conftest import Examples
-from tests.kube.manifests import components
+from tests.kube.manifests import components, matches
 from tests.kube.settings import Reader, environment
 from tests.kube.values import EXAMPLES
 
@@ -62,14 +61,10 @@ def test_routers_look_for_every_models_engines(example: Examples, reader: Reader
     (router,) = components(release, "router")
     places = " ".join(map(str, reader.read(release, router).engine))
     for pod in components(release, "engine"):
-        (service,) = [item for item in release.of("Service") if item["spec"].get("selector") == _selector(pod.owner)]
+        services = [item for item in release.of("Service") if "selector" in item["spec"]]
+        (service,) = [item for item in services if matches({"matchLabels": item["spec"]["selector"]}, pod.labels)]
         assert service["metadata"]["name"] in places
         assert service["spec"]["clusterIP"] == "None", "a router chooses the engine, not a Service"
-
-
-def _selector(workload: dict[str, Any]) -> dict[str, str]:
-    labels: dict[str, str] = workload["spec"]["selector"]["matchLabels"]
-    return labels
 
 
 @pytest.mark.parametrize("component", ["router", "engine"])

@@ -81,6 +81,23 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"models__demo__gpus": 4, "models__demo__tensorParallelSize": 4, "models__demo__pipelineParallelSize": 2},
         ["models.demo.gpus", "models.demo.pipelineParallelSize"],
     ),
+    "nodes that processes are not divided among": (
+        {"models__demo__nodes": 2, "tls__mode": "helm"},
+        ["models.demo.nodes", "models.demo.pipelineParallelSize"],
+    ),
+    "nodes that do not know each other": (
+        {"models__demo__nodes": 2, "models__demo__pipelineParallelSize": 2},
+        ["models.demo.nodes", "tls.mode"],
+    ),
+    "GPUs that no node uses": (
+        {
+            "models__demo__nodes": 2,
+            "models__demo__gpus": 4,
+            "models__demo__pipelineParallelSize": 4,
+            "tls__mode": "helm",
+        },
+        ["models.demo.gpus", "models.demo.nodes"],
+    ),
     "fewest above most": (
         {"models__demo__autoscaling": {"minReplicas": 3, "maxReplicas": 2}},
         ["models.demo.autoscaling.minReplicas", "maxReplicas"],

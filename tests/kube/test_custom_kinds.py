@@ -15,6 +15,7 @@ from tests.kube.validity import custom_problem
 
 KINDS = [(version, kind) for version, kinds in CUSTOM_KINDS.items() for kind in kinds.split()]
 GATEWAY, KEDA, CERTIFICATES = "gateway.networking.k8s.io/v1", "keda.sh/v1alpha1", "cert-manager.io/v1"
+GROUPS = "leaderworkerset.x-k8s.io/v1"
 PARENT = {"name": "public"}
 ROUTE: Manifest = {
     "parentRefs": [PARENT],
@@ -44,10 +45,13 @@ CERTIFICATE: Manifest = {
     "privateKey": {"algorithm": "ECDSA", "size": 256},
     "issuerRef": {"name": "quire-ca"},
 }
+GROUP: Manifest = {"replicas": 2, "leaderWorkerTemplate": {"size": 2, "workerTemplate": {"spec": {}}}}
+STANDING = {"type": "RollingUpdate", "rollingUpdateConfiguration": {"maxSurge": 0, "maxUnavailable": 0}}
 ISSUER: Manifest = {"ca": {"secretName": "quire-ca"}}
 GOOD = {
     "HTTPRoute": (GATEWAY, ROUTE), "GRPCRoute": (GATEWAY, CALLS), "Gateway": (GATEWAY, DOOR),
     "ScaledObject": (KEDA, SCALED), "Certificate": (CERTIFICATES, CERTIFICATE), "Issuer": (CERTIFICATES, ISSUER),
+    "LeaderWorkerSet": (GROUPS, GROUP),
 }  # fmt: skip
 BAD: list[tuple[str, str, Any, str]] = [
     ("HTTPRoute", "rules.0.timeout", "1s", "Additional properties"),
@@ -78,6 +82,10 @@ BAD: list[tuple[str, str, Any, str]] = [
     ("Certificate", "renewBefore", "2160h", "renewBefore"),
     ("Certificate", "privateKey.size", 2048, "no ECDSA"),
     ("Issuer", "selfSigned", {}, "of one type"),
+    ("LeaderWorkerSet", "leaderWorkerTemplate.restartPolicy", "Always", "is not one of"),
+    ("LeaderWorkerSet", "leaderWorkerTemplate.size", 0, "no pod"),
+    ("LeaderWorkerSet", "rolloutStrategy", STANDING, "no update could begin"),
+    ("LeaderWorkerSet", "template", {}, "Additional properties"),
 ]  # fmt: skip
 
 

@@ -16,8 +16,11 @@ NEEDS = {
     "keda": ["keda.sh/v1alpha1"],
     "tls": ["keda.sh/v1alpha1"],
     "two-models": ["monitoring.coreos.com/v1"],
+    "nodes": ["leaderworkerset.x-k8s.io/v1", "keda.sh/v1alpha1", "cert-manager.io/v1"],
 }
 """The API versions that an example needs besides those that every cluster has."""
+NEW = {"nodes"}
+"""Examples of what the previous version of the chart cannot do: their releases begin with this one."""
 
 
 @cache

@@ -5,7 +5,7 @@
 {{- $models := dict -}}
 {{- range $key, $given := .Values.models -}}
 {{- /* A release that was installed before a value was added does not have it, with --reuse-values. */ -}}
-{{- $added := dict "pipelineParallelSize" 1 -}}
+{{- $added := dict "pipelineParallelSize" 1 "nodes" 1 -}}
 {{- $model := mergeOverwrite $added (deepCopy $.Values.modelDefaults) (deepCopy $given) -}}
 {{- range $name := list "source" "tokenizer" -}}
 {{- $_ := set $model $name (include "quire.withoutNulls" (get $model $name | default dict) | fromYaml) -}}

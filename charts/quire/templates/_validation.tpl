@@ -141,8 +141,15 @@
 {{- fail (printf "%s.source.download.claimName and sizeLimit are both set: a claim has a size of its own." $path) -}}
 {{- end -}}
 {{- $ranks := mul (int .model.tensorParallelSize) (int .model.pipelineParallelSize) -}}
-{{- if and (gt (int .model.gpus) 0) (ne (int .model.gpus) (int $ranks)) -}}
-{{- fail (printf "%s.gpus is %d and %s.tensorParallelSize × %s.pipelineParallelSize is %d: an engine uses as many GPUs as share its layers." $path (int .model.gpus) $path $path (int $ranks)) -}}
+{{- $nodes := int .model.nodes -}}
+{{- if ne (mod $ranks $nodes) 0 -}}
+{{- fail (printf "%s.nodes is %d and %s.tensorParallelSize × %s.pipelineParallelSize is %d: each node has as many of the processes that share the layers." $path $nodes $path $path (int $ranks)) -}}
+{{- end -}}
+{{- if and (gt $nodes 1) (eq .root.Values.tls.mode "off") -}}
+{{- fail (printf "%s.nodes is %d and tls.mode is off: the nodes of an engine know each other by its certificate; set tls.mode." $path $nodes) -}}
+{{- end -}}
+{{- if and (gt (int .model.gpus) 0) (ne (mul (int .model.gpus) $nodes) $ranks) -}}
+{{- fail (printf "%s.gpus is %d and %s.tensorParallelSize × %s.pipelineParallelSize is %d, on %s.nodes %d: an engine uses as many GPUs as share its layers." $path (int .model.gpus) $path $path (int $ranks) $path $nodes) -}}
 {{- end -}}
 {{- range $part := list "requests" "limits" -}}
 {{- if hasKey (get $.model.resources $part | default dict) $.model.gpuResource -}}

@@ -121,7 +121,8 @@ def several_replicas_have_a_budget(release: Release) -> Iterator[str]:
 
 def one_owner_of_replicas(release: Release) -> Iterator[str]:
     """Where something scales a workload, the chart leaves the number alone: an upgrade would set it back."""
-    workloads = {(item["kind"], item["metadata"]["name"]): item for item in release.of("Deployment", "StatefulSet")}
+    kinds = ("Deployment", "StatefulSet", "LeaderWorkerSet")
+    workloads = {(item["kind"], item["metadata"]["name"]): item for item in release.of(*kinds)}
     scaled: set[tuple[str, str]] = set()
     for scaler in release.of("HorizontalPodAutoscaler", "ScaledObject"):
         target = scaler["spec"]["scaleTargetRef"]

@@ -15,6 +15,8 @@ from tests.kube.manifests import Pod, components, matches, name, pods
 Rule = Mapping[str, Any]
 PUBLIC = {("router", "http"), ("router", "grpc")}
 """Ports that clients anywhere may reach."""
+EPHEMERAL = (32768, 60999)
+"""The ports that the kernel gives out, by default: those of gloo and NCCL between the nodes of an engine."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,13 @@ def needed_paths_are_open(release: Release) -> Iterator[str]:
                 yield from _path(release, test, router, router.ports[port])
     for pod in components(release, "router", "engine"):
         yield from _surroundings(release, pod)
+        yield from _nodes(release, pod)
+
+
+def _nodes(release: Release, pod: Pod) -> Iterator[str]:
+    """An engine's nodes reach each other where they join, and where gloo and NCCL listen."""
+    for port in (pod.ports["nodes"], *EPHEMERAL) if "nodes" in pod.ports else ():
+        yield from _path(release, pod, pod, port)
 
 
 def _surroundings(release: Release, pod: Pod) -> Iterator[str]:
@@ -110,7 +119,9 @@ def _is_test(pod: Pod) -> bool:
 
 
 def redis_and_engines_keep_to_themselves(release: Release) -> Iterator[str]:
-    """Redis opens no connection, engines reach neither Redis nor routers, and no engine reaches another."""
+    """Redis opens no connection, engines reach neither Redis nor routers, and no engine reaches another but where the
+    nodes of one model's join each other.
+    """
     ends = components(release, "router", "engine", "redis")
     allowed = {("router", "engine"), ("router", "redis"), ("router", "router")}
     for source in ends:
@@ -120,6 +131,8 @@ def redis_and_engines_keep_to_themselves(release: Release) -> Iterator[str]:
             for port, number in target.ports.items():
                 if (target.component, port) in PUBLIC and source.component != "redis":
                     continue
+                if port == "nodes" and source.owner is target.owner:
+                    continue
                 if _connects(release, source, target, number):
                     yield f"{source.name} reaches {port} of {target.name}"
     for pod in components(release, "redis"):
@@ -128,13 +141,17 @@ def redis_and_engines_keep_to_themselves(release: Release) -> Iterator[str]:
 
 
 def policies_name_ports_that_are_there(release: Release) -> Iterator[str]:
-    """Every policy picks pods, and a port that it lets in is one that they listen on."""
+    """Every policy picks pods, and a port that it lets in is one that they listen on, or of those that the kernel gives
+    to an engine's nodes.
+    """
     for policy in release.of("NetworkPolicy"):
         picked = [pod for pod in pods(release) if matches(policy["spec"]["podSelector"], pod.labels)]
         if not picked:
             yield f"{name(policy)} picks no pod"
         for rule in policy["spec"].get("ingress", []):
             for entry in rule.get("ports", []):
+                if (entry["port"], entry.get("endPort")) == EPHEMERAL and all("nodes" in pod.ports for pod in picked):
+                    continue
                 if not any(entry["port"] in {*pod.ports, *pod.ports.values()} for pod in picked):
                     yield f"{name(policy)} lets port {entry['port']} in, which nothing listens on"
 
