@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from quire_engine.distributed.communicator import TensorParallelGroup
+from quire_engine.distributed.rank_group import file_store
 
 TOKENS = (1, 8, 64, 512, 2048)
 TURNS = 7
@@ -51,7 +52,7 @@ def measure(options: argparse.Namespace) -> None:
     """One rank; the first prints."""
     torch.set_num_threads(1)
     group = TensorParallelGroup(options.rank, options.size, torch.device("cpu"), ordered=True)
-    group.connect(options.folder / "store")
+    group.connect(file_store(options.folder, options.size), None)
     sockets = group._process_group
 
     def gloo(x: torch.Tensor) -> torch.Tensor:

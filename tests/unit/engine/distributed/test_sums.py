@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quire_engine.distributed import shared_memory
 from quire_engine.distributed.communicator import TensorParallelGroup
+from quire_engine.distributed.rank_group import file_store
 from quire_engine.kernels.bindings import library
 from quire_engine.worker.cpu_graph import capture
 
@@ -28,7 +29,7 @@ needs_kernels = pytest.mark.skipif(library() is None, reason="the kernels cannot
 def ranks(size: int, folder: Path) -> Iterator[list[TensorParallelGroup]]:
     """Connected ranks, which are threads."""
     groups = [TensorParallelGroup(rank, size, CPU, ordered=False) for rank in range(size)]
-    together(groups, lambda group: group.connect(folder / "store"))
+    together(groups, lambda group: group.connect(file_store(folder, size), None))
     yield groups
     for group in groups:
         group.close()
