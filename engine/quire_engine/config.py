@@ -120,6 +120,18 @@ class ExecutorConfig(_Frozen):
         description="Adapters that are held in the host's memory, at least --max-loras, which is the default; "
         "others are read again when they are asked for.",
     )
+    kv_disk_space: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="GiB of disk for KV blocks used twice, which are found again after a restart; needs "
+        "--kv-disk-path, and is off by default.",
+    )
+    kv_disk_path: Path | None = Field(
+        default=None,
+        description="Folder of these blocks. Each engine that runs takes a numbered folder in it; engines of different "
+        "models shall have different ones.",
+    )
     enforce_eager: bool = Field(default=False, description="Never capture decode steps, as CUDA graphs or CPU graphs.")
     async_scheduling: bool | None = Field(
         default=None, description="Plan a step while the one before it runs; by default where the device is a GPU."
@@ -272,6 +284,21 @@ class EngineArgs(CoreArgs, ExecutorConfig, ServedModel):
             raise ValueError("--speculative-method and --pipeline-parallel-size exclude each other.")
         return self
 
+    @model_validator(mode="after")
+    def _disk_has_a_host_pool(self) -> Self:
+        if bool(self.kv_disk_space) != (self.kv_disk_path is not None):
+            raise ValueError("--kv-disk-space and --kv-disk-path belong together.")
+        if self.kv_disk_path is None:
+            return self
+        if not (self.enable_prefix_caching and self.enable_host_caching and self.swap_space):
+            raise ValueError(
+                "--kv-disk-path needs --enable-prefix-caching, --enable-host-caching and --swap-space: blocks are "
+                "found by their hashes, and pass through the host's pool."
+            )
+        if self.tensor_parallel_size * self.pipeline_parallel_size > 1:
+            raise ValueError("--kv-disk-path is for one process: a model that several share has no blocks on disk.")
+        return self
+
     @property
     def num_ranks(self) -> int:
         """The processes that share the model."""
@@ -387,6 +414,8 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         "--tls-client-ca": "FILE",
         "--kv-cache-memory": "BYTES",
         "--swap-space": "GIB",
+        "--kv-disk-space": "GIB",
+        "--kv-disk-path": "FOLDER",
     }
     foreign_flags: ClassVar[Mapping[str, str]] = {
         "--api-key": "keys are the router's, which has this flag",

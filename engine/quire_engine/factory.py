@@ -55,7 +55,10 @@ def make_scheduler(config: EngineArgs, executor: "TorchExecutor") -> Scheduler:
         num_stages=config.pipeline_parallel_size,
     )
     memory = KVCacheManager(
-        executor.kv_cache_config, prefix_caching=config.enable_prefix_caching, host_caching=config.enable_host_caching
+        executor.kv_cache_config,
+        prefix_caching=config.enable_prefix_caching,
+        host_caching=config.enable_host_caching,
+        disk=executor.disk_contents,
     )
     return Scheduler(limits, memory, rates=executor.rates)
 

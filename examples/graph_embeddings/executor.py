@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig
 from quire_engine.core.executor import UNMEASURED
+from quire_engine.core.kv_disk import TransferResult
 from quire_engine.core.step import ModelOutput, ScheduledChunk, SchedulerOutput
 from quire_proto.errors import ErrorCode, QuireError
 
@@ -97,6 +98,11 @@ class EmbeddingExecutor:
         timings = model_output.timings
         timings.swap, timings.forward, timings.sample = copied - begun, computed - copied, perf_counter() - computed
         return model_output
+
+    def take_transfers(self, timeout: float) -> Sequence[TransferResult]:
+        """There is no disk."""
+        del timeout
+        return ()
 
     def remove_lora(self, lora_id: int) -> None:
         """There are no adapters."""

@@ -4,6 +4,7 @@ are preempted, outputs are right and every block is freed.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from random import Random
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -12,6 +13,7 @@ from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.engine_core import AbortRequest, AddRequest, EngineCore, EngineCoreOutputs
 from quire_engine.core.executor import Rates
 from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.kv_disk import DiskContents, TransferOutcome
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.outputs import EngineCoreOutput
 from quire_engine.core.preemption import PreemptionReason, TimeAway
@@ -50,6 +52,17 @@ class Client:
     error: QuireError | None = None
 
 
+def unsteady(random: Random, fails: float) -> tuple[Callable[[int], int], Callable[[bool], TransferOutcome]]:
+    """A disk that is slow at times, damages a part of what it has, and fails altogether with probability ``fails``."""
+
+    def outcome(is_load: bool) -> TransferOutcome:
+        if random.random() < fails:
+            return TransferOutcome.FAILED
+        return TransferOutcome.DAMAGED if is_load and random.random() < 0.1 else TransferOutcome.DONE
+
+    return lambda count: random.choice((0, 0, 1, count)), outcome
+
+
 class CheckedExecutor(PagedExecutor):
     """Passes each plan to a check before it runs."""
 
@@ -80,6 +93,9 @@ class EngineStateMachine(RuleBasedStateMachine):
         swap_ahead=st.sampled_from([0.0, 0.01, 0.5, 0.9]),
         preemption_mode=st.sampled_from(["auto", "auto", "swap", "recompute"]),
         max_loras=st.sampled_from([1, 2]),
+        disk_slots=st.sampled_from([0, 5, 40]),
+        disk_seed=st.integers(0, 1 << 16),
+        disk_fails=st.sampled_from([0.0, 0.0, 0.01]),
     )
     def start(
         self,
@@ -97,6 +113,9 @@ class EngineStateMachine(RuleBasedStateMachine):
         swap_ahead,
         preemption_mode,
         max_loras,
+        disk_slots,
+        disk_seed,
+        disk_fails,
     ):
         capacity = KVCacheConfig(block_size, 1 + pool_tokens // block_size, host_blocks, block_bytes=100)
         config = SchedulerConfig(
@@ -115,10 +134,15 @@ class EngineStateMachine(RuleBasedStateMachine):
             num_stages=self.num_stages,
             max_loras=max_loras,
         )
-        self.memory = KVCacheManager(capacity, prefix_caching=caching != "none", host_caching=caching == "host")
+        disk = DiskContents(disk_slots) if disk_slots else None
+        self.memory = KVCacheManager(
+            capacity, prefix_caching=caching != "none", host_caching=caching == "host", disk=disk
+        )
         self.scheduler = Scheduler(config, self.memory, rates=rates)
         self.scheduler.schedule = self.schedule
-        self.core = EngineCore(self.scheduler, self.make_executor(capacity), self.receive)
+        executor = self.make_executor(capacity)
+        executor.disk.num_ending, executor.disk.outcome = unsteady(Random(disk_seed), disk_fails)
+        self.core = EngineCore(self.scheduler, executor, self.receive)
         self.clients: dict[str, Client] = {}
         self.times_away: list[TimeAway] = []
         self.most_computed: dict[int, int] = {}
@@ -212,6 +236,18 @@ class EngineStateMachine(RuleBasedStateMachine):
         if self.clients:
             self.core._handle_command(AbortRequest(f"r{which % len(self.clients)}", indexes))
 
+    @rule(is_idle=st.booleans(), gives_up_host=st.booleans())
+    def press(self, is_idle, gives_up_host):
+        """What nobody holds is given up, as when other sequences had needed all blocks for a while."""
+        for _ in range(300 if is_idle else 0):
+            if not self.scheduler.has_work:
+                break
+            self.step_once()
+        for pool in (self.memory.device_pool, self.memory.host_pool)[: 1 + gives_up_host]:
+            for block_id in [pool.allocate() for _ in range(pool.num_free)]:
+                pool.decref(block_id)
+        self.step_once()
+
     @rule(steps=st.integers(1, 8))
     def step(self, steps):
         for _ in range(steps):
@@ -272,7 +308,9 @@ class EngineStateMachine(RuleBasedStateMachine):
         in_use = self.memory.device_pool.num_blocks - self.memory.device_pool.num_free
         assert in_use == len(set(referenced)), "a block in use is in no sequence's table"
         on_host = [b for queue in self.queues() for s in queue for b in s.table.host_block_ids]
-        assert self.memory.host_pool.num_blocks - self.memory.host_pool.num_free == len(set(on_host))
+        disk = self.memory.disk
+        transferred = disk.held_host_blocks if disk is not None else []
+        assert self.memory.host_pool.num_blocks - self.memory.host_pool.num_free == len({*on_host, *transferred})
         known = set(self.cached)
         for event in self.memory._events:
             (known.add if isinstance(event, BlockStored) else known.remove)(BlockStored(event.block_hash, event.tier))
@@ -325,6 +363,8 @@ class EngineStateMachine(RuleBasedStateMachine):
         self.memory.check_integrity()
         assert self.memory.device_pool.num_free == self.memory.device_pool.num_blocks
         assert self.memory.host_pool.num_free == self.memory.host_pool.num_blocks
+        if self.memory.disk is not None:
+            assert self.memory.disk.pool.num_free == self.memory.disk.pool.num_blocks
         self.check_ended(self.scheduler.schedule())
         self.check_times_away()
         assert self.sampled <= self.freed, "an executor keeps the state of a sequence that has ended"

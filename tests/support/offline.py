@@ -35,6 +35,7 @@ class OfflineExecutor(PagedExecutor):
 
     config = PagedModel()
     max_model_len = MAX_MODEL_LEN
+    disk_contents = None
 
     def __init__(self, capacity: KVCacheConfig) -> None:
         super().__init__(capacity)

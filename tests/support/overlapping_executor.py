@@ -14,6 +14,7 @@ from functools import partial
 
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.executor import CopyError
+from quire_engine.core.kv_disk import TransferResult
 from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, BeamCandidates, ModelOutput, ScheduledChunk, SchedulerOutput
 
 from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor
@@ -99,6 +100,11 @@ class OverlappingPagedExecutor(PagedExecutor):
         self.in_flight.append(step)
         self.queue(step.compute)
         return step
+
+    def take_transfers(self, timeout: float) -> list[TransferResult]:
+        while timeout and self._stream:  # while the loop waits, the device goes on
+            self.advance()
+        return super().take_transfers(timeout)
 
     def queue(self, work: Callable[[], None]) -> None:
         self._stream.append(work)

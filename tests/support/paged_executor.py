@@ -5,12 +5,13 @@ was overwritten, never computed, or copied to the wrong place is found at once. 
 prefix and the seed, so the right output of any request is known without running a scheduler.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 
 from quire_engine.core.beam_search import BeamSearch, Hypothesis
-from quire_engine.core.block_pool import BlockCopy, KVCacheConfig
+from quire_engine.core.block_pool import BlockCopies, BlockCopy, DiskTransfer, KVCacheConfig
 from quire_engine.core.executor import Rates
+from quire_engine.core.kv_disk import DiskContents, TransferOutcome, TransferResult
 from quire_engine.core.step import BeamCandidates, ModelOutput, SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_proto.sampling import SamplingParams, TokenLogprobs
 
@@ -82,6 +83,7 @@ class PagedExecutor:
         size = capacity.block_size
         self.device: list[list[bytes]] = [[b""] * size for _ in range(capacity.device_blocks)]
         self.host: list[list[bytes]] = [[b""] * size for _ in range(capacity.host_blocks)]
+        self.disk = PagedDisk(self.host)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         self.copy(scheduler_output)
@@ -92,6 +94,9 @@ class PagedExecutor:
                 self.draw(sample_request, sample_request.token_ids, behind, model_output)
         self.copy_ahead(scheduler_output)
         return model_output
+
+    def take_transfers(self, timeout: float) -> list[TransferResult]:
+        return self.disk.take(timeout)
 
     def close(self) -> None:
         pass
@@ -104,6 +109,7 @@ class PagedExecutor:
     def copy_ahead(self, scheduler_output: SchedulerOutput) -> None:
         """As late as that may be: behind the forward pass."""
         _copy(scheduler_output.copies.blocks_to_swap_ahead, self.device, self.host)
+        self.disk.submit(scheduler_output.copies)
 
     def compute(self, chunk: ScheduledChunk, model_output: ModelOutput) -> bytes:
         """Fills the chunk's slots; returns the prefix that ends in it."""
@@ -163,6 +169,48 @@ class PagedExecutor:
         block_id = block_ids[position // size]
         assert block_id != 0, "the null page was written"
         self.device[block_id][position % size] = prefix
+
+
+class PagedDisk:
+    """The disk behind ``host``. Transfers end in any order and as late as ``num_ending`` says, which is given how many
+    are under way and is asked again in each round; then what a block holds is read, or written. ``outcome`` is asked
+    for each.
+    """
+
+    def __init__(self, host: list[list[bytes]]) -> None:
+        self.host = host
+        self.slots: dict[int, tuple[bytes, list[bytes]]] = {}
+        self.under_way: list[tuple[DiskTransfer, bool]] = []
+        self.num_ending: Callable[[int], int] = lambda count: count
+        self.outcome: Callable[[bool], TransferOutcome] = lambda is_load: TransferOutcome.DONE
+        self.num_loaded = 0
+
+    def contents(self, num_slots: int) -> DiskContents:
+        """As an engine finds it that starts."""
+        self.under_way.clear()
+        return DiskContents(num_slots, [(slot, block_hash) for slot, (block_hash, _) in self.slots.items()])
+
+    def submit(self, copies: BlockCopies) -> None:
+        self.under_way += [(transfer, False) for transfer in copies.blocks_to_store]
+        self.under_way += [(transfer, True) for transfer in copies.blocks_to_load]
+
+    def take(self, timeout: float) -> list[TransferResult]:
+        count = max(self.num_ending(len(self.under_way)), int(timeout > 0))
+        ending, self.under_way = self.under_way[-count:] if count else [], self.under_way[: len(self.under_way) - count]
+        return [TransferResult(transfer.transfer_id, self._end(transfer, is_load)) for transfer, is_load in ending]
+
+    def _end(self, transfer: DiskTransfer, is_load: bool) -> TransferOutcome:
+        outcome = self.outcome(is_load)
+        if not is_load:
+            contents = list(self.host[transfer.host_block])
+            self.slots[transfer.slot] = (transfer.block_hash, contents if outcome is TransferOutcome.DONE else [])
+            return outcome
+        block_hash, contents = self.slots[transfer.slot]
+        assert block_hash == transfer.block_hash, "a slot was written over while it is loaded from"
+        is_damaged = outcome is not TransferOutcome.DONE
+        self.host[transfer.host_block][:] = [b"damaged"] * len(contents) if is_damaged else contents
+        self.num_loaded += not is_damaged
+        return outcome
 
 
 def _copy(copies: list[BlockCopy], source: list[list[bytes]], target: list[list[bytes]]) -> None:

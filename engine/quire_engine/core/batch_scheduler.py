@@ -24,6 +24,7 @@ from quire_engine.core.preemption import (
     PreemptionMode,
     PreemptionReason,
     choose_preemption_mode,
+    num_blocks_beside,
     swap_ahead,
 )
 from quire_engine.core.request import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
@@ -83,6 +84,7 @@ class BatchScheduler:
         self._oldest_in_flight = 0
         self._loras = LoRAAdmission(config.max_loras, config.max_overtakes)
         self._has_loras = False
+        self._disk = kv_cache_manager.disk
         self.speculator = Speculator(config, rates) if config.speculative_method != "none" else None
 
     def add(self, sequence: Sequence) -> None:
@@ -143,9 +145,10 @@ class BatchScheduler:
         if budget.has_prompts:
             scheduler_output.max_seconds = budget.max_seconds
         if self._config.swap_ahead and scheduler_output.chunks:
-            part, model = self._config.swap_ahead, self._step_times.model
-            memory = self._kv_cache_manager
-            swap_ahead(self.running, scheduler_output, memory, part=part, rates=self._rates, model=model)
+            limit = self._num_blocks_beside(scheduler_output)
+            swap_ahead(self.running, self._kv_cache_manager, part=self._config.swap_ahead, limit=limit)
+        if self._disk is not None and self._disk.is_busy:
+            self._kv_cache_manager.plan_stores(self._num_blocks_beside(scheduler_output))
         scheduler_output.copies = self._kv_cache_manager.take_pending_copies()
         return scheduler_output
 
@@ -359,6 +362,11 @@ class BatchScheduler:
         self.preempted.push(victim)
         self._record_event(victim, "recompute", 0, reason)
 
+    def _num_blocks_beside(self, scheduler_output: SchedulerOutput) -> int:
+        """Blocks that are copied to the host while the step computes."""
+        block_bytes = self._kv_cache_manager.block_bytes
+        return num_blocks_beside(scheduler_output, block_bytes, self._rates, self._step_times.model)
+
     def _break_beam_deadlock(self, scheduler_output: SchedulerOutput) -> None:
         """Nothing can be computed although something is there: beams wait for others of their search that do not fit
         beside what runs. The newest search is preempted; one that is alone, and the next to return, ends.
@@ -437,9 +445,11 @@ class BatchScheduler:
             self._reorder_some()
         if self._has_loras:
             self._loras.update(self.waiting, (self.running, self.swapped, self.preempted))
+        if self._disk is not None and self._disk.take_news():
+            self.waiting.release()
         while self.waiting.has_ready and budget.allows_prompts:
             sequence = self._next_waiting()
-            if not self._loras.may_admit(sequence):
+            if not self._loras.may_admit(sequence) or (self._disk is not None and self._awaits_disk(sequence)):
                 self.waiting.hold(sequence)
                 continue
             hits = self._cached_blocks_if_fits(sequence) if self._has_free_slots(sequence) else None
@@ -450,6 +460,18 @@ class BatchScheduler:
             self._admit(sequence, hits)
             self._record_admission(sequence, hits, scheduler_output.step)
             self._schedule_next_chunk(sequence, scheduler_output, budget)
+
+    def _awaits_disk(self, sequence: Sequence) -> bool:
+        """Whether blocks of its prefix are on their way from the disk. They are looked for once, when it could be next,
+        and it is admitted with what has come of them.
+        """
+        assert self._disk is not None
+        if self._needs_prompt_logprobs(sequence.group):
+            return False
+        if sequence.awaited_blocks is None:
+            rate = self._rates.tokens_per_second
+            sequence.awaited_blocks = self._kv_cache_manager.load_from_disk(sequence.table, sequence.token_ids, rate)
+        return sequence.awaited_blocks is None or self._disk.is_loading(sequence.awaited_blocks)
 
     def _cached_blocks_if_fits(self, sequence: Sequence) -> list[CachedBlock] | None:
         """The cached blocks of a sequence that can be admitted now; None if it has to wait.
@@ -509,10 +531,16 @@ class BatchScheduler:
         if group.num_cached_tokens is not None:
             return
         group.num_cached_tokens = min(sequence.num_computed_tokens, group.num_prompt_tokens)
-        on_host = sum(hit.tier is Tier.HOST for hit in hits) * self._kv_cache_manager.block_size
+        block_size = self._kv_cache_manager.block_size
+        on_host = sum(hit.tier is Tier.HOST for hit in hits) * block_size
+        on_disk = 0
+        if self._disk is not None:
+            on_disk = self._disk.count_loaded(sequence.table.block_hashes[: len(hits)]) * block_size
+        on_host = min(on_host, group.num_cached_tokens)
         self._stats.prefix_query_tokens += group.num_prompt_tokens
-        self._stats.prefix_host_tokens += min(on_host, group.num_cached_tokens)
-        self._stats.prefix_device_tokens += group.num_cached_tokens - min(on_host, group.num_cached_tokens)
+        self._stats.prefix_device_tokens += group.num_cached_tokens - on_host
+        self._stats.prefix_host_tokens += max(0, on_host - on_disk)
+        self._stats.prefix_disk_tokens += min(on_host, on_disk)
 
     # The order of the waiting queue
 

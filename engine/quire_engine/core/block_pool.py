@@ -123,6 +123,19 @@ class BlockPool:
         self._block_hashes[block_id] = block_hash
         self._emit(BlockStored(block_hash, self._tier))
 
+    def forget(self, block_id: int) -> None:
+        """Takes a block's hash away: its contents are not what they were thought to be."""
+        block_hash = self._block_hashes[block_id]
+        if block_hash is not None:
+            self._remove_hash(block_id, block_hash)
+            if self._ref_counts[block_id] == 0:
+                self._free.move_to_end(block_id, last=False)
+
+    def restore(self, block_id: int, block_hash: bytes) -> None:
+        """Makes a free block findable that has these contents since before the start, and the last to be evicted."""
+        self.cache_block(block_id, block_hash)
+        self._free.move_to_end(block_id)
+
     def move_to_back(self, block_id: int) -> None:
         """Makes a free block the last to be evicted."""
         if self._ref_counts[block_id] == 0:
@@ -151,6 +164,9 @@ class BlockPool:
     def _evict_hash(self, block_id: int, block_hash: bytes) -> None:
         if self._on_evict is not None:
             self._on_evict(block_id, block_hash)
+        self._remove_hash(block_id, block_hash)
+
+    def _remove_hash(self, block_id: int, block_hash: bytes) -> None:
         self._block_hashes[block_id] = None
         del self._hash_to_block[block_hash]
         self._emit(BlockRemoved(block_hash, self._tier))
@@ -185,6 +201,18 @@ class BlockCopy:
     target: int
 
 
+@dataclass(frozen=True, slots=True)
+class DiskTransfer:
+    """Between block ``host_block`` of the host pool and ``slot`` of the disk, one of which has the contents that are
+    named ``block_hash``. Its result has its ``transfer_id``.
+    """
+
+    transfer_id: int
+    host_block: int
+    slot: int
+    block_hash: bytes
+
+
 @dataclass(slots=True)
 class BlockCopies:
     """What a step copies: first from the device to the host (``blocks_to_swap_out``), then within the device
@@ -192,16 +220,27 @@ class BlockCopies:
     may be the target of one copy and the source of a later one. ``blocks_to_swap_ahead`` are copied to the host behind
     these and beside what the step computes, which neither reads nor writes where they go and does not write where they
     come from.
+
+    Behind all of these, transfers begin between the host and the disk, ``blocks_to_store`` and ``blocks_to_load``. They
+    last for as many steps as they take, and no other copy touches their host blocks or slots until the executor has
+    returned their results.
     """
 
     blocks_to_swap_out: list[BlockCopy] = field(default_factory=list)
     blocks_to_copy: list[BlockCopy] = field(default_factory=list)
     blocks_to_swap_in: list[BlockCopy] = field(default_factory=list)
     blocks_to_swap_ahead: list[BlockCopy] = field(default_factory=list)
+    blocks_to_store: list[DiskTransfer] = field(default_factory=list)
+    blocks_to_load: list[DiskTransfer] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is copied."""
         return not (
-            self.blocks_to_swap_out or self.blocks_to_copy or self.blocks_to_swap_in or self.blocks_to_swap_ahead
+            self.blocks_to_swap_out
+            or self.blocks_to_copy
+            or self.blocks_to_swap_in
+            or self.blocks_to_swap_ahead
+            or self.blocks_to_store
+            or self.blocks_to_load
         )

@@ -27,6 +27,8 @@ from quire_engine.core.step_time_model import StepWork
 log = logging.getLogger(__name__)
 
 FRAGMENTATION_INTERVAL = 64
+DISK_WAIT_SECONDS = 0.01
+"""How long a round without a step waits for the disk, and a new request for the round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +197,7 @@ class EngineCore:
         scheduler_output = self.scheduler.schedule()
         schedule = perf_counter() - begun
         is_empty = scheduler_output.is_empty
+        self._take_transfers(wait=is_empty and not self._in_flight)
         if not (is_empty and self._in_flight):  # an empty step is finished too, but only when none is in flight
             step = InFlightStep(self._executor, scheduler_output, started, begun, schedule)
             step.clocked = clocked
@@ -205,6 +208,13 @@ class EngineCore:
             self._in_flight[0].sample_tokens()
         while self._in_flight and self._in_flight[-1].failure is not None:  # nothing is launched on top of it
             self._finish_step()
+
+    def _take_transfers(self, *, wait: bool) -> None:
+        """Takes what has come from the disk, or went there. Waits a little where there is nothing else to do."""
+        disk = self.scheduler.kv_cache_manager.disk
+        if disk is not None and disk.has_transfers:
+            waits = wait and self._commands.empty()
+            self.scheduler.finish_transfers(self._executor.take_transfers(DISK_WAIT_SECONDS if waits else 0.0))
 
     def _finish_all_steps(self) -> None:
         while self._in_flight:

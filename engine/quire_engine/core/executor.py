@@ -1,9 +1,11 @@
 """The ``Executor`` protocol: executes scheduler outputs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from quire_engine.core.block_pool import KVCacheConfig
+from quire_engine.core.kv_disk import TransferResult
 from quire_engine.core.step import ModelOutput, SchedulerOutput
 
 
@@ -58,6 +60,12 @@ class Executor(Protocol):
         Raises ``ExecutorError`` when the engine cannot go on, as when a copy failed. Any other exception means that the
         forward pass failed: the copies are done, the tokens of the chunks are not, and the chunks may be run again,
         together or alone.
+        """
+        ...
+
+    def take_transfers(self, timeout: float) -> Sequence[TransferResult]:
+        """The results of transfers between host and disk that have come since the last call, each once. Waits for one,
+        for at most ``timeout`` seconds. Called only where there are any to come.
         """
         ...
 

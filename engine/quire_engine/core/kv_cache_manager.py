@@ -27,6 +27,7 @@ from quire_engine.core.block_pool import (
     KVCacheEvent,
     Tier,
 )
+from quire_engine.core.kv_disk import DiskContents, DiskTier
 
 
 @dataclass(slots=True)
@@ -97,9 +98,17 @@ class KVCacheManager:
     with ``write_through_selective``; the remembered names are what the ghost entries are in ARC and 2Q.)
 
     ``num_used_ahead`` counts the blocks that ``swap_out`` found on the host because ``swap_ahead`` had copied them.
+    ``disk`` is the tier behind the host pool, None where there is none; it needs ``host_caching``.
     """
 
-    def __init__(self, capacity: KVCacheConfig, *, prefix_caching: bool = True, host_caching: bool = True) -> None:
+    def __init__(
+        self,
+        capacity: KVCacheConfig,
+        *,
+        prefix_caching: bool = True,
+        host_caching: bool = True,
+        disk: DiskContents | None = None,
+    ) -> None:
         self.block_size = capacity.block_size
         self.block_bytes = capacity.block_bytes
         self.prefix_caching = prefix_caching
@@ -122,8 +131,11 @@ class KVCacheManager:
             capacity.host_blocks,
             Tier.HOST,
             emit=emit if self.host_caching else None,
-            on_evict=lambda block_id, _: self._unused_ahead.discard(block_id),
+            on_evict=self._on_host_eviction,
         )
+        self.disk: DiskTier | None = None
+        if disk is not None and self.host_caching:
+            self.disk = DiskTier(disk, self.device_pool, self.host_pool)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens``."""
@@ -167,8 +179,43 @@ class KVCacheManager:
             )
         if self.host_caching:
             self._reused_blocks.update(table.block_ids)
+        if self.disk is not None and hits:
+            self.disk.on_reuse(table.block_hashes[: len(hits)])
         table.num_cached_blocks = len(hits)
         return len(hits) * self.block_size
+
+    def load_from_disk(self, table: BlockTable, token_ids: Sequence[int], rate: float) -> list[bytes] | None:
+        """Begins to load what continues the prefix of ``token_ids`` that the other tiers have, if that is faster than
+        computing it at ``rate`` tokens a second. Returns the hashes of the blocks to wait for; None as
+        ``DiskTier.load``.
+        """
+        if self.disk is None or not self.disk.is_on:
+            return []
+        on_host: list[int] = []
+        missing: list[bytes] = []
+        num_found = first_missing = 0
+        for index in range((len(token_ids) - 1) // self.block_size):
+            table.extend_block_hashes(token_ids, index + 1, self.block_size)
+            block_hash = table.block_hashes[index]
+            hit = self._find_cached(block_hash)
+            if hit is None and not self.disk.has(block_hash):
+                break
+            if hit is None:
+                first_missing = first_missing if missing else index
+                missing.append(block_hash)
+            elif hit.tier is Tier.HOST:
+                on_host.append(hit.block_id)
+            num_found = index + 1
+        recompute_seconds = (num_found - first_missing) * self.block_size / rate
+        if not missing or not self.disk.pays(len(missing), recompute_seconds):
+            return []
+        # What the host has of the prefix is not given up for the rest of it.
+        for block_id in on_host:
+            self.host_pool.incref(block_id)
+        wanted = self.disk.load(self._pending_copies, missing)
+        for block_id in reversed(on_host):
+            self.host_pool.decref(block_id)
+        return wanted
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table of the same blocks. Whoever grows first gets a copy of a last block that is not full."""
@@ -304,6 +351,13 @@ class KVCacheManager:
         self._release_device(table)
         self._release_host(table)
 
+    def plan_stores(self, max_copies: int) -> None:
+        """Has blocks stored on disk that are to be kept there, of which up to ``max_copies`` are copied to the host for
+        that. To be called when all else of the step is scheduled.
+        """
+        if self.disk is not None:
+            self.disk.plan_stores(self._pending_copies, max_copies)
+
     @property
     def has_pending_copies(self) -> bool:
         """Whether anything is to be copied for what was decided since ``take_pending_copies``."""
@@ -331,6 +385,8 @@ class KVCacheManager:
         """Asserts the integrity of both pools."""
         self.device_pool.check_integrity()
         self.host_pool.check_integrity()
+        if self.disk is not None:
+            self.disk.pool.check_integrity()
 
     # Inside
 
@@ -366,10 +422,17 @@ class KVCacheManager:
             self.host_pool.cache_block(target, name)
             self.host_pool.decref(target)
             self._pending_copies.blocks_to_swap_out.append(BlockCopy(block_id, target))
+            if self.disk is not None:
+                self.disk.on_reuse([name])
         else:
             self._evicted_after_one_use[name] = None
             if len(self._evicted_after_one_use) > self._max_evicted_hashes:
                 self._evicted_after_one_use.popitem(last=False)
+
+    def _on_host_eviction(self, block_id: int, name: bytes) -> None:
+        self._unused_ahead.discard(block_id)
+        if self.disk is not None:
+            self.disk.on_host_eviction(name)
 
     def _tail_is_shared(self, table: BlockTable, num_computed_tokens: int) -> bool:
         """Whether the next token would be written into a block that others hold too."""

@@ -9,6 +9,7 @@ from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 
 from quire_engine.core.block_pool import BlockPool
 from quire_engine.core.kv_cache_manager import BlockTable, KVCacheManager
+from quire_engine.core.kv_disk import DiskFailure
 from quire_engine.core.preemption import PreemptionMode, PreemptionReason
 from quire_engine.core.request import SequenceTimings
 from quire_engine.core.step_time_model import Pace
@@ -57,17 +58,20 @@ class EngineLoad:
     host_blocks_free: int
     pace: Pace | None = None
     prompt_tokens_per_step: int = 0
+    disk_blocks_total: int = 0
+    disk_blocks_free: int = 0
 
 
 @dataclass(slots=True)
 class SchedulerStats:
     """Totals since the start, for metrics and benchmarks: tokens, sequences and blocks, as their names say.
-    ``prefix_device_tokens`` of the prompts were found in the device pool, and ``prefix_host_tokens`` came back from the
-    host's. ``blocks_copied_out`` and ``_in`` are all that moved between the pools, those swapped among them;
-    ``blocks_copied_ahead`` went to the host before their sequences were swapped out, and ``blocks_used_ahead`` were
-    found there when these were; ``blocks_parted`` those copied because a sequence wrote into a shared one.
-    ``out_of_memory`` requests were alone and could not grow. ``num_draft_tokens`` were guessed, in ``num_drafts``
-    chunks, and ``num_accepted_tokens`` of them were then drawn.
+    ``prefix_device_tokens`` of the prompts were found in the device pool, ``prefix_host_tokens`` came back from the
+    host's, and ``prefix_disk_tokens`` had been loaded into that from disk. ``blocks_copied_out`` and ``_in`` are all
+    that moved between the pools, those swapped among them; ``blocks_copied_ahead`` went to the host before their
+    sequences were swapped out, and ``blocks_used_ahead`` were found there when these were; ``blocks_parted`` those
+    copied because a sequence wrote into a shared one. ``out_of_memory`` requests were alone and could not grow.
+    ``num_draft_tokens`` were guessed, in ``num_drafts`` chunks, and ``num_accepted_tokens`` of them were then drawn.
+    ``disk_failures`` are blocks that the disk did not store or give back.
     """
 
     computed_tokens: int = 0
@@ -75,6 +79,7 @@ class SchedulerStats:
     prefix_query_tokens: int = 0
     prefix_device_tokens: int = 0
     prefix_host_tokens: int = 0
+    prefix_disk_tokens: int = 0
     blocks_swapped_out: int = 0
     blocks_swapped_in: int = 0
     blocks_copied_out: int = 0
@@ -87,11 +92,16 @@ class SchedulerStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     preemptions: Counter[tuple[PreemptionMode, PreemptionReason]] = field(default_factory=Counter)
+    disk_blocks_stored: int = 0
+    disk_blocks_loaded: int = 0
+    disk_bytes_stored: int = 0
+    disk_bytes_loaded: int = 0
+    disk_failures: Counter[DiskFailure] = field(default_factory=Counter)
 
     @property
     def prefix_hit_tokens(self) -> int:
-        """Prompt tokens that were found in either pool."""
-        return self.prefix_device_tokens + self.prefix_host_tokens
+        """Prompt tokens that were found in any tier."""
+        return self.prefix_device_tokens + self.prefix_host_tokens + self.prefix_disk_tokens
 
     @property
     def preemptions_by_swap(self) -> int:

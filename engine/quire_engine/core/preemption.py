@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quire_engine.core.request import Sequence
 
 _NANOSECONDS = 1_000_000_000
+MAX_BYTES_BESIDE = 1 << 40  # the rate is infinite where there is nothing to copy to
 SWAP_AHEAD_STEPS = 1  # by which copies are ready before they are needed
 
 
@@ -63,28 +64,28 @@ def choose_preemption_mode(
     return (PreemptionMode.SWAP if swap <= recompute else PreemptionMode.RECOMPUTE), PreemptionReason.CHEAPER
 
 
-def swap_ahead(
-    running: "Tokens[Sequence]",
-    scheduler_output: SchedulerOutput,
-    memory: KVCacheManager,
-    *,
-    part: float,
-    rates: Rates,
-    model: StepTimeModel | None,
-) -> None:
+def num_blocks_beside(
+    scheduler_output: SchedulerOutput, block_bytes: int, rates: Rates, model: StepTimeModel | None
+) -> int:
+    """Blocks that are copied to the host, at the measured rate, in no longer than the step computes, but at least one.
+    How long that is ``model`` says, or, without one, the rate of prompts.
+    """
+    if model is None:
+        seconds = scheduler_output.num_tokens / rates.tokens_per_second
+    else:
+        seconds = model.predict(StepWork.of(scheduler_output.chunks))
+    return max(1, int(min(seconds * rates.bytes_per_second, MAX_BYTES_BESIDE) / block_bytes))
+
+
+def swap_ahead(running: "Tokens[Sequence]", memory: KVCacheManager, *, part: float, limit: int) -> None:
     """When more than ``part`` of the device blocks is held, copies full blocks of those that would be preempted next to
-    the host, so that a preemption finds them there. A step copies so many as take, at the measured rate, no longer than
-    what it computes, by ``model`` or, without one, by the rate of prompts; and it copies none of a sequence whose turn
+    the host, so that a preemption finds them there. A step copies at most ``limit``, and none of a sequence whose turn
     comes so late that later steps suffice.
     """
     pool = memory.device_pool
     if pool.num_free >= pool.num_blocks - int(part * pool.num_blocks):
         return
-    if model is None:
-        seconds = scheduler_output.num_tokens / rates.tokens_per_second
-    else:
-        seconds = model.predict(StepWork.of(scheduler_output.chunks))
-    limit = left = max(1, int(seconds * rates.bytes_per_second / memory.block_bytes))
+    left = limit
     free = pool.num_free
     for sequence in reversed(running):
         table = sequence.table

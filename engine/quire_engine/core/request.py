@@ -154,10 +154,13 @@ class Sequence:
     largest is preempted first. ``absence``: its preemption, until it is back where it was. ``last_step``: the
     last step that it has a chunk in. ``proposer`` guesses its next tokens, where there is speculation.
     ``queue_key`` orders waiting ones; ``served_at_arrival``: tokens that the engine had computed before it arrived.
+    ``awaited_blocks``: hashes of those that are loaded from disk before it is admitted; None if nobody has looked
+    for any.
     """
 
     __slots__ = (
         "absence",
+        "awaited_blocks",
         "group",
         "id",
         "index",
@@ -207,6 +210,7 @@ class Sequence:
         self.proposer: NgramProposer | SuffixProposer | None = None
         self.queue_key = 0.0
         self.served_at_arrival = 0
+        self.awaited_blocks: list[bytes] | None = None
         self.status = SequenceStatus.WAITING
 
     @property

@@ -33,6 +33,7 @@ from quire_engine.core.batch_scheduler import BatchScheduler
 from quire_engine.core.beam_search import Continuation
 from quire_engine.core.executor import UNMEASURED, Rates
 from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.kv_disk import TransferResult
 from quire_engine.core.outputs import (
     EngineCoreOutput,
     EngineLoad,
@@ -97,7 +98,8 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether there is anything to schedule, to update from or to return."""
-        return bool(self._registry.groups or self._outputs or self._in_flight)
+        disk = self.kv_cache_manager.disk
+        return bool(self._registry.groups or self._outputs or self._in_flight or (disk is not None and disk.is_busy))
 
     def add_request(self, request: Request) -> None:
         """Queues a request. Raises ``QuireError`` if it can never run, or if too many wait already."""
@@ -173,6 +175,9 @@ class Scheduler:
         self.stats.blocks_copied_out += len(copies.blocks_to_swap_out)
         self.stats.blocks_copied_in += len(copies.blocks_to_swap_in)
         self.stats.blocks_copied_ahead += len(copies.blocks_to_swap_ahead)
+        if copies.blocks_to_store:  # what was copied to be stored was not copied ahead of need
+            stored = {transfer.host_block for transfer in copies.blocks_to_store}
+            self.stats.blocks_copied_ahead -= sum(copy.target in stored for copy in copies.blocks_to_swap_ahead)
         if self._batch_scheduler.speculator is not None:
             self._batch_scheduler.speculator.observe(scheduler_output, model_output.timings)
         for chunk in scheduler_output.chunks:
@@ -189,6 +194,18 @@ class Scheduler:
         absences = self._batch_scheduler.absences
         return absences.take() if absences.ended else []
 
+    def finish_transfers(self, results: Iterable[TransferResult]) -> None:
+        """Takes what came of transfers between host and disk; called in each round while there are any."""
+        disk = self.kv_cache_manager.disk
+        assert disk is not None
+        disk.finish(results)
+        disk.check_stalled()
+        self.stats.disk_blocks_stored, self.stats.disk_blocks_loaded = disk.num_stored, disk.num_loaded
+        block_bytes = self.kv_cache_manager.block_bytes
+        self.stats.disk_bytes_stored = disk.num_stored * block_bytes
+        self.stats.disk_bytes_loaded = disk.num_loaded * block_bytes
+        self.stats.disk_failures = disk.failures
+
     def request_ids(self, scheduler_output: SchedulerOutput) -> list[str]:
         """The requests whose tokens the step computes, in its order."""
         live = self._registry.sequences
@@ -198,6 +215,7 @@ class Scheduler:
     def get_load(self) -> EngineLoad:
         """What the engine is busy with. O(running)."""
         device, host = self.kv_cache_manager.device_pool, self.kv_cache_manager.host_pool
+        disk = self.kv_cache_manager.disk
         admitted = sum([s.num_uncomputed_tokens for s in self.running])
         if self.preempted:
             admitted += sum([s.num_uncomputed_tokens for s in self.preempted])
@@ -212,6 +230,8 @@ class Scheduler:
             host_blocks_free=host.num_free,
             pace=self.step_times.pace,
             prompt_tokens_per_step=self._batch_scheduler.prompt_tokens_per_step(),
+            disk_blocks_total=0 if disk is None or not disk.is_on else disk.pool.num_blocks,
+            disk_blocks_free=0 if disk is None or not disk.is_on else disk.pool.num_free,
         )
 
     def get_fragmentation(self) -> KVCacheFragmentation:

@@ -203,7 +203,8 @@ def rows_from_arrays(arrays: Sequence[RpcArray]) -> tuple[torch.Tensor, int]:
     return torch.from_numpy(arrays[0]), int(arrays[1][0])
 
 
-_COPIES_FIELDS = [field.name for field in fields(BlockCopies)]
+# Several ranks have no disk, so there is nothing in the other lists.
+_COPIES_FIELDS = ("blocks_to_swap_out", "blocks_to_copy", "blocks_to_swap_in", "blocks_to_swap_ahead")
 
 
 def copies_to_arrays(copies: BlockCopies) -> list[RpcArray]:
@@ -216,7 +217,8 @@ def copies_from_arrays(arrays: Sequence[RpcArray]) -> BlockCopies:
     """The inverse of ``copies_to_arrays``. Raises ``MessageError``."""
     if len(arrays) != len(_COPIES_FIELDS) or any(array.dtype != np.int64 or len(array) % 2 for array in arrays):
         raise MessageError(f"Copies are not {len(_COPIES_FIELDS)} lists of pairs.")
-    return BlockCopies(*([BlockCopy(*pair) for pair in array.reshape(-1, 2).tolist()] for array in arrays))
+    out, within, into, ahead = ([BlockCopy(*pair) for pair in array.reshape(-1, 2).tolist()] for array in arrays)
+    return BlockCopies(out, within, into, ahead)
 
 
 def lora_to_arrays(lora: LoRARequest) -> list[RpcArray]:

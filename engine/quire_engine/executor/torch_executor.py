@@ -9,14 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 
 import torch
+from quire_proto import __version__
 from quire_proto.errors import ErrorCode, QuireError, internal
 
 from quire_engine.config import EngineArgs, NodeArgs
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.executor import UNMEASURED, ExecutorError
+from quire_engine.core.kv_disk import DiskContents, TransferResult
 from quire_engine.core.lora import PROFILE_LORA, LoRARequest, lora_int_id
 from quire_engine.core.step import ModelOutput, ScheduledChunk, SchedulerOutput
 from quire_engine.device.accelerator import configure_threads, inference_on, resolve_device, upload, usable_threads
@@ -26,6 +29,7 @@ from quire_engine.executor.multiproc import MultiprocLeader, compute_rank_cache_
 from quire_engine.executor.rank_worker import RankSettings, check_parallel_sizes
 from quire_engine.models.loader import read_model_config
 from quire_engine.sampling.sampler import Sampler, SamplerInput, SamplerOutput, compute_prompt_logprobs
+from quire_engine.worker.block_file import FolderLock
 from quire_engine.worker.input_batch import InputBatch, prepare_inputs
 from quire_engine.worker.kv_cache import StepEvent
 from quire_engine.worker.memory import (
@@ -48,7 +52,7 @@ class TorchExecutor:
 
     ``depth`` is constant: steps that may be in flight at once. ``config`` is the model's, ``max_model_len`` the longest
     sequence in tokens, and ``rates`` are measured once it is loaded. ``num_loras_held`` adapters are held in host
-    memory, those that were used last.
+    memory, those that were used last. ``disk_contents`` is what the disk tier has at the start, None without one.
     """
 
     def __init__(
@@ -73,6 +77,8 @@ class TorchExecutor:
         self._loras = HeldLoRAs(self._runner, num_loras_held)
         self._previous_step: AsyncStep | None = None
         self._close_ranks: Callable[[], object] = lambda: None
+        self.disk_contents: DiskContents | None = None
+        self._disk_lock: FolderLock | None = None
 
     @classmethod
     def load(
@@ -142,6 +148,8 @@ class TorchExecutor:
         capacity = replace(capacity, block_bytes=capacity.block_bytes * decided.num_layers // num_layers[0])
         table = format_memory_table(budget, decided.profile, capacity, model.max_model_len)
         log.info("memory, as decided\n%s", table)
+        if config.kv_disk_path is not None:
+            executor.open_disk(config, config.kv_disk_path)
         return executor
 
     @classmethod
@@ -199,6 +207,38 @@ class TorchExecutor:
         self._previous_step = step
         return step
 
+    def open_disk(self, config: EngineArgs, path: Path) -> None:
+        """Opens the disk tier of the prefix cache below ``path``. Where that cannot be, a warning is logged, and the
+        engine does without.
+        """
+        assert isinstance(self._runner, ModelRunner), "several ranks have no disk tier"
+        num_slots = int(config.kv_disk_space * (1 << 30)) // self.kv_cache_config.block_bytes
+        if not (num_slots and self.kv_cache_config.host_blocks):
+            log.warning("KV blocks are not kept on disk: --kv-disk-space or the host pool does not hold one")
+            return
+        lock: FolderLock | None = None
+        try:
+            lock = FolderLock(path)
+            contents = self._runner.open_disk(lock.folder, self._fingerprint(config), num_slots)
+        except OSError as error:
+            log.warning("KV blocks are not kept on disk: %s cannot be used: %s", path, error)
+            if lock is not None:
+                lock.close()
+            return
+        self.disk_contents, self._disk_lock = contents, lock
+        log.info("KV blocks on disk: %d of %d found in %s", len(contents.stored), num_slots, lock.folder)
+
+    def _fingerprint(self, config: EngineArgs) -> str:
+        """All that decides what numbers a block of KV memory has, but what its hash names."""
+        numbers = (config.dtype, config.kv_cache_dtype, config.quantization, config.deterministic, config.attention)
+        facts = (__version__, self.config.model_revision, self.dtype_name, self._device.type, self._block_size)
+        return repr((facts, numbers))
+
+    def take_transfers(self, timeout: float) -> Sequence[TransferResult]:
+        """See ``Executor.take_transfers``."""
+        assert isinstance(self._runner, ModelRunner), "several ranks have no disk tier"
+        return self._runner.take_transfers(timeout)
+
     def check_lora(self, lora: LoRARequest) -> LoRARequest:
         """The adapter as steps may have it, with its digest: its folder was read. May be called from any thread. Raises
         ``LoRAError`` for one that is none of this model, or if the model serves no adapters.
@@ -214,6 +254,9 @@ class TorchExecutor:
     def close(self) -> None:
         """Gives the KV memory back, and ends the other ranks. Nothing can be run any more."""
         self._runner.close()
+        if self._disk_lock is not None:
+            self._disk_lock.close()
+            self._disk_lock = None
         self._sampler.close()
         self._close_ranks()
 

@@ -79,6 +79,9 @@ class EngineMetrics:
             buckets=_AWAY_BUCKETS,
             registry=self.registry,
         )
+        self._disk_failures = self._counter(
+            Metric.ENGINE_DISK_FAILURES, "KV blocks that the disk did not store or give back", ("reason",)
+        )
         self._empty_slots = self._gauge(Metric.ENGINE_EMPTY_SLOTS, "Slots of held KV blocks without a token")
         self._unreachable = self._gauge(Metric.ENGINE_UNREACHABLE_BLOCKS, "KV blocks neither free nor held")
         self._vllm_totals: dict[str, Counter] = {}
@@ -112,6 +115,7 @@ class EngineMetrics:
             gauge.set(value)
         self._set_blocks("device", load.blocks_total, load.blocks_free)
         self._set_blocks("host", load.host_blocks_total, load.host_blocks_free)
+        self._set_blocks("disk", load.disk_blocks_total, load.disk_blocks_free)
         for phase, seconds in (
             ("schedule", times.schedule),
             ("swap", times.timings.swap),
@@ -141,6 +145,8 @@ class EngineMetrics:
         # Copied first: the core's thread may add another reason meanwhile.
         for (mode, reason), count in list(self._statistics.preemptions.items()):
             yield self._preemptions.labels(self._model, mode, reason), count
+        for failure, count in list(self._statistics.disk_failures.items()):
+            yield self._disk_failures.labels(self._model, failure), count
 
     def _set_fragmentation(self, fragmentation: KVCacheFragmentation) -> None:
         self._empty_slots.set(fragmentation.empty_slots)
@@ -174,6 +180,12 @@ class EngineMetrics:
         hits = self._counter(Metric.ENGINE_PREFIX_HITS, "Prompt tokens found", ("tier",))
         counters["prefix_device_tokens"] = hits.labels(self._model, "device")
         counters["prefix_host_tokens"] = hits.labels(self._model, "host")
+        counters["prefix_disk_tokens"] = hits.labels(self._model, "disk")
+        on_disk = self._counter(Metric.ENGINE_DISK_BLOCKS, "KV blocks written to disk and read from it", ("direction",))
+        num_bytes = self._counter(Metric.ENGINE_DISK_BYTES, "Bytes of these blocks", ("direction",))
+        for direction in ("stored", "loaded"):
+            counters[f"disk_blocks_{direction}"] = on_disk.labels(self._model, direction)
+            counters[f"disk_bytes_{direction}"] = num_bytes.labels(self._model, direction)
         counters["blocks_copied_out"] = moved.labels(self._model, "out")
         counters["blocks_copied_in"] = moved.labels(self._model, "in")
         counters["blocks_copied_ahead"] = moved.labels(self._model, "ahead")

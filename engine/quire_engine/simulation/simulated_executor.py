@@ -12,6 +12,7 @@ from quire_proto.sampling import TokenLogprobs
 
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.executor import Rates
+from quire_engine.core.kv_disk import TransferResult
 from quire_engine.core.step import (
     PLACEHOLDER_TOKEN_ID,
     BeamCandidates,
@@ -184,6 +185,11 @@ class SimulatedExecutor:
         for stage, free in enumerate(self._stages_free):
             done = self._stages_free[stage] = max(done, free) + seconds
         return done
+
+    def take_transfers(self, timeout: float) -> Sequence[TransferResult]:
+        """None, as there is no disk."""
+        del timeout
+        return ()
 
     def remove_lora(self, lora_id: int) -> None:
         """Nothing is held for adapters."""

@@ -9,6 +9,7 @@ import mmap
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 
 import torch
 
@@ -16,7 +17,9 @@ from quire_engine.attention.kv_rows import row_size
 from quire_engine.checkpoint.config import AttentionLayout
 from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig
 from quire_engine.core.executor import CopyError
+from quire_engine.core.kv_disk import DiskContents
 from quire_engine.errors import ModelError
+from quire_engine.worker.block_file import BlockFile, DiskTransfers, disk_contents, measure_block_seconds
 from quire_engine.worker.memory import CacheSizes
 
 
@@ -34,6 +37,12 @@ class CudaSwapStream:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._compute_done = torch.cuda.Event()
+
+    def record_copies(self) -> torch.cuda.Event:
+        """An event behind all copies that were launched until now."""
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
 
     def record_compute(self) -> None:
         """Records that everything launched until now may have read or written blocks, and makes what is launched from
@@ -84,10 +93,15 @@ class StepEvent:
 MIN_BLOCKS = 2
 
 
+def _nothing() -> None:
+    """On the CPU copies are made when they are launched."""
+
+
 class KVCache:
     """Device and host pool of one model, of the sizes that were decided in bytes, with rows of ``dtype``.
 
     ``swap_stream`` orders block copies among the work of a GPU; None on the CPU. On CUDA the host pool is pinned.
+    ``transfers`` are those to and from the disk, where there is one.
     """
 
     def __init__(
@@ -115,6 +129,7 @@ class KVCache:
         self.swap_stream = CudaSwapStream(device) if swap_stream is None and device.type != "cpu" else swap_stream
         if self.swap_stream is not None:
             self.swap_stream.record_compute()
+        self.transfers: DiskTransfers | None = None
 
     def copy(self, copies: BlockCopies) -> None:
         """Copies blocks in the order of ``BlockCopies``. On the CPU all is copied when this returns. Raises
@@ -131,9 +146,25 @@ class KVCache:
         if copies.blocks_to_swap_ahead:
             with nullcontext() if self.swap_stream is None else self.swap_stream.ahead_region():
                 _copy_blocks(self.blocks, self._host_blocks, copies.blocks_to_swap_ahead)
+        if copies.blocks_to_store or copies.blocks_to_load:
+            assert self.transfers is not None, "there is no disk"
+            # The host block of a load may be part of earlier copies that a GPU has not made yet, as one of a store is.
+            is_ready = _nothing if self.swap_stream is None else self.swap_stream.record_copies().synchronize
+            self.transfers.submit(copies, is_ready)
+
+    def open_disk(self, folder: Path, fingerprint: str, num_slots: int) -> DiskContents:
+        """Opens the blocks on disk in ``folder``, of which nobody else may use the files. Raises ``OSError``."""
+        seconds = measure_block_seconds(folder, self.capacity.block_bytes)
+        file = BlockFile(folder, fingerprint, num_slots, self.capacity.block_bytes)
+        contents = disk_contents(file, seconds)
+        pool = self._host_blocks.flatten(1).view(torch.uint8).numpy()
+        self.transfers = DiskTransfers(file, lambda block_id: memoryview(pool[block_id]).cast("B"))
+        return contents
 
     def close(self) -> None:
         """Frees the memory; nothing can be computed after that."""
+        if self.transfers is not None:
+            self.transfers.close()
         if self._unpin_host is not None:
             self._unpin_host()
         self.blocks = self.blocks.new_empty(0)

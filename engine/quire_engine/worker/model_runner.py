@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from quire_engine.checkpoint.support import check_max_model_len
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import EngineArgs
 from quire_engine.core.block_pool import BlockCopies, KVCacheConfig
+from quire_engine.core.kv_disk import DiskContents, TransferResult
 from quire_engine.core.lora import LoRARequest
 from quire_engine.device.accelerator import upload
 from quire_engine.distributed.communicator import SINGLE_RANK, Communicator
@@ -251,6 +253,15 @@ class ModelRunner:
         """See ``Runner.remove_lora``."""
         assert self._loras is not None, "the model has no slots for adapters"
         self._loras.remove(lora_id)
+
+    def open_disk(self, folder: Path, fingerprint: str, num_slots: int) -> DiskContents:
+        """See ``KVCache.open_disk``."""
+        return self._kv_cache.open_disk(folder, fingerprint, num_slots)
+
+    def take_transfers(self, timeout: float) -> Sequence[TransferResult]:
+        """See ``Executor.take_transfers``."""
+        assert self._kv_cache.transfers is not None, "there is no disk"
+        return self._kv_cache.transfers.take(timeout)
 
     def _capture_graphs(self, model: LoadedModel, capture: GraphCapturer, alone: bool) -> CudaGraphRunner | None:
         pages = -(-model.max_model_len // model.block_size)

@@ -18,6 +18,7 @@ from quire_cli.bench.config import ServeBenchConfig
 from quire_engine.bench.config import BenchConfig
 from quire_engine.config import EngineConfig
 from quire_engine.core.engine_core import EngineCoreOutputs, StepTrace
+from quire_engine.core.kv_disk import DiskFailure
 from quire_engine.core.outputs import EngineLoad, KVCacheFragmentation, SchedulerStats
 from quire_engine.core.preemption import PreemptionMode, PreemptionReason, TimeAway
 from quire_engine.core.step import StepTimings
@@ -171,6 +172,7 @@ def busy_engine() -> EngineMetrics:
     """Metrics that all have values."""
     statistics = SchedulerStats()
     statistics.preemptions[next(iter(PreemptionMode)), next(iter(PreemptionReason))] += 1
+    statistics.disk_failures[next(iter(DiskFailure))] += 1
     told = EngineMetrics("m", statistics, lambda: 0.0)
     told.on_grammar(CompileOutcome.COMPILED, 1.0)
     told.on_restart("session heartbeats")

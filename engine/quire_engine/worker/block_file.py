@@ -1,0 +1,252 @@
+"""KV blocks on disk: the files, and the threads that move blocks between them and the host pool.
+
+A folder has two files. ``blocks`` is an array of slots of one block each. ``index`` has a header, which names all that
+the numbers in a block depend on, and a record for each slot: the block's hash, a digest of hash and contents, when it
+was written, and a checksum of the record. A record is emptied before its slot is written and written after it, so a
+write that a crash has torn leaves no record. Whatever else happens to the bytes of either file, a block is taken only
+if its digest is right. Nothing is flushed: what a crash of the machine loses is found missing in the same way.
+"""
+
+import fcntl
+import logging
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import count
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from time import perf_counter
+
+from quire_engine.core.block_pool import BlockCopies, DiskTransfer
+from quire_engine.core.kv_disk import DiskContents, TransferOutcome, TransferResult
+
+log = logging.getLogger(__name__)
+
+NUM_THREADS = 4
+MAX_ENGINES = 64
+TIMED_BLOCKS = 4
+_MAGIC = b"quire-kv-blocks\1"
+_HEADER = struct.Struct("<16s32s")
+_RECORD = struct.Struct("<16s16sQI4x")
+_CHECKED = struct.Struct("<16s16sQ")
+_EMPTY = bytes(_RECORD.size)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """A block that the index names: its slot, its hash, and when it was written, as a number that only grows."""
+
+    sequence: int
+    slot: int
+    block_hash: bytes
+
+
+class BlockFile:
+    """``num_slots`` slots of ``block_bytes`` each in ``folder``, which nobody else uses. ``fingerprint`` is what blocks
+    depend on besides their hashes: what a file of another one holds is dropped. May be used by several threads at once,
+    each with a slot of its own. Raises ``OSError`` where the files cannot be made.
+    """
+
+    def __init__(self, folder: Path, fingerprint: str, num_slots: int, block_bytes: int) -> None:
+        self.num_slots = num_slots
+        self._block_bytes = block_bytes
+        flags, mode = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        self._index = os.open(folder / "index", flags, mode)
+        try:
+            self._blocks = os.open(folder / "blocks", flags, mode)
+        except OSError:
+            os.close(self._index)
+            raise
+        about = blake2b(f"{fingerprint}\0{block_bytes}".encode(), digest_size=32).digest()
+        header = _HEADER.pack(_MAGIC, about)
+        if os.pread(self._index, len(header), 0) != header:
+            os.ftruncate(self._index, 0)
+            os.ftruncate(self._blocks, 0)
+            os.pwrite(self._index, header, 0)
+        if os.fstat(self._blocks).st_size > num_slots * block_bytes:
+            os.ftruncate(self._blocks, num_slots * block_bytes)
+            os.ftruncate(self._index, min(self._record_at(num_slots), os.fstat(self._index).st_size))
+        self._sequences = count(max((each.sequence for each in self._records()), default=0) + 1)
+
+    def stored(self) -> list[StoredBlock]:
+        """What the index names, the oldest first, each hash once."""
+        found = {each.block_hash: each for each in sorted(self._records(), key=lambda each: each.sequence)}
+        return sorted(found.values(), key=lambda each: each.sequence)
+
+    def write(self, slot: int, block_hash: bytes, contents: memoryview) -> None:
+        """Writes a block. Raises ``OSError``, also when the folder is gone."""
+        if not os.fstat(self._blocks).st_nlink:
+            raise FileNotFoundError("its folder is gone")
+        os.pwrite(self._index, _EMPTY, self._record_at(slot))
+        done = 0
+        while done < len(contents):
+            done += os.pwrite(self._blocks, contents[done:], slot * self._block_bytes + done)
+        fields = block_hash, _digest(block_hash, contents), next(self._sequences)
+        record = _RECORD.pack(*fields, zlib.crc32(_CHECKED.pack(*fields)))
+        os.pwrite(self._index, record, self._record_at(slot))
+
+    def read(self, slot: int, block_hash: bytes, into: memoryview) -> bool:
+        """Reads a block. Returns whether it is the one that was written under this hash; if not, what ``into`` has then
+        means nothing. Raises ``OSError``.
+        """
+        found = _parse(os.pread(self._index, _RECORD.size, self._record_at(slot)))
+        done = 0
+        while done < len(into):
+            read = os.preadv(self._blocks, [into[done:]], slot * self._block_bytes + done)
+            if not read:
+                return False
+            done += read
+        return found is not None and found[0] == block_hash and found[1] == _digest(block_hash, into)
+
+    def drop_pages(self) -> None:
+        """Has the next reads come from the disk instead of the system's memory, as far as that can be."""
+        os.fdatasync(self._blocks)
+        os.posix_fadvise(self._blocks, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Closes the files."""
+        os.close(self._index)
+        os.close(self._blocks)
+
+    def _records(self) -> Iterator[StoredBlock]:
+        size = min(os.fstat(self._index).st_size, self._record_at(self.num_slots)) - _HEADER.size
+        whole = os.fstat(self._blocks).st_size // self._block_bytes
+        table = os.pread(self._index, max(0, size), _HEADER.size)
+        for slot in range(min(len(table) // _RECORD.size, whole)):
+            found = _parse(table[slot * _RECORD.size : (slot + 1) * _RECORD.size])
+            if found is not None:
+                yield StoredBlock(found[2], slot, found[0])
+
+    @staticmethod
+    def _record_at(slot: int) -> int:
+        return _HEADER.size + slot * _RECORD.size
+
+
+def _parse(record: bytes) -> tuple[bytes, bytes, int] | None:
+    """The hash, the digest and the number of a record; None if it is none."""
+    if len(record) < _RECORD.size:
+        return None
+    block_hash, digest, sequence, checksum = _RECORD.unpack(record)
+    is_right = sequence and checksum == zlib.crc32(_CHECKED.pack(block_hash, digest, sequence))
+    return (block_hash, digest, sequence) if is_right else None
+
+
+def _digest(block_hash: bytes, contents: memoryview) -> bytes:
+    digest = blake2b(block_hash, digest_size=16)
+    digest.update(contents)
+    return digest.digest()
+
+
+class FolderLock:
+    """A folder below ``path`` that this process has for itself until it ends: the first one, by number, that no other
+    engine has. Raises ``OSError``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        for number in range(MAX_ENGINES):
+            self.folder = path / str(number)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(self._descriptor)
+            else:
+                return
+        raise FileExistsError(f"{MAX_ENGINES} engines use it")
+
+    def close(self) -> None:
+        """Lets others have the folder."""
+        os.close(self._descriptor)
+
+
+class DiskTransfers:
+    """Moves blocks between ``file`` and the host pool on threads of its own. ``host_block`` is the memory of one."""
+
+    def __init__(self, file: BlockFile, host_block: Callable[[int], memoryview]) -> None:
+        self._file = file
+        self._host_block = host_block
+        self._work: SimpleQueue[tuple[DiskTransfer, bool, Callable[[], object]] | None] = SimpleQueue()
+        self._results: SimpleQueue[TransferResult] = SimpleQueue()
+        # They are no reason for the process to go on: a disk may never answer.
+        self._threads = [Thread(target=self._run, name="kv-disk", daemon=True) for _ in range(NUM_THREADS)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, copies: BlockCopies, wait: Callable[[], object]) -> None:
+        """Begins the transfers of ``copies``. ``wait`` returns when the host blocks are no part of other copies."""
+        for transfer in copies.blocks_to_store:
+            self._work.put((transfer, False, wait))
+        for transfer in copies.blocks_to_load:
+            self._work.put((transfer, True, wait))
+
+    def take(self, timeout: float) -> Sequence[TransferResult]:
+        """See ``Executor.take_transfers``."""
+        results: list[TransferResult] = []
+        with suppress(Empty):
+            results.append(self._results.get(block=timeout > 0, timeout=timeout or None))
+            while True:
+                results.append(self._results.get_nowait())
+        return results
+
+    def close(self) -> None:
+        """Ends the threads and closes the files. A thread that waits for the disk is left to it."""
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join(1.0)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._file.close()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            transfer, is_load, wait = work
+            start, outcome, reason = perf_counter(), TransferOutcome.DONE, ""
+            try:
+                wait()
+                outcome = self._transfer(transfer, is_load)
+            except Exception as error:  # noqa: BLE001 - a thread that ended would leave its blocks held for ever
+                outcome, reason = TransferOutcome.FAILED, str(error)
+            seconds = (perf_counter() - start) / NUM_THREADS
+            self._results.put(TransferResult(transfer.transfer_id, outcome, seconds, reason))
+
+    def _transfer(self, transfer: DiskTransfer, is_load: bool) -> TransferOutcome:
+        memory = self._host_block(transfer.host_block)
+        if not is_load:
+            self._file.write(transfer.slot, transfer.block_hash, memory)
+            return TransferOutcome.DONE
+        is_right = self._file.read(transfer.slot, transfer.block_hash, memory)
+        return TransferOutcome.DONE if is_right else TransferOutcome.DAMAGED
+
+
+def measure_block_seconds(folder: Path, block_bytes: int) -> float:
+    """How long one more block takes to load, with as many at once as there are threads, from a file that is made for
+    that. Raises ``OSError``.
+    """
+    probe = folder / "probe"
+    probe.mkdir(exist_ok=True)
+    file = BlockFile(probe, "", TIMED_BLOCKS, block_bytes)
+    try:
+        block = memoryview(bytearray(block_bytes))
+        for slot in range(TIMED_BLOCKS):
+            file.write(slot, bytes(16), block)
+        file.drop_pages()
+        start = perf_counter()
+        for slot in range(TIMED_BLOCKS):
+            file.read(slot, bytes(16), block)
+        return (perf_counter() - start) / TIMED_BLOCKS / NUM_THREADS
+    finally:
+        file.close()
+        for name in ("index", "blocks"):
+            with suppress(OSError):
+                (probe / name).unlink()
+
+
+def disk_contents(file: BlockFile, block_seconds: float) -> DiskContents:
+    """What ``file`` has, for the scheduler."""
+    return DiskContents(file.num_slots, [(each.slot, each.block_hash) for each in file.stored()], block_seconds)

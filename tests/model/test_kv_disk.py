@@ -1,0 +1,134 @@
+"""Prefixes that come back from disk, in another engine than the one that stored them, make the same tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire_engine.config import EngineArgs
+from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
+from quire_engine.core.executor import Rates
+from quire_engine.core.request import Request
+from quire_engine.executor.torch_executor import TorchExecutor
+from quire_engine.factory import make_scheduler
+from quire_proto.sampling import SamplingParams
+
+from tests.model.models import SmallModels, greedy_oracle
+
+MODEL = "llama3"
+LOADING_PAYS = Rates(tokens_per_second=1.0, bytes_per_second=1e12)  # however small the model
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def generate(folder: Path, disk: Path | None, rounds: list[list[list[int]]], **settings: Any) -> Any:
+    """The outputs of the rounds' prompts by an engine that begins and ends here, and its counters."""
+    where = {} if disk is None else {"kv_disk_path": disk, "kv_disk_space": 0.01}
+    args = {
+        "kv_cache_memory": 1 << 20,
+        "swap_space": 1 / 1024,
+        "block_size": 4,
+        "dtype": "float32",
+        **where,
+        **settings,
+    }
+    config = EngineArgs(model=folder, **args)
+    executor = TorchExecutor.load(config)
+    outputs: dict[str, list[int]] = {}
+
+    def receive(step: EngineCoreOutputs) -> None:
+        for output in step.outputs:
+            assert output.error is None
+            outputs.setdefault(output.request_id, []).extend(output.token_ids)
+
+    executor.rates = LOADING_PAYS
+    number = 0
+    try:
+        core = EngineCore(make_scheduler(config, executor), executor, receive)
+        for prompts in rounds:
+            for prompt in prompts:
+                core.scheduler.add_request(Request(str(number), prompt, GREEDY))
+                number += 1
+            for _ in range(20_000):
+                if not core.scheduler.has_work:
+                    break
+                core.step()
+            assert not core.scheduler.has_work
+        return list(outputs.values()), core.scheduler.stats
+    finally:
+        executor.close()
+
+
+@pytest.fixture
+def prompts() -> list[list[int]]:
+    """Two prompts of many blocks."""
+    return [[(7 * i + 3 * number) % 60 + 1 for i in range(33)] for number in range(2)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "int8"}, {"async_scheduling": True}], ids=str)
+def test_a_later_engine_finds_what_was_used_twice_and_makes_the_same_tokens(
+    small_models: SmallModels, prompts: list[list[int]], tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    folder = small_models.folder(MODEL)
+    expected, _ = generate(folder, None, [prompts], **settings)
+    if not settings:
+        assert expected == greedy_oracle(folder, prompts, GREEDY.max_tokens)
+    first, stored = generate(folder, tmp_path, [prompts, prompts], **settings)
+    later, loaded = generate(folder, tmp_path, [prompts], **settings)
+    assert first == expected * 2
+    assert later == expected
+    assert stored.disk_blocks_stored == 16
+    assert loaded.prefix_disk_tokens == 64
+
+
+def damaged(disk: Path) -> None:
+    path = disk / "0" / "blocks"
+    path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+
+
+def test_what_was_damaged_meanwhile_is_computed(
+    small_models: SmallModels, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    folder = small_models.folder(MODEL)
+    expected, _ = generate(folder, tmp_path, [prompts, prompts])
+    damaged(tmp_path)
+    later, statistics = generate(folder, tmp_path, [prompts])
+    assert later == expected[:2]
+    assert statistics.prefix_disk_tokens == 0
+    assert statistics.disk_failures["damaged"] == 16
+
+
+def test_other_settings_find_nothing(small_models: SmallModels, prompts: list[list[int]], tmp_path: Path) -> None:
+    folder = small_models.folder(MODEL)
+    generate(folder, tmp_path, [prompts, prompts])
+    _, statistics = generate(folder, tmp_path, [prompts], deterministic=True)
+    assert not statistics.prefix_disk_tokens
+
+
+def test_a_folder_that_cannot_be_used_is_no_reason_not_to_run(
+    small_models: SmallModels, prompts: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    folder = small_models.folder(MODEL)
+    expected, _ = generate(folder, None, [prompts])
+    outputs, statistics = generate(folder, tmp_path / "file", [prompts, prompts])
+    assert outputs == expected * 2
+    assert not statistics.disk_blocks_stored
+    assert "KV blocks are not kept on disk" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kv_disk_path": None}, "belong together"),
+        ({"kv_disk_space": 0}, "belong together"),
+        ({"enable_prefix_caching": False}, "needs --enable-prefix-caching"),
+        ({"enable_host_caching": False}, "needs --enable-prefix-caching"),
+        ({"swap_space": 0}, "needs --enable-prefix-caching"),
+        ({"tensor_parallel_size": 2}, "is for one process"),
+        ({"pipeline_parallel_size": 2}, "is for one process"),
+    ],
+)
+def test_settings_that_it_cannot_work_with_are_refused(changes: dict[str, Any], reason: str) -> None:
+    settings: dict[str, Any] = {"model": Path(), "kv_disk_path": Path("kv"), "kv_disk_space": 1}
+    EngineArgs(**settings)
+    with pytest.raises(ValueError, match=reason):
+        EngineArgs(**{**settings, **changes})
