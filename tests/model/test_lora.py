@@ -1,6 +1,7 @@
 """Requests of several adapters in one batch each get what the model with that adapter merged into its weights makes."""
 
 import shutil
+import threading
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,11 @@ import pytest
 import torch
 from quire_engine import LLM, AsyncLLM, LoRARequest, SamplingParams
 from quire_engine.core.step import SampleRequest, ScheduledChunk, SchedulerOutput
-from quire_engine.errors import ModelError
+from quire_engine.errors import LoRAError, ModelError
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.kernels.bindings import library
 from quire_engine.lora.adapter import LoRAAdapter
+from quire_engine.lora.manager import LoRAManager
 from quire_engine.models.loader import read_model_config
 from quire_proto.errors import ErrorCode, QuireError
 
@@ -29,7 +31,13 @@ OUTPUT_TOKENS = 12
 # Ranks below the largest, PEFT's other scale, few layers and stored dtypes.
 ADAPTERS: list[dict[str, Any]] = [
     {"rank": 8, "alpha": 16},
-    {"rank": 3, "alpha": 4, "use_rslora": True},
+    {
+        "rank": 3,
+        "alpha": 4,
+        "use_rslora": True,
+        "rank_pattern": {"v_proj": 7},
+        "alpha_pattern": {"0.self_attn.q_proj": 9},
+    },
     {"rank": 5, "alpha": 5, "targets": ("v_proj", "q_proj"), "dtype": torch.bfloat16},
     {"rank": 2, "alpha": 1, "targets": ("k_proj", "o_proj", "up_proj", "down_proj"), "dtype": torch.float16},
 ]
@@ -121,6 +129,31 @@ def test_ranks_share_the_adapters(
     with closing(load(folder, max_cpu_loras=4, **sizes)) as executor:
         outputs = Driver(executor, seed=2, max_chunk=9).run(adapters.sequences("llama2", numbers))
     assert outputs == adapters.expected("llama2", numbers)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+def test_an_adapter_that_one_rank_alone_cannot_read_ends_its_own_requests_alone(
+    monkeypatch: pytest.MonkeyPatch, small_models: SmallModels, adapters: Adapters, tensor: int, pipeline: int
+) -> None:
+    ranks_are_threads(monkeypatch)
+    known, broken = adapters.request("llama2", 1), adapters.request("llama2", 2)
+    read, rank = LoRAManager._read, threading.current_thread()
+
+    def read_or_fail(manager: LoRAManager, lora: LoRARequest) -> LoRAAdapter:
+        if lora.lora_int_id == broken.lora_int_id and threading.current_thread() is not rank:
+            raise LoRAError("It has just been removed.")
+        return read(manager, lora)
+
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    with closing(load(small_models.folder("llama2"), **sizes)) as executor:
+        for number in (1, 2):
+            with monkeypatch.context() as patch:
+                patch.setattr(LoRAManager, "_read", read_or_fail)
+                output = executor.execute_model(SchedulerOutput(number, [chunk(0, known), chunk(1, broken)]))
+            assert (sorted(output.token_ids), sorted(output.errors)) == ([0], [1])
+        assert sorted(executor._loras._held) == [1]
+        output = executor.execute_model(SchedulerOutput(3, [chunk(0, known), chunk(1, broken)]))
+        assert sorted(output.token_ids) == [0, 1], "and once it can be read it is used"
 
 
 @pytest.mark.parametrize(("max_loras", "max_cpu_loras"), [(1, 1), (1, 3), (2, 2), (2, 4)])

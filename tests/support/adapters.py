@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,9 @@ def write_adapter(
         module, _, kind = name.rpartition(".")
         if kind == "weight" and module.rpartition(".")[2] in targets and ".experts." not in name:
             outputs, inputs = weight.shape
-            a = torch.randn(rank, inputs, generator=generator) / math.sqrt(inputs)
-            b = torch.randn(outputs, rank, generator=generator) * 0.3
+            own = first_match(config.get("rank_pattern", {}), module, rank)
+            a = torch.randn(own, inputs, generator=generator) / math.sqrt(inputs)
+            b = torch.randn(outputs, own, generator=generator) * 0.3
             tensors[f"{PREFIX}{module}.lora_A.weight"] = a.to(dtype)
             tensors[f"{PREFIX}{module}.lora_B.weight"] = b.to(dtype)
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,16 +68,23 @@ def write_adapter(
 def write_merged_model(folder: Path, model: Path, adapter: Path) -> Path:
     """Writes ``model`` with ``adapter`` merged into its weights."""
     config = json.loads((adapter / "adapter_config.json").read_text())
-    scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config["use_rslora"] else config["r"])
     matrices = load_file(adapter / "adapter_model.safetensors")
     merged = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     parameters = dict(merged.named_parameters())
     with torch.no_grad():
         for name in [name for name in matrices if ".lora_A." in name]:
             b, a = matrices[name.replace(".lora_A.", ".lora_B.")], matrices[name]
-            parameters[name.removeprefix(PREFIX).replace(".lora_A", "")] += scale * (b.float() @ a.float())
+            module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+            alpha = first_match(config["alpha_pattern"], module, config["lora_alpha"])
+            scale = alpha / (math.sqrt(len(a)) if config["use_rslora"] else len(a))
+            parameters[f"{module}.weight"] += scale * (b.float() @ a.float())
     merged.save_pretrained(folder)
     return folder
+
+
+def first_match(patterns: dict[str, Any], module: str, default: Any) -> Any:
+    """The value of the first pattern that a module's name ends with, as in PEFT's ``get_pattern_key``."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
 def _weights(model: Path) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from quire_engine.core.block_pool import BlockCopies, KVCacheConfig
 from quire_engine.core.lora import LoRARequest
 from quire_engine.device.accelerator import inference_on
 from quire_engine.distributed.rank_group import RankGroup
-from quire_engine.errors import ModelError
+from quire_engine.errors import LoRAError, ModelError
 from quire_engine.executor.node_agent import node_facts
 from quire_engine.executor.node_hub import NodeHub
 from quire_engine.executor.rank_processes import RankWorkers
@@ -210,8 +210,18 @@ class MultiprocRunner:
         return self._call_all_ranks(RpcMethod.LOGITS, arrays, lambda: self._own_runner.logits(hidden, rows))
 
     def add_lora(self, lora: LoRARequest) -> None:
-        """See ``Runner.add_lora``. Each rank reads the folder, and keeps its part."""
-        self._call_all_ranks(RpcMethod.ADD_LORA, lora_to_arrays(lora), lambda: self._own_runner.add_lora(lora))
+        """See ``Runner.add_lora``. Each rank reads the folder, and keeps its part. As that may be changing, one rank
+        can fail alone: then none has the adapter.
+        """
+        number, errors = self._workers.request(RpcMethod.ADD_LORA, lora_to_arrays(lora)), []
+        try:
+            self._own_runner.add_lora(lora)
+        except LoRAError as error:
+            errors.append(str(error))
+        errors += filter(None, self._workers.wait_for_replies(number))
+        if errors:
+            self.remove_lora(lora.lora_int_id)
+            raise LoRAError(errors[0])
 
     def remove_lora(self, lora_id: int) -> None:
         """See ``Runner.remove_lora``."""

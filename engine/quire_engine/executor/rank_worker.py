@@ -17,7 +17,7 @@ from quire_engine.device.accelerator import inference_on
 from quire_engine.device.host import tune_malloc, usable_cores
 from quire_engine.distributed.pipeline import is_first
 from quire_engine.distributed.rank_group import RankGroup, RankStore, file_store
-from quire_engine.errors import ModelError
+from quire_engine.errors import LoRAError, ModelError
 from quire_engine.executor.rank_processes import describe_error
 from quire_engine.executor.rpc import (
     MessageError,
@@ -278,9 +278,14 @@ class RankWorker:
         with inference_on(loaded.model.device):
             self._runner_or_fail.logits(self._hidden[-1 - age], rows)
 
-    def _add_lora(self, arrays: Sequence[RpcArray]) -> None:
+    def _add_lora(self, arrays: Sequence[RpcArray]) -> str:
+        """Returns why the adapter cannot be read, empty if it can: that is no failure of the rank."""
         with inference_on(self._loaded_or_fail.model.device):
-            self._runner_or_fail.add_lora(lora_from_arrays(arrays))
+            try:
+                self._runner_or_fail.add_lora(lora_from_arrays(arrays))
+            except LoRAError as error:
+                return str(error)
+        return ""
 
     def _remove_lora(self, arrays: Sequence[RpcArray]) -> None:
         self._runner_or_fail.remove_lora(json_from_array(arrays[0]))

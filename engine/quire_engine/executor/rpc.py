@@ -48,7 +48,7 @@ class RpcMethod(IntEnum):
     @property
     def has_reply(self) -> bool:
         """Whether success is answered too: rank 0 waits for it."""
-        return self <= RpcMethod.MAKE_RUNNER
+        return self <= RpcMethod.MAKE_RUNNER or self is RpcMethod.ADD_LORA
 
 
 class RpcReply(IntEnum):

@@ -293,15 +293,17 @@ class HeldLoRAs:
             self._runner.remove_lora(lora_id)
 
     def _add(self, lora: LoRARequest) -> bool:
-        """Reads an adapter, in the place of the one that was not used for longest. Returns whether that worked."""
-        if len(self._held) == self._limit:
-            self.remove(next(iter(self._held)))
+        """Reads an adapter, in the place of the one that was not used for longest. Returns whether that worked; if not,
+        the other stays.
+        """
         try:
             self._runner.add_lora(lora)
         except LoRAError as error:
             log.error("the adapter %s cannot be used: %s", lora.lora_name, error)
             return False
         self._held[lora.lora_int_id] = None
+        if len(self._held) > self._limit:
+            self.remove(next(iter(self._held)))
         return True
 
 

@@ -5,12 +5,14 @@ What would change the answer and is not done is refused. Nothing is read with pi
 
 import json
 import math
+import os
 import re
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from quire_proto.hashing import HASH_BYTES
@@ -18,15 +20,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from quire_engine.checkpoint.config import DecoderConfig
-from quire_engine.errors import LoRAError
+from quire_engine.errors import LoRAError, first_line
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
+T = TypeVar("T")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Beside its numbers a file has names and shapes of its tensors.
 _MAX_HEADER_BYTES = 1 << 20
 _MAX_CONFIG_BYTES = 1 << 20
+_MAX_ALPHA = 1e9
 _TENSOR_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
 
 # What makes of an adapter something else than ``W + scale * B @ A``: a setting, and what it is.
@@ -35,16 +39,21 @@ _UNSUPPORTED = {
     "use_qalora": "a QALoRA adapter",
     "lora_bias": "an adapter with biases",
     "modules_to_save": "an adapter with whole modules of its own (modules_to_save)",
-    "rank_pattern": "an adapter with other ranks for some modules (rank_pattern)",
-    "alpha_pattern": "an adapter with other scales for some modules (alpha_pattern)",
     "layer_replication": "an adapter that repeats layers (layer_replication)",
     "trainable_token_indices": "an adapter with embeddings of its own (trainable_token_indices)",
     "target_parameters": "an adapter of parameters instead of layers (target_parameters)",
     "alora_invocation_tokens": "an adapter that some tokens switch on (aLoRA)",
     "fan_in_fan_out": "an adapter for transposed weights (fan_in_fan_out)",
+    "use_bdlora": "an adapter of block-diagonal matrices (use_bdlora)",
+    "arrow_config": "a router between adapters (arrow_config)",
+    "kasa_config": "a KaSA adapter (kasa_config)",
+    "monteclora_config": "an adapter with random weights (monteclora_config)",
 }
 # How PEFT may have initialised the matrices while it left the model's weights as they are.
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal")
+# Keys of rank_pattern and alpha_pattern are regular expressions. These cannot take long: no groups, few repetitions.
+_PATTERN = re.compile(r"[\w.\\*^\[\]-]{1,256}")
+_MAX_PATTERNS, _MAX_REPETITIONS = 1024, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +70,6 @@ class LoRAWeights:
 class LoRAAdapter:
     """The ``weights`` of an adapter by the names of their layers in the model, and the ``digest`` of its two files."""
 
-    rank: int
     digest: bytes
     weights: Mapping[str, LoRAWeights]
 
@@ -70,16 +78,16 @@ class LoRAAdapter:
         """Reads an adapter of the model that ``config`` describes. Raises ``LoRAError``, with one sentence."""
         shapes = target_shapes(config)
         text = _read_file(folder, CONFIG_FILE, _MAX_CONFIG_BYTES)
-        rank, scale = _read_config(folder / CONFIG_FILE, text, max_rank)
+        scaling = _Scaling.read(folder / CONFIG_FILE, text, max_rank)
         largest = 4 * max_rank * sum(sum(shape) for shape in shapes.values()) + _MAX_HEADER_BYTES
         data = _read_file(folder, WEIGHTS_FILE, largest)
         path = folder / WEIGHTS_FILE
         try:
             tensors: dict[str, torch.Tensor] = load(data)
         except (SafetensorError, ValueError, KeyError) as error:
-            raise LoRAError(f"{path} is not a whole safetensors file: {error}.") from None
+            raise LoRAError(f"{path} is not a whole safetensors file: {first_line(error)}.") from None
         digest = blake2b(len(text).to_bytes(8, "little") + text + data, digest_size=HASH_BYTES).digest()
-        return cls(rank, digest, _pair_weights(path, tensors, shapes, rank, scale))
+        return cls(digest, _pair_weights(path, tensors, shapes, scaling))
 
 
 def target_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
@@ -101,32 +109,75 @@ def target_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
 
 def _read_file(folder: Path, name: str, largest: int) -> bytes:
     """The bytes of a file, at most ``largest``."""
-    if not folder.is_dir():
-        raise LoRAError(f"The adapter's folder {folder} does not exist.")
     path = folder / name
-    if name == WEIGHTS_FILE and not path.is_file() and (folder / PICKLE_FILE).is_file():
-        raise LoRAError(
-            f"{folder / PICKLE_FILE} is a pickle, which can hold a program and is not read: load the adapter with PEFT "
-            f"and save it again, save_pretrained(..., safe_serialization=True), which writes {WEIGHTS_FILE}."
-        )
     try:
-        with path.open("rb") as file:
+        folder.stat()
+        # A pipe would keep its reader waiting.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise LoRAError(f"{path} is not a file.")
             data = file.read(largest + 1)
     except FileNotFoundError:
-        raise LoRAError(f"The adapter's folder {folder} has no {name}.") from None
+        raise LoRAError(_what_is_missing(folder, name)) from None
     except OSError as error:
         raise LoRAError(f"{path} cannot be read: {error.strerror}.") from None
+    except ValueError:
+        raise LoRAError(f"{str(folder)!a} is not the name of a folder.") from None
     if len(data) > largest:
         raise LoRAError(f"{path} is larger than {largest} bytes, which is more than an adapter of this model can be.")
     return data
 
 
-def _read_config(path: Path, text: bytes, max_rank: int) -> tuple[int, float]:
-    """The rank, and the scale of ``B @ A``."""
-    try:
-        config: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        raise LoRAError(f"{path} is not valid JSON.") from None
+def _what_is_missing(folder: Path, name: str) -> str:
+    if not folder.exists():
+        return f"The adapter's folder {folder} does not exist."
+    if name == WEIGHTS_FILE and (folder / PICKLE_FILE).is_file():
+        return (
+            f"{folder / PICKLE_FILE} is a pickle, which can hold a program and is not read: load the adapter with PEFT "
+            f"and save it again, save_pretrained(..., safe_serialization=True), which writes {WEIGHTS_FILE}."
+        )
+    return f"The adapter's folder {folder} has no {name}."
+
+
+@dataclass(frozen=True, slots=True)
+class _Scaling:
+    """The rank of each layer's matrices, and the scale of their product, as PEFT has them: ``rank`` and ``alpha``, but
+    for the layers whose names end as one of the patterns says.
+    """
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+
+    @classmethod
+    def read(cls, path: Path, text: bytes, max_rank: int) -> "_Scaling":
+        """Reads the settings of an adapter. Raises ``LoRAError`` for one that is not served."""
+        try:
+            config: Any = json.loads(text)
+        except (ValueError, RecursionError):
+            raise LoRAError(f"{path} is not valid JSON.") from None
+        _check_kind(path, config)
+        ranks, alphas = (_patterns(path, config, name) for name in ("rank_pattern", "alpha_pattern"))
+        for rank in (config.get("r"), *ranks.values()):
+            if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+                raise LoRAError(f"{path} has no rank: r must be a whole number above 0, and so each of rank_pattern.")
+            if rank > max_rank:
+                raise LoRAError(f"{path} has the rank {rank:.4g}, and --max-lora-rank is {max_rank}.")
+        for alpha in (config.get("lora_alpha"), *alphas.values()):
+            if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) <= _MAX_ALPHA:
+                raise LoRAError(f"{path} has no scale: lora_alpha must be a number, and so each of alpha_pattern.")
+        return cls(config["r"], config["lora_alpha"], bool(config.get("use_rslora")), ranks, alphas)
+
+    def of(self, module: str) -> tuple[int, float]:
+        """The rank, and the scale of ``B @ A``, of one layer."""
+        rank, alpha = _match(self.ranks, module, self.rank), _match(self.alphas, module, self.alpha)
+        return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def _check_kind(path: Path, config: Any) -> None:
+    """Raises ``LoRAError`` for settings of something else than ``W + scale * B @ A``."""
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise LoRAError(f"{path} does not describe a LoRA adapter: its peft_type must be LORA.")
     for name, what in _UNSUPPORTED.items():
@@ -140,18 +191,32 @@ def _read_config(path: Path, text: bytes, max_rank: int) -> tuple[int, float]:
             f"{path} describes an adapter that changes the model's own weights (init_lora_weights is {init!r}), which "
             "is not served; PEFT can convert some when it saves them (path_initial_model_for_weight_conversion)."
         )
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise LoRAError(f"{path} has no rank: r must be a whole number above 0.")
-    if rank > max_rank:
-        raise LoRAError(f"{path} has the rank {rank}, and --max-lora-rank is {max_rank}.")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
-        raise LoRAError(f"{path} has no scale: lora_alpha must be a number.")
-    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _patterns(path: Path, config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """One of the settings that have a value for each of some regular expressions."""
+    patterns = config.get(name) or {}
+    if not isinstance(patterns, dict) or len(patterns) > _MAX_PATTERNS:
+        raise LoRAError(f"{path} has a {name} that is none of at most {_MAX_PATTERNS} entries.")
+    for pattern in patterns:
+        try:
+            if _PATTERN.fullmatch(pattern) and pattern.count("*") <= _MAX_REPETITIONS and re.compile(pattern):
+                continue
+        except re.error:
+            pass
+        raise LoRAError(
+            f"{path} has a {name} for {pattern[:64]!r}: only parts of names are served, with wildcards but no groups."
+        )
+    return patterns
+
+
+def _match(patterns: Mapping[str, T], module: str, default: T) -> T:
+    """PEFT's rule: the value of the first pattern that the name matches, whole or from behind a dot."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
 def _pair_weights(
-    path: Path, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, int]], rank: int, scale: float
+    path: Path, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, int]], scaling: _Scaling
 ) -> dict[str, LoRAWeights]:
     """The tensors as pairs, by layer. Raises ``LoRAError`` for a tensor that is none of a pair or fits no layer."""
     pairs: dict[str, dict[str, torch.Tensor]] = {}
@@ -161,6 +226,7 @@ def _pair_weights(
             raise LoRAError(
                 f"{path} has the tensor {name}, and what adapters may change here is {_layer_names(shapes)}."
             )
+        rank, _ = scaling.of(found["module"])
         outputs, inputs = shapes[found["module"]]
         expected = [rank, inputs] if found["matrix"] == "A" else [outputs, rank]
         if list(tensor.shape) != expected:
@@ -173,10 +239,16 @@ def _pair_weights(
         pairs.setdefault(found["module"], {})[found["matrix"]] = tensor
     if not pairs:
         raise LoRAError(f"{path} has no tensors.")
-    for module, pair in pairs.items():
-        if len(pair) < 2:
-            raise LoRAError(f"{path} has only one of the two matrices lora_A and lora_B of {module}.")
-    return {module: LoRAWeights(pair["A"], (pair["B"].float() * scale).T) for module, pair in pairs.items()}
+    return {module: _scaled(path, module, pair, scaling.of(module)[1]) for module, pair in pairs.items()}
+
+
+def _scaled(path: Path, module: str, pair: Mapping[str, torch.Tensor], scale: float) -> LoRAWeights:
+    if len(pair) < 2:
+        raise LoRAError(f"{path} has only one of the two matrices lora_A and lora_B of {module}.")
+    weights = LoRAWeights(pair["A"], (pair["B"].float() * scale).T)
+    if not (weights.a.isfinite().all() and weights.b.isfinite().all()):
+        raise LoRAError(f"{path} has numbers that are not finite, or are not once they are scaled, for {module}.")
+    return weights
 
 
 def _layer_names(shapes: Iterable[str]) -> str:

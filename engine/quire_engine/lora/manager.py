@@ -41,8 +41,8 @@ class LoRAManager:
         self._held[lora.lora_int_id] = self._layers.shard(adapter.weights)
 
     def remove(self, lora_id: int) -> None:
-        """Frees an adapter's memory, and its slot."""
-        del self._held[lora_id]
+        """Frees an adapter's memory and its slot, where it has some."""
+        self._held.pop(lora_id, None)
         self._slots.pop(lora_id, None)
 
     def prepare(self, lora_ids: torch.Tensor) -> None:

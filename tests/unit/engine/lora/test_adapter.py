@@ -59,11 +59,29 @@ def test_the_scale_is_pefts(
     change_config(folder, **config_values)
     adapter = LoRAAdapter.read(folder, config, MAX_RANK)
     stored = load_file(folder / "adapter_model.safetensors")
-    assert adapter.rank == 4
     assert set(adapter.weights) == set(target_shapes(config))
     for name, weights in adapter.weights.items():
         assert torch.equal(weights.a, stored[f"base_model.model.{name}.lora_A.weight"])
         torch.testing.assert_close(weights.b.T, scale * stored[f"base_model.model.{name}.lora_B.weight"])
+
+
+def test_ranks_and_scales_of_some_layers_are_pefts(model: Path, tmp_path: Path, config: DecoderConfig) -> None:
+    """The first pattern counts that matches the whole name of a layer, or its end behind a dot."""
+    ranks = {"v_proj": 2, "layers.0.self_attn.q_proj": 8, "model.layers.[01].mlp.up_proj": 1}
+    alphas = {"proj": 99, "q_proj": 32, r".*\.1\.self_attn.k_proj": 3, "^model.layers.0.mlp.down_proj": 1}
+    folder = write_adapter(tmp_path / "a", model, rank_pattern=ranks, alpha_pattern=alphas)
+    adapter = LoRAAdapter.read(folder, config, MAX_RANK)
+    stored = load_file(folder / "adapter_model.safetensors")
+    scales = {}
+    for name, weights in adapter.weights.items():
+        b = stored[f"base_model.model.{name}.lora_B.weight"]
+        scales[name.removeprefix("model.layers.")] = float((weights.b.T / b).median())
+        torch.testing.assert_close(weights.b.T, b * scales[name.removeprefix("model.layers.")])
+    expected = dict.fromkeys(scales, 2.0)
+    expected |= {"0.self_attn.q_proj": 4.0, "1.self_attn.q_proj": 8.0, "0.mlp.up_proj": 8.0, "1.mlp.up_proj": 8.0}
+    expected |= {"0.self_attn.v_proj": 4.0, "1.self_attn.v_proj": 4.0, "1.self_attn.k_proj": 0.75}
+    expected["0.mlp.down_proj"] = 0.25
+    assert scales == pytest.approx(expected)
 
 
 def test_the_digest_is_of_both_files_and_of_nothing_else(folder: Path, model: Path, config: DecoderConfig) -> None:
@@ -89,8 +107,17 @@ def test_the_digest_is_of_both_files_and_of_nothing_else(folder: Path, model: Pa
         ({"bias": "lora_only"}, "biases"),
         ({"lora_bias": True}, "biases"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
-        ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
+        ({"rank_pattern": {"q_proj": 2}}, "this model and the rank 2 ask for"),
+        ({"rank_pattern": {"q_proj": 9}}, "has the rank 9, and --max-lora-rank is 8"),
+        ({"rank_pattern": {"q_proj": 0}}, "each of rank_pattern"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern that is none of at most"),
+        ({"alpha_pattern": {str(number): 1 for number in range(1025)}}, "at most 1024 entries"),
+        ({"alpha_pattern": {"q_proj": "2"}}, "each of alpha_pattern"),
+        ({"alpha_pattern": {"(.|.)*x": 2}}, "'(.|.)*x': only parts of names"),
+        ({"alpha_pattern": {".*.*.*x": 2}}, "'.*.*.*x': only parts of names"),
+        ({"alpha_pattern": {"**": 2}}, "'**': only parts of names"),
+        ({"use_bdlora": {"nblocks": 2}}, "block-diagonal"),
+        ({"kasa_config": {"beta": 1}}, "KaSA"),
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"alora_invocation_tokens": [1]}, "aLoRA"),
@@ -102,6 +129,7 @@ def test_the_digest_is_of_both_files_and_of_nothing_else(folder: Path, model: Pa
         ({"r": None}, "r must be a whole number"),
         ({"lora_alpha": "8"}, "lora_alpha must be a number"),
         ({"lora_alpha": float("inf")}, "lora_alpha must be a number"),
+        ({"lora_alpha": 10**400}, "lora_alpha must be a number"),
         ({"r": 3}, "this model and the rank 3 ask for"),
     ],
 )
@@ -142,6 +170,8 @@ Q = "0.self_attn.q_proj"
         (_add(f"{Q}.lora_A.weight", 4, 15), "in the shape [4, 15]"),
         (_add(f"{Q}.lora_A.weight", 4, 16, dtype=torch.int8), "torch.int8, which is not supported"),
         (lambda tensors: tensors.clear(), "has no tensors"),
+        (lambda tensors: tensors[f"{PREFIX}.{Q}.lora_A.weight"][1].fill_(torch.nan), "not finite"),
+        (lambda tensors: tensors[f"{PREFIX}.{Q}.lora_B.weight"][1].fill_(3e38), "not finite, or are not once they are"),
     ],
 )
 def test_tensors_that_fit_no_layer_of_the_model_are_refused(
@@ -180,5 +210,16 @@ def test_broken_folders_are_refused(folder: Path, config: DecoderConfig) -> None
         assert "adapter_config.json" in error()
     (folder / "adapter_config.json").unlink()
     assert error().endswith("has no adapter_config.json.")
+    os.mkfifo(folder / "adapter_config.json")
+    assert error().endswith("adapter_config.json is not a file.")
+    (folder / "adapter_config.json").unlink()
     folder.rmdir()
     assert error().endswith("does not exist.")
+    folder.symlink_to(folder)
+    assert error().endswith("cannot be read: Too many levels of symbolic links.")
+
+
+@pytest.mark.parametrize(("path", "told"), [("x" * 300, "File name too long"), ("a\0b", "not the name of a folder")])
+def test_what_can_be_no_folder_is_refused(config: DecoderConfig, path: str, told: str) -> None:
+    with pytest.raises(LoRAError, match=told):
+        LoRAAdapter.read(Path("/", path), config, MAX_RANK)
