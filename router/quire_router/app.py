@@ -346,6 +346,9 @@ class Components:
         stack.push_async_callback(self.load.close)
         stack.push_async_callback(self.fleet.close)
         await self.fleet.start()
+        if self.lora_updater is not None:
+            self.lora_updater.start()
+            stack.push_async_callback(self.lora_updater.close)
         stack.push_async_callback(self._background_jobs.stop)
         self._background_jobs.start()
 

@@ -149,7 +149,7 @@ def test_clients_ask_for_adapters_by_name_load_more_and_unload_them(
     assert len(set(texts.values())) == 3
     unloaded = httpx.post(f"{router.url}/v1/unload_lora_adapter", json={"lora_name": "c"}, timeout=30)
     assert unloaded.status_code == 200, unloaded.text
-    eventually(lambda: fetch(router.http_port, "/v1/models/c")[0] == 404)
+    assert fetch(router.http_port, "/v1/models/c")[0] == 404
     with pytest.raises(openai.NotFoundError):
         sampled(router, "c")
     missing = httpx.post(f"{router.url}/v1/load_lora_adapter", json={**body, "lora_path": "/nowhere"}, timeout=30)

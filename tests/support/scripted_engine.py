@@ -62,6 +62,12 @@ class ScriptedEngine(EngineServicer):
         self.inspection = engine_pb2.InspectResponse()
         self.inspections = 0
         self.loras: dict[str, bytes] = {}
+        self.lora_paths: dict[str, str] = {}
+        self.lora_gate = asyncio.Event()  # LoadLora waits for it
+        self.lora_gate.set()
+        self.unloaded: list[str] = []
+        self.says_loras_after = 0.0  # seconds, after the answer
+        self.lora_requests: list[engine_pb2.LoadLoraRequest] = []
         self.lora_refusal: grpc.StatusCode | None = None
         self._description = {"max_model_len": 4096, "vocab_size": 1000, **description}
         self._models = models
@@ -135,8 +141,14 @@ class ScriptedEngine(EngineServicer):
         self.sequence += 1
         self._keep(engine_pb2.StepBatch(sequence=self.sequence, loras=self._loras()))
 
+    def _set_loras_late(self, loras: dict[str, bytes]) -> None:
+        asyncio.get_running_loop().call_later(self.says_loras_after, self.set_loras, loras)
+
     def _loras(self) -> engine_pb2.Loras:
-        return engine_pb2.Loras(loras=[engine_pb2.Lora(name=name, digest=of) for name, of in self.loras.items()])
+        paths = self.lora_paths
+        return engine_pb2.Loras(
+            loras=[engine_pb2.Lora(name=name, digest=of, path=paths.get(name, "")) for name, of in self.loras.items()]
+        )
 
     def _keep(self, batch: engine_pb2.StepBatch) -> None:
         self._kept.append(batch)
@@ -177,13 +189,18 @@ class ScriptedEngine(EngineServicer):
     ) -> engine_pb2.LoadLoraResponse:
         if self.lora_refusal is not None:
             await context.abort(self.lora_refusal, "No such folder.")
-        self.set_loras({**self.loras, request.lora_name: request.lora_path.encode()})
-        return engine_pb2.LoadLoraResponse()
+        self.lora_requests.append(request)
+        await self.lora_gate.wait()
+        self.lora_paths[request.lora_name] = request.lora_path
+        digest = request.lora_path.encode()
+        self._set_loras_late({**self.loras, request.lora_name: digest})
+        return engine_pb2.LoadLoraResponse(lora=engine_pb2.Lora(name=request.lora_name, digest=digest))
 
     async def UnloadLora(  # noqa: N802 - the name in the proto file
         self, request: engine_pb2.UnloadLoraRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> engine_pb2.UnloadLoraResponse:
-        self.set_loras({name: digest for name, digest in self.loras.items() if name != request.lora_name})
+        self.unloaded.append(request.lora_name)
+        self._set_loras_late({name: digest for name, digest in self.loras.items() if name != request.lora_name})
         return engine_pb2.UnloadLoraResponse()
 
     async def Describe(  # noqa: N802 - the name in the proto file

@@ -32,6 +32,7 @@ class LoRARegistry:
         self._check = check
         self._model_names = model_names
         self._loras: dict[str, LoRARequest] = {}
+        self._given: set[LoRARequest] = set()  # at the start
         self._num_loaded = 0
         self._loading = asyncio.Lock()
         self._in_use: Counter[LoRARequest] = Counter()
@@ -47,23 +48,34 @@ class LoRARegistry:
 
     def to_proto(self) -> pb.Loras:
         """All adapters."""
-        return pb.Loras(loras=[pb.Lora(name=lora.lora_name, digest=lora.digest) for lora in self._loras.values()])
+        return pb.Loras(
+            loras=[
+                pb.Lora(name=name, digest=lora.digest, path="" if lora in self._given else str(lora.lora_path))
+                for name, lora in self._loras.items()
+            ]
+        )
 
     def load_now(self, name: str, folder: Path) -> LoRARequest:
         """Loads an adapter before the engine serves. Raises ``LoRAError``, or ``QuireError`` as ``load``."""
         self._check_name(name)
-        return self._add(self._check(LoRARequest(name, self._num_loaded + 1, folder)))
+        lora = self._check(LoRARequest(name, self._num_loaded + 1, folder))
+        self._given.add(lora)
+        return self._add(lora)
 
-    async def load(self, name: str, folder: str) -> LoRARequest:
-        """Loads an adapter. Raises ``QuireError``: INVALID for one that cannot be served, CONFLICT for a name that is
-        another one's, and OVERLOADED if there are too many.
+    async def load(self, name: str, folder: str, digest: bytes = b"") -> LoRARequest:
+        """Loads an adapter. Raises ``QuireError``: INVALID for one that cannot be served or has not the ``digest`` that
+        is asked for, CONFLICT for a name that is another one's, and OVERLOADED if there are too many.
         """
         async with self._loading:  # one folder at a time is read into memory
             self._check_name(name)
+            if digest and (known := self._loras.get(name)) is not None and known.digest == digest:
+                return known
             try:
                 lora = await asyncio.to_thread(self._check, LoRARequest(name, self._num_loaded + 1, folder))
             except LoRAError as error:
                 raise invalid("lora_path", str(error)) from None
+            if digest and lora.digest != digest:
+                raise invalid("lora_path", f"{lora.lora_path} holds another adapter than the one that others have.")
             return self._add(lora)
 
     async def unload(self, name: str) -> None:

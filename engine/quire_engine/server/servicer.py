@@ -90,7 +90,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     ) -> pb.LoadLoraResponse:
         """Loads an adapter."""
         try:
-            lora = await self._sessions.loras.load(request.lora_name, request.lora_path)
+            lora = await self._sessions.loras.load(request.lora_name, request.lora_path, request.digest)
         except QuireError as error:
             await context.abort(grpc.StatusCode[error.status.grpc], error.message)
         return pb.LoadLoraResponse(lora=pb.Lora(name=lora.lora_name, digest=lora.digest))

@@ -442,18 +442,24 @@ class Lora(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     digest: _builtins.bytes
     """Of the adapter's files, 16 bytes; part of every block hash of its requests."""
+    path: _builtins.str
+    """Its folder, where LoadLora has loaded it: an engine that joins the fleet can load it from there. Empty for one that the engine began
+    with.
+    """
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         digest: _builtins.bytes = ...,
+        path: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -980,19 +986,23 @@ class LoadLoraRequest(_message.Message):
 
     LORA_NAME_FIELD_NUMBER: _builtins.int
     LORA_PATH_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     lora_name: _builtins.str
     """Not a name of the model."""
     lora_path: _builtins.str
     """The folder that PEFT has written, as the engine sees it."""
+    digest: _builtins.bytes
+    """The adapter's digest, as Lora has it: with another one in the folder it is refused with INVALID_ARGUMENT. Empty where any will do."""
     def __init__(
         self,
         *,
         lora_name: _builtins.str = ...,
         lora_path: _builtins.str = ...,
+        digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lora_name", b"lora_name", "lora_path", b"lora_path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "lora_name", b"lora_name", "lora_path", b"lora_path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

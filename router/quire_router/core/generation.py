@@ -23,11 +23,12 @@ LOGPROBS_PER_TOKEN = 6
 @dataclass(frozen=True, slots=True)
 class LoRA:
     """A LoRA adapter as engines report it: its ``name``, and the ``digest`` of its files, which tells it from another
-    of the same name.
+    of the same name. ``path`` is its folder where it was loaded while an engine served; else empty.
     """
 
     name: str
     digest: bytes
+    path: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -323,21 +323,25 @@ class EngineConnection:
             return None
         return answer
 
-    async def load_lora(self, name: str, path: str) -> None:
-        """Loads an adapter at the engine. Raises ``grpc.aio.AioRpcError``, or ``EngineLost`` if it is not connected."""
+    async def load_lora(self, name: str, path: str, digest: bytes = b"") -> bytes:
+        """Loads an adapter at the engine, that with the ``digest`` if one is given. Returns its digest. Raises
+        ``grpc.aio.AioRpcError``, or ``EngineLost`` if it is not connected.
+        """
         if self._stub is None:
             raise EngineLost("the engine is not connected")
-        message = engine_pb2.LoadLoraRequest(lora_name=name, lora_path=path)
-        await self._stub.LoadLora(message, timeout=LOAD_LORA_TIMEOUT)
+        message = engine_pb2.LoadLoraRequest(lora_name=name, lora_path=path, digest=digest)
+        return (await self._stub.LoadLora(message, timeout=LOAD_LORA_TIMEOUT)).lora.digest
 
     async def unload_lora(self, name: str) -> None:
-        """Unloads an adapter, as far as new requests are concerned. Raises as ``load_lora``."""
+        """Unloads an adapter, as far as new requests are concerned; one that is not there is unloaded. Raises as
+        ``load_lora``.
+        """
         if self._stub is None:
             raise EngineLost("the engine is not connected")
         try:
             await self._stub.UnloadLora(engine_pb2.UnloadLoraRequest(lora_name=name), timeout=UNLOAD_LORA_TIMEOUT)
         except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            if error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.NOT_FOUND):
                 raise
 
     # The stream's life

@@ -1,28 +1,68 @@
 """``LoRAUpdater``: adapters that are loaded and unloaded at all engines of a model while these serve."""
 
 import asyncio
+import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import chain
+from math import inf
+from time import monotonic
+from typing import TypeVar
 
 import grpc
 from quire_proto.errors import invalid
+from quire_proto.supervise import SupervisedTask
 
 from quire_router.core.errors import lora_update_failed, no_engine_ready, not_an_adapters_name, unknown_model
+from quire_router.core.generation import LoRA
+from quire_router.core.retry import supervise
 from quire_router.engines.connection import EngineConnection
 from quire_router.engines.output_stream import EngineLost
 from quire_router.engines.pool import Engine, EnginePool
+from quire_router.engines.settings import ServedLoRA
+
+log = logging.getLogger(__name__)
 
 _SEEN_TIMEOUT = 5.0  # seconds
+_RETRY_SECONDS = 30.0
+_FORGET_SECONDS = 30.0
+"""For so long what was unloaded is not remembered again because an engine says that it has it: it may be late, or have
+begun to load it before."""
+T = TypeVar("T")
 
 
 class LoRAUpdater:
-    """Loads and unloads adapters at the engines of ``pool`` that are ready, of the configured ``models``. An engine
-    that comes later has those that it is started with.
+    """Loads and unloads adapters at the engines of ``pool`` that are ready, of the configured ``models``.
+
+    Those that any engine has loaded while it served are remembered until they are unloaded, by this router or another,
+    and are loaded at engines that join or begin again (``start``). Engines say what they have, so that each router
+    knows it, also one that starts later.
     """
 
     def __init__(self, pool: EnginePool, models: Sequence[str]) -> None:
         self._pool = pool
         self._models = tuple(models)
+        self._seen: dict[str, tuple[int, dict[str, LoRA]]] = {}  # by engine: its generation, and what it had loaded
+        self._loading: dict[str, asyncio.Task[None]] = {}  # by engine
+        self._asked: Counter[str] = Counter()  # engines that load what a client asked for
+        self._failed: dict[tuple[str, int, LoRA], float] = {}  # when: by engine, its generation and adapter
+        self._forgotten: dict[LoRA, float] = {}  # when
+        self._task: SupervisedTask | None = None
+
+    def start(self) -> None:
+        """Keeps engines that join up with the others from now on."""
+        self._task = supervise("lora updates", self._watch)
+
+    async def close(self) -> None:
+        """Ends what ``start`` has begun."""
+        if self._task is not None:
+            await self._task.stop()
+        for task in self._loading.values():
+            task.cancel()
+
+    # What clients ask for
 
     async def load(self, name: str, path: str, model: str | None = None) -> None:
         """Loads the adapter in the folder ``path``, as engines see it, as ``name``, at every engine of ``model``; of
@@ -32,15 +72,29 @@ class LoRAUpdater:
         if name in self._models:
             raise not_an_adapters_name(name)
         engines = self._engines_of(model)
-        await _at_all(engines, lambda connection: connection.load_lora(name, path))
-        await self._wait_seen(name)
+        ids = [engine.id for engine in engines]
+        self._asked.update(ids)
+        try:
+            digests = await _at_all(engines, lambda connection: connection.load_lora(name, path))
+        finally:
+            self._asked.subtract(ids)
+        loras = [LoRA(name, digest, path) for digest in digests]
+        served = next(each for each in self._models if each in engines[0].models)
+        self._forgotten.pop(loras[0], None)
+        self._pool.expected_loras[name] = ServedLoRA(served, loras[0])
+        await self._wait_seen(engines, loras)
 
     async def unload(self, name: str) -> None:
-        """Unloads an adapter wherever it is. Requests that run with it go on. Raises ``QuireError``."""
+        """Unloads an adapter wherever it is; returns once requests may not name it any more. Those that run with it go
+        on. Raises ``QuireError``.
+        """
         engines = [engine for engine in self._pool.engines() if name in engine.connection.session.loras]
-        if not engines:
+        if not engines and name not in self._pool.expected_loras:
             raise unknown_model(name)
+        self._forget(name)
         await _at_all(engines, lambda connection: connection.unload_lora(name))
+        self._pool.refresh_loras()
+        await self._wait_seen(engines, [None] * len(engines), name)
 
     def _engines_of(self, model: str | None) -> list[Engine]:
         if model is not None and model not in self._models:
@@ -60,23 +114,113 @@ class LoRAUpdater:
             raise no_engine_ready()
         return engines
 
-    async def _wait_seen(self, name: str) -> None:
-        """Waits until the router has heard of the adapter, so that the next request finds it."""
-        async with asyncio.timeout(_SEEN_TIMEOUT):
-            while name not in self._pool.loras():
-                await self._pool.changed()
+    async def _wait_seen(self, engines: Sequence[Engine], loras: Sequence[LoRA | None], name: str = "") -> None:
+        """Waits until each engine has said that it has its one of ``loras``, or none of that ``name``: it says so on
+        its stream, and what is read there may be late. One that is lost is not waited for.
+        """
+
+        def said(engine: Engine, lora: LoRA | None) -> bool:
+            known = engine.connection.session.loras.get(name if lora is None else lora.name)
+            return known == lora or not engine.connection.ready
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_SEEN_TIMEOUT):
+                while not all(map(said, engines, loras)):
+                    await self._pool.changed()
+        self._pool.refresh_loras()
+
+    # Engines that join
+
+    async def _watch(self) -> None:
+        while True:
+            self._observe()
+            for engine in self._pool.engines():
+                missing = self._missing_at(engine)
+                if missing and engine.id not in self._loading and not self._asked[engine.id]:
+                    task = self._loading[engine.id] = asyncio.create_task(self._load_at(engine, missing))
+                    task.add_done_callback(partial(self._loaded, engine.id))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._pool.changed(), _RETRY_SECONDS)
+
+    def _observe(self) -> None:
+        """Remembers what engines have loaded since the last time, and forgets what one that has not begun again has no
+        more: somebody has unloaded it. What an engine had before counts for neither, as others may be later.
+        """
+        before, self._seen = self._seen, {}
+        for engine in self._pool.engines():
+            model = next((name for name in self._models if name in engine.models), None)
+            session = engine.connection.session
+            if model is None:
+                continue
+            now = {name: lora for name, lora in session.loras.items() if lora.path and name not in self._models}
+            generation, had = before.get(engine.id, (0, {}))
+            if generation != session.engine_generation:
+                had = {}
+            for name in had.keys() - now.keys():
+                if self._remembers(name, had[name]):
+                    self._forget(name)
+            for name in now.keys() - had.keys():
+                if self._forgotten.get(now[name], -inf) <= monotonic() - _FORGET_SECONDS:
+                    self._pool.expected_loras.setdefault(name, ServedLoRA(model, now[name]))
+            self._seen[engine.id] = session.engine_generation, now
+        self._pool.refresh_loras()
+
+    def _forget(self, name: str) -> None:
+        """An adapter was unloaded, here or by another router."""
+        now = monotonic()
+        self._forgotten = {lora: when for lora, when in self._forgotten.items() if when > now - _FORGET_SECONDS}
+        if name in self._pool.expected_loras:
+            self._forgotten[self._pool.expected_loras[name].lora] = now
+        for engine in self._pool.engines():
+            if name in engine.connection.session.loras:
+                self._forgotten[engine.connection.session.loras[name]] = now
+        self._pool.forget_lora(name)
+
+    def _remembers(self, name: str, lora: LoRA) -> bool:
+        expected = self._pool.expected_loras.get(name)
+        return expected is not None and expected.lora == lora
+
+    def _missing_at(self, engine: Engine) -> list[LoRA]:
+        session, until = engine.connection.session, monotonic() - _RETRY_SECONDS
+        return [
+            served.lora
+            for name, served in self._pool.expected_loras.items()
+            if engine.serves_loras
+            and engine.can_run(served.model)
+            and name not in session.loras
+            and self._failed.get((engine.id, session.engine_generation, served.lora), until) <= until
+        ]
+
+    def _loaded(self, engine_id: str, _task: asyncio.Task[None]) -> None:
+        del self._loading[engine_id]
+
+    async def _load_at(self, engine: Engine, loras: Sequence[LoRA]) -> None:
+        """Loads adapters at an engine that others have."""
+        generation = engine.connection.session.engine_generation
+        for lora in loras:
+            try:
+                await engine.connection.load_lora(lora.name, lora.path, lora.digest)
+                if not self._remembers(lora.name, lora):  # it was unloaded meanwhile
+                    await engine.connection.unload_lora(lora.name)
+            except (grpc.aio.AioRpcError, EngineLost) as error:
+                why = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+                log.error("engine %s does not get the adapter %s, which others have: %s", engine.id, lora.name, why)
+                self._failed[engine.id, generation, lora] = monotonic()
+            else:
+                log.info("engine %s has got the adapter %s, as others have it", engine.id, lora.name)
+        await self._wait_seen([engine], [lora for lora in loras if self._remembers(lora.name, lora)][-1:])
 
 
-async def _at_all(engines: Sequence[Engine], update: Callable[[EngineConnection], Awaitable[None]]) -> None:
+async def _at_all(engines: Sequence[Engine], update: Callable[[EngineConnection], Awaitable[T]]) -> list[T]:
     """Updates all engines. Raises the error of the first that failed, and says at how many it did not."""
     outcomes = await asyncio.gather(*(update(engine.connection) for engine in engines), return_exceptions=True)
-    errors = [(engine, outcome) for engine, outcome in zip(engines, outcomes, strict=True) if outcome is not None]
-    if not errors:
-        return
-    engine, error = errors[0]
+    failed = [(each, error) for each, error in zip(engines, outcomes, strict=True) if isinstance(error, BaseException)]
+    if not failed:
+        return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+    engine, error = failed[0]
     if not isinstance(error, grpc.aio.AioRpcError):
         raise no_engine_ready() if isinstance(error, EngineLost) else error
-    done = len(engines) - len(errors)
+    done = len(engines) - len(failed)
     message = error.details() or "The engine does not say why."
     if done:
         message = f"{message} That is so at {engine.id}; {done} of {len(engines)} engines have done it."

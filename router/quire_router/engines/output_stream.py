@@ -90,6 +90,14 @@ class EngineFull(AttemptFailed):
     kind = "engine_full"
 
 
+class LoRAMissing(EngineFull):
+    """The engine does not have the request's adapter any more, or cannot read it, as ``error`` says."""
+
+    def __init__(self, error: QuireError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
 ATTEMPT_FAILURES = (EngineLost.kind, EngineDraining.kind, DrainExceeded.kind, EngineFull.kind)
 """The kinds of failure of an attempt, as metrics label them."""
 

@@ -187,7 +187,8 @@ class EnginePool:
     An engine has capacity while it runs fewer requests than it can at once and its prompts take less than
     ``capacity_seconds`` to compute; ``on_capacity`` is called when one may have got some. ``table`` has a row for each
     known engine, with the load of all routers that ``ledger`` knows of. ``assumed`` are the limits of models until an
-    engine reports some. Engines whose tokens are not those of ``vocabularies`` do not serve the model.
+    engine reports some. Engines whose tokens are not those of ``vocabularies`` do not serve the model. Requests may
+    also name ``expected_loras``, as an engine is going to have them: they wait for it.
     """
 
     def __init__(
@@ -211,6 +212,7 @@ class EnginePool:
         self._models = tuple(models)
         self._model_matcher = ModelMatcher(self._models, vocabularies)
         self.on_kv_event = on_kv_event
+        self.expected_loras: dict[str, ServedLoRA] = {}
         self._reconnect_limiter = ReconnectLimiter()
         self._engines: dict[str, Engine] = {}
         self._by_row: dict[int, Engine] = {}
@@ -263,6 +265,24 @@ class EnginePool:
         is the one that more engines have. May be called on any thread; not to be written to.
         """
         return self._loras
+
+    def refresh_loras(self) -> None:
+        """Has ``loras`` say what engines have told by now, and what is expected."""
+        self._loras = self._find_loras()
+
+    def forget_lora(self, name: str) -> None:
+        """An adapter was unloaded: it is expected no more."""
+        self.expected_loras.pop(name, None)
+        self._loras = {other: served for other, served in self._loras.items() if other != name}
+
+    def has_lora(self, model: str, lora: LoRA) -> bool:
+        """Whether it is worth waiting for an engine with an adapter: one has it that may not be ready, or is to get it;
+        or there is none of the model.
+        """
+        if self.expected_loras.get(lora.name) == ServedLoRA(model, lora):
+            return True
+        engines = [engine for engine in self._engines.values() if model in engine.models]
+        return not engines or any(engine.connection.session.loras.get(lora.name) == lora for engine in engines)
 
     def lora_columns(self, rows: Rows, lora: LoRA) -> LoRAColumns:
         """What the engines of ``rows`` do with adapters now."""
@@ -367,7 +387,9 @@ class EnginePool:
                 for name in loras.keys() - self._models:
                     found.setdefault(name, Counter())[ServedLoRA(model, loras[name])] += 1 + engine.connection.ready
         kept = {name: served for name, served in self._loras.items() if served.model not in with_engines}
-        return kept | {name: counts.most_common(1)[0][0] for name, counts in sorted(found.items())}
+        return {**self.expected_loras, **kept} | {
+            name: counts.most_common(1)[0][0] for name, counts in sorted(found.items())
+        }
 
     async def _watch_discovery(self) -> None:
         async with aclosing(self._discovery.watch()) as views:
@@ -435,7 +457,7 @@ class EnginePool:
         self._throttled_notify.request()
 
     def _notify(self) -> None:
-        self._loras = self._find_loras()
+        self.refresh_loras()
         for model in self._models:
             self._update_limits(model)
             metrics.ENGINES_READY.labels(model).set(self.ready(model))

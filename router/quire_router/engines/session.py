@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from quire.v1 import engine_pb2
 from quire_proto.convert import error_from_proto, finish_from_proto, logprobs_from_proto, stop_token_from_proto
-from quire_proto.errors import ErrorCode, internal
+from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
 
 from quire_router.core.generation import LoRA
@@ -19,6 +19,7 @@ from quire_router.engines.output_stream import (
     EngineFull,
     EngineLost,
     ExpectedOutput,
+    LoRAMissing,
     Output,
     OutputStream,
 )
@@ -258,7 +259,7 @@ class Session:
                 yield
 
     def _set_loras(self, message: engine_pb2.Loras) -> None:
-        loras = {each.name: LoRA(each.name, each.digest) for each in message.loras}
+        loras = {each.name: LoRA(each.name, each.digest, each.path) for each in message.loras}
         if loras != self.loras:
             self.loras = loras
             self._on_loras()
@@ -348,7 +349,9 @@ class Session:
     def _deliver(self, stream: OutputStream, output: Output) -> None:
         error, reason = output.error, output.finish_reason
         refused = error is not None and error.code is ErrorCode.UNAVAILABLE
-        if refused and not self.draining and not stream.confirmed:
+        if error is not None and _is_of_lora(error) and not stream.confirmed and not (refused and self.draining):
+            stream.refuse(LoRAMissing(error))
+        elif refused and not self.draining and not stream.confirmed:
             stream.refuse(EngineFull("it cannot take it now"))
         elif refused or (reason is FinishReason.ABORT and stream.is_open(output.index)):
             # This router did not cancel it: the engine is shutting down.
@@ -358,8 +361,6 @@ class Session:
             stream.withdraw(loss("the engine gave the request back"))
         elif error is not None and error.code is ErrorCode.OVERLOADED and not stream.confirmed:
             stream.refuse(EngineFull("its queue is full"))
-        elif error is not None and error.code is ErrorCode.NOT_FOUND and not stream.confirmed:
-            stream.refuse(EngineFull("it has unloaded the adapter"))
         elif error is not None and error.code is ErrorCode.INVALID and stream.expected.is_resumed:
             # Another engine took the request, so nothing is wrong with what its client sent.
             stream.lose(EngineLost(f"it does not go on with what another engine wrote: {error.message}"))
@@ -415,6 +416,11 @@ class Session:
         for stream in self._streams.values():
             if stream.cancelled:
                 self.commands.cancel(stream.request_id, *stream.cancelled)
+
+
+def _is_of_lora(error: QuireError) -> bool:
+    """Whether an engine has the request's adapter no more, or cannot read it."""
+    return error.code is ErrorCode.NOT_FOUND or (error.code is ErrorCode.UNAVAILABLE and error.param == "model")
 
 
 def _output(message: engine_pb2.SequenceOutput, reason: FinishReason | None, asked: ExpectedOutput) -> Output:

@@ -13,17 +13,17 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, StatusCode
 from quire_proto import telemetry
-from quire_proto.errors import QuireError
+from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.telemetry import PROVIDER_NAME, Attribute
 from quire_proto.tracing import is_recording
 
 from quire_router.admission.fair_queue import QueuedRequest
 from quire_router.admission.queue import AdmissionQueue
 from quire_router.core import metrics
-from quire_router.core.errors import engines_full, no_engine_ready
+from quire_router.core.errors import engines_full, from_engine, no_engine_ready, unknown_model
 from quire_router.core.fleet_view import FleetLog
 from quire_router.core.generation import GenerationRequest
-from quire_router.engines.output_stream import AttemptFailed
+from quire_router.engines.output_stream import AttemptFailed, LoRAMissing
 from quire_router.engines.pool import EnginePool
 from quire_router.placement.engine_table import Rows
 from quire_router.placement.placer import PlacementDecision, Placer, route_attributes
@@ -142,7 +142,8 @@ class Dispatcher:
             decision = self._place(state)
             if decision is not None:
                 return decision
-            if monotonic() >= until or (state.refused_by and not state.has_output):
+            in_vain = bool(state.refused_by) or self._lora_is_gone(state)
+            if monotonic() >= until or (in_vain and not state.has_output):
                 raise self._no_engine_error(state)
             await self._wait_for_engine(state, until - monotonic())
         return None
@@ -214,8 +215,21 @@ class Dispatcher:
             return rows
         return np.array([row for row in rows.tolist() if ids[row] not in state.refused_by], np.intp)
 
+    def _lora_is_gone(self, state: RequestState) -> bool:
+        """Whether the request's adapter was unloaded since it came."""
+        request = state.generation
+        return request.lora is not None and not self._pool.has_lora(request.model, request.lora)
+
     def _no_engine_error(self, state: RequestState) -> QuireError:
-        error = engines_full() if state.refused_by else no_engine_ready()
+        refusals = [*state.refused_by.values()]
+        missing = [each.error for each in refusals if isinstance(each, LoRAMissing)]
+        all_miss = len(missing) == len(refusals) > 0
+        if self._lora_is_gone(state) or (all_miss and missing[-1].code is ErrorCode.NOT_FOUND):
+            error = unknown_model(state.generation.model_name)
+        elif all_miss:
+            error = from_engine(missing[-1])
+        else:
+            error = engines_full() if refusals else no_engine_ready()
         metrics.REJECTIONS.labels(error.code.name.lower()).inc()
         return error
 

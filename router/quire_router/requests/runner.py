@@ -301,7 +301,7 @@ class RequestRunner:
         metrics.ATTEMPTS_LOST.labels(problem.kind).inc()
         if isinstance(problem, EngineFull):
             log.info("engine %s did not take request %s: %s", engine_id, state.id, problem)
-            state.count_refusal(engine_id)
+            state.count_refusal(engine_id, problem)
             self._fleet_log.add("engine_full", engine_id, state.id, reason=str(problem))
             return
         log.warning("attempt %d of request %s lost engine %s: %s", state.attempt, state.id, engine_id, problem)

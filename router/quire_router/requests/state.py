@@ -21,7 +21,7 @@ from quire_router.admission.limits import Reservation
 from quire_router.core import metrics
 from quire_router.core.errors import consumer_deadline_exceeded, from_engine
 from quire_router.core.generation import Delta, GenerationRequest, ResponseConsumer, Usage
-from quire_router.engines.output_stream import Output, OutputStream
+from quire_router.engines.output_stream import EngineFull, Output, OutputStream
 from quire_router.journal.base import Journal, Lease, RecordedDelta, RequestRecord
 from quire_router.placement.prefix_index import HashesByNamespace
 from quire_router.requests.deltas import (
@@ -101,9 +101,9 @@ class RequestState:
     ``lease`` is on its journal record, and ``reservation`` what it was charged; ``trace_context`` is the caller's.
     ``interrupted`` is done once something other than the engine ends the request: with an error, or with None
     when it was cancelled; ``consumer_expired`` is set when that was because the ``consumer``'s deadline passed.
-    ``refused_by`` are the engines that were too full, ``attempt`` counts those that it was sent to, of which
-    ``engine_id`` is the last, and ``losses`` those that were lost since the last token. ``names`` are the hashes of its
-    prompt's blocks that were needed so far.
+    ``refused_by`` are the engines that did not take it, with the reason, ``attempt`` counts those that it was sent to,
+    of which ``engine_id`` is the last, and ``losses`` those that were lost since the last token. ``names`` are the
+    hashes of its prompt's blocks that were needed so far.
     ``finish_reason`` is None until the record is closed; of several choices the most severe reason counts.
 
     A request that continues from its ``record`` begins with what that holds, after ``replay_record``; nothing of that
@@ -126,7 +126,7 @@ class RequestState:
         self.trace_context = consumer.trace_context
         self.cached_tokens: int | None = None
         self.finish_reason: FinishReason | None = None
-        self.refused_by: set[str] = set()
+        self.refused_by: dict[str, EngineFull] = {}
         self.block_hashes: HashesByNamespace = {}
         self.attempt = 0
         self.engine_id = ""
@@ -217,10 +217,10 @@ class RequestState:
         self.losses = 1 if made > self._tokens_at_loss else self.losses + 1
         self._tokens_at_loss = made
 
-    def count_refusal(self, engine_id: str) -> None:
-        """An engine was too full to take the request."""
+    def count_refusal(self, engine_id: str, refusal: EngineFull) -> None:
+        """An engine was too full to take the request, or does not have its adapter."""
         self._refusals += 1
-        self.refused_by.add(engine_id)
+        self.refused_by[engine_id] = refusal
 
     def build_submit(self, traceparent: str) -> engine_pb2.Submit:
         """Returns the request as an engine gets it: its prompt, and the tokens that each choice has so far."""

@@ -211,3 +211,17 @@ async def test_a_session_that_ends_gives_its_adapters_back_behind_its_aborts() -
     commands = [engine.core._commands.get() for _ in range(engine.core._commands.qsize())]
     assert commands[-1] == RemoveLoRA(1)
     assert len(commands) == 2
+
+
+async def test_one_that_others_have_is_loaded_only_if_it_is_the_same_and_its_folder_is_told() -> None:
+    engine = Engine()
+    engine.loras.load_now("given", Path("g"))
+    with pytest.raises(QuireError, match="holds another adapter") as other:
+        await engine.loras.load("x", "a", b"b" * 16)
+    assert (other.value.code, other.value.param) == (ErrorCode.INVALID, "lora_path")
+    loaded = await engine.loras.load("x", "a", b"a" * 16)
+    assert await engine.loras.load("x", "broken", b"a" * 16) == loaded, "what is there is not read again"
+    assert {lora.name: lora.path for lora in engine.loras.to_proto().loras} == {"given": "", "x": "a"}
+    await engine.loras.unload("given")
+    await engine.loras.load("given", "g")
+    assert {lora.name: lora.path for lora in engine.loras.to_proto().loras} == {"given": "g", "x": "a"}

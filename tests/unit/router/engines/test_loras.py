@@ -1,14 +1,20 @@
 """What a router knows of its engines' adapters: which there are, who can run a request for one, and who is busy with
-others; and adapters that are loaded and unloaded at all engines.
+others; and adapters that are loaded and unloaded at all engines, those that join later included.
 """
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
 from quire.v1 import types_pb2
 from quire_proto.errors import ErrorCode, QuireError
 from quire_router.core.generation import LoRA
+from quire_router.discovery.base import Endpoint
+from quire_router.engines import lora_updates
 from quire_router.engines.lora_updates import LoRAUpdater
-from quire_router.engines.output_stream import EngineFull
+from quire_router.engines.output_stream import LoRAMissing
 from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ServedLoRA
 
@@ -96,7 +102,7 @@ async def test_a_request_whose_adapter_was_just_unloaded_is_refused_by_that_engi
             await only.submit()
             missing = types_pb2.Error(code=types_pb2.ERROR_CODE_NOT_FOUND, message="This engine has no adapter x.")
             only.send(output("r", finish_reason=ERROR, error=missing))
-            with pytest.raises(EngineFull):
+            with pytest.raises(LoRAMissing):
                 await anext(aiter(outputs))
 
 
@@ -149,3 +155,149 @@ async def test_without_an_engine_loading_may_be_tried_again() -> None:
         with pytest.raises(QuireError) as refused:
             await LoRAUpdater(fleet, ["m"]).load("x", "new")
         assert refused.value.code is ErrorCode.UNAVAILABLE
+
+
+# Engines that join the others
+
+
+@asynccontextmanager
+async def updating(*engines: ScriptedEngine, ready: int | None = None) -> AsyncIterator[tuple[EnginePool, LoRAUpdater]]:
+    """A router that keeps its engines up with each other."""
+    async with fleet_of(*engines) as fleet:
+        await all_ready(fleet, len(engines) if ready is None else ready)
+        updater = LoRAUpdater(fleet, ["m"])
+        updater.start()
+        try:
+            yield fleet, updater
+        finally:
+            await updater.close()
+
+
+def join(fleet: EnginePool, *engines: ScriptedEngine) -> None:
+    fleet._update([Endpoint(each.address) for each in engines])
+
+
+def asked(of: ScriptedEngine) -> list[tuple[str, str, bytes]]:
+    return [(each.lora_name, each.lora_path, each.digest) for each in of.lora_requests]
+
+
+async def test_an_engine_that_joins_gets_what_others_have_loaded_but_not_what_they_began_with() -> None:
+    first, joining = engine({"given": b"given"}), engine({})
+    await joining.start()
+    try:
+        async with updating(first) as (fleet, updater):
+            await updater.load("x", "new")
+            join(fleet, first, joining)
+            await until(lambda: fleet.ready("m", NEW) == 2)
+            assert asked(joining) == [("x", "new", b"new")]
+            assert fleet.ready("m", LoRA("given", b"given")) == 1
+    finally:
+        await joining.stop()
+
+
+async def test_an_engine_that_begins_again_gets_them_and_requests_wait_for_that() -> None:
+    only = engine({})
+    async with updating(only) as (fleet, updater):
+        await updater.load("x", "new")
+        only.loras = {}
+        only.restart_as(2)
+        only.break_stream()
+        await until(lambda: fleet.ready("m", NEW) == 0)
+        assert fleet.loras() == {"x": ServedLoRA("m", NEW)}
+        assert fleet.has_lora("m", NEW)
+        assert await fleet.wait_ready(5, "m", NEW)
+        assert asked(only)[1:] == [("x", "new", b"new")]
+
+
+async def test_a_router_that_starts_later_knows_what_others_have_loaded() -> None:
+    first, joining = engine({"x": b"new"}), engine({})
+    first.lora_paths["x"] = "new"
+    async with updating(first, joining) as (fleet, _):
+        await until(lambda: fleet.ready("m", NEW) == 2)
+    assert asked(joining) == [("x", "new", b"new")]
+
+
+async def test_what_is_unloaded_does_not_come_back_whoever_unloads_it() -> None:
+    engines = engine({}), engine({}), engine({})
+    await engines[2].start()
+    try:
+        async with updating(*engines[:2]) as (fleet, updater):
+            await updater.load("x", "new")
+            await updater.load("y", "new")
+            await updater.unload("x")
+            assert set(fleet.loras()) == {"y"}, "no later than the answer"
+            engines[0].set_loras({})  # as another router has it unload y, first here and then there
+            await hears(fleet, "y")
+            await until(lambda: not fleet.expected_loras)
+            engines[1].set_loras({})
+            await hears(fleet)
+            join(fleet, *engines)
+            await all_ready(fleet, 3)
+            await asyncio.sleep(0.1)
+            assert [len(each.lora_requests) for each in engines] == [2, 2, 0]
+    finally:
+        await engines[2].stop()
+
+
+async def test_an_adapter_that_is_unloaded_while_an_engine_loads_it_leaves_that_too() -> None:
+    first, joining = engine({"x": b"new"}), engine({})
+    first.lora_paths["x"] = "new"
+    joining.lora_gate.clear()
+    async with updating(first, joining) as (fleet, updater):
+        await until(lambda: len(joining.lora_requests) == 1)
+        await updater.unload("x")
+        joining.lora_gate.set()
+        await until(lambda: joining.unloaded == ["x"])
+        await hears(fleet)
+
+
+async def test_an_engine_that_cannot_load_one_is_left_in_peace_and_asked_again_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, joining = engine({"x": b"new"}), engine({})
+    first.lora_paths["x"] = "new"
+    joining.lora_refusal = grpc.StatusCode.INVALID_ARGUMENT
+    async with updating(first, joining) as (fleet, _):
+        await until(lambda: f"engine {joining.address} does not get the adapter x" in caplog.text)
+        assert caplog.text.count("does not get") == 1
+        joining.lora_refusal = None
+        monkeypatch.setattr(lora_updates, "_RETRY_SECONDS", 0.0)
+        fleet._on_change()
+        await until(lambda: fleet.ready("m", NEW) == 2)
+
+
+async def test_an_adapter_whose_model_has_no_engine_can_be_unloaded() -> None:
+    only = engine({})
+    async with updating(only) as (fleet, updater):
+        await updater.load("x", "new")
+        join(fleet)
+        await all_ready(fleet, 0)
+        assert set(fleet.loras()) == {"x"}
+        await updater.unload("x")
+        assert not fleet.loras()
+
+
+async def test_other_files_under_an_old_name_are_named_by_the_next_request() -> None:
+    """What engines say on their streams is late: the answer waits for it."""
+    slow = engine({"x": b"old"})
+    slow.lora_paths["x"] = "old"
+    async with updating(slow) as (fleet, updater):
+        await hears(fleet, "x")
+        slow.says_loras_after = 0.2
+        await updater.unload("x")
+        assert not fleet.loras()
+        await updater.load("x", "new")
+        assert fleet.loras() == {"x": ServedLoRA("m", NEW)}
+
+
+async def test_an_adapter_that_an_engine_cannot_read_is_told_from_a_full_queue() -> None:
+    only = engine({"x": b"new"})
+    async with fleet_of(only) as fleet:
+        await all_ready(fleet, 1)
+        with fleet.dispatch(only.address, submit("r"), pending_tokens=0) as outputs:
+            await only.submit()
+            error = types_pb2.Error(code=types_pb2.ERROR_CODE_UNAVAILABLE, message="It cannot be read.", param="model")
+            only.send(output("r", finish_reason=ERROR, error=error))
+            with pytest.raises(LoRAMissing, match="It cannot be read") as refused:
+                await anext(aiter(outputs))
+            assert refused.value.error.code is ErrorCode.UNAVAILABLE
