@@ -191,8 +191,10 @@ class LoRAUpdater:
             and self._failed.get((engine.id, session.engine_generation, served.lora), until) <= until
         ]
 
-    def _loaded(self, engine_id: str, _task: asyncio.Task[None]) -> None:
+    def _loaded(self, engine_id: str, task: asyncio.Task[None]) -> None:
         del self._loading[engine_id]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("adapters cannot be loaded at engine %s", engine_id, exc_info=error)
 
     async def _load_at(self, engine: Engine, loras: Sequence[LoRA]) -> None:
         """Loads adapters at an engine that others have."""
