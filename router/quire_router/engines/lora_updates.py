@@ -127,7 +127,7 @@ class LoRAUpdater:
             async with asyncio.timeout(_SEEN_TIMEOUT):
                 while not all(map(said, engines, loras)):
                     await self._pool.changed()
-        self._pool.refresh_loras()
+        self._observe()  # what they say they have is known before any of it can be gone again
 
     # Engines that join
 
