@@ -158,8 +158,9 @@ class SchedulerArgs(_Frozen):
 
     ``max_num_seqs``: sequences that hold device blocks. ``max_swapped``: a victim beyond is computed again.
     ``max_overtakes``: how often a waiting request can be overtaken by a later one under ``sjf``. With ``batching``
-    static, nothing is admitted between the first token of a batch and the end of its last sequence; phased, a step
-    computes prompts alone, as long as there are some that fit into memory, or else one token of each sequence.
+    static, a batch is all that wait and fit when it begins, and nothing is admitted until its last sequence has ended;
+    phased, a step computes prompts alone, as long as there are some that fit into memory, or else one token of each
+    sequence.
     """
 
     max_model_len: int | None = Field(

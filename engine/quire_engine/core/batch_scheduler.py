@@ -435,10 +435,8 @@ class BatchScheduler:
     # Admission
 
     def _can_admit(self) -> bool:
-        """Whether new sequences are taken in: always, or, with static batches, until the first token is known."""
-        if self._config.batching != "static":
-            return True
-        return not any(sequence.timings.first_token for sequence in self.running)
+        """Whether new sequences are taken in: always, or, with static batches, when the one before has ended."""
+        return self._config.batching != "static" or not self.running
 
     def _schedule_waiting(self, scheduler_output: SchedulerOutput, budget: StepBudget) -> None:
         if self._by_length:
@@ -447,7 +445,9 @@ class BatchScheduler:
             self._loras.update(self.waiting, (self.running, self.swapped, self.preempted))
         if self._disk is not None and self._disk.take_news():
             self.waiting.release()
-        while self.waiting.has_ready and budget.allows_prompts:
+        # A static batch begins as a whole, with room for all its prompts, however many steps it takes to compute them.
+        is_batch = self._config.batching == "static"
+        while self.waiting.has_ready and (budget.allows_prompts or is_batch):
             sequence = self._next_waiting()
             if not self._loras.may_admit(sequence) or (self._disk is not None and self._awaits_disk(sequence)):
                 self.waiting.hold(sequence)
@@ -459,6 +459,9 @@ class BatchScheduler:
             self._loras.record_admission(sequence, self.waiting)
             self._admit(sequence, hits)
             self._record_admission(sequence, hits, scheduler_output.step)
+            if is_batch:
+                table, start = sequence.table, sequence.num_scheduled_tokens
+                self._kv_cache_manager.allocate_slots(table, start, sequence.num_tokens)
             self._schedule_next_chunk(sequence, scheduler_output, budget)
 
     def _awaits_disk(self, sequence: Sequence) -> bool:
@@ -486,8 +489,8 @@ class BatchScheduler:
             if self._needs_prompt_logprobs(sequence.group)
             else self._kv_cache_manager.get_cached_blocks(sequence.table, sequence.token_ids)
         )
-        fits = self._kv_cache_manager.num_free_blocks_after(hits, sequence.num_tokens) >= self._reserve(sequence)
-        return hits if fits else None
+        free = self._kv_cache_manager.num_free_blocks_after(sequence.table, hits, sequence.num_tokens)
+        return hits if free >= self._reserve(sequence) else None
 
     def _waits_for_other_choice(self, sequence: Sequence) -> bool:
         """Whether another output of the same request is computing what this one could then share."""

@@ -40,7 +40,8 @@ class BlockTable:
     ``block_hashes`` are the hashes of the sequence's full blocks as far as they were needed; they only ever grow,
     because known tokens do not change. ``num_cached_blocks`` counts the blocks of the device table that were offered to
     the pool under their name, and ``num_swapped_ahead`` those of them that ``swap_ahead`` has seen to. After a fork,
-    ``tail_shared`` says that the last block may be shared although it is not full.
+    ``tail_shared`` says that the last block may be shared although it is not full. The sequence begins with
+    ``num_prompt_tokens`` and ends with ``max_tokens`` at most, which only memory that reserves needs to know.
     """
 
     extra_key: bytes
@@ -50,6 +51,8 @@ class BlockTable:
     num_cached_blocks: int = 0
     num_swapped_ahead: int = 0
     tail_shared: bool = False
+    num_prompt_tokens: int = 0
+    max_tokens: int = 0
 
     def copy(self) -> "BlockTable":
         """The same blocks for a sequence that is forked from this one; the caller adds the references."""
@@ -61,6 +64,8 @@ class BlockTable:
             self.num_cached_blocks,
             self.num_swapped_ahead,
             self.tail_shared,
+            self.num_prompt_tokens,
+            self.max_tokens,
         )
 
     def extend_block_hashes(self, token_ids: Sequence[int], num_blocks: int, block_size: int) -> None:
@@ -159,13 +164,14 @@ class KVCacheManager:
             hits.append(hit)
         return hits
 
-    def num_free_blocks_after(self, hits: Sequence[CachedBlock], num_tokens: int) -> int:
-        """Device blocks that stay free, below 0 if they do not suffice, when ``hits`` are taken and grown to
+    def num_free_blocks_after(self, table: BlockTable, hits: Sequence[CachedBlock], num_tokens: int) -> int:
+        """Device blocks that stay free, below 0 if they do not suffice, when the table takes ``hits`` and grows to
         ``num_tokens``.
         """
         on_device = [hit.block_id for hit in hits if hit.tier is Tier.DEVICE]
         revived = sum(self.device_pool.is_free(block_id) for block_id in on_device)
-        return self.device_pool.num_free - revived - (self.num_blocks_for(num_tokens) - len(on_device))
+        held = len(table.block_ids) + len(on_device)
+        return self.device_pool.num_free - revived - (self.num_blocks_for(num_tokens) - held)
 
     def attach_cached_blocks(self, table: BlockTable, hits: Sequence[CachedBlock]) -> int:
         """Starts an empty table with the blocks that ``get_cached_blocks`` found; returns the tokens that they hold."""

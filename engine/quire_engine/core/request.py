@@ -340,9 +340,10 @@ class SequenceRegistry:
     def _new_sequence(self, group: SequenceGroup, index: int, output: list[int]) -> Sequence:
         request = group.request
         lora_digest = b"" if request.lora is None else request.lora.digest
-        table = BlockTable(extra_key(self._config.model_revision, request.cache_salt, lora_digest))
         tokens = [*request.prompt_token_ids, *output]
         limit = min(group.num_prompt_tokens + request.sampling.max_tokens, self._config.max_model_len)
+        table = BlockTable(extra_key(self._config.model_revision, request.cache_salt, lora_digest))
+        table.num_prompt_tokens, table.max_tokens = group.num_prompt_tokens, limit
         timings = SequenceTimings(arrived=self._clock())
         sequence = Sequence(self._next_sequence_id(), group, index, tokens, table=table, timings=timings, limit=limit)
         sequence.sample_requests = (self._new_sample_request(sequence, index),)

@@ -1,4 +1,4 @@
-"""The command ``quire-engine simulate``: reads the settings and the trace, simulates each policy, prints the report."""
+"""The command ``quire-engine simulate``: reads settings and trace, simulates each variant, prints the report."""
 
 import json
 import sys
@@ -8,9 +8,9 @@ from pathlib import Path
 
 from quire_proto.cli import read_settings
 
-from quire_engine.config import Policy
 from quire_engine.errors import quit_with
-from quire_engine.simulation.config import SimulationConfig
+from quire_engine.simulation.comparison import draw_comparison, make_comparison
+from quire_engine.simulation.config import SimulationConfig, Variant
 from quire_engine.simulation.report import SimulationReport, draw_plots, make_report, make_table
 from quire_engine.simulation.simulator import Simulation, SimulationRecorder
 from quire_engine.simulation.trace import Arrival, TraceError, read_trace
@@ -25,38 +25,54 @@ def simulate(arguments: Sequence[str]) -> None:
         arrivals = read_trace(config.trace, start=config.start, limit=config.limit, rate=config.rate, seed=config.seed)
     except TraceError as error:
         quit_with(1, str(error))
-    recorders: dict[str, SimulationRecorder] = {
-        policy: _simulate_policy(config, policy, arrivals) for policy in config.policies
-    }
-    reports = {policy: make_report(recorder) for policy, recorder in recorders.items()}
-    sys.stdout.write(f"{_as_json(config, reports) if config.as_json else make_table(reports)}\n")
+    variants = config.variants
+    recorders = {name: _simulate_variant(config, variant, arrivals) for name, variant in variants.items()}
+    reports = {name: make_report(recorder) for name, recorder in recorders.items()}
+    format_table = make_comparison if _compares_engines(config) else make_table
+    sys.stdout.write(f"{_as_json(config, reports) if config.as_json else format_table(reports)}\n")
     if config.plot is not None:
-        _plot(config.plot, recorders)
+        _plot(config, config.plot, recorders, reports)
 
 
-def _simulate_policy(config: SimulationConfig, policy: Policy, arrivals: Sequence[Arrival]) -> SimulationRecorder:
+def _simulate_variant(config: SimulationConfig, variant: Variant, arrivals: Sequence[Arrival]) -> SimulationRecorder:
     simulation = Simulation(
-        config.scheduler_config(policy),
+        config.scheduler_config(variant.policy, variant.batching),
         config.kv_cache_config,
         config.latency,
         seed=config.seed,
         prefix_caching=config.enable_prefix_caching,
         host_caching=config.enable_host_caching,
+        memory=variant.memory,
     )
     return simulation.run(arrivals)
 
 
+def _compares_engines(config: SimulationConfig) -> bool:
+    """Whether more is compared than the order in which one engine admits."""
+    return max(len(config.batching), len(config.memory)) > 1
+
+
 def _as_json(config: SimulationConfig, reports: Mapping[str, SimulationReport]) -> str:
-    """The settings and the report of each policy, as JSON."""
-    settings = config.model_dump(mode="json", exclude={"as_json", "plot", "compare", "scheduling_policy"})
+    """The settings and the report of each run, as JSON."""
+    varied = {"compare", "scheduling_policy", "batching", "memory"}
+    settings = config.model_dump(mode="json", exclude={"as_json", "plot", *varied})
     settings |= {"latency": asdict(config.latency), "capacity": asdict(config.kv_cache_config)}
-    policies = {policy: asdict(report) for policy, report in reports.items()}
-    return json.dumps({"settings": settings, "policies": policies}, indent=2)
+    variants = config.variants
+    runs = {name: {**variants[name]._asdict(), **asdict(report)} for name, report in reports.items()}
+    return json.dumps({"settings": settings, "runs": runs}, indent=2)
 
 
-def _plot(path: Path, recorders: Mapping[str, SimulationRecorder]) -> None:
+def _plot(
+    config: SimulationConfig,
+    path: Path,
+    recorders: Mapping[str, SimulationRecorder],
+    reports: Mapping[str, SimulationReport],
+) -> None:
     try:
-        draw_plots(path, recorders)
+        if _compares_engines(config):
+            draw_comparison(path, reports)
+        else:
+            draw_plots(path, recorders)
     except ImportError:
         quit_with(1, "Plots need matplotlib: pip install 'quire-engine[plot]'.")
     except (OSError, ValueError) as error:

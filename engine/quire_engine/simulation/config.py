@@ -4,15 +4,17 @@ device with a model, whose sources are in ``docs/simulator.md``.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 from quire_proto.cli import CliSettings
 
 from quire_engine.config import (
     PREFIX,
+    Batching,
     CoreArgs,
     KVCacheMemory,
     MaxNumSeqs,
@@ -23,9 +25,12 @@ from quire_engine.config import (
 )
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
+from quire_engine.simulation.reservation import Memory
 from quire_engine.simulation.simulated_executor import VOCAB_SIZE, LatencyModel
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
+BATCHINGS: tuple[Batching, ...] = get_args(Batching)
+MEMORIES: tuple[Memory, ...] = get_args(Memory)
 PresetName = Literal["cpu", "a100-8b", "h100-8b"]
 
 
@@ -138,11 +143,12 @@ class SimulatedEngineConfig(CliSettings, CoreArgs):
         blocks = self.num_gpu_blocks_override or kv_bytes // block_bytes
         return KVCacheConfig(self.block_size, 1 + blocks, self.swap_bytes // block_bytes, block_bytes)
 
-    def scheduler_config(self, policy: Policy) -> SchedulerConfig:
-        """The scheduler's limits under ``policy``."""
+    def scheduler_config(self, policy: Policy, batching: Batching | None = None) -> SchedulerConfig:
+        """The scheduler's limits under ``policy``, with another ``batching`` than that of the settings if given."""
         return SchedulerConfig.of(
             self,
             scheduling_policy=policy,
+            batching=batching or self.batching,
             max_model_len=min(self.max_model_len or self._preset.max_model_len, self.kv_cache_config.usable_tokens),
             vocab_size=VOCAB_SIZE,
             num_stages=self.num_stages,
@@ -158,13 +164,27 @@ class SimulatedEngineConfig(CliSettings, CoreArgs):
         return PRESETS[self.preset]
 
 
+class Variant(NamedTuple):
+    """What a run differs in from others of the same trace."""
+
+    policy: Policy
+    batching: Batching
+    memory: Memory
+
+
 class SimulationConfig(SimulatedEngineConfig):
     """Runs a trace of requests through the engine's own scheduler and memory, in virtual time: a formula says how long
     a step takes, and no model is needed.
+
+    Where several names are given to --compare, --batching or --memory, each policy runs with each batching and each
+    memory.
     """
 
     model_config = SettingsConfigDict(cli_prog_name="quire-engine simulate")
-    metavars: ClassVar[Mapping[str, str]] = {**SimulatedEngineConfig.metavars, "--compare": "NAMES"}
+    metavars: ClassVar[Mapping[str, str]] = {
+        **SimulatedEngineConfig.metavars,
+        **dict.fromkeys(("--compare", "--batching", "--memory"), "NAMES"),
+    }
 
     trace: Path = Field(description="Requests: an Azure CSV or a Mooncake JSONL file.")
     start: int = Field(default=0, ge=0, description="First row of the trace that is used.")
@@ -175,19 +195,32 @@ class SimulationConfig(SimulatedEngineConfig):
     compare: Names = Field(
         default=[], description="Policies to run side by side, with commas between; instead of --scheduling-policy."
     )
+    batching: Names = Field(  # type: ignore[assignment]  # several, where an engine has one
+        default=["continuous"],
+        description=f"{', '.join(BATCHINGS)}, or several of them: static takes nothing in until a whole batch has "
+        "ended, and phased has no step with both prompts and decoding.",
+    )
+    memory: Names = Field(
+        default=["paged"],
+        description=f"{', '.join(MEMORIES)}, or several of them: blocks where they are needed, or contiguous slots "
+        "reserved for the longest sequence, for the next power of two of the output, or for the output.",
+    )
     pipeline_parallel_size: int = Field(
         default=1, ge=1, le=64, description="Stages that the model is divided into, each on a device of its own."
     )
     as_json: bool = Field(default=False, alias="json", description="Print JSON instead of a table.")
     plot: Path | None = Field(default=None, description="Picture to write (needs the extra 'plot').")
 
-    @field_validator("compare")
+    @field_validator("compare", "batching", "memory")
     @classmethod
-    def _are_policies(cls, names: list[str]) -> list[str]:
-        unknown = [name for name in names if name not in POLICIES]
+    def _are_known(cls, names: list[str], info: ValidationInfo) -> list[str]:
+        known = {"compare": POLICIES, "batching": BATCHINGS, "memory": MEMORIES}[str(info.field_name)]
+        unknown = [name for name in names if name not in known]
         if unknown:
-            raise ValueError(f"{unknown[0]} is not one of {', '.join(POLICIES)}.")
-        return names
+            raise ValueError(f"{unknown[0]} is not one of {', '.join(known)}.")
+        if not names and info.field_name != "compare":
+            raise ValueError(f"It needs one of {', '.join(known)}.")
+        return list(dict.fromkeys(names))
 
     @model_validator(mode="after")
     def _pipeline_knows_its_tokens(self) -> "SimulationConfig":
@@ -195,13 +228,27 @@ class SimulationConfig(SimulatedEngineConfig):
             raise ValueError("--speculative-method and --pipeline-parallel-size exclude each other.")
         return self
 
+    @model_validator(mode="after")
+    def _what_is_reserved_has_no_room_for_drafts(self) -> "SimulationConfig":
+        if self.memory != ["paged"] and self.speculative_method != "none":
+            raise ValueError("--speculative-method needs --memory paged.")
+        return self
+
+    def scheduler_config(self, policy: Policy, batching: Batching | None = None) -> SchedulerConfig:
+        """See ``SimulatedEngineConfig.scheduler_config``; the first batching is the one of the settings."""
+        return super().scheduler_config(policy, batching or next(iter(self.variants.values())).batching)
+
     @property
     def num_stages(self) -> int:
         """See ``SimulatedEngineConfig.num_stages``."""
         return self.pipeline_parallel_size
 
     @property
-    def policies(self) -> list[Policy]:
-        """The policies to simulate, in this order, each once."""
-        wanted = [policy for name in self.compare for policy in POLICIES if policy == name]
-        return list(dict.fromkeys(wanted)) or [self.scheduling_policy]
+    def variants(self) -> dict[str, Variant]:
+        """The runs to simulate, in the order of their names: those parts of them in which they differ, or else the
+        policy.
+        """
+        choices = (self.compare or [self.scheduling_policy], self.batching, self.memory)
+        varied = [index for index, names in enumerate(choices) if len(names) > 1] or [0]
+        runs = [Variant(*names) for names in product(*choices)]  # type: ignore[arg-type]  # the names were checked
+        return {" ".join(run[index] for index in varied): run for run in runs}

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire_engine.core.outputs import SchedulerStats
+from quire_engine.simulation.reservation import KVSlots
 from quire_engine.simulation.simulator import RequestRecord, SimulationRecorder, StepSamples
 
 if TYPE_CHECKING:
@@ -95,7 +96,8 @@ class SimulationReport:
     swapped out ones included. ``overtakes`` are the later arrivals that were admitted before a request. The hit rates
     are parts of all prompt tokens, by the tier of the hit.
     ``preempted`` and ``untouched`` are the completed requests that gave way at least once, and the others.
-    ``waste`` is the part of the slots of used blocks that has no token, over time.
+    ``slots`` are the parts of the device's KV slots in each class, over time, in which an idle engine's are free, and
+    ``waste`` the part of the slots of used blocks that has no token.
     """
 
     requests: int
@@ -126,6 +128,7 @@ class SimulationReport:
     blocks_swapped_in: int
     blocks_copied_ahead: int
     blocks_used_ahead: int
+    slots: KVSlots
     waste: float
     unreachable_blocks: int
     pace: SimulatorSpeed
@@ -167,7 +170,8 @@ def make_report(recorder: SimulationRecorder) -> SimulationReport:
         blocks_swapped_in=stats.blocks_swapped_in,
         blocks_copied_ahead=stats.blocks_copied_ahead,
         blocks_used_ahead=stats.blocks_used_ahead,
-        waste=_ratio(_over_time(samples.empty_slots, samples), _over_time(samples.used_slots, samples)),
+        slots=_slots(recorder, seconds),
+        waste=recorder.slot_seconds.waste,
         unreachable_blocks=recorder.leaked_blocks,
         pace=_simulator_speed(recorder),
     )
@@ -183,6 +187,14 @@ def overtakes(admissions: Sequence[int]) -> list[int]:
         counts.append(len(seen) - bisect(seen, rank))
         insort(seen, rank)
     return counts
+
+
+def _slots(recorder: SimulationRecorder, seconds: float) -> KVSlots:
+    """The part of all slots in each class, over ``seconds``."""
+    memory, used = recorder.scheduler.kv_cache_manager, recorder.slot_seconds
+    total = memory.device_pool.num_blocks * memory.block_size * seconds
+    tokens, reserved, internal = (_ratio(part, total) for part in (used.tokens, used.reserved, used.internal))
+    return KVSlots(tokens, reserved, internal, 1.0 - tokens - reserved - internal)
 
 
 def _preemptions_by_reason(stats: SchedulerStats) -> Mapping[str, int]:
@@ -239,6 +251,11 @@ def _format_percent(part: float) -> str:
     return f"{100 * part:.2f} %"
 
 
+def _format_slots(slots: KVSlots) -> str:
+    parts = (slots.tokens, slots.reserved, slots.internal, slots.external)
+    return " / ".join(f"{100 * part:.1f}" for part in parts)
+
+
 def _format_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name.lower().replace('_', ' ')}" for name, count in counts.items()) or "none"
 
@@ -260,6 +277,7 @@ _ROWS: Sequence[tuple[str, Cells]] = (
     ("queue", lambda r: _format_time_average(r.queue)),
     ("running", lambda r: _format_time_average(r.running)),
     ("KV in use", lambda r: f"{_format_percent(r.kv_usage.mean)}, at most {_format_percent(r.kv_usage.max)}"),
+    ("KV slots, %", lambda r: f"{_format_slots(r.slots)} token, reserved, internal, external"),
     ("KV waste", lambda r: f"{_format_percent(r.waste)}; {r.unreachable_blocks} blocks unreachable"),
     ("prefix hits", lambda r: f"{_format_percent(r.hit_rate_device)} device, {_format_percent(r.hit_rate_host)} host"),
     ("preemptions", lambda r: f"{r.preemptions_by_swap} by swap, {r.preemptions_by_recompute} by recompute"),

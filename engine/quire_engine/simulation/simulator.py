@@ -17,9 +17,16 @@ from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.lora import LoRARequest
-from quire_engine.core.outputs import EngineCoreOutput, count_leaked_blocks, measure_fragmentation
+from quire_engine.core.outputs import EngineCoreOutput, count_leaked_blocks
 from quire_engine.core.request import Request, SequenceTimings
 from quire_engine.core.scheduler import Scheduler
+from quire_engine.simulation.reservation import (
+    RESERVATIONS,
+    KVSlots,
+    Memory,
+    ReservingKVCacheManager,
+    count_slots,
+)
 from quire_engine.simulation.simulated_executor import LatencyModel, SimulatedExecutor
 from quire_engine.simulation.trace import Arrival
 
@@ -29,7 +36,9 @@ STUCK_AFTER = 1000  # steps that take no time
 
 
 class Simulation:
-    """One engine for one run, which ``recorder`` records."""
+    """One engine for one run, which ``recorder`` records. ``memory``: how its KV memory is handed out; what is reserved
+    has no prefix cache and no host pool, and is held until the end of the batch if batches are static.
+    """
 
     def __init__(
         self,
@@ -40,6 +49,7 @@ class Simulation:
         seed: int = 0,
         prefix_caching: bool = True,
         host_caching: bool = True,
+        memory: Memory = "paged",
     ) -> None:
         self.clock = VirtualClock()
         executor = SimulatedExecutor(
@@ -48,11 +58,17 @@ class Simulation:
             seed=seed,
             vocab_size=limits.vocab_size,
             num_stages=limits.num_stages,
-            sleep=self.clock.sleep,
+            sleep=self._spend,
             clock=lambda: self.clock.seconds,
         )
-        memory = KVCacheManager(capacity, prefix_caching=prefix_caching, host_caching=host_caching)
-        self.scheduler = Scheduler(limits, memory, rates=latency.rates, clock=self.clock)
+        if memory == "paged":
+            manager = KVCacheManager(capacity, prefix_caching=prefix_caching, host_caching=host_caching)
+        else:
+            is_static = limits.batching == "static"
+            manager = ReservingKVCacheManager(
+                capacity, RESERVATIONS[memory], limits.max_model_len, until_batch_ends=is_static
+            )
+        self.scheduler = Scheduler(limits, manager, rates=latency.rates, clock=self.clock)
         self.recorder = SimulationRecorder(self.scheduler)
         self._core = EngineCore(self.scheduler, executor, self._on_step, lambda: self.clock.seconds)
         self._step_start = 0.0
@@ -83,6 +99,11 @@ class Simulation:
             if time < float("inf"):
                 self.clock.advance_to(time)
 
+    def _spend(self, seconds: float) -> None:
+        """Lets the time of a step pass, in which the slots are as the step was scheduled."""
+        self.recorder.record_slots(seconds)
+        self.clock.sleep(seconds)
+
     def _add_request(self, index: int, arrival: Arrival) -> None:
         request_id = str(index)
         prompt = arrival.prompt(self.scheduler.config.vocab_size)
@@ -105,16 +126,20 @@ class Simulation:
 
 class SimulationRecorder:
     """Records arrivals and steps. ``admissions`` are ranks of requests in the order of their first admission,
-    ``token_gaps`` the seconds between two tokens of one request, ``leaked_blocks`` the most that were ever found, and
-    ``wall_seconds`` the duration of the whole run in real time.
+    ``token_gaps`` the seconds between two tokens of one request, ``slot_seconds`` the KV slots times the seconds in
+    which steps were computed, ``leaked_blocks`` the most that were ever found, and ``wall_seconds`` the duration of the
+    whole run in real time.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
+        self._memory = memory = scheduler.kv_cache_manager
+        self._ended = memory.ended if isinstance(memory, ReservingKVCacheManager) else []
         self.requests: dict[str, RequestRecord] = {}
         self.samples = StepSamples()
         self.admissions: list[int] = []
         self.token_gaps: array[float] = array("d")
+        self.slot_seconds = KVSlots()
         self.leaked_blocks = 0
         self.wall_seconds = 0.0
 
@@ -135,10 +160,15 @@ class SimulationRecorder:
         if len(self.samples.time) % INSPECTION_STEPS == 0:
             self.check_leaks()
 
+    def record_slots(self, seconds: float) -> None:
+        """Records what the slots are good for while a step is computed."""
+        self.slot_seconds.add(count_slots(self._memory, self.scheduler.running, self._ended), seconds)
+
     def check_leaks(self) -> None:
         """Looks for leaked blocks. O(used blocks), so not after each step."""
         tables = [s.table for queue in (self.scheduler.running, self.scheduler.swapped) for s in queue]
-        self.leaked_blocks = max(self.leaked_blocks, count_leaked_blocks(self.scheduler.kv_cache_manager, tables))
+        tables += self._ended
+        self.leaked_blocks = max(self.leaked_blocks, count_leaked_blocks(self._memory, tables))
 
     def _record_admissions(self, time: float, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -167,16 +197,11 @@ class SimulationRecorder:
 
     def _sample(self, started: float, ended: float, step: EngineCoreOutputs) -> None:
         load, samples = step.load, self.samples
-        fragmentation = measure_fragmentation(
-            self.scheduler.kv_cache_manager, ((s.table, s.num_computed_tokens) for s in self.scheduler.running)
-        )
         samples.time.append(ended)
         samples.duration.append(ended - started)
         samples.running.append(load.running)
         samples.waiting.append(load.waiting + load.swapped)
         samples.used_blocks.append(load.blocks_total - load.blocks_free)
-        samples.used_slots.append(fragmentation.used_slots)
-        samples.empty_slots.append(fragmentation.empty_slots)
         samples.host_seconds.append(step.trace.schedule + step.trace.emit)
 
 
@@ -215,8 +240,6 @@ class StepSamples:
     running: "array[int]" = field(default_factory=lambda: array("q"))
     waiting: "array[int]" = field(default_factory=lambda: array("q"))
     used_blocks: "array[int]" = field(default_factory=lambda: array("q"))
-    used_slots: "array[int]" = field(default_factory=lambda: array("q"))
-    empty_slots: "array[int]" = field(default_factory=lambda: array("q"))
     host_seconds: "array[float]" = field(default_factory=lambda: array("d"))
 
 

@@ -157,6 +157,7 @@ def test_a_static_batch_stays_closed_until_its_last_sequence_has_ended() -> None
     bench.step()
     bench.add("late", 1)
     seen = [len(bench.scheduler.running)]
+    assert seen == [4], "a batch is all that wait and fit, not what a step can compute"
     while "late" not in bench.order:
         bench.step()
         seen.append(len(bench.scheduler.running))

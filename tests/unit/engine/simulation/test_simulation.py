@@ -112,16 +112,19 @@ def test_equal_prefixes_are_hits(tmp_path: Path) -> None:
 
 
 def test_levels_and_waste_are_weighted_with_time() -> None:
-    """One request of 17 tokens for one step, then one of 32: two blocks each, 15 slots and then none empty."""
+    """One request of 17 tokens, then one of 100: for a step of one second and one of three each."""
     limits = LIMITS.model_copy(update={"max_num_seqs": 1})
-    recorder = run([arrival(0, 17, 2, 0), arrival(0, 32, 2, 1)], limits)
-    assert list(recorder.samples.empty_slots) == [15, 0, 0, 0]
-    assert list(recorder.samples.used_slots) == [32, 0, 32, 0]
-    recorder.samples.duration[0] = 3.0
-    recorder.samples.time[-1] = 6.0
+    latency = replace(SECOND, tokens_per_second=100 / 3)
+    recorder = run([arrival(0, 17, 2, 0), arrival(0, 100, 2, 1)], limits, latency=latency)
+    assert recorder.samples.duration.tolist() == [1.0, 1.0, 3.0, 1.0]
+    # Of two blocks 17 slots have a token, then 18; of seven 100, then 101.
+    empty = 15 + 14 + 3 * 12 + 11
+    assert recorder.slot_seconds.tokens == 17 + 18 + 3 * 100 + 101
+    assert recorder.slot_seconds.reserved + recorder.slot_seconds.internal == empty
     report = make_report(recorder)
-    assert report.waste == pytest.approx(3 * 15 / (3 * 32 + 32))
-    assert report.queue.mean == pytest.approx((3 + 1) / 6)
+    assert report.waste == pytest.approx(empty / (2 * 32 + 4 * 112))
+    assert report.slots.external == pytest.approx(1 - (2 * 32 + 4 * 112) / (6 * 16_000))
+    assert report.queue.mean == pytest.approx(2 / 6)
     assert report.queue.max == 1
 
 
@@ -158,14 +161,14 @@ def test_shortest_job_first_waits_less_and_overtakes_no_more_than_it_may() -> No
     assert 0 < sjf.overtakes.max <= 40
 
 
-def test_static_batching_admits_no_request_after_the_first_token_until_all_have_ended() -> None:
+def test_static_batching_admits_no_request_that_comes_while_a_batch_runs_until_all_of_it_has_ended() -> None:
     def taken_in_late(batching: Batching) -> int:
         lives = run(arrivals(40), LIMITS.model_copy(update={"batching": batching})).requests.values()
         return sum(
-            one.first_token <= other.admitted < one.ended
+            one.admitted < other.arrived and other.admitted < one.ended
             for one in lives
             for other in lives
-            if one.first_token is not None and one.ended is not None and other.admitted is not None
+            if one.admitted is not None and one.ended is not None and other.admitted is not None
         )
 
     assert taken_in_late("static") == 0 < taken_in_late("continuous")

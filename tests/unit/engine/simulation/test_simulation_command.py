@@ -38,26 +38,26 @@ def test_json_holds_settings_and_figures_and_repeats(command, trace) -> None:
     arguments = ("--trace", trace, "--json", "--rate", "3", "--num-gpu-blocks-override", "400", "--jitter", "0.2")
     one, two, other = (json.loads(command(*arguments, "--seed", seed)) for seed in ("1", "1", "2"))
     for document in (one, two, other):
-        pace = document["policies"]["fcfs"].pop("pace")
+        pace = document["runs"]["fcfs"].pop("pace")
         assert pace["steps_per_second"] > 0
     assert one == two
-    assert one["policies"] != other["policies"]
+    assert one["runs"] != other["runs"]
     assert one["settings"]["capacity"]["device_blocks"] == 401
     assert one["settings"]["latency"]["jitter"] == 0.2
-    figures = one["policies"]["fcfs"]
+    figures = one["runs"]["fcfs"]
     assert figures["completed"] == 60
     assert set(figures["ttft"]) == {"mean", "p50", "p90", "p99", "max"}
 
 
 def test_json_counts_preemptions_by_their_reason(command, trace) -> None:
     arguments = ("--trace", trace, "--json", "--rate", "50", "--num-gpu-blocks-override", "200", "--swap-space", "0")
-    figures = json.loads(command(*arguments))["policies"]["fcfs"]
+    figures = json.loads(command(*arguments))["runs"]["fcfs"]
     assert sum(figures["preemption_reasons"].values()) == figures["preemptions_by_recompute"] > 0
 
 
 def test_limits_come_from_the_engines_environment_variables_too(command, trace, monkeypatch) -> None:
     monkeypatch.setenv("QUIRE_ENGINE_MAX_NUM_SEQS", "3")
-    assert json.loads(command("--trace", trace, "--json"))["policies"]["fcfs"]["running"]["max"] == 3
+    assert json.loads(command("--trace", trace, "--json"))["runs"]["fcfs"]["running"]["max"] == 3
 
 
 def test_a_plot_is_written(command, trace, tmp_path: Path) -> None:

@@ -1,0 +1,203 @@
+"""KV memory by reservation, as engines had it before paging, behind the scheduler's own memory interface; and what each
+KV slot is good for, with either memory.
+
+A sequence that is admitted gets one contiguous range of slots, each of which holds one token: the first hole that is
+large enough. It keeps all of them until it ends, so nothing ever has to be preempted, and what waits has to wait for a
+hole. How much is reserved is what the vLLM paper compares paging with, as Orca's variants Max, Pow2 and Oracle (Kwon et
+al., SOSP 2023, sections 3.1 and 6.1; there the ranges come from a buddy allocator).
+"""
+
+from bisect import bisect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from quire_engine.core.block_pool import KVCacheConfig
+from quire_engine.core.kv_cache_manager import BlockTable, CachedBlock, KVCacheManager
+from quire_engine.core.request import Sequence as RunningSequence
+
+Memory = Literal["paged", "max", "pow2", "oracle"]
+Reservation = Callable[[int, int, int], int]
+"""Slots to reserve for a sequence that begins with ``num_prompt_tokens``, ends with ``max_tokens``, and could have had
+``max_model_len``. The last token ends the sequence and is never computed, so ``max_tokens - 1`` slots are enough.
+"""
+
+
+def reserve_max(num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> int:
+    """As many as any sequence can need."""
+    del num_prompt_tokens, max_tokens
+    return max_model_len
+
+
+def reserve_pow2(num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> int:
+    """The prompt, and for the output the next power of two, as if its length were known within a factor of two."""
+    num_output = max_tokens - num_prompt_tokens
+    return min(num_prompt_tokens + (1 << (num_output - 1).bit_length()), max_model_len)
+
+
+def reserve_oracle(num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> int:
+    """What the sequence will have needed at its end, as if that were known."""
+    del num_prompt_tokens, max_model_len
+    return max_tokens - 1
+
+
+RESERVATIONS: Mapping[Memory, Reservation] = {"max": reserve_max, "pow2": reserve_pow2, "oracle": reserve_oracle}
+
+
+class FirstFit:
+    """Hands out ranges of the integers ``start .. end - 1``, each from the first hole that is large enough.
+
+    ``holes`` are the free ranges as (start, end), ascending, and no two of them touch. All is linear in their number,
+    which is at most one more than that of the ranges handed out.
+    """
+
+    def __init__(self, start: int, end: int) -> None:
+        self.holes = [(start, end)] if start < end else []
+
+    def find(self, length: int) -> int | None:
+        """The index of the hole that the next range of this length comes from. Returns None if none is large enough."""
+        return next((index for index, (start, end) in enumerate(self.holes) if end - start >= length), None)
+
+    def allocate(self, length: int) -> int:
+        """Takes a range of this length, above 0, and returns its start. There must be a hole for it."""
+        index = self.find(length)
+        assert index is not None, f"no hole has {length} slots"
+        start, end = self.holes[index]
+        self.holes[index : index + 1] = [(start + length, end)] if start + length < end else []
+        return start
+
+    def free(self, start: int, length: int) -> None:
+        """Gives a range back, which grows together with the holes beside it."""
+        end, index = start + length, bisect(self.holes, (start, start))
+        first, last = index, index
+        if index and self.holes[index - 1][1] == start:
+            first, start = index - 1, self.holes[index - 1][0]
+        if index < len(self.holes) and self.holes[index][0] == end:
+            last, end = index + 1, self.holes[index][1]
+        self.holes[first:last] = [(start, end)]
+
+
+class ReservingKVCacheManager(KVCacheManager):
+    """Reserves contiguous slots: a block has one slot, and a table's blocks follow each other. It has no prefix cache
+    and no host pool, and takes only sequences that are never forked.
+
+    ``until_batch_ends``: what a sequence held is free when no other holds anything any more, as in engines that ran
+    static batches. ``ended`` are the tables that are held though their sequences have ended.
+    """
+
+    def __init__(
+        self, capacity: KVCacheConfig, reserve: Reservation, max_model_len: int, *, until_batch_ends: bool = False
+    ) -> None:
+        slot_bytes = capacity.block_bytes // capacity.block_size
+        super().__init__(KVCacheConfig(1, 1 + capacity.usable_tokens, 0, slot_bytes), prefix_caching=False)
+        self.ended: list[BlockTable] = []
+        self._reserve = reserve
+        self._max_model_len = max_model_len
+        self._until_batch_ends = until_batch_ends
+        self._num_live = 0
+        self._slots = FirstFit(1, 1 + capacity.usable_tokens)
+
+    def num_free_blocks_after(self, table: BlockTable, hits: Sequence[CachedBlock], num_tokens: int) -> int:
+        """As many as there are if there is a hole for the table's reservation, else below 0: what runs has all of its
+        slots already, so that none need to be left for it.
+        """
+        del hits, num_tokens
+        return -1 if self._slots.find(self._reservation(table)) is None else self.device_pool.num_blocks
+
+    def attach_cached_blocks(self, table: BlockTable, hits: Sequence[CachedBlock]) -> int:
+        """Reserves the table's slots; there are no ``hits``, and nothing of the table is computed."""
+        length = self._reservation(table)
+        start = self._slots.allocate(length)
+        table.block_ids += range(start, start + length)
+        for slot in table.block_ids:
+            self.device_pool.incref(slot)
+        self._num_live += 1
+        return len(hits)
+
+    def allocate_slots(self, table: BlockTable, num_computed_tokens: int, num_tokens: int) -> None:
+        """Does nothing, as the slots are there."""
+        assert num_computed_tokens < num_tokens <= len(table.block_ids), "more than was reserved"
+
+    def free_unused_blocks(self, table: BlockTable, num_computed_tokens: int) -> None:
+        """Does nothing: what is reserved stays."""
+
+    def fork(self, table: BlockTable) -> BlockTable:
+        """Raises ``NotImplementedError``: a contiguous range has one owner."""
+        raise NotImplementedError("Memory by reservation has one output for each request.")
+
+    def free(self, table: BlockTable) -> None:
+        """See ``KVCacheManager.free``. With ``until_batch_ends`` the slots stay in use until all can be given back."""
+        if not table.block_ids:
+            return
+        self.ended.append(table.copy())
+        table.block_ids.clear()
+        self._num_live -= 1
+        if self._until_batch_ends and self._num_live:
+            return
+        for each in self.ended:
+            self._slots.free(each.block_ids[0], len(each.block_ids))
+            super().free(each)
+        self.ended.clear()
+
+    def check_integrity(self) -> None:
+        """Asserts that the holes are the free blocks, besides the integrity of the pool."""
+        super().check_integrity()
+        free = [slot for slot in range(1, 1 + self.device_pool.num_blocks) if self.device_pool.is_free(slot)]
+        assert free == [slot for start, end in self._slots.holes for slot in range(start, end)]
+
+    def _reservation(self, table: BlockTable) -> int:
+        wanted = self._reserve(table.num_prompt_tokens, table.max_tokens, self._max_model_len)
+        return min(wanted, self.device_pool.num_blocks)
+
+
+@dataclass(slots=True)
+class KVSlots:
+    """The KV slots of the device by what they are good for. A slot has room for one token, and every slot is in one
+    class.
+
+    ``tokens`` hold a token of a sequence that runs, or get it in the step that is computed. ``reserved`` are held for a
+    token that the sequence has later. ``internal`` is internal fragmentation: held, and no token of a sequence that
+    runs will ever be there. ``external`` is external fragmentation: free, but too small for what waits, or not asked
+    for.
+    """
+
+    tokens: float = 0
+    reserved: float = 0
+    internal: float = 0
+    external: float = 0
+
+    @property
+    def total(self) -> float:
+        """All slots."""
+        return self.tokens + self.reserved + self.internal + self.external
+
+    @property
+    def waste(self) -> float:
+        """The part of the slots that are held which has no token; 0 if none is held."""
+        held = self.tokens + self.reserved + self.internal
+        return (self.reserved + self.internal) / held if held else 0.0
+
+    def add(self, other: "KVSlots", weight: float) -> None:
+        """Adds the other's slots, ``weight`` times."""
+        self.tokens += weight * other.tokens
+        self.reserved += weight * other.reserved
+        self.internal += weight * other.internal
+        self.external += weight * other.external
+
+
+def count_slots(
+    memory: KVCacheManager, running: Iterable[RunningSequence], ended: Iterable[BlockTable] = ()
+) -> KVSlots:
+    """Counts the device's slots while a step is computed that has been scheduled. ``running`` are all sequences on the
+    device, ``ended`` the tables whose sequences have ended. A block that is shared must be full, as those of the prefix
+    cache are. O(running + ended).
+    """
+    size, pool = memory.block_size, memory.device_pool
+    reserved = empty = 0
+    for sequence in running:
+        held, computed = len(sequence.table.block_ids) * size, sequence.num_scheduled_tokens
+        empty += held - computed
+        reserved += max(0, min(held, sequence.limit - 1) - computed)
+    abandoned = sum(len(table.block_ids) for table in ended) * size
+    in_use = (pool.num_blocks - pool.num_free) * size
+    return KVSlots(in_use - empty - abandoned, reserved, empty - reserved + abandoned, pool.num_free * size)
