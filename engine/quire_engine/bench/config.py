@@ -32,6 +32,8 @@ VARIANTS: Mapping[str, Mapping[str, object]] = {
     "deterministic": {"deterministic": True},
     "eager": {"enforce_eager": True},
     "async": {"async_scheduling": True},
+    "static": {"batching": "static"},
+    "phased": {"batching": "phased"},
 }
 FIGURES: tuple[Figure, ...] = get_args(Figure)
 Range = Annotated[str, BeforeValidator(lambda value: str(Lengths.of(str(value))))]
