@@ -155,4 +155,8 @@ class Metric:
     ENGINE_TASK_RESTARTS = "quire_engine_task_restarts"
     ENGINE_GRAMMARS = "quire_engine_grammars"
     ENGINE_GRAMMAR_SECONDS = "quire_engine_grammar_compile_seconds"
+    ENGINE_LORAS = "quire_engine_loras"
+    ENGINE_LORA_SLOTS = "quire_engine_lora_slots"
+    ENGINE_USED_LORA_SLOTS = "quire_engine_used_lora_slots"
+    ENGINE_LORA_WAITING = "quire_engine_lora_waiting_sequences"
     ENGINE_HEARTBEAT_AGE = "quire_engine_heartbeat_age_seconds"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from quire_engine.core.block_pool import Tier
 from quire_engine.core.executor import Rates
 from quire_engine.core.kv_cache_manager import CachedBlock, KVCacheManager
-from quire_engine.core.lora import LoRAAdmission
+from quire_engine.core.lora import LoRAAdmission, LoRAStats
 from quire_engine.core.outputs import SchedulerStats
 from quire_engine.core.preemption import (
     Absences,
@@ -171,6 +171,12 @@ class BatchScheduler:
         """
         budget = self._make_budget(more=1)
         return budget.chunk_length(self._step_times.mean_prompt_context, budget.tokens) if budget.max_seconds else 0
+
+    def get_lora_stats(self) -> LoRAStats:
+        """The adapters of all sequences."""
+        if not self._has_loras:
+            return LoRAStats()
+        return self._loras.get_stats(self.waiting, self.running, (self.swapped, self.preempted))
 
     def _share_of_tokens(self, in_flight: Collection[SchedulerOutput]) -> int:
         """The tokens that a step of a pipeline may have, so that each stage has one of about the same size: its share

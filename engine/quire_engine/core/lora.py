@@ -32,6 +32,20 @@ def lora_int_id(lora: LoRARequest | None) -> int:
     return 0 if lora is None else lora.lora_int_id
 
 
+@dataclass(frozen=True, slots=True)
+class LoRAStats:
+    """The adapters of an engine's requests at one moment, for metrics. ``running`` names those with sequences that
+    run, and ``waiting`` those with sequences that wait or were preempted, in alphabetical order. ``num_used_slots``
+    counts the adapters of what is admitted, and ``num_waiting_for_slot`` the sequences that wait for one of the slots,
+    all of which are used by other adapters than theirs.
+    """
+
+    running: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+    num_used_slots: int = 0
+    num_waiting_for_slot: int = 0
+
+
 class LoRAAdmission:
     """Which waiting sequences may be admitted, so that what is admitted has at most ``max_loras`` adapters; what was
     preempted counts too, as it comes back before anything else is admitted.
@@ -51,8 +65,7 @@ class LoRAAdmission:
         """Takes note of the adapters of what is ``admitted``. Sequences that are held get another chance when these
         have changed since they were held.
         """
-        loras = (sequence.request.lora for queue in admitted for sequence in queue)
-        active = {lora.lora_int_id for lora in loras if lora is not None}
+        active = {lora.lora_int_id for queue in admitted for lora in _loras_of(queue)}
         if active != self._active or self._has_new:
             waiting.release()
         self._active, self._has_new = active, False
@@ -78,3 +91,26 @@ class LoRAAdmission:
             self._num_overtakes, self._has_new = 0, True
         elif waiting.has_held:
             self._num_overtakes += 1
+
+    def get_stats(
+        self, waiting: "WaitingQueue", running: "Iterable[Sequence]", preempted: "Iterable[Iterable[Sequence]]"
+    ) -> LoRAStats:
+        """The adapters of what waits, runs and was preempted. O(running)."""
+        runs = _loras_of(running)
+        away = set().union(*map(_loras_of, preempted))
+        used = runs | away
+        lacking = sum(count for lora, count in waiting.loras.items() if lora not in used)
+        return LoRAStats(
+            running=_names(runs),
+            waiting=_names(away.union(waiting.loras)),
+            num_used_slots=len(used),
+            num_waiting_for_slot=lacking if len(used) >= self._max_loras else 0,
+        )
+
+
+def _loras_of(sequences: "Iterable[Sequence]") -> set[LoRARequest]:
+    return {lora for sequence in sequences if (lora := sequence.request.lora) is not None}
+
+
+def _names(loras: Iterable[LoRARequest]) -> tuple[str, ...]:
+    return tuple(sorted({lora.lora_name for lora in loras}))

@@ -10,6 +10,7 @@ from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 from quire_engine.core.block_pool import BlockPool
 from quire_engine.core.kv_cache_manager import BlockTable, KVCacheManager
 from quire_engine.core.kv_disk import DiskFailure
+from quire_engine.core.lora import LoRAStats
 from quire_engine.core.preemption import PreemptionMode, PreemptionReason
 from quire_engine.core.request import SequenceTimings
 from quire_engine.core.step_time_model import Pace
@@ -60,6 +61,7 @@ class EngineLoad:
     prompt_tokens_per_step: int = 0
     disk_blocks_total: int = 0
     disk_blocks_free: int = 0
+    loras: LoRAStats = LoRAStats()  # noqa: RUF009 - it is frozen
 
 
 @dataclass(slots=True)

@@ -1,13 +1,14 @@
 """Queues of sequences. Their order is never that of a set or of addresses, and nothing here is linear in what waits."""
 
 from bisect import bisect_left, insort
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from quire_engine.core.lora import LoRARequest
 from quire_engine.core.request import Sequence
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ class AdmittedQueue(list[Sequence]):
 
 
 class WaitingQueue:
-    """Sequences for which nothing is computed, in the order of their ranks, and the tokens that this work amounts to.
+    """Sequences for which nothing is computed, in the order of their ranks, the tokens that this work amounts to,
+    and how many sequences wait for each adapter (``loras``).
 
     Whoever has been overtaken by ``max_overtakes`` later arrivals is next, whatever its rank. It is enough to count for
     the oldest: everyone who overtook a younger one has overtaken the oldest as well. Those that are held wait for
@@ -54,6 +56,7 @@ class WaitingQueue:
 
     def __init__(self, max_overtakes: int | None = None) -> None:
         self.uncomputed_tokens = 0
+        self.loras: Counter[LoRARequest] = Counter()
         self._max_overtakes = max_overtakes
         self.sequences: OrderedDict[int, Sequence] = OrderedDict()
         self._by_rank: list[tuple[float, int]] = []
@@ -71,6 +74,8 @@ class WaitingQueue:
         """Adds the newest arrival, with its rank set."""
         self.sequences[sequence.id] = sequence
         self.uncomputed_tokens += sequence.num_uncomputed_tokens
+        if (lora := sequence.request.lora) is not None:
+            self.loras[lora] += 1
         heappush(self._by_rank, (sequence.queue_key, sequence.id))
         self._turns.append(sequence.id)
 
@@ -130,6 +135,10 @@ class WaitingQueue:
         del self.sequences[sequence.id]
         self._held.pop(sequence.id, None)
         self.uncomputed_tokens -= sequence.num_uncomputed_tokens
+        if (lora := sequence.request.lora) is not None:
+            self.loras[lora] -= 1
+            if not self.loras[lora]:
+                del self.loras[lora]
         self._compact()
         self._forget_overtakers()
 

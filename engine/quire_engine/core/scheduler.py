@@ -232,6 +232,7 @@ class Scheduler:
             prompt_tokens_per_step=self._batch_scheduler.prompt_tokens_per_step(),
             disk_blocks_total=0 if disk is None or not disk.is_on else disk.pool.num_blocks,
             disk_blocks_free=0 if disk is None or not disk.is_on else disk.pool.num_free,
+            loras=self._batch_scheduler.get_lora_stats(),
         )
 
     def get_fragmentation(self) -> KVCacheFragmentation:

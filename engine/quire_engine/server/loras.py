@@ -42,6 +42,11 @@ class LoRARegistry:
         self.on_unused: Callable[[int], object] = bool
 
     @property
+    def num_loaded(self) -> int:
+        """How many adapters requests may name. May be asked from any thread."""
+        return len(self._loras)
+
+    @property
     def active(self) -> list[str]:
         """The names of the adapters that requests run with or wait for."""
         return [lora.lora_name for lora in self._in_use]

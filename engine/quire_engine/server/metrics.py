@@ -6,15 +6,18 @@ from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
 from threading import Thread
+from time import time
 from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, MetricsHandler
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from quire_proto.telemetry import DropReason, Metric
 
 from quire_engine.core.engine_core import EngineCoreOutputs
+from quire_engine.core.lora import LoRAStats
 from quire_engine.core.outputs import KVCacheFragmentation, SchedulerStats
+from quire_engine.server.loras import LoRARegistry
 from quire_engine.structured_output.compiler import CompileOutcome
 
 _GRAMMAR_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -25,7 +28,9 @@ log = logging.getLogger(__name__)
 
 
 class EngineMetrics:
-    """Gauges and counters of one engine: ``quire_*``, and the ``vllm:*`` names that dashboards already read."""
+    """Gauges and counters of one engine: ``quire_*``, and the ``vllm:*`` names that dashboards already read.
+    ``loras`` are its adapters, in ``max_loras`` slots; None if it serves none.
+    """
 
     def __init__(
         self,
@@ -33,9 +38,15 @@ class EngineMetrics:
         statistics: SchedulerStats,
         heartbeat_age: Callable[[], float],
         dropped_spans: Mapping[DropReason, int] = MappingProxyType({}),
+        *,
+        loras: LoRARegistry | None = None,
+        max_loras: int = 0,
     ) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_DroppedSpans(model, dropped_spans))
+        self._loras = None if loras is None else _LoRAs(model, loras, max_loras)
+        if self._loras is not None:
+            self.registry.register(self._loras)
         self._model = model
         self._statistics = statistics
         self._running = self._gauge(Metric.ENGINE_RUNNING, "Sequences that hold device blocks")
@@ -113,6 +124,8 @@ class EngineMetrics:
             (self._vllm_usage, 1 - load.blocks_free / max(1, load.blocks_total)),
         ):
             gauge.set(value)
+        if self._loras is not None:
+            self._loras.on_step(load.loras)
         self._set_blocks("device", load.blocks_total, load.blocks_free)
         self._set_blocks("host", load.host_blocks_total, load.host_blocks_free)
         self._set_blocks("disk", load.disk_blocks_total, load.disk_blocks_free)
@@ -223,6 +236,42 @@ class _DroppedSpans(Collector):
         for reason in DropReason:
             family.add_metric((self._model, reason), self._counts.get(reason, 0))
         yield family
+
+
+class _LoRAs(Collector):
+    """The metrics of adapters, made when they are asked for: a gauge would keep a series for each set of names that was
+    in its labels once.
+    """
+
+    def __init__(self, model: str, registry: LoRARegistry, max_loras: int) -> None:
+        self._model = model
+        self._registry = registry
+        self._max_loras = max_loras
+        self._last = LoRAStats(), time()
+
+    def on_step(self, stats: LoRAStats) -> None:
+        """Takes the adapters of a step."""
+        self._last = stats, time()
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        stats, when = self._last
+        for name, text, value in (
+            (Metric.ENGINE_LORAS, "Adapters that requests may name", self._registry.num_loaded),
+            (Metric.ENGINE_LORA_SLOTS, "Adapters that a step may have", self._max_loras),
+            (Metric.ENGINE_USED_LORA_SLOTS, "Adapters of the sequences that are admitted", stats.num_used_slots),
+            (
+                Metric.ENGINE_LORA_WAITING,
+                "Sequences that wait while all slots are those of other adapters",
+                stats.num_waiting_for_slot,
+            ),
+        ):
+            family = GaugeMetricFamily(name, text, labels=("model",))
+            family.add_metric((self._model,), value)
+            yield family
+        labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        info = GaugeMetricFamily("vllm:lora_requests_info", "When a step last had these adapters", labels=labels)
+        info.add_metric((str(self._max_loras), ",".join(stats.running), ",".join(stats.waiting)), when)
+        yield info
 
 
 class ProbeServer:

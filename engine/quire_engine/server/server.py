@@ -81,7 +81,14 @@ class EngineServer:
         self._core = EngineCore(scheduler, executor, self._publish)
         name = description.served_model_names[0]
         dropped = Counter[DropReason]() if dropped_spans is None else dropped_spans
-        self._metrics = EngineMetrics(name, scheduler.stats, lambda: self._core.seconds_since_progress, dropped)
+        self._metrics = EngineMetrics(
+            name,
+            scheduler.stats,
+            lambda: self._core.seconds_since_progress,
+            dropped,
+            loras=loras if config.enable_lora else None,
+            max_loras=config.max_loras,
+        )
         self._grammars = GrammarCompiler(grammars, self._metrics.on_grammar)
         exporter = TraceExporter(
             enabled=dropped_spans is not None, step_interval=config.trace_step_interval, dropped=dropped

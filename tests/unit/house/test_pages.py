@@ -22,6 +22,7 @@ from quire_engine.core.kv_disk import DiskFailure
 from quire_engine.core.outputs import EngineLoad, KVCacheFragmentation, SchedulerStats
 from quire_engine.core.preemption import PreemptionMode, PreemptionReason, TimeAway
 from quire_engine.core.step import StepTimings
+from quire_engine.server.loras import LoRARegistry
 from quire_engine.server.metrics import EngineMetrics
 from quire_engine.simulation.config import SimulationConfig
 from quire_engine.structured_output.compiler import CompileOutcome
@@ -173,7 +174,8 @@ def busy_engine() -> EngineMetrics:
     statistics = SchedulerStats()
     statistics.preemptions[next(iter(PreemptionMode)), next(iter(PreemptionReason))] += 1
     statistics.disk_failures[next(iter(DiskFailure))] += 1
-    told = EngineMetrics("m", statistics, lambda: 0.0)
+    loras = LoRARegistry(lambda lora: lora, ["m"])
+    told = EngineMetrics("m", statistics, lambda: 0.0, loras=loras, max_loras=1)
     told.on_grammar(CompileOutcome.COMPILED, 1.0)
     told.on_restart("session heartbeats")
     fragmentation, away = KVCacheFragmentation(0, 0, 0), [TimeAway(next(iter(PreemptionMode)), 1.0)]

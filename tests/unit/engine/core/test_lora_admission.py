@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.kv_cache_manager import KVCacheManager
-from quire_engine.core.lora import LoRARequest
+from quire_engine.core.lora import LoRARequest, LoRAStats
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput
@@ -39,6 +39,21 @@ class Bench:
         ]
         self._update(scheduler_output)
         return names
+
+    def count(self) -> LoRAStats:
+        """The metrics, counted from all sequences."""
+        queues = self.scheduler.running, self.scheduler.swapped, self.scheduler.preempted, self.scheduler.waiting
+        running, swapped, preempted, waiting = (
+            [lora for sequence in queue if (lora := sequence.request.lora) is not None] for queue in queues
+        )
+        used = {*running, *swapped, *preempted}
+        is_full = len(used) >= self.scheduler.config.max_loras
+        return LoRAStats(
+            tuple(sorted({lora.lora_name for lora in running})),
+            tuple(sorted({lora.lora_name for lora in (*swapped, *preempted, *waiting)})),
+            len(used),
+            sum(lora not in used for lora in waiting) if is_full else 0,
+        )
 
     def _update(self, scheduler_output: SchedulerOutput) -> None:
         drawn = {d.sequence_id: 9 for c in scheduler_output.chunks for d in c.sample_requests}
@@ -72,6 +87,17 @@ def test_an_abort_of_the_last_request_frees_the_place() -> None:
     assert bench.step() == ["x1"]
     bench.scheduler.abort_request("x1")
     assert bench.step() == ["y1"]
+
+
+def test_metrics_say_which_adapters_run_and_how_many_sequences_wait_for_a_slot() -> None:
+    bench = Bench(max_loras=1, max_num_seqs=2)
+    bench.add("x1", "x2", "x3", "y1", "z1", "base")
+    assert bench.scheduler.get_load().loras == LoRAStats((), ("x", "y", "z"), 0, 0)
+    assert bench.step() == ["x1", "x2"]
+    assert bench.scheduler.get_load().loras == LoRAStats(("x",), ("x", "y", "z"), 1, 2)
+    for name in ("x3", "z1"):
+        bench.scheduler.abort_request(name)
+    assert bench.scheduler.get_load().loras == LoRAStats(("x",), ("y",), 1, 1)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])
@@ -113,6 +139,9 @@ def test_every_request_ends_and_no_step_has_too_many_adapters(
     for step, names in enumerate(arrivals):
         bench.add(*[f"{name}{step}-{index}" for index, name in enumerate(names)])
         assert len({name[0] for name in bench.step() if name[0] in LORAS}) <= max_loras
+        assert bench.scheduler.get_load().loras == bench.count()
     for _ in range(4 * sum(map(len, arrivals))):
         assert len({name[0] for name in bench.step() if name[0] in LORAS}) <= max_loras
+        assert bench.scheduler.get_load().loras == bench.count()
     assert not bench.scheduler.has_work
+    assert bench.scheduler.get_load().loras == LoRAStats()

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from time import time
 
 import pytest
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -10,10 +11,12 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import generate_latest
 from quire_engine.core.engine_core import EngineCoreOutputs, StepTrace
+from quire_engine.core.lora import LoRAStats
 from quire_engine.core.outputs import EngineCoreOutput, EngineLoad, SchedulerStats
 from quire_engine.core.preemption import PreemptionMode, TimeAway
 from quire_engine.core.request import Request, SequenceEvent, SequenceTimings
 from quire_engine.core.step import StepTimings
+from quire_engine.server.loras import LoRARegistry
 from quire_engine.server.metrics import EngineMetrics
 from quire_engine.server.tracing import TraceExporter
 from quire_engine.structured_output.compiler import CompileOutcome
@@ -193,3 +196,33 @@ def test_grammars_are_counted_by_outcome() -> None:
     for outcome in ("compiled", "known", "refused"):
         assert f'quire_engine_grammars_total{{model="demo",outcome="{outcome}"}} 1.0' in text
     assert 'quire_engine_grammar_compile_seconds_count{model="demo"} 2.0' in text
+
+
+async def test_adapters_are_counted_and_named_in_one_series_at_a_time() -> None:
+    loras = LoRARegistry(lambda lora: lora, ["demo"])
+    for name in "abc":
+        await loras.load(name, f"/{name}")
+    metrics = EngineMetrics("demo", SchedulerStats(), lambda: 0.0, loras=loras, max_loras=2)
+    before = time()
+    assert lora_info(metrics)[0] == {"max_lora": "2", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    for stats in (LoRAStats(("a",), (), 1), LoRAStats(("a", "b"), ("b", "c"), 2, 5)):
+        metrics.on_step(EngineCoreOutputs([], replace(LOAD, loras=stats), [], TRACE))
+    labels, value = lora_info(metrics)
+    assert labels == {"max_lora": "2", "running_lora_adapters": "a,b", "waiting_lora_adapters": "b,c"}
+    assert before <= value <= time()
+    text = generate_latest(metrics.registry).decode()
+    for name, count in (("loras", 3), ("lora_slots", 2), ("used_lora_slots", 2), ("lora_waiting_sequences", 5)):
+        assert f'quire_engine_{name}{{model="demo"}} {count}.0' in text
+    await loras.unload("c")
+    assert 'quire_engine_loras{model="demo"} 2.0' in generate_latest(metrics.registry).decode()
+
+
+def test_an_engine_without_adapters_has_no_metrics_of_them() -> None:
+    assert "lora" not in generate_latest(EngineMetrics("demo", SchedulerStats(), lambda: 0.0).registry).decode()
+
+
+def lora_info(metrics: EngineMetrics) -> tuple[dict[str, str], float]:
+    """The labels and the value of the only series that names adapters."""
+    families = [each for each in metrics.registry.collect() if each.name == "vllm:lora_requests_info"]
+    ((sample,),) = (family.samples for family in families)
+    return sample.labels, sample.value
