@@ -74,21 +74,23 @@ def test_requests_run_with_the_adapters_that_they_name(engine: Engine, adapters:
 
 
 @pytest.mark.parametrize(
-    ("name", "folder", "code"),
+    ("name", "folder", "code", "param"),
     [
-        ("c", "nowhere", grpc.StatusCode.INVALID_ARGUMENT),
-        ("a", "b", grpc.StatusCode.ALREADY_EXISTS),
-        (MODEL, "b", grpc.StatusCode.ALREADY_EXISTS),
+        ("c", "nowhere", grpc.StatusCode.INVALID_ARGUMENT, "lora_path"),
+        ("c d", "b", grpc.StatusCode.INVALID_ARGUMENT, "lora_name"),
+        ("a", "b", grpc.StatusCode.ALREADY_EXISTS, "lora_name"),
+        (MODEL, "b", grpc.StatusCode.ALREADY_EXISTS, "lora_name"),
     ],
 )
 def test_an_adapter_that_cannot_be_loaded_is_refused(
-    engine: Engine, adapters: Path, name: str, folder: str, code: grpc.StatusCode
+    engine: Engine, adapters: Path, name: str, folder: str, code: grpc.StatusCode, param: str
 ) -> None:
     with EngineSession(engine, "refused") as link:
         link.snapshot()
         with pytest.raises(grpc.RpcError) as caught:
             link.engine.LoadLora(pb.LoadLoraRequest(lora_name=name, lora_path=str(adapters / folder)))
         assert caught.value.code() is code
+        assert dict(caught.value.trailing_metadata())["quire-param"] == param
 
 
 def test_a_wrong_adapter_ends_the_start_in_one_sentence(adapters: Path, tmp_path: Path) -> None:
@@ -154,6 +156,8 @@ def test_clients_ask_for_adapters_by_name_load_more_and_unload_them(
         sampled(router, "c")
     missing = httpx.post(f"{router.url}/v1/load_lora_adapter", json={**body, "lora_path": "/nowhere"}, timeout=30)
     assert (missing.status_code, missing.json()["error"]["param"]) == (400, "lora_path")
+    unnamed = httpx.post(f"{router.url}/v1/load_lora_adapter", json={**body, "lora_name": "c d"}, timeout=30)
+    assert (unnamed.status_code, unnamed.json()["error"]["param"]) == (400, "lora_name")
 
 
 def test_an_engine_that_is_killed_changes_no_token_of_an_adapters_answer(

@@ -188,7 +188,7 @@ class ScriptedEngine(EngineServicer):
         self, request: engine_pb2.LoadLoraRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> engine_pb2.LoadLoraResponse:
         if self.lora_refusal is not None:
-            await context.abort(self.lora_refusal, "No such folder.")
+            await context.abort(self.lora_refusal, "No such folder.", (("quire-param", "lora_path"),))
         self.lora_requests.append(request)
         await self.lora_gate.wait()
         self.lora_paths[request.lora_name] = request.lora_path

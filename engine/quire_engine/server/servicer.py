@@ -92,7 +92,8 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         try:
             lora = await self._sessions.loras.load(request.lora_name, request.lora_path, request.digest)
         except QuireError as error:
-            await context.abort(grpc.StatusCode[error.status.grpc], error.message)
+            metadata = (("quire-param", error.param or ""),)
+            await context.abort(grpc.StatusCode[error.status.grpc], error.message, metadata)
         return pb.LoadLoraResponse(lora=pb.Lora(name=lora.lora_name, digest=lora.digest))
 
     async def UnloadLora(  # noqa: N802 - named by the contract

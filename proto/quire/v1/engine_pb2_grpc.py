@@ -95,6 +95,7 @@ class EngineServicer:
         changes nothing. Every session is sent the engine's adapters when they have changed.
         Errors: INVALID_ARGUMENT (the folder holds no adapter of this model, or one that is not served; or the engine serves no adapters),
         ALREADY_EXISTS (another adapter has this name, or the model has), RESOURCE_EXHAUSTED (too many adapters).
+        The trailing metadata `quire-param` names the parameter at fault, as the REST API does; it is empty when none is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -53,6 +53,7 @@ class EngineStub:
     changes nothing. Every session is sent the engine's adapters when they have changed.
     Errors: INVALID_ARGUMENT (the folder holds no adapter of this model, or one that is not served; or the engine serves no adapters),
     ALREADY_EXISTS (another adapter has this name, or the model has), RESOURCE_EXHAUSTED (too many adapters).
+    The trailing metadata `quire-param` names the parameter at fault, as the REST API does; it is empty when none is.
     """
     UnloadLora: _grpc.UnaryUnaryMultiCallable[_engine_pb2.UnloadLoraRequest, _engine_pb2.UnloadLoraResponse]
     """Unloads an adapter: requests for it are refused from now on, those that run go on. Answers when the last one has ended.
@@ -80,6 +81,7 @@ class EngineAsyncStub(EngineStub):
     changes nothing. Every session is sent the engine's adapters when they have changed.
     Errors: INVALID_ARGUMENT (the folder holds no adapter of this model, or one that is not served; or the engine serves no adapters),
     ALREADY_EXISTS (another adapter has this name, or the model has), RESOURCE_EXHAUSTED (too many adapters).
+    The trailing metadata `quire-param` names the parameter at fault, as the REST API does; it is empty when none is.
     """
     UnloadLora: _aio.UnaryUnaryMultiCallable[_engine_pb2.UnloadLoraRequest, _engine_pb2.UnloadLoraResponse]  # type: ignore[assignment]
     """Unloads an adapter: requests for it are refused from now on, those that run go on. Answers when the last one has ended.
@@ -128,6 +130,7 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         changes nothing. Every session is sent the engine's adapters when they have changed.
         Errors: INVALID_ARGUMENT (the folder holds no adapter of this model, or one that is not served; or the engine serves no adapters),
         ALREADY_EXISTS (another adapter has this name, or the model has), RESOURCE_EXHAUSTED (too many adapters).
+        The trailing metadata `quire-param` names the parameter at fault, as the REST API does; it is empty when none is.
         """
 
     @_abc_1.abstractmethod

@@ -92,13 +92,12 @@ def not_an_adapters_name(name: str) -> QuireError:
     return QuireError(ErrorCode.CONFLICT, f"{name[:128]} is the name of a model.", param="lora_name")
 
 
-def lora_update_failed(grpc_status: str, message: str) -> QuireError:
-    """An engine did not load or unload an adapter, for the reason in ``message``."""
+def lora_update_failed(grpc_status: str, message: str, param: str | None) -> QuireError:
+    """An engine did not load or unload an adapter, for the reason in ``message``. ``param`` is at fault, if it says."""
     codes = (ErrorCode.INVALID, ErrorCode.NOT_FOUND, ErrorCode.CONFLICT, ErrorCode.OVERLOADED, ErrorCode.UNAVAILABLE)
     code = next((code for code in codes if STATUS[code].grpc == grpc_status), None)
     if code is None:
         return internal()
-    param = "lora_path" if code is ErrorCode.INVALID else "lora_name"
     return QuireError(code, message, param=param, retry_after=_RETRY_AFTER.get(code))
 
 

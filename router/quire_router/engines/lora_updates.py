@@ -226,4 +226,5 @@ async def _at_all(engines: Sequence[Engine], update: Callable[[EngineConnection]
     message = error.details() or "The engine does not say why."
     if done:
         message = f"{message} That is so at {engine.id}; {done} of {len(engines)} engines have done it."
-    raise lora_update_failed(error.code().name, message)
+    param = dict(error.trailing_metadata() or ()).get("quire-param")
+    raise lora_update_failed(error.code().name, message, str(param) if param else None)

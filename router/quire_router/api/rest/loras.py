@@ -71,6 +71,7 @@ class LoRAEndpoints:
 
     async def _load(self, body: ReservedBody, caller: Identity) -> str:
         request = LoadLoRABody.from_json(body.detach())
+        caller.check_model(request.lora_name)
         if request.base_model_name is not None:
             caller.check_model(request.base_model_name)
         await self._updater.load(request.lora_name, request.lora_path, request.base_model_name)

@@ -15,7 +15,7 @@ from quire_router.engines.settings import ServedLoRA
 from tests.support.scripted_api import MODEL, Stage, ask, chat, completion, open_stage
 
 POLITE = ServedLoRA(MODEL, LoRA("polite", b"digest"))
-USER, OPERATOR = "the-key-of-a-tenant-that-asks", "the-key-of-an-operator"
+USER, OPERATOR, BOUNDED = "the-key-of-a-tenant-that-asks", "the-key-of-an-operator", "the-key-of-one-for-few-models"
 TENANTS = f"""
 [[tenants]]
 name = "user"
@@ -24,6 +24,11 @@ models = ["{MODEL}"]
 [[tenants]]
 name = "operator"
 keys = ["{OPERATOR}"]
+allow_lora_updates = true
+[[tenants]]
+name = "bounded"
+keys = ["{BOUNDED}"]
+models = ["{MODEL}", "mine"]
 allow_lora_updates = true
 """
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -122,6 +127,21 @@ async def test_a_key_has_to_allow_it(tmp_path: Path) -> None:
         assert "allow_lora_updates" in refused.json["error"]["message"]
         allowed = await ask(stage.port, "POST", LOAD, BODY, {"authorization": f"Bearer {OPERATOR}"})
         assert allowed.status == 200
+
+
+async def test_an_adapter_is_loaded_and_unloaded_only_under_a_name_that_the_tenant_may_use(tmp_path: Path) -> None:
+    (tmp_path / "tenants.toml").write_text(TENANTS)
+    updater = Updater()
+    file = read_tenants(tmp_path / "tenants.toml")
+    headers = {"authorization": f"Bearer {BOUNDED}"}
+    async with open_stage(lora_updater=updater, file=file) as stage:  # type: ignore[arg-type]
+        for path in (LOAD, UNLOAD):
+            refused = await ask(stage.port, "POST", path, BODY, headers)
+            assert (refused.status, updater.asked) == (403, [])
+        other_model = {**BODY, "lora_name": "mine", "base_model_name": "another"}
+        assert (await ask(stage.port, "POST", LOAD, other_model, headers)).status == 403
+        allowed = await ask(stage.port, "POST", LOAD, {**BODY, "lora_name": "mine"}, headers)
+        assert (allowed.status, updater.asked) == (200, [("mine", "/adapters/polite", None)])
 
 
 @pytest.mark.parametrize(
