@@ -32,14 +32,14 @@ class LoRARegistry:
         self._check = check
         self._model_names = model_names
         self._loras: dict[str, LoRARequest] = {}
-        self._given: set[LoRARequest] = set()  # at the start
-        self._num_loaded = 0
+        self._given: set[LoRARequest] = set()  # at the start of the engine, by its flags
+        self._last_id = 0
         self._loading = asyncio.Lock()
         self._in_use: Counter[LoRARequest] = Counter()
         self._released = asyncio.Event()
-        self.on_change: Callable[[], object] = bool
-        self.on_active: Callable[[], object] = bool
-        self.on_unused: Callable[[int], object] = bool
+        self.on_change: Callable[[], object] = lambda: None
+        self.on_active: Callable[[], object] = lambda: None
+        self.on_unused: Callable[[int], object] = lambda _lora_id: None
 
     @property
     def num_loaded(self) -> int:
@@ -63,7 +63,7 @@ class LoRARegistry:
     def load_now(self, name: str, folder: Path) -> LoRARequest:
         """Loads an adapter before the engine serves. Raises ``LoRAError``, or ``QuireError`` as ``load``."""
         self._check_name(name)
-        lora = self._check(LoRARequest(name, self._num_loaded + 1, folder))
+        lora = self._check(LoRARequest(name, self._last_id + 1, folder))
         self._given.add(lora)
         return self._add(lora)
 
@@ -76,7 +76,7 @@ class LoRARegistry:
             if digest and (known := self._loras.get(name)) is not None and known.digest == digest:
                 return known
             try:
-                lora = await asyncio.to_thread(self._check, LoRARequest(name, self._num_loaded + 1, folder))
+                lora = await asyncio.to_thread(self._check, LoRARequest(name, self._last_id + 1, folder))
             except LoRAError as error:
                 raise invalid("lora_path", str(error)) from None
             if digest and lora.digest != digest:
@@ -135,7 +135,7 @@ class LoRARegistry:
         if known is not None:
             message = f"Another adapter is loaded as {lora.lora_name}: unload it first."
             raise QuireError(ErrorCode.CONFLICT, message, param="lora_name")
-        self._num_loaded += 1
+        self._last_id += 1
         self._loras[lora.lora_name] = lora
         log.info("the adapter %s is loaded from %s", lora.lora_name, lora.lora_path)
         self.on_change()

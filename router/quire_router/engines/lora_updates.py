@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 _SEEN_TIMEOUT = 5.0  # seconds
 _RETRY_SECONDS = 30.0
 _FORGET_SECONDS = 30.0
-"""For so long what was unloaded is not remembered again because an engine says that it has it: it may be late, or have
-begun to load it before."""
+"""After an adapter was unloaded, engines that say for so long that they have it are not believed: the message may be
+late, or they had begun to load it before."""
 T = TypeVar("T")
 
 
@@ -46,7 +46,7 @@ class LoRAUpdater:
         self._models = tuple(models)
         self._seen: dict[str, tuple[int, dict[str, LoRA]]] = {}  # by engine: its generation, and what it had loaded
         self._loading: dict[str, asyncio.Task[None]] = {}  # by engine
-        self._asked: Counter[str] = Counter()  # engines that load what a client asked for
+        self._loading_for_clients: Counter[str] = Counter()  # loads that clients wait for, by engine
         self._failed: dict[tuple[str, int, LoRA], float] = {}  # when: by engine, its generation and adapter
         self._forgotten: dict[LoRA, float] = {}  # when
         self._task: SupervisedTask | None = None
@@ -73,11 +73,11 @@ class LoRAUpdater:
             raise not_an_adapters_name(name)
         engines = self._engines_of(model)
         ids = [engine.id for engine in engines]
-        self._asked.update(ids)
+        self._loading_for_clients.update(ids)
         try:
             digests = await _at_all(engines, lambda connection: connection.load_lora(name, path))
         finally:
-            self._asked.subtract(ids)
+            self._loading_for_clients.subtract(ids)
         loras = [LoRA(name, digest, path) for digest in digests]
         served = next(each for each in self._models if each in engines[0].models)
         self._forgotten.pop(loras[0], None)
@@ -115,8 +115,9 @@ class LoRAUpdater:
         return engines
 
     async def _wait_seen(self, engines: Sequence[Engine], loras: Sequence[LoRA | None], name: str = "") -> None:
-        """Waits until each engine has said that it has its one of ``loras``, or none of that ``name``: it says so on
-        its stream, and what is read there may be late. One that is lost is not waited for.
+        """Waits until each engine's stream has said that it has its one of ``loras``, or for None that it has none of
+        this ``name``: the stream may be behind the answer to a load. Does not wait for engines that are lost, and at
+        most ``_SEEN_TIMEOUT``.
         """
 
         def said(engine: Engine, lora: LoRA | None) -> bool:
@@ -136,9 +137,9 @@ class LoRAUpdater:
             self._observe()
             for engine in self._pool.engines():
                 missing = self._missing_at(engine)
-                if missing and engine.id not in self._loading and not self._asked[engine.id]:
+                if missing and engine.id not in self._loading and not self._loading_for_clients[engine.id]:
                     task = self._loading[engine.id] = asyncio.create_task(self._load_at(engine, missing))
-                    task.add_done_callback(partial(self._loaded, engine.id))
+                    task.add_done_callback(partial(self._on_loaded, engine.id))
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._pool.changed(), _RETRY_SECONDS)
 
@@ -191,13 +192,13 @@ class LoRAUpdater:
             and self._failed.get((engine.id, session.engine_generation, served.lora), until) <= until
         ]
 
-    def _loaded(self, engine_id: str, task: asyncio.Task[None]) -> None:
+    def _on_loaded(self, engine_id: str, task: asyncio.Task[None]) -> None:
         del self._loading[engine_id]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("adapters cannot be loaded at engine %s", engine_id, exc_info=error)
 
     async def _load_at(self, engine: Engine, loras: Sequence[LoRA]) -> None:
-        """Loads adapters at an engine that others have."""
+        """Loads at one engine the adapters that others have and it lacks. What fails is tried again later."""
         generation = engine.connection.session.engine_generation
         for lora in loras:
             try:
