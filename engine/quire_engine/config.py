@@ -100,6 +100,13 @@ class ExecutorConfig(_Frozen):
     quantization: Quantization | None = Field(
         default=None, description="What the weights of linear layers are held in instead, on the CPU."
     )
+    weights_memory_gb: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="GiB of memory that the weights of the model's layers may take, on the CPU: the layers beyond lie "
+        "packed on disk, and are read ahead of their use in each step.",
+    )
     tensor_parallel_size: int = Field(
         default=1, ge=1, le=64, description="Processes (on CUDA: GPUs) that share the model's layers."
     )
@@ -300,6 +307,16 @@ class EngineArgs(CoreArgs, ExecutorConfig, ServedModel):
             raise ValueError("--kv-disk-path is for one process: a model that several share has no blocks on disk.")
         return self
 
+    @model_validator(mode="after")
+    def _weights_on_disk_are_of_one_process(self) -> Self:
+        if self.weights_memory_gb is None:
+            return self
+        if self.num_ranks > 1:
+            raise ValueError("--weights-memory-gb is for one process: a model that several share lies in their memory.")
+        if self.enable_lora:
+            raise ValueError("--weights-memory-gb and --enable-lora exclude each other.")
+        return self
+
     @property
     def num_ranks(self) -> int:
         """The processes that share the model."""
@@ -434,7 +451,7 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         "--context-length": "--max-model-len is one",
         "--kv-cache-memory-bytes": "--kv-cache-memory is one",
         "--num-gpu-blocks-override": "--kv-cache-memory sets the memory of KV blocks",
-        "--cpu-offload-gb": "weights are not offloaded; --swap-space is host memory for KV blocks",
+        "--cpu-offload-gb": "weights of a GPU are not offloaded; on the CPU, --weights-memory-gb keeps layers on disk",
         "--speculative-config": "--speculative-method and --num-speculative-tokens set it; there are no draft models",
         "--enable-expert-parallel": "--tensor-parallel-size shares experts among ranks too",
         "--limit-mm-per-prompt": "models are served for text only",

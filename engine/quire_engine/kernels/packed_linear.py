@@ -15,7 +15,7 @@ import ctypes
 import functools
 import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -300,10 +300,11 @@ def round_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def empty_on_huge_pages(nbytes: int) -> torch.Tensor:
-    """Fresh memory, uint8 [nbytes] with ``nbytes`` at least 1, that begins at a cache line. It is freed with the last
-    tensor of its mapping.
+    """Fresh memory, uint8 [nbytes] with ``nbytes`` at least 1, that begins at a cache line; inside ``packed_into`` from
+    that arena instead. It is freed with the last tensor of its mapping.
     """
-    return _allocator().allocate(nbytes)
+    arena: Arena = getattr(_chosen, "arena", None) or _huge_pages()
+    return arena.allocate(nbytes)
 
 
 def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
@@ -313,36 +314,54 @@ def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     return empty_on_huge_pages(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-class _HugePageAllocator:
-    """Allocates memory on huge pages for weights, which are read from end to end in every step.
-
-    A product with one row is as fast as the weight can be read, and on pages of 4 KiB a good part of that time goes
-    into address translation. Huge pages (Linux' transparent ones, where the system's setting allows asking for them)
-    are 2 MiB, larger than most weights, so weights share a mapping. The allocator references the latest mapping; older
-    ones live as long as the tensors in them.
+class Arena:
+    """Memory for weights, in mappings of at least ``mapping_bytes`` that ``make_mapping`` makes. It references the
+    latest one; older ones live as long as the tensors in them. ``allocated`` bytes have been given in all.
     """
 
-    def __init__(self) -> None:
-        self._mapping = mmap.mmap(-1, mmap.PAGESIZE)
-        self._used = mmap.PAGESIZE
+    def __init__(self, make_mapping: Callable[[int], mmap.mmap], mapping_bytes: int = _MAPPING_BYTES) -> None:
+        self._make_mapping, self._mapping_bytes = make_mapping, mapping_bytes
+        self._mapping: mmap.mmap | None = None
+        self._used = self.allocated = 0
         self._lock = threading.Lock()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """See ``empty_on_huge_pages``."""
         with self._lock:
-            if self._used + nbytes > len(self._mapping):
-                self._mapping, self._used = _map(max(nbytes, _MAPPING_BYTES)), 0
+            if self._mapping is None or self._used + nbytes > len(self._mapping):
+                self._mapping, self._used = self._make_mapping(max(nbytes, self._mapping_bytes)), 0
             piece = torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=self._used)
-            self._used += -(-nbytes // _LINE) * _LINE
+            size = -(-nbytes // _LINE) * _LINE
+            self._used += size
+            self.allocated += size
         return piece
 
 
+_chosen = threading.local()
+
+
+@contextlib.contextmanager
+def packed_into(arena: Arena) -> Iterator[None]:
+    """Weights that this thread packs inside the context lie in ``arena``."""
+    _chosen.arena = arena
+    try:
+        yield
+    finally:
+        del _chosen.arena
+
+
 @functools.cache
-def _allocator() -> _HugePageAllocator:
-    return _HugePageAllocator()
+def _huge_pages() -> Arena:
+    return Arena(map_huge_pages)
 
 
-def _map(nbytes: int) -> mmap.mmap:
+def map_huge_pages(nbytes: int) -> mmap.mmap:
+    """Memory on huge pages for weights, which are read from end to end in every step.
+
+    A product with one row is as fast as the weight can be read, and on pages of 4 KiB a good part of that time goes
+    into address translation. Huge pages (Linux' transparent ones, where the system's setting allows asking for them)
+    are 2 MiB, larger than most weights, so weights share a mapping.
+    """
     # Private: Linux has another setting for huge pages of shared memory.
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

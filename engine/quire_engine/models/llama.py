@@ -16,6 +16,7 @@ from quire_engine.kernels.ops import HeadNorms, norm_rotate, rotate
 from quire_engine.layers.mlp import GatedMLP, MoE
 from quire_engine.layers.norm import RMSNorm
 from quire_engine.layers.rotary import RotaryEmbedding
+from quire_engine.layers.streamed import load_layers
 from quire_engine.layers.weight_loader import WeightLoader
 from quire_engine.quantization.base import Embedding
 
@@ -55,7 +56,8 @@ class Llama:
                 "model.embed_tokens", "lm_head", config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
             )
         self._rope = RotaryEmbedding(config, weights.device)
-        self._layers = [_DecoderLayer(config, weights, index) for index in indices]
+        memory = weights.options.config.weights_memory_gb
+        self._layers = load_layers(indices, lambda index: _DecoderLayer(config, weights, index), memory)
         # On CUDA the whole forward pass is captured, with what is received in it.
         receives = stage is not None and weights.device.type == "cuda"
         self.capturable = not receives and all(layer.is_capturable for layer in self._layers)

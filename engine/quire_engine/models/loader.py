@@ -54,6 +54,7 @@ def load_model(
     _check_quantization(config, options, quantized)
     _check_deterministic(config, options)
     _check_lora(config, options)
+    _check_weights_memory(config, options)
     gguf = find_gguf(folder)
     checkpoint = Checkpoint(folder) if gguf is None else GgufCheckpoint(gguf)
     dtype = _model_dtype(config, checkpoint, options)
@@ -95,6 +96,21 @@ def _check_lora(config: ModelConfig, options: LoadOptions) -> None:
         )
     if options.num_lora_slots and options.config.deterministic:
         raise ModelError("--deterministic and --enable-lora exclude each other: adapters' products are grouped.")
+
+
+def _check_weights_memory(config: ModelConfig, options: LoadOptions) -> None:
+    """Raises ``ModelError`` when layers are to be read from disk in each step, and cannot be."""
+    if options.config.weights_memory_gb is None:
+        return
+    if options.device.type != "cpu":
+        raise ModelError("--weights-memory-gb is for --device cpu: weights of a GPU are not offloaded.")
+    if not isinstance(config, DecoderConfig):
+        raise ModelError(
+            "--weights-memory-gb is for models with code of their own, "
+            f"and {config.architecture} runs through transformers."
+        )
+    if config.moe is not None:
+        raise ModelError("--weights-memory-gb is not for models with experts: their layers lie in memory.")
 
 
 def _check_quantization(config: ModelConfig, options: LoadOptions, quantized: dict[str, Any] | None) -> None:

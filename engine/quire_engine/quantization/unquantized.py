@@ -55,7 +55,9 @@ class UnquantizedMethod(DenseMethod):
         """See ``LinearMethod.pack``."""
         if self.options.config.deterministic and weight.is_cuda:
             return BatchInvariantLinear(weight, bias)
-        return PackedLinear(weight, bias, deterministic=self.options.config.deterministic)
+        # Only the compiled kernel reads a weight from where it lies, be that a file.
+        config = self.options.config
+        return PackedLinear(weight, bias, deterministic=config.deterministic or config.weights_memory_gb is not None)
 
 
 class PackedLinear:

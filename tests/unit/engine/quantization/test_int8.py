@@ -271,10 +271,10 @@ def test_an_odd_number_of_outputs_has_no_gate():
 
 def test_copies_on_huge_pages_are_whole_aligned_and_apart(monkeypatch):
     monkeypatch.setattr(packed_linear, "_MAPPING_BYTES", 1 << 14)
-    packed_linear._allocator.cache_clear()
+    packed_linear._huge_pages.cache_clear()
     plain = [draw(size, dtype=torch.bfloat16, seed=size) for size in (1, 33, 5000, 9000, 70, 0, 3000)]
     held = [on_huge_pages(tensor) for tensor in plain]
-    packed_linear._allocator.cache_clear()
+    packed_linear._huge_pages.cache_clear()
     assert all(torch.equal(one, other) for one, other in zip(plain, held, strict=True))
     assert all(tensor.data_ptr() % 64 == 0 for tensor in held)
     spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in held if len(tensor))
