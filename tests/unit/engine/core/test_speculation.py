@@ -44,7 +44,9 @@ class SpeculatingStateMachine(EngineStateMachine):
         super().step_once()
         size = self.memory.block_size
         for sequence in self.scheduler.running:
-            assert len(sequence.table.block_ids) <= -(-sequence.num_computed_tokens // size), "a block holds nothing"
+            # A static batch has room for all its prompts from its first step on.
+            held = max(sequence.num_computed_tokens, sequence.num_tokens * (self.scheduler.config.batching == "static"))
+            assert len(sequence.table.block_ids) <= -(-held // size), "a block holds nothing"
             assert sequence.num_scheduled_tokens == sequence.num_computed_tokens
 
 
