@@ -20,6 +20,7 @@ from quire_engine.bench.measure import (
     LOWER_IS_BETTER,
     UNITS,
     Figure,
+    Measured,
     PeerProcess,
     Plan,
     Readings,
@@ -172,13 +173,14 @@ def _plan(config: BenchConfig, vocab: int) -> Plan:
 
     one, latency = Lengths(1, 1), Lengths(config.latency_input_len, config.latency_input_len)
     stream = Lengths(config.latency_output_len, config.latency_output_len)
-    workloads: dict[Figure, Callable[[int], Workload]] = {
+    workloads: dict[Measured, Callable[[int], Workload]] = {
         "throughput": throughput,
         "latency": partial(random, 1, latency, stream),
         "prefill": partial(random, 1, Lengths(config.prefill_len, config.prefill_len), one),
     }
     measured = {figure: make for figure, make in workloads.items() if figure in config.measure}
-    return Plan(measured, config.rounds, config.warm_up_output_len)
+    has_latencies = not {"static", "phased"}.isdisjoint(config.also)
+    return Plan(measured, config.rounds, config.warm_up_output_len, has_latencies)
 
 
 def _peer_settings(
@@ -254,7 +256,7 @@ class Limits:
         return costs, Machine(dtype, options, costs.weights)
 
 
-def _best(figure: Figure, workload: Workload, costs: "Costs", ceilings: "Ceilings") -> float:
+def _best(figure: Measured, workload: Workload, costs: "Costs", ceilings: "Ceilings") -> float:
     from quire_engine.bench.measure import first_tokens
     from quire_engine.bench.roofline import least_seconds
 

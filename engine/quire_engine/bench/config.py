@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from pydantic_settings import SettingsConfigDict
 
 from quire_engine.bench.lengths import DISTRIBUTIONS
-from quire_engine.bench.measure import Figure
+from quire_engine.bench.measure import Measured
 from quire_engine.bench.workload import SHAPES, Lengths
 from quire_engine.config import EngineConfig, ModelFolder, Names
 
@@ -35,7 +35,7 @@ VARIANTS: Mapping[str, Mapping[str, object]] = {
     "static": {"batching": "static"},
     "phased": {"batching": "phased"},
 }
-FIGURES: tuple[Figure, ...] = get_args(Figure)
+FIGURES: tuple[Measured, ...] = get_args(Measured)
 Range = Annotated[str, BeforeValidator(lambda value: str(Lengths.of(str(value))))]
 
 
@@ -131,6 +131,14 @@ class BenchConfig(EngineConfig):
             raise ValueError(
                 f"--measure {SERVED} takes --input-len and --output-len, and neither --lengths nor --num-outputs."
             )
+        return self
+
+    @model_validator(mode="after")
+    def _static_batches_are_several(self) -> "BenchConfig":
+        num_sequences = self.num_outputs * self.num_prompts
+        most = self.max_num_seqs if "max_num_seqs" in self.model_fields_set else num_sequences
+        if "static" in self.also and most >= num_sequences:
+            raise ValueError("--also static needs --max-num-seqs below --num-prompts: one batch is as fast either way.")
         return self
 
     @model_validator(mode="after")

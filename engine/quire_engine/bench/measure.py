@@ -9,17 +9,25 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from quire_engine.bench.workload import Workload
+from quire_engine.simulation.report import Percentiles
 
-Figure = Literal["throughput", "latency", "prefill"]
-UNITS: Mapping[Figure, str] = {"throughput": "output tokens/s", "latency": "ms/token", "prefill": "tokens/s"}
-LOWER_IS_BETTER = ("latency",)
+Measured = Literal["throughput", "latency", "prefill"]
+Figure = Measured | Literal["E2EL mean", "E2EL p99"]
+UNITS: Mapping[Figure, str] = {
+    "throughput": "output tokens/s",
+    "E2EL mean": "s",
+    "E2EL p99": "s",
+    "latency": "ms/token",
+    "prefill": "tokens/s",
+}
+LOWER_IS_BETTER = ("latency", "E2EL mean", "E2EL p99")
 SCRIPTS = Path(__file__).parent / "peers"
 
 
@@ -32,6 +40,9 @@ class System(Protocol):
 
     padding: float | None
     """The part of the token positions of the last workload that were computed for nothing; None if it is unknown."""
+
+    latencies: Sequence[float]
+    """Seconds from the beginning to the end of each request of the last workload; empty if they are unknown."""
 
     def seconds(self, workload: Workload) -> float:
         """Runs all requests at once to their ends, and returns how long that took. Raises ``SystemFailedError``."""
@@ -49,14 +60,16 @@ class SystemFailedError(Exception):
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The workload of each figure, as a function of the round's number. Each is run once before the first round, with
-    at most ``warm_up_len`` tokens of each output, or all of them.
+    at most ``warm_up_len`` tokens of each output, or all of them. ``has_latencies``: the latencies of the requests of
+    throughput are figures too.
     """
 
-    workloads: Mapping[Figure, Callable[[int], Workload]]
+    workloads: Mapping[Measured, Callable[[int], Workload]]
     rounds: int
     warm_up_len: int | None = None
+    has_latencies: bool = False
 
-    def warm_up(self, figure: Figure) -> Workload:
+    def warm_up(self, figure: Measured) -> Workload:
         """What is run before the first round."""
         workload = self.workloads[figure](self.rounds)
         most = self.warm_up_len
@@ -144,9 +157,13 @@ def _round(readings: Readings, system: System, plan: Plan, number: int) -> None:
         readings.values.setdefault(figure, []).append(_read(figure, system, make(number)))
         if figure == "throughput":
             readings.padding = system.padding
+            if plan.has_latencies and system.latencies:
+                latencies = Percentiles.of(system.latencies)
+                readings.values.setdefault("E2EL mean", []).append(latencies.mean)
+                readings.values.setdefault("E2EL p99", []).append(latencies.p99)
 
 
-def _read(figure: Figure, system: System, workload: Workload) -> float:
+def _read(figure: Measured, system: System, workload: Workload) -> float:
     seconds = system.seconds(workload)
     match figure:
         case "throughput":
@@ -171,6 +188,7 @@ class PeerProcess:
     """
 
     padding: float | None = None
+    latencies: Sequence[float] = ()
 
     def __init__(
         self, python: Path, script: str, settings: Mapping[str, object], environment: Mapping[str, str]

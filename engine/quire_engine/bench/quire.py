@@ -37,6 +37,7 @@ class Quire:
     """The engine with its model. A ``System``, whose CPU steps have no padding."""
 
     padding: float | None
+    latencies: Sequence[float] = ()
 
     def __init__(self, config: BenchConfig) -> None:
         self._config = config
@@ -57,10 +58,12 @@ class Quire:
     def seconds(self, workload: Workload) -> float:
         """See ``System.seconds``."""
         made, failed = 0, ""
+        ends: list[float] = []
 
         def receive(step: EngineCoreOutputs) -> None:
             nonlocal made, failed
             made += sum(len(output.token_ids) for output in step.outputs)
+            ends.extend([time.perf_counter()] * sum(output.ends_request for output in step.outputs))
             failed = next((str(output.error) for output in step.outputs if output.error), failed)
             self._traces.append(step.trace)
 
@@ -77,6 +80,7 @@ class Quire:
         seconds = time.perf_counter() - begin
         if made != workload.output_tokens:
             raise SystemFailedError(f"It made {made} of {workload.output_tokens} tokens. {failed}".rstrip())
+        self.latencies = [end - begin for end in ends]
         return seconds
 
     def decode_steps(self, sequences: int) -> DecodeSteps | None:

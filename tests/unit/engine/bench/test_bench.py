@@ -51,6 +51,7 @@ class Steady:
     """Takes ``prompt`` seconds for each token of a prompt and ``output`` for each token that it makes."""
 
     padding = 0.25
+    latencies: tuple[float, ...] = (1.0, 2.0, 6.0)
 
     def __init__(self, journal: list[str], name: str, prompt: float, output: float) -> None:
         self.journal, self.name, self.prompt, self.output = journal, name, prompt, output
@@ -82,6 +83,17 @@ def test_figures_are_what_the_time_says() -> None:
     assert readings.padding == 0.25
     assert readings.median("prefill") == pytest.approx(50 / (0.01 * 50 + 0.02))
     assert all(len(values) == 2 for values in readings.values.values()), "the warm-up does not count"
+
+
+def test_latencies_of_requests_are_figures_where_they_are_asked_for_and_known() -> None:
+    only = {"throughput": plan().workloads["throughput"]}
+    for has_latencies, known, expected in ((True, (1.0, 2.0, 6.0), 3.0), (True, (), None), (False, (1.0,), None)):
+        system = Steady([], "a", 0.01, 0.02)
+        system.latencies = known
+        asked = Plan(only, 2, has_latencies=has_latencies)
+        readings = run_in_turn({"a": lambda system=system: system}, asked, lambda text: None)["a"]
+        assert readings.median("E2EL mean") == expected
+    assert ratio(2.0, 6.0, "E2EL p99") == 3.0, "less is better"
 
 
 def test_a_run_before_the_first_round_may_be_shorter() -> None:
@@ -374,8 +386,9 @@ def test_the_command_runs_beside_transformers_and_writes_its_figures(tmp_path: P
     short = ("--num-prompts", "2", "--input-len", "4..8", "--output-len", "3", "--latency-input-len", "4")
     small = ("--latency-output-len", "4", "--prefill-len", "16", "--rounds", "1", "--kv-cache-memory", "2000000")
     command = (sys.executable, "-m", "quire_engine.cli", "bench", "--shape", json.dumps(TINY))
+    variants = ("--also", "int8,static", "--max-num-seqs", "1")
     done = subprocess.run(
-        [*command, *short, *small, "--against", "transformers", "--also", "int8", "--json", str(figures)],
+        [*command, *short, *small, "--against", "transformers", *variants, "--json", str(figures)],
         capture_output=True,
         text=True,
         env={**os.environ, "XDG_CACHE_HOME": str(cache_with_kernels(tmp_path))},
@@ -386,9 +399,10 @@ def test_the_command_runs_beside_transformers_and_writes_its_figures(tmp_path: P
     assert "times as good" in done.stdout
     assert done.stdout.count("roofline") == 3
     systems = json.loads(figures.read_text())["systems"]
-    for name in ("quire", "quire int8", "transformers"):
+    for name in ("quire", "quire int8", "quire static", "transformers"):
         assert systems[name]["failure"] is None
-        assert set(systems[name]["medians"]) == {"throughput", "latency", "prefill"}
+        of_requests = {"E2EL mean", "E2EL p99"} if name.startswith("quire") else set()
+        assert set(systems[name]["medians"]) == {"throughput", "latency", "prefill"} | of_requests
 
 
 @pytest.mark.parametrize(
@@ -398,6 +412,7 @@ def test_the_command_runs_beside_transformers_and_writes_its_figures(tmp_path: P
         (["--model", "demo/model", "--shape", "135m"], "Give either --model or --shape."),
         (["--shape", "135m", "--against", "nobody"], "--against: nobody is not one of"),
         (["--shape", "135m", "--also", "magic"], "--also: magic is not one of"),
+        (["--shape", "135m", "--also", "static"], "--also static needs --max-num-seqs below --num-prompts"),
         (["--shape", "135m", "--measure", "beauty"], "--measure: beauty is not one of"),
         (["--shape", "135m", "--input-len", "5..2"], "--input-len: '5..2' must begin"),
         (["--shape", "135m", "--lengths", "chatgpt"], "--lengths: chatgpt is neither sharegpt, azure, nor a range"),

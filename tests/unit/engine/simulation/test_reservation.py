@@ -5,12 +5,12 @@ from itertools import pairwise
 from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.config import Batching
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
-from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.kv_cache_manager import BlockTable, KVCacheManager
 from quire_engine.core.request import Request, Sequence
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput
@@ -27,6 +27,7 @@ from quire_engine.simulation.reservation import (
     reserve_oracle,
     reserve_pow2,
 )
+from quire_engine.simulation.simulated_executor import LatencyModel
 from quire_engine.simulation.simulator import Simulation
 from quire_engine.simulation.trace import Arrival
 from quire_proto.sampling import SamplingParams
@@ -128,9 +129,47 @@ def test_a_static_batch_holds_all_its_slots_until_its_last_sequence_has_ended(
     assert [names for names, _ in seen] == every
 
 
+def test_a_sequence_that_fits_into_no_hole_waits_though_enough_slots_are_free() -> None:
+    memory = ReservingKVCacheManager(KVCacheConfig(4, 4, 0), reserve_oracle, 12)
+    tables = [BlockTable(b"", num_prompt_tokens=4, max_tokens=5) for _ in range(3)]
+    for table in tables:
+        memory.attach_cached_blocks(table, [])
+    assert [table.block_ids for table in tables] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+    memory.free(tables[0])
+    memory.free(tables[2])
+    large, small = BlockTable(b"", max_tokens=6), BlockTable(b"", max_tokens=5)
+    assert memory.device_pool.num_free == 8
+    assert memory.num_free_blocks_after(large, [], 5) < 0 <= memory.num_free_blocks_after(small, [], 4)
+
+
+@given(st.integers(1, 50), st.integers(1, 50), st.integers(1, 8), st.integers(128, 1000))
+def test_as_many_equal_sequences_run_as_their_reservations_fit(prompt: int, output: int, count: int, pool: int) -> None:
+    for reserve in RESERVATIONS.values():
+        memory = ReservingKVCacheManager(KVCacheConfig(1, 1 + pool, 0), reserve, 128)
+        running, _ = next(run(memory, {str(index): (prompt, output) for index in range(count)}, longest=128))
+        assert len(running) == min(count, pool // reserve(prompt, prompt + output, 128))
+
+
 requests = st.dictionaries(
     st.integers(0, 99).map(str), st.tuples(st.integers(1, 40), st.integers(1, 23)), min_size=1, max_size=12
 )
+
+
+def counted(memory: KVCacheManager, running: dict[str, Sequence]) -> KVSlots:
+    """Slot by slot, from the tables; no slot has two owners."""
+    size, classes = memory.block_size, dict[tuple[int, int], str]()
+    for sequence in running.values():
+        for position in range(len(sequence.table.block_ids) * size):
+            slot = (sequence.table.block_ids[position // size], position % size)
+            assert slot not in classes
+            later = "reserved" if position < sequence.limit - 1 else "internal"
+            classes[slot] = "tokens" if position < sequence.num_scheduled_tokens else later
+    for table in memory.ended if isinstance(memory, ReservingKVCacheManager) else []:
+        abandoned = dict.fromkeys(((slot, 0) for slot in table.block_ids), "internal")
+        assert not classes.keys() & abandoned
+        classes |= abandoned
+    names, total = list(classes.values()), memory.device_pool.num_blocks * size
+    return KVSlots(*map(names.count, ("tokens", "reserved", "internal")), total - len(names))
 
 
 @given(
@@ -148,6 +187,7 @@ def test_every_slot_is_in_one_class_and_free_in_the_end(
     served = set()
     for running, slots in run(manager, lengths, batching, longest):
         served |= set(running)
+        assert slots == counted(manager, running)
         assert slots.total == blocks * 16
         assert min(slots.tokens, slots.reserved, slots.internal, slots.external) >= 0
         if memory == "paged":
@@ -155,6 +195,28 @@ def test_every_slot_is_in_one_class_and_free_in_the_end(
         if memory == "oracle" and batching != "static":
             assert slots.internal == 0
     assert served == set(lengths)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 20), st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=20),
+    st.sampled_from([1, 4, 16]),
+)
+@settings(deadline=None, max_examples=40)
+def test_where_all_fit_at_once_waste_grows_from_paging_to_the_oracle_to_pow2_to_max(
+    rows: list[tuple[float, int, int]], size: int
+) -> None:
+    """Every memory runs the same steps then, so that waste can be compared: paging has at most a block less one slot of
+    each sequence more than the oracle. Where memory is short, steps differ, and no order is certain.
+    """
+    arrivals = [Arrival(time, prompt, output, (row,), 60) for row, (time, prompt, output) in enumerate(sorted(rows))]
+    second = LatencyModel(10_000.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1e9)  # steps of a second
+    limits, capacity = SchedulerConfig(max_model_len=128, max_num_seqs=32), KVCacheConfig(size, 1 + 2560 // size, 0)
+    runs = {memory: Simulation(limits, capacity, second, memory=memory).run(arrivals) for memory in get_args(Memory)}
+    assert len({tuple(each.samples.time) for each in runs.values()}) == 1
+    waste = {memory: each.slot_seconds.reserved + each.slot_seconds.internal for memory, each in runs.items()}
+    assert waste["oracle"] <= waste["pow2"] <= waste["max"]
+    sequence_seconds = sum(output for _, _, output in rows)
+    assert waste["paged"] <= waste["oracle"] + (size - 1) * sequence_seconds
 
 
 def simulate(
