@@ -26,7 +26,7 @@ def gpu(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(scope="session")
 def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Small random models whose heads are as wide as FlashInfer's kernels want them."""
-    names = ("llama3", "qwen2", "qwen3", "mistral")
+    names = ("llama3", "qwen2", "qwen3", "mistral", "qwen3-moe")
     return {name: _write(name, tmp_path_factory.mktemp("models") / name) for name in names}
 
 

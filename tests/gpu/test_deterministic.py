@@ -11,6 +11,7 @@ from quire_engine.attention.flashinfer import FlashInferAttention
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.kernels import ops as fused
 from quire_engine.kernels.batch_invariant import batch_invariant_linear
+from quire_engine.kernels.norm_rotate import HeadNorms
 
 from tests.model.engine import load, run
 from tests.model.test_deterministic import NEEDLE, PARAMS, SCHEDULES, haystack
@@ -71,16 +72,24 @@ def test_a_row_of_a_product_is_the_same_among_any_others(gpu, size, dtype):
 def test_a_row_of_a_norm_or_activation_is_the_same_among_any_others(gpu):
     x, weight = torch.randn(700, 1024, device=gpu).to(BF16), torch.randn(1024, device=gpu).to(BF16)
     heads, head_weight = torch.randn(700, 32, 128, device=gpu).to(BF16), torch.randn(128, device=gpu).to(BF16)
+    angles = torch.randn(700, 64, device=gpu)
     operations = (
         lambda rows: fused.rms_norm(x[rows], weight, 1e-6),
         lambda rows: fused.add_rms_norm(x[rows].clone(), x[rows].flip(1).clone(), weight, 1e-6),
         lambda rows: fused.rms_norm(heads[rows, 16:24], head_weight, 1e-6),
         lambda rows: fused.silu_mul(x[rows]),
+        lambda rows: norm_rotate(heads[rows], head_weight, angles[rows]),
     )
     for operation in operations:
         whole = operation(slice(0, 700))
         for rows in (slice(0, 1), slice(699, 700), slice(3, 67)):
             assert torch.equal(operation(rows), whole[rows])
+
+
+def norm_rotate(heads: torch.Tensor, weight: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    made = heads.clone()
+    fused.norm_rotate(made, HeadNorms(weight, weight, 24, 1e-6), angles.cos(), angles.sin())
+    return made
 
 
 @cache

@@ -45,7 +45,7 @@ def test_tokens_part_from_transformers_only_where_both_are_probable(
     assert executor.depth == 2
     made = run(executor, prompts, [PARAMS] * len(prompts))
     executor.close()
-    for (choice,), their_steps in zip(made.choices, theirs(folder, prompts), strict=True):
+    for (choice,), their_steps in zip(made.choices, theirs(folder, tuple(map(tuple, prompts))), strict=True):
         check_close(choice, their_steps)
 
 

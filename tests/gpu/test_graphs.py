@@ -21,7 +21,7 @@ from tests.model.models import SmallModels
 pytestmark = pytest.mark.gpu
 BLOCK_SIZE = 16
 POOLS = CacheSizes(32 << 20, 0)
-NAMES = ("llama3", "qwen2", "qwen3", "mistral")
+NAMES = ("llama3", "qwen2", "qwen3", "mistral", "qwen3-moe")
 
 
 def parts_of(folder: Path, device: torch.device, *, deterministic: bool = False) -> LoadedModel:

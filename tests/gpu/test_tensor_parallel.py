@@ -45,7 +45,7 @@ def test_two_gpus_part_from_transformers_only_where_both_are_probable(
     settings = {"device": "cuda", "dtype": "bfloat16", "enforce_eager": enforce_eager}
     with closing(load(folder, 2, **settings)) as shared:
         made = run(shared, prompts, [PARAMS] * len(prompts))
-    for (choice,), their_steps in zip(made.choices, theirs(folder, prompts), strict=True):
+    for (choice,), their_steps in zip(made.choices, theirs(folder, tuple(map(tuple, prompts))), strict=True):
         check_close(choice, their_steps)
 
 

@@ -57,6 +57,8 @@ def load(folder: Path, device_blocks: int, host_blocks: int, dtype: str = "float
     bytes_a_token = getattr(torch, dtype).itemsize * numbers_a_token(folder)
     if settings.get("kv_cache_dtype") == "int8":
         bytes_a_token = int8_bytes_a_token(folder)
+    elif settings.get("kv_cache_dtype") == "fp8":
+        bytes_a_token = numbers_a_token(folder)
     block_bytes = bytes_a_token * BLOCK_SIZE
     executor = load_executor(
         folder,

@@ -6,7 +6,6 @@ where torch's separate operations would round, rotation only once.
 """
 
 import ctypes
-from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
@@ -18,18 +17,7 @@ from quire_engine.kernels.cuda_ops import (
     flashinfer_rotate,
     flashinfer_silu_mul,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """Weights [head_dim] of the norms of the query heads, which are the first ``num_queries`` heads, and of the key
-    heads.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    num_queries: int
-    eps: float
+from quire_engine.kernels.norm_rotate import HeadNorms, triton_norm_rotate
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -98,6 +86,10 @@ def norm_rotate(x: torch.Tensor, norms: HeadNorms, cos: torch.Tensor, sin: torch
     """``rms_norm`` of each head of ``x`` [T, heads, head_dim], query heads before key heads, then ``rotate``; both in
     place.
     """
+    if x.is_cuda:
+        _check_angles(x, cos, sin)
+        if triton_norm_rotate(x, norms, cos, sin):
+            return
     kernels = _kernels_for(x, norms.query, norms.key)
     if kernels is None or x.stride(2) != 1:
         parts = x.tensor_split((norms.num_queries,), dim=1)

@@ -151,11 +151,37 @@ print("all agree")
 """
 
 
+NORMS_AND_ROTATIONS = """
+import torch
+from quire_engine.kernels import ops
+from quire_engine.kernels.norm_rotate import HeadNorms, triton_norm_rotate
+noise = torch.Generator().manual_seed(0)
+for tokens, queries, keys, dim in ((1, 16, 8, 128), (7, 9, 3, 64), (33, 4, 4, 256), (0, 2, 2, 64)):
+    for dtype in (torch.float32, torch.float16):
+        made = torch.randn(tokens, queries + 2 * keys, dim, generator=noise).to(dtype)
+        expected = made.clone()
+        query, key = (torch.randn(dim, generator=noise).to(dtype) for _ in range(2))
+        angles = torch.outer(torch.arange(tokens).float(), torch.rand(dim // 2, generator=noise))
+        cos, sin = torch.cat((angles.cos(), angles.sin()), 1).chunk(2, dim=1)
+        norms = HeadNorms(query, key, queries, 1e-6)
+        assert triton_norm_rotate(made[:, :-keys], norms, cos, sin)
+        ops.norm_rotate(expected[:, :-keys], norms, cos, sin)
+        tolerance = 1e-2 if dtype is torch.float16 else 1e-5
+        torch.testing.assert_close(made, expected, atol=tolerance, rtol=tolerance)
+x, weight = torch.randn(3, 4, 64), torch.randn(64)
+cos = sin = torch.ones(3, 32)
+for changed in (x.transpose(0, 2), x.half(), torch.randn(3, 4, 48), torch.randn(3, 4, 128)):
+    assert not triton_norm_rotate(changed, HeadNorms(weight, weight, 2, 1e-6), cos, sin)
+print("all agree")
+"""
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_the_invariant_product_is_the_product_for_any_rows():
+@pytest.mark.parametrize("script", [PRODUCTS, NORMS_AND_ROTATIONS], ids=["invariant product", "norm and rotation"])
+def test_a_triton_kernel_is_its_formula_for_any_rows(script):
     """In fp16, as Triton's interpreter knows no products in bf16."""
     variables = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", PRODUCTS]
+    command = [sys.executable, "-c", script]
     ran = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240, check=False)
     assert ran.stdout == "all agree\n", ran.stderr
 

@@ -1,0 +1,94 @@
+"""``norm_rotate`` on CUDA in one launch, in Triton, which comes with torch for CUDA: the norm of each head, and the
+rotation after it. As separate kernels these are five short ones for each layer, more than a tenth of a decode step.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+_HEADS = 8  # of one program
+_DIMS = (16, 32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Weights [head_dim] of the norms of the query heads, which are the first ``num_queries`` heads, and of the key
+    heads.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    num_queries: int
+    eps: float
+
+
+@functools.cache
+def norm_rotate_kernel() -> Any:
+    """The Triton kernel, one program for some heads of a token. Raises ``ImportError`` without Triton."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit(do_not_specialize=["heads", "queries"])
+    def norm_rotate(  # noqa: PLR0917 -- a launch passes them by position
+        x,  # [tokens, heads, 2 * half], and so is what replaces it
+        query,  # [2 * half], and so is key
+        key,
+        cos,  # [tokens, half], and so is sin
+        sin,
+        heads,
+        queries,
+        eps,
+        x_token,
+        x_head,
+        angle_token,
+        half: tl.constexpr,
+        block: tl.constexpr,
+    ):
+        token = tl.program_id(0).to(tl.int64)
+        head = tl.program_id(1) * block + tl.arange(0, block)
+        at = tl.arange(0, half)
+        held = (head < heads)[:, None]
+        first_at = x + token * x_token + head[:, None] * x_head + at[None, :]
+        first = tl.load(first_at, mask=held, other=0.0).to(tl.float32)
+        second = tl.load(first_at + half, mask=held, other=0.0).to(tl.float32)
+        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        scale = tl.rsqrt(squares / (2 * half) + eps)[:, None]
+        of_query = (head < queries)[:, None]
+        first_weight = tl.where(of_query, tl.load(query + at)[None, :], tl.load(key + at)[None, :]).to(tl.float32)
+        second_weight = tl.where(of_query, tl.load(query + half + at)[None, :], tl.load(key + half + at)[None, :])
+        # Rounded as a norm of its own would be.
+        first = (first * scale * first_weight).to(x.dtype.element_ty).to(tl.float32)
+        second = (second * scale * second_weight.to(tl.float32)).to(x.dtype.element_ty).to(tl.float32)
+        cosines = tl.load(cos + token * angle_token + at)[None, :]
+        sines = tl.load(sin + token * angle_token + at)[None, :]
+        tl.store(first_at, (first * cosines - second * sines).to(x.dtype.element_ty), mask=held)
+        tl.store(first_at + half, (second * cosines + first * sines).to(x.dtype.element_ty), mask=held)
+
+    return norm_rotate
+
+
+def triton_norm_rotate(x: torch.Tensor, norms: HeadNorms, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """See ``ops.norm_rotate``. Returns False, and has changed nothing, where it cannot: without Triton, for heads that
+    are not rotated as a whole, and for tensors of several dtypes.
+    """
+    (tokens, heads, dim), half = x.shape, cos.shape[1]
+    is_plain = x.stride(2) == 1 and cos.stride(1) == sin.stride(1) == 1 and cos.stride(0) == sin.stride(0)
+    if dim not in _DIMS or dim != 2 * half or not is_plain or not x.dtype == norms.query.dtype == norms.key.dtype:
+        return False
+    try:
+        kernel = norm_rotate_kernel()
+    except ImportError:
+        return False
+    if tokens:
+        kernel[tokens, -(-heads // _HEADS)](
+            *(x, norms.query, norms.key, cos, sin, heads, norms.num_queries, norms.eps),
+            *(x.stride(0), x.stride(1), cos.stride(0)),
+            half=half,
+            block=_HEADS,
+            num_warps=4,
+        )
+    return True
