@@ -27,11 +27,6 @@ PROFILE_LORA = LoRARequest("", -1, "")
 """An adapter that changes nothing, for the step that memory is measured with."""
 
 
-def lora_int_id(lora: LoRARequest | None) -> int:
-    """The adapter's number; 0 stands for none."""
-    return 0 if lora is None else lora.lora_int_id
-
-
 @dataclass(frozen=True, slots=True)
 class LoRAStats:
     """The adapters of an engine's requests at one moment, for metrics. ``running`` names those with sequences that

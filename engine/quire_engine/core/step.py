@@ -123,6 +123,11 @@ class ScheduledChunk:
     lora: LoRARequest | None = None
 
     @property
+    def lora_int_id(self) -> int:
+        """The number of its adapter; 0 stands for none."""
+        return 0 if self.lora is None else self.lora.lora_int_id
+
+    @property
     def draft_token_ids(self) -> list[int]:
         """The tokens at its end that are guessed."""
         return self.token_ids[len(self.token_ids) - self.num_draft_tokens :]

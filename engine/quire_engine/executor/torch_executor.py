@@ -20,7 +20,7 @@ from quire_engine.config import EngineArgs, NodeArgs
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.executor import UNMEASURED, ExecutorError
 from quire_engine.core.kv_disk import DiskContents, TransferResult
-from quire_engine.core.lora import PROFILE_LORA, LoRARequest, lora_int_id
+from quire_engine.core.lora import PROFILE_LORA, LoRARequest
 from quire_engine.core.step import ModelOutput, ScheduledChunk, SchedulerOutput
 from quire_engine.device.accelerator import configure_threads, inference_on, resolve_device, upload, usable_threads
 from quire_engine.device.host import tune_malloc
@@ -284,7 +284,7 @@ class HeldLoRAs:
             if chunk.lora is not None and chunk.lora.lora_int_id in failed:
                 message = f"The adapter {chunk.lora.lora_name} cannot be read any more."
                 output.errors[chunk.sequence_id] = QuireError(ErrorCode.UNAVAILABLE, message, param="model")
-        return [chunk for chunk in chunks if lora_int_id(chunk.lora) not in failed]
+        return [chunk for chunk in chunks if chunk.lora_int_id not in failed]
 
     def remove(self, lora_id: int) -> None:
         """Frees an adapter's memory, if it is held."""

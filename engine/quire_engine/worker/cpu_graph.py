@@ -223,6 +223,7 @@ class CpuGraphRunner:
 
     def __init__(self, model: Llama, kv: torch.Tensor, attention: CpuAttention) -> None:
         self._model = model
+        self._ranks = model.communicator if model.communicator.size > 1 else None
         self._kv = kv
         self._attention = attention
         self._graphs: OrderedDict[tuple[int, bool], _CapturedStep] = OrderedDict()
@@ -248,7 +249,8 @@ class CpuGraphRunner:
             captured.copy_(new)
         self._attention.check_pages(self._kv)
         known.graph.replay()
-        self._model.communicator.raise_if_lost()
+        if self._ranks is not None:
+            self._ranks.raise_if_lost()
         return known.graph.result
 
     def _capture(self, inputs: LayerInputs, kind: tuple[int, bool]) -> torch.Tensor:

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from quire_engine.attention.base import AttentionBatch
-from quire_engine.core.lora import lora_int_id
 from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, SampleRequest, ScheduledChunk
 from quire_engine.device.accelerator import upload
 
@@ -101,7 +100,7 @@ def prepare_inputs(chunks: Sequence[ScheduledChunk], block_size: int) -> InputBa
     sampled = [chunk for chunk in chunks if chunk.sample_requests]
     pending = [chunk for chunk in chunks if chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID]
     prompt_logprob_chunks = [chunk for chunk in chunks if chunk.prompt_logprob_targets]
-    lora_ids = np.array([lora_int_id(chunk.lora) for chunk in chunks], np.int64)
+    lora_ids = np.array([chunk.lora_int_id for chunk in chunks], np.int64)
     model_input = ModelInput(
         token_ids=torch.from_numpy(token_ids),
         attention=AttentionBatch(*[torch.from_numpy(array.astype(np.int32, copy=False)) for array in attention_arrays]),
