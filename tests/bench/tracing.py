@@ -2,9 +2,9 @@
 
 ``.venv/bin/python -m tests.bench.tracing`` has the same streams decode at either, in turns, a model of so many layers
 that there are about 100 steps a second, and prints for each pair how much longer the steps of the traced one take and
-the processor time that its process spends more, as parts of a step of 10 ms. All requests are traced, so each span has
-a link for each stream. Before, it counts the processor time of the spans alone, which is all of the difference on an
-idle machine. The collector is a process of its own. The bar is 2 %.
+the processor time that its process spends more, as parts of a step of 10 ms. All requests are traced. Before, it counts
+the processor time of the spans alone, which is all of the difference on an idle machine. The collector is a process of
+its own. The bar is 2 %.
 """
 
 import argparse
@@ -112,8 +112,8 @@ def measure_spans(port: int, streams: int) -> None:
     processor.shutdown()
     total = (time.process_time() - all_before) / SPANS
     print(
-        f"  a span with {streams} links: {1e6 * loop:.0f} us of the loop and {1e6 * (total - loop):.0f} us of the "
-        f"exporter's thread; at 100 steps a second {total / STEP:.2%} of a core"
+        f"  the span of {streams} requests' step: {1e6 * loop:.0f} us of the loop and {1e6 * (total - loop):.0f} us "
+        f"of the exporter's thread; at 100 steps a second {total / STEP:.2%} of a core"
     )
 
 

@@ -2,8 +2,9 @@
 
 A request's spans hang below the router's attempt. A step is a root of its own, because a batch has many parents, and
 is *linked* to the requests in it. Steps are traced one in an interval, and whenever they are slow, swap, preempt or
-fail, within a rate. With an interval of 1 every step is traced, without a rate, as one span whose phases are
-attributes, where the others have a child for each phase.
+fail, within a rate. With an interval of 1 every step is traced, without a rate, as one compact span: phases are
+attributes, where the others have a child for each, what is 0 is left out, and only requests that were not in the step
+before are linked.
 """
 
 from collections import Counter
@@ -53,6 +54,7 @@ class TraceExporter:
         self._tracer = tracer or trace.get_tracer("quire.engine")
         self._dropped = Counter[DropReason]() if dropped is None else dropped
         self._traced: dict[str, _TracedRequest] = {}
+        self._linked: set[str] = set()  # the requests of the last step that was exported
         self._average_duration = 0.0
         self._tokens = MAX_STEPS_PER_SECOND
         self._refilled = monotonic()
@@ -101,7 +103,8 @@ class TraceExporter:
         return True
 
     def _export_step(self, step: StepTrace, load: EngineLoad) -> None:
-        links = [self._traced[key].link for key in step.request_ids if key in self._traced]
+        linked = self._linked if self._every_step else ()
+        links = [self._traced[key].link for key in step.request_ids if key in self._traced and key not in linked]
         attributes: dict[str, int | float] = {
             Attribute.STEP_ID: step.step,
             Attribute.STEP_PREFILL: step.num_prefill,
@@ -115,6 +118,8 @@ class TraceExporter:
         if self._every_step:
             attributes |= {phase.attribute: phase.seconds for phase in phases}
             attributes[Attribute.STEP_PAUSE_SECONDS] = step.pause
+            attributes = {name: value for name, value in attributes.items() if value or name == Attribute.STEP_ID}
+            self._linked = set(step.request_ids)
         root = self._tracer.start_span(
             Span.STEP,
             context=Context(),

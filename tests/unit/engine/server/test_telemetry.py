@@ -79,7 +79,7 @@ def test_every_step_is_one_span_with_its_phases_when_the_interval_is_one() -> No
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     builder = TraceExporter(enabled=True, step_interval=1, tracer=provider.get_tracer("test"))
-    trace = replace(TRACE, timings=StepTimings(2.0, 8.0, 4.0), schedule=1.0, emit=3.0, elapsed=40.0)
+    trace = replace(TRACE, timings=StepTimings(0.0, 10.0, 4.0), schedule=1.0, emit=3.0, elapsed=40.0)
     for number in range(500):  # many times the rate of an interval above one
         builder.on_step(EngineCoreOutputs([], LOAD, [], replace(trace, step=number, started=number)))
     spans = exporter.get_finished_spans()
@@ -87,8 +87,23 @@ def test_every_step_is_one_span_with_its_phases_when_the_interval_is_one() -> No
     assert [dict(span.attributes or {})[Attribute.STEP_ID] for span in spans] == list(range(500))
     assert {(span.end_time or 0) - (span.start_time or 0) for span in spans} == {40 * 10**9}
     attributes = dict(spans[0].attributes or {})
-    names = ("pause", "schedule", "swap", "forward", "sample", "emit")
-    assert [attributes[f"quire.step.{name}_seconds"] for name in names] == [22.0, 1.0, 2.0, 8.0, 4.0, 3.0]
+    names = ("pause", "schedule", "forward", "sample", "emit")
+    assert [attributes[f"quire.step.{name}_seconds"] for name in names] == [22.0, 1.0, 10.0, 4.0, 3.0]
+    assert Attribute.STEP_SWAP_SECONDS not in attributes, "what is 0 is left out"
+
+
+def test_each_of_all_steps_is_linked_to_the_requests_that_were_not_in_the_one_before() -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    builder = TraceExporter(enabled=True, step_interval=1, tracer=provider.get_tracer("test"))
+    for name in "abc":
+        traceparent = f"00-{ord(name):032x}-{ord(name):016x}-01"
+        builder.on_submit(Request(name, [1], SamplingParams(), traceparent=traceparent))
+    steps = ["a", "ab", "abz", "bc", "c", "ac"]
+    for number, names in enumerate(steps):
+        builder.on_step(EngineCoreOutputs([], LOAD, [], replace(TRACE, step=number, request_ids=list(names))))
+    linked = ["".join(chr(link.context.span_id) for link in span.links) for span in exporter.get_finished_spans()]
+    assert linked == ["a", "b", "", "c", "", "a"]
 
 
 @pytest.mark.parametrize("refuses", [False, True])
