@@ -455,14 +455,17 @@ class BatchScheduler:
         is_batch = self._config.batching == "static"
         while self.waiting.has_ready and (budget.allows_prompts or is_batch):
             sequence = self._next_waiting()
-            if not self._loras.may_admit(sequence) or (self._disk is not None and self._awaits_disk(sequence)):
+            if not self._loras.may_admit(sequence):
+                self._loras.hold(sequence, self.waiting)
+                continue
+            if self._disk is not None and self._awaits_disk(sequence):
                 self.waiting.hold(sequence)
                 continue
             hits = self._cached_blocks_if_fits(sequence) if self._has_free_slots(sequence) else None
             if hits is None:
                 break
             self.waiting.remove_admitted(sequence)
-            self._loras.record_admission(sequence, self.waiting)
+            self._loras.record_admission(sequence)
             self._admit(sequence, hits)
             self._record_admission(sequence, hits, scheduler_output.step)
             if is_batch:

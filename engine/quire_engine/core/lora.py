@@ -46,7 +46,8 @@ class LoRAAdmission:
     preempted counts too, as it comes back before anything else is admitted.
 
     Sequences of further adapters are held, and those behind them go first. So that they do not wait for ever, only
-    ``max_overtakes`` with an adapter do: then no more are admitted until another adapter has had its turn.
+    ``max_overtakes`` with an adapter do: then no more are admitted until an adapter that was passed over has had its
+    turn, or nobody waits for one any more.
     """
 
     def __init__(self, max_loras: int, max_overtakes: int) -> None:
@@ -54,6 +55,7 @@ class LoRAAdmission:
         self._max_overtakes = max_overtakes
         self._num_overtakes = 0
         self._active: set[int] = set()
+        self._passed_over: set[int] = set()
         self._has_new = False
 
     def update(self, waiting: "WaitingQueue", admitted: "Iterable[Iterable[Sequence]]") -> None:
@@ -61,10 +63,11 @@ class LoRAAdmission:
         have changed since they were held.
         """
         active = {lora.lora_int_id for queue in admitted for lora in _loras_of(queue)}
-        if active != self._active or self._has_new:
+        passed_over = {lora.lora_int_id for lora in waiting.loras if lora.lora_int_id in self._passed_over} - active
+        if active != self._active or self._has_new or passed_over != self._passed_over:
             waiting.release()
-        self._active, self._has_new = active, False
-        if not waiting.has_held:
+        self._active, self._passed_over, self._has_new = active, passed_over, False
+        if not passed_over:
             self._num_overtakes = 0
 
     def may_admit(self, sequence: "Sequence") -> bool:
@@ -76,7 +79,14 @@ class LoRAAdmission:
             return self._num_overtakes < self._max_overtakes
         return len(self._active) < self._max_loras
 
-    def record_admission(self, sequence: "Sequence", waiting: "WaitingQueue") -> None:
+    def hold(self, sequence: "Sequence", waiting: "WaitingQueue") -> None:
+        """Passes over a sequence that may not be admitted."""
+        lora = sequence.request.lora
+        if lora is not None and lora.lora_int_id not in self._active:
+            self._passed_over.add(lora.lora_int_id)
+        waiting.hold(sequence)
+
+    def record_admission(self, sequence: "Sequence") -> None:
         """Takes note of a sequence that is admitted."""
         lora = sequence.request.lora
         if lora is None:
@@ -84,7 +94,7 @@ class LoRAAdmission:
         if lora.lora_int_id not in self._active:
             self._active.add(lora.lora_int_id)
             self._num_overtakes, self._has_new = 0, True
-        elif waiting.has_held:
+        elif self._passed_over:
             self._num_overtakes += 1
 
     def get_stats(

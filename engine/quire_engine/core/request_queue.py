@@ -84,11 +84,6 @@ class WaitingQueue:
         """Whether any waits that is not held."""
         return len(self.sequences) > len(self._held)
 
-    @property
-    def has_held(self) -> bool:
-        """Whether any is held."""
-        return bool(self._held)
-
     def hold(self, sequence: Sequence) -> None:
         """Passes over one until ``release``."""
         self._held[sequence.id] = None

@@ -89,6 +89,24 @@ def test_an_abort_of_the_last_request_frees_the_place() -> None:
     assert bench.step() == ["y1"]
 
 
+def test_an_abort_of_who_was_passed_over_lets_the_others_go_on() -> None:
+    bench = Bench(max_loras=1, max_overtakes=1)
+    bench.add("x1", "y1", "x2", "x3")
+    assert bench.step() == ["x1", "x2"], "another one would overtake y1 once more"
+    assert bench.step() == ["x1", "x2"]
+    bench.scheduler.abort_request("y1")
+    assert bench.step() == ["x1", "x2", "x3"]
+
+
+def test_who_waits_for_something_else_is_not_overtaken_for_its_adapter() -> None:
+    bench = Bench(max_loras=2, max_overtakes=1)
+    bench.add("base", "x1")
+    waiting = bench.scheduler.waiting
+    waiting.hold(next(iter(waiting)))  # as for blocks from the disk
+    bench.add("x2", "x3")
+    assert bench.step() == ["x1", "x2", "x3"]
+
+
 def test_metrics_say_which_adapters_run_and_how_many_sequences_wait_for_a_slot() -> None:
     bench = Bench(max_loras=1, max_num_seqs=2)
     bench.add("x1", "x2", "x3", "y1", "z1", "base")
