@@ -1,7 +1,7 @@
 """Lengths of requests as they occur: drawn from distributions with published parameters, or read from a trace.
 
-A distribution is what its name says only as far as its parameters do, which are a mean, or a median and a mean, of
-prompts and of outputs; the two are drawn independently. What it draws beyond the longest request that is allowed is
+Of each distribution only a mean, or a median and a mean, of prompts and of outputs are those of its name; the two are
+drawn independently. What it draws beyond the longest request that is allowed is
 drawn again, so that the means of what is left are somewhat lower.
 """
 
@@ -17,6 +17,7 @@ from quire_engine.simulation.trace import TraceError, read_trace
 
 Draw = Callable[[random.Random], float]
 Pair = tuple[int, int]
+_MOST_DRAWS = 1000  # for each request that is needed
 DRAWN_AT_MOST = 2048  # tokens of prompt and output, as in the benchmark of vLLM's paper, where nothing else is said
 
 
@@ -42,14 +43,18 @@ DISTRIBUTIONS: Mapping[str, tuple[Draw, Draw]] = {
 
 def make_workload(lengths: str, count: int, longest: int, vocab_size: int, *, n: int, seed: int) -> Workload:
     """``count`` requests of random tokens and ``n`` outputs each, of the lengths of a distribution or a trace file,
-    none longer than ``longest`` tokens in all. Raises ``ModelError`` if the file has too few.
+    none longer than ``longest`` tokens in all. Raises ``ModelError`` if the file has too few, or the distribution has
+    hardly any.
     """
     source = random.Random(seed)  # noqa: S311 - not for secrets
     known = DISTRIBUTIONS.get(lengths)
-    pairs = _read(Path(lengths)) if known is None else _draw(known, source)
+    pairs = _read(Path(lengths)) if known is None else islice(_draw(known, source), _MOST_DRAWS * count)
     fitting = list(islice(((prompt, output) for prompt, output in pairs if prompt + output <= longest), count))
     if len(fitting) < count:
-        raise ModelError(f"{lengths} has {len(fitting)} requests of at most {longest} tokens, and {count} are needed.")
+        drawn = "" if known is None else f" among {_MOST_DRAWS * count}"
+        raise ModelError(
+            f"{lengths} has {len(fitting)} requests of at most {longest} tokens{drawn}, and {count} are needed."
+        )
     prompts = [random_prompt(source, size, vocab_size) for size, _ in fitting]
     return Workload(prompts, [size for _, size in fitting], n)
 

@@ -144,11 +144,7 @@ class BatchScheduler:
             self._break_beam_deadlock(scheduler_output)
         if budget.has_prompts:
             scheduler_output.max_seconds = budget.max_seconds
-        if self._config.swap_ahead and scheduler_output.chunks:
-            limit = self._num_blocks_beside(scheduler_output)
-            swap_ahead(self.running, self._kv_cache_manager, part=self._config.swap_ahead, limit=limit)
-        if self._disk is not None and self._disk.is_busy:
-            self._kv_cache_manager.plan_stores(self._num_blocks_beside(scheduler_output))
+        self._copy_beside(scheduler_output)
         scheduler_output.copies = self._kv_cache_manager.take_pending_copies()
         return scheduler_output
 
@@ -368,10 +364,20 @@ class BatchScheduler:
         self.preempted.push(victim)
         self._record_event(victim, "recompute", 0, reason)
 
-    def _num_blocks_beside(self, scheduler_output: SchedulerOutput) -> int:
-        """Blocks that are copied to the host while the step computes."""
-        block_bytes = self._kv_cache_manager.block_bytes
-        return num_blocks_beside(scheduler_output, block_bytes, self._rates, self._step_times.model)
+    def _copy_beside(self, scheduler_output: SchedulerOutput) -> None:
+        """Has so many blocks copied to the host as are copied while the step computes: what would be preempted next,
+        and then what goes to disk.
+        """
+        swaps_ahead = self._config.swap_ahead and scheduler_output.chunks
+        stores = self._disk is not None and self._disk.is_busy
+        if not (swaps_ahead or stores):
+            return
+        memory = self._kv_cache_manager
+        limit = num_blocks_beside(scheduler_output, memory.block_bytes, self._rates, self._step_times.model)
+        if swaps_ahead:
+            limit -= swap_ahead(self.running, memory, part=self._config.swap_ahead, limit=limit)
+        if stores:
+            memory.plan_stores(limit)
 
     def _break_beam_deadlock(self, scheduler_output: SchedulerOutput) -> None:
         """Nothing can be computed although something is there: beams wait for others of their search that do not fit

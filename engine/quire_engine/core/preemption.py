@@ -77,14 +77,14 @@ def num_blocks_beside(
     return max(1, int(min(seconds * rates.bytes_per_second, MAX_BYTES_BESIDE) / block_bytes))
 
 
-def swap_ahead(running: "Tokens[Sequence]", memory: KVCacheManager, *, part: float, limit: int) -> None:
+def swap_ahead(running: "Tokens[Sequence]", memory: KVCacheManager, *, part: float, limit: int) -> int:
     """When more than ``part`` of the device blocks is held, copies full blocks of those that would be preempted next to
     the host, so that a preemption finds them there. A step copies at most ``limit``, and none of a sequence whose turn
-    comes so late that later steps suffice.
+    comes so late that later steps suffice. Returns how many are copied.
     """
     pool = memory.device_pool
     if pool.num_free >= pool.num_blocks - int(part * pool.num_blocks):
-        return
+        return 0
     left = limit
     free = pool.num_free
     for sequence in reversed(running):
@@ -95,6 +95,7 @@ def swap_ahead(running: "Tokens[Sequence]", memory: KVCacheManager, *, part: flo
             break
         left -= memory.swap_ahead(table, left)
         free += len(table.block_ids)
+    return limit - left
 
 
 def _num_blocks_taken_in(steps: int, running: "Tokens[Sequence]", memory: KVCacheManager) -> int:

@@ -113,7 +113,7 @@ def _read_file(folder: Path, name: str, largest: int) -> bytes:
     try:
         folder.stat()
         # A pipe would keep its reader waiting.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise LoRAError(f"{path} is not a file.")
             data = file.read(largest + 1)
@@ -164,7 +164,7 @@ class _Scaling:
             if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
                 raise LoRAError(f"{path} has no rank: r must be a whole number above 0, and so each of rank_pattern.")
             if rank > max_rank:
-                raise LoRAError(f"{path} has the rank {rank:.4g}, and --max-lora-rank is {max_rank}.")
+                raise LoRAError(f"{path} has the rank {str(rank)[:20]}, and --max-lora-rank is {max_rank}.")
         for alpha in (config.get("lora_alpha"), *alphas.values()):
             if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) <= _MAX_ALPHA:
                 raise LoRAError(f"{path} has no scale: lora_alpha must be a number, and so each of alpha_pattern.")

@@ -125,8 +125,6 @@ class LoRARegistry:
             raise invalid("lora_name", "An adapter's name is 1 to 256 characters without spaces.")
         if name in self._model_names:
             raise QuireError(ErrorCode.CONFLICT, f"{name} is the name of the model.", param="lora_name")
-        if len(self._loras) >= MAX_LORAS:
-            raise QuireError(ErrorCode.OVERLOADED, f"{MAX_LORAS} adapters are loaded; unload one.")
 
     def _add(self, lora: LoRARequest) -> LoRARequest:
         known = self._loras.get(lora.lora_name)
@@ -135,6 +133,8 @@ class LoRARegistry:
         if known is not None:
             message = f"Another adapter is loaded as {lora.lora_name}: unload it first."
             raise QuireError(ErrorCode.CONFLICT, message, param="lora_name")
+        if len(self._loras) >= MAX_LORAS:
+            raise QuireError(ErrorCode.OVERLOADED, f"{MAX_LORAS} adapters are loaded; unload one.")
         self._last_id += 1
         self._loras[lora.lora_name] = lora
         log.info("the adapter %s is loaded from %s", lora.lora_name, lora.lora_path)

@@ -66,6 +66,11 @@ def test_a_drawn_workload_fits_and_is_the_same_for_the_same_seed(
         assert all(3 <= token < 100 for token in prompt)
 
 
+def test_a_distribution_that_hardly_ever_fits_is_refused() -> None:
+    with pytest.raises(ModelError, match="azure has 0 requests of at most 16 tokens among 2000, and 2 are needed"):
+        make_workload("azure", 2, 16, 100, n=1, seed=0)
+
+
 def test_a_traces_requests_are_taken_in_their_order_if_they_fit(tmp_path: Path) -> None:
     rows = [(0.0, 30, 5), (1.0, 900, 5), (2.0, 7, 90), (3.0, 8, 8)]
     trace = str(write_azure(tmp_path / "trace.csv", rows))

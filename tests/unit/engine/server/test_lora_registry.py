@@ -140,6 +140,7 @@ async def test_there_is_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(QuireError) as caught:
         await registry.load("y", "b")
     assert caught.value.code is ErrorCode.OVERLOADED
+    assert registry.load_now("x", Path("a")) == registry.find("x"), "what is there already is no more"
 
 
 async def test_a_request_for_an_adapter_that_is_not_there_is_refused() -> None:
