@@ -117,7 +117,8 @@ class NodeHub:
 
     async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one connection, to its end."""
-        peer = writer.get_extra_info("peername")[0]
+        name = writer.get_extra_info("peername")  # None where it has closed the connection again
+        peer = name[0] if name else "somebody"
         if self._strangers >= MAX_STRANGERS:
             writer.transport.abort()
             return

@@ -113,6 +113,7 @@ class NodeLink:
         self._on_end = on_end
         self._local_writers: dict[int, asyncio.StreamWriter] = {}
         self._heard = False
+        self._is_delivering = False
 
     async def run(self) -> str:
         """Carries until the connection ends, and closes it and the sockets. Returns why it ended, as the end of a
@@ -159,16 +160,21 @@ class NodeLink:
             if frame.kind == FrameKind.DATA:
                 if frame.rank not in self._local_writers:
                     raise LinkEndedError("has sent what is no message")
-                writer = self._local_writers[frame.rank]
-                with suppress(OSError):  # it has ended, of which ``on_end`` tells
-                    writer.write(frame.data)
-                    await writer.drain()
+                await self._deliver(self._local_writers[frame.rank], frame.data)
             elif frame.kind != FrameKind.HEARTBEAT:
                 await self._on_frame(frame)
 
+    async def _deliver(self, writer: asyncio.StreamWriter, data: bytes) -> None:
+        """Gives a rank its data, and waits where it is busy and has much to read already."""
+        self._is_delivering = True
+        with suppress(OSError):  # it has ended, of which ``on_end`` tells
+            writer.write(data)
+            await writer.drain()
+        self._is_delivering = False
+
     async def _beat(self) -> None:
-        """Sends heartbeats, and ends the connection when none come. While this process was stopped itself, or could not
-        run this, nothing could be heard: such a time does not count.
+        """Sends heartbeats, and ends the connection when none come. While this process was stopped itself, could not
+        run this, or waited for one of its own ranks, nothing could be heard: such a time does not count.
         """
         loop = asyncio.get_running_loop()
         silent = 0.0
@@ -176,7 +182,9 @@ class NodeLink:
             self.send(FrameKind.HEARTBEAT)
             before, self._heard = loop.time(), False
             await asyncio.sleep(HEARTBEAT_SECONDS)
-            silent = 0.0 if self._heard else silent + min(loop.time() - before, 2 * HEARTBEAT_SECONDS)
+            silent = (
+                0.0 if self._heard or self._is_delivering else silent + min(loop.time() - before, 2 * HEARTBEAT_SECONDS)
+            )
             if silent >= SILENCE_SECONDS:
                 raise LinkEndedError(f"has sent nothing for {SILENCE_SECONDS:g} seconds")
 

@@ -214,6 +214,30 @@ def test_a_node_that_falls_silent_is_lost_and_one_that_is_busy_is_not(
     assert reason.startswith("Node 1 (127.0.0.3) has sent nothing for 0.6 seconds, and the engine cannot")
 
 
+def test_a_rank_that_reads_nothing_for_long_does_not_make_its_node_silent(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the other node sends for it fills all buffers, and its heartbeats are behind that."""
+    monkeypatch.setattr(node_link, "HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr(node_link, "SILENCE_SECONDS", 0.6)
+    size, count = 1 << 16, 64
+
+    async def send_all(_: Frame, __: Any, writer: Any) -> int:
+        (first, _other) = await asyncio.to_thread(hub.hub.wait_joined)
+        first.link.settimeout(10)
+        for _ in range(count):
+            writer.write(struct.pack("<BHI", FrameKind.DATA, first.rank, size) + bytes(size))
+        for _ in range(15):
+            writer.write(struct.pack("<BHI", FrameKind.HEARTBEAT, 0, 4) + b"null")
+            await asyncio.sleep(0.1)
+        received = 0
+        while received < count * size and (data := await asyncio.to_thread(first.link.recv, 1 << 20)):
+            received += len(data)
+        return received
+
+    assert hub.connect(hub.args.tls, hello(), send_all) == count * size
+
+
 def test_how_a_rank_of_a_node_ended_is_what_rank_0_hears(hub: Hub) -> None:
     async def lose(_: Frame, __: Any, writer: Any) -> str:
         (first, _other) = await asyncio.to_thread(hub.hub.wait_joined)
