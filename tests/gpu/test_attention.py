@@ -10,7 +10,6 @@ from quire_engine.attention.kv_rows import FP8
 from quire_engine.attention.reference import ReferenceAttention
 from quire_engine.kernels import cuda_ops as cuda
 from quire_engine.kernels import ops as fused
-from quire_engine.kernels.norm_rotate import HeadNorms
 
 from tests.support.ragged_steps import RaggedStep, make_step
 
@@ -131,10 +130,10 @@ def test_small_kernels_are_their_twins(gpu, tokens, dtype):
     assert cuda.flashinfer_rotate(part, angles.cos().to(gpu), angles.sin().to(gpu))
     fused.rotate(heads[:, 16:24], angles.cos(), angles.sin())
     assert_near(part.cpu(), heads[:, 16:24])
-    norms = HeadNorms(weight, noise(128).to(dtype), 16, 1e-6)
+    norms = fused.HeadNorms(weight, noise(128).to(dtype), 16, 1e-6)
     made = noise(tokens, 32, 128).to(dtype)
     expected, on_gpu = made.clone(), made.to(gpu)
     fused.norm_rotate(expected[:, :24], norms, angles.cos(), angles.sin())
-    norms = HeadNorms(norms.query.to(gpu), norms.key.to(gpu), 16, 1e-6)
+    norms = fused.HeadNorms(norms.query.to(gpu), norms.key.to(gpu), 16, 1e-6)
     fused.norm_rotate(on_gpu[:, :24], norms, angles.cos().to(gpu), angles.sin().to(gpu))
     assert_near(on_gpu.cpu(), expected)

@@ -11,7 +11,6 @@ from quire_engine.attention.flashinfer import FlashInferAttention
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.kernels import ops as fused
 from quire_engine.kernels.batch_invariant import batch_invariant_linear
-from quire_engine.kernels.norm_rotate import HeadNorms
 
 from tests.model.engine import load, run
 from tests.model.test_deterministic import NEEDLE, PARAMS, SCHEDULES, haystack
@@ -88,7 +87,7 @@ def test_a_row_of_a_norm_or_activation_is_the_same_among_any_others(gpu):
 
 def norm_rotate(heads: torch.Tensor, weight: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     made = heads.clone()
-    fused.norm_rotate(made, HeadNorms(weight, weight, 24, 1e-6), angles.cos(), angles.sin())
+    fused.norm_rotate(made, fused.HeadNorms(weight, weight, 24, 1e-6), angles.cos(), angles.sin())
     return made
 
 

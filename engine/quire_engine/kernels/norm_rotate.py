@@ -3,7 +3,6 @@ rotation after it. As separate kernels these are five short ones for each layer,
 """
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,18 +11,6 @@ import torch
 
 _HEADS = 8  # of one program
 _DIMS = (16, 32, 64, 128, 256, 512)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """Weights [head_dim] of the norms of the query heads, which are the first ``num_queries`` heads, and of the key
-    heads.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    num_queries: int
-    eps: float
 
 
 @functools.cache
@@ -48,6 +35,9 @@ def norm_rotate_kernel() -> Any:
         half: tl.constexpr,
         block: tl.constexpr,
     ):
+        """``x[t, h] = rotate(norm(x[t, h]))`` for ``block`` heads of one token, the first ``queries`` of which are
+        queries.
+        """
         token = tl.program_id(0).to(tl.int64)
         head = tl.program_id(1) * block + tl.arange(0, block)
         at = tl.arange(0, half)
@@ -60,7 +50,7 @@ def norm_rotate_kernel() -> Any:
         of_query = (head < queries)[:, None]
         first_weight = tl.where(of_query, tl.load(query + at)[None, :], tl.load(key + at)[None, :]).to(tl.float32)
         second_weight = tl.where(of_query, tl.load(query + half + at)[None, :], tl.load(key + half + at)[None, :])
-        # Rounded as a norm of its own would be.
+        # Rounded once, behind the weight, as FlashInfer's norm is.
         first = (first * scale * first_weight).to(x.dtype.element_ty).to(tl.float32)
         second = (second * scale * second_weight.to(tl.float32)).to(x.dtype.element_ty).to(tl.float32)
         cosines = tl.load(cos + token * angle_token + at)[None, :]
@@ -71,13 +61,23 @@ def norm_rotate_kernel() -> Any:
     return norm_rotate
 
 
-def triton_norm_rotate(x: torch.Tensor, norms: HeadNorms, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """See ``ops.norm_rotate``. Returns False, and has changed nothing, where it cannot: without Triton, for heads that
-    are not rotated as a whole, and for tensors of several dtypes.
+def triton_norm_rotate(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    num_queries: int,
+    eps: float,
+) -> bool:
+    """``ops.norm_rotate`` with the weights ``query`` and ``key`` [head_dim] of its norms. Returns False, and has
+    changed nothing, where it cannot: without Triton, for heads that are not rotated as a whole, and for tensors of
+    several dtypes.
     """
     (tokens, heads, dim), half = x.shape, cos.shape[1]
     is_plain = x.stride(2) == 1 and cos.stride(1) == sin.stride(1) == 1 and cos.stride(0) == sin.stride(0)
-    if dim not in _DIMS or dim != 2 * half or not is_plain or not x.dtype == norms.query.dtype == norms.key.dtype:
+    if dim not in _DIMS or dim != 2 * half or not is_plain or not x.dtype == query.dtype == key.dtype:
         return False
     try:
         kernel = norm_rotate_kernel()
@@ -85,8 +85,7 @@ def triton_norm_rotate(x: torch.Tensor, norms: HeadNorms, cos: torch.Tensor, sin
         return False
     if tokens:
         kernel[tokens, -(-heads // _HEADS)](
-            *(x, norms.query, norms.key, cos, sin, heads, norms.num_queries, norms.eps),
-            *(x.stride(0), x.stride(1), cos.stride(0)),
+            *(x, query, key, cos, sin, heads, num_queries, eps, x.stride(0), x.stride(1), cos.stride(0)),
             half=half,
             block=_HEADS,
             num_warps=4,

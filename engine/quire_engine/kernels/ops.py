@@ -6,6 +6,7 @@ where torch's separate operations would round, rotation only once.
 """
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
@@ -17,7 +18,19 @@ from quire_engine.kernels.cuda_ops import (
     flashinfer_rotate,
     flashinfer_silu_mul,
 )
-from quire_engine.kernels.norm_rotate import HeadNorms, triton_norm_rotate
+from quire_engine.kernels.norm_rotate import triton_norm_rotate
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Weights [head_dim] of the norms of the query heads, which are the first ``num_queries`` heads, and of the key
+    heads.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    num_queries: int
+    eps: float
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -88,7 +101,8 @@ def norm_rotate(x: torch.Tensor, norms: HeadNorms, cos: torch.Tensor, sin: torch
     """
     if x.is_cuda:
         _check_angles(x, cos, sin)
-        if triton_norm_rotate(x, norms, cos, sin):
+        queries, eps = norms.num_queries, norms.eps
+        if triton_norm_rotate(x, cos, sin, query=norms.query, key=norms.key, num_queries=queries, eps=eps):
             return
     kernels = _kernels_for(x, norms.query, norms.key)
     if kernels is None or x.stride(2) != 1:

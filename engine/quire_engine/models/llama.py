@@ -12,8 +12,7 @@ import torch
 from quire_engine.attention.base import AttentionBackend
 from quire_engine.checkpoint.config import AttentionLayout, DecoderConfig
 from quire_engine.distributed.pipeline import divide, is_first, is_last
-from quire_engine.kernels.norm_rotate import HeadNorms
-from quire_engine.kernels.ops import norm_rotate, rotate
+from quire_engine.kernels.ops import HeadNorms, norm_rotate, rotate
 from quire_engine.layers.mlp import GatedMLP, MoE
 from quire_engine.layers.norm import RMSNorm
 from quire_engine.layers.rotary import RotaryEmbedding

@@ -24,7 +24,6 @@ from quire_engine.attention.reference import ReferenceAttention
 from quire_engine.kernels import bindings as kernels
 from quire_engine.kernels import build
 from quire_engine.kernels import ops as fused
-from quire_engine.kernels.norm_rotate import HeadNorms
 
 KERNEL_IS_THERE = kernels.library() is not None
 needs_kernel = pytest.mark.skipif(not KERNEL_IS_THERE, reason="the kernels cannot be compiled here")
@@ -467,7 +466,7 @@ def test_the_fused_operations_equal_their_torch_forms(dtype, tokens, heads, dim,
     def results() -> list[torch.Tensor]:
         added, turned, normed = residual.clone(), wide.clone(), wide.clone()
         fused.rotate(turned[:, : heads - 1], cos, sin)
-        fused.norm_rotate(normed[:, 1:], HeadNorms(weight, weight * 2, heads // 2, 1e-5), cos, sin)
+        fused.norm_rotate(normed[:, 1:], fused.HeadNorms(weight, weight * 2, heads // 2, 1e-5), cos, sin)
         first = wide[:, 0]
         return [
             fused.rms_norm(first, weight, 1e-5),
@@ -514,7 +513,7 @@ def test_heads_are_normed_and_rotated_at_once_as_one_after_the_other(dtype):
     ]
     for part in expected:
         fused.rotate(part, cos, sin)
-    fused.norm_rotate(heads, HeadNorms(*weights, 3, 1e-6), cos, sin)
+    fused.norm_rotate(heads, fused.HeadNorms(*weights, 3, 1e-6), cos, sin)
     assert torch.equal(heads, torch.cat(expected, dim=1))
 
 
@@ -526,7 +525,7 @@ def test_an_operation_refuses_what_would_read_out_of_bounds():
         fused.rotate(x.view(4, 1, 32), torch.ones(3, 16), torch.ones(3, 16))
     with pytest.raises(ValueError, match="cos and sin"):
         fused.rotate(x.view(4, 1, 32), torch.ones(4, 17), torch.ones(4, 17))
-    norms = HeadNorms(torch.ones(31), torch.ones(31), 1, 1e-5)
+    norms = fused.HeadNorms(torch.ones(31), torch.ones(31), 1, 1e-5)
     with pytest.raises(ValueError, match="norm must be") if KERNEL_IS_THERE else pytest.raises(RuntimeError):
         fused.norm_rotate(x.view(4, 1, 32), norms, torch.ones(4, 16), torch.ones(4, 16))
 

@@ -154,7 +154,7 @@ print("all agree")
 NORMS_AND_ROTATIONS = """
 import torch
 from quire_engine.kernels import ops
-from quire_engine.kernels.norm_rotate import HeadNorms, triton_norm_rotate
+from quire_engine.kernels.norm_rotate import triton_norm_rotate
 noise = torch.Generator().manual_seed(0)
 for tokens, queries, keys, dim in ((1, 16, 8, 128), (7, 9, 3, 64), (33, 4, 4, 256), (0, 2, 2, 64)):
     for dtype in (torch.float32, torch.float16):
@@ -163,15 +163,15 @@ for tokens, queries, keys, dim in ((1, 16, 8, 128), (7, 9, 3, 64), (33, 4, 4, 25
         query, key = (torch.randn(dim, generator=noise).to(dtype) for _ in range(2))
         angles = torch.outer(torch.arange(tokens).float(), torch.rand(dim // 2, generator=noise))
         cos, sin = torch.cat((angles.cos(), angles.sin()), 1).chunk(2, dim=1)
-        norms = HeadNorms(query, key, queries, 1e-6)
-        assert triton_norm_rotate(made[:, :-keys], norms, cos, sin)
+        norms = ops.HeadNorms(query, key, queries, 1e-6)
+        assert triton_norm_rotate(made[:, :-keys], cos, sin, query=query, key=key, num_queries=queries, eps=1e-6)
         ops.norm_rotate(expected[:, :-keys], norms, cos, sin)
         tolerance = 1e-2 if dtype is torch.float16 else 1e-5
         torch.testing.assert_close(made, expected, atol=tolerance, rtol=tolerance)
 x, weight = torch.randn(3, 4, 64), torch.randn(64)
 cos = sin = torch.ones(3, 32)
 for changed in (x.transpose(0, 2), x.half(), torch.randn(3, 4, 48), torch.randn(3, 4, 128)):
-    assert not triton_norm_rotate(changed, HeadNorms(weight, weight, 2, 1e-6), cos, sin)
+    assert not triton_norm_rotate(changed, cos, sin, query=weight, key=weight, num_queries=2, eps=1e-6)
 print("all agree")
 """
 
