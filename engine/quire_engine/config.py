@@ -66,7 +66,9 @@ class ServedModel(_Frozen):
     )
 
     lora_modules: Names = Field(
-        default=[], description="Adapters to load at the start, each as NAME=FOLDER; needs --enable-lora."
+        default=[],
+        description="Adapters to load at the start, each as NAME=FOLDER, with commas between them; needs "
+        "--enable-lora.",
     )
 
     @property
@@ -74,8 +76,11 @@ class ServedModel(_Frozen):
         """The folders of ``lora_modules`` by their names. Raises ``ValueError``."""
         pairs = [module.partition("=") for module in self.lora_modules]
         if not all(name and folder for name, _, folder in pairs):
-            raise ValueError("--lora-modules takes NAME=FOLDER.")
-        return {name: Path(folder) for name, _, folder in pairs}
+            raise ValueError("--lora-modules takes NAME=FOLDER, or several with commas between them.")
+        folders = {name: Path(folder) for name, _, folder in pairs}
+        if len(folders) < len(pairs):
+            raise ValueError("--lora-modules has two adapters of one name.")
+        return folders
 
     @property
     def names(self) -> list[str]:

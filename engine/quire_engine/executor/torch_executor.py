@@ -244,7 +244,7 @@ class TorchExecutor:
         ``LoRAError`` for one that is none of this model, or if the model serves no adapters.
         """
         if self._lora_manager is None:
-            raise LoRAError("This engine serves no adapters: start it with --enable-lora.")
+            raise LoRAError("This engine serves no adapters: start it with --enable-lora, or enable_lora=True.")
         return self._lora_manager.check(lora)
 
     def remove_lora(self, lora_id: int) -> None:

@@ -31,7 +31,7 @@ from quire_engine.structured_output.compiler import GrammarCompiler
 
 TokenText = Callable[[int], str]
 T = TypeVar("T")
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 _SECONDS = 1e-9  # of a nanosecond
 
@@ -308,8 +308,10 @@ def _at_position(token_id: int, logprobs: TokenLogprobs, token_text: TokenText) 
 
 
 def read_prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
-    """A text, a list of token ids, or a list of those, as a list of prompts. Raises ``QuireError`` INVALID."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and _is_token_id(prompts[0])):
+    """A text, a list of token ids, a mapping with either as vLLM has it (``{"prompt": …}``, ``{"prompt_token_ids":
+    …}``), or a list of those, as a list of prompts. Raises ``QuireError`` INVALID.
+    """
+    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and _is_token_id(prompts[0])):
         return [_read_prompt(prompts)]
     return [_read_prompt(prompt) for prompt in prompts]
 
@@ -329,6 +331,8 @@ def broadcast(name: str, given: T | Sequence[T] | None, default: T, count: int) 
     """
     if given is None:
         return [default] * count
+    if isinstance(given, str):
+        raise invalid(name, f"{name} cannot be a text.")
     if not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:
@@ -344,11 +348,18 @@ def with_prompt_index(index: int, count: int, error: QuireError) -> QuireError:
 
 
 def _read_prompt(prompt: object) -> str | list[int]:
+    if isinstance(prompt, Mapping) and len(prompt) == 1:
+        (name,) = prompt
+        if name in ("prompt", "prompt_token_ids"):
+            prompt = prompt[name]
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, Sequence) and all(map(_is_token_id, prompt)):
         return list(prompt)
-    raise invalid("prompts", "A prompt must be a string or a list of token ids.")
+    raise invalid(
+        "prompts",
+        "A prompt must be a string or a list of token ids, or a dictionary with either as prompt or prompt_token_ids.",
+    )
 
 
 def _is_token_id(value: object) -> bool:

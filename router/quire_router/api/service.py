@@ -330,7 +330,8 @@ class ApiService:
         """
         caller.check_model(name)
         if name not in self._models and name not in self._engine_pool.loras():
-            raise unknown_model(name, [served for served in self._models if caller.may_use(served)])
+            names = [*self._models, *self._engine_pool.loras()]
+            raise unknown_model(name, [served for served in names if caller.may_use(served)])
 
     def _card(self, name: str) -> ModelCard:
         model, lora = self._validator.resolve(name)

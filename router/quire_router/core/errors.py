@@ -115,6 +115,12 @@ def unknown_model(model: str, served: Sequence[str] = ()) -> QuireError:
     return QuireError(ErrorCode.NOT_FOUND, message, param="model", reason="model_not_found")
 
 
+def unknown_lora(name: str) -> QuireError:
+    """No engine has an adapter of this name."""
+    message = f"There is no adapter named {name[:128]!r} here."
+    return QuireError(ErrorCode.NOT_FOUND, message, param="lora_name", reason="model_not_found")
+
+
 def invalid_body(message: str) -> QuireError:
     """The body or message as a whole cannot be read, so that no parameter is at fault."""
     return QuireError(ErrorCode.INVALID, message)

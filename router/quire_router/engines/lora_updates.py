@@ -15,7 +15,13 @@ import grpc
 from quire_proto.errors import invalid
 from quire_proto.supervise import SupervisedTask
 
-from quire_router.core.errors import lora_update_failed, no_engine_ready, not_an_adapters_name, unknown_model
+from quire_router.core.errors import (
+    lora_update_failed,
+    no_engine_ready,
+    not_an_adapters_name,
+    unknown_lora,
+    unknown_model,
+)
 from quire_router.core.generation import LoRA
 from quire_router.core.retry import supervise
 from quire_router.engines.connection import EngineConnection
@@ -90,7 +96,7 @@ class LoRAUpdater:
         """
         engines = [engine for engine in self._pool.engines() if name in engine.connection.session.loras]
         if not engines and name not in self._pool.expected_loras:
-            raise unknown_model(name)
+            raise unknown_lora(name)
         self._forget(name)
         await _at_all(engines, lambda connection: connection.unload_lora(name))
         self._pool.refresh_loras()

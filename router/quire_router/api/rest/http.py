@@ -77,6 +77,8 @@ _INSTEAD = {
     "/completions": _COMPLETIONS,
     "/completion": _COMPLETIONS,
     "/generate": _COMPLETIONS,
+    "/load_lora_adapter": "start the router with --allow-lora-updates",
+    "/unload_lora_adapter": "start the router with --allow-lora-updates",
     "/tokenize": "use POST /tokenize, without /v1",
     "/detokenize": "use POST /detokenize, without /v1",
     "/metrics": "metrics are on the metrics port, 8002 unless --metrics-port says otherwise",

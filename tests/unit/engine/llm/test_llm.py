@@ -214,6 +214,19 @@ def test_without_a_limit_an_output_may_fill_the_model(offline):
     assert len(result.outputs[0].token_ids) == MAX_MODEL_LEN - 200
 
 
+def test_prompts_may_be_dictionaries_as_vllm_has_them(offline):
+    params = seeded(1, max_tokens=3)
+    plain = quiet(offline.llm, ["a b", [5, 6]], params)
+    told = quiet(offline.llm, [{"prompt": "a b"}, {"prompt_token_ids": [5, 6]}], params)
+    assert [each.outputs[0].token_ids for each in told] == [each.outputs[0].token_ids for each in plain]
+    assert quiet(offline.llm, {"prompt": "a b"}, params)[0].prompt == "a b"
+    for wrong in ({"prompt": 5}, {"text": "a"}, {"prompt": "a", "multi_modal_data": {}}, {}):
+        with pytest.raises(QuireError, match="or a dictionary with either"):
+            quiet(offline.llm, wrong, params)
+    with pytest.raises(QuireError, match="lora_request cannot be a text"):
+        quiet(offline.llm, "a b", params, lora_request="sql")
+
+
 def test_cached_tokens_of_a_repeated_prompt_are_counted(offline):
     prompt = [11] * 41
     quiet(offline.llm, prompt)
