@@ -51,6 +51,7 @@ KVCacheMemory = Annotated[
     Field(ge=1, description="Bytes of the device's KV pool, instead of what measuring finds room for."),
 ]
 SwapSpace = Annotated[float, Field(ge=0, description="GiB that the host's KV pool may take; 0 turns swapping off.")]
+KVDiskSpace = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Frozen(BaseModel):
@@ -132,10 +133,8 @@ class ExecutorConfig(_Frozen):
         description="Adapters that are held in the host's memory, at least --max-loras, which is the default; "
         "others are read again when they are asked for.",
     )
-    kv_disk_space: float = Field(
+    kv_disk_space: KVDiskSpace = Field(
         default=0.0,
-        ge=0,
-        allow_inf_nan=False,
         description="GiB of disk for KV blocks used twice, which are found again after a restart; needs "
         "--kv-disk-path, and is off by default.",
     )

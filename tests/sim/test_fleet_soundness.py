@@ -25,6 +25,8 @@ shapes = st.fixed_dictionaries(
         "room_seconds": st.sampled_from([0.05, 2.0]),
         "tenants": st.sampled_from([1, 3]),
         "num_gpu_blocks_override": st.sampled_from([None, 40]),
+        "swap_space": st.sampled_from([4.0, 0.5]),
+        "kv_disk_space": st.sampled_from([0, 0.1, 10]),
         "max_num_seqs": st.sampled_from([3, 256]),
         "max_waiting": st.sampled_from([2, 1 << 20]),
         "limit": st.just(60),

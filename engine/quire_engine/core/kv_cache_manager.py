@@ -12,8 +12,9 @@ the next one is scheduled: it is carried out first, copies and all.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import time_ns
 from typing import NamedTuple
 
 from quire_proto.hashing import ROOT, hash_block
@@ -103,7 +104,8 @@ class KVCacheManager:
     with ``write_through_selective``; the remembered names are what the ghost entries are in ARC and 2Q.)
 
     ``num_used_ahead`` counts the blocks that ``swap_out`` found on the host because ``swap_ahead`` had copied them.
-    ``disk`` is the tier behind the host pool, None where there is none; it needs ``host_caching``.
+    ``disk`` is the tier behind the host pool, None where there is none; it needs ``host_caching``. ``clock`` is in
+    nanoseconds.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class KVCacheManager:
         prefix_caching: bool = True,
         host_caching: bool = True,
         disk: DiskContents | None = None,
+        clock: Callable[[], int] = time_ns,
     ) -> None:
         self.block_size = capacity.block_size
         self.block_bytes = capacity.block_bytes
@@ -140,7 +143,7 @@ class KVCacheManager:
         )
         self.disk: DiskTier | None = None
         if disk is not None and self.host_caching:
-            self.disk = DiskTier(disk, self.device_pool, self.host_pool)
+            self.disk = DiskTier(disk, self.device_pool, self.host_pool, clock=clock)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens``."""

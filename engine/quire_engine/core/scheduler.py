@@ -101,6 +101,11 @@ class Scheduler:
         disk = self.kv_cache_manager.disk
         return bool(self._registry.groups or self._outputs or self._in_flight or (disk is not None and disk.is_busy))
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._registry.groups)
+
     def add_request(self, request: Request) -> None:
         """Queues a request. Raises ``QuireError`` if it can never run, or if too many wait already."""
         if request.request_id in self._registry.groups:

@@ -17,6 +17,7 @@ from quire_engine.config import (
     Batching,
     CoreArgs,
     KVCacheMemory,
+    KVDiskSpace,
     MaxNumSeqs,
     MaxWaiting,
     Names,
@@ -101,6 +102,7 @@ class SimulatedEngineConfig(CliSettings, CoreArgs):
     metavars: ClassVar[Mapping[str, str]] = {
         "--kv-cache-memory": "BYTES",
         "--swap-space": "GIB",
+        "--kv-disk-space": "GIB",
         "--trace": "FILE",
         "--plot": "FILE",
     }
@@ -110,6 +112,9 @@ class SimulatedEngineConfig(CliSettings, CoreArgs):
     kv_cache_memory: KVCacheMemory = Field(default=None, description="Bytes of the device's KV pool.")
     num_gpu_blocks_override: int | None = Field(default=None, ge=1, description="Blocks of the device's KV pool.")
     swap_space: SwapSpace = 4.0
+    kv_disk_space: KVDiskSpace = Field(
+        default=0.0, description="GiB of disk for KV blocks used twice, which is empty at the start; 0 is none."
+    )
 
     seed: int = Field(default=0, ge=0, lt=1 << 63, description="Decides all that is made up; equal seeds, equal runs.")
     preset: PresetName = Field(default="a100-8b", description="Device and model whose speed and memory are assumed.")
@@ -121,12 +126,28 @@ class SimulatedEngineConfig(CliSettings, CoreArgs):
     overhead_seconds: float | None = Field(default=None, ge=0, description="What every step costs besides.")
     bytes_per_second: float | None = Field(default=None, gt=0, description="Block copies to or from the host.")
     jitter: float | None = Field(default=None, ge=0, lt=1, description="Part by which a step may be longer or shorter.")
+    disk_bytes_per_second: float | None = Field(
+        default=None, gt=0, description="Reading or writing blocks on disk, in all."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "SimulatedEngineConfig":
         if self.kv_cache_config.usable_tokens < 1:
             raise ValueError(f"The KV pool must hold a block, which has {self.kv_cache_config.block_bytes} bytes.")
         _ = self.latency
+        return self
+
+    @model_validator(mode="after")
+    def _disk_has_a_host_pool(self) -> "SimulatedEngineConfig":
+        if not self.kv_disk_space:
+            return self
+        if not (self.enable_prefix_caching and self.enable_host_caching and self.kv_cache_config.host_blocks):
+            raise ValueError(
+                "--kv-disk-space needs --enable-prefix-caching, --enable-host-caching and --swap-space: blocks are "
+                "found by their hashes, and pass through the host's pool."
+            )
+        if not self.num_disk_slots:
+            raise ValueError(f"--kv-disk-space must hold a block, which has {self.kv_cache_config.block_bytes} bytes.")
         return self
 
     @property
@@ -142,6 +163,11 @@ class SimulatedEngineConfig(CliSettings, CoreArgs):
         kv_bytes = self.num_stages * (self.kv_cache_memory or self._preset.kv_bytes)
         blocks = self.num_gpu_blocks_override or kv_bytes // block_bytes
         return KVCacheConfig(self.block_size, 1 + blocks, self.swap_bytes // block_bytes, block_bytes)
+
+    @property
+    def num_disk_slots(self) -> int:
+        """Blocks that the disk holds."""
+        return int(self.kv_disk_space * (1 << 30)) // self.kv_cache_config.block_bytes
 
     def scheduler_config(self, policy: Policy, batching: Batching | None = None) -> SchedulerConfig:
         """The scheduler's limits under ``policy``, with another ``batching`` than that of the settings if given."""
@@ -232,6 +258,12 @@ class SimulationConfig(SimulatedEngineConfig):
     def _what_is_reserved_has_no_room_for_drafts(self) -> "SimulationConfig":
         if self.memory != ["paged"] and self.speculative_method != "none":
             raise ValueError("--speculative-method needs --memory paged.")
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_reserved_has_no_disk(self) -> "SimulationConfig":
+        if self.memory != ["paged"] and self.kv_disk_space:
+            raise ValueError("--kv-disk-space needs --memory paged.")
         return self
 
     def scheduler_config(self, policy: Policy, batching: Batching | None = None) -> SchedulerConfig:

@@ -119,6 +119,7 @@ class SimulationReport:
     kv_usage: TimeAverage
     hit_rate_device: float
     hit_rate_host: float
+    hit_rate_disk: float
     preemptions_by_swap: int
     preemptions_by_recompute: int
     preemption_reasons: Mapping[str, int]
@@ -128,6 +129,8 @@ class SimulationReport:
     blocks_swapped_in: int
     blocks_copied_ahead: int
     blocks_used_ahead: int
+    disk_blocks_stored: int
+    disk_blocks_loaded: int
     slots: KVSlots
     waste: float
     unreachable_blocks: int
@@ -159,8 +162,9 @@ def make_report(recorder: SimulationRecorder) -> SimulationReport:
         queue=_time_average(samples.waiting, samples),
         running=_time_average(samples.running, samples),
         kv_usage=_time_average(np.array(samples.used_blocks) / device.num_blocks, samples),
-        hit_rate_device=_ratio(stats.prefix_hit_tokens - stats.prefix_host_tokens, stats.prefix_query_tokens),
+        hit_rate_device=_ratio(stats.prefix_device_tokens, stats.prefix_query_tokens),
         hit_rate_host=_ratio(stats.prefix_host_tokens, stats.prefix_query_tokens),
+        hit_rate_disk=_ratio(stats.prefix_disk_tokens, stats.prefix_query_tokens),
         preemptions_by_swap=stats.preemptions_by_swap,
         preemptions_by_recompute=stats.preemptions_by_recompute,
         preemption_reasons=_preemptions_by_reason(stats),
@@ -170,6 +174,8 @@ def make_report(recorder: SimulationRecorder) -> SimulationReport:
         blocks_swapped_in=stats.blocks_swapped_in,
         blocks_copied_ahead=stats.blocks_copied_ahead,
         blocks_used_ahead=stats.blocks_used_ahead,
+        disk_blocks_stored=stats.disk_blocks_stored,
+        disk_blocks_loaded=stats.disk_blocks_loaded,
         slots=_slots(recorder, seconds),
         waste=recorder.slot_seconds.waste,
         unreachable_blocks=recorder.leaked_blocks,
@@ -251,6 +257,11 @@ def _format_percent(part: float) -> str:
     return f"{100 * part:.2f} %"
 
 
+def _format_hit_rates(report: SimulationReport) -> str:
+    rates = {"device": report.hit_rate_device, "host": report.hit_rate_host, "disk": report.hit_rate_disk}
+    return ", ".join(f"{_format_percent(rate)} {tier}" for tier, rate in rates.items())
+
+
 def _format_slots(slots: KVSlots) -> str:
     parts = (slots.tokens, slots.reserved, slots.internal, slots.external)
     return " / ".join(f"{100 * part:.1f}" for part in parts)
@@ -279,7 +290,7 @@ _ROWS: Sequence[tuple[str, Cells]] = (
     ("KV in use", lambda r: f"{_format_percent(r.kv_usage.mean)}, at most {_format_percent(r.kv_usage.max)}"),
     ("KV slots, %", lambda r: f"{_format_slots(r.slots)} token, reserved, internal, external"),
     ("KV waste", lambda r: f"{_format_percent(r.waste)}; {r.unreachable_blocks} blocks unreachable"),
-    ("prefix hits", lambda r: f"{_format_percent(r.hit_rate_device)} device, {_format_percent(r.hit_rate_host)} host"),
+    ("prefix hits", _format_hit_rates),
     ("preemptions", lambda r: f"{r.preemptions_by_swap} by swap, {r.preemptions_by_recompute} by recompute"),
     ("for the reason", lambda r: _format_counts(r.preemption_reasons)),
     ("preempted requests", lambda r: f"{r.preempted.requests}"),
@@ -291,6 +302,7 @@ _ROWS: Sequence[tuple[str, Cells]] = (
     ("  longest ITL, ms", lambda r: _format_percentiles(r.untouched.longest_gap, 1e3, 1)),
     ("blocks swapped", lambda r: f"{r.blocks_swapped_out} out, {r.blocks_swapped_in} in"),
     ("blocks swapped ahead", lambda r: f"{r.blocks_copied_ahead}, {r.blocks_used_ahead} of them used"),
+    ("blocks on disk", lambda r: f"{r.disk_blocks_stored} stored, {r.disk_blocks_loaded} loaded"),
     ("", lambda _: "the simulator itself, real time"),
     ("pace", lambda r: f"{r.pace.steps_per_second:.0f} steps/s for {r.pace.wall_seconds:.1f} s"),
     ("plan + commit, ms", lambda r: _format_percentiles(r.pace.plan_commit, 1e3, 3)),

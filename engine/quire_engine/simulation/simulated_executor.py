@@ -12,7 +12,7 @@ from quire_proto.sampling import TokenLogprobs
 
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.executor import Rates
-from quire_engine.core.kv_disk import TransferResult
+from quire_engine.core.kv_disk import DiskContents, TransferResult
 from quire_engine.core.step import (
     PLACEHOLDER_TOKEN_ID,
     BeamCandidates,
@@ -22,6 +22,7 @@ from quire_engine.core.step import (
     SchedulerOutput,
     StepTimings,
 )
+from quire_engine.simulation.simulated_disk import SimulatedDisk
 
 VOCAB_SIZE = 32_000
 Ranking = list[tuple[int, float]]
@@ -36,7 +37,7 @@ class LatencyModel:
     one token of context. ``pair_seconds``: computing the attention of one token to one token of its context.
     ``draw_seconds``: the logits and the draw of one token. ``overhead_seconds``: all other costs of a step.
     ``bytes_per_second``: copying blocks between the pools, one way. ``jitter``: the part by which a step may be
-    longer or shorter.
+    longer or shorter. ``disk_bytes_per_second``: reading or writing blocks on disk, beside the steps.
     """
 
     tokens_per_second: float
@@ -47,10 +48,11 @@ class LatencyModel:
     overhead_seconds: float
     bytes_per_second: float
     jitter: float = 0.0
+    disk_bytes_per_second: float = 2e9
 
     def __post_init__(self) -> None:
-        if min(self.tokens_per_second, self.bytes_per_second) <= 0:
-            raise ValueError("tokens_per_second and bytes_per_second must be above 0.")
+        if min(self.tokens_per_second, self.bytes_per_second, self.disk_bytes_per_second) <= 0:
+            raise ValueError("tokens_per_second, bytes_per_second and disk_bytes_per_second must be above 0.")
         if not 0 <= self.jitter < 1:
             raise ValueError("jitter must be at least 0 and below 1.")
         for field in fields(self):
@@ -61,6 +63,11 @@ class LatencyModel:
     def rates(self) -> Rates:
         """The rates that an engine would measure at start."""
         return Rates(self.tokens_per_second, self.bytes_per_second)
+
+    def empty_disk(self, num_slots: int, block_bytes: int) -> DiskContents | None:
+        """A disk with nothing on it, as an executor would open it; None for one without slots."""
+        block_seconds = block_bytes / self.disk_bytes_per_second
+        return DiskContents(num_slots, block_seconds=block_seconds) if num_slots else None
 
     def timings(self, scheduler_output: SchedulerOutput, block_size: int, block_bytes: int) -> StepTimings:
         """Seconds of each part of the step, before jitter and without the overhead. Blocks that are swapped ahead are
@@ -122,6 +129,7 @@ class SimulatedExecutor:
         self._seed = seed
         self._vocab_size = vocab_size
         self._sleep = sleep
+        self._disk = SimulatedDisk(capacity.block_bytes / latency.disk_bytes_per_second)
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:
@@ -135,12 +143,14 @@ class SimulatedExecutor:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """See ``Executor.execute_model``. Never fails."""
+        self._submit_transfers(scheduler_output)
         model_output = self.compute(scheduler_output)
         self.spend_time(scheduler_output, model_output)
         return model_output
 
     def execute_model_async(self, scheduler_output: SchedulerOutput) -> "SimulatedStep":
         """See ``AsyncExecutor.execute_model_async``. Never fails."""
+        self._submit_transfers(scheduler_output)
         is_pipeline = self._num_stages > 1
         return SimulatedStep(self, scheduler_output, self._pass_stages(scheduler_output) if is_pipeline else None)
 
@@ -169,6 +179,10 @@ class SimulatedExecutor:
         device = timings.swap + timings.forward + timings.sample
         self._sleep(device + overhead if self.depth == 1 else max(device, overhead))
 
+    def _submit_transfers(self, scheduler_output: SchedulerOutput) -> None:
+        """Begins the step's transfers to and from the disk, which last beside this step and later ones."""
+        self._disk.submit(scheduler_output.copies, self._clock())
+
     def _timings(self, scheduler_output: SchedulerOutput) -> tuple[StepTimings, float]:
         """The seconds of each part of a step, and its overhead."""
         timings = self._latency.timings(scheduler_output, self._capacity.block_size, self._capacity.block_bytes)
@@ -187,9 +201,11 @@ class SimulatedExecutor:
         return done
 
     def take_transfers(self, timeout: float) -> Sequence[TransferResult]:
-        """None, as there is no disk."""
-        del timeout
-        return ()
+        """See ``Executor.take_transfers``."""
+        seconds = min(timeout, self._disk.seconds_to_next(self._clock()))
+        if seconds > 0:
+            self._sleep(seconds)
+        return self._disk.take(self._clock())
 
     def remove_lora(self, lora_id: int) -> None:
         """Nothing is held for adapters."""

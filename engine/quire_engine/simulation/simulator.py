@@ -37,7 +37,8 @@ STUCK_AFTER = 1000  # steps that take no time
 
 class Simulation:
     """One engine for one run, which ``recorder`` records. ``memory``: how its KV memory is handed out; what is reserved
-    has no prefix cache and no host pool, and is held until the end of the batch if batches are static.
+    has no prefix cache and no host pool, and is held until the end of the batch if batches are static. The disk has
+    ``num_disk_slots`` blocks, and nothing is on it at the start.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Simulation:
         seed: int = 0,
         prefix_caching: bool = True,
         host_caching: bool = True,
+        num_disk_slots: int = 0,
         memory: Memory = "paged",
     ) -> None:
         self.clock = VirtualClock()
@@ -62,7 +64,13 @@ class Simulation:
             clock=lambda: self.clock.seconds,
         )
         if memory == "paged":
-            manager = KVCacheManager(capacity, prefix_caching=prefix_caching, host_caching=host_caching)
+            manager = KVCacheManager(
+                capacity,
+                prefix_caching=prefix_caching,
+                host_caching=host_caching,
+                disk=latency.empty_disk(num_disk_slots, capacity.block_bytes),
+                clock=self.clock,
+            )
         else:
             is_static = limits.batching == "static"
             manager = ReservingKVCacheManager(

@@ -271,7 +271,7 @@ class SimulatedQueue:
 class SimulatedEngine:
     """One engine: the engine's own core, scheduler and pools, with the simulated executor. What a step makes is
     computed when it begins and is published when it ends: nothing reaches the engine between the two. ``busy`` are the
-    nanoseconds in which it stepped.
+    nanoseconds in which it stepped, but for those in which it had no requests and waited for its disk.
     """
 
     def __init__(self, settings: SimulatedEngineConfig, seed: int) -> None:
@@ -283,15 +283,18 @@ class SimulatedEngine:
             seed=seed,
             vocab_size=limits.vocab_size,
             sleep=self._advance_clock,
+            clock=self._seconds,
         )
         self.memory = KVCacheManager(
             settings.kv_cache_config,
             prefix_caching=settings.enable_prefix_caching,
             host_caching=settings.enable_host_caching,
+            disk=settings.latency.empty_disk(settings.num_disk_slots, settings.kv_cache_config.block_bytes),
+            clock=self._time,
         )
         self.scheduler = Scheduler(limits, self.memory, rates=settings.latency.rates, clock=self._time)
         self._now = 0
-        self._core = EngineCore(self.scheduler, executor, self._receive, lambda: self._now / NANOSECONDS)
+        self._core = EngineCore(self.scheduler, executor, self._receive, self._seconds)
         self._idle_steps = 0
         self._inbox: list[Request] = []
         self._step: EngineCoreOutputs | None = None
@@ -328,9 +331,9 @@ class SimulatedEngine:
         """Begins a step. Returns when it ends, in nanoseconds, None if there is no work."""
         if not self.scheduler.has_work:
             return None
-        self._now = now
+        self._now, has_requests = now, self.scheduler.has_requests
         self._core.step()
-        self.busy += self._now - now
+        self.busy += self._now - now if has_requests else 0
         self._idle_steps = 0 if self._now > now else self._idle_steps + 1
         assert self._idle_steps < STUCK_AFTER, "the engine has work and does none"
         return self._now
@@ -346,6 +349,9 @@ class SimulatedEngine:
 
     def _time(self) -> int:
         return self._now
+
+    def _seconds(self) -> float:
+        return self._now / NANOSECONDS
 
     def _advance_clock(self, seconds: float) -> None:
         self._now += round(seconds * NANOSECONDS)

@@ -55,6 +55,14 @@ def test_json_counts_preemptions_by_their_reason(command, trace) -> None:
     assert sum(figures["preemption_reasons"].values()) == figures["preemptions_by_recompute"] > 0
 
 
+def test_a_disk_of_a_stated_size_and_speed_is_part_of_the_engine(command, trace) -> None:
+    arguments = ("--trace", trace, "--json", "--kv-disk-space", "3", "--disk-bytes-per-second", "7e9")
+    document = json.loads(command(*arguments))
+    assert document["settings"]["kv_disk_space"] == 3
+    assert document["settings"]["latency"]["disk_bytes_per_second"] == 7e9
+    assert document["runs"]["fcfs"]["disk_blocks_stored"] == 0, "no two prompts of this trace share a prefix"
+
+
 def test_limits_come_from_the_engines_environment_variables_too(command, trace, monkeypatch) -> None:
     monkeypatch.setenv("QUIRE_ENGINE_MAX_NUM_SEQS", "3")
     assert json.loads(command("--trace", trace, "--json"))["runs"]["fcfs"]["running"]["max"] == 3
@@ -90,6 +98,11 @@ def test_without_matplotlib_a_plot_is_refused_with_the_way_to_get_it(command, tr
         (("--trace", "TRACE", "--start", "60"), 1, "row 60"),
         (("--trace", "TRACE", "--kv-cache-memory", "5"), 2, "KV pool"),
         (("--trace", "TRACE", "--preset", "abacus"), 2, "--preset"),
+        (("--trace", "TRACE", "--kv-disk-space", "1", "--memory", "max"), 2, "--memory paged"),
+        (("--trace", "TRACE", "--kv-disk-space", "1", "--swap-space", "0"), 2, "--swap-space"),
+        (("--trace", "TRACE", "--kv-disk-space", "1", "--no-enable-host-caching"), 2, "--enable-host-caching"),
+        (("--trace", "TRACE", "--kv-disk-space", "1e-9"), 2, "hold a block"),
+        (("--trace", "TRACE", "--disk-bytes-per-second", "0"), 2, "--disk-bytes-per-second"),
         (("--trace", "TRACE", "--plot", "nowhere/plot.png"), 1, "plot"),
         (("--trace", "TRACE", "--plot", "plot.txt"), 1, "plot"),
     ],

@@ -1,0 +1,39 @@
+"""``SimulatedDisk``: how long blocks take between the host pool and a disk of a stated speed. It holds nothing: which
+block is in which slot the scheduler knows.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from quire_engine.core.block_pool import BlockCopies
+from quire_engine.core.kv_disk import TransferResult
+
+_TICK = 1e-9  # seconds by which a clock of whole nanoseconds may fall short of the end of a transfer
+
+
+class SimulatedDisk:
+    """A disk that reads and writes one block after the other, in ``block_seconds`` each and in the order of their
+    transfers. Times are in seconds. No transfer fails.
+    """
+
+    def __init__(self, block_seconds: float) -> None:
+        self._block_seconds = block_seconds
+        self._free = 0.0
+        self._in_flight: deque[tuple[float, TransferResult]] = deque()
+
+    def submit(self, copies: BlockCopies, now: float) -> None:
+        """Begins the transfers of ``copies``, those that store first, as soon as the disk is free."""
+        for transfer in (*copies.blocks_to_store, *copies.blocks_to_load):
+            self._free = max(self._free, now) + self._block_seconds
+            self._in_flight.append((self._free, TransferResult(transfer.transfer_id, seconds=self._block_seconds)))
+
+    def seconds_to_next(self, now: float) -> float:
+        """How long it is until a transfer ends; 0 if one has ended, and without end if there is none."""
+        return max(0.0, self._in_flight[0][0] - now) if self._in_flight else float("inf")
+
+    def take(self, now: float) -> Sequence[TransferResult]:
+        """The results of the transfers that have ended since the last call."""
+        results: list[TransferResult] = []
+        while self._in_flight and self._in_flight[0][0] <= now + _TICK:
+            results.append(self._in_flight.popleft()[1])
+        return results
