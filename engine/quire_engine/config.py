@@ -311,8 +311,6 @@ class EngineArgs(CoreArgs, ExecutorConfig, ServedModel):
                 "--kv-disk-path needs --enable-prefix-caching, --enable-host-caching and --swap-space: blocks are "
                 "found by their hashes, and pass through the host's pool."
             )
-        if self.tensor_parallel_size * self.pipeline_parallel_size > 1:
-            raise ValueError("--kv-disk-path is for one process: a model that several share has no blocks on disk.")
         return self
 
     @model_validator(mode="after")
@@ -499,6 +497,12 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe log line."
     )
+
+    @model_validator(mode="after")
+    def _disk_is_of_one_machine(self) -> Self:
+        if self.nnodes > 1 and self.kv_disk_path is not None:
+            raise ValueError("--kv-disk-path and --nnodes exclude each other: all ranks have to see one folder.")
+        return self
 
     @model_validator(mode="after")
     def _ranks_are_divided_evenly(self) -> Self:

@@ -1,10 +1,15 @@
-"""Prefixes that come back from disk, in another engine than the one that stored them, make the same tokens."""
+"""Prefixes that come back from disk, in another engine than the one that stored them, make the same tokens, on one rank
+or on several.
+"""
 
+import errno
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_engine.config import EngineArgs
+from quire_engine.config import EngineArgs, EngineConfig
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
 from quire_engine.core.executor import Rates
 from quire_engine.core.request import Request
@@ -13,8 +18,10 @@ from quire_engine.factory import make_scheduler
 from quire_proto.sampling import SamplingParams
 
 from tests.model.models import SmallModels, greedy_oracle
+from tests.support.rank_threads import ranks_are_threads
 
 MODEL = "llama3"
+TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 LOADING_PAYS = Rates(tokens_per_second=1.0, bytes_per_second=1e12)  # however small the model
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -52,7 +59,7 @@ def generate(folder: Path, disk: Path | None, rounds: list[list[list[int]]], **s
                     break
                 core.step()
             assert not core.scheduler.has_work
-        return list(outputs.values()), core.scheduler.stats
+        return [outputs[str(index)] for index in range(number)], core.scheduler.stats
     finally:
         executor.close()
 
@@ -63,13 +70,30 @@ def prompts() -> list[list[int]]:
     return [[(7 * i + 3 * number) % 60 + 1 for i in range(33)] for number in range(2)]
 
 
-@pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "int8"}, {"async_scheduling": True}], ids=str)
+@pytest.fixture(autouse=True)
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_are_threads(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"kv_cache_dtype": "int8"},
+        {"async_scheduling": True},
+        TENSOR,
+        {**TENSOR, "async_scheduling": True},
+        PIPELINE,
+        {**TENSOR, **PIPELINE},
+    ],
+    ids=str,
+)
 def test_a_later_engine_finds_what_was_used_twice_and_makes_the_same_tokens(
     small_models: SmallModels, prompts: list[list[int]], tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     folder = small_models.folder(MODEL)
     expected, _ = generate(folder, None, [prompts], **settings)
-    if not settings:
+    if "kv_cache_dtype" not in settings:
         assert expected == greedy_oracle(folder, prompts, GREEDY.max_tokens)
     first, stored = generate(folder, tmp_path, [prompts, prompts], **settings)
     later, loaded = generate(folder, tmp_path, [prompts], **settings)
@@ -79,8 +103,7 @@ def test_a_later_engine_finds_what_was_used_twice_and_makes_the_same_tokens(
     assert loaded.prefix_disk_tokens == 64
 
 
-def damaged(disk: Path) -> None:
-    path = disk / "0" / "blocks"
+def damage(path: Path) -> None:
     path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
 
 
@@ -89,12 +112,99 @@ def test_what_was_damaged_meanwhile_is_computed(
 ) -> None:
     folder = small_models.folder(MODEL)
     expected, _ = generate(folder, tmp_path, [prompts, prompts])
-    damaged(tmp_path)
+    damage(tmp_path / "0" / "blocks")
     later, statistics = generate(folder, tmp_path, [prompts])
     assert later == expected[:2]
     assert statistics.prefix_disk_tokens == 0
     # Where the first loads took long, the other prompts are computed without a look at the disk.
     assert 0 < statistics.disk_failures["damaged"] <= 16
+
+
+@pytest.fixture(params=[TENSOR, PIPELINE, {**TENSOR, **PIPELINE}], ids=str)
+def ranks(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The settings of an engine of several ranks."""
+    return request.param
+
+
+def test_what_one_rank_lacks_is_computed(
+    small_models: SmallModels, prompts: list[list[int]], tmp_path: Path, ranks: dict[str, Any]
+) -> None:
+    """As when all ranks are killed, and one of them had written less than the others."""
+    folder = small_models.folder(MODEL)
+    expected, _ = generate(folder, tmp_path, [prompts, prompts], **ranks)
+    index = tmp_path / "0" / "rank-1" / "index"
+    os.truncate(index, index.stat().st_size // 2)
+    later, statistics = generate(folder, tmp_path, [prompts], **ranks)
+    assert later == expected[:2]
+    assert 0 < statistics.prefix_disk_tokens < 64
+    assert not statistics.disk_failures
+
+
+def test_what_was_damaged_on_one_rank_is_computed(
+    small_models: SmallModels, prompts: list[list[int]], tmp_path: Path, ranks: dict[str, Any]
+) -> None:
+    folder = small_models.folder(MODEL)
+    expected, _ = generate(folder, tmp_path, [prompts, prompts], **ranks)
+    damage(tmp_path / "0" / "rank-1" / "blocks")
+    later, statistics = generate(folder, tmp_path, [prompts], **ranks)
+    assert later == expected[:2]
+    assert statistics.prefix_disk_tokens == 0
+    assert 0 < statistics.disk_failures["damaged"] <= 16
+
+
+@pytest.fixture
+def full_disk_of_rank_1(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing more can be written into its blocks once they are open."""
+    write = os.pwrite
+
+    def pwrite(descriptor: int, data: bytes, at: int) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("/0/rank-1/blocks"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data, at)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    yield
+    monkeypatch.undo()
+
+
+@pytest.mark.usefixtures("full_disk_of_rank_1")
+def test_a_full_disk_of_one_rank_turns_the_disk_off_and_fails_no_request(
+    small_models: SmallModels,
+    prompts: list[list[int]],
+    tmp_path: Path,
+    ranks: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = small_models.folder(MODEL)
+    expected, _ = generate(folder, None, [prompts], **ranks)
+    outputs, statistics = generate(folder, tmp_path, [prompts] * 3, **ranks)
+    assert outputs == expected * 3
+    assert statistics.disk_failures["failed"]
+    assert not statistics.disk_blocks_stored
+    assert "rank 1: [Errno 28] No space left on device" in caplog.text
+    assert not generate(folder, tmp_path, [prompts], **ranks)[1].prefix_disk_tokens
+
+
+def test_a_rank_that_cannot_open_its_folder_is_no_reason_not_to_run(
+    small_models: SmallModels, prompts: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "rank-1").write_text("")
+    folder = small_models.folder(MODEL)
+    expected, _ = generate(folder, None, [prompts], **TENSOR)
+    outputs, statistics = generate(folder, tmp_path, [prompts, prompts], **TENSOR)
+    assert outputs == expected * 2
+    assert not statistics.disk_blocks_stored
+    assert "cannot be used: rank 1: [Errno 17]" in caplog.text
+
+
+def test_another_division_finds_nothing(small_models: SmallModels, prompts: list[list[int]], tmp_path: Path) -> None:
+    folder = small_models.folder(MODEL)
+    expected, _ = generate(folder, tmp_path, [prompts, prompts], **TENSOR)
+    later, statistics = generate(folder, tmp_path, [prompts], **PIPELINE)
+    assert later == expected[:2]
+    assert not statistics.prefix_disk_tokens
+    assert not statistics.disk_failures
 
 
 def test_other_settings_find_nothing(small_models: SmallModels, prompts: list[list[int]], tmp_path: Path) -> None:
@@ -124,8 +234,6 @@ def test_a_folder_that_cannot_be_used_is_no_reason_not_to_run(
         ({"enable_prefix_caching": False}, "needs --enable-prefix-caching"),
         ({"enable_host_caching": False}, "needs --enable-prefix-caching"),
         ({"swap_space": 0}, "needs --enable-prefix-caching"),
-        ({"tensor_parallel_size": 2}, "is for one process"),
-        ({"pipeline_parallel_size": 2}, "is for one process"),
     ],
 )
 def test_settings_that_it_cannot_work_with_are_refused(changes: dict[str, Any], reason: str) -> None:
@@ -133,3 +241,10 @@ def test_settings_that_it_cannot_work_with_are_refused(changes: dict[str, Any], 
     EngineArgs(**settings)
     with pytest.raises(ValueError, match=reason):
         EngineArgs(**{**settings, **changes})
+
+
+def test_ranks_of_several_machines_are_refused() -> None:
+    settings: dict[str, Any] = {"model": Path(), "tensor_parallel_size": 2, "nnodes": 2}
+    EngineConfig(**settings)
+    with pytest.raises(ValueError, match="--kv-disk-path and --nnodes exclude each other"):
+        EngineConfig(**settings, kv_disk_path=Path("kv"), kv_disk_space=1)

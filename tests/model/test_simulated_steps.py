@@ -8,7 +8,7 @@ no simulator can know.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from quire_engine.config import EngineArgs
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
@@ -123,7 +124,7 @@ def make_scenario(seed: int, kind: str) -> Scenario:
         vocab_size=VOCAB_SIZE,
         num_stages=num_stages,
     )
-    has_disk = prefix_caching and host_caching and host_blocks > 0 and num_stages == 1
+    has_disk = prefix_caching and host_caching and host_blocks > 0
     disk = Disk(choose((2, 8, 100)), choose((1, 3, 20)), choose((0.0, 0.001, 0.006)))
     return Scenario(
         limits,
@@ -359,20 +360,14 @@ def open_disk(executor: Executor, scenario: Scenario) -> Iterator[DiskContents |
         yield None
         return
     contents = DiskContents(scenario.disk.num_slots, block_seconds=scenario.disk.block_seconds)
-    with nullcontext() if isinstance(executor, SimulatedExecutor) else real_disk(executor, contents):
+    if isinstance(executor, TorchExecutor):
+        with TemporaryDirectory() as folder:
+            space = {"kv_disk_space": scenario.disk.num_slots / 1024, "kv_disk_path": Path(folder)}
+            config = EngineArgs(model=Path(), **space, pipeline_parallel_size=scenario.limits.num_stages)
+            executor.open_disk(config, Path(folder), block_bytes=1 << 20)
+            yield contents
+    else:
         yield contents
-
-
-@contextmanager
-def real_disk(executor: Executor, contents: DiskContents) -> Iterator[None]:
-    kv_cache = cast("Any", executor)._runner._kv_cache
-    with TemporaryDirectory() as folder:
-        kv_cache.open_disk(Path(folder), "", contents.num_slots)
-        try:
-            yield
-        finally:
-            kv_cache.transfers.close()
-            kv_cache.transfers = None
 
 
 def simulated(scenario: Scenario, seed: int = 0) -> SimulatedExecutor:

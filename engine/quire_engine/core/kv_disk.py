@@ -65,12 +65,23 @@ class TransferResult:
 @dataclass(frozen=True, slots=True)
 class DiskContents:
     """A disk as an executor has opened it: its slots, and hashes with the slots that they were found in, the oldest
-    first. ``block_seconds`` is how long a block takes to load, as was measured.
+    first. ``block_seconds`` is how long a block takes to load, as was measured, and ``block_bytes`` are those of all
+    its parts.
     """
 
     num_slots: int
     stored: Sequence[tuple[int, bytes]] = ()
     block_seconds: float = 0.0
+    block_bytes: int = 0
+
+    @classmethod
+    def in_common(cls, parts: Sequence["DiskContents"]) -> "DiskContents":
+        """What all of several ranks have, each of which has its part of every block in a file of its own."""
+        own, *others = parts
+        elsewhere = [set(part.stored) for part in others]
+        stored = [each for each in own.stored if all(each in part for part in elsewhere)]
+        seconds, num_bytes = max(part.block_seconds for part in parts), sum(part.block_bytes for part in parts)
+        return cls(own.num_slots, stored, seconds, num_bytes)
 
 
 @dataclass(slots=True)
@@ -84,7 +95,7 @@ class DiskTier:
     """Plans the transfers and takes their results. Counts are in blocks.
 
     ``clock`` is in nanoseconds. ``failures`` counts blocks that were not had, by reason. ``num_stored`` and
-    ``num_loaded`` are since the start.
+    ``num_loaded`` are since the start. ``block_bytes`` are those of a block on all ranks together.
     """
 
     def __init__(
@@ -99,6 +110,7 @@ class DiskTier:
         self.pool = BlockPool(contents.num_slots, Tier.HOST)
         for slot, block_hash in contents.stored:
             self.pool.restore(slot, block_hash)
+        self.block_bytes = contents.block_bytes
         self.is_on = contents.num_slots > 0
         self.num_stored = 0
         self.num_loaded = 0

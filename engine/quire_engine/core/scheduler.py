@@ -206,9 +206,8 @@ class Scheduler:
         disk.finish(results)
         disk.check_stalled()
         self.stats.disk_blocks_stored, self.stats.disk_blocks_loaded = disk.num_stored, disk.num_loaded
-        block_bytes = self.kv_cache_manager.block_bytes
-        self.stats.disk_bytes_stored = disk.num_stored * block_bytes
-        self.stats.disk_bytes_loaded = disk.num_loaded * block_bytes
+        self.stats.disk_bytes_stored = disk.num_stored * disk.block_bytes
+        self.stats.disk_bytes_loaded = disk.num_loaded * disk.block_bytes
         self.stats.disk_failures = disk.failures
 
     def request_ids(self, scheduler_output: SchedulerOutput) -> list[str]:

@@ -17,6 +17,7 @@ from quire_proto.tls import TlsError
 
 from quire_engine.config import NodeArgs
 from quire_engine.core.block_pool import BlockCopies, KVCacheConfig
+from quire_engine.core.kv_disk import DiskContents, TransferResult
 from quire_engine.core.lora import LoRARequest
 from quire_engine.device.accelerator import inference_on
 from quire_engine.distributed.rank_group import RankGroup
@@ -24,12 +25,13 @@ from quire_engine.errors import LoRAError, ModelError
 from quire_engine.executor.node_agent import node_facts
 from quire_engine.executor.node_hub import NodeHub
 from quire_engine.executor.rank_processes import RankWorkers
-from quire_engine.executor.rank_worker import RankSettings
+from quire_engine.executor.rank_worker import RankSettings, make_rank_folder, rank_fingerprint
 from quire_engine.executor.rpc import (
     RpcArray,
     RpcMethod,
     batch_to_arrays,
     copies_to_arrays,
+    disk_from_plain,
     json_to_array,
     lora_to_arrays,
     rows_to_arrays,
@@ -227,6 +229,30 @@ class MultiprocRunner:
         """See ``Runner.remove_lora``."""
         arrays = [json_to_array(lora_id)]
         self._call_all_ranks(RpcMethod.REMOVE_LORA, arrays, lambda: self._own_runner.remove_lora(lora_id))
+
+    def open_disk(
+        self, folder: Path, fingerprint: str, num_slots: int, report: Callable[[TransferResult], object]
+    ) -> DiskContents:
+        """See ``Runner.open_disk``. Each rank has its part of a block in a folder of its own, and the disk has what all
+        of them have.
+        """
+        self._workers.on_transfer = report
+        plain = [str(folder), fingerprint, num_slots]
+        number, errors = self._workers.request(RpcMethod.OPEN_DISK, [json_to_array(plain)]), list[str]()
+        parts: list[DiskContents] = []
+        try:
+            part = make_rank_folder(folder, 0)
+            parts.append(self._own_runner.open_disk(part, rank_fingerprint(fingerprint, 0), num_slots, report))
+        except OSError as error:
+            errors.append(f"rank 0: {error}")
+        for answer in self._workers.wait_for_replies(number):
+            if isinstance(answer, str):
+                errors.append(answer)
+            else:
+                parts.append(disk_from_plain(answer))
+        if errors:
+            raise OSError(errors[0])
+        return DiskContents.in_common(parts)
 
     def close(self) -> None:
         """See ``Runner.close``. Ranks that are lost already are left out."""

@@ -19,6 +19,7 @@ from threading import Condition, Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 from quire_engine.core.executor import ExecutorError
+from quire_engine.core.kv_disk import TransferResult
 from quire_engine.distributed.rank_group import RankStore
 from quire_engine.errors import ModelError
 from quire_engine.executor.rpc import (
@@ -29,6 +30,7 @@ from quire_engine.executor.rpc import (
     RpcReply,
     json_from_array,
     receive,
+    result_from_array,
     send,
     stored_from_arrays,
     stored_to_arrays,
@@ -56,12 +58,13 @@ class RankWorkers:
     """The processes of the ranks 1 to ``size`` - 1 on this node, and all ranks of the other nodes of ``hub``, which are
     waited for. One thread makes calls, one after the other.
 
-    ``on_lost`` is called once with the reason of a loss, on the watcher thread, and never after ``close``. Raises
-    ``ModelError``.
+    ``on_lost`` is called once with the reason of a loss, on the watcher thread, and never after ``close``. There
+    ``on_transfer`` is called too, with each rank's result of a transfer to or from the disk. Raises ``ModelError``.
     """
 
     def __init__(self, size: int, on_lost: Callable[[str], None], hub: "NodeHub | None" = None) -> None:
         self._on_lost = on_lost
+        self.on_transfer: Callable[[TransferResult], object] | None = None
         self.store = RankStore(self._publish, self._wait_for_stored)
         self._failures = RankFailureTracker(size - 1)
         self._changed = Condition()
@@ -264,6 +267,10 @@ class RankWorkers:
     def _on_message(self, rank: int, message: RpcMessage) -> None:
         if message.code == RpcReply.STORED:
             self._on_stored(rank, message)
+            return
+        if message.code == RpcReply.TRANSFERRED:
+            if self.on_transfer is not None:
+                self.on_transfer(result_from_array(message.arrays[0]))
             return
         value = json_from_array(message.arrays[0])
         with self._changed:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
 
 from quire_engine.checkpoint.config import DecoderConfig, ModelConfig
 from quire_engine.config import EngineArgs
+from quire_engine.core.kv_disk import TransferResult
 from quire_engine.device.accelerator import inference_on
 from quire_engine.device.host import tune_malloc, usable_cores
 from quire_engine.distributed.pipeline import is_first
@@ -27,10 +29,12 @@ from quire_engine.executor.rpc import (
     RpcReply,
     batch_from_arrays,
     copies_from_arrays,
+    disk_to_plain,
     json_from_array,
     json_to_array,
     lora_from_arrays,
     receive,
+    result_to_array,
     rows_from_arrays,
     send,
     stored_from_arrays,
@@ -154,6 +158,7 @@ class RankWorker:
 
     def __init__(self, link: socket.socket, rank: int) -> None:
         self._link = link
+        self._sending = Lock()
         self._rank = rank
         self._loaded_rank: _LoadedRank | None = None
         self._runner: ModelRunner | None = None
@@ -171,6 +176,7 @@ class RankWorker:
             RpcMethod.ADD_LORA: self._add_lora,
             RpcMethod.REMOVE_LORA: self._remove_lora,
             RpcMethod.STORE: self._put_stored,
+            RpcMethod.OPEN_DISK: self._open_disk,
         }
 
     def run(self, until: RpcMethod | None = None) -> None:
@@ -205,7 +211,11 @@ class RankWorker:
 
     def _reply(self, code: RpcReply, number: int, value: object) -> None:
         with suppress(OSError):  # rank 0 has ended, and so will the loop
-            send(self._link, RpcMessage(code, number, [json_to_array(value)]))
+            self._send(RpcMessage(code, number, [json_to_array(value)]))
+
+    def _send(self, message: RpcMessage) -> None:
+        with self._sending:
+            send(self._link, message)
 
     def _load(self, arrays: Sequence[RpcArray]) -> None:
         settings = RankSettings.from_plain(json_from_array(arrays[0]))
@@ -228,7 +238,7 @@ class RankWorker:
             loaded.settings.connect(self._rank, loaded.group, self._store)
 
     def _publish(self, key: str, value: bytes) -> None:
-        send(self._link, RpcMessage(RpcReply.STORED, 0, stored_to_arrays(key, value)))
+        self._send(RpcMessage(RpcReply.STORED, 0, stored_to_arrays(key, value)))
 
     def _receive_stored(self) -> None:
         """Waits for a value that another rank stores: while ranks connect, nothing else comes."""
@@ -290,6 +300,24 @@ class RankWorker:
     def _remove_lora(self, arrays: Sequence[RpcArray]) -> None:
         self._runner_or_fail.remove_lora(json_from_array(arrays[0]))
 
+    def _open_disk(self, arrays: Sequence[RpcArray]) -> dict[str, Any] | str:
+        """Returns what is on this rank's disk, or why it cannot be used: that is no failure of the rank."""
+        folder, fingerprint, num_slots = json_from_array(arrays[0])
+        try:
+            part = make_rank_folder(Path(folder), self._rank)
+            return disk_to_plain(
+                self._runner_or_fail.open_disk(part, rank_fingerprint(fingerprint, self._rank), num_slots, self._report)
+            )
+        except OSError as error:
+            return f"rank {self._rank}: {error}"
+
+    def _report(self, result: TransferResult) -> None:
+        """Tells rank 0 what came of a transfer; on a thread of the disk's."""
+        if result.reason:
+            result = replace(result, reason=f"rank {self._rank}: {result.reason}")
+        with suppress(OSError):
+            self._send(RpcMessage(RpcReply.TRANSFERRED, 0, [result_to_array(result)]))
+
     @property
     def _loaded_or_fail(self) -> _LoadedRank:
         assert self._loaded_rank is not None, "LOAD comes first"
@@ -299,6 +327,18 @@ class RankWorker:
     def _runner_or_fail(self) -> ModelRunner:
         assert self._runner is not None, "MAKE_RUNNER comes first"
         return self._runner
+
+
+def make_rank_folder(folder: Path, rank: int) -> Path:
+    """Makes the folder of a rank's part of the blocks on disk in ``folder``. Raises ``OSError``."""
+    part = folder / f"rank-{rank}"
+    part.mkdir(mode=0o700, exist_ok=True)
+    return part
+
+
+def rank_fingerprint(fingerprint: str, rank: int) -> str:
+    """What a rank's part of a block depends on, besides its hash."""
+    return f"{fingerprint} rank {rank}"
 
 
 def _failure_to_plain(error: Exception, collectives: int) -> dict[str, Any]:

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 
 from quire_engine.attention.base import AttentionBatch
-from quire_engine.core.block_pool import BlockCopies, BlockCopy
+from quire_engine.core.block_pool import BlockCopies, BlockCopy, DiskTransfer
+from quire_engine.core.kv_disk import DiskContents, TransferOutcome, TransferResult
 from quire_engine.core.lora import LoRARequest
 from quire_engine.worker.input_batch import ModelInput
 
@@ -27,6 +28,7 @@ MAX_BYTES = 1 << 28
 _DTYPES = tuple(map(np.dtype, ("uint8", "int32", "int64")))
 # A message's code, number of arrays and call number; each array's index in ``_DTYPES`` and its length.
 _MESSAGE_HEADER, _ARRAY_HEADER = struct.Struct("<IIQ"), struct.Struct("<IQ")
+_HASH = struct.Struct("<qq")
 
 
 class RpcMethod(IntEnum):
@@ -44,21 +46,23 @@ class RpcMethod(IntEnum):
     ADD_LORA = 10
     REMOVE_LORA = 11
     STORE = 12
+    OPEN_DISK = 13
 
     @property
     def has_reply(self) -> bool:
         """Whether success is answered too: rank 0 waits for it."""
-        return self <= RpcMethod.MAKE_RUNNER or self is RpcMethod.ADD_LORA
+        return self <= RpcMethod.MAKE_RUNNER or self in (RpcMethod.ADD_LORA, RpcMethod.OPEN_DISK)
 
 
 class RpcReply(IntEnum):
     """The messages of the other ranks; their call numbers are those of the calls that they answer, and 0 where a value
-    is stored for all ranks.
+    is stored for all ranks or a transfer to or from the disk has ended.
     """
 
     DONE = 1
     FAILED = 2
     STORED = 3
+    TRANSFERRED = 4
 
 
 class MessageError(Exception):
@@ -203,22 +207,65 @@ def rows_from_arrays(arrays: Sequence[RpcArray]) -> tuple[torch.Tensor, int]:
     return torch.from_numpy(arrays[0]), int(arrays[1][0])
 
 
-# Several ranks have no disk, so there is nothing in the other lists.
 _COPIES_FIELDS = ("blocks_to_swap_out", "blocks_to_copy", "blocks_to_swap_in", "blocks_to_swap_ahead")
+_TRANSFER_FIELDS = ("blocks_to_store", "blocks_to_load")
+_PAIR, _TRANSFER = 2, 5  # numbers of a copy, and of a transfer, of which two are its hash of 16 bytes
 
 
 def copies_to_arrays(copies: BlockCopies) -> list[RpcArray]:
-    """Each list of ``copies`` as pairs of a source and a target."""
+    """Each list of ``copies`` as numbers: a source and a target, or the fields of a transfer."""
     lists: list[list[BlockCopy]] = [getattr(copies, name) for name in _COPIES_FIELDS]
-    return [np.array([(copy.source, copy.target) for copy in each], np.int64).reshape(-1) for each in lists]
+    pairs = [[(copy.source, copy.target) for copy in each] for each in lists]
+    transfers: list[list[DiskTransfer]] = [getattr(copies, name) for name in _TRANSFER_FIELDS]
+    fields = [[_transfer_to_numbers(transfer) for transfer in each] for each in transfers]
+    return [np.array(rows, np.int64).reshape(-1) for rows in (*pairs, *fields)]
 
 
 def copies_from_arrays(arrays: Sequence[RpcArray]) -> BlockCopies:
     """The inverse of ``copies_to_arrays``. Raises ``MessageError``."""
-    if len(arrays) != len(_COPIES_FIELDS) or any(array.dtype != np.int64 or len(array) % 2 for array in arrays):
-        raise MessageError(f"Copies are not {len(_COPIES_FIELDS)} lists of pairs.")
-    out, within, into, ahead = ([BlockCopy(*pair) for pair in array.reshape(-1, 2).tolist()] for array in arrays)
-    return BlockCopies(out, within, into, ahead)
+    widths = [_PAIR] * len(_COPIES_FIELDS) + [_TRANSFER] * len(_TRANSFER_FIELDS)
+    if len(arrays) != len(widths) or any(
+        array.dtype != np.int64 or len(array) % width for array, width in zip(arrays, widths, strict=True)
+    ):
+        raise MessageError(f"Copies are not {len(_COPIES_FIELDS)} lists of pairs and {len(_TRANSFER_FIELDS)} of fives.")
+    rows = [array.reshape(-1, width).tolist() for array, width in zip(arrays, widths, strict=True)]
+    out, within, into, ahead = ([BlockCopy(*pair) for pair in each] for each in rows[: len(_COPIES_FIELDS)])
+    store, load = ([_transfer_from_numbers(*each) for each in part] for part in rows[len(_COPIES_FIELDS) :])
+    return BlockCopies(out, within, into, ahead, store, load)
+
+
+def _transfer_to_numbers(transfer: DiskTransfer) -> tuple[int, ...]:
+    return transfer.transfer_id, transfer.host_block, transfer.slot, *_HASH.unpack(transfer.block_hash)
+
+
+def _transfer_from_numbers(transfer_id: int, host_block: int, slot: int, *halves: int) -> DiskTransfer:
+    return DiskTransfer(transfer_id, host_block, slot, _HASH.pack(*halves))
+
+
+def result_to_array(result: TransferResult) -> RpcArray:
+    """What came of a rank's part of a transfer."""
+    return json_to_array(asdict(result))
+
+
+def result_from_array(array: RpcArray) -> TransferResult:
+    """The inverse of ``result_to_array``. Raises ``MessageError``."""
+    plain = json_from_array(array)
+    try:
+        return TransferResult(**{**plain, "outcome": TransferOutcome(plain["outcome"])})
+    except (KeyError, TypeError, ValueError):
+        raise MessageError("This is no result of a transfer.") from None
+
+
+def disk_to_plain(contents: DiskContents) -> dict[str, Any]:
+    """What a rank's disk has, as values that JSON has."""
+    stored = [(slot, block_hash.hex()) for slot, block_hash in contents.stored]
+    return {**asdict(contents), "stored": stored}
+
+
+def disk_from_plain(plain: dict[str, Any]) -> DiskContents:
+    """The inverse of ``disk_to_plain``."""
+    stored = [(slot, bytes.fromhex(block_hash)) for slot, block_hash in plain["stored"]]
+    return DiskContents(**{**plain, "stored": stored})
 
 
 def lora_to_arrays(lora: LoRARequest) -> list[RpcArray]:

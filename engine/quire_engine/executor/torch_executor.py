@@ -41,6 +41,7 @@ from quire_engine.worker.memory import (
     measure_rates,
 )
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner, Runner
+from quire_engine.worker.transfer_results import TransferResults
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class TorchExecutor:
         self._close_ranks: Callable[[], object] = lambda: None
         self.disk_contents: DiskContents | None = None
         self._disk_lock: FolderLock | None = None
+        self._transfer_results = TransferResults()
 
     @classmethod
     def load(
@@ -149,7 +151,8 @@ class TorchExecutor:
         table = format_memory_table(budget, decided.profile, capacity, model.max_model_len)
         log.info("memory, as decided\n%s", table)
         if config.kv_disk_path is not None:
-            executor.open_disk(config, config.kv_disk_path)
+            block_bytes = executor.kv_cache_config.block_bytes * sum(num_layers) // num_layers[0]
+            executor.open_disk(config, config.kv_disk_path, block_bytes)
         return executor
 
     @classmethod
@@ -207,37 +210,38 @@ class TorchExecutor:
         self._previous_step = step
         return step
 
-    def open_disk(self, config: EngineArgs, path: Path) -> None:
-        """Opens the disk tier of the prefix cache below ``path``. Where that cannot be, a warning is logged, and the
-        engine does without.
+    def open_disk(self, config: EngineArgs, path: Path, block_bytes: int) -> None:
+        """Opens the disk tier of the prefix cache below ``path``. A block has ``block_bytes`` on all ranks together.
+        Where that cannot be, a warning is logged, and the engine does without.
         """
-        assert isinstance(self._runner, ModelRunner), "several ranks have no disk tier"
-        num_slots = int(config.kv_disk_space * (1 << 30)) // self.kv_cache_config.block_bytes
+        num_slots = int(config.kv_disk_space * (1 << 30)) // block_bytes
         if not (num_slots and self.kv_cache_config.host_blocks):
             log.warning("KV blocks are not kept on disk: --kv-disk-space or the host pool does not hold one")
             return
+        if self._disk_lock is not None:
+            self._disk_lock.close()
         lock: FolderLock | None = None
+        results = TransferResults(config.num_ranks)
         try:
             lock = FolderLock(path)
-            contents = self._runner.open_disk(lock.folder, self._fingerprint(config), num_slots)
+            contents = self._runner.open_disk(lock.folder, self._fingerprint(config), num_slots, results.add)
         except OSError as error:
             log.warning("KV blocks are not kept on disk: %s cannot be used: %s", path, error)
             if lock is not None:
                 lock.close()
             return
-        self.disk_contents, self._disk_lock = contents, lock
+        self.disk_contents, self._disk_lock, self._transfer_results = contents, lock, results
         log.info("KV blocks on disk: %d of %d found in %s", len(contents.stored), num_slots, lock.folder)
 
     def _fingerprint(self, config: EngineArgs) -> str:
         """All that decides what numbers a block of KV memory has, but what its hash names."""
         numbers = (config.dtype, config.kv_cache_dtype, config.quantization, config.deterministic, config.attention)
         facts = (__version__, self.config.model_revision, self.dtype_name, self._device.type, self._block_size)
-        return repr((facts, numbers))
+        return repr((facts, numbers, (config.tensor_parallel_size, config.pipeline_parallel_size)))
 
     def take_transfers(self, timeout: float) -> Sequence[TransferResult]:
         """See ``Executor.take_transfers``."""
-        assert isinstance(self._runner, ModelRunner), "several ranks have no disk tier"
-        return self._runner.take_transfers(timeout)
+        return self._transfer_results.take(timeout)
 
     def check_lora(self, lora: LoRARequest) -> LoRARequest:
         """The adapter as steps may have it, with its digest: its folder was read. May be called from any thread. Raises

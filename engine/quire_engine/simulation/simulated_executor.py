@@ -67,7 +67,8 @@ class LatencyModel:
     def empty_disk(self, num_slots: int, block_bytes: int) -> DiskContents | None:
         """A disk with nothing on it, as an executor would open it; None for one without slots."""
         block_seconds = block_bytes / self.disk_bytes_per_second
-        return DiskContents(num_slots, block_seconds=block_seconds) if num_slots else None
+        disk = DiskContents(num_slots, block_seconds=block_seconds, block_bytes=block_bytes)
+        return disk if num_slots else None
 
     def timings(self, scheduler_output: SchedulerOutput, block_size: int, block_bytes: int) -> StepTimings:
         """Seconds of each part of the step, before jitter and without the overhead. Blocks that are swapped ahead are

@@ -12,13 +12,13 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from threading import Thread
 from time import perf_counter
 
@@ -54,7 +54,7 @@ class BlockFile:
 
     def __init__(self, folder: Path, fingerprint: str, num_slots: int, block_bytes: int) -> None:
         self.num_slots = num_slots
-        self._block_bytes = block_bytes
+        self.block_bytes = block_bytes
         flags, mode = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
         self._index = os.open(folder / "index", flags, mode)
         try:
@@ -85,7 +85,7 @@ class BlockFile:
         os.pwrite(self._index, _EMPTY, self._record_at(slot))
         done = 0
         while done < len(contents):
-            done += os.pwrite(self._blocks, contents[done:], slot * self._block_bytes + done)
+            done += os.pwrite(self._blocks, contents[done:], slot * self.block_bytes + done)
         fields = block_hash, _digest(block_hash, contents), next(self._sequences)
         record = _RECORD.pack(*fields, zlib.crc32(_CHECKED.pack(*fields)))
         os.pwrite(self._index, record, self._record_at(slot))
@@ -97,7 +97,7 @@ class BlockFile:
         found = _parse(os.pread(self._index, _RECORD.size, self._record_at(slot)))
         done = 0
         while done < len(into):
-            read = os.preadv(self._blocks, [into[done:]], slot * self._block_bytes + done)
+            read = os.preadv(self._blocks, [into[done:]], slot * self.block_bytes + done)
             if not read:
                 return False
             done += read
@@ -115,7 +115,7 @@ class BlockFile:
 
     def _records(self) -> Iterator[StoredBlock]:
         size = min(os.fstat(self._index).st_size, self._record_at(self.num_slots)) - _HEADER.size
-        whole = os.fstat(self._blocks).st_size // self._block_bytes
+        whole = os.fstat(self._blocks).st_size // self.block_bytes
         table = os.pread(self._index, max(0, size), _HEADER.size)
         for slot in range(min(len(table) // _RECORD.size, whole)):
             found = _parse(table[slot * _RECORD.size : (slot + 1) * _RECORD.size])
@@ -166,13 +166,20 @@ class FolderLock:
 
 
 class DiskTransfers:
-    """Moves blocks between ``file`` and the host pool on threads of its own. ``host_block`` is the memory of one."""
+    """Moves blocks between ``file`` and the host pool on threads of its own, which ``report`` each result.
+    ``host_block`` is the memory of one.
+    """
 
-    def __init__(self, file: BlockFile, host_block: Callable[[int], memoryview]) -> None:
+    def __init__(
+        self,
+        file: BlockFile,
+        host_block: Callable[[int], memoryview],
+        report: Callable[[TransferResult], object],
+    ) -> None:
         self._file = file
         self._host_block = host_block
+        self._report = report
         self._work: SimpleQueue[tuple[DiskTransfer, bool, Callable[[], object]] | None] = SimpleQueue()
-        self._results: SimpleQueue[TransferResult] = SimpleQueue()
         # They are no reason for the process to go on: a disk may never answer.
         self._threads = [Thread(target=self._run, name="kv-disk", daemon=True) for _ in range(NUM_THREADS)]
         for thread in self._threads:
@@ -184,15 +191,6 @@ class DiskTransfers:
             self._work.put((transfer, False, wait))
         for transfer in copies.blocks_to_load:
             self._work.put((transfer, True, wait))
-
-    def take(self, timeout: float) -> Sequence[TransferResult]:
-        """See ``Executor.take_transfers``."""
-        results: list[TransferResult] = []
-        with suppress(Empty):
-            results.append(self._results.get(block=timeout > 0, timeout=timeout or None))
-            while True:
-                results.append(self._results.get_nowait())
-        return results
 
     def close(self) -> None:
         """Ends the threads and closes the files. A thread that waits for the disk is left to it."""
@@ -213,7 +211,7 @@ class DiskTransfers:
             except Exception as error:  # noqa: BLE001 - a thread that ended would leave its blocks held for ever
                 outcome, reason = TransferOutcome.FAILED, str(error)
             seconds = (perf_counter() - start) / NUM_THREADS
-            self._results.put(TransferResult(transfer.transfer_id, outcome, seconds, reason))
+            self._report(TransferResult(transfer.transfer_id, outcome, seconds, reason))
 
     def _transfer(self, transfer: DiskTransfer, is_load: bool) -> TransferOutcome:
         memory = self._host_block(transfer.host_block)
@@ -249,4 +247,5 @@ def measure_block_seconds(folder: Path, block_bytes: int) -> float:
 
 def disk_contents(file: BlockFile, block_seconds: float) -> DiskContents:
     """What ``file`` has, for the scheduler."""
-    return DiskContents(file.num_slots, [(each.slot, each.block_hash) for each in file.stored()], block_seconds)
+    stored = [(each.slot, each.block_hash) for each in file.stored()]
+    return DiskContents(file.num_slots, stored, block_seconds, file.block_bytes)

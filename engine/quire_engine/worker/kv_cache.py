@@ -17,7 +17,7 @@ from quire_engine.attention.kv_rows import row_size
 from quire_engine.checkpoint.config import AttentionLayout
 from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig
 from quire_engine.core.executor import CopyError
-from quire_engine.core.kv_disk import DiskContents
+from quire_engine.core.kv_disk import DiskContents, TransferResult
 from quire_engine.errors import ModelError
 from quire_engine.worker.block_file import BlockFile, DiskTransfers, disk_contents, measure_block_seconds
 from quire_engine.worker.memory import CacheSizes
@@ -152,13 +152,19 @@ class KVCache:
             is_ready = _nothing if self.swap_stream is None else self.swap_stream.record_copies().synchronize
             self.transfers.submit(copies, is_ready)
 
-    def open_disk(self, folder: Path, fingerprint: str, num_slots: int) -> DiskContents:
-        """Opens the blocks on disk in ``folder``, of which nobody else may use the files. Raises ``OSError``."""
+    def open_disk(
+        self, folder: Path, fingerprint: str, num_slots: int, report: Callable[[TransferResult], object]
+    ) -> DiskContents:
+        """Opens the blocks on disk in ``folder``, of which nobody else may use the files. ``report`` is called with the
+        result of each transfer, on other threads. What was open before is closed. Raises ``OSError``.
+        """
+        if self.transfers is not None:
+            self.transfers.close()
         seconds = measure_block_seconds(folder, self.capacity.block_bytes)
         file = BlockFile(folder, fingerprint, num_slots, self.capacity.block_bytes)
         contents = disk_contents(file, seconds)
         pool = self._host_blocks.flatten(1).view(torch.uint8).numpy()
-        self.transfers = DiskTransfers(file, lambda block_id: memoryview(pool[block_id]).cast("B"))
+        self.transfers = DiskTransfers(file, lambda block_id: memoryview(pool[block_id]).cast("B"), report)
         return contents
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ On CUDA nothing here waits for the device.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -166,6 +166,15 @@ class Runner(Protocol):
         """Frees the memory of an adapter."""
         ...
 
+    def open_disk(
+        self, folder: Path, fingerprint: str, num_slots: int, report: Callable[[TransferResult], object]
+    ) -> DiskContents:
+        """Opens blocks on disk in ``folder``, which nobody else may use, for numbers that ``fingerprint`` describes.
+        From then on ``copy`` begins transfers too, and ``report`` is called with the result of each, once by every
+        device, on other threads. Raises ``OSError``.
+        """
+        ...
+
     def close(self) -> None:
         """Gives the KV memory back. Nothing can be computed any more."""
         ...
@@ -254,14 +263,11 @@ class ModelRunner:
         assert self._loras is not None, "the model has no slots for adapters"
         self._loras.remove(lora_id)
 
-    def open_disk(self, folder: Path, fingerprint: str, num_slots: int) -> DiskContents:
-        """See ``KVCache.open_disk``."""
-        return self._kv_cache.open_disk(folder, fingerprint, num_slots)
-
-    def take_transfers(self, timeout: float) -> Sequence[TransferResult]:
-        """See ``Executor.take_transfers``."""
-        assert self._kv_cache.transfers is not None, "there is no disk"
-        return self._kv_cache.transfers.take(timeout)
+    def open_disk(
+        self, folder: Path, fingerprint: str, num_slots: int, report: Callable[[TransferResult], object]
+    ) -> DiskContents:
+        """See ``Runner.open_disk``."""
+        return self._kv_cache.open_disk(folder, fingerprint, num_slots, report)
 
     def _capture_graphs(self, model: LoadedModel, capture: GraphCapturer, alone: bool) -> CudaGraphRunner | None:
         pages = -(-model.max_model_len // model.block_size)

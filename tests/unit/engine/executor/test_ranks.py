@@ -23,7 +23,8 @@ from quire_engine.attention.base import AttentionBatch
 from quire_engine.checkpoint.config import DecoderConfig, MoEConfig
 from quire_engine.checkpoint.weights import Checkpoint
 from quire_engine.config import EngineArgs
-from quire_engine.core.block_pool import BlockCopies, BlockCopy
+from quire_engine.core.block_pool import BlockCopies, BlockCopy, DiskTransfer
+from quire_engine.core.kv_disk import TransferOutcome, TransferResult
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ScheduledChunk
 from quire_engine.distributed.communicator import Communicator, TensorParallelGroup, largest_shard_size, shard
@@ -42,6 +43,8 @@ from quire_engine.executor.rpc import (
     json_from_array,
     json_to_array,
     receive,
+    result_from_array,
+    result_to_array,
     rows_from_arrays,
     rows_to_arrays,
     send,
@@ -250,15 +253,34 @@ def test_a_batch_whose_parts_do_not_fit_is_refused(chunks: list[ScheduledChunk],
 COPIES = st.lists(st.builds(BlockCopy, st.integers(0, 2**40), st.integers(0, 2**40)), max_size=5)
 
 
-@given(st.builds(BlockCopies, COPIES, COPIES, COPIES, COPIES))
+TRANSFERS = st.lists(
+    st.builds(DiskTransfer, *[st.integers(0, 2**40)] * 3, st.binary(min_size=16, max_size=16)), max_size=5
+)
+
+
+@given(st.builds(BlockCopies, COPIES, COPIES, COPIES, COPIES, TRANSFERS, TRANSFERS))
 def test_copies_arrive_in_their_order(copies: BlockCopies) -> None:
     assert copies_from_arrays(copies_to_arrays(copies)) == copies
 
 
-@pytest.mark.parametrize("arrays", [[], [np.arange(2)] * 3, [np.arange(3)] * 4, [np.arange(2, dtype=np.int32)] * 4])
-def test_copies_that_are_no_pairs_are_refused(arrays: list[Any]) -> None:
+@pytest.mark.parametrize(
+    "arrays",
+    [[], [np.arange(10)] * 4, [np.arange(5)] * 6, [np.arange(2)] * 6, [np.arange(10, dtype=np.int32)] * 6],
+)
+def test_copies_that_are_no_lists_of_their_width_are_refused(arrays: list[Any]) -> None:
     with pytest.raises(MessageError):
         copies_from_arrays(arrays)
+
+
+@given(st.builds(TransferResult, st.integers(1, 2**40), st.sampled_from(TransferOutcome), st.floats(0, 9), st.text()))
+def test_the_result_of_a_transfer_arrives_as_it_was(result: TransferResult) -> None:
+    assert result_from_array(result_to_array(result)) == result
+
+
+@pytest.mark.parametrize("value", [None, {}, {"transfer_id": 1, "outcome": 7, "seconds": 0.0, "reason": ""}])
+def test_what_is_no_result_of_a_transfer_is_refused(value: Any) -> None:
+    with pytest.raises(MessageError):
+        result_from_array(json_to_array(value))
 
 
 def test_rows_are_one_list_of_numbers() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from quire_engine.core.block_pool import BlockCopies, DiskTransfer
 from quire_engine.core.kv_disk import TransferOutcome
 from quire_engine.worker.block_file import BlockFile, DiskTransfers, FolderLock, measure_block_seconds
+from quire_engine.worker.transfer_results import TransferResults
 
 SIZE, SLOTS = 40, 5
 
@@ -149,9 +150,11 @@ def test_a_full_disk_fails_the_transfer_and_says_why() -> None:
             raise OSError(28, "No space left on device")
 
     with TemporaryDirectory() as path:
-        transfers = DiskTransfers(Full(Path(path), "model", SLOTS, SIZE), lambda _: memoryview(bytearray(SIZE)))
+        results = TransferResults()
+        file = Full(Path(path), "model", SLOTS, SIZE)
+        transfers = DiskTransfers(file, lambda _: memoryview(bytearray(SIZE)), results.add)
         transfers.submit(BlockCopies(blocks_to_store=[DiskTransfer(1, 0, 0, name(0))]), lambda: None)
-        (result,) = transfers.take(10.0)
+        (result,) = results.take(10.0)
         assert result.outcome is TransferOutcome.FAILED
         assert "No space left" in result.reason
         transfers.close()
@@ -159,19 +162,20 @@ def test_a_full_disk_fails_the_transfer_and_says_why() -> None:
 
 def test_what_is_stored_can_be_loaded_into_another_block_and_nothing_begins_before_earlier_copies(folder: Path) -> None:
     memory = [bytearray(contents(number)) for number in range(3)]
-    transfers = DiskTransfers(BlockFile(folder, "model", SLOTS, SIZE), lambda block: memoryview(memory[block]))
+    ended, file = TransferResults(), BlockFile(folder, "model", SLOTS, SIZE)
+    transfers = DiskTransfers(file, lambda block: memoryview(memory[block]), ended.add)
     copied = Event()
     transfers.submit(BlockCopies(blocks_to_store=[DiskTransfer(1, 0, 4, name(7))]), copied.wait)
-    assert not transfers.take(0.05)
+    assert not ended.take(0.05)
     memory[0][:] = contents(9)  # the copy that it had to wait for
     copied.set()
-    assert [each.outcome for each in transfers.take(10.0)] == [TransferOutcome.DONE]
+    assert [each.outcome for each in ended.take(10.0)] == [TransferOutcome.DONE]
     transfers.submit(
         BlockCopies(blocks_to_load=[DiskTransfer(2, 1, 4, name(7)), DiskTransfer(3, 2, 3, name(7))]), lambda: None
     )
     results = {}
     while len(results) < 2:
-        results.update({each.transfer_id: each.outcome for each in transfers.take(10.0)})
+        results.update({each.transfer_id: each.outcome for each in ended.take(10.0)})
     assert results == {2: TransferOutcome.DONE, 3: TransferOutcome.DAMAGED}
     assert memory[1] == contents(9)
     transfers.close()
