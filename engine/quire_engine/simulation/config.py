@@ -57,6 +57,7 @@ PRESETS: Mapping[PresetName, Preset] = {
             draw_seconds=0.11e-3,
             overhead_seconds=0.5e-3,
             bytes_per_second=5e9,
+            disk_bytes_per_second=0.7e9,
         ),
         token_bytes=23_040,
         kv_bytes=1 << 29,
