@@ -151,14 +151,16 @@ def measure_fragmentation(
 
 
 def count_leaked_blocks(kv_cache_manager: KVCacheManager, tables: Iterable[BlockTable]) -> int:
-    """Blocks of both pools that are not free although none of ``tables``, which are all that there are, holds them. 0,
-    or memory was lost. O(blocks held).
+    """Blocks of both pools that are not free although neither ``tables``, which are all that there are, nor transfers
+    of a disk hold them. 0, or memory was lost. O(blocks held).
     """
     device: set[int] = set()
     host: set[int] = set()
     for table in tables:
         device.update(table.block_ids)
         host.update(table.host_block_ids)
+    if kv_cache_manager.disk is not None:
+        host.update(kv_cache_manager.disk.held_host_blocks)
     return _in_use(kv_cache_manager.device_pool) - len(device) + _in_use(kv_cache_manager.host_pool) - len(host)
 
 

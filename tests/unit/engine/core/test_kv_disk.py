@@ -155,6 +155,8 @@ def test_a_disk_that_answers_no_more_is_not_waited_for() -> None:
     assert later.outputs[request_id] == EXPECTED
     assert later.scheduler.stats.disk_failures == {DiskFailure.STALLED: 1}
     assert not later.scheduler.has_work, "an engine that is idle goes on asking"
+    assert later.disk.held_host_blocks
+    assert later.scheduler.get_fragmentation().leaked_blocks == 0, "what the disk still holds is not lost"
 
 
 def test_what_takes_longer_to_load_than_to_compute_is_computed() -> None:
