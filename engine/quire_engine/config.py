@@ -24,6 +24,7 @@ Batching = Literal["continuous", "static", "phased"]
 Quantization = Literal["int8", "int4"]
 SpeculativeMethod = Literal["none", "ngram", "suffix"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
+All2AllBackend = Literal["allgather_reducescatter", "alltoall"]
 
 
 def _split(value: object) -> object:
@@ -122,6 +123,11 @@ class ExecutorConfig(_Frozen):
         le=64,
         description="Stages that the model's layers are divided into, each of --tensor-parallel-size processes (on "
         "CUDA: GPUs), with as many steps under way at once.",
+    )
+    all2all_backend: All2AllBackend = Field(
+        default="allgather_reducescatter",
+        description="How tokens reach the ranks that hold their experts: each rank has all tokens and results are "
+        "added up, or with alltoall a token goes to the ranks of its experts alone.",
     )
     enable_lora: bool = Field(
         default=False, description="Serve LoRA adapters of the model, which requests name as their model."
@@ -321,6 +327,15 @@ class EngineArgs(CoreArgs, ExecutorConfig, ServedModel):
             raise ValueError("--weights-memory-gb is for one process: a model that several share lies in their memory.")
         if self.enable_lora:
             raise ValueError("--weights-memory-gb and --enable-lora exclude each other.")
+        return self
+
+    @model_validator(mode="after")
+    def _tokens_have_other_ranks_to_go_to(self) -> Self:
+        if self.all2all_backend == "alltoall" and self.tensor_parallel_size == 1:
+            raise ValueError(
+                "--all2all-backend alltoall needs a --tensor-parallel-size above 1: it is for experts that several "
+                "ranks share."
+            )
         return self
 
     @property

@@ -36,6 +36,14 @@ def test_two_gpus_make_transformers_tokens(small_models: SmallModels, name: str,
     assert made.statistics.preemptions_by_swap > 0
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_two_gpus_send_tokens_to_their_experts(small_models: SmallModels, name: str) -> None:
+    settings = {"device": "cuda", "attention": "reference", "all2all_backend": "alltoall"}
+    with closing(load(small_models.folder(name), 2, 24, 200, **settings)) as shared:
+        made = run(shared, small_models.prompts, [GREEDY] * len(small_models.prompts), chunk=7, max_num_seqs=8)
+    assert made.outputs == small_models.outputs(name)
+
+
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 def test_two_gpus_part_from_transformers_only_where_both_are_probable(
     model_folders: dict[str, Path], small_models: SmallModels, enforce_eager: bool

@@ -9,12 +9,13 @@
 {{- end -}}
 {{- end -}}
 
-{{/* An entry of a container's env for each setting that is not null. Takes prefix and settings (in camel case). */}}
+{{/* An entry of a container's env for each setting that is not null. Takes prefix and settings (in camel case). Digits are
+     part of the word before them, as in all2AllBackend, which snakecase would divide. */}}
 {{- define "quire.settings" -}}
 {{- $prefix := .prefix -}}
 {{- range $name, $value := .settings -}}
 {{- if not (kindIs "invalid" $value) }}
-- name: {{ $prefix }}{{ snakecase $name | upper }}
+- name: {{ $prefix }}{{ regexReplaceAll "([a-z])([A-Z])" $name "${1}_${2}" | upper }}
   value: {{ include "quire.scalar" $value | quote }}
 {{- end -}}
 {{- end -}}

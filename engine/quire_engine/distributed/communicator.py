@@ -6,7 +6,7 @@ machines they listen at the address of their own one. Nothing but tensors is sen
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -27,7 +27,8 @@ LOOPBACK_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 class Communicator(Protocol):
     """Ranks: processes of which each holds a shard of the weights and computes a part of every layer.
 
-    All ranks call the same methods in the same order with tensors of the same shape and dtype.
+    All ranks call the same methods in the same order with tensors of the same dtype and, but for ``all_gather`` and
+    ``all_to_all``, the same shape.
     """
 
     @property
@@ -46,6 +47,22 @@ class Communicator(Protocol):
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """On rank 0, all ranks' tensors concatenated in the last dimension, by rank. Each other rank gets its own."""
+        ...
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's ``shard`` of the rows of the sum of all ranks' tensors [T, N], in the order of the ranks; it may
+        overwrite ``tensor``.
+        """
+        ...
+
+    def all_gather(self, rows: torch.Tensor, total: int) -> torch.Tensor:
+        """All ``total`` rows, of which each rank has its ``shard`` as ``rows`` [.., N]: [total, N]."""
+        ...
+
+    def all_to_all(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """Sends the first ``sent[0]`` of ``rows`` [sum(sent), N] to rank 0, the next ``sent[1]`` to rank 1, and so on.
+        Returns what the ranks have sent here, by rank: [sum(received), N].
+        """
         ...
 
     @property
@@ -73,6 +90,20 @@ class SingleRankCommunicator:
         """``tensor`` itself."""
         return tensor
 
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` itself."""
+        return tensor
+
+    def all_gather(self, rows: torch.Tensor, total: int) -> torch.Tensor:
+        """``rows`` themselves."""
+        del total
+        return rows
+
+    def all_to_all(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """``rows`` themselves."""
+        del sent, received
+        return rows
+
     def raise_if_lost(self) -> None:
         """There is none to lose."""
 
@@ -89,6 +120,12 @@ def shard(total: int, communicator: Communicator) -> slice:
 def largest_shard_size(total: int, communicator: Communicator) -> int:
     """The size of rank 0's shard of ``total``; no other rank has more."""
     return -(-total // communicator.size)
+
+
+def shard_sizes(total: int, communicator: Communicator) -> list[int]:
+    """The size of each rank's shard of ``total``."""
+    each = largest_shard_size(total, communicator)
+    return [max(0, min(each, total - rank * each)) for rank in range(communicator.size)]
 
 
 class TensorParallelGroup:
@@ -164,6 +201,37 @@ class TensorParallelGroup:
         options.rootRank = 0
         self._process_group.gather([tensors] if tensors else [], [tensor], options).wait()
         return torch.cat(tensors, -1) if tensors else tensor
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See ``Communicator.reduce_scatter``. Sums are computed in float32, as ordered ones of ``all_reduce`` are:
+        each rank gets the parts of its rows alone, and adds them up.
+        """
+        if self._sums is not None and self._sums.suits(tensor):
+            return self.all_reduce(tensor)[shard(len(tensor), self)]
+        counts = shard_sizes(len(tensor), self)
+        own = [counts[self.rank]] * self.size
+        parts = self.all_to_all(tensor, counts, own).split(own)
+        total = parts[0].float()
+        for other in parts[1:]:
+            total += other
+        return total.to(tensor.dtype)
+
+    def all_gather(self, rows: torch.Tensor, total: int) -> torch.Tensor:
+        """See ``Communicator.all_gather``. Shorter shards are padded: only the last ones are."""
+        each = largest_shard_size(total, self)
+        if len(rows) < each:
+            rows = torch.cat((rows, rows.new_zeros(each - len(rows), *rows.shape[1:])))
+        whole = rows.new_empty(self.size * each, *rows.shape[1:])
+        self._num_messages += 1
+        self._process_group._allgather_base(whole, rows.contiguous()).wait()
+        return whole[:total]
+
+    def all_to_all(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """See ``Communicator.all_to_all``."""
+        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        self._num_messages += 1
+        self._process_group.alltoall_base(arrived, rows.contiguous(), list(received), list(sent)).wait()
+        return arrived
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrites the other ranks' ``tensor``, of the same shape and dtype, with rank 0's."""

@@ -364,6 +364,10 @@ def check_parallel_sizes(engine: EngineArgs, config: ModelConfig, device: torch.
             f"The {name} parallel size is {asked}, and {config.architecture} runs through transformers, where models "
             "are not divided."
         )
+    if engine.all2all_backend == "alltoall" and config.moe is None:
+        raise ModelError(
+            f"--all2all-backend alltoall is for models with experts, and {config.architecture} has none: leave it out."
+        )
     for count, name in _sharded_dimensions(config):
         if count % tensor_size:
             raise ModelError(

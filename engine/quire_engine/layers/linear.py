@@ -7,20 +7,21 @@ from quire_engine.quantization.base import Linear
 
 
 class RowParallelLinear:
-    """A ``Linear`` whose inputs are sharded: each rank multiplies its shard, and all ranks get the sum.
+    """A ``Linear`` whose inputs are sharded: each rank multiplies its shard, and all ranks get the sum, or with
+    ``scatter`` each its rows of the sum (sequence parallelism, Korthikanti et al. 2022).
 
     ``local`` is this rank's layer; a bias is in that of one rank alone.
     """
 
-    def __init__(self, local: Linear, communicator: Communicator) -> None:
+    def __init__(self, local: Linear, communicator: Communicator, *, scatter: bool = False) -> None:
         self._local = local
-        self._communicator = communicator
+        self._reduce = communicator.reduce_scatter if scatter else communicator.all_reduce
         self.in_features = local.in_features
         self.out_features = local.out_features
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [T, this rank's inputs] -> [T, out]."""
-        return self._communicator.all_reduce(self._local(x))
+        """``x`` [T, this rank's inputs] -> [T, out], or this rank's ``shard`` of these rows."""
+        return self._reduce(self._local(x))
 
     def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """Not needed: gate and up projections are column parallel."""

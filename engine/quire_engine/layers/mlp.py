@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from quire_engine.checkpoint.config import DecoderConfig, MoEConfig
-from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, shard
+from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, largest_shard_size, shard
 from quire_engine.kernels.experts_kernel import ExpertsKernel, Packed, route
 from quire_engine.kernels.fused_moe import FusedExperts
 from quire_engine.layers.weight_loader import WeightLoader
@@ -66,7 +66,8 @@ class MoE:
 
     ``router`` (hidden to number of experts) and ``experts`` are of one dtype and device. Where ranks share the
     experts (expert parallelism, GShard, Lepikhin et al. 2020), ``experts`` are this rank's: each rank sees all tokens
-    and routes them in the same way, computes the outputs of its own experts, and the ranks sum them.
+    and routes them in the same way, computes the outputs of its own experts, and the ranks of ``communicator`` sum
+    them. Or each rank sees tokens of its own, and ``experts`` are ``AllToAllExperts``: then there is nothing to sum.
     """
 
     def __init__(
@@ -109,15 +110,17 @@ class MoE:
                     yield method.read(weights.checkpoint, LayerSpec(some, outputs, inputs))
 
         made = make_experts(experts, method, read, own, weights.dtype)
+        if weights.token_communicator.size > 1:
+            return cls(experts, router, AllToAllExperts(made, experts.num_experts, weights.token_communicator))
         return cls(experts, router, made, weights.communicator)
 
     @property
     def is_capturable(self) -> bool:
         """Whether no number of tokens is read by the host."""
-        return not isinstance(self._experts, ExpertLoop)
+        return not isinstance(self._experts, ExpertLoop | AllToAllExperts)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """``states`` [T, hidden] -> [T, hidden]."""
+        """``states`` [T, hidden] -> [T, hidden], of all tokens or of this rank's."""
         weights, chosen = route(
             self._router(states),
             self._config.num_experts_per_tok,
@@ -125,6 +128,49 @@ class MoE:
             round_weights=self._config.round_weights,
         )
         return self._communicator.all_reduce(self._experts(states, weights, chosen))
+
+
+class AllToAllExperts:
+    """``Experts`` of all ranks, for tokens of which each rank has its own (GShard; DeepSpeed-MoE, Rajbhandari et al.
+    2022): a token goes once to each rank that holds some of its experts, and comes back as their sum.
+
+    ``local`` are this rank's ``shard`` of ``num_experts``. All ranks call it together; a rank may have no tokens. The
+    sums of a token's ranks are added in the order of the ranks, in float32, as ordered sums of all ranks are: its
+    result has the same bits as with ``Communicator.all_reduce``.
+    """
+
+    def __init__(self, local: Experts, num_experts: int, communicator: Communicator) -> None:
+        self._local = local
+        self._experts_per_rank = largest_shard_size(num_experts, communicator)
+        self._communicator = communicator
+
+    def __call__(self, states: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """See ``Experts``."""
+        (tokens, hidden), size, all_to_all = states.shape, self._communicator.size, self._communicator.all_to_all
+        is_sent = torch.zeros(size, tokens, dtype=torch.bool, device=states.device)
+        is_sent.T.scatter_(1, chosen // self._experts_per_rank, True)
+        counts = is_sent.sum(1)
+        sent, received = torch.stack((counts, all_to_all(counts, [1] * size, [1] * size))).tolist()
+        token = is_sent.nonzero()[:, 1]  # by rank, and for each rank in their order
+        rows = torch.cat((states, _pack_choice(weights, chosen, states.dtype)), 1)[token]
+        rows = all_to_all(rows, sent, received)
+        made = self._local(rows[:, :hidden], *_unpack_choice(rows[:, hidden:]))
+        total = torch.zeros(tokens, hidden, dtype=torch.float32, device=states.device)
+        parts = all_to_all(made, received, sent)
+        for own_token, part in zip(token.split(sent), parts.split(sent), strict=True):
+            total.index_add_(0, own_token, part.float())
+        return total.to(states.dtype)
+
+
+def _pack_choice(weights: torch.Tensor, chosen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Weights and ids of experts as numbers of ``dtype`` that hold their bits, to be sent with a token's states."""
+    return torch.cat((weights, chosen.int().view(torch.float32)), 1).view(dtype)
+
+
+def _unpack_choice(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights and ids of ``_pack_choice``."""
+    weights, ids = packed.clone(memory_format=torch.contiguous_format).view(torch.float32).chunk(2, 1)
+    return weights.contiguous(), ids.contiguous().view(torch.int32).long()
 
 
 class ExpertLoop:
@@ -153,7 +199,7 @@ class ExpertLoop:
         weights = weights.to(states.dtype) if self._round_weights else weights
         weighted = weights.new_zeros(chosen.numel(), states.shape[1])
         weighted[order] = outputs * weights.flatten()[order, None]
-        return weighted.view(*chosen.shape, -1).sum(1).to(states.dtype)
+        return weighted.view(*chosen.shape, states.shape[1]).sum(1).to(states.dtype)
 
 
 def make_experts(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions
-from quire_engine.distributed.communicator import Communicator, largest_shard_size, shard
+from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, largest_shard_size, shard
 from quire_engine.distributed.pipeline import PipelineStage
 from quire_engine.layers.linear import GatheredColumnParallelLinear, RowParallelLinear
 from quire_engine.lora.layers import LoRALayers
@@ -42,6 +42,13 @@ class WeightLoader:
         return self.options.communicator
 
     @property
+    def token_communicator(self) -> Communicator:
+        """The ranks that share the tokens of a step where each computes them alone, in norms and routers: those of
+        ``communicator`` where tokens are sent to the ranks of their experts, else this one has all.
+        """
+        return self.communicator if self.options.config.all2all_backend == "alltoall" else SINGLE_RANK
+
+    @property
     def stage(self) -> PipelineStage | None:
         """The stage of a pipeline whose layers are loaded; None for a model in one piece."""
         return self.options.stage
@@ -67,12 +74,16 @@ class WeightLoader:
         return self._with_loras(self._linear(spec, bias=bias), spec)
 
     def row_parallel_linear(self, name: str, outputs: int, inputs: int, *, bias: bool) -> Linear:
-        """A linear layer that takes this rank's shard of the inputs. All ranks get the whole output."""
+        """A linear layer that takes this rank's shard of the inputs. All ranks get the whole output, or their own
+        tokens' where they share those.
+        """
         spec = LayerSpec([name], [outputs], inputs, dim=1, communicator=self.communicator)
         added = self.load_fused([f"{name}.bias"], [(outputs,)]) if bias and self.communicator.rank == 0 else None
         method = self.quantization.linear
         part = self._with_loras(method.pack(method.read(self.checkpoint, spec), added), spec)
-        return part if self.communicator.size == 1 else RowParallelLinear(part, self.communicator)
+        if self.communicator.size == 1:
+            return part
+        return RowParallelLinear(part, self.communicator, scatter=self.token_communicator.size > 1)
 
     def router(self, name: str, outputs: int, inputs: int) -> Linear:
         """An unsharded layer without bias that routes tokens to experts."""

@@ -11,6 +11,7 @@ import torch
 
 from quire_engine.attention.base import AttentionBackend
 from quire_engine.checkpoint.config import AttentionLayout, DecoderConfig
+from quire_engine.distributed.communicator import shard
 from quire_engine.distributed.pipeline import divide, is_first, is_last
 from quire_engine.kernels.ops import HeadNorms, norm_rotate, rotate
 from quire_engine.layers.mlp import GatedMLP, MoE
@@ -45,6 +46,7 @@ class Llama:
         self.loras = weights.loras
         self._stage = stage = weights.stage
         self.communicator = weights.communicator
+        self._token_communicator = weights.token_communicator
         heads, kv_heads = (count // weights.communicator.size for count in (config.num_heads, config.num_kv_heads))
         indices = range(config.num_layers) if stage is None else stage_layers(config, stage.count)[stage.index]
         self.layout = AttentionLayout(len(indices), heads, kv_heads, config.head_dim, config.head_dim**-0.5)
@@ -58,9 +60,11 @@ class Llama:
         self._rope = RotaryEmbedding(config, weights.device)
         memory = weights.options.config.weights_memory_gb
         self._layers = load_layers(indices, lambda index: _DecoderLayer(config, weights, index), memory)
-        # On CUDA the whole forward pass is captured, with what is received in it.
+        # On CUDA the whole forward pass is captured, with what is received in it. Whose tokens go where is known to the
+        # host alone.
         receives = stage is not None and weights.device.type == "cuda"
-        self.capturable = not receives and all(layer.is_capturable for layer in self._layers)
+        shares_tokens = weights.token_communicator.size > 1
+        self.capturable = not (receives or shares_tokens) and all(layer.is_capturable for layer in self._layers)
         last = "model.norm" if is_last(stage) else f"model.layers.{indices.stop}.input_layernorm"
         self._norm = RMSNorm(weights, last, config.hidden_size, config.rms_norm_eps)
 
@@ -86,12 +90,13 @@ class Llama:
         """Hidden states [T, hidden], as ``forward`` returns them; of a stage that is not the last one, as the next one
         takes them.
         """
-        residual, update, angles = inputs.hidden_states, None, (inputs.cos, inputs.sin)
+        ranks, tokens = self._token_communicator, len(inputs.hidden_states)
+        residual, update, angles = inputs.hidden_states[shard(tokens, ranks)], None, (inputs.cos, inputs.sin)
         for layer, layer_kv in zip(self._layers, kv.unbind(1), strict=True):
             update = layer(residual, update, angles, layer_kv, attention)
         # The norm adds the update to the stream. What it returns is made again by the next stage, from that sum.
         normed = self._norm(residual, update)
-        return normed if is_last(self._stage) else residual
+        return ranks.all_gather(normed if is_last(self._stage) else residual, tokens)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See ``Model.logits``. Of a pipeline, for the first stage."""
@@ -152,6 +157,10 @@ def _load_head_norms(config: DecoderConfig, weights: WeightLoader, name: str, qu
 class _DecoderLayer:
     """Attention and feed-forward network, each after a norm, around one residual stream.
 
+    Where ranks share the tokens, the stream is that of this rank's tokens (sequence parallelism, Korthikanti et al.
+    2022): attention and dense networks gather all tokens and scatter their sums, and a mixture of experts takes and
+    returns this rank's.
+
     The output of either is added to the stream by the norm that comes after it, in one pass over memory: hence a layer
     takes the update that the previous layer returned, and returns its own.
     """
@@ -162,6 +171,7 @@ class _DecoderLayer:
         self._attention = _Attention(config, weights, index)
         self._post_attention_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", hidden, config.rms_norm_eps)
         self._mlp = _load_mlp(config, weights, index)
+        self._token_communicator = weights.token_communicator
 
     @property
     def is_capturable(self) -> bool:
@@ -176,8 +186,10 @@ class _DecoderLayer:
         kv: torch.Tensor,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        mixed = self._attention(self._input_norm(residual, update), angles, kv, attention)
-        return self._mlp(self._post_attention_norm(residual, mixed))
+        gather, tokens = self._token_communicator.all_gather, len(angles[0])
+        mixed = self._attention(gather(self._input_norm(residual, update), tokens), angles, kv, attention)
+        normed = self._post_attention_norm(residual, mixed)
+        return self._mlp(normed if isinstance(self._mlp, MoE) else gather(normed, tokens))
 
 
 def _load_mlp(config: DecoderConfig, weights: WeightLoader, index: int) -> GatedMLP | MoE:
