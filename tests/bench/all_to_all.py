@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -87,10 +87,8 @@ def measure_apart(way: str, size: int) -> dict[str, tuple[float, float]]:
 def measure(options: argparse.Namespace) -> dict[str, tuple[float, float]]:
     """Milliseconds of a step, and KiB sent for each token of a layer, of each workload."""
     from quire_engine.config import EngineArgs
-    from quire_engine.core.step import SchedulerOutput
     from quire_engine.distributed import shared_memory
     from quire_engine.factory import load_executor
-    from quire_engine.worker.cpu_graph import CpuGraphRunner
 
     config = EngineArgs(
         model=options.folder,
@@ -102,8 +100,17 @@ def measure(options: argparse.Namespace) -> dict[str, tuple[float, float]]:
         swap_space=0.0,
     )
     # What rank 0 cannot make, all do without.
-    with patch.object(shared_memory, "library", lambda: None) if options.sockets else patch.dict({}):
+    without = patch.object(shared_memory, "library", lambda: None) if options.sockets else nullcontext()
+    with without, bytes_sent() as sent:
         executor = load_executor(config, owns_process=True)
+        return measure_steps(options, executor, sent)
+
+
+def measure_steps(options: argparse.Namespace, executor: Any, sent: list[float]) -> dict[str, tuple[float, float]]:
+    """As ``measure``, of an executor that adds the bytes of each collective to ``sent``."""
+    from quire_engine.core.step import SchedulerOutput
+    from quire_engine.worker.cpu_graph import CpuGraphRunner
+
     measured = {}
     for count in options.tokens:
         for name, chunks in (("prompt", one_prompt(count)), ("decode", sequences(count))):
@@ -114,7 +121,8 @@ def measure(options: argparse.Namespace) -> dict[str, tuple[float, float]]:
                 executor.execute_model(step)
                 seconds.append(perf_counter() - begin)
             # Eagerly, as the interpreter does not see what a graph sends.
-            with patch.object(CpuGraphRunner, "can_run", lambda *_: False), bytes_sent() as sent:
+            with patch.object(CpuGraphRunner, "can_run", lambda *_: False):
+                sent.clear()
                 executor.execute_model(step)
             measured[f"{count} {name}"] = 1e3 * median(seconds[2:]), sum(sent) / 1024 / count / options.layers
     executor.close()
@@ -140,7 +148,7 @@ def random_tokens(count: int) -> list[int]:
 
 @contextmanager
 def bytes_sent() -> Iterator[list[float]]:
-    """The bytes that this rank sends to others in each collective."""
+    """The bytes that this rank sends to others in each collective, for models that are made meanwhile."""
     from quire_engine.distributed.communicator import TensorParallelGroup as Group
     from quire_engine.distributed.communicator import shard_sizes
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.kube.conftest import Examples
+from tests.kube.helm import Helm
 from tests.kube.manifests import components, matches
 from tests.kube.settings import Reader, environment
-from tests.kube.values import EXAMPLES
+from tests.kube.values import EXAMPLES, example_values, with_values
 
 PORTS = {
     "router": {
@@ -65,6 +66,14 @@ def test_routers_look_for_every_models_engines(example: Examples, reader: Reader
         (service,) = [item for item in services if matches({"matchLabels": item["spec"]["selector"]}, pod.labels)]
         assert service["metadata"]["name"] in places
         assert service["spec"]["clusterIP"] == "None", "a router chooses the engine, not a Service"
+
+
+def test_a_flag_with_a_digit_in_it_reaches_the_engine(helm: Helm, reader: Reader) -> None:
+    changes = {"flags": {"all2AllBackend": "alltoall"}, "tensorParallelSize": 2, "sharedMemory": "64Mi"}
+    values = example_values("cpu-demo")
+    release = helm.render(with_values(values, **{f"models__demo__{name}": value for name, value in changes.items()}))
+    (engine,) = components(release, "engine")
+    assert reader.read(release, engine).all2all_backend == "alltoall"
 
 
 @pytest.mark.parametrize("component", ["router", "engine"])

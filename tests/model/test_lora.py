@@ -131,6 +131,17 @@ def test_ranks_share_the_adapters(
     assert outputs == adapters.expected("llama2", numbers)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_ranks_that_send_tokens_to_experts_share_the_adapters(
+    monkeypatch: pytest.MonkeyPatch, small_models: SmallModels, adapters: Adapters, name: str
+) -> None:
+    ranks_are_threads(monkeypatch)
+    numbers, settings = [1, 0, 3], {"tensor_parallel_size": 2, "all2all_backend": "alltoall"}
+    with closing(load(small_models.folder(name), max_cpu_loras=4, **settings)) as executor:
+        outputs = Driver(executor, seed=2, max_chunk=9).run(adapters.sequences(name, numbers))
+    assert outputs == adapters.expected(name, numbers)
+
+
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
 def test_an_adapter_that_one_rank_alone_cannot_read_ends_its_own_requests_alone(
     monkeypatch: pytest.MonkeyPatch, small_models: SmallModels, adapters: Adapters, tensor: int, pipeline: int

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from quire_engine.checkpoint.config import MoEConfig
 from quire_engine.checkpoint.weights import LoadOptions
@@ -95,6 +95,10 @@ def test_rows_arrive_by_rank_and_in_their_order(groups: Groups, size: int) -> No
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 1000),
 )
+@example(size=3, tokens=20, count=6, top=4, skewed=False, dtype=torch.float32, seed=0)  # tokens with three ranks
+@example(
+    size=4, tokens=1, count=5, top=1, skewed=True, dtype=torch.float32, seed=0
+)  # one token, and ranks without experts
 def test_every_token_gets_the_sum_of_its_experts_and_is_sent_to_each_of_their_ranks_once(
     groups: Groups, size: int, tokens: int, count: int, top: int, skewed: bool, dtype: torch.dtype, seed: int
 ) -> None:
