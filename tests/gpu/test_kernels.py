@@ -60,8 +60,8 @@ def test_experts_are_their_formula(
     down = (torch.randn(count, hidden, inner, generator=noise) / inner**0.5).to(gpu, dtype)
     weights, chosen = (each.to(gpu) for each in torch.randn(tokens, count, generator=noise).softmax(-1).topk(top))
     own = slice(first, first + held)
-    few = FusedExperts(gate_up[own], down[own], first, round_weights=True, deterministic=True)
-    many = FusedExperts(gate_up[own], down[own], first, round_weights=False, deterministic=False)
+    few = FusedExperts(gate_up[own], down[own], first, count, round_weights=True, deterministic=True)
+    many = FusedExperts(gate_up[own], down[own], first, count, round_weights=False, deterministic=False)
     expected = torch.zeros(tokens, hidden, dtype=torch.float64, device=gpu)
     for expert in range(count)[own]:
         gate, up = (states.double() @ gate_up[expert].double().T).split(inner, dim=1)

@@ -149,15 +149,23 @@ def sort_by_expert(chosen: torch.Tensor, first: int, experts: int, rows: int) ->
 class FusedExperts:
     """The experts ``first`` and following of a mixture, as ``Experts`` of ``layers/mlp.py``.
 
-    Args: ``gate_up`` [experts, 2 * inner, hidden] and ``down`` [experts, hidden, inner], contiguous, of one dtype.
+    Args: ``gate_up`` [experts, 2 * inner, hidden] and ``down`` [experts, hidden, inner], contiguous, of one dtype, of
+    the ``num_experts`` that the mixture has.
     ``round_weights``: products with weights are rounded to that dtype. With ``deterministic`` tiles are the same for
     every number of tokens, and so are a token's results, bit for bit.
     """
 
     def __init__(
-        self, gate_up: torch.Tensor, down: torch.Tensor, first: int, *, round_weights: bool, deterministic: bool
+        self,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        first: int,
+        num_experts: int,
+        *,
+        round_weights: bool,
+        deterministic: bool,
     ) -> None:
-        self._gate_up, self._down, self._first = gate_up, down, first
+        self._gate_up, self._down, self._first, self._num_experts = gate_up, down, first, num_experts
         self._round_weights, self._deterministic = round_weights, deterministic
 
     def __call__(self, states: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -166,7 +174,7 @@ class FusedExperts:
         out = torch.empty_like(states)
         if tokens == 0 or experts == 0:
             return out.zero_()
-        many = tokens * top >= _LARGE_ROWS * experts and not self._deterministic
+        many = tokens * top >= _LARGE_ROWS * self._num_experts and not self._deterministic
         rows = _LARGE_ROWS if many else ROWS
         tiles = sort_by_expert(chosen, self._first, experts, rows)
         between = silu_mul(_grouped_linear(states, self._gate_up, tiles, tokens * top, top))
@@ -182,10 +190,9 @@ _COMBINED = 512
 
 
 def _grouped_linear(x: torch.Tensor, weight: torch.Tensor, tiles: ExpertTiles, pairs: int, share: int) -> torch.Tensor:
-    """[pairs, columns]; rows of pairs whose experts are not here are zero."""
+    """[pairs, columns]; rows of pairs whose experts are not here hold anything, and nothing reads them."""
     experts, columns, depth = weight.shape
-    # What is not written is read by the activation, and may be no number.
-    out = x.new_zeros(pairs, columns)
+    out = x.new_empty(pairs, columns)
     num_tiles = len(tiles.experts)
     grouped_linear_kernel()[num_tiles, -(-columns // COLUMNS)](
         *(x, weight, out, tiles.pairs, tiles.experts, pairs, experts, columns, depth, x.stride(0)),

@@ -219,7 +219,10 @@ def make_experts(
     ):
         gate_up, down = (_stack(list(read(part))) for part in (0, 1))
         deterministic = method.options.config.deterministic
-        return FusedExperts(gate_up, down, own.start, round_weights=config.round_weights, deterministic=deterministic)
+        count = config.num_experts
+        return FusedExperts(
+            gate_up, down, own.start, count, round_weights=config.round_weights, deterministic=deterministic
+        )
     parts = [[method.pack(weight, None) for weight in read(part)] for part in (0, 1)]
     gate_up, down = ([_packed(layer) for layer in layers] for layers in parts)
     if (kernel := ExpertsKernel.of(gate_up, down, own.start, dtype, round_weights=config.round_weights)) is not None:

@@ -34,11 +34,11 @@ for tokens, count, top, first, held in CASES:
         own = slice(first, first + held)
         parts = [GatedMLP(PackedLinear(gate_up[e]), PackedLinear(down[e])) for e in range(count)[own]]
         expected = ExpertLoop(parts, own, count, round_weights=False)(states, weights, chosen)
-        many = FusedExperts(gate_up[own], down[own], first, round_weights=False, deterministic=False)
+        many = FusedExperts(gate_up[own], down[own], first, count, round_weights=False, deterministic=False)
         made = many(states, weights, chosen)
         tolerance = 2e-2 if dtype is torch.float16 else 1e-4
         torch.testing.assert_close(made, expected, atol=tolerance, rtol=tolerance)
-        few = FusedExperts(gate_up[own], down[own], first, round_weights=True, deterministic=True)
+        few = FusedExperts(gate_up[own], down[own], first, count, round_weights=True, deterministic=True)
         whole = few(states, weights, chosen)
         for part in (slice(0, 1), slice(tokens // 2, tokens)):
             assert torch.equal(few(states[part], weights[part], chosen[part]), whole[part])
