@@ -2,13 +2,16 @@
 that was given, and a sentence for everything that cannot be.
 """
 
+import ctypes
+import mmap
 import os
 import resource
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
+from time import sleep
 
 import pytest
 import torch
@@ -20,8 +23,9 @@ from quire_engine.core.executor import ExecutorError
 from quire_engine.errors import ModelError
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.kernels.bindings import library
+from quire_engine.kernels.packed_linear import empty_on_huge_pages
 from quire_engine.layers import streamed
-from quire_engine.layers.streamed import AT_ONCE, StreamedLayer, WeightFile, choose_streamed
+from quire_engine.layers.streamed import AT_ONCE, StreamedLayer, WeightFile, choose_streamed, load_layers
 from quire_proto.sampling import SamplingParams
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -32,7 +36,7 @@ from tests.support.kernels import cpu_path
 needs_kernels = pytest.mark.skipif(library() is None, reason="the kernels cannot be compiled here")
 LAYERS, HIDDEN, INNER = 10, 128, 512
 LAYER_BYTES = 4 * (2 * HIDDEN * HIDDEN + HIDDEN * HIDDEN + 3 * HIDDEN * INNER)  # two of four heads have keys
-GIB = 1 << 30
+GIB, HUGE_PAGE = 1 << 30, 2 << 20
 PARAMS = [SamplingParams(temperature=0, max_tokens=12, logprobs=2, ignore_eos=True)] * 6
 
 
@@ -44,8 +48,9 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the file; kernels are found in the one before."""
+    """The folder of the file, of which layers are read in several requests; kernels are found in the folder before."""
     library()
+    monkeypatch.setattr(streamed, "_REQUEST_BYTES", 64 << 10)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "quire"
 
@@ -78,6 +83,25 @@ def outputs(executor: TorchExecutor, prompts: list[list[int]]) -> Run:
 def streamed_layers(executor: TorchExecutor) -> list[StreamedLayer]:
     layers = executor._runner._model._layers  # type: ignore[union-attr]
     return [layer for layer in layers if isinstance(layer, StreamedLayer)]
+
+
+def settle(file: WeightFile) -> None:
+    """Waits for what is read ahead."""
+    for slot in file._slots:
+        wait(slot.reading)
+
+
+def resident_bytes(mapping: mmap.mmap) -> int:
+    """What of a mapping is in memory, if it is one of a file in the system's page cache."""
+    pages = (ctypes.c_ubyte * -(-len(mapping) // mmap.PAGESIZE))()
+    address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapping)), pages) == 0
+    return sum(each & 1 for each in pages) * mmap.PAGESIZE
+
+
+def cached_bytes(file: WeightFile) -> int:
+    """What of the file is in the page cache."""
+    return resident_bytes(mmap.mmap(file._file.fileno(), 0))
 
 
 @contextmanager
@@ -140,33 +164,27 @@ def test_a_model_that_fits_lies_in_memory_and_has_graphs(deep: Path, cache: Path
 
 
 @needs_kernels
-def test_no_more_is_resident_than_two_layers_of_the_file(
-    small_models: SmallModels, deep: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("direct", [True, False])
+def test_two_layers_of_the_file_are_in_memory_and_nothing_of_it_in_the_page_cache(
+    small_models: SmallModels, deep: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:
-    seen: list[int] = []
+    if not direct:
+        monkeypatch.setattr(streamed, "_bypass_page_cache", lambda _: None)  # as on a file system that cannot
     with closing(load(deep, 200, 0, weights_memory_gb=gib(3))) as executor:
         layers = streamed_layers(executor)
         file = layers[0].file
-        assert len(layers) == LAYERS - 1
-        assert file._ahead is not None, "the first steps have been measured"
-        file._ahead[1].result()
-        assert file.resident_bytes() == LAYER_BYTES, "what was packed has left memory, but for the next to be used"
-        acquire = WeightFile.acquire
-
-        def look(self: WeightFile, place: int) -> None:
-            acquire(self, place)
-            assert self._ahead is not None
-            self._ahead[1].result()  # both are there: the most that can be
-            seen.append(self.resident_bytes())
-
-        monkeypatch.setattr(WeightFile, "acquire", look)
+        assert (len(layers), file.memory_bytes) == (LAYERS - 1, AT_ONCE * LAYER_BYTES)
         outputs(executor, small_models.prompts)
-        assert max(seen) == AT_ONCE * LAYER_BYTES
-        assert min(seen) == AT_ONCE * LAYER_BYTES
-        # The control: without dropping, all of the file stays.
-        monkeypatch.setattr(WeightFile, "release", lambda *_: None)
-        outputs(executor, small_models.prompts)
-        assert max(seen) == len(layers) * LAYER_BYTES
+        settle(file)
+        for slot in file._slots:
+            assert LAYER_BYTES <= resident_bytes(slot.memory) < LAYER_BYTES + HUGE_PAGE
+        assert cached_bytes(file) == 0
+        # The control: what is read through the page cache and not dropped stays there.
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fadvise", lambda *_: None)
+            outputs(executor, small_models.prompts)
+            settle(file)
+        assert cached_bytes(file) == (0 if direct else len(layers) * LAYER_BYTES)
 
 
 @needs_kernels
@@ -214,17 +232,61 @@ def test_a_step_after_one_that_failed_is_right(
             with pytest.raises(TypeError):
                 fourth()
         assert outputs(executor, small_models.prompts).choices == expected
-        assert fourth.file.resident_bytes() <= AT_ONCE * LAYER_BYTES
 
 
 @needs_kernels
-def test_a_disk_that_cannot_be_read_ends_the_engine_with_a_sentence(
-    small_models: SmallModels, deep: Path, cache: Path
+def test_a_layer_is_not_overwritten_by_what_was_read_ahead_before_a_failure(
+    deep: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(load(deep, 200, 0, weights_memory_gb=gib(3))) as executor:
+        file = streamed_layers(executor)[0].file
+        read = WeightFile._read_request
+
+        def read_late(file: WeightFile, memory: memoryview, offset: int) -> None:
+            sleep(0.1)
+            read(file, memory, offset)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(WeightFile, "_read_request", read_late)
+            file.acquire(3)
+            file.release(3)
+        file.acquire(1)
+        sleep(0.3)
+        layer = file._layers[1]
+        stored = mmap.mmap(file._file.fileno(), 0)[layer.offset : layer.offset + layer.nbytes]
+        assert file._slots[1].memory[: layer.nbytes] == stored
+
+
+@needs_kernels
+def test_a_disk_that_fails_ends_the_engine_with_a_sentence(small_models: SmallModels, deep: Path, cache: Path) -> None:
+    with closing(load(deep, 200, 0, weights_memory_gb=gib(3))) as executor:
         os.ftruncate(streamed_layers(executor)[0].file._file.fileno(), 4 * LAYER_BYTES)  # only this process could
-        with pytest.raises(ExecutorError, match="weights of a layer cannot be read"):
+        with pytest.raises(ExecutorError, match="weights of a layer cannot be read any more: the file ends"):
             outputs(executor, small_models.prompts)
+
+
+@needs_kernels
+def test_a_layer_that_was_read_is_there_whatever_the_disk_does(
+    small_models: SmallModels, deep: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of mapped weights a page can be taken back before it is used, and a disk that has failed then is a signal."""
+    run_layer, ran = StreamedLayer.__call__, []
+    with closing(load(deep, 200, 0, weights_memory_gb=gib(3))) as executor:
+        file = streamed_layers(executor)[0].file
+
+        def fail_when_the_fourth_is_read(layer: StreamedLayer, *args: object) -> torch.Tensor:
+            if layer._place == 3:
+                file.acquire(3)
+                settle(file)
+                os.ftruncate(file._file.fileno(), 0)
+            made = run_layer(layer, *args)
+            ran.append(layer._place)
+            return made
+
+        monkeypatch.setattr(StreamedLayer, "__call__", fail_when_the_fourth_is_read)
+        with pytest.raises(ExecutorError, match="cannot be read any more"):
+            outputs(executor, small_models.prompts)
+    assert ran == [0, 1, 2, 3, 4], "the fifth lay in the other slot already"
 
 
 @needs_kernels
@@ -260,11 +322,37 @@ def test_less_than_three_layers_are_refused(deep: Path, cache: Path) -> None:
         load(deep, 200, 0, weights_memory_gb=gib(2))
 
 
-@needs_kernels
-def test_layers_larger_than_the_first_are_refused_where_they_are_too_much() -> None:
-    streamed._check_sizes([10, 10, 20, 10], [2, 3], 50)
-    with pytest.raises(ModelError, match="exceeded by 1 bytes"):
-        streamed._check_sizes([10, 10, 20, 10], [2, 3], 49)
+@pytest.mark.parametrize(
+    ("sizes", "held", "reason"),
+    [
+        ([10, 10, 10, 6, 7, 10], 5, None),
+        ([10, 10, 25, 10, 10, 10], 6, f"exceeded by {15 * mmap.PAGESIZE} bytes: layers of this model are larger"),
+        ([10, 10, 25, 10, 10, 10], 5, f"exceeded by {15 * mmap.PAGESIZE} bytes: layers of this model are larger"),
+        ([10, 10, 30, 10, 10, 10], 5, "exceeded by one layer of the two that are read: layers of this model are"),
+    ],
+)
+def test_layers_larger_than_the_first_are_refused_where_they_are_too_much(
+    cache: Path, sizes: list[int], held: float, reason: str | None
+) -> None:
+    """``sizes`` are in pages, and ``held`` of the first layer's."""
+
+    class Held:
+        def __init__(self, pages: int) -> None:
+            self.memory = empty_on_huge_pages(pages * mmap.PAGESIZE)
+
+        is_capturable = True
+
+        def __call__(self, *args: object) -> torch.Tensor:
+            return self.memory
+
+    def make() -> None:
+        load_layers(range(len(sizes)), lambda index: Held(sizes[index]), held * sizes[0] * mmap.PAGESIZE / GIB)
+
+    if reason is None:
+        make()
+    else:
+        with pytest.raises(ModelError, match=reason):
+            make()
 
 
 def test_without_kernels_it_is_refused(deep: Path, cache: Path) -> None:

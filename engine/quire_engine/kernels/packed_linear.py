@@ -315,13 +315,13 @@ def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Arena:
-    """Memory for weights, in mappings of at least ``mapping_bytes`` that ``make_mapping`` makes. It references the
-    latest one; older ones live as long as the tensors in them. ``allocated`` bytes have been given in all.
+    """Memory for weights, in mappings that ``make_mapping`` makes where ``mapping`` is full, or there is none. It
+    references the latest one; older ones live as long as the tensors in them. ``allocated`` bytes have been given in
+    all.
     """
 
-    def __init__(self, make_mapping: Callable[[int], mmap.mmap], mapping_bytes: int = _MAPPING_BYTES) -> None:
-        self._make_mapping, self._mapping_bytes = make_mapping, mapping_bytes
-        self._mapping: mmap.mmap | None = None
+    def __init__(self, make_mapping: Callable[[int], mmap.mmap], mapping: mmap.mmap | None = None) -> None:
+        self._make_mapping, self._mapping = make_mapping, mapping
         self._used = self.allocated = 0
         self._lock = threading.Lock()
 
@@ -329,7 +329,7 @@ class Arena:
         """See ``empty_on_huge_pages``."""
         with self._lock:
             if self._mapping is None or self._used + nbytes > len(self._mapping):
-                self._mapping, self._used = self._make_mapping(max(nbytes, self._mapping_bytes)), 0
+                self._mapping, self._used = self._make_mapping(max(nbytes, _MAPPING_BYTES)), 0
             piece = torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=self._used)
             size = -(-nbytes // _LINE) * _LINE
             self._used += size

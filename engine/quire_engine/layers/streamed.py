@@ -1,27 +1,29 @@
 """Decoder layers that do not fit into memory: they lie packed in a file, and each is read while the layer before it
 multiplies (ZeRO-Inference, Aminabadi et al. 2022; FlexGen, Sheng et al. 2023).
 
-``load_layers`` keeps as many layers in memory as may be. The weights of the others are packed straight into a mapping
-of a file, which is where the compiled kernels read them. Before a layer runs, a thread has made its pages resident,
-and begins with those of the next one; once it has run, its pages are dropped, also from the system's page cache. So two
-of them are in memory at a time.
+``load_layers`` keeps as many layers in memory as may be. The others share two slots of memory: each is packed into its
+slot, from where it is written to the file, and where the compiled kernels find it whenever it has been read again. A
+layer that has run makes room for the next but one, which threads begin to read at once.
 
 The file has no name, and belongs to one engine: nobody else can change or cut it, it goes with the process however that
 ends, and what is read is what this engine has packed. Its blocks are allocated before anything is written to them, so a
-full disk is an error of the load and nothing later.
+full disk is an error of the load and nothing later. Nothing of it is mapped, so a disk that fails is an error of a
+read, and never a signal.
 """
 
-import ctypes
+import fcntl
 import logging
 import mmap
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from errno import EINVAL
+from dataclasses import dataclass, field
+from errno import EIO
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from quire_proto.folders import user_cache_folder
@@ -35,10 +37,8 @@ log = logging.getLogger(__name__)
 AT_ONCE = 2
 """Layers of the file that are in memory at a time: the one that multiplies, and the one that is read."""
 _GIB = 1 << 30
-_MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
+_READERS, _REQUEST_BYTES = 4, 4 << 20  # one request at a time does not keep a disk busy
 _IN_MEMORY = ("tmpfs", "ramfs")
-_libc = ctypes.CDLL(None, use_errno=True)  # mmap.madvise holds the interpreter's lock while it reads
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Layer(Protocol):
@@ -61,10 +61,7 @@ def load_layers(indices: Sequence[int], load: Callable[[int], Layer], memory_gb:
     if memory_gb is None:
         return [load(index) for index in indices]
     limit, count = int(memory_gb * _GIB), len(indices)
-    arena = Arena(map_huge_pages)
-    with packed_into(arena):
-        first = load(indices[0])
-    size = _whole_pages(arena.allocated)
+    first, size = _load_in_memory(lambda: load(indices[0]))
     if size == 0:
         raise ModelError(
             "--weights-memory-gb needs the compiled kernels, and there are none for weights of this dtype."
@@ -75,19 +72,29 @@ def load_layers(indices: Sequence[int], load: Callable[[int], Layer], memory_gb:
             f"--weights-memory-gb {memory_gb:g} is too little: three layers, of {size / _GIB:.3f} GiB each, are in "
             "memory at a time."
         )
-    file = WeightFile.make() if chosen else None
-    layers, sizes = [first], [size]
+    layers, resident, file = [first], size, WeightFile.make(limit // AT_ONCE) if chosen else None
     for place in range(1, count):
-        streamed = file is not None and place in chosen
-        arena = Arena(file.map, size) if file is not None and streamed else Arena(map_huge_pages)
-        with packed_into(arena):
-            layer = load(indices[place])
-        layers.append(file.add(layer) if file is not None and streamed else layer)
-        sizes.append(_whole_pages(arena.allocated))
-    _check_sizes(sizes, chosen, limit)
-    if chosen:
+        load_this = partial(load, indices[place])
+        if file is not None and place in chosen:
+            layers.append(file.add(load_this))
+        else:
+            layer, nbytes = _load_in_memory(load_this)
+            layers.append(layer)
+            resident += nbytes
+    resident += 0 if file is None else file.memory_bytes
+    if resident > limit:
+        raise ModelError(f"--weights-memory-gb is exceeded by {resident - limit} bytes: {_TOO_LARGE}")
+    if file is not None:
         log.info("%d of %d layers are read from disk in each step, %.3f GiB each", len(chosen), count, size / _GIB)
     return layers
+
+
+def _load_in_memory(load: Callable[[], Layer]) -> tuple[Layer, int]:
+    """The layer, and the bytes of memory that its packed weights take."""
+    arena = Arena(map_huge_pages)
+    with packed_into(arena):
+        layer = load()
+    return layer, _whole_pages(arena.allocated)
 
 
 def choose_streamed(count: int, size: int, limit: int) -> Sequence[int] | None:
@@ -104,33 +111,38 @@ def choose_streamed(count: int, size: int, limit: int) -> Sequence[int] | None:
     return [place + 1 for place in range(others) if (place + 1) * number // others > place * number // others]
 
 
-def _check_sizes(sizes: Sequence[int], streamed: Sequence[int], limit: int) -> None:
-    """Raises ``ModelError`` if layers are so different that what was planned by the first one takes too much."""
-    on_disk = sorted((sizes[place] for place in streamed), reverse=True)
-    resident = sum(sizes) - sum(on_disk) + sum(on_disk[:AT_ONCE])
-    if resident > limit:
-        raise ModelError(
-            f"--weights-memory-gb is exceeded by {resident - limit} bytes: layers of this model are larger than its "
-            "first one."
-        )
+class _Piece(NamedTuple):
+    """Where a layer lies in the file."""
+
+    offset: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Memory that has one layer at a time: that of ``place``, once it is ``reading`` no more."""
+
+    memory: mmap.mmap
+    place: int
+    reading: list[Future[None]] = field(default_factory=list)
 
 
 class WeightFile:
-    """The file of one engine's streamed layers, and what reads them ahead. Layers are used by one thread, in the order
-    in which they were added and then again from the first; in any other order they are read when they are asked for.
+    """The file of one engine's streamed layers, the slots that they are read into, and the threads that read them. Of
+    the layers in the order in which they were added, every ``AT_ONCE``-th has the same slot. They are used by one
+    thread, in that order and then again from the first; in any other order they are read when they are asked for.
     """
 
-    def __init__(self, descriptor: int, folder: Path) -> None:
+    def __init__(self, descriptor: int, folder: Path, slot_bytes: int) -> None:
         self._file = os.fdopen(descriptor, "rb+", buffering=0)
-        self._folder, self._size = folder, 0
-        self._mapped: list[_Pages] = []
-        self._layers: list[list[_Pages]] = []
-        self._ahead: tuple[int, Future[None]] | None = None
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._folder = folder
+        self._layers: list[_Piece] = []
+        self._slots = [_Slot(_map_slot(slot_bytes), place) for place in range(AT_ONCE)]
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="weights")
 
     @classmethod
-    def make(cls) -> "WeightFile":
-        """A file in the user's cache folder. Raises ``ModelError``."""
+    def make(cls, slot_bytes: int) -> "WeightFile":
+        """A file in the user's cache folder, whose layers take at most ``slot_bytes`` each. Raises ``ModelError``."""
         try:
             folder = user_cache_folder()
         except RuntimeError as error:
@@ -141,63 +153,85 @@ class WeightFile:
             Path(name).unlink()
         except OSError as error:
             raise _unusable(folder, error.strerror or str(error)) from None
-        file = cls(descriptor, folder)
+        file = cls(descriptor, folder, slot_bytes)
         if _file_system(os.fstat(descriptor).st_dev) in _IN_MEMORY:
             raise _unusable(folder, "it lies in memory")
+        _bypass_page_cache(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # the system reads nothing ahead of a request
         return file
 
-    def map(self, nbytes: int) -> mmap.mmap:
-        """``nbytes`` more of the file, for the layer that is added next. Raises ``ModelError`` for a full disk."""
-        size = _whole_pages(nbytes)
-        try:
-            os.posix_fallocate(self._file.fileno(), self._size, size)
-            mapping = mmap.mmap(self._file.fileno(), size, offset=self._size)
-        except OSError as error:
-            raise _unusable(self._folder, error.strerror or str(error)) from None
-        self._mapped.append(_Pages(mapping, self._file.fileno(), self._size))
-        self._size += size
-        return mapping
+    @property
+    def memory_bytes(self) -> int:
+        """What of the slots is used: each has room for the largest of its layers."""
+        return sum(max((layer.nbytes for layer in self._layers[slot::AT_ONCE]), default=0) for slot in range(AT_ONCE))
 
-    def add(self, layer: Layer) -> "StreamedLayer":
-        """``layer``, whose weights were packed into what was mapped since the last call. Raises ``ModelError``."""
-        pages, self._mapped = self._mapped, []
+    @property
+    def disk_bytes(self) -> int:
+        """What its layers take on disk."""
+        return sum(layer.nbytes for layer in self._layers)
+
+    def add(self, load: Callable[[], Layer]) -> "StreamedLayer":
+        """The layer that ``load`` makes, whose weights are packed into a slot, and written to the disk from there.
+        Raises ``ModelError``.
+        """
+        place = len(self._layers)
+        slot = self._slots[place % AT_ONCE]
+        arena = Arena(_refuse, slot.memory)
+        with packed_into(arena):
+            layer = load()
         try:
-            for each in pages:
-                each.write()
+            self._layers.append(self._write(slot.memory, _whole_pages(arena.allocated)))
         except OSError as error:
             raise _unusable(self._folder, error.strerror or str(error)) from None
-        self._layers.append(pages)
-        return StreamedLayer(layer, self, len(self._layers) - 1)
+        slot.place = place
+        return StreamedLayer(layer, self, place)
 
     def acquire(self, place: int) -> None:
-        """Waits until the layer is in memory, and has the next one read. Raises ``ExecutorError`` where the disk cannot
-        be read any more.
-        """
-        if self._ahead is not None and self._ahead[0] != place:  # a step before this one has failed
-            other, reading = self._ahead
-            reading.exception()
-            self._ahead = None
-            self.release(other)
-        reading = self._read(place) if self._ahead is None else self._ahead[1]
-        self._ahead = None
+        """Waits until the layer is in its slot. Raises ``ExecutorError`` where the disk cannot be read any more."""
+        slot = self._slots[place % AT_ONCE]
+        if slot.place != place:  # in the first step, and where the one before has failed
+            self._read(place)
         try:
-            reading.result()
+            for request in slot.reading:
+                request.result()
         except OSError as error:
             raise ExecutorError(f"The weights of a layer cannot be read any more: {error.strerror}.") from error
-        following = (place + 1) % len(self._layers)
-        self._ahead = following, self._read(following)
 
     def release(self, place: int) -> None:
-        """Drops the layer from memory."""
-        for pages in self._layers[place]:
-            pages.drop()
+        """Has the next layer of the slot read into it."""
+        following = place + AT_ONCE if place + AT_ONCE < len(self._layers) else place % AT_ONCE
+        if following != place:
+            self._read(following)
 
-    def resident_bytes(self) -> int:
-        """What of all its layers is in memory now, as far as the system has them in its page cache."""
-        return sum(pages.resident_bytes() for layer in self._layers for pages in layer)
+    def _read(self, place: int) -> None:
+        slot, layer = self._slots[place % AT_ONCE], self._layers[place]
+        wait(slot.reading)
+        slot.place, memory = place, memoryview(slot.memory)[: layer.nbytes]
+        slot.reading = [
+            self._readers.submit(self._read_request, memory[first : first + _REQUEST_BYTES], layer.offset + first)
+            for first in range(0, layer.nbytes, _REQUEST_BYTES)
+        ]
 
-    def _read(self, place: int) -> "Future[None]":
-        return self._reader.submit(_read_all, self._layers[place])
+    def _read_request(self, memory: memoryview, offset: int) -> None:
+        """Fills ``memory`` from ``offset`` on. Raises ``OSError``."""
+        start, end = offset, offset + len(memory)
+        while offset < end:
+            count = os.preadv(self._file.fileno(), [memory[offset - start :]], offset)
+            if count == 0:
+                raise OSError(EIO, "the file ends before them")
+            offset += count
+        os.posix_fadvise(self._file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
+
+    def _write(self, packed: mmap.mmap, nbytes: int) -> _Piece:
+        """Appends the first ``nbytes`` of ``packed``, and drops them from the page cache. Raises ``OSError``."""
+        file, start, memory = self._file.fileno(), self.disk_bytes, memoryview(packed)
+        os.posix_fallocate(file, start, nbytes)
+        written = 0
+        while written < nbytes:
+            written += os.pwrite(file, memory[written:nbytes], start + written)
+        os.fdatasync(file)
+        os.posix_fadvise(file, start, nbytes, os.POSIX_FADV_DONTNEED)
+        return _Piece(start, nbytes)
 
 
 class StreamedLayer:
@@ -217,49 +251,25 @@ class StreamedLayer:
             self.file.release(self._place)
 
 
-class _Pages:
-    """A mapping of the file from ``offset`` on."""
-
-    def __init__(self, mapping: mmap.mmap, file: int, offset: int) -> None:
-        self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        self._mapping, self._file, self._offset = mapping, file, offset
-
-    def write(self) -> None:
-        """Writes what was packed to the disk, and drops it. Raises ``OSError``."""
-        self._mapping.flush()
-        self.drop()
-
-    def read(self) -> None:
-        """Makes the pages resident. Raises ``OSError``."""
-        with suppress(OSError):  # has all of it read at once, where the next call reads piece by piece
-            self._advise(mmap.MADV_WILLNEED)
-        try:
-            self._advise(_MADV_POPULATE_READ)
-        except OSError as error:
-            if error.errno != EINVAL:
-                raise
-            self._memory[:: mmap.PAGESIZE].sum()  # a kernel that does not know that advice
-
-    def drop(self) -> None:
-        """Takes the pages out of the resident set and the page cache."""
-        self._advise(mmap.MADV_DONTNEED)
-        os.posix_fadvise(self._file, self._offset, len(self._mapping), os.POSIX_FADV_DONTNEED)
-
-    def resident_bytes(self) -> int:
-        """What of it is in the page cache."""
-        pages = (ctypes.c_ubyte * -(-len(self._mapping) // mmap.PAGESIZE))()
-        _libc.mincore(ctypes.c_void_p(self._memory.data_ptr()), ctypes.c_size_t(len(self._mapping)), pages)
-        return sum(each & 1 for each in pages) * mmap.PAGESIZE
-
-    def _advise(self, advice: int) -> None:
-        if _libc.madvise(self._memory.data_ptr(), len(self._mapping), advice):
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+def _map_slot(nbytes: int) -> mmap.mmap:
+    memory = map_huge_pages(_whole_pages(nbytes))
+    memory.madvise(mmap.MADV_DONTFORK)  # a fork while a disk writes to it would leave this process without what comes
+    return memory
 
 
-def _read_all(layer: Sequence[_Pages]) -> None:
-    for pages in layer:
-        pages.read()
+_TOO_LARGE = "layers of this model are larger than its first one."
+
+
+def _refuse(_: int) -> NoReturn:
+    raise ModelError(f"--weights-memory-gb is exceeded by one layer of the two that are read: {_TOO_LARGE}")
+
+
+def _bypass_page_cache(descriptor: int) -> None:
+    """Has disk and memory exchange the file's pages directly; where its file system cannot, what was read is dropped
+    from the page cache.
+    """
+    with suppress(OSError):
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
 
 
 def _whole_pages(nbytes: int) -> int:
