@@ -118,6 +118,7 @@ def _make_server(
             model_grammars(config, executor),
             loras=loras,
             dropped_spans=dropped_spans,
+            weights=executor.weight_stats,
         )
     except TlsError as error:  # the files changed after the settings were read
         quit_with(1, f"{error}.")

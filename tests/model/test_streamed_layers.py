@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from time import sleep
+from time import perf_counter, sleep
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from quire_engine.config import EngineArgs
 from quire_engine.core.executor import ExecutorError
+from quire_engine.core.step import ScheduledChunk, SchedulerOutput
 from quire_engine.errors import ModelError
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.kernels.bindings import library
@@ -195,6 +197,31 @@ def test_the_file_has_no_name_and_takes_the_disk_of_its_layers(deep: Path, cache
         status = os.fstat(file._file.fileno())
         assert status.st_size == len(streamed_layers(executor)) * LAYER_BYTES
         assert status.st_blocks * 512 >= status.st_size
+
+
+@needs_kernels
+def test_statistics_say_what_lies_where_what_is_read_and_how_long_steps_wait(
+    deep: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(load(deep, 200, 0, weights_memory_gb=gib(4))) as executor:
+        stats, number = executor.weight_stats, LAYERS - 4 + AT_ONCE
+        assert stats is not None
+        assert (stats.memory_bytes, stats.disk_bytes) == (4 * LAYER_BYTES, number * LAYER_BYTES)
+        read, preadv = stats.read_bytes, os.preadv
+        prompt = SchedulerOutput(0, [ScheduledChunk(0, [5, 6], 0, [1])])
+        executor.execute_model(prompt)
+        assert stats.read_bytes - read == number * LAYER_BYTES
+
+        def read_slowly(*arguments: Any) -> int:
+            sleep(0.01)
+            return preadv(*arguments)
+
+        monkeypatch.setattr(os, "preadv", read_slowly)
+        waited, start = stats.wait_seconds, perf_counter()
+        executor.execute_model(prompt)
+        assert 0.01 * (number - AT_ONCE) < stats.wait_seconds - waited < perf_counter() - start
+    with closing(load(deep, 200, 0, weights_memory_gb=gib(LAYERS))) as executor:
+        assert executor.weight_stats is None
 
 
 @needs_kernels

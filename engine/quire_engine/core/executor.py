@@ -24,6 +24,18 @@ UNMEASURED = Rates(tokens_per_second=1e3, bytes_per_second=1e9)
 """What is assumed where nothing was measured: a slow CPU."""
 
 
+@dataclass(slots=True)
+class WeightStats:
+    """The packed weights of layers of which some are streamed: the bytes that they take in memory and on disk, the
+    bytes that were read, and the seconds that steps waited for them.
+    """
+
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    read_bytes: int = 0
+    wait_seconds: float = 0.0
+
+
 class ExecutorError(Exception):
     """The executor cannot go on, and no single request is at fault: the engine must end."""
 

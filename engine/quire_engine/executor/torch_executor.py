@@ -27,6 +27,7 @@ from quire_engine.device.host import tune_malloc
 from quire_engine.errors import LoRAError
 from quire_engine.executor.multiproc import MultiprocLeader, compute_rank_cache_sizes
 from quire_engine.executor.rank_worker import RankSettings, check_parallel_sizes
+from quire_engine.models.llama import Llama
 from quire_engine.models.loader import read_model_config
 from quire_engine.sampling.sampler import Sampler, SamplerInput, SamplerOutput, compute_prompt_logprobs
 from quire_engine.worker.block_file import FolderLock
@@ -54,6 +55,7 @@ class TorchExecutor:
     ``depth`` is constant: steps that may be in flight at once. ``config`` is the model's, ``max_model_len`` the longest
     sequence in tokens, and ``rates`` are measured once it is loaded. ``num_loras_held`` adapters are held in host
     memory, those that were used last. ``disk_contents`` is what the disk tier has at the start, None without one.
+    ``weight_stats`` are those of layers that are read from disk, on rank 0 if there are several; None if none are.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class TorchExecutor:
     ) -> None:
         self.config = model.config
         self.max_model_len = model.max_model_len
+        self.weight_stats = model.model.weight_stats if isinstance(model.model, Llama) else None
         self.rates = UNMEASURED
         self.depth = depth
         self._device = model.device

@@ -23,12 +23,13 @@ from dataclasses import dataclass, field
 from errno import EIO
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from quire_proto.folders import user_cache_folder
 
-from quire_engine.core.executor import ExecutorError
+from quire_engine.core.executor import ExecutorError, WeightStats
 from quire_engine.errors import ModelError
 from quire_engine.kernels.packed_linear import Arena, map_huge_pages, packed_into
 
@@ -54,12 +55,15 @@ class Layer(Protocol):
         ...
 
 
-def load_layers(indices: Sequence[int], load: Callable[[int], Layer], memory_gb: float | None) -> Sequence[Layer]:
+def load_layers(
+    indices: Sequence[int], load: Callable[[int], Layer], memory_gb: float | None
+) -> tuple[Sequence[Layer], WeightStats | None]:
     """The layers of ``indices``, each made by ``load``; their packed weights take at most ``memory_gb`` GiB of memory,
-    of any size if that is None. Raises ``ModelError`` where that cannot be.
+    of any size if that is None. The statistics are those of streamed layers, None if there are none. Raises
+    ``ModelError`` where that cannot be.
     """
     if memory_gb is None:
-        return [load(index) for index in indices]
+        return [load(index) for index in indices], None
     limit, count = int(memory_gb * _GIB), len(indices)
     first, size = _load_in_memory(lambda: load(indices[0]))
     if size == 0:
@@ -85,8 +89,9 @@ def load_layers(indices: Sequence[int], load: Callable[[int], Layer], memory_gb:
     if resident > limit:
         raise ModelError(f"--weights-memory-gb is exceeded by {resident - limit} bytes: {_TOO_LARGE}")
     if file is not None:
+        file.stats.memory_bytes = resident
         log.info("%d of %d layers are read from disk in each step, %.3f GiB each", len(chosen), count, size / _GIB)
-    return layers
+    return layers, None if file is None else file.stats
 
 
 def _load_in_memory(load: Callable[[], Layer]) -> tuple[Layer, int]:
@@ -131,11 +136,13 @@ class WeightFile:
     """The file of one engine's streamed layers, the slots that they are read into, and the threads that read them. Of
     the layers in the order in which they were added, every ``AT_ONCE``-th has the same slot. They are used by one
     thread, in that order and then again from the first; in any other order they are read when they are asked for.
+    ``stats`` are kept while it is used.
     """
 
     def __init__(self, descriptor: int, folder: Path, slot_bytes: int) -> None:
         self._file = os.fdopen(descriptor, "rb+", buffering=0)
         self._folder = folder
+        self.stats = WeightStats()
         self._layers: list[_Piece] = []
         self._slots = [_Slot(_map_slot(slot_bytes), place) for place in range(AT_ONCE)]
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="weights")
@@ -165,11 +172,6 @@ class WeightFile:
         """What of the slots is used: each has room for the largest of its layers."""
         return sum(max((layer.nbytes for layer in self._layers[slot::AT_ONCE]), default=0) for slot in range(AT_ONCE))
 
-    @property
-    def disk_bytes(self) -> int:
-        """What its layers take on disk."""
-        return sum(layer.nbytes for layer in self._layers)
-
     def add(self, load: Callable[[], Layer]) -> "StreamedLayer":
         """The layer that ``load`` makes, whose weights are packed into a slot, and written to the disk from there.
         Raises ``ModelError``.
@@ -188,7 +190,7 @@ class WeightFile:
 
     def acquire(self, place: int) -> None:
         """Waits until the layer is in its slot. Raises ``ExecutorError`` where the disk cannot be read any more."""
-        slot = self._slots[place % AT_ONCE]
+        slot, start = self._slots[place % AT_ONCE], perf_counter()
         if slot.place != place:  # in the first step, and where the one before has failed
             self._read(place)
         try:
@@ -196,6 +198,7 @@ class WeightFile:
                 request.result()
         except OSError as error:
             raise ExecutorError(f"The weights of a layer cannot be read any more: {error.strerror}.") from error
+        self.stats.wait_seconds += perf_counter() - start
 
     def release(self, place: int) -> None:
         """Has the next layer of the slot read into it."""
@@ -207,6 +210,7 @@ class WeightFile:
         slot, layer = self._slots[place % AT_ONCE], self._layers[place]
         wait(slot.reading)
         slot.place, memory = place, memoryview(slot.memory)[: layer.nbytes]
+        self.stats.read_bytes += layer.nbytes
         slot.reading = [
             self._readers.submit(self._read_request, memory[first : first + _REQUEST_BYTES], layer.offset + first)
             for first in range(0, layer.nbytes, _REQUEST_BYTES)
@@ -224,13 +228,14 @@ class WeightFile:
 
     def _write(self, packed: mmap.mmap, nbytes: int) -> _Piece:
         """Appends the first ``nbytes`` of ``packed``, and drops them from the page cache. Raises ``OSError``."""
-        file, start, memory = self._file.fileno(), self.disk_bytes, memoryview(packed)
+        file, start, memory = self._file.fileno(), self.stats.disk_bytes, memoryview(packed)
         os.posix_fallocate(file, start, nbytes)
         written = 0
         while written < nbytes:
             written += os.pwrite(file, memory[written:nbytes], start + written)
         os.fdatasync(file)
         os.posix_fadvise(file, start, nbytes, os.POSIX_FADV_DONTNEED)
+        self.stats.disk_bytes += nbytes
         return _Piece(start, nbytes)
 
 

@@ -38,7 +38,7 @@ class Llama:
     """A decoder with its weights, or a rank's shard of it. A ``Model`` whose ``forward`` is ``layers`` of ``inputs``.
     Where it is ``capturable`` and on the CPU, its layers use torch for memory and views only: compiled kernels, where
     there are any, compute everything but what adapters add. ``loras`` are its layers that adapters may change; None if
-    it has no slots for any.
+    it has no slots for any. ``weight_stats`` are those of its layers that are read from disk; None if there are none.
     """
 
     def __init__(self, config: DecoderConfig, weights: WeightLoader) -> None:
@@ -59,7 +59,9 @@ class Llama:
             )
         self._rope = RotaryEmbedding(config, weights.device)
         memory = weights.options.config.weights_memory_gb
-        self._layers = load_layers(indices, lambda index: _DecoderLayer(config, weights, index), memory)
+        self._layers, self.weight_stats = load_layers(
+            indices, lambda index: _DecoderLayer(config, weights, index), memory
+        )
         # On CUDA the whole forward pass is captured, with what is received in it. Whose tokens go where is known to the
         # host alone.
         receives = stage is not None and weights.device.type == "cuda"

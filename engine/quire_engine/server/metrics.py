@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from quire_proto.telemetry import DropReason, Metric
 
 from quire_engine.core.engine_core import EngineCoreOutputs
+from quire_engine.core.executor import WeightStats
 from quire_engine.core.lora import LoRAStats
 from quire_engine.core.outputs import KVCacheFragmentation, SchedulerStats
 from quire_engine.server.loras import LoRARegistry
@@ -29,7 +30,8 @@ log = logging.getLogger(__name__)
 
 class EngineMetrics:
     """Gauges and counters of one engine: ``quire_*``, and the ``vllm:*`` names that dashboards already read.
-    ``loras`` are its adapters, in ``max_loras`` slots; None if it serves none.
+    ``loras`` are its adapters, in ``max_loras`` slots; None if it serves none. ``weights`` are the statistics of layers
+    that are read from disk; None if there are none.
     """
 
     def __init__(
@@ -41,12 +43,15 @@ class EngineMetrics:
         *,
         loras: LoRARegistry | None = None,
         max_loras: int = 0,
+        weights: WeightStats | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_DroppedSpans(model, dropped_spans))
         self._loras = None if loras is None else _LoRAs(model, loras, max_loras)
         if self._loras is not None:
             self.registry.register(self._loras)
+        if weights is not None:
+            self.registry.register(_Weights(model, weights))
         self._model = model
         self._statistics = statistics
         self._running = self._gauge(Metric.ENGINE_RUNNING, "Sequences that hold device blocks")
@@ -272,6 +277,29 @@ class _LoRAs(Collector):
         info = GaugeMetricFamily("vllm:lora_requests_info", "When a step last had these adapters", labels=labels)
         info.add_metric((str(self._max_loras), ",".join(stats.running), ",".join(stats.waiting)), when)
         yield info
+
+
+class _Weights(Collector):
+    """Reads the statistics when it is asked: a layer is read in the middle of a step."""
+
+    def __init__(self, model: str, stats: WeightStats) -> None:
+        self._model = model
+        self._stats = stats
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        held = GaugeMetricFamily(
+            Metric.ENGINE_WEIGHT_BYTES, "Bytes of the layers' packed weights", labels=("model", "tier")
+        )
+        held.add_metric((self._model, "memory"), self._stats.memory_bytes)
+        held.add_metric((self._model, "disk"), self._stats.disk_bytes)
+        yield held
+        for name, text, value in (
+            (Metric.ENGINE_WEIGHT_READ_BYTES, "Bytes of weights read from disk", self._stats.read_bytes),
+            (Metric.ENGINE_WEIGHT_WAIT_SECONDS, "Time that steps waited for weights", self._stats.wait_seconds),
+        ):
+            family = CounterMetricFamily(name, text, labels=("model",))
+            family.add_metric((self._model,), value)
+            yield family
 
 
 class ProbeServer:

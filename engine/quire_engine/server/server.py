@@ -23,7 +23,7 @@ from quire_proto.telemetry import DropReason
 
 from quire_engine.config import EngineConfig
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs, Shutdown
-from quire_engine.core.executor import Executor
+from quire_engine.core.executor import Executor, WeightStats
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.server.loras import LoRARegistry
 from quire_engine.server.metrics import EngineMetrics, ProbeServer
@@ -57,7 +57,8 @@ does not is closed after its grace period, and its requests are aborted.
 class EngineServer:
     """One engine on the network. The metrics port is plain HTTP; the gRPC port uses TLS if ``config.tls`` is set.
     ``dropped_spans`` counts the spans that do not reach a collector; None if none are exported. ``loras`` are its
-    adapters; None if it serves none.
+    adapters; None if it serves none. ``weights`` are the statistics of layers that are read from disk, None if none
+    are.
 
     Raises ``TlsError`` if the files of ``config.tls`` cannot be used.
     """
@@ -72,6 +73,7 @@ class EngineServer:
         *,
         loras: LoRARegistry | None = None,
         dropped_spans: Counter[DropReason] | None = None,
+        weights: WeightStats | None = None,
     ) -> None:
         self._config = config
         self._certificates = None if config.tls is None else ReloadingServerCredentials(config.tls)
@@ -88,6 +90,7 @@ class EngineServer:
             dropped,
             loras=loras if config.enable_lora else None,
             max_loras=config.max_loras,
+            weights=weights,
         )
         self._grammars = GrammarCompiler(grammars, self._metrics.on_grammar)
         exporter = TraceExporter(

@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import generate_latest
 from quire_engine.core.engine_core import EngineCoreOutputs, StepTrace
+from quire_engine.core.executor import WeightStats
 from quire_engine.core.lora import LoRAStats
 from quire_engine.core.outputs import EngineCoreOutput, EngineLoad, SchedulerStats
 from quire_engine.core.preemption import PreemptionMode, TimeAway
@@ -234,6 +235,24 @@ async def test_adapters_are_counted_and_named_in_one_series_at_a_time() -> None:
 
 def test_an_engine_without_adapters_has_no_metrics_of_them() -> None:
     assert "lora" not in generate_latest(EngineMetrics("demo", SchedulerStats(), lambda: 0.0).registry).decode()
+
+
+def test_weights_on_disk_are_counted_as_they_are_when_they_are_asked_for() -> None:
+    stats = WeightStats(memory_bytes=3, disk_bytes=7)
+    metrics = EngineMetrics("demo", SchedulerStats(), lambda: 0.0, weights=stats)
+    stats.read_bytes, stats.wait_seconds = 14, 2.5
+    text = generate_latest(metrics.registry).decode()
+    for sample in (
+        'bytes{model="demo",tier="memory"} 3.0',
+        'bytes{model="demo",tier="disk"} 7.0',
+        'read_bytes_total{model="demo"} 14.0',
+        'wait_seconds_total{model="demo"} 2.5',
+    ):
+        assert f"\nquire_engine_weight_{sample}\n" in text
+
+
+def test_an_engine_whose_weights_are_in_memory_has_no_metrics_of_them() -> None:
+    assert "weight" not in generate_latest(EngineMetrics("demo", SchedulerStats(), lambda: 0.0).registry).decode()
 
 
 def lora_info(metrics: EngineMetrics) -> tuple[dict[str, str], float]:
