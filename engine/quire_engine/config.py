@@ -320,16 +320,6 @@ class EngineArgs(CoreArgs, ExecutorConfig, ServedModel):
         return self
 
     @model_validator(mode="after")
-    def _weights_on_disk_are_of_one_process(self) -> Self:
-        if self.weights_memory_gb is None:
-            return self
-        if self.num_ranks > 1:
-            raise ValueError("--weights-memory-gb is for one process: a model that several share lies in their memory.")
-        if self.enable_lora:
-            raise ValueError("--weights-memory-gb and --enable-lora exclude each other.")
-        return self
-
-    @model_validator(mode="after")
     def _tokens_have_other_ranks_to_go_to(self) -> Self:
         if self.all2all_backend == "alltoall" and self.tensor_parallel_size == 1:
             raise ValueError(

@@ -1,6 +1,10 @@
 """The small models of ``models``, each written once a session and only if a test asks for it."""
 
+from pathlib import Path
+
 import pytest
+from quire_engine.kernels.bindings import library
+from quire_engine.layers import streamed
 
 from tests.model.models import NAMES, SmallModels
 
@@ -13,3 +17,12 @@ def small_models(tmp_path_factory: pytest.TempPathFactory) -> SmallModels:
 @pytest.fixture(params=NAMES)
 def model_name(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of layers' files, of which they are read in several requests; kernels are found in the one before."""
+    library()
+    monkeypatch.setattr(streamed, "_REQUEST_BYTES", 64 << 10)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "quire"

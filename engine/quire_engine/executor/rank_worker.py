@@ -100,9 +100,16 @@ class RankSettings:
 
     def load(self, rank: int, group: RankGroup) -> LoadedModel:
         """Loads a rank's shard of the model. Raises ``ModelError``."""
-        return load_model_and_attention(
-            self.engine, self.config, self.device_for(rank), group.communicator, group.stage
-        )
+        engine = self.engine.model_copy(update={"weights_memory_gb": self.weights_memory_gb(rank)})
+        return load_model_and_attention(engine, self.config, self.device_for(rank), group.communicator, group.stage)
+
+    def weights_memory_gb(self, rank: int) -> float | None:
+        """A rank's part of what the weights of the ranks on its machine may take: as its layers are of theirs."""
+        limit, each = self.engine.weights_memory_gb, self.ranks_per_node
+        if limit is None or self.size == 1:
+            return limit
+        layers, first = self.num_layers(), rank - rank % each
+        return limit * layers[rank] / sum(layers[first : first + each])
 
     @property
     def lora_bytes(self) -> int:

@@ -73,8 +73,8 @@ def load_layers(
     chosen = choose_streamed(count, size, limit)
     if chosen is None:
         raise ModelError(
-            f"--weights-memory-gb {memory_gb:g} is too little: three layers, of {size / _GIB:.3f} GiB each, are in "
-            "memory at a time."
+            f"--weights-memory-gb is too little: this process may have {memory_gb:g} GiB of it, and three layers, of "
+            f"{size / _GIB:.3f} GiB each, are in its memory at a time."
         )
     layers, resident, file = [first], size, WeightFile.make(limit // AT_ONCE) if chosen else None
     for place in range(1, count):

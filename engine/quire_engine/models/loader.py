@@ -109,8 +109,6 @@ def _check_weights_memory(config: ModelConfig, options: LoadOptions) -> None:
             "--weights-memory-gb is for models with code of their own, "
             f"and {config.architecture} runs through transformers."
         )
-    if config.moe is not None:
-        raise ModelError("--weights-memory-gb is not for models with experts: their layers lie in memory.")
 
 
 def _check_quantization(config: ModelConfig, options: LoadOptions, quantized: dict[str, Any] | None) -> None:
