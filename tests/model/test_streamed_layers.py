@@ -309,6 +309,38 @@ def test_a_layer_that_was_read_is_there_whatever_the_disk_does(
 
 
 @needs_kernels
+def test_decode_steps_are_graphs_that_wait_for_their_layers(
+    small_models: SmallModels, deep: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        closing(load(deep, 200, 0, deterministic=True, enforce_eager=True)) as whole,
+        closing(load(deep, 200, 0, weights_memory_gb=gib(4), deterministic=True)) as on_disk,
+    ):
+        expected = outputs(whole, small_models.prompts).choices
+        assert outputs(on_disk, small_models.prompts).choices == expected
+        graphs = on_disk._runner._cpu_graphs  # type: ignore[union-attr]
+        assert graphs is not None
+        assert len(PARAMS) in {size for size, _ in graphs._graphs}
+        acquired: list[int] = []
+        acquire = WeightFile.acquire
+
+        def count(file: WeightFile, place: int) -> None:
+            acquired.append(place)
+            acquire(file, place)
+
+        # All that were captured are replayed now, and no layer is called: what is patched is not what they call.
+        monkeypatch.setattr(WeightFile, "acquire", count)
+        read, stats = on_disk.weight_stats.read_bytes, on_disk.weight_stats  # type: ignore[union-attr]
+        assert outputs(on_disk, small_models.prompts).choices == expected
+        assert stats is not None
+        layers, steps = stats.disk_bytes // LAYER_BYTES, (stats.read_bytes - read) // stats.disk_bytes
+        assert len(acquired) < layers * steps / 2, "most steps are replayed"
+        os.ftruncate(streamed_layers(on_disk)[0].file._file.fileno(), 0)
+        with pytest.raises(ExecutorError, match="weights of a layer cannot be read any more"):
+            outputs(on_disk, small_models.prompts)
+
+
+@needs_kernels
 def test_a_full_disk_is_refused_at_the_start(deep: Path, cache_folder: Path) -> None:
     with largest_file(3 * LAYER_BYTES), pytest.raises(ModelError, match=r"cannot be kept in .*quire: File too large"):
         load(deep, 200, 0, weights_memory_gb=gib(3))

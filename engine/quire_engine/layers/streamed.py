@@ -31,6 +31,7 @@ from quire_proto.folders import user_cache_folder
 
 from quire_engine.core.executor import ExecutorError, WeightStats
 from quire_engine.errors import ModelError
+from quire_engine.kernels.host_call import host_call
 from quire_engine.kernels.packed_linear import Arena, map_huge_pages, packed_into
 
 log = logging.getLogger(__name__)
@@ -240,20 +241,23 @@ class WeightFile:
 
 
 class StreamedLayer:
-    """A layer of a ``WeightFile``, at ``place`` of it."""
-
-    is_capturable = False  # a graph knows of kernels alone
+    """A layer of a ``WeightFile``, at ``place`` of it. A graph that repeats it waits for its weights too."""
 
     def __init__(self, layer: Layer, file: WeightFile, place: int) -> None:
         self._layer, self.file, self._place = layer, file, place
 
+    @property
+    def is_capturable(self) -> bool:
+        """See ``Layer``."""
+        return self._layer.is_capturable
+
     def __call__(self, *args: Any) -> torch.Tensor:
         """See ``Layer``. Raises ``ExecutorError`` where its weights cannot be read."""
-        self.file.acquire(self._place)
+        host_call(partial(self.file.acquire, self._place))
         try:
             return self._layer(*args)
         finally:
-            self.file.release(self._place)
+            host_call(partial(self.file.release, self._place))
 
 
 def _map_slot(nbytes: int) -> mmap.mmap:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire_engine.attention.base import AttentionBackend
 from quire_engine.attention.cpu import CpuAttention
 from quire_engine.kernels.bindings import library
+from quire_engine.kernels.host_call import HostCall, recorded_host_calls
 from quire_engine.models.base import Model
 from quire_engine.models.llama import LayerInputs, Llama
 
@@ -51,35 +52,41 @@ class NotCapturableError(RuntimeError):
 
 class CpuGraph:
     """The calls of the compiled kernels that a function made, captured once with the memory that they used, and then
-    made again in one call, which costs the interpreter nothing. ``result`` is what the function returned, and where
-    each replay puts it.
+    made again in one call, which costs the interpreter nothing, or in one for all that lie between two host calls.
+    ``result`` is what the function returned, and where each replay puts it.
     """
 
-    def __init__(self, kernels: ctypes.CDLL, calls: "list[_Call]", kept: list[object], result: torch.Tensor) -> None:
+    def __init__(self, kernels: ctypes.CDLL, parts: "list[_Part]", kept: list[object], result: torch.Tensor) -> None:
+        self._parts = [(_Call * len(part))(*part) if isinstance(part, list) else part for part in parts]
         self._replay = kernels.quire_replay
-        self._calls = (_Call * len(calls))(*calls)
         self._kept = kept
         self.result = result
 
     def replay(self) -> None:
-        """Makes all calls again, in their order, on the same memory, with what that holds now."""
-        self._replay(self._calls, len(self._calls))
+        """Makes all calls again, in their order, on the same memory, with what that holds now. Raises what a host call
+        raises.
+        """
+        for part in self._parts:
+            if isinstance(part, ctypes.Array):
+                self._replay(part, len(part))
+            else:
+                part()
 
 
 def capture(work: Callable[[], torch.Tensor]) -> CpuGraph:
     """Runs ``work`` once, and captures its calls of kernels.
 
-    ``work`` may call kernels, make new tensors and take views of tensors. Memory that it frees is used again
-    within the graph, and nowhere else; what it did not make itself must outlive the graph. Raises
+    ``work`` may call kernels, make host calls and new tensors, and take views of tensors. Memory that it frees is used
+    again within the graph, and nowhere else; what it did not make itself must outlive the graph. Raises
     ``NotCapturableError`` at the first other operation of torch; what came before it has been done.
     """
     kernels = library()
     if kernels is None:
         raise NotCapturableError("the kernels are not compiled")
     active = _Capture()
-    with active.listen(kernels), _CaptureMode(active.allocator):
+    with active.listen(kernels), recorded_host_calls(active.parts.append), _CaptureMode(active.allocator):
         result = work()
-    return CpuGraph(kernels, active.calls, [active.structs, active.allocator], result)
+    return CpuGraph(kernels, active.parts, [active.structs, active.allocator], result)
 
 
 class _Call(ctypes.Structure):
@@ -88,8 +95,12 @@ class _Call(ctypes.Structure):
     _fields_ = (("play", ctypes.c_void_p), ("slots", ctypes.c_int64 * _SLOTS))
 
 
+_Part = list[_Call] | HostCall
+"""Calls of kernels, or one of the host."""
+
+
 class _Capture:
-    """The calls of kernels that one thread makes inside ``listen``."""
+    """The calls of kernels that one thread makes inside ``listen``, and what lies between them."""
 
     # All threads call the same functions, and each of those has one listener, as long as some thread captures. Ranks
     # that are threads capture at the same time, and wait for each other meanwhile.
@@ -98,7 +109,7 @@ class _Capture:
     _of_this_thread = threading.local()
 
     def __init__(self) -> None:
-        self.calls: list[_Call] = []
+        self.parts: list[_Part] = []
         self.structs: list[ctypes.Structure] = []
         self.allocator = _CaptureAllocator()
 
@@ -131,7 +142,11 @@ class _Capture:
 
     def add_call(self, play: int, arguments: tuple[object, ...]) -> None:
         """Records a call that ``play`` can make again."""
-        self.calls.append(_Call(play, (ctypes.c_int64 * _SLOTS)(*map(self._slot, arguments))))
+        call = _Call(play, (ctypes.c_int64 * _SLOTS)(*map(self._slot, arguments)))
+        if self.parts and isinstance(last := self.parts[-1], list):
+            last.append(call)
+        else:
+            self.parts.append([call])
 
     def _slot(self, argument: object) -> int:
         match getattr(argument, "contents", argument):

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.kernels import ops as fused
 from quire_engine.kernels.bindings import library
+from quire_engine.kernels.host_call import host_call
 from quire_engine.kernels.packed_linear import PackedInt8, PackedWeight, pack_weight, quantize
 from quire_engine.worker.cpu_graph import KERNELS, CpuGraph, NotCapturableError, capture
 
@@ -46,6 +47,13 @@ class Layers:
             update = down.matmul(fused.silu_mul(gate_up.matmul(normed)), gated=False)
         assert update is not None
         return update
+
+
+def num_calls(graph: CpuGraph) -> int:
+    """The calls of kernels, where there are none of the host."""
+    (calls,) = graph._parts
+    assert not callable(calls)
+    return len(calls)
 
 
 def inputs(rows: int, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -112,6 +120,31 @@ def test_work_that_cannot_be_replayed_is_not_captured(work: Callable[[torch.Tens
     assert torch.equal(states.clone() + 0, states), "torch works as before"
 
 
+def test_the_host_does_its_work_again_at_its_place() -> None:
+    norm, states, update = torch.ones(HIDDEN), torch.zeros(4, HIDDEN), torch.zeros(4, HIDDEN)
+    numbers = update.numpy()
+
+    def add_one() -> None:
+        numbers[:] += 1
+        if numbers[0, 0] == 3:
+            raise OSError("no more")
+
+    def work() -> torch.Tensor:
+        fused.add_rms_norm(update, states, norm, 1e-5)
+        host_call(add_one)
+        return fused.add_rms_norm(update, states, norm, 1e-5)
+
+    graph = capture(work)
+    assert torch.equal(states, torch.full_like(states, 0 + 1))
+    graph.replay()
+    assert torch.equal(states, torch.full_like(states, 0 + 1 + 1 + 2))
+    with pytest.raises(OSError, match="no more"):
+        graph.replay()
+    assert torch.equal(states, torch.full_like(states, 0 + 1 + 1 + 2 + 2)), "nothing comes after a failure"
+    host_call(lambda: None)
+    assert len(graph._parts) == 3, "nothing is captured afterwards"
+
+
 def test_nothing_is_captured_after_a_recording_or_from_other_threads() -> None:
     norm, states, others = torch.ones(HIDDEN), torch.randn(4, HIDDEN), torch.randn(4, HIDDEN)
 
@@ -122,13 +155,13 @@ def test_nothing_is_captured_after_a_recording_or_from_other_threads() -> None:
         return fused.rms_norm(states, norm, 1e-5)
 
     graph = capture(work)
-    assert len(graph._calls) == 1
+    assert num_calls(graph) == 1
     kernels = library()
     assert kernels is not None
     for name in KERNELS:
         assert not hasattr(getattr(kernels, name), "errcheck") or getattr(kernels, name).errcheck is None
     fused.rms_norm(states, norm, 1e-5)
-    assert len(graph._calls) == 1
+    assert num_calls(graph) == 1
 
 
 def test_several_threads_record_and_compute_at_once() -> None:
@@ -144,7 +177,7 @@ def test_several_threads_record_and_compute_at_once() -> None:
         states = torch.randn(4, HIDDEN)
         for _ in range(150):
             graph = capture(lambda: [fused.rms_norm(states, norm, 1e-5) for _ in range(8)][-1])
-            counts.append(len(graph._calls))
+            counts.append(num_calls(graph))
 
     recorders = [threading.Thread(target=record_often) for _ in range(2)]
     computers = [threading.Thread(target=compute, daemon=True) for _ in range(2)]
