@@ -136,6 +136,21 @@ def test_adapters_stay_beside_layers_that_are_read(
         assert Driver(executor, seed=1, max_chunk=13).run(sequences) == wanted
 
 
+def test_tokens_go_to_the_ranks_of_their_experts_while_layers_are_read(
+    small_models: SmallModels, files: list[WeightFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks_are_threads(monkeypatch)
+    folder = small_model("mixtral", tmp_path, num_hidden_layers=LAYERS)
+    settings = {"tensor_parallel_size": 2, "all2all_backend": "alltoall"}
+    memory = gib_of(4, layer_bytes(folder, **settings)) * 2
+    sequences = [Sequence(number, prompt, OUTPUT_TOKENS) for number, prompt in enumerate(small_models.prompts[:6])]
+    expected = greedy_oracle(folder, small_models.prompts[:6], OUTPUT_TOKENS)
+    with closing(load(folder, weights_memory_gb=memory, **settings)) as executor:
+        assert streamed_layers(executor)
+        assert Driver(executor, seed=1, max_chunk=13).run(sequences) == expected
+    assert len(files) == 2
+
+
 @pytest.mark.parametrize(("tensor", "stages", "held", "number"), [(2, 1, 4, 6), (1, 2, 3, 3), (2, 2, 3, 3)])
 @pytest.mark.parametrize("name", ["llama2", "mixtral"])
 def test_each_rank_reads_its_own_layers(
