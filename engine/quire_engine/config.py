@@ -175,10 +175,9 @@ class SchedulerArgs(_Frozen):
 
     ``max_num_seqs``: sequences that hold device blocks. ``max_swapped``: a victim beyond is computed again.
     ``max_overtakes``: how often a waiting request can be overtaken by a later one, under ``sjf`` by a shorter one, and
-    by one with an adapter that is in use where its own is not. With ``batching``
-    static, a batch is all that wait and fit when it begins, and nothing is admitted until its last sequence has ended;
-    phased, a step computes prompts alone, as long as there are some that fit into memory, or else one token of each
-    sequence.
+    by one with an adapter that is in use where its own is not. With ``batching`` static, a batch is all that wait and
+    fit when it begins, and nothing is admitted until its last sequence has ended; phased, a step computes prompts
+    alone, as long as there are some that fit into memory, or else one token of each sequence.
     """
 
     max_model_len: int | None = Field(

@@ -11,6 +11,7 @@ from functools import partial
 import flashinfer
 import torch
 from quire_engine.attention.flashinfer import LAYOUT
+from quire_engine.errors import first_line
 
 DTYPE, BLOCK, LAYERS, TRIES = torch.bfloat16, 16, 8, 10
 # Query heads, KV heads, numbers of a head.
@@ -37,11 +38,13 @@ def main() -> None:
 
 
 def tell(way: str, measure: Callable[[], float], amount: int) -> str:
-    """The time, and ``amount`` (bytes or operations) a second, in tera."""
+    """The time, and ``amount`` (bytes or operations) a second, in tera; or why there is none, as not every way is for
+    every GPU and shape.
+    """
     try:
         seconds = measure()
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        return f"{way} {type(error).__name__}"
+        return f"{way} cannot: {first_line(error)}"
     return f"{way} {1e6 * seconds:.1f} us ({amount / seconds / 1e12:.2f} T/s)"
 
 

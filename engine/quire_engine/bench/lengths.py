@@ -1,8 +1,8 @@
 """Lengths of requests as they occur: drawn from distributions with published parameters, or read from a trace.
 
 Of each distribution only a mean, or a median and a mean, of prompts and of outputs are those of its name; the two are
-drawn independently. What it draws beyond the longest request that is allowed is
-drawn again, so that the means of what is left are somewhat lower.
+drawn independently. What it draws beyond the longest request that is allowed is drawn again, so that the means of what
+is left are somewhat lower.
 """
 
 import random

@@ -182,9 +182,8 @@ class NodeLink:
             self.send(FrameKind.HEARTBEAT)
             before, self._heard = loop.time(), False
             await asyncio.sleep(HEARTBEAT_SECONDS)
-            silent = (
-                0.0 if self._heard or self._is_delivering else silent + min(loop.time() - before, 2 * HEARTBEAT_SECONDS)
-            )
+            lasted = min(loop.time() - before, 2 * HEARTBEAT_SECONDS)
+            silent = 0.0 if self._heard or self._is_delivering else silent + lasted
             if silent >= SILENCE_SECONDS:
                 raise LinkEndedError(f"has sent nothing for {SILENCE_SECONDS:g} seconds")
 
