@@ -8,6 +8,7 @@ machines they listen at the address of their own one. Nothing but tensors is sen
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -22,6 +23,25 @@ from quire_engine.errors import ModelError, first_line
 # the largest step.
 COLLECTIVE_TIMEOUTS = {"cpu": timedelta(hours=24), "cuda": timedelta(minutes=10)}
 LOOPBACK_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+@dataclass(slots=True)
+class PendingSum:
+    """A sum over the ranks that may be under way: of ``parts`` of one shape and dtype, which are there when ``work`` is
+    done, torch's handle, or already if that is None. A sum that torch makes itself is one part.
+    """
+
+    parts: Sequence[torch.Tensor]
+    work: Any = None
+
+    def wait(self) -> torch.Tensor:
+        """The sum, once: nothing is kept. On CUDA the device's stream waits for it, and the host goes on. Raises
+        ``RuntimeError`` where another rank is lost.
+        """
+        if self.work is not None:
+            self.work.wait()
+        parts, self.parts, self.work = self.parts, (), None
+        return _add_up(parts)
 
 
 class Communicator(Protocol):
@@ -43,6 +63,17 @@ class Communicator(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' tensors; it may overwrite ``tensor``. Equal on all ranks, bit for bit."""
+        ...
+
+    @property
+    def overlaps_sums(self) -> bool:
+        """Whether ``all_reduce_async`` returns before the sum is there. Constant once ranks are connected."""
+        ...
+
+    def all_reduce_async(self, tensor: torch.Tensor) -> PendingSum:
+        """Starts ``all_reduce``: the same sum, bit for bit, under way beside what is computed before its ``wait``.
+        ``tensor`` may not be touched until then. Sums that nobody waits for are completed all the same.
+        """
         ...
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -81,10 +112,15 @@ class SingleRankCommunicator:
     rank = 0
     size = 1
     is_capturable = True
+    overlaps_sums = False
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` itself."""
         return tensor
+
+    def all_reduce_async(self, tensor: torch.Tensor) -> PendingSum:
+        """``tensor`` itself."""
+        return PendingSum([tensor])
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` itself."""
@@ -181,16 +217,25 @@ class TensorParallelGroup:
         if self._sums is not None and self._sums.suits(tensor):
             self._sums.add(tensor)
             return tensor
+        return self.all_reduce_async(tensor).wait()
+
+    @property
+    def overlaps_sums(self) -> bool:
+        """See ``Communicator.overlaps_sums``. In shared memory a rank adds up by itself: the core that would add beside
+        a product is the core that multiplies.
+        """
+        return self._sums is None
+
+    def all_reduce_async(self, tensor: torch.Tensor) -> PendingSum:
+        """See ``Communicator.all_reduce_async``. Never through shared memory. Of an ordered sum the gather is under
+        way, and ``wait`` adds up. Until a sum is done torch keeps its tensors, whether anybody waits for it or not.
+        """
+        tensor = tensor.contiguous()
         self._num_messages += 1
         if not self._ordered_sum:
-            self._process_group.allreduce([tensor]).wait()
-            return tensor
-        tensors = tensor.new_empty((self.size, *tensor.shape))
-        self._process_group.allgather([list(tensors.unbind())], [tensor]).wait()
-        total = tensors[0].float()
-        for other in tensors[1:]:
-            total += other
-        return total.to(tensor.dtype)
+            return PendingSum([tensor], self._process_group.allreduce([tensor]))
+        parts = list(tensor.new_empty((self.size, *tensor.shape)).unbind())
+        return PendingSum(parts, self._process_group.allgather([parts], [tensor]))
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """See ``Communicator.gather``."""
@@ -210,11 +255,7 @@ class TensorParallelGroup:
             return self.all_reduce(tensor)[shard(len(tensor), self)]
         counts = shard_sizes(len(tensor), self)
         own = [counts[self.rank]] * self.size
-        parts = self.all_to_all(tensor, counts, own).split(own)
-        total = parts[0].float()
-        for other in parts[1:]:
-            total += other
-        return total.to(tensor.dtype)
+        return _add_up(self.all_to_all(tensor, counts, own).split(own))
 
     def all_gather(self, rows: torch.Tensor, total: int) -> torch.Tensor:
         """See ``Communicator.all_gather``. Shorter shards are padded: only the last ones are."""
@@ -257,6 +298,16 @@ class TensorParallelGroup:
         group, self._process_group = self._process_group, None
         if group is not None and self._device.type == "cpu":
             group.shutdown()
+
+
+def _add_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of ``parts`` in their order, computed in float32. It may overwrite them."""
+    if len(parts) == 1:
+        return parts[0]
+    total = parts[0].float()
+    for other in parts[1:]:
+        total += other
+    return total.to(parts[0].dtype)
 
 
 def make_process_group(

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quire_engine.distributed import shared_memory
-from quire_engine.distributed.communicator import TensorParallelGroup
+from quire_engine.distributed.communicator import PendingSum, TensorParallelGroup
 from quire_engine.distributed.rank_group import file_store
 from quire_engine.kernels.bindings import library
 from quire_engine.worker.cpu_graph import capture
@@ -146,3 +146,41 @@ def test_where_memory_cannot_be_shared_sums_go_through_sockets(
         assert not any(group.is_capturable for group in groups)
         made = together(groups, lambda group: group.all_reduce(torch.full((2,), float(group.rank))).tolist())
         assert made == [[3.0, 3.0]] * 3
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_are_under_way_while_their_ranks_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Rank 0 has started two before another has begun, and they are the sums that it would have waited for."""
+    monkeypatch.setattr(shared_memory, "library", lambda: None)
+    noise = torch.Generator().manual_seed(size)
+    parts = torch.randn(2, size, 500, generator=noise).to(torch.bfloat16)
+
+    def start(group: TensorParallelGroup) -> list[PendingSum]:
+        return [group.all_reduce_async(each.clone()) for each in parts[:, group.rank]]
+
+    with ranks(size, tmp_path) as groups:
+        assert all(group.overlaps_sums for group in groups)
+        before, pending = groups[0].num_collectives, [start(groups[0])]
+        assert groups[0].num_collectives == before + 2, "a sum counts from its start"
+        assert not any(each.work.is_completed() for each in pending[0])
+        pending += [start(group) for group in groups[1:]]
+        for turn, each in enumerate(parts):
+            wanted = together(groups, lambda group: group.all_reduce(each[group.rank].clone()))  # noqa: B023
+            made = [sums[turn].wait() for sums in pending]
+            assert all(torch.equal(one, other) for one, other in zip(made, wanted, strict=True))  # type: ignore[arg-type]
+
+
+def test_sums_that_nobody_waits_for_leave_the_ranks_in_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "library", lambda: None)
+    with ranks(3, tmp_path) as groups:
+        for turn in range(20):
+            for group in groups:
+                group.all_reduce_async(torch.full((1000,), -1.0))
+            made = together(groups, lambda group: float(group.all_reduce(torch.full((1000,), float(turn)))[0]))  # noqa: B023
+            assert made == [3.0 * turn] * 3
+
+
+@needs_kernels
+def test_sums_in_shared_memory_do_not_overlap(tmp_path: Path) -> None:
+    with ranks(2, tmp_path) as groups:
+        assert not any(group.overlaps_sums for group in groups)
