@@ -129,6 +129,17 @@ class ExecutorConfig(_Frozen):
         description="How tokens reach the ranks that hold their experts: each rank has all tokens and results are "
         "added up, or with alltoall a token goes to the ranks of its experts alone.",
     )
+    enable_dbo: bool = Field(
+        default=False,
+        description="Dual batch overlap: compute large steps in two halves, so that what one half sends between the "
+        "ranks that share its layers goes on while the other half is multiplied.",
+    )
+    dbo_prefill_token_threshold: int = Field(
+        default=512,
+        ge=1,
+        description="Steps of more tokens are computed in two halves with --enable-dbo; on a GPU none of up to 512, "
+        "whatever is set.",
+    )
     enable_lora: bool = Field(
         default=False, description="Serve LoRA adapters of the model, which requests name as their model."
     )
@@ -327,6 +338,16 @@ class EngineArgs(CoreArgs, ExecutorConfig, ServedModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _halves_have_sums_to_overlap(self) -> Self:
+        if self.enable_dbo and self.tensor_parallel_size == 1:
+            raise ValueError(
+                "--enable-dbo needs a --tensor-parallel-size above 1: it hides the sums of ranks that share layers."
+            )
+        if self.enable_dbo and self.all2all_backend == "alltoall":
+            raise ValueError("--enable-dbo and --all2all-backend alltoall exclude each other.")
+        return self
+
     @property
     def num_ranks(self) -> int:
         """The processes that share the model."""
@@ -463,6 +484,8 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         "--num-gpu-blocks-override": "--kv-cache-memory sets the memory of KV blocks",
         "--cpu-offload-gb": "weights of a GPU are not offloaded; on the CPU, --weights-memory-gb keeps layers on disk",
         "--speculative-config": "--speculative-method and --num-speculative-tokens set it; there are no draft models",
+        "--dbo-decode-token-threshold": "--dbo-prefill-token-threshold is for all steps",
+        "--enable-two-batch-overlap": "--enable-dbo is one",
         "--enable-expert-parallel": "--tensor-parallel-size shares experts among ranks too",
         "--limit-mm-per-prompt": "models are served for text only",
         "--kv-transfer-config": "prefill and decode are not separated",

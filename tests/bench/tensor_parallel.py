@@ -1,7 +1,8 @@
 """Two ranks of one thread beside one process of two, on the same cores: `python -m tests.bench.tensor_parallel`.
 
 A model of 110 M parameters in float32, whose heads two ranks can share, in turns, each way in processes of its own;
-medians of the tokens a second. `--sockets` has sums go through gloo, as where memory cannot be shared.
+medians of the tokens a second. `--sockets` has sums go through gloo, as where memory cannot be shared. `--dbo` compares
+two ranks whose sums do so with and without `--enable-dbo`, which concerns the prompts alone.
 """
 
 import argparse
@@ -37,6 +38,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--folder", type=Path, default=Path(".run/bench-110m"))
     parser.add_argument("--sockets", action="store_true", help="sums go through gloo")
+    parser.add_argument("--dbo", action="store_true", help="two ranks, with --enable-dbo and without, through gloo")
+    parser.add_argument("--enable-dbo", action="store_true", help="what --run measures is with it")
     parser.add_argument("--run", type=int, help="measures so many ranks in this process, and prints JSON")
     options = parser.parse_args()
     if not (options.folder / "config.json").exists():
@@ -45,16 +48,20 @@ def main() -> None:
     if options.run:
         print(json.dumps(measure(options)))
         return
-    rounds = [{size: measure_apart(options, size) for size in (1, 2)} for _ in range(options.rounds)]
-    for name in rounds[0][1]:
-        one, two = (statistics.median(each[size][name] for each in rounds) for size in (1, 2))
-        print(f"{name:>18}: {one:7.0f} tokens/s in one process, {two:7.0f} in two ranks: {two / one:.2f}", flush=True)
+    ways = {"in one process": ["--run", "1"], "in two ranks": ["--run", "2"]}
+    if options.dbo:
+        ways = {"in two ranks": ["--run", "2"], "with --enable-dbo": ["--run", "2", "--enable-dbo"]}
+    rounds = [{way: measure_apart(options, flags) for way, flags in ways.items()} for _ in range(options.rounds)]
+    first, second = ways
+    for name in rounds[0][first]:
+        one, two = (statistics.median(each[way][name] for each in rounds) for way in ways)
+        print(f"{name:>18}: {one:7.0f} tokens/s {first}, {two:7.0f} {second}: {two / one:.2f}", flush=True)
 
 
-def measure_apart(options: argparse.Namespace, size: int) -> dict[str, float]:
+def measure_apart(options: argparse.Namespace, flags: list[str]) -> dict[str, float]:
     """``measure`` in a process of its own."""
-    command = [sys.executable, "-m", "tests.bench.tensor_parallel", "--run", str(size), "--folder", str(options.folder)]
-    if options.sockets:
+    command = [sys.executable, "-m", "tests.bench.tensor_parallel", *flags, "--folder", str(options.folder)]
+    if options.sockets or options.dbo:
         command.append("--sockets")
     done = subprocess.run([*command, "--requests", *map(str, options.requests)], stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout)
@@ -70,6 +77,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         model=options.folder,
         dtype="float32",
         tensor_parallel_size=options.run,
+        enable_dbo=options.enable_dbo,
         kv_cache_memory=1 << 29,
         swap_space=0.0,
     )

@@ -12,6 +12,7 @@ from quire_proto.sampling import SamplingParams
 
 from tests.model.engine import run
 from tests.model.models import OUTPUT_TOKENS, SmallModels
+from tests.model.ranks import record_split
 from tests.model.test_bfloat16 import PARAMS, check_close, theirs
 from tests.model.test_tensor_parallel import Watched, load
 
@@ -42,6 +43,35 @@ def test_two_gpus_send_tokens_to_their_experts(small_models: SmallModels, name: 
     with closing(load(small_models.folder(name), 2, 24, 200, **settings)) as shared:
         made = run(shared, small_models.prompts, [GREEDY] * len(small_models.prompts), chunk=7, max_num_seqs=8)
     assert made.outputs == small_models.outputs(name)
+
+
+@pytest.mark.parametrize("name", ["llama3", "mixtral"])
+def test_two_gpus_have_sums_beside_products(
+    small_models: SmallModels, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """All prompts at once are a step of more than 512 tokens."""
+    split = record_split(monkeypatch)
+    settings = {"device": "cuda", "attention": "reference", "enable_dbo": True}
+    with closing(load(small_models.folder(name), 2, 200, **settings)) as shared:
+        split.clear()
+        made = run(shared, small_models.prompts, [GREEDY] * len(small_models.prompts))
+    assert made.outputs == small_models.outputs(name)
+    assert split
+
+
+def test_sums_beside_products_change_no_bit_of_deterministic_results(
+    model_folders: dict[str, Path], small_models: SmallModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("flashinfer", reason="needs flashinfer, which is not installed")
+    split, made = record_split(monkeypatch), []
+    for enable_dbo in (False, True):
+        assert not split
+        settings = {"device": "cuda", "dtype": "bfloat16", "deterministic": True, "enable_dbo": enable_dbo}
+        with closing(load(model_folders["qwen3"], 2, 200, **settings)) as shared:
+            split.clear()
+            made.append(run(shared, small_models.prompts, [GREEDY] * len(small_models.prompts)).choices)
+    assert made[0] == made[1]
+    assert split
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])

@@ -6,11 +6,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from quire_engine.core.step import SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_engine.executor import multiproc
 from quire_engine.executor.rank_processes import RankError
 from quire_engine.executor.rpc import batch_to_arrays
 from quire_engine.executor.torch_executor import TorchExecutor
+from quire_engine.models.llama import LayerInputs, Llama
 from quire_proto.sampling import SamplingParams
 
 from tests.model.driver import GREEDY
@@ -128,6 +130,19 @@ def assert_gone(process: psutil.Process) -> None:
     """Looks without waiting for it as a parent does: that is for who started it."""
     ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     eventually(lambda: not process.is_running() or process.status() in ended, SECONDS_TO_BE_TOLD)
+
+
+def record_split(patch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each step that a rank of this process computes in two halves, as long as ``patch`` holds."""
+    seen: list[int] = []
+    overlapped_layers = Llama._overlapped_layers
+
+    def record(model: Llama, inputs: LayerInputs, *others: Any) -> torch.Tensor:
+        seen.append(len(inputs.hidden_states))
+        return overlapped_layers(model, inputs, *others)
+
+    patch.setattr(Llama, "_overlapped_layers", record)
+    return seen
 
 
 def in_background(work: Callable[[], object]) -> tuple[Thread, list[BaseException]]:

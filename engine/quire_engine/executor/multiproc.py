@@ -43,6 +43,7 @@ from quire_engine.worker.model_runner import LoadedModel, ModelRunner, Runner
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+NO_OVERLAP = "--enable-dbo changes nothing: sums go through shared memory, where the cores that multiply add them up"
 
 
 class MultiprocLeader:
@@ -96,6 +97,8 @@ class MultiprocLeader:
                 lambda: self._settings.connect(0, self._group, self._workers.store),
             )
         self._workers.wait_for_replies(number)
+        if self._settings.engine.enable_dbo and not self._group.communicator.overlaps_sums:
+            log.warning("%s", NO_OVERLAP)
         if self._device.type == "cpu":
             self._rendezvous_folder.cleanup()  # NCCL still reads it later
 

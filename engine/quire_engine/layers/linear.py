@@ -2,7 +2,7 @@
 
 import torch
 
-from quire_engine.distributed.communicator import Communicator
+from quire_engine.distributed.communicator import Communicator, PendingSum
 from quire_engine.quantization.base import Linear
 
 
@@ -16,6 +16,7 @@ class RowParallelLinear:
     def __init__(self, local: Linear, communicator: Communicator, *, scatter: bool = False) -> None:
         self._local = local
         self._reduce = communicator.reduce_scatter if scatter else communicator.all_reduce
+        self._start = communicator.all_reduce_async
         self.in_features = local.in_features
         self.out_features = local.out_features
 
@@ -23,9 +24,19 @@ class RowParallelLinear:
         """``x`` [T, this rank's inputs] -> [T, out], or this rank's ``shard`` of these rows."""
         return self._reduce(self._local(x))
 
+    def start(self, x: torch.Tensor) -> PendingSum:
+        """As a call without ``scatter``, whose sum may be under way."""
+        return self._start(self._local(x))
+
     def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """Not needed: gate and up projections are column parallel."""
         raise NotImplementedError
+
+
+def start_sum(layer: Linear, x: torch.Tensor) -> PendingSum:
+    """``layer(x)`` of a ``RowParallelLinear``, whose sum may be under way."""
+    assert isinstance(layer, RowParallelLinear), "no other ranks have a part of the layer"
+    return layer.start(x)
 
 
 class GatheredColumnParallelLinear:

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 import torch
 
 from quire_engine.checkpoint.config import DecoderConfig, MoEConfig
-from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, largest_shard_size, shard
+from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, PendingSum, largest_shard_size, shard
 from quire_engine.kernels.experts_kernel import ExpertsKernel, Packed, route
 from quire_engine.kernels.fused_moe import FusedExperts
+from quire_engine.layers.linear import start_sum
 from quire_engine.layers.weight_loader import WeightLoader
 from quire_engine.quantization.base import LayerSpec, Linear, LinearMethod
 from quire_engine.quantization.quantized_linear import QuantizedLinear
@@ -45,6 +46,10 @@ class GatedMLP:
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """``states`` [T, hidden] -> [T, hidden]."""
         return self.down_proj(self.gate_up_proj.forward_silu_mul(states))
+
+    def start(self, states: torch.Tensor) -> PendingSum:
+        """As a call of a network that ranks share, whose sum may be under way."""
+        return start_sum(self.down_proj, self.gate_up_proj.forward_silu_mul(states))
 
 
 class Experts(Protocol):
@@ -121,13 +126,20 @@ class MoE:
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """``states`` [T, hidden] -> [T, hidden], of all tokens or of this rank's."""
+        return self._communicator.all_reduce(self._of_own_experts(states))
+
+    def start(self, states: torch.Tensor) -> PendingSum:
+        """As a call, whose sum may be under way."""
+        return self._communicator.all_reduce_async(self._of_own_experts(states))
+
+    def _of_own_experts(self, states: torch.Tensor) -> torch.Tensor:
         weights, chosen = route(
             self._router(states),
             self._config.num_experts_per_tok,
             normalise=self._config.norm_topk_prob,
             round_weights=self._config.round_weights,
         )
-        return self._communicator.all_reduce(self._experts(states, weights, chosen))
+        return self._experts(states, weights, chosen)
 
 
 class AllToAllExperts:

@@ -55,6 +55,10 @@ class Layer(Protocol):
         """What the layer makes of its arguments."""
         ...
 
+    def overlapped(self, *args: Any) -> Any:
+        """The same for two halves of the tokens, beside sums over the ranks."""
+        ...
+
 
 def load_layers(
     indices: Sequence[int], load: Callable[[int], Layer], memory_gb: float | None
@@ -253,9 +257,17 @@ class StreamedLayer:
 
     def __call__(self, *args: Any) -> torch.Tensor:
         """See ``Layer``. Raises ``ExecutorError`` where its weights cannot be read."""
+        result: torch.Tensor = self._use(self._layer, args)
+        return result
+
+    def overlapped(self, *args: Any) -> Any:
+        """See ``Layer``. Raises ``ExecutorError`` where its weights cannot be read."""
+        return self._use(self._layer.overlapped, args)
+
+    def _use(self, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         host_call(partial(self.file.acquire, self._place))
         try:
-            return self._layer(*args)
+            return work(*args)
         finally:
             host_call(partial(self.file.release, self._place))
 

@@ -5,15 +5,18 @@ They differ in biases, norms, windows and the feed-forward network only. ``Llama
 hidden states, and hidden states into logits. The attention backend knows the sequences, and what each token may see.
 """
 
+import sys
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
-from quire_engine.attention.base import AttentionBackend
+from quire_engine.attention.base import MAX_GRAPH_BATCH_SIZE, AttentionBackend
 from quire_engine.checkpoint.config import AttentionLayout, DecoderConfig
-from quire_engine.distributed.communicator import shard
+from quire_engine.distributed.communicator import PendingSum, shard
 from quire_engine.distributed.pipeline import divide, is_first, is_last
 from quire_engine.kernels.ops import HeadNorms, norm_rotate, rotate
+from quire_engine.layers.linear import start_sum
 from quire_engine.layers.mlp import GatedMLP, MoE
 from quire_engine.layers.norm import RMSNorm
 from quire_engine.layers.rotary import RotaryEmbedding
@@ -69,6 +72,7 @@ class Llama:
         self.capturable = not (receives or shares_tokens) and all(layer.is_capturable for layer in self._layers)
         last = "model.norm" if is_last(stage) else f"model.layers.{indices.stop}.input_layernorm"
         self._norm = RMSNorm(weights, last, config.hidden_size, config.rms_norm_eps)
+        self._split_above = _split_above(weights)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, attention: AttentionBackend
@@ -93,12 +97,30 @@ class Llama:
         takes them.
         """
         ranks, tokens = self._token_communicator, len(inputs.hidden_states)
+        if tokens > self._split_above and self._can_overlap():
+            return self._overlapped_layers(inputs, kv, attention)
         residual, update, angles = inputs.hidden_states[shard(tokens, ranks)], None, (inputs.cos, inputs.sin)
         for layer, layer_kv in zip(self._layers, kv.unbind(1), strict=True):
             update = layer(residual, update, angles, layer_kv, attention)
         # The norm adds the update to the stream. What it returns is made again by the next stage, from that sum.
         normed = self._norm(residual, update)
         return ranks.all_gather(normed if is_last(self._stage) else residual, tokens)
+
+    def _can_overlap(self) -> bool:
+        """Whether sums of a step go on beside its products. With adapters none is split: which rows have which adapter
+        is planned for a whole step.
+        """
+        has_loras = self.loras is not None and self.loras.is_active
+        return self.communicator.overlaps_sums and not has_loras
+
+    def _overlapped_layers(self, inputs: LayerInputs, kv: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+        """``layers`` of a step whose rows are computed in two halves (dual batch overlap)."""
+        residuals, angles = inputs.hidden_states.chunk(2), (inputs.cos, inputs.sin)
+        updates: Sequence[PendingSum | None] = (None, None)
+        for layer, layer_kv in zip(self._layers, kv.unbind(1), strict=True):
+            updates = layer.overlapped(residuals, updates, angles, layer_kv, attention)
+        normed = [self._norm(*half) for half in _updated(residuals, updates)]
+        return torch.cat(normed) if is_last(self._stage) else inputs.hidden_states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See ``Model.logits``. Of a pipeline, for the first stage."""
@@ -119,8 +141,21 @@ def stage_layers(config: DecoderConfig, num_stages: int) -> list[range]:
     return divide(costs, num_stages, config.hidden_size * config.vocab_size)
 
 
+def _split_above(weights: WeightLoader) -> int:
+    """The tokens that a step may have which is not computed in two halves. On a GPU, steps that may be captured as
+    CUDA graphs are whole.
+    """
+    config = weights.options.config
+    if not config.enable_dbo or weights.communicator.size == 1:
+        return sys.maxsize
+    threshold = config.dbo_prefill_token_threshold
+    return max(threshold, MAX_GRAPH_BATCH_SIZE) if weights.device.type == "cuda" else threshold
+
+
 class _Attention:
-    """Grouped-query attention, with fused projections."""
+    """Grouped-query attention, with fused projections: a call takes what ``qkv_proj`` returns, and returns what
+    ``output_proj`` takes.
+    """
 
     def __init__(self, config: DecoderConfig, weights: WeightLoader, index: int) -> None:
         name, hidden = f"model.layers.{index}.self_attn", config.hidden_size
@@ -130,25 +165,24 @@ class _Attention:
             heads // weights.communicator.size for heads in (config.num_heads, *[config.num_kv_heads] * 2)
         )
         self._head_dim, self._window = config.head_dim, config.sliding_windows[index]
-        self._qkv_proj = weights.column_parallel_linear(inputs, [queries, keys, keys], hidden, bias=config.qkv_bias)
-        self._output_proj = weights.row_parallel_linear(
+        self.qkv_proj = weights.column_parallel_linear(inputs, [queries, keys, keys], hidden, bias=config.qkv_bias)
+        self.output_proj = weights.row_parallel_linear(
             f"{name}.o_proj", hidden, queries, bias=config.attention_output_bias
         )
         self._head_norms = _load_head_norms(config, weights, name, self._heads[0]) if config.qk_norm else None
 
     def __call__(
-        self, states: torch.Tensor, angles: CosSin, kv: torch.Tensor, attention: AttentionBackend
+        self, projected: torch.Tensor, angles: CosSin, kv: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
-        tokens = states.shape[0]
-        heads = self._qkv_proj(states).view(tokens, -1, self._head_dim)
+        tokens = projected.shape[0]
+        heads = projected.view(tokens, -1, self._head_dim)
         queries, keys, _ = self._heads
         if self._head_norms is None:
             rotate(heads[:, : queries + keys], *angles)
         else:
             norm_rotate(heads[:, : queries + keys], self._head_norms, *angles)
         query, key, value = heads.split_with_sizes(self._heads, dim=1)
-        mixed = attention.forward(query, key, value, kv, self._window)
-        return self._output_proj(mixed.reshape(tokens, -1))
+        return attention.forward(query, key, value, kv, self._window).reshape(tokens, -1)
 
 
 def _load_head_norms(config: DecoderConfig, weights: WeightLoader, name: str, queries: int) -> HeadNorms:
@@ -189,9 +223,35 @@ class _DecoderLayer:
         attention: AttentionBackend,
     ) -> torch.Tensor:
         gather, tokens = self._token_communicator.all_gather, len(angles[0])
-        mixed = self._attention(gather(self._input_norm(residual, update), tokens), angles, kv, attention)
-        normed = self._post_attention_norm(residual, mixed)
-        return self._mlp(normed if isinstance(self._mlp, MoE) else gather(normed, tokens))
+        states = self._attention.qkv_proj(gather(self._input_norm(residual, update), tokens))
+        states = self._attention(states, angles, kv, attention)
+        states = self._post_attention_norm(residual, self._attention.output_proj(states))
+        return self._mlp(states if isinstance(self._mlp, MoE) else gather(states, tokens))
+
+    def overlapped(
+        self,
+        residuals: Sequence[torch.Tensor],
+        updates: Sequence[PendingSum | None],
+        angles: CosSin,
+        kv: torch.Tensor,
+        attention: AttentionBackend,
+    ) -> Sequence[PendingSum]:
+        """As a call, for the two halves of a large step's rows: a sum of one half is under way while the other half is
+        multiplied. Attention alone needs both; all else works on rows. The outputs are pending, and those of the layer
+        before are waited for half by half, so the last sum of a layer goes on beside the first product of the next one.
+        """
+        states = torch.cat([self._attention.qkv_proj(self._input_norm(*half)) for half in _updated(residuals, updates)])
+        states = self._attention(states, angles, kv, attention)
+        updates = [start_sum(self._attention.output_proj, half) for half in states.chunk(2)]
+        return [self._mlp.start(self._post_attention_norm(*half)) for half in _updated(residuals, updates)]
+
+
+def _updated(
+    residuals: Sequence[torch.Tensor], updates: Sequence[PendingSum | None]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Each half of the stream, and once it is waited for the sum that is to be added to it; None for none."""
+    for residual, update in zip(residuals, updates, strict=True):
+        yield residual, None if update is None else update.wait()
 
 
 def _load_mlp(config: DecoderConfig, weights: WeightLoader, index: int) -> GatedMLP | MoE:
