@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from quire_engine.executor.rank_processes import RankError
@@ -12,9 +12,9 @@ from quire_proto.sampling import SamplingParams
 
 from tests.model.engine import run
 from tests.model.models import OUTPUT_TOKENS, SmallModels
-from tests.model.ranks import record_split
+from tests.model.ranks import Watched, record_split
 from tests.model.test_bfloat16 import PARAMS, check_close, theirs
-from tests.model.test_tensor_parallel import Watched, load
+from tests.model.test_tensor_parallel import load
 
 pytestmark = pytest.mark.gpu
 NEEDS_FLASHINFER = False
@@ -89,7 +89,8 @@ def test_two_gpus_part_from_transformers_only_where_both_are_probable(
 
 @pytest.fixture
 def watched(small_models: SmallModels) -> Iterator[Watched]:
-    with closing(Watched(small_models.folder("llama3"), device="cuda", attention="reference")) as watched:
+    settings = {"device": "cuda", "attention": "reference"}
+    with closing(Watched(partial(load, small_models.folder("llama3"), 2, **settings))) as watched:
         yield watched
 
 
@@ -100,7 +101,7 @@ def run_often(watched: Watched) -> None:
 
 def test_a_killed_rank_is_reported_even_where_nccl_waits_for_it(watched: Watched) -> None:
     watched.run()
-    psutil.Process(watched.other.pid).kill()
+    watched.others[0].kill()
     with pytest.raises(RankError):
         run_often(watched)
     assert "was killed by SIGKILL" in watched.loss()
