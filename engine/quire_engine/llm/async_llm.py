@@ -58,7 +58,10 @@ class AsyncLLM:
         )
         self._core = self._engine.core
         self._preparing = ThreadPoolExecutor(1, "prompts")  # one thread: seeds are drawn in the order of the calls
+        # By the engine's ids, and these by the program's: what a step makes for a request that was left is never taken
+        # for that of the next one with its name.
         self._streams: dict[str, Stream] = {}
+        self._keys: dict[str, str] = {}
         self._loop: AbstractEventLoop | None = None
         self._ended: QuireError | None = None
         self._closing = Lock()
@@ -103,9 +106,9 @@ class AsyncLLM:
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends requests with the finish reason ``abort``. Those that do not run are left out."""
         for each in [request_id] if isinstance(request_id, str) else request_id:
-            if (stream := self._streams.get(each)) is not None:
-                stream.abort()
-                self._core.send(AbortRequest(each))
+            if (key := self._keys.get(each)) is not None:
+                self._streams[key].abort()
+                self._core.send(AbortRequest(key))
 
     def close(self) -> None:
         """Frees the model's memory when the step that runs has ended. Running requests raise ``QuireError``
@@ -140,22 +143,34 @@ class AsyncLLM:
         self._check_usable()
         loop, name = asyncio.get_running_loop(), request_id or str(uuid4())
         prepared = await loop.run_in_executor(self._preparing, prepare, prompt, params or SamplingParams(), priority)
-        prepared = replace(prepared, request=replace(prepared.request, request_id=name))
         self._check_usable()
-        if name in self._streams:
+        if self._loop is not loop:
+            self._change_loop(loop)
+        if name in self._keys:
             raise invalid("request_id", f"A request {name} is running.")
-        if self._streams and self._loop is not loop:
-            raise invalid("prompt", "Requests of another event loop are running.")
-        self._loop = loop
-        self._streams[name] = stream = Stream(OutputProcessor(prepared, self._engine.tokenizer))
+        self._keys[name] = key = prepared.request.request_id
+        self._streams[key] = stream = Stream(OutputProcessor(prepared, self._engine.tokenizer))
         try:
             self._core.send(AddRequest(prepared.request))
             while not stream.is_finished:
-                yield await stream.next_output()
+                yield replace(await stream.next_output(), request_id=name)
         finally:
-            del self._streams[name]
-            if not stream.is_finished:
-                self._core.send(AbortRequest(name))
+            if self._streams.pop(key, None) is not None:
+                del self._keys[name]
+                if not stream.is_finished:
+                    self._core.send(AbortRequest(key))
+
+    def _change_loop(self, loop: AbstractEventLoop) -> None:
+        """Has the requests of ``loop`` alone run from now on. Those of one that was closed can have no end of their
+        own, and are aborted. Raises ``QuireError`` while others run.
+        """
+        if self._streams and self._loop is not None and not self._loop.is_closed():
+            raise invalid("prompt", "Requests of another event loop are running.")
+        self._loop = loop
+        for key in self._streams:
+            self._core.send(AbortRequest(key))
+        self._streams.clear()
+        self._keys.clear()
 
     def _check_usable(self) -> None:
         if self._ended is not None:

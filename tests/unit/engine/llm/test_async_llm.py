@@ -130,6 +130,17 @@ async def test_an_aborted_request_ends_with_what_it_had(offline: OfflineAsync) -
     await idle(offline)
 
 
+async def test_a_request_with_the_id_of_one_that_was_left_gets_its_own_outputs(offline: OfflineAsync) -> None:
+    slow(offline)
+    for number in range(10):
+        stream = offline.llm.generate([5, 6], LONG, "mine")
+        await anext(stream)
+        await stream.aclose()
+        last = (await all_of(offline, [number + 7], LONG, request_id="mine"))[-1]
+        assert (last.request_id, last.outputs[0].token_ids) == ("mine", expected([number + 7], LONG))
+    await idle(offline)
+
+
 async def test_an_id_is_of_one_request_at_a_time(offline: OfflineAsync) -> None:
     slow(offline)
     stream = offline.llm.generate([5, 6], LONG, "mine")
@@ -198,6 +209,22 @@ async def test_closing_ends_what_runs_and_refuses_what_comes(offline: OfflineAsy
         _ = [each async for each in stream]
     with pytest.raises(QuireError, match="closed"):
         await all_of(offline, [3], LONG)
+
+
+def test_requests_of_a_loop_that_was_closed_are_in_nobodys_way(tmp_path: Path) -> None:
+    offline = OfflineAsync(tmp_path)
+    stream = offline.llm.generate([5], LONG, "mine")
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(anext(stream))
+    loop.close()
+
+    async def again() -> None:
+        last = (await all_of(offline, [6], LONG, request_id="mine"))[-1]
+        assert last.outputs[0].token_ids == expected([6], LONG)
+        await idle(offline)
+
+    asyncio.run(again())
+    offline.llm.close()
 
 
 def test_one_event_loop_after_the_other_may_use_it(tmp_path: Path) -> None:
