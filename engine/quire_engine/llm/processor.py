@@ -26,6 +26,7 @@ from quire_engine.llm.types import (
     RequestMetrics,
     RequestOutput,
     SamplingParams,
+    whole_number,
 )
 from quire_engine.structured_output.compiler import GrammarCompiler
 
@@ -34,6 +35,7 @@ T = TypeVar("T")
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 _SECONDS = 1e-9  # of a nanosecond
+_MAX_PRIORITY = 2**31 - 1  # as in the service
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,10 @@ class InputProcessor:
         priority: int,
         lora: LoRARequest | None,
     ) -> PreparedRequest:
+        if not isinstance(params, SamplingParams):
+            raise invalid("sampling_params", "sampling_params must be SamplingParams.")
+        if abs(priority := whole_number("priority", priority)) > _MAX_PRIORITY:
+            raise invalid("priority", f"priority is {priority} and must be within {_MAX_PRIORITY} of 0.")
         sampling_params = self._sampling_params(len(token_ids), params)
         structured = sampling_params.structured
         request = Request(

@@ -3,6 +3,7 @@
 import json as json_text
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from typing import Any
 
 from quire_proto import sampling
@@ -57,7 +58,8 @@ class SamplingParams:
     An output also ends with the first of ``stop``; its text has that string only with
     ``include_stop_str_in_output``. Special tokens have no text, unless ``skip_special_tokens`` is off.
 
-    Raises ``QuireError`` INVALID for a value out of range, and for parameters that exclude each other.
+    Numbers may be NumPy's. Raises ``QuireError`` INVALID for a value of another kind or out of range, and for
+    parameters that exclude each other.
     """
 
     n: int = 1
@@ -93,7 +95,10 @@ class SamplingParams:
             raise invalid("stop", "beam_width and stop exclude each other.")
         if isinstance(self.bad_words, str):
             raise invalid("bad_words", "bad_words must be a list of strings.")
-        self._to_engine(self.seed or 0, max(1, self.min_tokens) if self.max_tokens is None else self.max_tokens)
+        if not (self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputsParams)):
+            raise invalid("structured_outputs", "structured_outputs must be StructuredOutputsParams.")
+        least = max(1, whole_number("min_tokens", self.min_tokens))
+        self._to_engine(0 if self.seed is None else self.seed, least if self.max_tokens is None else self.max_tokens)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -109,28 +114,50 @@ class SamplingParams:
 
     def _to_engine(self, seed: int, max_tokens: int) -> sampling.SamplingParams:
         return sampling.SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=0 if self.top_k == -1 else self.top_k,
-            seed=seed,
-            max_tokens=max_tokens,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
+            temperature=_number("temperature", self.temperature),
+            top_p=_number("top_p", self.top_p),
+            top_k=0 if self.top_k == -1 else whole_number("top_k", self.top_k),
+            seed=whole_number("seed", seed),
+            max_tokens=whole_number("max_tokens", max_tokens),
+            stop_token_ids=tuple(whole_number("stop_token_ids", each) for each in self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
-            min_p=self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias=tuple(sorted((self.logit_bias or {}).items())),
-            min_tokens=self.min_tokens,
-            n=self.n,
-            best_of=self.best_of or 0,
-            beam_width=self.beam_width,
-            length_penalty=self.length_penalty,
+            min_p=_number("min_p", self.min_p),
+            presence_penalty=_number("presence_penalty", self.presence_penalty),
+            frequency_penalty=_number("frequency_penalty", self.frequency_penalty),
+            repetition_penalty=_number("repetition_penalty", self.repetition_penalty),
+            logit_bias=tuple(
+                sorted(
+                    (whole_number("logit_bias", token_id), _number("logit_bias", bias))
+                    for token_id, bias in (self.logit_bias or {}).items()
+                )
+            ),
+            min_tokens=whole_number("min_tokens", self.min_tokens),
+            n=whole_number("n", self.n),
+            best_of=whole_number("best_of", self.best_of or 0),
+            beam_width=whole_number("beam_width", self.beam_width),
+            length_penalty=_number("length_penalty", self.length_penalty),
             early_stopping=self.early_stopping,
-            logprobs=self.logprobs,
-            prompt_logprobs=self.prompt_logprobs,
+            logprobs=_optional("logprobs", self.logprobs),
+            prompt_logprobs=_optional("prompt_logprobs", self.prompt_logprobs),
             structured=None if self.structured_outputs is None else self.structured_outputs.structured(),
         )
+
+
+def whole_number(param: str, value: object) -> int:
+    """A whole number, as the engine computes with. Raises ``QuireError`` INVALID."""
+    if not isinstance(value, Integral):
+        raise invalid(param, f"{param}: {value!r} is not a whole number.")
+    return int(value)
+
+
+def _optional(param: str, value: object) -> int | None:
+    return None if value is None else whole_number(param, value)
+
+
+def _number(param: str, value: object) -> float:
+    if not isinstance(value, Real):
+        raise invalid(param, f"{param}: {value!r} is not a number.")
+    return float(value)
 
 
 @dataclass(frozen=True, slots=True)

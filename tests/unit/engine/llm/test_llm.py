@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import math
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from threading import Thread
 from time import time
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -289,6 +291,14 @@ def test_all_prompts_are_checked_before_any_is_run(offline, prompts, params, par
         ({"bad_words": "word"}, "bad_words"),
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"seed": -1}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"top_k": 2.0}, "top_k"),
+        ({"logprobs": 1.5}, "logprobs"),
+        ({"logit_bias": {"1": 5.0}}, "logit_bias"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ({"temperature": "1"}, "temperature"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],
 )
 def test_parameters_out_of_range_are_refused_where_they_are_written(params, param):
@@ -348,6 +358,13 @@ def test_shared_parameters_reach_the_engine_unchanged():
     )
 
 
+def test_numbers_of_numpy_reach_the_engine_as_pythons():
+    resolved = SamplingParams(seed=np.int64(5), top_p=np.float32(0.5)).resolve(seed=9, max_output=100, bad_words=())
+
+    assert (resolved.seed, type(resolved.seed)) == (5, int)
+    assert (resolved.top_p, type(resolved.top_p)) == (0.5, float)
+
+
 def test_unset_parameters_get_defaults():
     resolved = SamplingParams(max_tokens=None, top_k=-1).resolve(seed=99, max_output=100, bad_words=())
 
@@ -358,6 +375,19 @@ def test_every_parameter_of_the_engine_can_be_set_here():
     known = {name for name in inspect.signature(EngineParams).parameters if name != "structured"}
 
     assert known <= set(inspect.signature(SamplingParams).parameters)
+
+
+@pytest.mark.parametrize("priority", ["high", 1.5, math.nan, [[1]], 1 << 31])
+def test_a_priority_that_is_none_is_refused(offline, priority):
+    with pytest.raises(QuireError) as refusal:
+        quiet(offline.llm, [[3]], seeded(1), priority=priority)
+    assert refusal.value.param == "priority"
+
+
+def test_parameters_of_another_kind_are_refused(offline):
+    with pytest.raises(QuireError) as refusal:
+        quiet(offline.llm, [[3]], {"temperature": 0})
+    assert refusal.value.param == "sampling_params"
 
 
 @pytest.mark.parametrize(
