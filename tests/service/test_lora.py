@@ -2,6 +2,7 @@
 behind a router, where an engine that dies changes no token of theirs.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,10 +27,12 @@ LORA = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two folders: ``a`` and ``b``."""
+    """Two folders: ``a`` and ``b``; and ``long``, which is refused with a message of that length."""
     folder = tmp_path_factory.mktemp("adapters")
     write_adapter(folder / "a", DEMO, rank=8, seed=1)
     write_adapter(folder / "b", DEMO, rank=2, seed=2, targets=("q_proj", "v_proj"))
+    settings = write_adapter(folder / "long", DEMO, rank=2) / "adapter_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "init_lora_weights": "x" * 50_000}))
     return folder
 
 
@@ -80,6 +83,8 @@ def test_requests_run_with_the_adapters_that_they_name(engine: Engine, adapters:
         ("c d", "b", grpc.StatusCode.INVALID_ARGUMENT, "lora_name"),
         ("a", "b", grpc.StatusCode.ALREADY_EXISTS, "lora_name"),
         (MODEL, "b", grpc.StatusCode.ALREADY_EXISTS, "lora_name"),
+        ("c", "long", grpc.StatusCode.INVALID_ARGUMENT, "lora_path"),
+        ("c", "😀" * 4000, grpc.StatusCode.INVALID_ARGUMENT, "lora_path"),
     ],
 )
 def test_an_adapter_that_cannot_be_loaded_is_refused(

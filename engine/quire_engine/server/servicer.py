@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 OPEN_TIMEOUT = 10.0
 INSPECT_TIMEOUT = 5.0
 MAX_CELLS = 1024
+_MAX_DETAILS = 512  # characters, each of at most 12 bytes when it is percent-encoded
 _SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 _Requests = AsyncIterator[pb.SessionRequest]
@@ -93,7 +94,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             lora = await self._sessions.loras.load(request.lora_name, request.lora_path, request.digest)
         except QuireError as error:
             metadata = (("quire-param", error.param or ""),)
-            await context.abort(grpc.StatusCode[error.status.grpc], error.message, metadata)
+            await context.abort(grpc.StatusCode[error.status.grpc], _shortened(error.message), metadata)
         return pb.LoadLoraResponse(lora=pb.Lora(name=lora.lora_name, digest=lora.digest))
 
     async def UnloadLora(  # noqa: N802 - named by the contract
@@ -134,6 +135,14 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
                 session.acknowledge(message.ack.sequence)
             case _:
                 pass  # a second Open changes nothing, and a newer router may know commands that this engine does not
+
+
+def _shortened(message: str) -> str:
+    """A message without its middle where it is so long, as with a name out of a file, that gRPC would refuse the
+    trailers: percent-encoded they may have 8 KiB.
+    """
+    half = _MAX_DETAILS // 2
+    return message if len(message) <= _MAX_DETAILS else f"{message[:half]} … {message[-half:]}"
 
 
 async def _first_open(requests: _Requests) -> pb.Open:
