@@ -227,11 +227,15 @@ async def _at_all(engines: Sequence[Engine], update: Callable[[EngineConnection]
     if not failed:
         return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
     engine, error = failed[0]
-    if not isinstance(error, grpc.aio.AioRpcError):
-        raise no_engine_ready() if isinstance(error, EngineLost) else error
     done = len(engines) - len(failed)
-    message = error.details() or "The engine does not say why."
+    status, message, param = grpc.StatusCode.UNAVAILABLE, "The engine is not connected.", None
+    if isinstance(error, grpc.aio.AioRpcError):
+        status, message = error.code(), error.details() or "The engine does not say why."
+        param = dict(error.trailing_metadata() or ()).get("quire-param")
+    elif not isinstance(error, EngineLost):
+        raise error
+    elif not done:
+        raise no_engine_ready()
     if done:
         message = f"{message} That is so at {engine.id}; {done} of {len(engines)} engines have done it."
-    param = dict(error.trailing_metadata() or ()).get("quire-param")
-    raise lora_update_failed(error.code().name, message, str(param) if param else None)
+    raise lora_update_failed(status.name, message, str(param) if param else None)

@@ -138,6 +138,20 @@ async def test_a_failure_at_one_engine_says_where_and_leaves_the_others() -> Non
         assert fleet.ready("m", NEW) == 1
 
 
+async def test_an_engine_that_is_gone_is_named_where_the_others_have_unloaded() -> None:
+    stays, leaves = engine({}), engine({})
+    async with fleet_of(stays, leaves) as fleet:
+        await all_ready(fleet, 2)
+        updater = LoRAUpdater(fleet, ["m"])
+        await updater.load("x", "new")
+        await leaves.stop()
+        await until(lambda: fleet.ready("m") == 1)
+        with pytest.raises(QuireError, match=rf"not connected\. That is so at {leaves.address}; 1 of 2") as refused:
+            await updater.unload("x")
+        assert refused.value.code is ErrorCode.UNAVAILABLE
+        assert stays.unloaded == ["x"]
+
+
 @pytest.mark.parametrize(
     ("name", "model", "code"),
     [("m", None, ErrorCode.CONFLICT), ("x", "nowhere", ErrorCode.NOT_FOUND), ("x", "m", ErrorCode.INVALID)],
