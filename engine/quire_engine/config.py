@@ -35,6 +35,13 @@ def _split(value: object) -> object:
     return [name.strip() for part in parts for name in str(part).split(",") if name.strip()]
 
 
+def _not_empty(value: object) -> object:
+    """An empty variable is no path, least of all that of the working directory."""
+    if value == "":
+        raise ValueError("it is empty")
+    return value
+
+
 PREFIX = "QUIRE_ENGINE_"
 OTHER_VARIABLES = ("cpu_kernels",)  # QUIRE_ENGINE_CPU_KERNELS is read by ``kernels``, which may not import this
 _SEEN = "tool calls and thoughts are read as the model's chat template writes them"
@@ -51,8 +58,11 @@ KVCacheMemory = Annotated[
     int | None,
     Field(ge=1, description="Bytes of the device's KV pool, instead of what measuring finds room for."),
 ]
-SwapSpace = Annotated[float, Field(ge=0, description="GiB that the host's KV pool may take; 0 turns swapping off.")]
-KVDiskSpace = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+MAX_GIB = 1 << 20
+SwapSpace = Annotated[
+    float, Field(ge=0, le=MAX_GIB, description="GiB that the host's KV pool may take; 0 turns swapping off.")
+]
+KVDiskSpace = Annotated[float, Field(ge=0, le=MAX_GIB)]
 
 
 class _Frozen(BaseModel):
@@ -110,7 +120,7 @@ class ExecutorConfig(_Frozen):
     weights_memory_gb: float | None = Field(
         default=None,
         gt=0,
-        allow_inf_nan=False,
+        le=MAX_GIB,
         description="GiB of memory that the weights of the model's layers may take, on the CPU: the layers beyond lie "
         "packed on disk, and are read ahead of their use in each step.",
     )
@@ -155,7 +165,7 @@ class ExecutorConfig(_Frozen):
         description="GiB of disk for KV blocks used twice, which are found again after a restart; needs "
         "--kv-disk-path, and is off by default.",
     )
-    kv_disk_path: Path | None = Field(
+    kv_disk_path: Annotated[Path | None, BeforeValidator(_not_empty)] = Field(
         default=None,
         description="Folder of these blocks. Each engine that runs takes a numbered folder in it; engines of different "
         "models shall have different ones.",

@@ -3,8 +3,11 @@ or on several.
 """
 
 import errno
+import math
 import os
+import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from quire_engine.factory import make_scheduler
 from quire_proto.sampling import SamplingParams
 
 from tests.model.models import SmallModels, greedy_oracle
+from tests.support.executors import load_executor
 from tests.support.rank_threads import ranks_are_threads
 
 MODEL = "llama3"
@@ -226,11 +230,24 @@ def test_a_folder_that_cannot_be_used_is_no_reason_not_to_run(
     assert "KV blocks are not kept on disk" in caplog.text
 
 
+def test_there_are_no_more_slots_than_the_file_system_has_room_for(small_models: SmallModels, tmp_path: Path) -> None:
+    pools = {"kv_cache_memory": 1 << 20, "swap_bytes": 1 << 20}
+    disk = {"kv_disk_path": tmp_path / "kv", "kv_disk_space": 1 << 20}
+    with closing(load_executor(small_models.folder(MODEL), dtype="float32", **pools, **disk)) as executor:
+        contents = executor.disk_contents
+        assert contents is not None
+        assert 0 < contents.num_slots * contents.block_bytes <= shutil.disk_usage(tmp_path).total
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"kv_disk_path": None}, "belong together"),
+        ({"kv_disk_path": ""}, "it is empty"),
         ({"kv_disk_space": 0}, "belong together"),
+        ({"kv_disk_space": math.inf}, "less than or equal to 1048576"),
+        ({"swap_space": 1e300}, "less than or equal to 1048576"),
+        ({"weights_memory_gb": 1e300}, "less than or equal to 1048576"),
         ({"enable_prefix_caching": False}, "needs --enable-prefix-caching"),
         ({"enable_host_caching": False}, "needs --enable-prefix-caching"),
         ({"swap_space": 0}, "needs --enable-prefix-caching"),

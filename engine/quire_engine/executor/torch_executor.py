@@ -227,6 +227,7 @@ class TorchExecutor:
         results = TransferResults(config.num_ranks)
         try:
             lock = FolderLock(path)
+            num_slots = min(num_slots, lock.file_system_bytes // block_bytes)
             contents = self._runner.open_disk(lock.folder, self._fingerprint(config), num_slots, results.add)
         except OSError as error:
             log.warning("KV blocks are not kept on disk: %s cannot be used: %s", path, error)

@@ -63,7 +63,16 @@ class BlockFile:
             os.close(self._index)
             raise
         about = blake2b(f"{fingerprint}\0{block_bytes}".encode(), digest_size=32).digest()
-        header = _HEADER.pack(_MAGIC, about)
+        try:
+            self._prepare(_HEADER.pack(_MAGIC, about))
+        except OSError:
+            self.close()
+            raise
+        self._sequences = count(max((each.sequence for each in self._records()), default=0) + 1)
+
+    def _prepare(self, header: bytes) -> None:
+        """Drops what is of another header, or beyond the slots."""
+        num_slots, block_bytes = self.num_slots, self.block_bytes
         if os.pread(self._index, len(header), 0) != header:
             os.ftruncate(self._index, 0)
             os.ftruncate(self._blocks, 0)
@@ -71,7 +80,6 @@ class BlockFile:
         if os.fstat(self._blocks).st_size > num_slots * block_bytes:
             os.ftruncate(self._blocks, num_slots * block_bytes)
             os.ftruncate(self._index, min(self._record_at(num_slots), os.fstat(self._index).st_size))
-        self._sequences = count(max((each.sequence for each in self._records()), default=0) + 1)
 
     def stored(self) -> list[StoredBlock]:
         """What the index names, the oldest first, each hash once."""
@@ -159,6 +167,12 @@ class FolderLock:
             else:
                 return
         raise FileExistsError(f"{MAX_ENGINES} engines use it")
+
+    @property
+    def file_system_bytes(self) -> int:
+        """The size of the file system that has the folder; what no file can be larger than where it does not say."""
+        found = os.statvfs(self.folder)
+        return found.f_blocks * found.f_frsize or 1 << 63
 
     def close(self) -> None:
         """Lets others have the folder."""

@@ -181,6 +181,18 @@ def test_what_is_stored_can_be_loaded_into_another_block_and_nothing_begins_befo
     transfers.close()
 
 
+def test_a_file_that_cannot_be_made_is_closed_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", full)
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        with pytest.raises(OSError, match="No space left"):
+            BlockFile(folder, "model", SLOTS, SIZE)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
 def test_two_engines_have_folders_of_their_own_and_one_that_was_killed_leaves_its_to_the_next(folder: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from quire_engine.worker.block_file import FolderLock\n"
