@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import Annotated, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -33,6 +33,11 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 BATCHINGS: tuple[Batching, ...] = get_args(Batching)
 MEMORIES: tuple[Memory, ...] = get_args(Memory)
 PresetName = Literal["cpu", "a100-8b", "h100-8b"]
+MAX_BLOCKS = 1 << 24
+"""Of a pool: a block takes some two hundred bytes of the simulator."""
+# Bounds beyond which the clock, in nanoseconds, would not be a number.
+Seconds = Annotated[float | None, Field(ge=0, le=1e6)]
+PerSecond = Annotated[float | None, Field(ge=1e-6, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,22 +124,23 @@ class SimulatedEngineConfig(CliSettings, CoreArgs):
 
     seed: int = Field(default=0, ge=0, lt=1 << 63, description="Decides all that is made up; equal seeds, equal runs.")
     preset: PresetName = Field(default="a100-8b", description="Device and model whose speed and memory are assumed.")
-    tokens_per_second: float | None = Field(default=None, gt=0, description="Tokens that full steps compute a second.")
-    weights_seconds: float | None = Field(default=None, ge=0, description="Least time of a step that computes.")
-    context_seconds: float | None = Field(default=None, ge=0, description="Reading one token of context.")
-    pair_seconds: float | None = Field(default=None, ge=0, description="Attention of one token to one of its context.")
-    draw_seconds: float | None = Field(default=None, ge=0, description="Logits and draw of one token.")
-    overhead_seconds: float | None = Field(default=None, ge=0, description="What every step costs besides.")
-    bytes_per_second: float | None = Field(default=None, gt=0, description="Block copies to or from the host.")
+    tokens_per_second: PerSecond = Field(default=None, description="Tokens that full steps compute a second.")
+    weights_seconds: Seconds = Field(default=None, description="Least time of a step that computes.")
+    context_seconds: Seconds = Field(default=None, description="Reading one token of context.")
+    pair_seconds: Seconds = Field(default=None, description="Attention of one token to one of its context.")
+    draw_seconds: Seconds = Field(default=None, description="Logits and draw of one token.")
+    overhead_seconds: Seconds = Field(default=None, description="What every step costs besides.")
+    bytes_per_second: PerSecond = Field(default=None, description="Block copies to or from the host.")
     jitter: float | None = Field(default=None, ge=0, lt=1, description="Part by which a step may be longer or shorter.")
-    disk_bytes_per_second: float | None = Field(
-        default=None, gt=0, description="Reading or writing blocks on disk, in all."
-    )
+    disk_bytes_per_second: PerSecond = Field(default=None, description="Reading or writing blocks on disk, in all.")
 
     @model_validator(mode="after")
     def _check(self) -> "SimulatedEngineConfig":
         if self.kv_cache_config.usable_tokens < 1:
             raise ValueError(f"The KV pool must hold a block, which has {self.kv_cache_config.block_bytes} bytes.")
+        pools = self.kv_cache_config.device_blocks, self.kv_cache_config.host_blocks, self.num_disk_slots
+        if max(pools) > MAX_BLOCKS:
+            raise ValueError(f"A pool has {max(pools)} blocks, and at most {MAX_BLOCKS} are simulated.")
         _ = self.latency
         return self
 
@@ -217,7 +223,7 @@ class SimulationConfig(SimulatedEngineConfig):
     start: int = Field(default=0, ge=0, description="First row of the trace that is used.")
     limit: int | None = Field(default=None, ge=1, description="Rows that are used; all by default.")
     rate: float = Field(
-        default=1.0, gt=0, allow_inf_nan=False, description="How many times faster than traced requests arrive."
+        default=1.0, ge=1e-6, allow_inf_nan=False, description="How many times faster than traced requests arrive."
     )
     compare: Names = Field(
         default=[], description="Policies to run side by side, with commas between; instead of --scheduling-policy."

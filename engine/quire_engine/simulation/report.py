@@ -147,7 +147,7 @@ def make_report(recorder: SimulationRecorder) -> SimulationReport:
     return SimulationReport(
         requests=len(records),
         completed=len(completed),
-        errors=Counter(record.error for record in records if record.error is not None),
+        errors=dict(Counter(record.error for record in records if record.error is not None)),
         steps=len(samples.time),
         seconds=seconds,
         output_tokens=output_tokens,

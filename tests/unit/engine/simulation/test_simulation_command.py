@@ -55,6 +55,12 @@ def test_json_counts_preemptions_by_their_reason(command, trace) -> None:
     assert sum(figures["preemption_reasons"].values()) == figures["preemptions_by_recompute"] > 0
 
 
+def test_json_counts_requests_that_can_never_run(command, trace) -> None:
+    figures = json.loads(command("--trace", trace, "--json", "--max-model-len", "1"))["runs"]["fcfs"]
+    assert sum(figures["errors"].values()) == 60
+    assert figures["completed"] == 0
+
+
 def test_a_disk_of_a_stated_size_and_speed_is_part_of_the_engine(command, trace) -> None:
     arguments = ("--trace", trace, "--json", "--kv-disk-space", "3", "--disk-bytes-per-second", "7e9")
     document = json.loads(command(*arguments))
@@ -95,6 +101,12 @@ def test_without_matplotlib_a_plot_is_refused_with_the_way_to_get_it(command, tr
         (("--trace", "TRACE", "--rate", "nan"), 2, "--rate"),
         (("--trace", "TRACE", "--jitter", "1"), 2, "--jitter"),
         (("--trace", "TRACE", "--tokens-per-second", "0"), 2, "--tokens-per-second"),
+        (("--trace", "TRACE", "--tokens-per-second", "1e-300"), 2, "--tokens-per-second"),
+        (("--trace", "TRACE", "--bytes-per-second", "inf"), 2, "--bytes-per-second"),
+        (("--trace", "TRACE", "--rate", "1e-300"), 2, "--rate"),
+        (("--trace", "TRACE", "--overhead-seconds", "1e300"), 2, "--overhead-seconds"),
+        (("--trace", "TRACE", "--kv-cache-memory", "100000000000000000000"), 2, "are simulated"),
+        (("--trace", "TRACE", "--swap-space", "1000000"), 2, "are simulated"),
         (("--trace", "TRACE", "--start", "60"), 1, "row 60"),
         (("--trace", "TRACE", "--kv-cache-memory", "5"), 2, "KV pool"),
         (("--trace", "TRACE", "--preset", "abacus"), 2, "--preset"),
