@@ -16,7 +16,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from quire_proto.telemetry import DropReason
 
 QUEUE_SIZE_VARIABLE = "OTEL_BSP_MAX_QUEUE_SIZE"
-_QUEUE_SIZE = 2048  # OpenTelemetry's default
+BATCH_SIZE_VARIABLE = "OTEL_BSP_MAX_EXPORT_BATCH_SIZE"
+_QUEUE_SIZE, _BATCH_SIZE = 2048, 512  # OpenTelemetry's defaults
 
 
 class CountingSpanProcessor(SpanProcessor):
@@ -32,16 +33,15 @@ class CountingSpanProcessor(SpanProcessor):
         max_queue_size: int | None = None,
         max_export_batch_size: int | None = None,
     ) -> None:
-        """The ``OTEL_BSP_*`` variables say what is not given. Raises ``ValueError`` if a batch is larger than the
-        queue.
+        """The ``OTEL_BSP_*`` variables say what is not given, but a batch is never longer than the queue. Raises
+        ``ValueError`` if one that is given is.
         """
         self._room = queue_size() if max_queue_size is None else max_queue_size
         self._waiting = 0
         self._dropped = dropped
         self._lock = Lock()
-        self._batches = BatchSpanProcessor(
-            _CountingExporter(self, exporter), self._room, max_export_batch_size=max_export_batch_size
-        )
+        batch = min(batch_size(), self._room) if max_export_batch_size is None else max_export_batch_size
+        self._batches = BatchSpanProcessor(_CountingExporter(self, exporter), self._room, max_export_batch_size=batch)
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
         """Nothing happens at the start of a span."""
@@ -100,5 +100,14 @@ class _CountingExporter(SpanExporter):
 
 def queue_size() -> int:
     """Spans that may wait, as ``OTEL_BSP_MAX_QUEUE_SIZE`` has it."""
-    given = os.environ.get(QUEUE_SIZE_VARIABLE, "")
-    return int(given) if given.isdecimal() else _QUEUE_SIZE
+    return _size(QUEUE_SIZE_VARIABLE, _QUEUE_SIZE)
+
+
+def batch_size() -> int:
+    """Spans that are sent at once, as ``OTEL_BSP_MAX_EXPORT_BATCH_SIZE`` has it."""
+    return _size(BATCH_SIZE_VARIABLE, _BATCH_SIZE)
+
+
+def _size(variable: str, default: int) -> int:
+    given = os.environ.get(variable, "")
+    return int(given) if given.isdecimal() and int(given) else default

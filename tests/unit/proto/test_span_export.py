@@ -111,9 +111,19 @@ def test_spans_that_are_not_sampled_are_not_dropped() -> None:
     assert not dropped
 
 
-@pytest.mark.parametrize(("given_size", "expected"), [("", 2048), ("100", 100), ("many", 2048)])
+@pytest.mark.parametrize(("given_size", "expected"), [("", 2048), ("100", 100), ("many", 2048), ("0", 2048)])
 def test_the_queue_is_as_long_as_opentelemetrys_variable_says(
     monkeypatch: pytest.MonkeyPatch, given_size: str, expected: int
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", given_size)
     assert queue_size() == expected
+
+
+def test_a_queue_that_is_shorter_than_a_batch_has_shorter_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "100")
+    exporter = StalledExporter()
+    exporter.released.set()
+    processor = CountingSpanProcessor(exporter, Counter[DropReason]())
+    end_spans(processor, ["one"])
+    processor.shutdown()
+    assert exporter.names == ["one"]
