@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random, SystemRandom
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 from weakref import WeakSet
 
 from pydantic import ValidationError
@@ -21,6 +21,9 @@ from quire_engine.factory import load_executor, make_grammar_compiler, make_sche
 from quire_engine.llm.model_folder import find_model_folder
 from quire_engine.llm.processor import InputProcessor
 from quire_engine.structured_output.compiler import GrammarCompiler
+
+if TYPE_CHECKING:
+    from quire_engine.executor.torch_executor import TorchExecutor
 
 # What ``LLM`` takes as keyword arguments: all that concerns the engine itself but the model, which is an argument.
 LLM_SETTINGS = tuple(name for name in EngineArgs.model_fields if name not in ServedModel.model_fields)
@@ -69,19 +72,35 @@ class OfflineEngine:
         other = None if tokenizer is None else find_model_folder(tokenizer, allow_download=allow_download)
         loaded_tokenizer = ModelTokenizer.load(tokenizer_folder(config.model) if other is None else other)
         executor = load_executor(config)
-        size = executor.config.vocab_size
-        if other is not None and loaded_tokenizer.vocab_size > size:
+        try:
+            return cls._around(executor, config, publish, loaded_tokenizer, other=other, seed=seed)
+        except BaseException:
             executor.close()
+            raise
+
+    @classmethod
+    def _around(
+        cls,
+        executor: "TorchExecutor",
+        config: EngineConfig,
+        publish: Callable[[EngineCoreOutputs], None],
+        tokenizer: ModelTokenizer,
+        *,
+        other: Path | None,
+        seed: int | None,
+    ) -> Self:
+        """The engine of ``executor``. ``other`` is the folder of ``tokenizer``, where that is not the model's."""
+        size = executor.config.vocab_size
+        if other is not None and tokenizer.vocab_size > size:
             raise ModelError(
-                f"{tokenizer} is no tokenizer of this model: it has {loaded_tokenizer.vocab_size} tokens, and the "
-                f"model {size}."
+                f"{other} is no tokenizer of this model: it has {tokenizer.vocab_size} tokens, and the model {size}."
             )
         scheduler = make_scheduler(config, executor)
         random = SystemRandom() if seed is None else Random(seed)  # noqa: S311 - it draws tokens, not keys
         grammars = make_grammar_compiler(config, executor, other)
         seeds = partial(random.getrandbits, 64)
-        requests = InputProcessor(loaded_tokenizer, scheduler, seeds, grammars, executor.check_lora)
-        return cls(loaded_tokenizer, executor, EngineCore(scheduler, executor, publish), grammars, requests)
+        requests = InputProcessor(tokenizer, scheduler, seeds, grammars, executor.check_lora)
+        return cls(tokenizer, executor, EngineCore(scheduler, executor, publish), grammars, requests)
 
     def close(self) -> None:
         """Frees the model's memory. No step may be running."""

@@ -22,6 +22,7 @@ from quire_engine.core.executor import CopyError
 from quire_engine.core.request import Request, Sequence
 from quire_engine.core.step import SchedulerOutput
 from quire_engine.errors import ModelError
+from quire_engine.llm import offline_engine
 from quire_engine.llm.llm import OfflineRun
 from quire_engine.llm.offline_engine import LLM_SETTINGS, OPEN, engine_config
 from quire_engine.llm.processor import PreparedRequest
@@ -583,6 +584,19 @@ def test_a_tokenizer_of_another_folder_is_used_if_its_tokens_are_the_models(offl
     other.add_tokens(["one more"])
     with pytest.raises(ModelError, match="is no tokenizer of this model: it has "):
         Offline(tmp_path / "b", tokenizer=write_model_folder(tmp_path / "large", other))
+
+
+def test_an_llm_that_cannot_be_made_leaves_no_executor(tmp_path, monkeypatch):
+    made = []
+
+    def fail(config, executor):
+        made.append(executor)
+        raise MemoryError
+
+    monkeypatch.setattr(offline_engine, "make_scheduler", fail)
+    with pytest.raises(MemoryError):
+        Offline(tmp_path)
+    assert [executor.closed for executor in made] == [True]
 
 
 def test_what_programs_for_vllm_call_closes_every_llm(tmp_path, monkeypatch):
