@@ -30,7 +30,7 @@ def _numbers(value: object) -> object:
 
 
 Count = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=1e6)]
 Utilisation = Annotated[float, Field(gt=0, le=100)]
 
 
@@ -69,6 +69,7 @@ class FleetSettings(SimulatedEngineConfig):
     share_age: Annotated[float | None, BeforeValidator(lambda value: None if value == "none" else value)] = Field(
         default=LoadSharingSettings().interval,
         ge=0,
+        le=1e6,
         description="Seconds between two messages of a router about what it has in flight; none: it sends none.",
     )
     share_delay: Seconds = Field(default=0.002, description="Seconds until the others hear of it.")

@@ -126,6 +126,8 @@ def test_a_missing_dependency_is_reported_with_its_extra(
         (("--engines", "0"), 2, "--engines"),
         (("--share-age", "-1"), 2, "--share-age"),
         (("--load-age", "inf"), 2, "--load-age"),
+        (("--share-delay", "1e300"), 2, "--share-delay"),
+        (("--share-age", "1e300"), 2, "--share-age"),
         (("--flood", "3"), 2, "--tenants"),
         (("--gsp-question-len", "0"), 2, "--gsp-question-len"),
         (("--preset", "abacus"), 2, "--preset"),
