@@ -20,6 +20,7 @@ from uuid import uuid4
 from quire_proto.errors import ErrorCode, QuireError, internal, invalid
 
 from quire_engine.core.engine_core import AbortRequest, AddRequest, EngineCoreOutputs, Shutdown
+from quire_engine.core.executor import ExecutorError
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.outputs import EngineCoreOutput
 from quire_engine.llm.llm import LLM
@@ -179,8 +180,8 @@ class AsyncLLM:
     def _run(self) -> None:
         try:
             self._core.run()
-        except BaseException:
-            self._end(internal())
+        except BaseException as error:
+            self._end(QuireError(ErrorCode.INTERNAL, str(error)) if isinstance(error, ExecutorError) else internal())
             raise
 
     def _publish(self, step: EngineCoreOutputs) -> None:

@@ -36,6 +36,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 _SECONDS = 1e-9  # of a nanosecond
 _MAX_PRIORITY = 2**31 - 1  # as in the service
+_MAX_LORA_ID = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +121,10 @@ class InputProcessor:
         """Each adapter is read when it comes first. Raises ``QuireError`` INVALID, also for another adapter with the
         number of one that came before.
         """
-        if not isinstance(lora, LoRARequest) or lora.lora_int_id < 1:
-            raise invalid("lora_request", "lora_request must be a LoRARequest whose number is above 0.")
+        if not isinstance(lora, LoRARequest) or not isinstance(lora.lora_name, str):
+            raise invalid("lora_request", "lora_request must be a LoRARequest whose name is a text.")
+        if not 0 < whole_number("lora_request", lora.lora_int_id) <= _MAX_LORA_ID:
+            raise invalid("lora_request", f"The number of lora_request must be above 0 and at most {_MAX_LORA_ID}.")
         if lora.lora_int_id not in self._loras:
             try:
                 self._loras[lora.lora_int_id] = lora, self._check_lora(lora)

@@ -194,7 +194,7 @@ async def test_when_the_engine_fails_every_request_does_and_those_that_come(offl
     results = await asyncio.gather(*(all_of(offline, [each], LONG) for each in (3, 4)), return_exceptions=True)
     with pytest.raises(QuireError) as later:
         await all_of(offline, [3], LONG)
-    assert {each.code for each in [*results, later.value]} == {ErrorCode.INTERNAL}
+    assert {(each.code, each.message) for each in [*results, later.value]} == {(ErrorCode.INTERNAL, "out of order")}
 
 
 async def test_closing_ends_what_runs_and_refuses_what_comes(offline: OfflineAsync) -> None:

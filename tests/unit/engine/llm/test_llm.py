@@ -16,7 +16,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_engine import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, destroy_model_parallel
+from quire_engine import (
+    LLM,
+    LoRARequest,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+    destroy_model_parallel,
+)
 from quire_engine.config import EngineArgs, EngineConfig
 from quire_engine.core.executor import CopyError
 from quire_engine.core.request import Request, Sequence
@@ -383,6 +390,16 @@ def test_a_priority_that_is_none_is_refused(offline, priority):
     with pytest.raises(QuireError) as refusal:
         quiet(offline.llm, [[3]], seeded(1), priority=priority)
     assert refusal.value.param == "priority"
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [LoRARequest(5, 1, "x"), LoRARequest("a", "1", "x"), LoRARequest("a", 0, "x"), LoRARequest("a", 1 << 63, "x")],
+)
+def test_an_adapter_that_cannot_be_named_is_refused(offline, lora):
+    with pytest.raises(QuireError) as refusal:
+        quiet(offline.llm, [[3]], seeded(1), lora_request=lora)
+    assert (refusal.value.param, "serves no" in refusal.value.message) == ("lora_request", False)
 
 
 def test_parameters_of_another_kind_are_refused(offline):
