@@ -7,8 +7,9 @@ before the copies that torch enqueued from it or to it are done.
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,31 @@ class HostCopy:
         if self._copied is not None:
             self._copied.synchronize()
         return self._host
+
+
+def pin_pages(memory: torch.Tensor, device: torch.device, flag: str) -> Callable[[], object]:
+    """Keeps the pages of ``memory`` where they are, so that ``device`` copies them itself; this makes all of them
+    resident. Returns what ends that, which also happens when ``memory`` goes. Raises ``ModelError``; ``flag`` is the
+    setting that asked for so much.
+
+    ``pin_memory`` would take the next power of two, which can be twice as much.
+    """
+    try:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    except RuntimeError as error:
+        raise ModelError(
+            f"{memory.nbytes} bytes of host memory cannot be pinned ({str(error).strip()}); lower {flag}."
+        ) from None
+    release = weakref.finalize(memory, _unpin_pages, memory.data_ptr(), device)
+    release.atexit = False
+    return release
+
+
+def _unpin_pages(address: int, device: torch.device) -> None:
+    # A device that has failed refuses this too, and its memory goes with the process.
+    with suppress(RuntimeError):
+        torch.cuda.synchronize(device)
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
 
 def _pinned_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,8 @@ that a block of all layers is one contiguous copy, and so are neighbouring block
 
 import math
 import mmap
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from quire_engine.checkpoint.config import AttentionLayout
 from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig
 from quire_engine.core.executor import CopyError
 from quire_engine.core.kv_disk import DiskContents, TransferResult
+from quire_engine.device.accelerator import pin_pages
 from quire_engine.errors import ModelError
 from quire_engine.worker.block_file import BlockFile, DiskTransfers, disk_contents, measure_block_seconds
 from quire_engine.worker.memory import CacheSizes
@@ -125,7 +125,9 @@ class KVCache:
         self.capacity = KVCacheConfig(block_size, blocks, host_blocks, block_bytes)
         self.blocks = _lazy_zeros((blocks, *shape), dtype, device)
         self._host_blocks = _lazy_zeros((host_blocks, *shape), dtype, torch.device("cpu"))
-        self._unpin_host = _pin(self._host_blocks, device) if device.type == "cuda" and host_blocks else None
+        self._unpin_host: Callable[[], object] | None = None
+        if device.type == "cuda" and host_blocks:
+            self._unpin_host = pin_pages(self._host_blocks, device, "--swap-space")
         self.swap_stream = CudaSwapStream(device) if swap_stream is None and device.type != "cpu" else swap_stream
         if self.swap_stream is not None:
             self.swap_stream.record_compute()
@@ -234,27 +236,3 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
         return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
     except (OSError, OverflowError, MemoryError, RuntimeError):
         raise ModelError(f"There is no memory for a KV pool of {size} bytes on the {device.type}.") from None
-
-
-def _pin(pool: torch.Tensor, device: torch.device) -> Callable[[], object]:
-    """Keeps the pages of ``pool`` in memory, so that ``device`` copies them itself; this makes all of them resident.
-    Returns what ends that, which also happens when the pool's memory goes.
-
-    ``pin_memory`` would take the next power of two, which can be twice as much.
-    """
-    try:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(pool.data_ptr(), pool.nbytes, 0))
-    except RuntimeError as error:
-        raise ModelError(
-            f"The host pool of {pool.nbytes} bytes cannot be pinned ({str(error).strip()}); lower --swap-space."
-        ) from None
-    release = weakref.finalize(pool, _unpin, pool.data_ptr(), device)
-    release.atexit = False
-    return release
-
-
-def _unpin(address: int, device: torch.device) -> None:
-    # A device that has failed refuses this too, and its memory goes with the process.
-    with suppress(RuntimeError):
-        torch.cuda.synchronize(device)
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))

@@ -173,6 +173,6 @@ def test_on_a_gpu_the_host_pool_is_pinned_as_it_is_and_let_go_at_the_end(on_cuda
 
 def test_a_host_pool_that_cannot_be_pinned_is_refused_in_one_sentence(on_cuda: Callable[[Cudart], KVCache]) -> None:
     with pytest.raises(
-        ModelError, match=r"^The host pool of 640 bytes cannot be pinned \(out of memory \(2\)\); lower"
+        ModelError, match=r"^640 bytes of host memory cannot be pinned \(out of memory \(2\)\); lower --swap-space"
     ):
         on_cuda(Cudart(refuses=True))
