@@ -330,11 +330,19 @@ def compute_rank_cache_sizes(
             continue
         for profile, count in zip(node, layers, strict=True):
             part = replace(budget, swap_bytes=budget.swap_bytes * count // sum(layers))
-            one = replace(profile, host_available=(profile.host_available or 0) * count // sum(layers))
+            one = replace(profile, host_available=_host_available(node) * count // sum(layers))
             decided.append(replace(_decide(part, one, smallest, own, count), num_layers=own))
     least = min(decided, key=lambda one: one.sizes.kv_cache_bytes)
     swap_bytes = min(one.sizes.swap_bytes for one in decided)
     return replace(least, sizes=CacheSizes(least.sizes.kv_cache_bytes, swap_bytes))
+
+
+def _host_available(node: Sequence[MemoryProfile]) -> int:
+    """What of a machine's memory the swap pools of its ranks can have together: none of them knows what the others use,
+    and have pinned, within the same limit.
+    """
+    rest = min(one.host_limit for one in node) - sum(one.host_used for one in node)
+    return max(0, min(rest, *(one.host_available or 0 for one in node)))
 
 
 def _decide(budget: CacheBudget, profile: MemoryProfile, smallest: CacheSizes, own: int, layers: int) -> RankCacheSizes:

@@ -44,7 +44,8 @@ class MemoryProfile:
     ``limit``, ``source`` and ``dedicated`` are as in ``DeviceMemory``. ``used_before`` was in use without the model,
     ``used_loaded`` with it, ``peak`` during the largest step (None if not run). ``available`` can still be allocated
     with the model loaded, and ``growth_reserve`` of it is kept free for later. ``host_available`` is what the swap pool
-    can have where it is in other memory (CUDA); None where both pools share this one.
+    can have where it is in other memory (CUDA); None where both pools share this one. Of that memory this process uses
+    ``host_used``, and those of one machine can use ``host_limit`` together.
     """
 
     limit: int
@@ -56,6 +57,8 @@ class MemoryProfile:
     peak: int | None = None
     growth_reserve: int = 0
     host_available: int | None = None
+    host_used: int = 0
+    host_limit: int = 0
 
     @property
     def weight_bytes(self) -> int:
@@ -94,7 +97,7 @@ class MemoryProfiler:
         the step fails.
         """
         loaded, available = self._memory.used(), self._memory.available()
-        reserve = GROWTH_RESERVE + self._lora_bytes
+        reserve, host = GROWTH_RESERVE + self._lora_bytes, self._host
         return MemoryProfile(
             limit=self._memory.limit,
             source=self._memory.source,
@@ -103,8 +106,10 @@ class MemoryProfiler:
             used_loaded=loaded,
             available=available,
             peak=None if largest_step is None else self._peak(largest_step),
-            growth_reserve=reserve if self._host is None else 0,
-            host_available=None if self._host is None else self._host.available() - reserve,
+            growth_reserve=reserve if host is None else 0,
+            host_available=None if host is None else host.available() - reserve,
+            host_used=0 if host is None else host.used(),
+            host_limit=0 if host is None else host.limit - reserve,
         )
 
     def _peak(self, largest_step: Callable[[], object]) -> int:

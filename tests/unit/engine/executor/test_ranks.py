@@ -429,7 +429,7 @@ def test_blocks_are_counted_with_all_of_their_parts_in_one_memory() -> None:
     budget = CacheBudget(GIB, 0)
     assert decide(budget, [MEASURED] * 4, SMALLEST, 2, 2, 2, 2).num_layers == 8
     assert decide(budget, [MEASURED], SMALLEST, 2).num_layers == 2
-    assert decide(budget, [replace(MEASURED, host_available=1)] * 4, SMALLEST, 2, 2, 2, 2).num_layers == 2
+    assert decide(budget, [replace(MEASURED, host_available=1, host_limit=1)] * 4, SMALLEST, 2, 2, 2, 2).num_layers == 2
     assert decide(budget, [MEASURED] * 4, SMALLEST, 2, 2, 3, 3, nnodes=2).num_layers == 6, "the fuller node's"
 
 
@@ -465,7 +465,7 @@ def test_stages_of_more_layers_get_more_bytes_for_as_many_blocks() -> None:
     assert shared.kv_cache_bytes == 20 * SMALLEST.kv_cache_bytes, "60 for 2 + 4 layers"
     apart = decide(budget, [replace(MEASURED, peak=None)] * 2, smallest, 2, 4, nnodes=2).sizes
     assert apart.kv_cache_bytes == 30 * SMALLEST.kv_cache_bytes, "60 on the machine of 4 layers"
-    on_gpus = [replace(MEASURED, host_available=8 * GIB)] * 2
+    on_gpus = [replace(MEASURED, host_available=8 * GIB, host_limit=8 * GIB)] * 2
     own = decide(budget, on_gpus, smallest, 2, 4).sizes
     assert own.kv_cache_bytes == 30 * SMALLEST.kv_cache_bytes, "60 on the GPU of 4 layers"
 
@@ -479,7 +479,7 @@ def test_a_given_size_is_for_all_ranks_of_one_memory() -> None:
 
 
 def test_the_fullest_gpu_decides_for_all() -> None:
-    roomy = replace(MEASURED, host_available=8 * GIB, growth_reserve=0)
+    roomy = replace(MEASURED, host_available=8 * GIB, host_limit=8 * GIB, growth_reserve=0)
     full = replace(roomy, used_loaded=4 * GIB, available=6 * GIB, peak=4 * GIB)
     request = CacheBudget(None, 6 * GIB)
     decided = decide(request, [roomy, full], SMALLEST, 1, 1)
@@ -488,6 +488,27 @@ def test_the_fullest_gpu_decides_for_all() -> None:
     assert decided.sizes == CacheSizes(least, 3 * GIB)
     assert decide(request, [roomy, full], SMALLEST, 1, 1, nnodes=2).sizes == CacheSizes(least, 6 * GIB)
     assert decide(CacheBudget(GIB, 0), [roomy, full], SMALLEST, 1, 1).sizes == CacheSizes(GIB, 0)
+
+
+@given(
+    used=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    layers=st.lists(st.integers(1, 3), min_size=4, max_size=4),
+    swap=st.integers(0, 30),
+)
+def test_swap_pools_stay_within_the_hosts_memory_beside_what_all_ranks_have_pinned(
+    used: list[int], layers: list[int], swap: int
+) -> None:
+    """Each rank has measured what it could have if there were no others."""
+    limit = 16 * GIB
+    ranks = [
+        replace(MEASURED, host_available=limit - many * GIB, host_used=many * GIB, host_limit=limit) for many in used
+    ]
+    layers = layers[: len(ranks)]
+    pools = decide(CacheBudget(GIB, swap * GIB), ranks, SMALLEST, *layers).sizes
+    taken = sum(used) * GIB + pools.swap_bytes * sum(layers) // layers[0]
+    assert pools.swap_bytes == 0 or taken <= limit
+    room = min(swap * GIB, limit - sum(used) * GIB)
+    assert pools.swap_bytes * sum(layers) // layers[0] >= room - len(ranks) * sum(layers)
 
 
 # Accord
