@@ -124,6 +124,13 @@ class ExecutorConfig(_Frozen):
         description="GiB of memory that the weights of the model's layers may take, on the CPU: the layers beyond lie "
         "packed on disk, and are read ahead of their use in each step.",
     )
+    cpu_offload_gb: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="GiB of weights, for each GPU, that lie in the host's memory: whole layers, which are copied to it "
+        "ahead of their use in each step; 0 keeps all on the GPU.",
+    )
     tensor_parallel_size: int = Field(
         default=1, ge=1, le=64, description="Processes (on CUDA: GPUs) that share the model's layers."
     )
@@ -189,6 +196,15 @@ class ExecutorConfig(_Frozen):
         description="Part of the memory that the engine takes in all, of the GPU's or of the container's limit (0.9 by "
         "default), else of the machine's (by default the KV pools take a quarter of what is left, at most 4 GiB).",
     )
+
+    @model_validator(mode="after")
+    def _weights_leave_one_device(self) -> Self:
+        if self.weights_memory_gb is not None and self.cpu_offload_gb:
+            raise ValueError(
+                "--weights-memory-gb and --cpu-offload-gb exclude each other: the former is for the CPU, whose layers "
+                "go to disk, and the latter for GPUs, whose layers go to the host's memory."
+            )
+        return self
 
 
 class SchedulerArgs(_Frozen):
@@ -492,7 +508,6 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         "--context-length": "--max-model-len is one",
         "--kv-cache-memory-bytes": "--kv-cache-memory is one",
         "--num-gpu-blocks-override": "--kv-cache-memory sets the memory of KV blocks",
-        "--cpu-offload-gb": "weights of a GPU are not offloaded; on the CPU, --weights-memory-gb keeps layers on disk",
         "--speculative-config": "--speculative-method and --num-speculative-tokens set it; there are no draft models",
         "--dbo-decode-token-threshold": "--dbo-prefill-token-threshold is for all steps",
         "--enable-two-batch-overlap": "--enable-dbo is one",

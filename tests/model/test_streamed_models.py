@@ -14,20 +14,17 @@ from typing import Any
 import pytest
 from quire_engine.config import EngineArgs
 from quire_engine.core.executor import ExecutorError
-from quire_engine.core.lora import LoRARequest
 from quire_engine.errors import ModelError
 from quire_engine.executor.rank_worker import RankSettings
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.layers import streamed
 from quire_engine.layers.streamed import AT_ONCE, Layer, WeightFile
-from quire_engine.lora.adapter import LoRAAdapter
 from quire_engine.models.loader import read_model_config
 
 from tests.model.driver import Driver, Sequence
 from tests.model.models import SmallModels, greedy_oracle, small_model
 from tests.model.ranks import OUTPUT_TOKENS, PROMPTS, generate
-from tests.model.streamed import gib_of, needs_kernels, streamed_layers
-from tests.support.adapters import write_adapter, write_merged_model
+from tests.model.streamed import WITH_ADAPTERS, gib_of, needs_kernels, sequences_with_adapters, streamed_layers
 from tests.support.executors import load_executor
 from tests.support.rank_threads import ranks_are_threads
 
@@ -119,17 +116,8 @@ def test_adapters_stay_beside_layers_that_are_read(
 ) -> None:
     ranks_are_threads(monkeypatch)
     folder = small_model("llama3", tmp_path, num_hidden_layers=LAYERS)
-    prompts, sequences, wanted = small_models.prompts[:9], [], []
-    requests: list[LoRARequest | None] = [None]
-    for number in (1, 2):
-        adapter = write_adapter(tmp_path / str(number), folder, seed=number, rank=4 * number)
-        digest = LoRAAdapter.read(adapter, read_model_config(folder), 8).digest
-        requests.append(LoRARequest(str(number), number, adapter, digest))
-    merged = [folder, *(write_merged_model(tmp_path / f"merged-{n}", folder, tmp_path / str(n)) for n in (1, 2))]
-    for index, prompt in enumerate(prompts):
-        sequences.append(Sequence(index, prompt, OUTPUT_TOKENS, lora=requests[index % 3]))
-        wanted += greedy_oracle(merged[index % 3], [prompt], OUTPUT_TOKENS)
-    settings = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, **sizes}
+    sequences, wanted = sequences_with_adapters(folder, tmp_path, small_models.prompts[:9], OUTPUT_TOKENS)
+    settings = {**WITH_ADAPTERS, **sizes}
     memory = gib_of(4, layer_bytes(folder, **settings)) * sizes.get("tensor_parallel_size", 1)
     with closing(load(folder, weights_memory_gb=memory, **settings)) as executor:
         assert len(streamed_layers(executor)) == LAYERS - 4 + AT_ONCE

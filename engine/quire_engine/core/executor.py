@@ -26,11 +26,13 @@ UNMEASURED = Rates(tokens_per_second=1e3, bytes_per_second=1e9)
 
 @dataclass(slots=True)
 class WeightStats:
-    """The packed weights of layers of which some are streamed: the bytes that they take in memory and on disk, the
-    bytes that were read, and the seconds that steps waited for them.
+    """The weights of layers of which some are streamed: the bytes that they take in the memory of the device that
+    computes with them, in the host's where that is another, and on disk; the bytes that were read, and the seconds that
+    steps waited for them, which stay 0 on a GPU: it waits by itself.
     """
 
     memory_bytes: int = 0
+    host_bytes: int = 0
     disk_bytes: int = 0
     read_bytes: int = 0
     wait_seconds: float = 0.0

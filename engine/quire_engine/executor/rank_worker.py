@@ -42,7 +42,7 @@ from quire_engine.executor.rpc import (
 )
 from quire_engine.lora.manager import adapter_bytes
 from quire_engine.models.llama import stage_layers
-from quire_engine.worker.memory import MemoryProfiler
+from quire_engine.worker.memory import GIB, CpuMemory, MemoryProfiler, check_host_memory
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner, load_model_and_attention
 
 log = logging.getLogger(__name__)
@@ -100,6 +100,8 @@ class RankSettings:
 
     def load(self, rank: int, group: RankGroup) -> LoadedModel:
         """Loads a rank's shard of the model. Raises ``ModelError``."""
+        if self.engine.cpu_offload_gb and self.device_for(rank).type != "cpu":
+            check_host_memory(int(self.engine.cpu_offload_gb * GIB), self.ranks_per_node, CpuMemory())
         engine = self.engine.model_copy(update={"weights_memory_gb": self.weights_memory_gb(rank)})
         return load_model_and_attention(engine, self.config, self.device_for(rank), group.communicator, group.stage)
 

@@ -16,7 +16,7 @@ import functools
 import mmap
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -303,7 +303,7 @@ def empty_on_huge_pages(nbytes: int) -> torch.Tensor:
     """Fresh memory, uint8 [nbytes] with ``nbytes`` at least 1, that begins at a cache line; inside ``packed_into`` from
     that arena instead. It is freed with the last tensor of its mapping.
     """
-    arena: Arena = getattr(_chosen, "arena", None) or _huge_pages()
+    arena: Allocator = getattr(_chosen, "arena", None) or _huge_pages()
     return arena.allocate(nbytes)
 
 
@@ -312,6 +312,22 @@ def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.nbytes == 0:
         return tensor
     return empty_on_huge_pages(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def in_arena(weight: torch.Tensor) -> torch.Tensor:
+    """A weight that is not packed, contiguous, as it is used: inside ``packed_into`` a copy in that arena."""
+    arena: Allocator | None = getattr(_chosen, "arena", None)
+    if arena is None:
+        return weight
+    return arena.allocate(weight.nbytes).view(weight.dtype).view(weight.shape).copy_(weight)
+
+
+class Allocator(Protocol):
+    """Gives memory to weights."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Memory of its own for a weight, uint8 [nbytes], that begins where any kernel can read from."""
+        ...
 
 
 class Arena:
@@ -326,7 +342,7 @@ class Arena:
         self._lock = threading.Lock()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """See ``empty_on_huge_pages``."""
+        """See ``Allocator.allocate``."""
         with self._lock:
             if self._mapping is None or self._used + nbytes > len(self._mapping):
                 self._mapping, self._used = self._make_mapping(max(nbytes, _MAPPING_BYTES)), 0
@@ -341,7 +357,7 @@ _chosen = threading.local()
 
 
 @contextlib.contextmanager
-def packed_into(arena: Arena) -> Iterator[None]:
+def packed_into(arena: Allocator) -> Iterator[None]:
     """Weights that this thread packs inside the context lie in ``arena``."""
     _chosen.arena = arena
     try:

@@ -11,6 +11,7 @@ from quire_engine.checkpoint.config import DecoderConfig, MoEConfig
 from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, PendingSum, largest_shard_size, shard
 from quire_engine.kernels.experts_kernel import ExpertsKernel, Packed, route
 from quire_engine.kernels.fused_moe import FusedExperts
+from quire_engine.kernels.packed_linear import in_arena
 from quire_engine.layers.linear import start_sum
 from quire_engine.layers.weight_loader import WeightLoader
 from quire_engine.quantization.base import LayerSpec, Linear, LinearMethod
@@ -229,7 +230,7 @@ def make_experts(
         and method.options.device.type == "cuda"
         and find_spec("triton") is not None
     ):
-        gate_up, down = (_stack(list(read(part))) for part in (0, 1))
+        gate_up, down = (in_arena(_stack(list(read(part)))) for part in (0, 1))
         deterministic = method.options.config.deterministic
         count = config.num_experts
         return FusedExperts(

@@ -117,7 +117,12 @@ def choose_streamed(count: int, size: int, limit: int) -> Sequence[int] | None:
         return []
     if held <= AT_ONCE:
         return None
-    number, others = count - held + AT_ONCE, count - 1
+    return spread(count - held + AT_ONCE, count)
+
+
+def spread(number: int, count: int) -> Sequence[int]:
+    """``number`` of the places of ``count`` layers, as evenly as can be, and never the first."""
+    others = count - 1
     return [place + 1 for place in range(others) if (place + 1) * number // others > place * number // others]
 
 

@@ -13,14 +13,16 @@ import torch
 
 from quire_engine.attention.base import MAX_GRAPH_BATCH_SIZE, AttentionBackend
 from quire_engine.checkpoint.config import AttentionLayout, DecoderConfig
+from quire_engine.core.executor import WeightStats
 from quire_engine.distributed.communicator import PendingSum, shard
 from quire_engine.distributed.pipeline import divide, is_first, is_last
 from quire_engine.kernels.ops import HeadNorms, norm_rotate, rotate
 from quire_engine.layers.linear import start_sum
 from quire_engine.layers.mlp import GatedMLP, MoE
 from quire_engine.layers.norm import RMSNorm
+from quire_engine.layers.offloaded import load_offloaded_layers
 from quire_engine.layers.rotary import RotaryEmbedding
-from quire_engine.layers.streamed import load_layers
+from quire_engine.layers.streamed import Layer, load_layers
 from quire_engine.layers.weight_loader import WeightLoader
 from quire_engine.quantization.base import Embedding
 
@@ -41,7 +43,8 @@ class Llama:
     """A decoder with its weights, or a rank's shard of it. A ``Model`` whose ``forward`` is ``layers`` of ``inputs``.
     Where it is ``capturable`` and on the CPU, its layers use torch for memory and views only: compiled kernels, where
     there are any, compute everything but what adapters add. ``loras`` are its layers that adapters may change; None if
-    it has no slots for any. ``weight_stats`` are those of its layers that are read from disk; None if there are none.
+    it has no slots for any. ``weight_stats`` are those of its layers where some are read from disk, or copied
+    from the host's memory; None if all stay.
     """
 
     def __init__(self, config: DecoderConfig, weights: WeightLoader) -> None:
@@ -61,10 +64,7 @@ class Llama:
                 "model.embed_tokens", "lm_head", config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
             )
         self._rope = RotaryEmbedding(config, weights.device)
-        memory = weights.options.config.weights_memory_gb
-        self._layers, self.weight_stats = load_layers(
-            indices, lambda index: _DecoderLayer(config, weights, index), memory
-        )
+        self._layers, self.weight_stats = _load_layers(config, weights, indices)
         # On CUDA the whole forward pass is captured, with what is received in it. Whose tokens go where is known to the
         # host alone.
         receives = stage is not None and weights.device.type == "cuda"
@@ -125,6 +125,18 @@ class Llama:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See ``Model.logits``. Of a pipeline, for the first stage."""
         return self._lm_head(hidden)
+
+
+def _load_layers(
+    config: DecoderConfig, weights: WeightLoader, indices: range
+) -> tuple[Sequence[Layer], WeightStats | None]:
+    def load(index: int) -> Layer:
+        return _DecoderLayer(config, weights, index)
+
+    settings = weights.options.config
+    if settings.cpu_offload_gb:
+        return load_offloaded_layers(indices, load, settings.cpu_offload_gb, weights.device)
+    return load_layers(indices, load, settings.weights_memory_gb)
 
 
 def stage_layers(config: DecoderConfig, num_stages: int) -> list[range]:

@@ -19,7 +19,7 @@ from quire_engine.checkpoint.gguf import find_gguf
 from quire_engine.checkpoint.gguf_checkpoint import GgufCheckpoint
 from quire_engine.checkpoint.support import check_support
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions, resolve_dtype
-from quire_engine.errors import ModelError
+from quire_engine.errors import ModelError, first_line
 from quire_engine.layers.weight_loader import WeightLoader
 from quire_engine.lora.layers import LoRALayers
 from quire_engine.models.base import Model
@@ -55,6 +55,7 @@ def load_model(
     _check_deterministic(config, options)
     _check_lora(config, options)
     _check_weights_memory(config, options)
+    _check_cpu_offload(config, options)
     gguf = find_gguf(folder)
     checkpoint = Checkpoint(folder) if gguf is None else GgufCheckpoint(gguf)
     dtype = _model_dtype(config, checkpoint, options)
@@ -66,7 +67,11 @@ def load_model(
     num_slots, max_rank = options.num_lora_slots, options.config.max_lora_rank
     with torch.inference_mode():
         loras = LoRALayers(num_slots, max_rank, dtype, options.device) if num_slots else None
-        model = Llama(config, WeightLoader(checkpoint, dtype, options, quantized, loras))
+        try:
+            model = Llama(config, WeightLoader(checkpoint, dtype, options, quantized, loras))
+        except torch.OutOfMemoryError as error:
+            reason = f"The weights do not fit into the GPU's memory: {first_line(error)}"
+            raise ModelError(f"{reason}; --cpu-offload-gb keeps some in the host's.") from None
     if options.communicator.rank == 0 and options.stage is None:
         checkpoint.log_unused()
     return model
@@ -103,10 +108,25 @@ def _check_weights_memory(config: ModelConfig, options: LoadOptions) -> None:
     if options.config.weights_memory_gb is None:
         return
     if options.device.type != "cpu":
-        raise ModelError("--weights-memory-gb is for --device cpu: weights of a GPU are not offloaded.")
+        raise ModelError(
+            "--weights-memory-gb is for --device cpu: on a GPU, --cpu-offload-gb moves layers to the host."
+        )
     if not isinstance(config, DecoderConfig):
         raise ModelError(
             "--weights-memory-gb is for models with code of their own, "
+            f"and {config.architecture} runs through transformers."
+        )
+
+
+def _check_cpu_offload(config: ModelConfig, options: LoadOptions) -> None:
+    """Raises ``ModelError`` when layers are to be copied from the host's memory in each step, and cannot be."""
+    if not options.config.cpu_offload_gb:
+        return
+    if options.device.type == "cpu":
+        raise ModelError("--cpu-offload-gb is for --device cuda: on the CPU, --weights-memory-gb keeps layers on disk.")
+    if not isinstance(config, DecoderConfig):
+        raise ModelError(
+            "--cpu-offload-gb is for models with code of their own, "
             f"and {config.architecture} runs through transformers."
         )
 

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from quire_engine.kernels.batch_invariant import batch_invariant_linear
 from quire_engine.kernels.ops import silu_mul
-from quire_engine.kernels.packed_linear import is_fast, pack_weight
+from quire_engine.kernels.packed_linear import in_arena, is_fast, pack_weight
 from quire_engine.quantization.base import DenseMethod, Linear
 
 _EXPECTED_ROWS = 32
@@ -53,10 +53,12 @@ class UnquantizedMethod(DenseMethod):
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """See ``LinearMethod.pack``."""
-        if self.options.config.deterministic and weight.is_cuda:
+        config = self.options.config
+        if not weight.is_cpu:
+            weight = in_arena(weight)
+        if config.deterministic and weight.is_cuda:
             return BatchInvariantLinear(weight, bias)
         # Only the compiled kernel reads a weight from where it lies, be that a file.
-        config = self.options.config
         return PackedLinear(weight, bias, deterministic=config.deterministic or config.weights_memory_gb is not None)
 
 

@@ -287,19 +287,23 @@ class _Weights(Collector):
         self._stats = stats
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        held = GaugeMetricFamily(
-            Metric.ENGINE_WEIGHT_BYTES, "Bytes of the layers' packed weights", labels=("model", "tier")
-        )
-        held.add_metric((self._model, "memory"), self._stats.memory_bytes)
-        held.add_metric((self._model, "disk"), self._stats.disk_bytes)
+        stats = self._stats
+        held = GaugeMetricFamily(Metric.ENGINE_WEIGHT_BYTES, "Bytes of the layers' weights", labels=("model", "tier"))
+        held.add_metric((self._model, "memory"), stats.memory_bytes)
+        held.add_metric((self._model, "host"), stats.host_bytes)
+        held.add_metric((self._model, "disk"), stats.disk_bytes)
         yield held
-        for name, text, value in (
-            (Metric.ENGINE_WEIGHT_READ_BYTES, "Bytes of weights read from disk", self._stats.read_bytes),
-            (Metric.ENGINE_WEIGHT_WAIT_SECONDS, "Time that steps waited for weights", self._stats.wait_seconds),
-        ):
-            family = CounterMetricFamily(name, text, labels=("model",))
-            family.add_metric((self._model,), value)
-            yield family
+        read = CounterMetricFamily(
+            Metric.ENGINE_WEIGHT_READ_BYTES, "Bytes of weights read from disk or from the host", labels=("model",)
+        )
+        read.add_metric((self._model,), stats.read_bytes)
+        yield read
+        if not stats.host_bytes:  # a GPU waits by itself, and nobody knows for how long
+            waited = CounterMetricFamily(
+                Metric.ENGINE_WEIGHT_WAIT_SECONDS, "Time that steps waited for weights", labels=("model",)
+            )
+            waited.add_metric((self._model,), stats.wait_seconds)
+            yield waited
 
 
 class ProbeServer:

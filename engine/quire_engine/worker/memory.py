@@ -27,6 +27,7 @@ from quire_engine.errors import ModelError, first_line
 
 KIB = 1024
 MIB = 1 << 20
+GIB = 1 << 30
 PROC_SELF = Path("/proc/self")
 # The fraction of a container's or a GPU's memory that an engine uses.
 DEDICATED_FRACTION = 0.9
@@ -327,6 +328,16 @@ class CudaMemory:
 def device_memory(device: torch.device) -> DeviceMemory:
     """The memory that tensors on ``device`` lie in."""
     return CpuMemory() if device.type == "cpu" else CudaMemory(device)
+
+
+def check_host_memory(nbytes: int, processes: int, memory: CpuMemory) -> None:
+    """Raises ``ModelError`` where ``processes`` of this machine, which start together, cannot pin ``nbytes`` each."""
+    rest = min(memory.limit - memory.used(), processes * memory.available()) - GROWTH_RESERVE
+    if processes * nbytes > rest:
+        raise ModelError(
+            f"--cpu-offload-gb is too much: {processes * nbytes / GIB:.3f} GiB for the GPUs of this machine, and of "
+            f"{memory.source}, {memory.limit / GIB:.3f} GiB, {max(0, rest) / GIB:.3f} are left."
+        )
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:

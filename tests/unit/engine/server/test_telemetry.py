@@ -244,11 +244,20 @@ def test_weights_on_disk_are_counted_as_they_are_when_they_are_asked_for() -> No
     text = generate_latest(metrics.registry).decode()
     for sample in (
         'bytes{model="demo",tier="memory"} 3.0',
+        'bytes{model="demo",tier="host"} 0.0',
         'bytes{model="demo",tier="disk"} 7.0',
         'read_bytes_total{model="demo"} 14.0',
         'wait_seconds_total{model="demo"} 2.5',
     ):
         assert f"\nquire_engine_weight_{sample}\n" in text
+
+
+def test_a_gpu_that_waits_for_weights_of_the_host_says_how_many_it_copied_and_not_for_how_long() -> None:
+    metrics = EngineMetrics("demo", SchedulerStats(), lambda: 0.0, weights=WeightStats(3, host_bytes=7, read_bytes=14))
+    text = generate_latest(metrics.registry).decode()
+    assert 'quire_engine_weight_bytes{model="demo",tier="host"} 7.0\n' in text
+    assert 'quire_engine_weight_read_bytes_total{model="demo"} 14.0\n' in text
+    assert "quire_engine_weight_wait_seconds" not in text
 
 
 def test_an_engine_whose_weights_are_in_memory_has_no_metrics_of_them() -> None:
