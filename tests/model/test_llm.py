@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -12,6 +13,8 @@ import torch
 from quire_engine import LLM, SamplingParams, StructuredOutputsParams
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.text.tokenizer import ModelTokenizer
+from quire_router.api.schemas.conversation import to_template_messages
+from quire_router.api.schemas.openai import ChatRequest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -89,6 +92,56 @@ def test_prompts_are_those_of_the_router(demo: LLM) -> None:
         assert result.prompt_token_ids == text.encode_chat(conversation)
     for prompt, result in zip(TEXTS, demo.generate(TEXTS, use_tqdm=False), strict=True):
         assert result.prompt_token_ids == text.encode(prompt)
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "The sum of two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
+    },
+}
+CALLED = [
+    {"role": "user", "content": "What is 7 plus 5?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a":7,"b":5}'}}],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": "12"},
+]
+
+
+def test_tools_and_variables_reach_the_template_as_in_a_chat_over_http(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(DEMO, tmp_path / "model"))
+    (folder / "chat_template.jinja").write_text((DEMO.parent / "templates" / "hermes.jinja").read_text() + "{{ mood }}")
+    text, params = ModelTokenizer.load(folder), SamplingParams(temperature=0, max_tokens=1)
+    request = ChatRequest.from_json(json.dumps({"model": "demo", "messages": CALLED, "tools": [TOOL]}).encode())
+    tools, messages = [tool.to_template() for tool in request.tools or ()], to_template_messages(request.messages)
+    variants: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {}),
+        ({"tools": [TOOL]}, {"tools": tools}),
+        ({"chat_template_kwargs": {"mood": "glad"}}, {"options": {"mood": "glad"}}),
+        ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
+    ]
+    prompts = []
+    with LLM(folder, dtype="float32", **POOLS) as llm:
+        for given, rendered in variants:
+            (result,) = llm.chat(CALLED, params, use_tqdm=False, **given)
+            assert result.prompt_token_ids == text.encode_chat(messages, **rendered)
+            assert result.prompt == text.render_chat_text(messages, **rendered)
+            prompts.append(result.prompt)
+    assert len(set(prompts)) == len(variants)
+
+
+def test_get_tokenizer_returns_that_of_transformers(demo: LLM) -> None:
+    tokenizer = demo.get_tokenizer()
+    prompt = tokenizer.apply_chat_template(CONVERSATIONS[0], tokenize=False, add_generation_prompt=True)
+    (result,) = demo.chat(CONVERSATIONS[0], SamplingParams(max_tokens=1), use_tqdm=False)
+
+    assert result.prompt == prompt
+    assert tokenizer.encode(TEXTS[0]) == AutoTokenizer.from_pretrained(DEMO).encode(TEXTS[0])
 
 
 def test_an_output_does_not_depend_on_what_runs_beside_it(demo: LLM) -> None:

@@ -6,7 +6,7 @@ step made to the event loop, where a request's outputs are put together.
 
 import asyncio
 from asyncio import AbstractEventLoop
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 from uuid import uuid4
 
 from quire_proto.errors import ErrorCode, QuireError, internal, invalid
@@ -34,6 +34,9 @@ from quire_engine.llm.processor import (
     read_prompts,
 )
 from quire_engine.llm.types import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
@@ -98,11 +101,21 @@ class AsyncLLM:
         *,
         lora_request: LoRARequest | None = None,
         priority: int = 0,
+        tools: Sequence[Message] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answers a conversation by the model's chat template; otherwise as ``generate``."""
-        (read,) = read_conversations([messages])
+        """Answers a conversation as ``LLM.chat``; otherwise as ``generate``."""
+        (read,) = read_conversations(
+            [messages], tools, chat_template_kwargs, add_generation_prompt=add_generation_prompt
+        )
         prepare = partial(self._engine.requests.from_messages, lora=lora_request)
         return self._stream(read, prepare, sampling_params, request_id, priority)
+
+    def get_tokenizer(self) -> "PreTrainedTokenizerBase":
+        """See ``LLM.get_tokenizer``. Reads files."""
+        self._check_usable()
+        return self._engine.load_transformers_tokenizer()
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends requests with the finish reason ``abort``. Those that do not run are left out."""

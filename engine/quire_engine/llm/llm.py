@@ -9,14 +9,14 @@ import logging
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import Parameter, Signature
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
 from types import FrameType, TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.text.tokenizer import ModelTokenizer
@@ -37,6 +37,9 @@ from quire_engine.llm.processor import (
     with_prompt_index,
 )
 from quire_engine.llm.types import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 _LOOKAHEAD = 4  # waiting requests for each that may run: enough to choose from under any policy
@@ -120,13 +123,26 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRA = None,
         priority: Priority = None,
+        tools: Sequence[Message] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
         """Answers one conversation or each of a list, by the model's chat template; otherwise as ``generate``. A
-        message has a ``role`` and a ``content``, which is a text or a list of text parts.
+        message has a ``role`` and a ``content``, which is a text or a list of text parts, and may have ``tool_calls``,
+        a ``tool_call_id`` and ``reasoning_content`` as in the OpenAI API. The template is told of ``tools``, in that
+        API's form, and given the variables of ``chat_template_kwargs``; what the model writes is not parsed. With
+        ``add_generation_prompt`` off the prompt ends behind the last message.
         """
-        conversations = read_conversations(messages)
+        conversations = read_conversations(
+            messages, tools, chat_template_kwargs, add_generation_prompt=add_generation_prompt
+        )
         prepare = self._requests.from_messages
         return self._generate(conversations, prepare, sampling_params, priority, lora_request, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The model's tokenizer, or that which was given for it, as transformers loads it."""
+        self._check_usable()
+        return self._engine.load_transformers_tokenizer()
 
     def close(self) -> None:
         """Frees the model's memory. Later calls raise ``QuireError`` UNAVAILABLE."""

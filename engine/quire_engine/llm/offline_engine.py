@@ -23,6 +23,8 @@ from quire_engine.llm.processor import InputProcessor
 from quire_engine.structured_output.compiler import GrammarCompiler
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from quire_engine.executor.torch_executor import TorchExecutor
 
 # What ``LLM`` takes as keyword arguments: all that concerns the engine itself but the model, which is an argument.
@@ -48,9 +50,10 @@ def destroy_model_parallel() -> None:
 
 @dataclass(frozen=True, slots=True)
 class OfflineEngine:
-    """``requests`` makes the requests that ``core`` runs."""
+    """``requests`` makes the requests that ``core`` runs. ``tokenizer`` was read from ``tokenizer_folder``."""
 
     tokenizer: ModelTokenizer
+    tokenizer_folder: Path
     executor: Executor
     core: EngineCore
     grammars: GrammarCompiler
@@ -70,10 +73,11 @@ class OfflineEngine:
         """Loads ``model``, with the tokenizer of another one if that is given. See ``LLM`` for the rest."""
         config = engine_config(find_model_folder(model, allow_download=allow_download), settings)
         other = None if tokenizer is None else find_model_folder(tokenizer, allow_download=allow_download)
-        loaded_tokenizer = ModelTokenizer.load(tokenizer_folder(config.model) if other is None else other)
+        folder = tokenizer_folder(config.model) if other is None else other
+        loaded_tokenizer = ModelTokenizer.load(folder)
         executor = load_executor(config)
         try:
-            return cls._around(executor, config, publish, loaded_tokenizer, other=other, seed=seed)
+            return cls._around(executor, config, publish, loaded_tokenizer, folder, other=other, seed=seed)
         except BaseException:
             executor.close()
             raise
@@ -85,6 +89,7 @@ class OfflineEngine:
         config: EngineConfig,
         publish: Callable[[EngineCoreOutputs], None],
         tokenizer: ModelTokenizer,
+        folder: Path,
         *,
         other: Path | None,
         seed: int | None,
@@ -100,7 +105,14 @@ class OfflineEngine:
         grammars = make_grammar_compiler(config, executor, other)
         seeds = partial(random.getrandbits, 64)
         requests = InputProcessor(tokenizer, scheduler, seeds, grammars, executor.check_lora)
-        return cls(tokenizer, executor, EngineCore(scheduler, executor, publish), grammars, requests)
+        return cls(tokenizer, folder, executor, EngineCore(scheduler, executor, publish), grammars, requests)
+
+    def load_transformers_tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer as transformers loads it: nothing is downloaded, and no code of a folder is run."""
+        from transformers import AutoTokenizer  # it takes a second to import
+
+        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.tokenizer_folder, local_files_only=True)
+        return loaded
 
     def close(self) -> None:
         """Frees the model's memory. No step may be running."""

@@ -2,9 +2,10 @@
 ``RequestOutput`` of the engine's outputs. The functions below bring the arguments of ``LLM`` into one form.
 """
 
+import json
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar
 
@@ -50,6 +51,19 @@ class PreparedRequest:
     params: SamplingParams
 
 
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages as chat templates see them, and what else a template is given: ``tools`` as in the OpenAI API, and
+    ``template_kwargs`` by the names of its variables. With ``add_generation_prompt`` the prompt ends where the answer
+    begins, else behind the last message.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Message] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+
+
 class InputProcessor:
     """Makes the requests of one engine: tokenised, with seed and grammar, and checked. ``draw_seed`` returns the seed
     of a request without one, and ``check_lora`` the adapter of a request, its folder read and checked.
@@ -85,12 +99,17 @@ class InputProcessor:
         return self._build(None, prompt, params, priority, lora)
 
     def from_messages(
-        self, messages: list[dict[str, str]], params: SamplingParams, priority: int, lora: LoRARequest | None
+        self, chat: Conversation, params: SamplingParams, priority: int, lora: LoRARequest | None
     ) -> PreparedRequest:
         """A request that answers a conversation. Raises ``QuireError``."""
-        prompt = self._tokenizer.render_chat_text(messages)
-        token_ids = self._tokenizer.encode_chat(messages, self._limits.max_model_len)
-        return self._build(prompt, token_ids, params, priority, lora)
+        render, encode = self._tokenizer.render_chat_text, self._tokenizer.encode_chat
+        template: dict[str, Any] = {
+            "tools": chat.tools,
+            "add_generation_prompt": chat.add_generation_prompt,
+            "options": chat.template_kwargs,
+        }
+        token_ids = encode(chat.messages, self._limits.max_model_len, **template)
+        return self._build(render(chat.messages, **template), token_ids, params, priority, lora)
 
     def _build(
         self,
@@ -325,13 +344,24 @@ def read_prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
     return [_read_prompt(prompt) for prompt in prompts]
 
 
-def read_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[dict[str, str]]]:
-    """One conversation or a list of them, each of at least one message, as chat templates see them. Raises
-    ``QuireError`` INVALID.
-    """
-    if len(messages) > 0 and isinstance(messages[0], Mapping):
-        return [_read_conversation(messages)]
-    return [_read_conversation(conversation) for conversation in messages]
+def read_conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+    tools: Sequence[Message] | None,
+    template_kwargs: Mapping[str, Any] | None,
+    *,
+    add_generation_prompt: bool,
+) -> list[Conversation]:
+    """One conversation or a list of them, each of at least one message. Raises ``QuireError`` INVALID."""
+    if not all(isinstance(tool, Mapping) for tool in tools or ()):
+        raise invalid("tools", "tools must be a list of dictionaries, as in the OpenAI API.")
+    reserved = sorted({"messages", "tools", "documents", "add_generation_prompt"} & (template_kwargs or {}).keys())
+    if reserved:
+        raise invalid("chat_template_kwargs", f"{reserved[0]} is no variable of chat_template_kwargs.")
+    several = [messages] if len(messages) > 0 and isinstance(messages[0], Mapping) else messages
+    return [
+        Conversation(_read_conversation(each), tools or (), template_kwargs or {}, add_generation_prompt)
+        for each in several
+    ]
 
 
 def broadcast(name: str, given: T | Sequence[T] | None, default: T, count: int) -> list[T]:
@@ -375,21 +405,55 @@ def _is_token_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _read_conversation(conversation: object) -> list[dict[str, str]]:
+_MORE_IN_A_MESSAGE = ("name", "tool_calls", "tool_call_id", "reasoning_content")
+
+
+def _read_conversation(conversation: object) -> Sequence[Message]:
+    """Messages in the form that the router's have: the same conversation is the same prompt."""
     if not isinstance(conversation, Sequence) or not conversation:
         raise invalid("messages", "A conversation must be a list of at least one message.")
-    return [_read_message(message) for message in conversation]
+    read, called = [_read_message(message) for message in conversation], dict[object, str]()
+    for message in read:
+        called |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
+        if message.get("tool_call_id") in called:
+            message["name"] = called[message["tool_call_id"]]
+    return read
 
 
-def _read_message(message: object) -> dict[str, str]:
-    if not isinstance(message, Mapping) or message.keys() - {"name"} != {"role", "content"}:
-        raise invalid("messages", "A message must have a role and a content; beside them only a name is known.")
-    role, content = message["role"], message["content"]
+def _read_message(message: object) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not message.keys() <= {"role", "content", *_MORE_IN_A_MESSAGE}:
+        known = ", ".join(_MORE_IN_A_MESSAGE)
+        raise invalid("messages", f"A message must have a role and a content; beside them only {known} are known.")
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
     if isinstance(content, Sequence) and not isinstance(content, str):
         content = "".join(map(_text_part, content))
+    if content is None and calls:
+        content = ""
     if not (isinstance(role, str) and isinstance(content, str)):
         raise invalid("messages", "A message's role and content must be strings.")
-    return {"role": "system" if role == "developer" else role, "content": content}
+    read: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
+    if calls:
+        read["tool_calls"] = [_read_call(call) for call in calls]
+    return read | {name: message[name] for name in ("tool_call_id", "reasoning_content") if message.get(name)}
+
+
+def _read_call(call: object) -> dict[str, Any]:
+    """A call as templates expect it: with arguments as an object, empty where what the model wrote is none."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not (isinstance(call, Mapping) and isinstance(function, Mapping) and isinstance(function.get("name"), str)):
+        raise invalid("messages", "Each of a message's tool_calls must have a function with a name.")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    arguments = arguments if isinstance(arguments, Mapping) else {}
+    return {
+        "id": call.get("id", ""),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
 
 
 def _text_part(part: object) -> str:

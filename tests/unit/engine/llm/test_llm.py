@@ -416,12 +416,23 @@ def test_parameters_of_another_kind_are_refused(offline):
         [{"role": 1, "content": "x"}],
         ["hello"],
         [[{"role": "user", "content": [{"type": "image"}]}]],
+        [{"role": "user", "content": "x", "audio": "y"}],
+        [{"role": "assistant", "content": None}],
+        [{"role": "assistant", "tool_calls": [{"id": "1"}]}],
     ],
 )
 def test_messages_that_are_none_are_refused(offline, messages):
     with pytest.raises(QuireError) as refusal:
         offline.llm.chat(messages, use_tqdm=False)
     assert refusal.value.param == "messages"
+
+
+def test_what_a_template_may_not_be_given_is_refused(offline):
+    message = [{"role": "user", "content": "x"}]
+    with pytest.raises(QuireError, match="must be a list of dictionaries"):
+        offline.llm.chat(message, use_tqdm=False, tools=["add"])
+    with pytest.raises(QuireError, match="messages is no variable of chat_template_kwargs"):
+        offline.llm.chat(message, use_tqdm=False, chat_template_kwargs={"messages": []})
 
 
 def test_as_many_parameters_as_prompts_are_needed(offline):
