@@ -6,50 +6,37 @@ counts as computed, and a token that it draws as known, though nobody knows it y
 preempted, by precedence, then waiting in the policy's order. Nothing is admitted in a step that preempted, or while
 anything that was admitted is off the device: that is what keeps preemption from thrashing. The unified budget is vLLM
 V1's idea, after Sarathi's chunked prefill.
+
+What else an admission may have to wait for is an ``AdmissionGate`` (``request_queue``): a slot for its adapter
+(``lora``), blocks that come from disk (``kv_disk``). How a victim leaves the device and returns is in ``preemption``,
+and how a pipeline's steps share the work in ``micro_batch``.
 """
 
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Tokens
-from dataclasses import replace
-from operator import attrgetter
+from itertools import count
 from typing import TYPE_CHECKING
 
-from quire_engine.core.block_pool import Tier
 from quire_engine.core.executor import Rates
 from quire_engine.core.kv_cache_manager import CachedBlock, KVCacheManager
-from quire_engine.core.lora import LoRAAdmission, LoRAStats
+from quire_engine.core.kv_disk import DiskGate
+from quire_engine.core.lora import LoRAGate, LoRAStats
+from quire_engine.core.micro_batch import micro_batch, share_of_tokens
 from quire_engine.core.outputs import SchedulerStats
-from quire_engine.core.preemption import (
-    Absences,
-    PreemptionMode,
-    PreemptionReason,
-    choose_preemption_mode,
-    num_blocks_beside,
-    swap_ahead,
-)
-from quire_engine.core.request import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
-from quire_engine.core.request_queue import (
-    POLICIES,
-    AdmittedQueue,
-    QueuedRequest,
-    WaitingQueue,
-)
-from quire_engine.core.speculation import Speculator
-from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.core.preemption import Preemptor, copy_beside, preempted_with, running_beams
+from quire_engine.core.request import Sequence, SequenceGroup, SequenceStatus
+from quire_engine.core.request_queue import AdmissionGate, AdmittedQueue, WaitingQueue, rank_by
+from quire_engine.core.speculation import Speculator, can_take_drafts, with_draft_requests
+from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ScheduledChunk, SchedulerOutput
 from quire_engine.core.step_time_model import StepBudget, StepTimeEstimator
 
 if TYPE_CHECKING:
     from quire_engine.core.config import SchedulerConfig
 
-REORDERED_PER_STEP = 4
-MIN_STAGE_TOKENS = 64
-
-_preemption_key = attrgetter("preemption_key")
-
 
 class BatchScheduler:
     """Owns the queues. ``out_of_memory``: sequences that the last call found no memory for, whatever it preempted.
-    ``speculator``: chooses drafts, where there is speculation. ``absences``: of preempted sequences.
+    ``speculator``: chooses drafts, where there is speculation.
     """
 
     def __init__(
@@ -63,41 +50,42 @@ class BatchScheduler:
         clock: Callable[[], int],
     ) -> None:
         self.running = AdmittedQueue()
-        self.swapped = AdmittedQueue()
-        self.preempted = AdmittedQueue()
-        self.waiting = WaitingQueue(config.max_overtakes if config.scheduling_policy == "sjf" else None)
+        self.preemptor = Preemptor(config, self.running, kv_cache_manager, rates=rates, stats=stats, clock=clock)
+        self.swapped, self.preempted = self.preemptor.swapped, self.preemptor.preempted
+        self.waiting = WaitingQueue(
+            config.max_overtakes if config.scheduling_policy == "sjf" else None,
+            rank_by(config.scheduling_policy, kv_cache_manager),
+        )
         self.out_of_memory: list[Sequence] = []
-        self.absences = Absences(clock)
+        self.speculator = Speculator(config, rates) if config.speculative_method != "none" else None
+        self._queues = {
+            SequenceStatus.RUNNING: self.running,
+            SequenceStatus.SWAPPED: self.swapped,
+            SequenceStatus.PREEMPTED: self.preempted,
+        }
         self._config = config
         self._kv_cache_manager = kv_cache_manager
         self._rates = rates
         self._stats = stats
         self._clock = clock
         self._step_times = step_times
-        self._policy = POLICIES[config.scheduling_policy]
-        self._by_length = config.scheduling_policy == "sjf"
         self._by_priority = config.scheduling_policy == "priority"
         self._watermark = max(1, int(config.watermark * kv_cache_manager.device_pool.num_blocks))
         self._num_admitted = 0
-        self._num_draft_requests = 0
+        self._draft_request_ids = count()
         self._is_pipeline = config.num_stages > 1
         self._oldest_in_flight = 0
-        self._loras = LoRAAdmission(config.max_loras, config.max_overtakes)
-        self._has_loras = False
-        self._disk = kv_cache_manager.disk
-        self.speculator = Speculator(config, rates) if config.speculative_method != "none" else None
+        self._loras = LoRAGate(
+            config.max_loras, config.max_overtakes, self.waiting, self.running, (self.swapped, self.preempted)
+        )
+        self._gates: list[AdmissionGate] = [self._loras]
+        if kv_cache_manager.disk is not None:
+            self._gates.append(DiskGate(kv_cache_manager.disk, kv_cache_manager, rates.tokens_per_second))
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence."""
-        self._has_loras = self._has_loras or sequence.request.lora is not None
         sequence.served_at_arrival = self._stats.computed_tokens
-        sequence.queue_key = self._queue_key(sequence)
         self.waiting.push(sequence)
-
-    def on_computed(self, sequence: Sequence) -> None:
-        """Records that a preempted sequence is back where it was, if it is."""
-        if away_seconds := self.absences.on_computed(sequence):
-            self._record_event(sequence, "recomputed", 0, away_seconds=away_seconds)
 
     def start(self, sequence: Sequence) -> None:
         """Adds a sequence to those that run."""
@@ -108,16 +96,12 @@ class BatchScheduler:
         """Removes a sequence that ends from its queue."""
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
+            for gate in self._gates:
+                gate.on_abort(sequence)
         else:
-            self._queue(sequence.status).remove(sequence)
-        self.absences.end(sequence)
+            self._queues[sequence.status].remove(sequence)
+        self.preemptor.absences.end(sequence)
         sequence.status = SequenceStatus.FINISHED
-
-    def invalidate_kv(self, sequence: Sequence) -> None:
-        """What was computed for a preempted sequence cannot be used: all of it is computed again."""
-        if sequence.status is SequenceStatus.SWAPPED:
-            self.swapped.remove(sequence)
-            self._preempt_recompute(sequence, PreemptionReason.LOST)
 
     def schedule(self, step: int, in_flight: Collection[SchedulerOutput] = ()) -> SchedulerOutput:
         """The next step, behind those that are ``in_flight``. Empty when nothing can be computed."""
@@ -126,8 +110,9 @@ class BatchScheduler:
         self._oldest_in_flight = min((each.step for each in in_flight), default=step)
         budget = self._make_budget()
         if self._is_pipeline:
-            budget.tokens = min(budget.tokens, self._share_of_tokens(in_flight))
-        self._num_draft_requests = 0
+            share = share_of_tokens(self.running, self.waiting.uncomputed_tokens, in_flight, self._config.num_stages)
+            budget.tokens = min(budget.tokens, share)
+        self._draft_request_ids = count(-1, -1)
         if self._config.batching == "phased":
             self._schedule_phase(scheduler_output, budget, _prefills)
             if not scheduler_output.chunks:
@@ -144,7 +129,15 @@ class BatchScheduler:
             self._break_beam_deadlock(scheduler_output)
         if budget.has_prompts:
             scheduler_output.max_seconds = budget.max_seconds
-        self._copy_beside(scheduler_output)
+        if self._config.swap_ahead or self._kv_cache_manager.disk is not None:
+            copy_beside(
+                scheduler_output,
+                self.running,
+                self._kv_cache_manager,
+                self._rates,
+                self._step_times.model,
+                swap_ahead_part=self._config.swap_ahead,
+            )
         scheduler_output.copies = self._kv_cache_manager.take_pending_copies()
         return scheduler_output
 
@@ -169,28 +162,8 @@ class BatchScheduler:
         return budget.chunk_length(self._step_times.mean_prompt_context, budget.tokens) if budget.max_seconds else 0
 
     def get_lora_stats(self) -> LoRAStats:
-        """The adapters of all sequences."""
-        if not self._has_loras:
-            return LoRAStats()
-        return self._loras.get_stats(self.waiting, self.running, (self.swapped, self.preempted))
-
-    def _share_of_tokens(self, in_flight: Collection[SchedulerOutput]) -> int:
-        """The tokens that a step of a pipeline may have, so that each stage has one of about the same size: its share
-        of all that are known, those ``in_flight`` included, but not so few that it takes as long as one with more.
-        """
-        known = self.waiting.uncomputed_tokens + sum(each.num_tokens for each in in_flight)
-        known += sum(sequence.num_unscheduled_tokens for sequence in self.running)
-        return max(MIN_STAGE_TOKENS, -(-known // self._config.num_stages))
-
-    def _micro_batch(self) -> list[Sequence]:
-        """The running sequences that a step of a pipeline may compute. Each stage is to have some that decode, so there
-        are no more of these in a step than their share.
-        """
-        share = -(-len(self.running) // self._config.num_stages)
-        ready = [sequence for sequence in self.running if sequence.num_unscheduled_tokens]
-        decoding = [sequence for sequence in ready if sequence.num_unscheduled_tokens == 1]
-        late = {sequence.id for sequence in decoding[share:]}
-        return [sequence for sequence in ready if sequence.id not in late]
+        """The adapters of all sequences. O(running) where there are any."""
+        return self._loras.get_stats() if self._loras.active or self.waiting.loras else LoRAStats()
 
     def _make_budget(self, more: int = 0) -> StepBudget:
         """The step's budget, which prompts share with the sequences that decode, as if ``more`` prompts waited."""
@@ -199,7 +172,7 @@ class BatchScheduler:
             return StepBudget(config.max_num_batched_tokens)
         contexts: list[int] = []
         prompts: list[int] = []
-        for sequence in self._micro_batch() if self._is_pipeline else self.running:
+        for sequence in self._running_of_step():
             lacking = sequence.num_unscheduled_tokens
             if lacking:
                 (contexts if lacking == 1 else prompts).append(sequence.num_scheduled_tokens)
@@ -211,13 +184,17 @@ class BatchScheduler:
             start=prompts[0] if prompts else 0,
         )
 
+    def _running_of_step(self) -> list[Sequence]:
+        """The running sequences that the step may compute: in a pipeline others are in the steps in flight."""
+        return micro_batch(self.running, self._config.num_stages) if self._is_pipeline else self.running
+
     # Running
 
     def _schedule_running(self, scheduler_output: SchedulerOutput, budget: StepBudget, phase: "Phase | None") -> None:
         search: SequenceGroup | None = None
         drafts = {} if phase is _prefills else self._propose_drafts(budget)
         running = SequenceStatus.RUNNING  # a member of an enumeration is slow to look up
-        for sequence in self._micro_batch() if self._is_pipeline else self.running.copy():
+        for sequence in self._running_of_step().copy():
             if budget.tokens == 0 or self.out_of_memory or sequence.status is not running:
                 break  # victims are those of the least precedence, so all that follow a victim are victims too
             if phase is not None and not phase(sequence):
@@ -226,7 +203,7 @@ class BatchScheduler:
             if group.beam_search is not None and group is not search:
                 # Room for all of them is made at once: none can be preempted when others have been scheduled.
                 search = group
-                if not self._preempt_until_fits(_running_beams(group), budget.tokens, scheduler_output):
+                if not self._preempt_until_fits(running_beams(group), budget.tokens, scheduler_output):
                     continue
             wanted = sequence.num_unscheduled_tokens
             length = budget.chunk_length(sequence.num_scheduled_tokens, wanted) if wanted else 0
@@ -239,10 +216,9 @@ class BatchScheduler:
         """
         if self.speculator is None or self.waiting.sequences or self.swapped or self.preempted:
             return {}
-        sequences = list(self.running)
-        if any(each.num_unscheduled_tokens != 1 or len(each.sample_requests) > 1 for each in sequences):
+        if not can_take_drafts(self.running):
             return {}
-        sequences = [each for each in sequences if not each.table.tail_shared and each.group.beam_search is None]
+        sequences = [each for each in self.running if not each.table.tail_shared and each.group.beam_search is None]
         blocks = self._kv_cache_manager.device_pool.num_free - len(self.running)
         room = min(budget.tokens - len(self.running), blocks * self._kv_cache_manager.block_size)
         return self.speculator.propose(sequences, room) if room > 0 else {}
@@ -253,7 +229,7 @@ class BatchScheduler:
         """
         pool = self._kv_cache_manager.device_pool
         while (needed := self._num_blocks_needed(beams, budget)) and needed > pool.num_free:
-            victims = self._preempted_with(self.running.last())
+            victims = preempted_with(self.running.last())
             if beams[0] in victims and len(victims) == len(self.running):
                 self.out_of_memory.append(beams[0])
                 return False
@@ -271,10 +247,6 @@ class BatchScheduler:
             missing += self._kv_cache_manager.num_blocks_needed(sequence.table, start, start + length)
             budget -= length
         return missing
-
-    def _preempted_with(self, victim: Sequence) -> list[Sequence]:
-        """The sequences preempted with ``victim``, the least precedence first: beams can only go on together."""
-        return [victim] if victim.group.beam_search is None else _running_beams(victim.group)[::-1]
 
     def _schedule(
         self,
@@ -299,8 +271,8 @@ class BatchScheduler:
         chunk.lora = sequence.group.request.lora
         if drafts:
             chunk.num_draft_tokens = len(drafts)
-            chunk.sample_requests = self._with_draft_requests(sample_requests[0], drafts)
-        if start < sequence.group.num_prompt_tokens and self._needs_prompt_logprobs(sequence.group):
+            chunk.sample_requests = with_draft_requests(sample_requests[0], drafts, self._draft_request_ids)
+        if start < sequence.group.num_prompt_tokens and sequence.group.needs_prompt_logprobs:
             chunk.prompt_logprob_targets = sequence.token_ids[
                 start + 1 : min(end + 1, sequence.group.num_prompt_tokens)
             ]
@@ -308,84 +280,17 @@ class BatchScheduler:
         scheduler_output.chunks.append(chunk)
         sequence.num_scheduled_tokens, sequence.last_step = end, scheduler_output.step
 
-    def _with_draft_requests(self, own: SampleRequest, drafts: Tokens[int]) -> tuple[SampleRequest, ...]:
-        """A sequence's own sample request, and one behind each of its drafts."""
-        requests = [own]
-        for count in range(1, len(drafts) + 1):
-            self._num_draft_requests += 1
-            known = [*own.token_ids, *drafts[:count]]
-            requests.append(replace(own, sequence_id=-self._num_draft_requests, token_ids=known, draft_of=own))
-        return tuple(requests)
-
-    def _needs_prompt_logprobs(self, group: SequenceGroup) -> bool:
-        """Whether log-probabilities of the prompt are still to be computed: then all of it is computed, whatever is
-        cached.
-        """
-        return (
-            group.request.sampling.prompt_logprobs is not None and group.next_prompt_logprob < group.num_prompt_tokens
-        )
-
-    # Preemption
-
     def _preempt(self, victim: Sequence, scheduler_output: SchedulerOutput) -> None:
-        """Takes a running sequence off the device, by swap or by recompute."""
         scheduler_output.num_preempted += 1
-        self.running.remove(victim)
-        victim.timings.num_preemptions += 1
-        mode, reason = choose_preemption_mode(
-            self._config.preemption_mode,
-            self._kv_cache_manager.swap_cost(victim.table, victim.num_scheduled_tokens),
-            self._rates,
-            host_has_room=self._kv_cache_manager.can_swap_out(victim.num_scheduled_tokens),
-            may_swap=len(self.swapped) < self._config.max_swapped,
-        )
-        self._stats.preemptions[mode, reason] += 1
-        if mode is PreemptionMode.SWAP:
-            self._preempt_swap(victim, reason)
-        else:
-            self._preempt_recompute(victim, reason)
-
-    def _preempt_swap(self, victim: Sequence, reason: PreemptionReason) -> None:
-        self.absences.begin(victim, PreemptionMode.SWAP)
-        # Its blocks are copied after the step in flight, so with what that computes for it.
-        victim.num_computed_tokens = victim.num_scheduled_tokens
-        blocks = self._kv_cache_manager.swap_out(victim.table, victim.num_computed_tokens)
-        self._stats.blocks_swapped_out += blocks
-        self._stats.blocks_used_ahead = self._kv_cache_manager.num_used_ahead
-        victim.status = SequenceStatus.SWAPPED
-        self.swapped.push(victim)
-        self._record_event(victim, "swap_out", blocks, reason)
-
-    def _preempt_recompute(self, victim: Sequence, reason: PreemptionReason) -> None:
-        self.absences.begin(victim, PreemptionMode.RECOMPUTE)
-        self._kv_cache_manager.free(victim.table)
-        victim.num_computed_tokens = victim.num_scheduled_tokens = 0
-        victim.status = SequenceStatus.PREEMPTED
-        self.preempted.push(victim)
-        self._record_event(victim, "recompute", 0, reason)
-
-    def _copy_beside(self, scheduler_output: SchedulerOutput) -> None:
-        """Has so many blocks copied to the host as are copied while the step computes: what would be preempted next,
-        and then what goes to disk.
-        """
-        swaps_ahead = self._config.swap_ahead and scheduler_output.chunks
-        stores = self._disk is not None and self._disk.is_busy
-        if not (swaps_ahead or stores):
-            return
-        memory = self._kv_cache_manager
-        limit = num_blocks_beside(scheduler_output, memory.block_bytes, self._rates, self._step_times.model)
-        if swaps_ahead:
-            limit -= swap_ahead(self.running, memory, part=self._config.swap_ahead, limit=limit)
-        if stores:
-            memory.plan_stores(limit)
+        self.preemptor.preempt(victim)
 
     def _break_beam_deadlock(self, scheduler_output: SchedulerOutput) -> None:
         """Nothing can be computed although something is there: beams wait for others of their search that do not fit
         beside what runs. The newest search is preempted; one that is alone, and the next to return, ends.
         """
-        returning = self._next_preempted()
+        returning = self.preemptor.next()
         if self.running:
-            newest = self._preempted_with(self.running.last())
+            newest = preempted_with(self.running.last())
             is_alone = len(newest) == len(self.running)
             if is_alone and (returning is None or returning.group is newest[0].group):
                 self.out_of_memory.append(newest[-1])
@@ -399,7 +304,7 @@ class BatchScheduler:
 
     def _schedule_preempted(self, scheduler_output: SchedulerOutput, budget: StepBudget, phase: "Phase | None") -> None:
         """What was preempted comes back by precedence, whether swapped out or not: nothing passes another."""
-        while budget.tokens and (sequence := self._next_preempted()) is not None and self._has_free_slots(sequence):
+        while budget.tokens and (sequence := self.preemptor.next()) is not None and self._has_free_slots(sequence):
             if phase is not None and not phase(sequence):
                 break
             if sequence.last_step >= self._oldest_in_flight:
@@ -420,20 +325,13 @@ class BatchScheduler:
             self._schedule(sequence, length, scheduler_output, budget)
         return bool(length) or not wanted
 
-    def _next_preempted(self) -> Sequence | None:
-        heads = [queue.first() for queue in (self.swapped, self.preempted) if queue]
-        return min(heads, key=_preemption_key) if heads else None
-
     def _swap_in(self, sequence: Sequence, budget: int) -> bool:
         num_tokens = min(sequence.num_tokens, sequence.num_computed_tokens + budget)
         missing = self._kv_cache_manager.num_blocks_needed_to_swap_in(sequence.table, num_tokens)
         if missing > self._kv_cache_manager.device_pool.num_free - self._reserve(sequence):
             return False
-        self.swapped.remove(sequence)
-        blocks = self._kv_cache_manager.swap_in(sequence.table)
-        self._stats.blocks_swapped_in += blocks
+        self.preemptor.swap_in(sequence)
         self.start(sequence)
-        self._record_event(sequence, "swap_in", blocks, away_seconds=self.absences.on_swapped_in(sequence))
         return True
 
     def _readmit(self, sequence: Sequence) -> bool:
@@ -451,45 +349,28 @@ class BatchScheduler:
         return self._config.batching != "static" or not self.running
 
     def _schedule_waiting(self, scheduler_output: SchedulerOutput, budget: StepBudget) -> None:
-        if self._by_length:
-            self._reorder_some()
-        if self._has_loras:
-            self._loras.update(self.waiting, (self.running, self.swapped, self.preempted))
-        if self._disk is not None and self._disk.take_news():
-            self.waiting.release()
+        self.waiting.rank_some()
+        for gate in self._gates:
+            self.waiting.release(gate.release())
         # A static batch begins as a whole, with room for all its prompts, however many steps it takes to compute them.
         is_batch = self._config.batching == "static"
         while self.waiting.has_ready and (budget.allows_prompts or is_batch):
-            sequence = self._next_waiting()
-            if not self._loras.may_admit(sequence):
-                self._loras.hold(sequence, self.waiting)
-                continue
-            if self._disk is not None and self._awaits_disk(sequence):
+            sequence = self.waiting.next()
+            if not all(gate.admits(sequence) for gate in self._gates):
                 self.waiting.hold(sequence)
                 continue
             hits = self._cached_blocks_if_fits(sequence) if self._has_free_slots(sequence) else None
             if hits is None:
                 break
             self.waiting.remove_admitted(sequence)
-            self._loras.record_admission(sequence)
+            for gate in self._gates:
+                gate.on_admission(sequence)
             self._admit(sequence, hits)
             self._record_admission(sequence, hits, scheduler_output.step)
             if is_batch:
                 table, start = sequence.table, sequence.num_scheduled_tokens
                 self._kv_cache_manager.allocate_slots(table, start, sequence.num_tokens)
             self._schedule_next_chunk(sequence, scheduler_output, budget)
-
-    def _awaits_disk(self, sequence: Sequence) -> bool:
-        """Whether blocks of its prefix are on their way from the disk. They are looked for once, when it could be next,
-        and it is admitted with what has come of them.
-        """
-        assert self._disk is not None
-        if self._needs_prompt_logprobs(sequence.group):
-            return False
-        if sequence.awaited_blocks is None:
-            rate = self._rates.tokens_per_second
-            sequence.awaited_blocks = self._kv_cache_manager.load_from_disk(sequence.table, sequence.token_ids, rate)
-        return sequence.awaited_blocks is None or self._disk.is_loading(sequence.awaited_blocks)
 
     def _cached_blocks_if_fits(self, sequence: Sequence) -> list[CachedBlock] | None:
         """The cached blocks of a sequence that can be admitted now; None if it has to wait.
@@ -501,7 +382,7 @@ class BatchScheduler:
             return None
         hits = (
             []
-            if self._needs_prompt_logprobs(sequence.group)
+            if sequence.group.needs_prompt_logprobs
             else self._kv_cache_manager.get_cached_blocks(sequence.table, sequence.token_ids)
         )
         free = self._kv_cache_manager.num_free_blocks_after(sequence.table, hits, sequence.num_tokens)
@@ -550,63 +431,12 @@ class BatchScheduler:
             return
         group.num_cached_tokens = min(sequence.num_computed_tokens, group.num_prompt_tokens)
         block_size = self._kv_cache_manager.block_size
-        on_host = sum(hit.tier is Tier.HOST for hit in hits) * block_size
-        on_disk = 0
-        if self._disk is not None:
-            on_disk = self._disk.count_loaded(sequence.table.block_hashes[: len(hits)]) * block_size
+        on_host, on_disk = (n * block_size for n in self._kv_cache_manager.count_tiers(sequence.table, hits))
         on_host = min(on_host, group.num_cached_tokens)
         self._stats.prefix_query_tokens += group.num_prompt_tokens
         self._stats.prefix_device_tokens += group.num_cached_tokens - on_host
         self._stats.prefix_host_tokens += max(0, on_host - on_disk)
         self._stats.prefix_disk_tokens += min(on_host, on_disk)
-
-    # The order of the waiting queue
-
-    def _next_waiting(self) -> Sequence:
-        """The sequence to admit next. An order by what is cached may be out of date: the first one's key is computed
-        again.
-        """
-        sequence = self.waiting.first()
-        for _ in range(REORDERED_PER_STEP if self._by_length else 0):
-            self.waiting.reorder(sequence, self._queue_key(sequence))
-            first = self.waiting.first()
-            if first is sequence:
-                break
-            sequence = first
-        return sequence
-
-    def _reorder_some(self) -> None:
-        """Computes the keys of a few waiting sequences again, in turn: what was cached since they arrived makes them
-        shorter.
-        """
-        for _ in range(min(REORDERED_PER_STEP, len(self.waiting))):
-            sequence = self.waiting.next_round_robin()
-            self.waiting.reorder(sequence, self._queue_key(sequence))
-
-    def _queue_key(self, sequence: Sequence) -> float:
-        looks = self._by_length and not self._needs_prompt_logprobs(sequence.group)
-        cached = len(self._kv_cache_manager.get_cached_blocks(sequence.table, sequence.token_ids)) if looks else 0
-        uncached = sequence.num_tokens - cached * self._kv_cache_manager.block_size
-        return self._policy(QueuedRequest(uncached, sequence.served_at_arrival, sequence.request.priority))
-
-    def _queue(self, status: SequenceStatus) -> AdmittedQueue:
-        return {
-            SequenceStatus.RUNNING: self.running,
-            SequenceStatus.SWAPPED: self.swapped,
-            SequenceStatus.PREEMPTED: self.preempted,
-        }[status]
-
-    def _record_event(
-        self, sequence: Sequence, name: str, blocks: int, reason: str = "", away_seconds: float = 0.0
-    ) -> None:
-        sequence.timings.events.append(SequenceEvent(name, self._clock(), blocks, reason, away_seconds))
-
-
-def _running_beams(group: SequenceGroup) -> list[Sequence]:
-    """The beams of a search that run, by precedence."""
-    return sorted(
-        (beam for beam in group.sequences.values() if beam.status is SequenceStatus.RUNNING), key=_preemption_key
-    )
 
 
 Phase = Callable[[Sequence], bool]

@@ -193,6 +193,13 @@ class KVCacheManager:
         table.num_cached_blocks = len(hits)
         return len(hits) * self.block_size
 
+    def count_tiers(self, table: BlockTable, hits: Sequence[CachedBlock]) -> tuple[int, int]:
+        """How many of the blocks that a request begins with were on the host, and how many of these had come from disk
+        and were not used since.
+        """
+        on_host = sum(hit.tier is Tier.HOST for hit in hits)
+        return on_host, 0 if self.disk is None else self.disk.count_loaded(table.block_hashes[: len(hits)])
+
     def load_from_disk(self, table: BlockTable, token_ids: Sequence[int], rate: float) -> list[bytes] | None:
         """Begins to load what continues the prefix of ``token_ids`` that the other tiers have, if that is faster than
         computing it at ``rate`` tokens a second. Returns the hashes of the blocks to wait for; None as

@@ -17,8 +17,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from time import time_ns
+from typing import TYPE_CHECKING
 
 from quire_engine.core.block_pool import BlockCopies, BlockCopy, BlockPool, DiskTransfer, Tier
+
+if TYPE_CHECKING:
+    from quire_engine.core import request
+    from quire_engine.core.kv_cache_manager import KVCacheManager
 
 log = logging.getLogger(__name__)
 
@@ -307,3 +312,49 @@ class DiskTier:
             slot = self.pool.get_cached_block(block.block_hash)
             assert slot is not None
             self.pool.forget(slot)
+
+
+class DiskGate:
+    """The ``AdmissionGate`` of blocks on disk: a sequence is held while what the disk has of its prefix is loaded, if
+    that is faster than computing it at ``rate`` tokens a second. These blocks are looked for once, when the sequence
+    could be next, and it is admitted with what has come of them. It is looked at again when any load has ended.
+    """
+
+    def __init__(self, disk: DiskTier, kv_cache_manager: "KVCacheManager", rate: float) -> None:
+        self._disk = disk
+        self._kv_cache_manager = kv_cache_manager
+        self._rate = rate
+        self._held: dict[int, request.Sequence] = {}
+        # What is being loaded for a sequence, by its id, once that was looked for.
+        self._awaited: dict[int, list[bytes]] = {}
+
+    def release(self) -> "Iterable[request.Sequence]":
+        """All that are held, if any load has ended."""
+        if not self._disk.take_news():
+            return ()
+        released = list(self._held.values())
+        self._held.clear()
+        return released
+
+    def admits(self, sequence: "request.Sequence") -> bool:
+        """Whether none of its blocks is on its way from the disk. Begins to load them when it is first asked for."""
+        if sequence.group.needs_prompt_logprobs:
+            return True
+        awaited = self._awaited.get(sequence.id)
+        if awaited is None:
+            awaited = self._kv_cache_manager.load_from_disk(sequence.table, sequence.token_ids, self._rate)
+            if awaited is not None:
+                self._awaited[sequence.id] = awaited
+        if awaited is None or self._disk.is_loading(awaited):
+            self._held[sequence.id] = sequence
+            return False
+        return True
+
+    def on_admission(self, sequence: "request.Sequence") -> None:
+        """Forgets what came for it."""
+        self._awaited.pop(sequence.id, None)
+
+    def on_abort(self, sequence: "request.Sequence") -> None:
+        """Forgets it; what is on its way still comes to the host pool."""
+        self._held.pop(sequence.id, None)
+        self._awaited.pop(sequence.id, None)

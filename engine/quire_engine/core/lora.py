@@ -1,6 +1,7 @@
 """LoRA adapters as the core knows them: which one a request is for, and who waits as a step has too many of them."""
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,73 +42,93 @@ class LoRAStats:
     num_waiting_for_slot: int = 0
 
 
-class LoRAAdmission:
-    """Which waiting sequences may be admitted, so that what is admitted has at most ``max_loras`` adapters; what was
-    preempted counts too, as it comes back before anything else is admitted.
+class LoRAGate:
+    """The ``AdmissionGate`` of adapters: what is admitted has at most ``max_loras`` of them. What was preempted counts
+    too, as it comes back before anything else is admitted.
 
     Sequences of further adapters are held, and those behind them go first. So that they do not wait for ever, only
     ``max_overtakes`` with an adapter do: then no more are admitted until an adapter that was passed over has had its
-    turn, or nobody waits for one any more.
+    turn, or nobody waits for one any more. They are released when the adapters of what is admitted have changed.
+
+    ``active`` are the adapters of what is admitted, and may be some that were.
     """
 
-    def __init__(self, max_loras: int, max_overtakes: int) -> None:
+    def __init__(
+        self,
+        max_loras: int,
+        max_overtakes: int,
+        waiting: "WaitingQueue",
+        running: "Iterable[Sequence]",
+        preempted: "Tokens[Iterable[Sequence]]",
+    ) -> None:
         self._max_loras = max_loras
         self._max_overtakes = max_overtakes
+        self._waiting = waiting
+        self._running = running
+        self._preempted = preempted
+        self._held: dict[int, Sequence] = {}
         self._num_overtakes = 0
-        self._active: set[int] = set()
+        self.active: set[int] = set()
         self._passed_over: set[int] = set()
         self._has_new = False
 
-    def update(self, waiting: "WaitingQueue", admitted: "Iterable[Iterable[Sequence]]") -> None:
-        """Takes note of the adapters of what is ``admitted``. Sequences that are held get another chance when these
-        have changed since they were held.
-        """
-        active = {lora.lora_int_id for queue in admitted for lora in _loras_of(queue)}
-        passed_over = {lora.lora_int_id for lora in waiting.loras if lora.lora_int_id in self._passed_over} - active
-        if active != self._active or self._has_new or passed_over != self._passed_over:
-            waiting.release()
-        self._active, self._passed_over, self._has_new = active, passed_over, False
+    def release(self) -> "Iterable[Sequence]":
+        """All that are held, if the adapters of what is admitted have changed since. O(running)."""
+        if not self._waiting.loras:
+            self._passed_over.clear()
+            self._num_overtakes = 0
+            return ()
+        active = {lora.lora_int_id for queue in (self._running, *self._preempted) for lora in _loras_of(queue)}
+        waiting = {lora.lora_int_id for lora in self._waiting.loras}
+        passed_over = (self._passed_over & waiting) - active
+        changed = active != self.active or self._has_new or passed_over != self._passed_over
+        self.active, self._passed_over, self._has_new = active, passed_over, False
         if not passed_over:
             self._num_overtakes = 0
+        released = list(self._held.values()) if changed else []
+        if changed:
+            self._held.clear()
+        return released
 
-    def may_admit(self, sequence: "Sequence") -> bool:
-        """Whether a sequence can be admitted now, as far as its adapter is concerned."""
+    def admits(self, sequence: "Sequence") -> bool:
+        """Whether its adapter is one of those that are admitted, or there is room for one more."""
         lora = sequence.request.lora
         if lora is None:
             return True
-        if lora.lora_int_id in self._active:
-            return self._num_overtakes < self._max_overtakes
-        return len(self._active) < self._max_loras
+        if lora.lora_int_id in self.active:
+            admitted = self._num_overtakes < self._max_overtakes
+        else:
+            admitted = len(self.active) < self._max_loras
+            if not admitted:
+                self._passed_over.add(lora.lora_int_id)
+        if not admitted:
+            self._held[sequence.id] = sequence
+        return admitted
 
-    def hold(self, sequence: "Sequence", waiting: "WaitingQueue") -> None:
-        """Passes over a sequence that may not be admitted."""
-        lora = sequence.request.lora
-        if lora is not None and lora.lora_int_id not in self._active:
-            self._passed_over.add(lora.lora_int_id)
-        waiting.hold(sequence)
-
-    def record_admission(self, sequence: "Sequence") -> None:
-        """Takes note of a sequence that is admitted."""
+    def on_admission(self, sequence: "Sequence") -> None:
+        """Takes note of its adapter, or that those that were passed over are overtaken once more."""
         lora = sequence.request.lora
         if lora is None:
             return
-        if lora.lora_int_id not in self._active:
-            self._active.add(lora.lora_int_id)
+        if lora.lora_int_id not in self.active:
+            self.active.add(lora.lora_int_id)
             self._num_overtakes, self._has_new = 0, True
         elif self._passed_over:
             self._num_overtakes += 1
 
-    def get_stats(
-        self, waiting: "WaitingQueue", running: "Iterable[Sequence]", preempted: "Iterable[Iterable[Sequence]]"
-    ) -> LoRAStats:
+    def on_abort(self, sequence: "Sequence") -> None:
+        """Forgets a sequence, which may be held."""
+        self._held.pop(sequence.id, None)
+
+    def get_stats(self) -> LoRAStats:
         """The adapters of what waits, runs and was preempted. O(running)."""
-        runs = _loras_of(running)
-        away = set().union(*map(_loras_of, preempted))
+        runs = _loras_of(self._running)
+        away = set().union(*map(_loras_of, self._preempted))
         used = runs | away
-        lacking = sum(count for lora, count in waiting.loras.items() if lora not in used)
+        lacking = sum(count for lora, count in self._waiting.loras.items() if lora not in used)
         return LoRAStats(
             running=_names(runs),
-            waiting=_names(away.union(waiting.loras)),
+            waiting=_names(away.union(self._waiting.loras)),
             num_used_slots=len(used),
             num_waiting_for_slot=lacking if len(used) >= self._max_loras else 0,
         )

@@ -9,20 +9,27 @@ from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from quire_engine.core.executor import Rates
 from quire_engine.core.kv_cache_manager import KVCacheManager, SwapCost
+from quire_engine.core.request import SequenceEvent, SequenceStatus
+from quire_engine.core.request_queue import AdmittedQueue
 from quire_engine.core.step import SchedulerOutput
 from quire_engine.core.step_time_model import StepTimeModel, StepWork
 
 if TYPE_CHECKING:
     from quire_engine.config import PreemptionPolicy
-    from quire_engine.core.request import Sequence
+    from quire_engine.core.config import SchedulerConfig
+    from quire_engine.core.outputs import SchedulerStats
+    from quire_engine.core.request import Sequence, SequenceGroup
 
 _NANOSECONDS = 1_000_000_000
 MAX_BYTES_BESIDE = 1 << 40  # the rate is infinite where there is nothing to copy to
 SWAP_AHEAD_STEPS = 1  # by which copies are ready before they are needed
+
+_preemption_key = attrgetter("preemption_key")
 
 
 class PreemptionMode(StrEnum):
@@ -62,6 +69,29 @@ def choose_preemption_mode(
     swap = cost.bytes_to_move / rates.bytes_per_second
     recompute = cost.uncached_tokens / rates.tokens_per_second
     return (PreemptionMode.SWAP if swap <= recompute else PreemptionMode.RECOMPUTE), PreemptionReason.CHEAPER
+
+
+def copy_beside(
+    scheduler_output: SchedulerOutput,
+    running: "Tokens[Sequence]",
+    memory: KVCacheManager,
+    rates: Rates,
+    model: StepTimeModel | None,
+    *,
+    swap_ahead_part: float,
+) -> None:
+    """Has so many blocks copied to the host as are copied while the step computes: what would be preempted next, as
+    ``swap_ahead`` says, and then what goes to disk. To be called when all else of the step is scheduled.
+    """
+    swaps_ahead = swap_ahead_part and scheduler_output.chunks
+    stores = memory.disk is not None and memory.disk.is_busy
+    if not (swaps_ahead or stores):
+        return
+    limit = num_blocks_beside(scheduler_output, memory.block_bytes, rates, model)
+    if swaps_ahead:
+        limit -= swap_ahead(running, memory, part=swap_ahead_part, limit=limit)
+    if stores:
+        memory.plan_stores(limit)
 
 
 def num_blocks_beside(
@@ -174,3 +204,104 @@ class Absences:
         """Those that ended since the last call."""
         ended, self.ended = self.ended, []
         return ended
+
+
+def running_beams(group: "SequenceGroup") -> "list[Sequence]":
+    """The beams of a search that run, by precedence."""
+    beams = [beam for beam in group.sequences.values() if beam.status is SequenceStatus.RUNNING]
+    return sorted(beams, key=_preemption_key)
+
+
+def preempted_with(victim: "Sequence") -> "list[Sequence]":
+    """The sequences preempted with ``victim``, the least precedence first: beams can only go on together."""
+    return [victim] if victim.group.beam_search is None else running_beams(victim.group)[::-1]
+
+
+class Preemptor:
+    """Takes running sequences off the device and brings them back, with their events and counts. ``swapped`` are those
+    whose blocks are on the host, ``preempted`` those that are computed again. ``absences``: of both.
+    """
+
+    def __init__(
+        self,
+        config: "SchedulerConfig",
+        running: AdmittedQueue,
+        kv_cache_manager: KVCacheManager,
+        *,
+        rates: Rates,
+        stats: "SchedulerStats",
+        clock: Callable[[], int],
+    ) -> None:
+        self.swapped = AdmittedQueue()
+        self.preempted = AdmittedQueue()
+        self.absences = Absences(clock)
+        self._config = config
+        self._running = running
+        self._kv_cache_manager = kv_cache_manager
+        self._rates = rates
+        self._stats = stats
+        self._clock = clock
+
+    def preempt(self, victim: "Sequence") -> None:
+        """Takes a running sequence off the device, by swap or by recompute."""
+        self._running.remove(victim)
+        victim.timings.num_preemptions += 1
+        mode, reason = choose_preemption_mode(
+            self._config.preemption_mode,
+            self._kv_cache_manager.swap_cost(victim.table, victim.num_scheduled_tokens),
+            self._rates,
+            host_has_room=self._kv_cache_manager.can_swap_out(victim.num_scheduled_tokens),
+            may_swap=len(self.swapped) < self._config.max_swapped,
+        )
+        self._stats.preemptions[mode, reason] += 1
+        if mode is PreemptionMode.SWAP:
+            self._swap_out(victim, reason)
+        else:
+            self._recompute(victim, reason)
+
+    def next(self) -> "Sequence | None":
+        """The one that comes back next: nothing passes another, whether swapped or not."""
+        heads = [queue.first() for queue in (self.swapped, self.preempted) if queue]
+        return min(heads, key=_preemption_key) if heads else None
+
+    def invalidate_kv(self, sequence: "Sequence") -> None:
+        """What was computed for a preempted sequence cannot be used: all of it is computed again."""
+        if sequence.status is SequenceStatus.SWAPPED:
+            self.swapped.remove(sequence)
+            self._recompute(sequence, PreemptionReason.LOST)
+
+    def swap_in(self, sequence: "Sequence") -> None:
+        """Brings the blocks of a swapped sequence back to the device, where there is room for them."""
+        self.swapped.remove(sequence)
+        blocks = self._kv_cache_manager.swap_in(sequence.table)
+        self._stats.blocks_swapped_in += blocks
+        self._record(sequence, "swap_in", blocks, away_seconds=self.absences.on_swapped_in(sequence))
+
+    def on_computed(self, sequence: "Sequence") -> None:
+        """Records that a preempted sequence is back where it was, if it is."""
+        if away_seconds := self.absences.on_computed(sequence):
+            self._record(sequence, "recomputed", 0, away_seconds=away_seconds)
+
+    def _swap_out(self, victim: "Sequence", reason: PreemptionReason) -> None:
+        self.absences.begin(victim, PreemptionMode.SWAP)
+        # Its blocks are copied after the step in flight, so with what that computes for it.
+        victim.num_computed_tokens = victim.num_scheduled_tokens
+        blocks = self._kv_cache_manager.swap_out(victim.table, victim.num_computed_tokens)
+        self._stats.blocks_swapped_out += blocks
+        self._stats.blocks_used_ahead = self._kv_cache_manager.num_used_ahead
+        victim.status = SequenceStatus.SWAPPED
+        self.swapped.push(victim)
+        self._record(victim, "swap_out", blocks, reason)
+
+    def _recompute(self, victim: "Sequence", reason: PreemptionReason) -> None:
+        self.absences.begin(victim, PreemptionMode.RECOMPUTE)
+        self._kv_cache_manager.free(victim.table)
+        victim.num_computed_tokens = victim.num_scheduled_tokens = 0
+        victim.status = SequenceStatus.PREEMPTED
+        self.preempted.push(victim)
+        self._record(victim, "recompute", 0, reason)
+
+    def _record(
+        self, sequence: "Sequence", name: str, blocks: int, reason: str = "", away_seconds: float = 0.0
+    ) -> None:
+        sequence.timings.events.append(SequenceEvent(name, self._clock(), blocks, reason, away_seconds))

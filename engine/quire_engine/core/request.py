@@ -141,6 +141,13 @@ class SequenceGroup:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.next_prompt_logprob = 1
 
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt are still to be computed: then all of it is computed, whatever is
+        cached.
+        """
+        return self.request.sampling.prompt_logprobs is not None and self.next_prompt_logprob < self.num_prompt_tokens
+
 
 class Sequence:
     """The tokens of one output being made, or of several that are not forked yet.
@@ -154,13 +161,10 @@ class Sequence:
     largest is preempted first. ``absence``: its preemption, until it is back where it was. ``last_step``: the
     last step that it has a chunk in. ``proposer`` guesses its next tokens, where there is speculation.
     ``queue_key`` orders waiting ones; ``served_at_arrival``: tokens that the engine had computed before it arrived.
-    ``awaited_blocks``: hashes of those that are loaded from disk before it is admitted; None if nobody has looked
-    for any.
     """
 
     __slots__ = (
         "absence",
-        "awaited_blocks",
         "group",
         "id",
         "index",
@@ -210,7 +214,6 @@ class Sequence:
         self.proposer: NgramProposer | SuffixProposer | None = None
         self.queue_key = 0.0
         self.served_at_arrival = 0
-        self.awaited_blocks: list[bytes] | None = None
         self.status = SequenceStatus.WAITING
 
     @property

@@ -1,18 +1,24 @@
-"""Queues of sequences. Their order is never that of a set or of addresses, and nothing here is linear in what waits."""
+"""Queues of sequences, the order of the waiting one, and what an admission may have to wait for.
+
+No order is that of a set or of addresses, and nothing here is linear in what waits.
+"""
 
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.request import Sequence
 
 if TYPE_CHECKING:
     from quire_engine.config import Policy
+
+REORDERED_PER_STEP = 4
 
 _preemption_key = attrgetter("preemption_key")
 
@@ -45,19 +51,50 @@ class AdmittedQueue(list[Sequence]):
         self.num_slots -= sequence.num_slots
 
 
+class AdmissionGate(Protocol):
+    """Something that an admission may have to wait for besides its turn and the memory: a slot for its adapter, blocks
+    that come from disk.
+
+    The gate holds a sequence that it does not admit, and those behind it go first, until the gate releases it. (vLLM
+    has them in a second queue, ``skipped_waiting``, each with the status of what it waits for.)
+    """
+
+    def release(self) -> "Iterable[Sequence]":
+        """Held sequences that may be admitted now, or that are to be asked for again; they are held no more. Called
+        once in each step that may admit anything, before the first call of ``admits``.
+        """
+        ...
+
+    def admits(self, sequence: Sequence) -> bool:
+        """Whether a sequence whose turn has come may be admitted now. It is held if not."""
+        ...
+
+    def on_admission(self, sequence: Sequence) -> None:
+        """All gates and the memory admitted a sequence."""
+        ...
+
+    def on_abort(self, sequence: Sequence) -> None:
+        """A waiting sequence, held or not, has ended."""
+        ...
+
+
 class WaitingQueue:
     """Sequences for which nothing is computed, in the order of their ranks, the tokens that this work amounts to,
     and how many sequences wait for each adapter (``loras``).
 
-    Whoever has been overtaken by ``max_overtakes`` later arrivals is next, whatever its rank. It is enough to count for
-    the oldest: everyone who overtook a younger one has overtaken the oldest as well. Those that are held wait for
-    something else than their turn, and are passed over until they are released.
+    ``rank`` computes a sequence's rank when it arrives. With ``max_overtakes`` ranks may become smaller while sequences
+    wait, and whoever has been overtaken by so many later arrivals is next, whatever its rank. It is enough to count for
+    the oldest: everyone who overtook a younger one has overtaken the oldest as well. Those that are held wait for an
+    ``AdmissionGate``, and are passed over until they are released.
     """
 
-    def __init__(self, max_overtakes: int | None = None) -> None:
+    def __init__(
+        self, max_overtakes: int | None = None, rank: Callable[[Sequence], float] = attrgetter("queue_key")
+    ) -> None:
         self.uncomputed_tokens = 0
         self.loras: Counter[LoRARequest] = Counter()
         self._max_overtakes = max_overtakes
+        self._rank = rank
         self.sequences: OrderedDict[int, Sequence] = OrderedDict()
         self._by_rank: list[tuple[float, int]] = []
         self._overtakers: list[int] = []
@@ -71,7 +108,8 @@ class WaitingQueue:
         return iter(self.sequences.values())
 
     def push(self, sequence: Sequence) -> None:
-        """Adds the newest arrival, with its rank set."""
+        """Adds the newest arrival."""
+        sequence.queue_key = self._rank(sequence)
         self.sequences[sequence.id] = sequence
         self.uncomputed_tokens += sequence.num_uncomputed_tokens
         if (lora := sequence.request.lora) is not None:
@@ -88,15 +126,34 @@ class WaitingQueue:
         """Passes over one until ``release``."""
         self._held[sequence.id] = None
 
-    def release(self) -> None:
-        """Gives all that are held their places again."""
-        for sequence_id in self._held:
-            heappush(self._by_rank, (self.sequences[sequence_id].queue_key, sequence_id))
-        self._held.clear()
+    def release(self, sequences: Iterable[Sequence]) -> None:
+        """Gives some that are held their places again."""
+        for sequence in sequences:
+            del self._held[sequence.id]
+            heappush(self._by_rank, (sequence.queue_key, sequence.id))
         self._compact()
 
+    def rank_some(self) -> None:
+        """Computes the ranks of a few again, in turn, where they may change: what was cached since they arrived makes
+        them shorter.
+        """
+        for _ in range(min(REORDERED_PER_STEP, len(self)) if self._max_overtakes is not None else 0):
+            sequence = self.next_round_robin()
+            self.reorder(sequence, self._rank(sequence))
+
+    def next(self) -> Sequence:
+        """The sequence to admit next. Where ranks may change, the first one's is computed again before it is."""
+        sequence = self.first()
+        for _ in range(REORDERED_PER_STEP if self._max_overtakes is not None else 0):
+            self.reorder(sequence, self._rank(sequence))
+            first = self.first()
+            if first is sequence:
+                break
+            sequence = first
+        return sequence
+
     def first(self) -> Sequence:
-        """Who is to be admitted next, of those that are not held."""
+        """The one with the least rank, or that was overtaken too often, of those that are not held."""
         if self._max_overtakes is not None and len(self._overtakers) >= self._max_overtakes:
             oldest = next(iter(self.sequences.values()))
             if oldest.id not in self._held:
@@ -194,3 +251,16 @@ def priority(job: QueuedRequest) -> float:
 
 POLICIES: "Mapping[Policy, Callable[[QueuedRequest], float]]" = {"fcfs": fcfs, "sjf": sjf, "priority": priority}
 """In which order waiting requests are admitted: the lowest rank first, of equal ranks the earliest arrival."""
+
+
+def rank_by(policy: "Policy", kv_cache_manager: KVCacheManager) -> Callable[[Sequence], float]:
+    """The rank of a waiting sequence under a policy, by what the prefix cache has of it now."""
+    rank, by_length = POLICIES[policy], policy == "sjf"
+
+    def rank_of(sequence: Sequence) -> float:
+        looks = by_length and not sequence.group.needs_prompt_logprobs
+        cached = len(kv_cache_manager.get_cached_blocks(sequence.table, sequence.token_ids)) if looks else 0
+        uncached = sequence.num_tokens - cached * kv_cache_manager.block_size
+        return rank(QueuedRequest(uncached, sequence.served_at_arrival, sequence.request.priority))
+
+    return rank_of

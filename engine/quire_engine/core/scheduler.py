@@ -196,7 +196,7 @@ class Scheduler:
 
     def take_times_away(self) -> list[TimeAway]:
         """How long preempted sequences were away that are back, or have ended, since the last call."""
-        absences = self._batch_scheduler.absences
+        absences = self._batch_scheduler.preemptor.absences
         return absences.take() if absences.ended else []
 
     def finish_transfers(self, results: Iterable[TransferResult]) -> None:
@@ -254,7 +254,7 @@ class Scheduler:
         if sequence is None:
             return False
         if sequence.status is not SequenceStatus.RUNNING:
-            self._batch_scheduler.invalidate_kv(sequence)
+            self._batch_scheduler.preemptor.invalidate_kv(sequence)
         return sequence.status is SequenceStatus.RUNNING
 
     def _commit_chunk(self, sequence: Sequence, chunk: ScheduledChunk, model_output: ModelOutput) -> None:
@@ -270,7 +270,7 @@ class Scheduler:
             end = sequence.num_computed_tokens = chunk.start + num_computed_tokens
             self.kv_cache_manager.cache_full_blocks(sequence.table, sequence.token_ids, end)
             if sequence.absence is not None:
-                self._batch_scheduler.on_computed(sequence)
+                self._batch_scheduler.preemptor.on_computed(sequence)
         self.stats.computed_tokens += num_computed_tokens
         if chunk.prompt_logprob_targets:
             self._emit_prompt_logprobs(sequence.group, chunk.start + 1, model_output.prompt_logprobs[sequence.id])
@@ -283,7 +283,7 @@ class Scheduler:
         elif sequence.status is SequenceStatus.RUNNING:
             self._fork_choices(sequence, chunk, model_output)
         else:  # preempted, with no blocks to share: the same tokens are sampled when it runs again
-            self._batch_scheduler.invalidate_kv(sequence)
+            self._batch_scheduler.preemptor.invalidate_kv(sequence)
 
     def _fork_choices(self, root: Sequence, chunk: ScheduledChunk, model_output: ModelOutput) -> None:
         """Forks the root into a sequence for each choice, with the first token of each."""
@@ -310,7 +310,7 @@ class Scheduler:
             self._append(sequence, token_id)
         end = sequence.num_computed_tokens = chunk.end - chunk.num_draft_tokens + len(accepted)
         if sequence.absence is not None:
-            self._batch_scheduler.on_computed(sequence)
+            self._batch_scheduler.preemptor.on_computed(sequence)
         sequence.num_scheduled_tokens = end
         self.kv_cache_manager.cache_full_blocks(sequence.table, sequence.token_ids, end)
         self.kv_cache_manager.free_unused_blocks(sequence.table, end)

@@ -11,14 +11,15 @@ at no cost: each guessed token is compared with the one that was drawn, whether 
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Tokens
+from dataclasses import replace
 from heapq import heapify, heappop, heapreplace
 from itertools import count, islice
 from typing import TYPE_CHECKING
 
 from quire_engine.core.executor import Rates
-from quire_engine.core.step import SchedulerOutput, StepTimings
+from quire_engine.core.step import SampleRequest, SchedulerOutput, StepTimings
 from quire_engine.core.step_time_model import StepTimeEstimator, StepWork
 
 if TYPE_CHECKING:
@@ -323,3 +324,17 @@ class Speculator:
     def _limit(self, sequence: "Sequence") -> int:
         """The most drafts of a sequence: one more token is drawn behind them, and it may be the last."""
         return max(0, min(self._most, sequence.limit - len(sequence.token_ids) - 1))
+
+
+def can_take_drafts(running: "Iterable[Sequence]") -> bool:
+    """Whether the next step draws one token of each running sequence, and nothing else: then it may have drafts."""
+    return all(each.num_unscheduled_tokens == 1 and len(each.sample_requests) == 1 for each in running)
+
+
+def with_draft_requests(own: SampleRequest, drafts: Tokens[int], ids: Iterator[int]) -> tuple[SampleRequest, ...]:
+    """A sequence's own sample request, and one behind each of its drafts, whose ids are the next of ``ids``."""
+    requests = [own]
+    for num_drafts in range(1, len(drafts) + 1):
+        known = [*own.token_ids, *drafts[:num_drafts]]
+        requests.append(replace(own, sequence_id=next(ids), token_ids=known, draft_of=own))
+    return tuple(requests)

@@ -163,3 +163,17 @@ def test_every_request_ends_and_no_step_has_too_many_adapters(
         assert bench.scheduler.get_load().loras == bench.count()
     assert not bench.scheduler.has_work
     assert bench.scheduler.get_load().loras == LoRAStats()
+
+
+def test_a_gate_forgets_who_was_aborted_while_it_was_held() -> None:
+    """Else those who come and go while one adapter runs on would fill the memory."""
+    bench = Bench(max_loras=1)
+    bench.add("x1", max_tokens=50)
+    bench.step()
+    for number in range(5):
+        bench.add(f"y{number}")
+        bench.step()
+        bench.scheduler.abort_request(f"y{number}")
+    gate = bench.scheduler._batch_scheduler._loras
+    assert not gate._held
+    assert bench.step() == ["x1"]

@@ -266,9 +266,9 @@ def test_a_prompt_that_is_preempted_while_its_first_tokens_are_sampled_samples_t
     ways: list[SequenceStatus] = []
     for device_blocks in range(12, 24):
         engine = Engine(capacity=KVCacheConfig(2, device_blocks, host_blocks))
-        batch_scheduler = engine.scheduler._batch_scheduler
-        lose = batch_scheduler.invalidate_kv
-        batch_scheduler.invalidate_kv = lambda sequence, lose=lose: (ways.append(sequence.status), lose(sequence))
+        preemptor = engine.scheduler._batch_scheduler.preemptor
+        lose = preemptor.invalidate_kv
+        preemptor.invalidate_kv = lambda sequence, lose=lose: (ways.append(sequence.status), lose(sequence))
         old = {f"old{number}": [number] * 7 for number in range(2)}
         for request_id, prompt in old.items():
             engine.add(request_id, prompt, max_tokens=4)

@@ -171,7 +171,7 @@ def test_a_swapped_sequence_whose_blocks_cannot_be_used_goes_on_being_away() -> 
         bench.step()
     out = bench.seconds
     bench.step()
-    bench.scheduler._batch_scheduler.invalidate_kv(two)
+    bench.scheduler._batch_scheduler.preemptor.invalidate_kv(two)
     assert bench.times_away == []
     bench.drain()
     (back,) = when(two, "recomputed")
