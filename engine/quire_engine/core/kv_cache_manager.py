@@ -200,13 +200,13 @@ class KVCacheManager:
         on_host = sum(hit.tier is Tier.HOST for hit in hits)
         return on_host, 0 if self.disk is None else self.disk.count_loaded(table.block_hashes[: len(hits)])
 
-    def load_from_disk(self, table: BlockTable, token_ids: Sequence[int], rate: float) -> list[bytes] | None:
+    def load_from_disk(self, table: BlockTable, token_ids: Sequence[int], rate: float) -> tuple[list[bytes], int]:
         """Begins to load what continues the prefix of ``token_ids`` that the other tiers have, if that is faster than
-        computing it at ``rate`` tokens a second. Returns the hashes of the blocks to wait for; None as
-        ``DiskTier.load``.
+        computing it at ``rate`` tokens a second. Returns the hashes of the blocks to wait for, and how many there is no
+        room for now, as ``DiskTier.load``.
         """
         if self.disk is None or not self.disk.is_on:
-            return []
+            return [], 0
         on_host: list[int] = []
         missing: list[bytes] = []
         num_found = first_missing = 0
@@ -224,7 +224,7 @@ class KVCacheManager:
             num_found = index + 1
         recompute_seconds = (num_found - first_missing) * self.block_size / rate
         if not missing or not self.disk.pays(len(missing), recompute_seconds):
-            return []
+            return [], 0
         # What the host has of the prefix is not given up for the rest of it.
         for block_id in on_host:
             self.host_pool.incref(block_id)

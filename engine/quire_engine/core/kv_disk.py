@@ -134,7 +134,7 @@ class DiskTier:
         self._storing: set[bytes] = set()
         self._loading: set[bytes] = set()
         self._unused: set[bytes] = set()
-        self._has_news = False
+        self._ended_loads: list[bytes] = []
         self._is_stalled = False
 
     @property
@@ -212,14 +212,20 @@ class DiskTier:
         self._block_seconds += _FORGETTING * (self._first_block_seconds - self._block_seconds)
         return False
 
-    def load(self, copies: BlockCopies, block_hashes: Sequence[bytes]) -> list[bytes] | None:
+    def has_room_for(self, num_blocks: int) -> bool:
+        """Whether so many blocks may be loaded beside those that are: one half of the host pool may be loaded into at
+        once. What is loaded alone may be more, and is cut to the room that there is.
+        """
+        return not self._loading or len(self._loading) + num_blocks <= self._max_loads
+
+    def load(self, copies: BlockCopies, block_hashes: Sequence[bytes]) -> tuple[list[bytes], int]:
         """Begins to load blocks that the host pool does not have, but for those that are being loaded. Returns the
-        blocks to wait for, the first of them if the host pool has no room for all: one half of it may be loaded into
-        at once. Returns None if others take this room now, and it is to be tried again when they have come.
+        blocks to wait for, the first of them if the host pool has no room for all, and 0; or none, and the number of
+        blocks that ``has_room_for`` denies room now: then it is to be tried again.
         """
         new = [block_hash for block_hash in block_hashes if block_hash not in self._loading]
-        if self._loading and len(self._loading) + len(new) > self._max_loads:
-            return None
+        if not self.has_room_for(len(new)):
+            return [], len(new)
         room = min(self._max_loads - len(self._loading), self._host_pool.num_free)
         for block_hash in new[:room]:
             slot = self.pool.get_cached_block(block_hash)
@@ -228,7 +234,7 @@ class DiskTier:
             self._loading.add(block_hash)
             copies.blocks_to_load.append(self._begin(self._host_pool.allocate(), slot, block_hash, is_load=True))
         late = set(new[max(0, room) :])
-        return [block_hash for block_hash in block_hashes if block_hash not in late]
+        return [block_hash for block_hash in block_hashes if block_hash not in late], 0
 
     def is_loading(self, block_hashes: list[bytes]) -> bool:
         """Whether any of the blocks is on its way. Those at the end that are not are struck from the list."""
@@ -236,10 +242,10 @@ class DiskTier:
             block_hashes.pop()
         return bool(block_hashes)
 
-    def take_news(self) -> bool:
-        """Whether any load has ended since the last call, so that those who wait have to be looked at again."""
-        news, self._has_news = self._has_news, False
-        return news
+    def take_ended_loads(self) -> list[bytes]:
+        """The blocks that were being loaded until after the last call, whatever came of them."""
+        ended, self._ended_loads = self._ended_loads, []
+        return ended
 
     def count_loaded(self, block_hashes: Iterable[bytes]) -> int:
         """How many of these blocks, which a request begins with, have come from the disk and were not used since."""
@@ -286,7 +292,7 @@ class DiskTier:
 
     def _finish_load(self, transfer: DiskTransfer, result: TransferResult) -> None:
         self._loading.discard(transfer.block_hash)
-        self._has_news = True
+        self._ended_loads.append(transfer.block_hash)
         if result.outcome is TransferOutcome.DONE:
             self._block_seconds += _DRIFT * (result.seconds - self._block_seconds)
             self._host_pool.cache_block(transfer.host_block, transfer.block_hash)
@@ -306,7 +312,7 @@ class DiskTier:
     def _turn_off(self, reason: str) -> None:
         if self.is_on:
             log.warning("KV blocks are not kept on disk any more, as %s; restart the engine to try again", reason)
-        self.is_on, self._has_news = False, True
+        self.is_on = False
         self._to_store.clear()
         for block in self.pool.stored_blocks():
             slot = self.pool.get_cached_block(block.block_hash)
@@ -317,23 +323,32 @@ class DiskTier:
 class DiskGate:
     """The ``AdmissionGate`` of blocks on disk: a sequence is held while what the disk has of its prefix is loaded, if
     that is faster than computing it at ``rate`` tokens a second. These blocks are looked for once, when the sequence
-    could be next, and it is admitted with what has come of them. It is looked at again when any load has ended.
+    could be next, and it is admitted with what has come of them.
+
+    A held sequence waits for the last of its blocks that is on its way, and is looked at again when that has come; one
+    that others leave no room to load for is when they have left it.
     """
 
     def __init__(self, disk: DiskTier, kv_cache_manager: "KVCacheManager", rate: float) -> None:
         self._disk = disk
         self._kv_cache_manager = kv_cache_manager
         self._rate = rate
-        self._held: dict[int, request.Sequence] = {}
         # What is being loaded for a sequence, by its id, once that was looked for.
         self._awaited: dict[int, list[bytes]] = {}
+        # Held sequences by their ids: by the block that each waits for, and with the blocks that there is no room for.
+        self._waiting_for: dict[bytes, dict[int, request.Sequence]] = {}
+        self._lacking_room: dict[int, tuple[request.Sequence, int]] = {}
 
     def release(self) -> "Iterable[request.Sequence]":
-        """All that are held, if any load has ended."""
-        if not self._disk.take_news():
-            return ()
-        released = list(self._held.values())
-        self._held.clear()
+        """Those that wait for a block that has come, or for room that there is now; all if the disk is off."""
+        is_on = self._disk.is_on
+        ended = self._disk.take_ended_loads() if is_on else list(self._waiting_for)
+        released = [sequence for each in ended for sequence in self._waiting_for.pop(each, {}).values()]
+        if ended or not is_on:
+            for sequence, num_blocks in list(self._lacking_room.values()):
+                if not is_on or self._disk.has_room_for(num_blocks):
+                    del self._lacking_room[sequence.id]
+                    released.append(sequence)
         return released
 
     def admits(self, sequence: "request.Sequence") -> bool:
@@ -342,13 +357,15 @@ class DiskGate:
             return True
         awaited = self._awaited.get(sequence.id)
         if awaited is None:
-            awaited = self._kv_cache_manager.load_from_disk(sequence.table, sequence.token_ids, self._rate)
-            if awaited is not None:
-                self._awaited[sequence.id] = awaited
-        if awaited is None or self._disk.is_loading(awaited):
-            self._held[sequence.id] = sequence
-            return False
-        return True
+            awaited, num_lacking = self._kv_cache_manager.load_from_disk(sequence.table, sequence.token_ids, self._rate)
+            if num_lacking:
+                self._lacking_room[sequence.id] = sequence, num_lacking
+                return False
+            self._awaited[sequence.id] = awaited
+        if not self._disk.is_loading(awaited):
+            return True
+        self._waiting_for.setdefault(awaited[-1], {})[sequence.id] = sequence
+        return False
 
     def on_admission(self, sequence: "request.Sequence") -> None:
         """Forgets what came for it."""
@@ -356,5 +373,10 @@ class DiskGate:
 
     def on_abort(self, sequence: "request.Sequence") -> None:
         """Forgets it; what is on its way still comes to the host pool."""
-        self._held.pop(sequence.id, None)
-        self._awaited.pop(sequence.id, None)
+        self._lacking_room.pop(sequence.id, None)
+        awaited = self._awaited.pop(sequence.id, None)
+        if awaited:
+            waiting = self._waiting_for.get(awaited[-1], {})
+            waiting.pop(sequence.id, None)
+            if not waiting:
+                self._waiting_for.pop(awaited[-1], None)

@@ -1,13 +1,16 @@
 """The disk tier of the prefix cache: what is stored and loaded when, who waits for it, and what fails without harm."""
 
+from collections import Counter
+from typing import Any
+
 import pytest
 from quire_engine.core.block_pool import BlockRemoved, KVCacheConfig, Tier
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
 from quire_engine.core.executor import Rates
 from quire_engine.core.kv_cache_manager import KVCacheManager
-from quire_engine.core.kv_disk import STALL_SECONDS, DiskContents, DiskFailure, TransferOutcome
-from quire_engine.core.request import Request
+from quire_engine.core.kv_disk import STALL_SECONDS, DiskContents, DiskFailure, DiskGate, TransferOutcome
+from quire_engine.core.request import Request, Sequence
 from quire_engine.core.scheduler import Scheduler
 from quire_proto.sampling import SamplingParams
 
@@ -69,6 +72,33 @@ class Engine:
 
 
 EXPECTED = expected_output(PROMPT, 1, 6)
+
+
+def disk_gate(engine: Engine) -> DiskGate:
+    (gate,) = [each for each in engine.scheduler._batch_scheduler._gates if isinstance(each, DiskGate)]
+    return gate
+
+
+def count_looks(engine: Engine) -> tuple[Counter[str], Counter[str]]:
+    """By request: how often its gate is asked for it, and how often its blocks are looked for."""
+    asked, looked_for = Counter[str](), Counter[str]()
+    gate = disk_gate(engine)
+    admits, load = gate.admits, engine.memory.load_from_disk
+
+    def counted_admits(sequence: Sequence) -> bool:
+        asked[sequence.request.request_id] += 1
+        before = len(loads)
+        admitted = admits(sequence)
+        looked_for[sequence.request.request_id] += len(loads) - before
+        return admitted
+
+    def counted_load(*args: Any) -> tuple[list[bytes], int]:
+        loads.append(None)
+        return load(*args)
+
+    loads: list[None] = []
+    gate.admits, engine.memory.load_from_disk = counted_admits, counted_load
+    return asked, looked_for
 
 
 def test_what_is_used_once_stays_off_the_disk_and_what_is_used_twice_survives_a_restart() -> None:
@@ -193,6 +223,54 @@ def test_two_prompts_that_the_host_pool_has_no_room_for_at_once_are_loaded_one_a
     later.finish()
     assert [later.outputs[each] for each in ids] == [expected_output(prompt, 1, 6) for prompt in prompts]
     assert later.scheduler.stats.prefix_disk_tokens == 2 * WHOLE_BLOCKS * SIZE
+
+
+def test_a_request_that_waits_is_looked_at_only_when_a_block_of_its_own_has_come() -> None:
+    engine = Engine()
+    prompts = [[number, *PROMPT[1:]] for number in range(3)]
+    for prompt in prompts * 2:
+        engine.run(prompt)
+    later = Engine(engine, host=100)
+    later.executor.disk.num_ending = lambda count: 1
+    asked, _ = count_looks(later)
+    ids = [later.add(prompt) for prompt in prompts]
+    later.finish()
+    assert later.disk.num_loaded == 3 * WHOLE_BLOCKS
+    assert all(asked[each] <= 1 + WHOLE_BLOCKS for each in ids), "each waits for the last of its blocks first"
+
+
+def test_a_request_that_waits_for_room_is_looked_at_when_there_is_some() -> None:
+    engine = Engine()
+    prompts = [[number, *PROMPT[1:]] for number in range(3)]
+    for prompt in prompts * 2:
+        engine.run(prompt)
+    later = Engine(engine, host=2 * WHOLE_BLOCKS)
+    later.executor.disk.num_ending = lambda count: 1
+    _, looked_for = count_looks(later)
+    ids = [later.add(prompt) for prompt in prompts]
+    later.finish()
+    assert later.disk.num_loaded == 3 * WHOLE_BLOCKS
+    assert [looked_for[each] for each in ids] == [1, 2, 3]
+
+
+def test_a_gate_forgets_who_was_aborted() -> None:
+    engine = Engine()
+    prompts = [[number, *PROMPT[1:]] for number in range(2)]
+    for prompt in prompts * 2:
+        engine.run(prompt)
+    later = Engine(engine, host=2 * WHOLE_BLOCKS)
+    later.executor.disk.num_ending = lambda count: 0
+    ids = [later.add(prompt) for prompt in prompts]
+    later.core.step()
+    gate = disk_gate(later)
+    assert gate._waiting_for
+    assert gate._lacking_room
+    for request_id in ids:
+        later.scheduler.abort_request(request_id)
+    assert not gate._waiting_for
+    assert not gate._lacking_room
+    assert not gate._awaited
+    later.finish()
 
 
 @pytest.mark.parametrize("holds", [True, False])
