@@ -4,7 +4,6 @@ logits.
 
 import logging
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from quire_engine.config import EngineArgs, NodeArgs
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.executor import UNMEASURED, ExecutorError
 from quire_engine.core.kv_disk import DiskContents, TransferResult
-from quire_engine.core.lora import PROFILE_LORA, LoRARequest
+from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import ModelOutput, ScheduledChunk, SchedulerOutput
 from quire_engine.device.accelerator import configure_threads, inference_on, resolve_device, upload, usable_threads
 from quire_engine.device.host import tune_malloc
@@ -78,7 +77,7 @@ class TorchExecutor:
         self._block_size = self._runner.kv_cache_config.block_size
         self._sampler = Sampler(model.config.vocab_size)
         self._lora_manager = model.loras
-        self._loras = HeldLoRAs(self._runner, num_loras_held)
+        self._num_loras_held = num_loras_held
         self._previous_step: AsyncStep | None = None
         self._close_ranks: Callable[[], object] = lambda: None
         self.disk_contents: DiskContents | None = None
@@ -139,7 +138,9 @@ class TorchExecutor:
         make_runner: RunnerFactory = ModelRunner if leader is None else leader.make_runner
         budget = CacheBudget(config.kv_cache_memory, config.swap_bytes, config.gpu_memory_utilization)
         with ExitStack() as profiled:
-            make_smallest = partial(cls, model, model.min_cache_sizes, make_runner=make_runner)
+            make_smallest = partial(
+                cls, model, model.min_cache_sizes, num_loras_held=config.num_loras_held, make_runner=make_runner
+            )
             run_largest = partial(cls._run_largest_step, make_smallest, config, profiled)
             work = run_largest if budget.kv_cache_bytes is None else None
             profiles = [profiler.profile(work)] if leader is None else leader.profile_memory(profiler, work)
@@ -168,8 +169,13 @@ class TorchExecutor:
         executor = profiled.enter_context(closing(make_executor()))
         block_size, vocab_size = executor.kv_cache_config.block_size, executor.config.vocab_size
         num_tokens, num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
-        length, lora = executor.max_model_len, PROFILE_LORA if limits.enable_lora else None
+        length, lora = (
+            executor.max_model_len,
+            LoRARequest("dummy", 1, "", is_dummy=True) if limits.enable_lora else None,
+        )
         executor.execute_model(largest_step(num_tokens, num_seqs, length, block_size, vocab_size, lora=lora))
+        if lora is not None:
+            executor.remove_lora(lora.lora_int_id)
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:
@@ -203,7 +209,7 @@ class TorchExecutor:
             copied = perf_counter()
             chunks = [chunk for chunk in scheduler_output.chunks if chunk.token_ids]
             if any(chunk.lora is not None for chunk in chunks):
-                chunks = self._loras.load(chunks, step.output)
+                chunks = self._load_loras(chunks, step.output)
             if chunks:
                 step.launch(prepare_inputs(chunks, self._block_size), self._previous_step)
             empty = [chunk for chunk in scheduler_output.chunks if not chunk.token_ids]
@@ -257,7 +263,30 @@ class TorchExecutor:
 
     def remove_lora(self, lora_id: int) -> None:
         """Frees the memory of an adapter, if any is held for it. No step has it any more."""
-        self._loras.remove(lora_id)
+        if self._lora_manager is not None and lora_id in self._lora_manager.held:
+            self._runner.remove_lora(lora_id)
+
+    def _load_loras(self, chunks: Sequence[ScheduledChunk], output: ModelOutput) -> list[ScheduledChunk]:
+        """Has all ranks hold the adapters of ``chunks``. Returns the chunks but for those whose adapter cannot be read,
+        which get an error in ``output``.
+        """
+        manager = self._lora_manager
+        assert manager is not None, "a step has adapters, and the model has no slots for them"
+        wanted = {chunk.lora.lora_int_id: chunk.lora for chunk in chunks if chunk.lora is not None}
+        failed: set[int] = set()
+        for lora_id in [lora_id for lora_id in wanted if lora_id not in manager.held]:
+            try:
+                self._runner.add_lora(wanted[lora_id])
+            except LoRAError as error:
+                log.error("the adapter %s cannot be used: %s", wanted[lora_id].lora_name, error)
+                failed.add(lora_id)
+            if len(manager.held) > self._num_loras_held:
+                self._runner.remove_lora(next(each for each in manager.held if each not in wanted))
+        for chunk in chunks:
+            if chunk.lora is not None and chunk.lora.lora_int_id in failed:
+                message = f"The adapter {chunk.lora.lora_name} cannot be read any more."
+                output.errors[chunk.sequence_id] = QuireError(ErrorCode.UNAVAILABLE, message, param="model")
+        return [chunk for chunk in chunks if chunk.lora_int_id not in failed]
 
     def close(self) -> None:
         """Gives the KV memory back, and ends the other ranks. Nothing can be run any more."""
@@ -267,52 +296,6 @@ class TorchExecutor:
             self._disk_lock = None
         self._sampler.close()
         self._close_ranks()
-
-
-class HeldLoRAs:
-    """The adapters that ``runner`` holds in host memory: at most ``limit``, those that were used last. No step has
-    more.
-    """
-
-    def __init__(self, runner: Runner, limit: int) -> None:
-        self._runner = runner
-        self._limit = limit
-        self._held: OrderedDict[int, None] = OrderedDict()
-
-    def load(self, chunks: Sequence[ScheduledChunk], output: ModelOutput) -> list[ScheduledChunk]:
-        """Has the adapters of ``chunks`` held. Returns the chunks but for those whose adapter cannot be read, which get
-        an error in ``output``.
-        """
-        wanted = {chunk.lora.lora_int_id: chunk.lora for chunk in chunks if chunk.lora not in (None, PROFILE_LORA)}
-        for lora_id in wanted:
-            if lora_id in self._held:
-                self._held.move_to_end(lora_id)
-        failed = {lora_id for lora_id, lora in wanted.items() if lora_id not in self._held and not self._add(lora)}
-        for chunk in chunks:
-            if chunk.lora is not None and chunk.lora.lora_int_id in failed:
-                message = f"The adapter {chunk.lora.lora_name} cannot be read any more."
-                output.errors[chunk.sequence_id] = QuireError(ErrorCode.UNAVAILABLE, message, param="model")
-        return [chunk for chunk in chunks if chunk.lora_int_id not in failed]
-
-    def remove(self, lora_id: int) -> None:
-        """Frees an adapter's memory, if it is held."""
-        if lora_id in self._held:
-            del self._held[lora_id]
-            self._runner.remove_lora(lora_id)
-
-    def _add(self, lora: LoRARequest) -> bool:
-        """Reads an adapter, in the place of the one that was not used for longest. Returns whether that worked; if not,
-        the other stays.
-        """
-        try:
-            self._runner.add_lora(lora)
-        except LoRAError as error:
-            log.error("the adapter %s cannot be used: %s", lora.lora_name, error)
-            return False
-        self._held[lora.lora_int_id] = None
-        if len(self._held) > self._limit:
-            self.remove(next(iter(self._held)))
-        return True
 
 
 def _depth(config: EngineArgs, device: torch.device) -> int:

@@ -1,28 +1,30 @@
 """``LoRAManager``: the adapters that one rank holds, in host memory and in slots."""
 
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from quire_engine.checkpoint.config import DecoderConfig
-from quire_engine.core.lora import PROFILE_LORA, LoRARequest
+from quire_engine.core.lora import LoRARequest
 from quire_engine.errors import LoRAError
 from quire_engine.lora.adapter import LoRAAdapter, target_shapes
 from quire_engine.lora.layers import LoRALayers, ShardedAdapter
 
 
 class LoRAManager:
-    """Adapters by their numbers. All ranks get the same calls, so that they choose the same slots. Used by one thread,
-    in inference mode.
+    """Adapters by their numbers. All ranks get the same calls, so that they hold the same adapters, in the same slots:
+    rank 0 asks its own which are missing or too many, and has all of them add and remove these. Used by one thread, in
+    inference mode.
     """
 
     def __init__(self, config: DecoderConfig, layers: LoRALayers) -> None:
         self._config = config
         self._layers = layers
-        self._held: dict[int, ShardedAdapter] = {}
-        # The adapter in each slot that has one, the one that was used last at the end.
+        # Both have the adapter that was used last at the end.
+        self._held: OrderedDict[int, ShardedAdapter] = OrderedDict()
         self._slots: OrderedDict[int, int] = OrderedDict()
 
     def check(self, lora: LoRARequest) -> LoRARequest:
@@ -31,10 +33,18 @@ class LoRAManager:
         """
         return replace(lora, lora_path=Path(lora.lora_path).absolute(), digest=self._read(lora).digest)
 
+    @property
+    def held(self) -> Collection[int]:
+        """The adapters in host memory, the one that was not used for longest first."""
+        return self._held.keys()
+
     def add(self, lora: LoRARequest) -> None:
         """Reads an adapter into host memory. Raises ``LoRAError`` if its folder holds another than when it was loaded
         first.
         """
+        if lora.is_dummy:
+            self._held[lora.lora_int_id] = self._layers.shard({})
+            return
         adapter = self._read(lora)
         if adapter.digest != lora.digest:
             raise LoRAError(f"{lora.lora_path} has changed since the adapter {lora.lora_name} was loaded.")
@@ -53,15 +63,16 @@ class LoRAManager:
             self._layers.set_batch(lora_ids)
             return
         found, indices = lora_ids.unique(return_inverse=True)
-        wanted = [lora_id for lora_id in found.tolist() if lora_id > 0]
+        wanted = [lora_id for lora_id in found.tolist() if lora_id]
         for lora_id in wanted:
+            self._held.move_to_end(lora_id)
             if lora_id in self._slots:
                 self._slots.move_to_end(lora_id)
         for lora_id in wanted:
             if lora_id not in self._slots:
                 self._slots[lora_id] = self._free_slot()
                 self._layers.set_slot(self._slots[lora_id], self._held[lora_id])
-        slot_of = {**self._slots, 0: -1, PROFILE_LORA.lora_int_id: 0}
+        slot_of = {**self._slots, 0: -1}
         slots = torch.tensor([slot_of[lora_id] for lora_id in found.tolist()])
         self._layers.set_batch(slots[indices])
 
