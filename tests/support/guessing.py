@@ -1,6 +1,6 @@
 """Drafts that are right as often as chance has it, for executors whose tokens never repeat."""
 
-from collections.abc import Sequence as Tokens
+from collections import abc
 from random import Random
 
 from quire_engine.core.request import Sequence
@@ -19,7 +19,7 @@ class Guesser:
     def observe(self, scheduler_output: SchedulerOutput, timings: StepTimings) -> None:
         pass
 
-    def propose(self, sequences: Tokens[Sequence], room: int) -> dict[int, list[int]]:
+    def propose(self, sequences: abc.Sequence[Sequence], room: int) -> dict[int, list[int]]:
         drafts = {}
         for sequence in sequences:
             count = min(self.random.randint(0, self.most), room, sequence.limit - len(sequence.token_ids) - 1)
@@ -42,7 +42,7 @@ class Guesser:
 class Reminder(Guesser):
     """Guesses what another run drew: ``outputs`` are the tokens of each choice of each request."""
 
-    def __init__(self, random: Random, outputs: Tokens[Tokens[Tokens[int]]], vocab_size: int) -> None:
+    def __init__(self, random: Random, outputs: abc.Sequence[abc.Sequence[abc.Sequence[int]]], vocab_size: int) -> None:
         super().__init__(random)
         self.outputs, self.vocab_size = outputs, vocab_size
 

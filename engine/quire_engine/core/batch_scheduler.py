@@ -12,8 +12,8 @@ What else an admission may have to wait for is an ``AdmissionGate`` (``request_q
 and how a pipeline's steps share the work in ``micro_batch``.
 """
 
+from collections import abc
 from collections.abc import Callable, Collection, Mapping
-from collections.abc import Sequence as Tokens
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -210,7 +210,7 @@ class BatchScheduler:
             if length and self._preempt_until_fits([sequence], length, scheduler_output):
                 self._schedule(sequence, length, scheduler_output, budget, drafts.get(sequence.id, ()))
 
-    def _propose_drafts(self, budget: StepBudget) -> Mapping[int, Tokens[int]]:
+    def _propose_drafts(self, budget: StepBudget) -> Mapping[int, abc.Sequence[int]]:
         """Drafts by sequence id. There are none in a step that may compute a prompt too, and so many at most that all
         tokens and blocks of the step are there without them: they preempt nothing.
         """
@@ -254,7 +254,7 @@ class BatchScheduler:
         length: int,
         scheduler_output: SchedulerOutput,
         budget: StepBudget,
-        drafts: Tokens[int] = (),
+        drafts: abc.Sequence[int] = (),
     ) -> None:
         """Adds the sequence's next chunk to the step, with ``drafts`` behind its known tokens. There is room for it."""
         start, known = sequence.num_scheduled_tokens, sequence.token_ids

@@ -1,7 +1,7 @@
 """LoRA adapters as the core knows them: which one a request is for, and who waits as a step has too many of them."""
 
+from collections import abc
 from collections.abc import Iterable
-from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,7 +57,7 @@ class LoRAGate:
         max_overtakes: int,
         waiting: "WaitingQueue",
         running: "Iterable[Sequence]",
-        preempted: "Tokens[Iterable[Sequence]]",
+        preempted: "abc.Sequence[Iterable[Sequence]]",
     ) -> None:
         self._max_loras = max_loras
         self._max_overtakes = max_overtakes

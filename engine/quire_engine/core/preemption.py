@@ -5,8 +5,8 @@ admitted (or, with priorities, the least important). A block that nobody holds a
 pools give up the least recently used.
 """
 
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
@@ -73,7 +73,7 @@ def choose_preemption_mode(
 
 def copy_beside(
     scheduler_output: SchedulerOutput,
-    running: "Tokens[Sequence]",
+    running: "abc.Sequence[Sequence]",
     memory: KVCacheManager,
     rates: Rates,
     model: StepTimeModel | None,
@@ -107,7 +107,7 @@ def num_blocks_beside(
     return max(1, int(min(seconds * rates.bytes_per_second, MAX_BYTES_BESIDE) / block_bytes))
 
 
-def swap_ahead(running: "Tokens[Sequence]", memory: KVCacheManager, *, part: float, limit: int) -> int:
+def swap_ahead(running: "abc.Sequence[Sequence]", memory: KVCacheManager, *, part: float, limit: int) -> int:
     """When more than ``part`` of the device blocks is held, copies full blocks of those that would be preempted next to
     the host, so that a preemption finds them there. A step copies at most ``limit``, and none of a sequence whose turn
     comes so late that later steps suffice. Returns how many are copied.
@@ -128,7 +128,7 @@ def swap_ahead(running: "Tokens[Sequence]", memory: KVCacheManager, *, part: flo
     return limit - left
 
 
-def _num_blocks_taken_in(steps: int, running: "Tokens[Sequence]", memory: KVCacheManager) -> int:
+def _num_blocks_taken_in(steps: int, running: "abc.Sequence[Sequence]", memory: KVCacheManager) -> int:
     """Blocks that the running sequences may take in so many steps: for what is left of their prompts, and a token a
     step.
     """

@@ -2,7 +2,6 @@
 
 from collections import abc
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -27,7 +26,7 @@ class ResumedOutput:
     """What an earlier attempt delivered of one choice; a ``finished`` one is not run again."""
 
     index: int
-    token_ids: Tokens[int]
+    token_ids: abc.Sequence[int]
     finished: bool = False
 
 
@@ -42,18 +41,18 @@ class Request:
     """
 
     request_id: str
-    prompt_token_ids: Tokens[int]
+    prompt_token_ids: abc.Sequence[int]
     sampling: SamplingParams
-    output_token_ids: Tokens[int] = ()
+    output_token_ids: abc.Sequence[int] = ()
     cache_salt: bytes = b""
     traceparent: str = ""
-    resumed_outputs: Tokens[ResumedOutput] = ()
+    resumed_outputs: abc.Sequence[ResumedOutput] = ()
     priority: int = 0
     grammar: Grammar | None = None
     lora: LoRARequest | None = None
 
     @property
-    def all_resumed_outputs(self) -> Tokens[ResumedOutput]:
+    def all_resumed_outputs(self) -> abc.Sequence[ResumedOutput]:
         """What earlier attempts delivered, in one form."""
         if self.resumed_outputs or not self.output_token_ids:
             return self.resumed_outputs

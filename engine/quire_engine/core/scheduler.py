@@ -19,9 +19,8 @@ writes into them. That is safe because
 """
 
 import logging
-from collections import deque
+from collections import abc, deque
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Tokens
 from dataclasses import replace
 from time import time_ns
 from typing import TYPE_CHECKING
@@ -325,7 +324,7 @@ class Scheduler:
         ]
         self._commit_token(sequence, last, logprobs)
 
-    def _commit_token(self, sequence: Sequence, token_id: int, logprobs: Tokens[TokenLogprobs]) -> None:
+    def _commit_token(self, sequence: Sequence, token_id: int, logprobs: abc.Sequence[TokenLogprobs]) -> None:
         """Adds the token, or ends the sequence. ``logprobs`` are those of all tokens that have not been sent yet."""
         if token_id in sequence.sample_requests[0].stop_token_ids:
             stop_token = StopToken(token_id, logprobs[-1]) if logprobs else None
@@ -426,7 +425,7 @@ class Scheduler:
         self,
         sequence: Sequence,
         reason: FinishReason,
-        logprobs: Tokens[TokenLogprobs],
+        logprobs: abc.Sequence[TokenLogprobs],
         stop_token: StopToken | None = None,
     ) -> None:
         """Ends a choice at a stop token or at its limit."""
@@ -505,13 +504,13 @@ def _accepted_tokens(chunk: ScheduledChunk, model_output: ModelOutput) -> list[i
     return drawn
 
 
-def _logprobs(sequence_id: int, model_output: ModelOutput) -> Tokens[TokenLogprobs]:
+def _logprobs(sequence_id: int, model_output: ModelOutput) -> abc.Sequence[TokenLogprobs]:
     """The log-probabilities of a drawn token; none where they were not asked for."""
     logprobs = model_output.logprobs.get(sequence_id)
     return () if logprobs is None else (logprobs,)
 
 
-def _output_delta(sequence: Sequence, logprobs: Tokens[TokenLogprobs]) -> EngineCoreOutput:
+def _output_delta(sequence: Sequence, logprobs: abc.Sequence[TokenLogprobs]) -> EngineCoreOutput:
     """What the outside has not seen of the sequence yet."""
     group, position = sequence.group, sequence.num_output_sent
     token_ids = sequence.token_ids[group.num_prompt_tokens + position :]

@@ -10,9 +10,8 @@ and knows by how long a text is repeated and what followed it elsewhere how far 
 at no cost: each guessed token is compared with the one that was drawn, whether it was computed or not.
 """
 
-from collections import Counter
+from collections import Counter, abc
 from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Tokens
 from dataclasses import replace
 from heapq import heapify, heappop, heapreplace
 from itertools import count, islice
@@ -63,7 +62,7 @@ class NgramProposer:
         "_token_ids",
     )
 
-    def __init__(self, token_ids: Tokens[int], shortest: int, longest: int) -> None:
+    def __init__(self, token_ids: abc.Sequence[int], shortest: int, longest: int) -> None:
         self._token_ids = token_ids
         self._shortest = shortest
         self._longest = longest
@@ -170,7 +169,7 @@ class SuffixProposer:
 
     __slots__ = ("_earlier", "_followed", "_last", "_num_seen", "_rates", "_sources", "_token_ids")
 
-    def __init__(self, token_ids: Tokens[int], rates: HitRates) -> None:
+    def __init__(self, token_ids: abc.Sequence[int], rates: HitRates) -> None:
         self._token_ids = token_ids
         self._rates = rates
         # Where each token stands last, and for each place the one before it of the same token; both count from 1.
@@ -245,7 +244,7 @@ def _vote(follow: list[int], sources: list[tuple[int, int]]) -> tuple[int, int, 
     return token_id, length, votes / longest
 
 
-def _match_length(token_ids: Tokens[int], end: int, length: int, most: int) -> int:
+def _match_length(token_ids: abc.Sequence[int], end: int, length: int, most: int) -> int:
     """How many tokens before ``end`` equal the last ones of the text, ``most`` at most; ``length`` are known to."""
     limit = min(most, end)
     while length < limit and token_ids[end - 1 - length] == token_ids[-1 - length]:
@@ -280,7 +279,7 @@ class Speculator:
             if self._num_steps > _WARM:
                 self.times.observe(work, seconds, self._seconds)
 
-    def propose(self, sequences: Tokens["Sequence"], room: int) -> dict[int, list[int]]:
+    def propose(self, sequences: abc.Sequence["Sequence"], room: int) -> dict[int, list[int]]:
         """Drafts by sequence id, at most ``room`` in all, for a step that computes one known token of each sequence.
 
         One more is worth it while the probability that it makes a token is above what the step makes in the time that
@@ -331,7 +330,7 @@ def can_take_drafts(running: "Iterable[Sequence]") -> bool:
     return all(each.num_unscheduled_tokens == 1 and len(each.sample_requests) == 1 for each in running)
 
 
-def with_draft_requests(own: SampleRequest, drafts: Tokens[int], ids: Iterator[int]) -> tuple[SampleRequest, ...]:
+def with_draft_requests(own: SampleRequest, drafts: abc.Sequence[int], ids: Iterator[int]) -> tuple[SampleRequest, ...]:
     """A sequence's own sample request, and one behind each of its drafts, whose ids are the next of ``ids``."""
     requests = [own]
     for num_drafts in range(1, len(drafts) + 1):
