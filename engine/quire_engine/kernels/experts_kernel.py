@@ -22,19 +22,19 @@ def route(logits: torch.Tensor, top: int, *, normalise: bool, round_weights: boo
     """
     kernels = library() if logits.is_cpu and logits.dtype in DTYPES and logits.is_contiguous() else None
     if kernels is None:
-        weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(top, dim=-1)
+        topk_weights, topk_ids = logits.softmax(-1, dtype=torch.float32).topk(top, dim=-1)
         if normalise:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights.to(logits.dtype).float() if round_weights else weights, chosen
+            topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
+        return topk_weights.to(logits.dtype).float() if round_weights else topk_weights, topk_ids
     tokens, experts = logits.shape
-    weights, chosen = torch.empty(tokens, top), torch.empty(tokens, top, dtype=torch.int64)
+    topk_weights, topk_ids = torch.empty(tokens, top), torch.empty(tokens, top, dtype=torch.int64)
     bf16 = logits.dtype is torch.bfloat16
     call = RouteCall(
-        *(logits.data_ptr(), weights.data_ptr(), chosen.data_ptr(), tokens, experts, top),
+        *(logits.data_ptr(), topk_weights.data_ptr(), topk_ids.data_ptr(), tokens, experts, top),
         *(int(normalise), int(round_weights and bf16), int(bf16), torch.get_num_threads()),
     )
     kernels.quire_route(ctypes.pointer(call))
-    return weights, chosen
+    return topk_weights, topk_ids
 
 
 class ExpertsKernel:
@@ -87,19 +87,19 @@ class ExpertsKernel:
             return None
         return cls(known[0], known[1], first, dtype, round_weights=round_weights)
 
-    def __call__(self, states: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def __call__(self, states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """See ``Experts``. Raises ``ValueError`` for tensors that the kernel may not read."""
-        call, (tokens, hidden), top = self._call, states.shape, chosen.shape[1]
+        call, (tokens, hidden), top = self._call, states.shape, topk_ids.shape[1]
         if states.dtype is not self._dtype or hidden != call.hidden or states.stride(1) != 1:
             raise ValueError(f"{states.dtype} {tuple(states.shape)} is not {self._dtype} [T, {call.hidden}] in rows")
-        for each, dtype in ((weights, torch.float32), (chosen, torch.int64)):
+        for each, dtype in ((topk_weights, torch.float32), (topk_ids, torch.int64)):
             if each.dtype is not dtype or each.shape != (tokens, top) or not each.is_contiguous():
                 raise ValueError(f"{each.dtype} {tuple(each.shape)} is not {dtype} [{tokens}, {top}]")
         out = torch.empty(tokens, hidden, dtype=self._dtype)
         by_expert = torch.empty(tokens * top, hidden, dtype=self._dtype)
         between = torch.empty(tokens * top, call.width, dtype=self._dtype)
         call.x, call.stride, call.rows, call.top = states.data_ptr(), states.stride(0), tokens, top
-        call.weights, call.chosen, call.out = weights.data_ptr(), chosen.data_ptr(), out.data_ptr()
+        call.weights, call.chosen, call.out = topk_weights.data_ptr(), topk_ids.data_ptr(), out.data_ptr()
         call.sorted, call.between, call.threads = by_expert.data_ptr(), between.data_ptr(), torch.get_num_threads()
         self._run(self._reference)
         return out

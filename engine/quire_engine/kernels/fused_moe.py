@@ -1,12 +1,12 @@
 """A mixture of experts on CUDA as grouped products, in Triton, which comes with torch for CUDA: the way of vLLM's
-``fused_moe``.
+``fused_moe``, with its names.
 
-Pairs of a token and one of its experts are sorted by expert, and filled up so that a tile of rows has one expert: the
-programs of one launch compute the tiles of all experts. How many tiles there are is known to the device alone; there
-are programs for as many as can be, and those without a tile end at once. So the host waits for nothing, and a CUDA
-graph can capture it all.
+Pairs of a token and one of its experts (``sorted_token_ids``) are sorted by expert, and padded so that a block of rows
+has one expert: the programs of one launch compute the blocks of all experts. How many blocks there are is known to the
+device alone; there are programs for as many as can be, and those without a block end at once. So the host waits for
+nothing, and a CUDA graph can capture it all.
 
-Tiles are always the same, and a program adds the products in the order of K in float32: what a token gets depends on
+Blocks are always the same, and a program adds the products in the order of K in float32: what a token gets depends on
 neither the other tokens nor its position.
 """
 
@@ -19,78 +19,78 @@ from quire_engine.kernels.ops import silu_mul
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-ROWS, COLUMNS, DEPTH = 16, 64, 64
-"""The size of a tile of the result, and how much of K is multiplied at once. Few rows, as a step that decodes has few
+BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K = 16, 64, 64
+"""The size of a block of the result, and how much of K is multiplied at once. Few rows, as a step that decodes has few
 tokens for each expert.
 """
-_LARGE_ROWS = 64
-"""Rows of a tile where there are that many tokens for each expert, unless results must not depend on their number."""
+_LARGE_BLOCK_SIZE_M = 64
+"""Rows of a block where there are that many tokens for each expert, unless results must not depend on their number."""
 _WARPS, _STAGES = 4, 4
 
 
 @functools.cache
-def grouped_linear_kernel() -> Any:
-    """The Triton kernel, one program for each tile of the result. Raises ``ImportError`` without Triton."""
+def fused_moe_kernel() -> Any:
+    """The Triton kernel, one program for each block of the result. Raises ``ImportError`` without Triton."""
     import triton
     import triton.language as tl
 
-    @triton.jit(do_not_specialize=["pairs", "experts"])
-    def grouped_linear(  # noqa: PLR0917 -- a launch passes them by position
-        x,  # [pairs / share, depth]
-        weight,  # [experts, columns, depth]
-        out,  # [pairs, columns]
-        sorted_pairs,  # [tiles * row_tile]
-        tile_experts,  # [tiles]
-        pairs,
-        experts,
-        columns,
-        depth,
-        x_stride,
-        share: tl.constexpr,
-        row_tile: tl.constexpr,
-        column_tile: tl.constexpr,
-        depth_tile: tl.constexpr,
+    @triton.jit(do_not_specialize=["num_valid_tokens", "num_experts"])
+    def fused_moe(  # noqa: PLR0917 -- a launch passes them by position
+        a,  # [num_valid_tokens / top_k, k]
+        b,  # [num_experts, n, k]
+        c,  # [num_valid_tokens, n]
+        sorted_token_ids,  # [blocks * block_size_m]
+        expert_ids,  # [blocks]
+        num_valid_tokens,
+        num_experts,
+        n,
+        k,
+        stride_am,
+        top_k: tl.constexpr,
+        block_size_m: tl.constexpr,
+        block_size_n: tl.constexpr,
+        block_size_k: tl.constexpr,
         precision: tl.constexpr,
     ):
-        """``out[p] = x[p // share] @ weight[expert].T`` for the pairs p of one tile, all of which have one expert."""
-        tile = tl.program_id(0)
-        expert = tl.load(tile_experts + tile)
-        if expert < experts:
-            pair = tl.load(sorted_pairs + tile * row_tile + tl.arange(0, row_tile))
-            is_pair = pair < pairs
-            column = tl.program_id(1) * column_tile + tl.arange(0, column_tile)
-            inner = tl.arange(0, depth_tile)
-            x_rows = x + tl.where(is_pair, pair // share, 0)[:, None] * x_stride
-            weight_columns = weight + expert * columns * depth + (column % columns).to(tl.int64)[None, :] * depth
-            total = tl.zeros((row_tile, column_tile), dtype=tl.float32)
-            for start in range(0, depth, depth_tile):
-                offset = start + inner
-                within = offset < depth
-                left = tl.load(x_rows + offset[None, :], mask=within[None, :], other=0.0)
-                right = tl.load(weight_columns + offset[:, None], mask=within[:, None], other=0.0)
-                total = tl.dot(left, right, total, input_precision=precision)
-            target = out + tl.where(is_pair, pair, 0)[:, None] * columns + column[None, :]
-            tl.store(target, total.to(out.dtype.element_ty), mask=is_pair[:, None] & (column < columns)[None, :])
+        """``c[p] = a[p // top_k] @ b[expert].T`` for the pairs p of one block, all of which have one expert."""
+        block = tl.program_id(0)
+        expert = tl.load(expert_ids + block)
+        if expert < num_experts:
+            offs_token = tl.load(sorted_token_ids + block * block_size_m + tl.arange(0, block_size_m))
+            token_mask = offs_token < num_valid_tokens
+            offs_n = tl.program_id(1) * block_size_n + tl.arange(0, block_size_n)
+            offs_k = tl.arange(0, block_size_k)
+            a_rows = a + tl.where(token_mask, offs_token // top_k, 0)[:, None] * stride_am
+            b_columns = b + expert * n * k + (offs_n % n).to(tl.int64)[None, :] * k
+            accumulator = tl.zeros((block_size_m, block_size_n), dtype=tl.float32)
+            for start in range(0, k, block_size_k):
+                offset = start + offs_k
+                within = offset < k
+                left = tl.load(a_rows + offset[None, :], mask=within[None, :], other=0.0)
+                right = tl.load(b_columns + offset[:, None], mask=within[:, None], other=0.0)
+                accumulator = tl.dot(left, right, accumulator, input_precision=precision)
+            target = c + tl.where(token_mask, offs_token, 0)[:, None] * n + offs_n[None, :]
+            tl.store(target, accumulator.to(c.dtype.element_ty), mask=token_mask[:, None] & (offs_n < n)[None, :])
 
-    return grouped_linear
+    return fused_moe
 
 
 @functools.cache
-def combine_kernel() -> Any:
+def moe_sum_kernel() -> Any:
     """The Triton kernel, one program for some columns of one token. Raises ``ImportError`` without Triton."""
     import triton
     import triton.language as tl
 
-    @triton.jit(do_not_specialize=["first", "experts"])
-    def combine(  # noqa: PLR0917 -- a launch passes them by position
-        outputs,  # [tokens * top, columns]
-        weights,  # [tokens, top]
-        chosen,  # [tokens, top]
+    @triton.jit(do_not_specialize=["first", "num_experts"])
+    def moe_sum(  # noqa: PLR0917 -- a launch passes them by position
+        outputs,  # [tokens * top_k, columns]
+        topk_weights,  # [tokens, top_k]
+        topk_ids,  # [tokens, top_k]
         out,  # [tokens, columns]
         first,
-        experts,
+        num_experts,
         columns,
-        top: tl.constexpr,
+        top_k: tl.constexpr,
         rounds: tl.constexpr,
         block: tl.constexpr,
     ):
@@ -99,51 +99,56 @@ def combine_kernel() -> Any:
         column = tl.program_id(1) * block + tl.arange(0, block)
         within = column < columns
         total = tl.zeros((block,), dtype=tl.float32)
-        for place in range(top):
-            pair = token * top + place
-            expert = tl.load(chosen + pair) - first
-            held = within & (expert >= 0) & (expert < experts)
+        for place in range(top_k):
+            pair = token * top_k + place
+            expert = tl.load(topk_ids + pair) - first
+            held = within & (expert >= 0) & (expert < num_experts)
             part = tl.load(outputs + pair * columns + column, mask=held, other=0.0).to(tl.float32)
-            part *= tl.load(weights + pair)
+            part *= tl.load(topk_weights + pair)
             if rounds:
                 part = part.to(out.dtype.element_ty).to(tl.float32)
             total += tl.where(held, part, 0.0)
         tl.store(out + token * columns + column, total.to(out.dtype.element_ty), mask=within)
 
-    return combine
+    return moe_sum
 
 
-class ExpertTiles(NamedTuple):
-    """Which pairs a tile of rows has: ``pairs`` [tiles * rows] int64, the number of pairs where there is none, and
-    ``experts`` [tiles] int64, counted from the first that is held, the number of them for a tile that is not needed.
+class AlignedBlocks(NamedTuple):
+    """Which pairs a block of rows has: ``sorted_token_ids`` [blocks * block_size] int64, indices into the flat
+    ``topk_ids``, their number where a row is padding; and ``expert_ids`` [blocks] int64, counted from the first that is
+    held, the number of them for a block that is not needed. (That stands for vLLM's ``num_tokens_post_padded``: blocks
+    of experts that are not held have no end of their own.)
     """
 
-    pairs: torch.Tensor
-    experts: torch.Tensor
+    sorted_token_ids: torch.Tensor
+    expert_ids: torch.Tensor
 
 
-def sort_by_expert(chosen: torch.Tensor, first: int, experts: int, rows: int) -> ExpertTiles:
-    """Tiles of ``rows`` for ``chosen`` [T, top] of the ``experts`` from ``first`` on. Nothing waits for the device."""
-    expert = chosen.flatten() - first
-    expert = torch.where((expert >= 0) & (expert < experts), expert, experts)
-    num_pairs = expert.numel()
-    counts = torch.zeros(experts + 1, dtype=torch.int64, device=chosen.device)
+def moe_align_block_size(topk_ids: torch.Tensor, block_size: int, first: int, num_experts: int) -> AlignedBlocks:
+    """Blocks of ``block_size`` rows for ``topk_ids`` [T, top_k] of the ``num_experts`` from ``first`` on. Nothing waits
+    for the device.
+    """
+    expert = topk_ids.flatten() - first
+    expert = torch.where((expert >= 0) & (expert < num_experts), expert, num_experts)
+    num_valid_tokens = expert.numel()
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=topk_ids.device)
     counts.scatter_add_(0, expert, torch.ones_like(expert))
-    padded = (counts + rows - 1) // rows * rows
-    ends = padded[:experts].cumsum(0)
-    # No expert needs more than one tile that is not full, and none more tiles than it has pairs.
-    num_tiles = min(num_pairs, num_pairs // rows + experts)
-    starts = torch.arange(num_tiles, device=chosen.device) * rows
-    tile_experts = torch.searchsorted(ends, starts, right=True)
+    padded = (counts + block_size - 1) // block_size * block_size
+    ends = padded[:num_experts].cumsum(0)
+    # No expert needs more than one block that is not full, and none more blocks than it has pairs.
+    num_blocks = min(num_valid_tokens, num_valid_tokens // block_size + num_experts)
+    starts = torch.arange(num_blocks, device=topk_ids.device) * block_size
+    expert_ids = torch.searchsorted(ends, starts, right=True)
     order = expert.argsort(stable=True)
     by_expert = expert[order]
-    within = torch.arange(num_pairs, device=chosen.device) - (counts.cumsum(0) - counts)[by_expert]
-    begins = torch.cat((ends - padded[:experts], starts.new_full((1,), num_tiles * rows)))
+    within = torch.arange(num_valid_tokens, device=topk_ids.device) - (counts.cumsum(0) - counts)[by_expert]
+    num_rows = num_blocks * block_size
+    begins = torch.cat((ends - padded[:num_experts], starts.new_full((1,), num_rows)))
     # Pairs of experts that are not here all go to one place behind the last.
-    places = (begins[by_expert] + within).clamp_(max=num_tiles * rows)
-    pairs = torch.full((num_tiles * rows + 1,), num_pairs, dtype=torch.int64, device=chosen.device)
-    pairs.scatter_(0, places, order)
-    return ExpertTiles(pairs[:-1], tile_experts)
+    places = (begins[by_expert] + within).clamp_(max=num_rows)
+    sorted_ids = torch.full((num_rows + 1,), num_valid_tokens, dtype=torch.int64, device=topk_ids.device)
+    sorted_ids.scatter_(0, places, order)
+    return AlignedBlocks(sorted_ids[:-1], expert_ids)
 
 
 class FusedExperts:
@@ -151,7 +156,7 @@ class FusedExperts:
 
     Args: ``gate_up`` [experts, 2 * inner, hidden] and ``down`` [experts, hidden, inner], contiguous, of one dtype, of
     the ``num_experts`` that the mixture has.
-    ``round_weights``: products with weights are rounded to that dtype. With ``deterministic`` tiles are the same for
+    ``round_weights``: products with weights are rounded to that dtype. With ``deterministic`` blocks are the same for
     every number of tokens, and so are a token's results, bit for bit.
     """
 
@@ -168,40 +173,45 @@ class FusedExperts:
         self._gate_up, self._down, self._first, self._num_experts = gate_up, down, first, num_experts
         self._round_weights, self._deterministic = round_weights, deterministic
 
-    def __call__(self, states: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def __call__(self, states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """See ``Experts``."""
-        (tokens, hidden), (experts, top) = states.shape, (len(self._gate_up), chosen.shape[1])
+        (tokens, hidden), (num_experts, top_k) = states.shape, (len(self._gate_up), topk_ids.shape[1])
         out = torch.empty_like(states)
-        if tokens == 0 or experts == 0:
+        if tokens == 0 or num_experts == 0:
             return out.zero_()
-        many = tokens * top >= _LARGE_ROWS * self._num_experts and not self._deterministic
-        rows = _LARGE_ROWS if many else ROWS
-        tiles = sort_by_expert(chosen, self._first, experts, rows)
-        between = silu_mul(_grouped_linear(states, self._gate_up, tiles, tokens * top, top))
-        outputs = _grouped_linear(between, self._down, tiles, tokens * top, 1)
+        many = tokens * top_k >= _LARGE_BLOCK_SIZE_M * self._num_experts and not self._deterministic
+        block_size_m = _LARGE_BLOCK_SIZE_M if many else BLOCK_SIZE_M
+        blocks = moe_align_block_size(topk_ids, block_size_m, self._first, num_experts)
+        between = silu_mul(_grouped_linear(states, self._gate_up, blocks, tokens * top_k, top_k))
+        outputs = _grouped_linear(between, self._down, blocks, tokens * top_k, 1)
         rounds = self._round_weights and states.dtype is not torch.float32
-        combine_kernel()[tokens, -(-hidden // _COMBINED)](
-            *(outputs, weights, chosen, out, self._first, experts, hidden), top=top, rounds=rounds, block=_COMBINED
+        moe_sum_kernel()[tokens, -(-hidden // _SUMMED)](
+            *(outputs, topk_weights, topk_ids, out, self._first, num_experts, hidden),
+            top_k=top_k,
+            rounds=rounds,
+            block=_SUMMED,
         )
         return out
 
 
-_COMBINED = 512
+_SUMMED = 512
 
 
-def _grouped_linear(x: torch.Tensor, weight: torch.Tensor, tiles: ExpertTiles, pairs: int, share: int) -> torch.Tensor:
-    """[pairs, columns]; rows of pairs whose experts are not here hold anything, and nothing reads them."""
-    experts, columns, depth = weight.shape
-    out = x.new_empty(pairs, columns)
-    num_tiles = len(tiles.experts)
-    grouped_linear_kernel()[num_tiles, -(-columns // COLUMNS)](
-        *(x, weight, out, tiles.pairs, tiles.experts, pairs, experts, columns, depth, x.stride(0)),
-        share=share,
-        row_tile=len(tiles.pairs) // num_tiles,
-        column_tile=COLUMNS,
-        depth_tile=DEPTH,
+def _grouped_linear(
+    a: torch.Tensor, b: torch.Tensor, blocks: AlignedBlocks, num_valid_tokens: int, top_k: int
+) -> torch.Tensor:
+    """[num_valid_tokens, n]; rows of pairs whose experts are not here hold anything, and nothing reads them."""
+    num_experts, n, k = b.shape
+    c = a.new_empty(num_valid_tokens, n)
+    num_blocks = len(blocks.expert_ids)
+    fused_moe_kernel()[num_blocks, -(-n // BLOCK_SIZE_N)](
+        *(a, b, c, blocks.sorted_token_ids, blocks.expert_ids, num_valid_tokens, num_experts, n, k, a.stride(0)),
+        top_k=top_k,
+        block_size_m=len(blocks.sorted_token_ids) // num_blocks,
+        block_size_n=BLOCK_SIZE_N,
+        block_size_k=BLOCK_SIZE_K,
         precision="ieee",
         num_warps=_WARPS,
         num_stages=_STAGES,
     )
-    return out
+    return c

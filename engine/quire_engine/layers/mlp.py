@@ -56,12 +56,12 @@ class GatedMLP:
 class Experts(Protocol):
     """Experts of a mixture: all, or those that one rank holds."""
 
-    def __call__(self, states: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def __call__(self, states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """The sum of what a token's experts make of it, as far as they are held here, each times its weight, in the
         order of the router's choice, whatever else is in the batch.
 
-        ``states`` [T, hidden], ``weights`` [T, N] float32 and ``chosen`` [T, N] int64, of all the mixture's experts ->
-        [T, hidden].
+        ``states`` [T, hidden], ``topk_weights`` [T, N] float32 and ``topk_ids`` [T, N] int64, of all the mixture's
+        experts -> [T, hidden].
         """
         ...
 
@@ -157,15 +157,15 @@ class AllToAllExperts:
         self._experts_per_rank = largest_shard_size(num_experts, communicator)
         self._communicator = communicator
 
-    def __call__(self, states: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def __call__(self, states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """See ``Experts``."""
         (tokens, hidden), size, all_to_all = states.shape, self._communicator.size, self._communicator.all_to_all
         is_sent = torch.zeros(size, tokens, dtype=torch.bool, device=states.device)
-        is_sent.T.scatter_(1, chosen // self._experts_per_rank, True)
+        is_sent.T.scatter_(1, topk_ids // self._experts_per_rank, True)
         counts = is_sent.sum(1)
         sent, received = torch.stack((counts, all_to_all(counts, [1] * size, [1] * size))).tolist()
         token = is_sent.nonzero()[:, 1]  # by rank, and for each rank in their order
-        rows = torch.cat((states, _pack_choice(weights, chosen, states.dtype)), 1)[token]
+        rows = torch.cat((states, _pack_choice(topk_weights, topk_ids, states.dtype)), 1)[token]
         rows = all_to_all(rows, sent, received)
         made = self._local(rows[:, :hidden], *_unpack_choice(rows[:, hidden:]))
         total = torch.zeros(tokens, hidden, dtype=torch.float32, device=states.device)
@@ -175,9 +175,9 @@ class AllToAllExperts:
         return total.to(states.dtype)
 
 
-def _pack_choice(weights: torch.Tensor, chosen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _pack_choice(topk_weights: torch.Tensor, topk_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Weights and ids of experts as numbers of ``dtype`` that hold their bits, to be sent with a token's states."""
-    return torch.cat((weights, chosen.int().view(torch.float32)), 1).view(dtype)
+    return torch.cat((topk_weights, topk_ids.int().view(torch.float32)), 1).view(dtype)
 
 
 def _unpack_choice(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,21 +198,21 @@ class ExpertLoop:
         self._own, self._num_experts = own, num_experts
         self._round_weights = round_weights
 
-    def __call__(self, states: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def __call__(self, states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """See ``Experts``."""
-        order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=self._num_experts).tolist()
+        order = topk_ids.flatten().argsort(stable=True)
+        counts = topk_ids.flatten().bincount(minlength=self._num_experts).tolist()
         first = sum(counts[: self._own.start])
         counts = counts[self._own]
         order = order[first : first + sum(counts)]
-        outputs = states[order // chosen.shape[1]]
+        outputs = states[order // topk_ids.shape[1]]
         for expert, rows in zip(self._experts, outputs.split(counts), strict=True):
             if len(rows):
                 rows.copy_(expert(rows))
-        weights = weights.to(states.dtype) if self._round_weights else weights
-        weighted = weights.new_zeros(chosen.numel(), states.shape[1])
+        weights = topk_weights.to(states.dtype) if self._round_weights else topk_weights
+        weighted = weights.new_zeros(topk_ids.numel(), states.shape[1])
         weighted[order] = outputs * weights.flatten()[order, None]
-        return weighted.view(*chosen.shape, states.shape[1]).sum(1).to(states.dtype)
+        return weighted.view(*topk_ids.shape, states.shape[1]).sum(1).to(states.dtype)
 
 
 def make_experts(

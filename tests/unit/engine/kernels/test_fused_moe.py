@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from quire_engine.kernels.fused_moe import sort_by_expert
+from quire_engine.kernels.fused_moe import moe_align_block_size
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -46,7 +46,7 @@ print("all agree")
 """
 
 COMPILED = """
-from quire_engine.kernels.fused_moe import COLUMNS, DEPTH, ROWS, combine_kernel, grouped_linear_kernel
+from quire_engine.kernels.fused_moe import BLOCK_SIZE_K, BLOCK_SIZE_M, BLOCK_SIZE_N, fused_moe_kernel, moe_sum_kernel
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -54,21 +54,22 @@ from triton.compiler import ASTSource
 TARGET = GPUTarget("cuda", 90, 32)
 for dtype in ("bf16", "fp16", "fp32"):
     signature = {
-        **dict.fromkeys(("x", "weight", "out"), f"*{dtype}"),
-        **dict.fromkeys(("sorted_pairs", "tile_experts"), "*i64"),
-        **dict.fromkeys(("pairs", "experts", "columns", "depth", "x_stride"), "i32"),
-        **dict.fromkeys(("share", "row_tile", "column_tile", "depth_tile", "precision"), "constexpr"),
+        **dict.fromkeys(("a", "b", "c"), f"*{dtype}"),
+        **dict.fromkeys(("sorted_token_ids", "expert_ids"), "*i64"),
+        **dict.fromkeys(("num_valid_tokens", "num_experts", "n", "k", "stride_am"), "i32"),
+        **dict.fromkeys(("top_k", "block_size_m", "block_size_n", "block_size_k", "precision"), "constexpr"),
     }
-    for rows in (ROWS, 64):
-        constants = {"share": 8, "row_tile": rows, "column_tile": COLUMNS, "depth_tile": DEPTH, "precision": "ieee"}
-        assert compile(ASTSource(grouped_linear_kernel(), signature, constants), target=TARGET).asm["ptx"]
+    for rows in (BLOCK_SIZE_M, 64):
+        sizes = {"block_size_m": rows, "block_size_n": BLOCK_SIZE_N, "block_size_k": BLOCK_SIZE_K}
+        constants = {"top_k": 8, **sizes, "precision": "ieee"}
+        assert compile(ASTSource(fused_moe_kernel(), signature, constants), target=TARGET).asm["ptx"]
     signature = {
         **dict.fromkeys(("outputs", "out"), f"*{dtype}"),
-        "weights": "*fp32", "chosen": "*i64", "first": "i32", "experts": "i32", "columns": "i32",
-        **dict.fromkeys(("top", "rounds", "block"), "constexpr"),
+        "topk_weights": "*fp32", "topk_ids": "*i64", "first": "i32", "num_experts": "i32", "columns": "i32",
+        **dict.fromkeys(("top_k", "rounds", "block"), "constexpr"),
     }
-    constants = {"top": 8, "rounds": True, "block": 512}
-    assert compile(ASTSource(combine_kernel(), signature, constants), target=TARGET).asm["ptx"]
+    constants = {"top_k": 8, "rounds": True, "block": 512}
+    assert compile(ASTSource(moe_sum_kernel(), signature, constants), target=TARGET).asm["ptx"]
 print("all compiled")
 """
 
@@ -92,20 +93,20 @@ def test_the_compiler_takes_the_kernels() -> None:
 
 
 @given(st.data())
-def test_every_pair_is_in_one_tile_of_its_expert(data: st.DataObject) -> None:
+def test_every_pair_is_in_one_block_of_its_expert(data: st.DataObject) -> None:
     experts, tokens, rows = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 30)), data.draw(st.integers(1, 8))
     top = data.draw(st.integers(1, experts))
     first = data.draw(st.integers(0, experts - 1))
     held = data.draw(st.integers(1, experts - first))
     picks = st.permutations(range(experts)).map(lambda order: order[:top])
-    chosen = torch.tensor([data.draw(picks) for _ in range(tokens)])
-    tiles = sort_by_expert(chosen, first, held, rows)
-    assert tiles.pairs.shape == (len(tiles.experts) * rows,)
+    topk_ids = torch.tensor([data.draw(picks) for _ in range(tokens)])
+    blocks = moe_align_block_size(topk_ids, rows, first, held)
+    assert blocks.sorted_token_ids.shape == (len(blocks.expert_ids) * rows,)
     seen = []
-    for expert, pairs in zip(tiles.experts.tolist(), tiles.pairs.split(rows), strict=True):
+    for expert, pairs in zip(blocks.expert_ids.tolist(), blocks.sorted_token_ids.split(rows), strict=True):
         real = [pair for pair in pairs.tolist() if pair < tokens * top]
         assert not real or expert < held
-        assert all(chosen.flatten()[pair] == first + expert for pair in real)
+        assert all(topk_ids.flatten()[pair] == first + expert for pair in real)
         seen += real
-    wanted = [pair for pair, expert in enumerate(chosen.flatten().tolist()) if first <= expert < first + held]
+    wanted = [pair for pair, expert in enumerate(topk_ids.flatten().tolist()) if first <= expert < first + held]
     assert sorted(seen) == wanted
