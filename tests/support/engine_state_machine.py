@@ -329,8 +329,8 @@ class EngineStateMachine(RuleBasedStateMachine):
             assert not any(s.table.block_ids or s.num_computed_tokens or s.num_scheduled_tokens for s in queue)
         assert not any(s.table.block_ids for s in scheduler.swapped)
         assert scheduler.waiting.uncomputed_tokens == sum(s.num_uncomputed_tokens for s in scheduler.waiting)
-        assert scheduler.running.num_slots == sum(s.num_slots for s in scheduler.running)
-        assert scheduler.running.num_slots <= scheduler.config.max_num_seqs
+        assert scheduler.running.num_seqs == sum(s.num_seqs for s in scheduler.running)
+        assert scheduler.running.num_seqs <= scheduler.config.max_num_seqs
         assert len(scheduler.swapped) <= scheduler.config.max_swapped
         admitted = [s.request.lora for queue in self.queues()[:3] for s in queue if s.request.lora is not None]
         assert len(set(admitted)) <= scheduler.config.max_loras

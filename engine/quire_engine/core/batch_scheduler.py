@@ -304,7 +304,7 @@ class BatchScheduler:
 
     def _schedule_preempted(self, scheduler_output: SchedulerOutput, budget: StepBudget, phase: "Phase | None") -> None:
         """What was preempted comes back by precedence, whether swapped out or not: nothing passes another."""
-        while budget.tokens and (sequence := self.preemptor.next()) is not None and self._has_free_slots(sequence):
+        while budget.tokens and (sequence := self.preemptor.next()) is not None and self._fits_max_num_seqs(sequence):
             if phase is not None and not phase(sequence):
                 break
             if sequence.last_step >= self._oldest_in_flight:
@@ -359,7 +359,7 @@ class BatchScheduler:
             if not all(gate.admits(sequence) for gate in self._gates):
                 self.waiting.hold(sequence)
                 continue
-            hits = self._cached_blocks_if_fits(sequence) if self._has_free_slots(sequence) else None
+            hits = self._cached_blocks_if_fits(sequence) if self._fits_max_num_seqs(sequence) else None
             if hits is None:
                 break
             self.waiting.remove_admitted(sequence)
@@ -399,8 +399,8 @@ class BatchScheduler:
             )
         )
 
-    def _has_free_slots(self, sequence: Sequence) -> bool:
-        return self.running.num_slots + sequence.num_slots <= self._config.max_num_seqs
+    def _fits_max_num_seqs(self, sequence: Sequence) -> bool:
+        return self.running.num_seqs + sequence.num_seqs <= self._config.max_num_seqs
 
     def _reserve(self, sequence: Sequence) -> int:
         """Blocks that an admission must leave free for what runs already, other outputs of the same request aside."""

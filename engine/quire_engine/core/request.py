@@ -155,7 +155,7 @@ class Sequence:
     ``num_scheduled_tokens`` will be once the steps in flight are done. Everything the scheduler decides follows
     from these three: there is no prefill phase and no decode phase. ``index``: the choice that it is an output of.
     ``sample_requests``: how its next token is sampled, one for each output that is forked from it then. At
-    ``limit`` tokens it ends. ``num_slots``: how many sequences it counts as against ``max_num_seqs``.
+    ``limit`` tokens it ends. ``num_seqs``: how many it counts as against ``max_num_seqs``.
     ``num_output_sent``: output tokens that were published. ``preemption_key`` orders admitted sequences: the
     largest is preempted first. ``absence``: its preemption, until it is back where it was. ``last_step``: the
     last step that it has a chunk in. ``proposer`` guesses its next tokens, where there is speculation.
@@ -172,7 +172,7 @@ class Sequence:
         "num_computed_tokens",
         "num_output_sent",
         "num_scheduled_tokens",
-        "num_slots",
+        "num_seqs",
         "preemption_key",
         "proposer",
         "queue_key",
@@ -203,7 +203,7 @@ class Sequence:
         self.timings = timings
         self.sample_requests: tuple[SampleRequest, ...] = ()
         self.limit = limit
-        self.num_slots = 1
+        self.num_seqs = 1
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
         self.num_output_sent = self.num_output
@@ -305,7 +305,7 @@ class SequenceRegistry:
         self.finished_seq_ids += [
             request.sequence_id for index, request in enumerate(others, 1) if index not in group.unfinished
         ]
-        root.sample_requests, root.num_slots = root.sample_requests[:1], 1
+        root.sample_requests, root.num_seqs = root.sample_requests[:1], 1
 
     def free(self, sequence: Sequence) -> None:
         """Forgets a sequence, all that it draws for, and its request with the last one."""
@@ -331,9 +331,9 @@ class SequenceRegistry:
         """One sequence for all choices, whose ids it reserves."""
         root = self._new_sequence(group, 0, [])
         if group.beam_search is not None:
-            root.num_slots = group.beam_search.width
+            root.num_seqs = group.beam_search.width
         elif width > 1:
-            root.num_slots = width
+            root.num_seqs = width
             own = root.sample_requests
             others = (self._new_sample_request(root, i, self._next_sequence_id()) for i in range(1, width))
             root.sample_requests = (*own, *others)

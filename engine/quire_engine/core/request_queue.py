@@ -25,17 +25,17 @@ _preemption_key = attrgetter("preemption_key")
 
 class AdmittedQueue(list[Sequence]):
     """Sequences that were admitted once: a list that ``push`` and ``remove`` keep in the order of their preemption
-    keys. ``num_slots``: the sum of theirs.
+    keys. ``num_seqs``: the sum of theirs.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_slots = 0
+        self.num_seqs = 0
 
     def push(self, sequence: Sequence) -> None:
         """Adds where its precedence puts it."""
         insort(self, sequence, key=_preemption_key)
-        self.num_slots += sequence.num_slots
+        self.num_seqs += sequence.num_seqs
 
     def first(self) -> Sequence:
         """The one that is preempted last."""
@@ -48,7 +48,7 @@ class AdmittedQueue(list[Sequence]):
     def remove(self, sequence: Sequence) -> None:
         """Takes one out, wherever it stands."""
         del self[bisect_left(self, sequence.preemption_key, key=_preemption_key)]
-        self.num_slots -= sequence.num_slots
+        self.num_seqs -= sequence.num_seqs
 
 
 class AdmissionGate(Protocol):

@@ -384,9 +384,9 @@ class Scheduler:
     def _continue(self, group: SequenceGroup, beams: list[Sequence], continuations: list[Continuation]) -> None:
         """Beams that go on more than once are forked, and those that do not go on are removed."""
         for beam in beams:
-            if beam.num_slots > 1:
+            if beam.num_seqs > 1:
                 self.running.remove(beam)
-                beam.num_slots = 1
+                beam.num_seqs = 1
                 self.running.push(beam)
         successors: list[Sequence] = []
         taken: set[int] = set()
@@ -438,7 +438,7 @@ class Scheduler:
 
     def _abort_choice(self, group: SequenceGroup, index: int) -> None:
         """Ends one choice of several. Before the fork there is no sequence of its own to end."""
-        own = next((each for each in group.sequences.values() if each.index == index and each.num_slots == 1), None)
+        own = next((each for each in group.sequences.values() if each.index == index and each.num_seqs == 1), None)
         sequence = own or next(iter(group.sequences.values()))
         self._finish_choice(self._finish_output(sequence, index, FinishReason.ABORT), group)
         if own is not None:

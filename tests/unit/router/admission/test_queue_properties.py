@@ -97,13 +97,13 @@ def test_admitted_requests_are_in_the_order_of_precedence(keys: list[tuple[int, 
     for number, (priority, age) in enumerate(keys):
         each = sequence(number)
         each.preemption_key = (priority, age, number)
-        each.num_slots = 1 + age
+        each.num_seqs = 1 + age
         members.append(each)
         queue.push(each)
     for leaving in members[::2]:
         queue.remove(leaving)
     left = sorted(members[1::2], key=lambda each: each.preemption_key)
     assert list(queue) == left
-    assert queue.num_slots == sum(each.num_slots for each in left)
+    assert queue.num_seqs == sum(each.num_seqs for each in left)
     if left:
         assert (queue.first(), queue.last()) == (left[0], left[-1])
