@@ -11,7 +11,7 @@ from quire_proto.cli import read_settings
 from quire_engine.errors import quit_with
 from quire_engine.simulation.comparison import draw_comparison, make_comparison
 from quire_engine.simulation.config import SimulationConfig, Variant
-from quire_engine.simulation.report import SimulationReport, draw_plots, make_report, make_table
+from quire_engine.simulation.report import SimulationReport, check_can_plot, draw_plots, make_report, make_table
 from quire_engine.simulation.simulator import Simulation, SimulationRecorder
 from quire_engine.simulation.trace import Arrival, TraceError, read_trace
 
@@ -21,6 +21,11 @@ def simulate(arguments: Sequence[str]) -> None:
     or write.
     """
     config = read_settings(SimulationConfig, arguments)
+    if config.plot is not None:
+        try:
+            check_can_plot()
+        except ImportError:
+            quit_with(1, "--plot needs matplotlib: pip install 'quire-engine[plot]'.")
     try:
         arrivals = read_trace(config.trace, start=config.start, limit=config.limit, rate=config.rate, seed=config.seed)
     except TraceError as error:
@@ -74,7 +79,5 @@ def _plot(
             draw_comparison(path, reports)
         else:
             draw_plots(path, recorders)
-    except ImportError:
-        quit_with(1, "Plots need matplotlib: pip install 'quire-engine[plot]'.")
     except (OSError, ValueError) as error:
         quit_with(1, f"The plot cannot be written: {error}.")

@@ -309,6 +309,11 @@ _ROWS: Sequence[tuple[str, Cells]] = (
 )
 
 
+def check_can_plot() -> None:
+    """Raises ``ImportError`` without matplotlib, which is in the extra ``plot``."""
+    from matplotlib.figure import Figure  # noqa: F401 - whether it can be imported
+
+
 def draw_plots(path: Path, recorders: Mapping[str, SimulationRecorder]) -> None:
     """Writes one picture with a line for each policy, in the format of the file's suffix. Raises ``ImportError``
     without matplotlib, which is in the extra ``plot``, and ``OSError`` or ``ValueError`` for a file that cannot be

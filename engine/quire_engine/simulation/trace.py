@@ -22,8 +22,12 @@ MOONCAKE_BUCKET = 3.0  # seconds to which timestamps are rounded
 MAX_TOKENS = 1 << 24
 
 
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+MOONCAKE_KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
+
+
 class TraceError(Exception):
-    """The file cannot be read as a trace. The text is one sentence that names the row."""
+    """The file cannot be read as a trace. The text names the file, the line, and what is expected there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +81,22 @@ def read_trace(
 
 
 def _azure(file: TextIO) -> Iterator[Arrival]:
-    """Rows of ``TIMESTAMP,ContextTokens,GeneratedTokens``. Prefixes are unknown, so none is shared."""
-    for row, fields in enumerate(csv.DictReader(file)):
+    """Rows of ``AZURE_COLUMNS``. Prefixes are unknown, so none is shared."""
+    rows = csv.DictReader(file)
+    missing = [name for name in AZURE_COLUMNS if name not in (rows.fieldnames or ())]
+    if missing:
+        raise TraceError(
+            f"{file.name}, line 1: an Azure trace has the columns {','.join(AZURE_COLUMNS)}, and {', '.join(missing)} "
+            f"is missing; a Mooncake trace is a file that ends in .jsonl."
+        )
+    for row, fields in enumerate(rows):
         try:
             time = datetime.fromisoformat(fields["TIMESTAMP"]).timestamp()
             num_prompt, num_output = int(fields["ContextTokens"]), int(fields["GeneratedTokens"])
             yield _arrival(time, num_prompt, num_output, (row,), max(1, num_prompt))
-        except (KeyError, TypeError, ValueError) as error:
-            raise TraceError(f"{file.name}, row {row}: not a row of an Azure trace ({error!r}).") from error
+        except (TypeError, ValueError) as error:
+            expected = "a row is a time (2023-11-16 18:17:03.979960), the prompt's tokens and the output's"
+            raise TraceError(f"{file.name}, line {rows.line_num}: {expected}: {_reason(error)}.") from error
 
 
 def _mooncake(file: TextIO, seed: int) -> Iterator[Arrival]:
@@ -94,12 +106,21 @@ def _mooncake(file: TextIO, seed: int) -> Iterator[Arrival]:
     for row, line in enumerate(file):
         try:
             fields: dict[str, Any] = json.loads(line)
+            missing = [name for name in MOONCAKE_KEYS if name not in fields]
+            if missing or not isinstance(fields, dict):
+                raise ValueError(f"it has no {', '.join(missing)}")
             time = fields["timestamp"] / 1000 + MOONCAKE_BUCKET * uniform(seed, row)
             num_prompt, num_output = int(fields["input_length"]), int(fields["output_length"])
             ids, lora_name = tuple(map(int, fields["hash_ids"])), str(fields.get("lora_name", ""))
             yield replace(_arrival(time, num_prompt, num_output, ids, MOONCAKE_BLOCK), lora_name=lora_name)
-        except (KeyError, TypeError, ValueError) as error:
-            raise TraceError(f"{file.name}, row {row}: not a row of a Mooncake trace ({error!r}).") from error
+        except (TypeError, ValueError) as error:
+            expected = f"a line is a JSON object with {', '.join(MOONCAKE_KEYS)}"
+            raise TraceError(f"{file.name}, line {row + 1}: {expected}: {_reason(error)}.") from error
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong with a row, in the words of what refused it."""
+    return "it is not JSON" if isinstance(error, json.JSONDecodeError) else str(error)
 
 
 def _arrival(time: float, num_prompt: int, num_output: int, prefix_ids: tuple[int, ...], block: int) -> Arrival:

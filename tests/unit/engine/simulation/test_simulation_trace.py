@@ -90,19 +90,29 @@ def test_azure_prompts_share_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n", "row 0"),
-        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00,1,2\n2023-11-16 18:00:00,1\n", "row 1"),
-        ("a.csv", "time,in,out\n1,2,3\n", "row 0"),
-        ("a.csv", "", "no request"),
-        ("m.jsonl", "{}\n", "row 0"),
-        ("m.jsonl", "[]\n", "row 0"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n", r"a\.csv, line 2: .*yesterday"),
+        (
+            "a.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00,1,2\n2023-11-16 18:00:00,1\n",
+            r"a\.csv, line 3: ",
+        ),
+        ("a.csv", "time,in,out\n1,2,3\n", "line 1: .*TIMESTAMP,ContextTokens,GeneratedTokens"),
+        ("a.csv", '{"timestamp": 0}\n', r"ends in \.jsonl"),
+        ("a.csv", "", "line 1: .*TIMESTAMP"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n", "no request"),
+        ("m.jsonl", "", "no request"),
+        ("m.jsonl", "{}\n", r"m\.jsonl, line 1: .*no timestamp, input_length, output_length, hash_ids"),
+        ("m.jsonl", "[]\n", "line 1: a line is a JSON object"),
+        ("m.jsonl", "3\n", "line 1: a line is a JSON object"),
         ("m.jsonl", '{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [3]}\n', "513 tokens"),
         ("m.jsonl", '{"timestamp": NaN, "input_length": 5, "output_length": 1, "hash_ids": [3]}\n', "finite"),
         ("m.jsonl", '{"timestamp": 0, "input_length": 5, "output_length": 1e10, "hash_ids": [3]}\n', "at most"),
-        ("m.jsonl", "\x00\n", "row 0"),
+        ("m.jsonl", "\x00\n", "line 1: .*not JSON"),
     ],
 )
-def test_a_malformed_trace_is_refused_with_its_row(tmp_path: Path, name: str, text: str, said: str) -> None:
+def test_a_malformed_trace_is_refused_with_its_line_and_what_is_expected_there(
+    tmp_path: Path, name: str, text: str, said: str
+) -> None:
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(TraceError, match=said):
