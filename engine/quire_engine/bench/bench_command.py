@@ -290,6 +290,7 @@ def _title(config: BenchConfig, threads: int, device: "torch.device", dtype: str
 
 def _print_progress(text: str) -> None:
     sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ def run_in_turn(
     between: Callable[[], None] = lambda: None,
 ) -> dict[str, Readings]:
     """Starts all systems, then measures one after the other in each round. Calls ``between`` before each measurement,
-    and ``report`` with each step's progress.
+    and ``report`` with a line when anything begins that takes long.
     """
     readings = {name: Readings() for name in systems}
     with ExitStack() as started:
@@ -108,14 +108,13 @@ def run_in_turn(
             report(f"starting {name}")
             with _record_failure(readings[name]):
                 running[name] = started.enter_context(closing(start()))
-                _warm(running[name], plan)
+                _warm(running[name], plan, report=report, name=name)
         for number in range(plan.rounds):
             for name, system in running.items():
                 if readings[name].failure is None:
                     between()
-                    report(f"round {number + 1} of {plan.rounds}: {name}")
                     with _record_failure(readings[name]):
-                        _round(readings[name], system, plan, number)
+                        _round(readings[name], system, plan, number, report=report, name=name)
     return readings
 
 
@@ -146,14 +145,18 @@ def _record_failure(readings: Readings) -> Iterator[None]:
         readings.failure = str(failure)
 
 
-def _warm(system: System, plan: Plan) -> None:
+def _warm(system: System, plan: Plan, *, report: Callable[[str], None], name: str) -> None:
     """Runs everything once: starts threads, fills caches, and compiles or packs what is needed."""
     for figure in plan.workloads:
+        report(f"warming up {name}: {figure}")
         system.seconds(plan.warm_up(figure))
 
 
-def _round(readings: Readings, system: System, plan: Plan, number: int) -> None:
+def _round(
+    readings: Readings, system: System, plan: Plan, number: int, *, report: Callable[[str], None], name: str
+) -> None:
     for figure, make in plan.workloads.items():
+        report(f"round {number + 1} of {plan.rounds}: {name}, {figure}")
         readings.values.setdefault(figure, []).append(_read(figure, system, make(number)))
         if figure == "throughput":
             readings.padding = system.padding

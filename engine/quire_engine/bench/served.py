@@ -143,6 +143,7 @@ def measure_served(
                 with _record_failure(readings[name]):
                     servers[name] = stack.enter_context(closing(starts[name]()))
                     for sampling in SAMPLINGS:
+                        report(f"warming up {name}'s server: {sampling}")
                         run_client(config, servers[name], sampling, vocab, WARMUP_SEED)
             for number in range(config.rounds):
                 for index, sampling in enumerate(SAMPLINGS):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,29 @@ def test_latencies_of_requests_are_figures_where_they_are_asked_for_and_known() 
         readings = run_in_turn({"a": lambda system=system: system}, asked, lambda text: None)["a"]
         assert readings.median("E2EL mean") == expected
     assert ratio(2.0, 6.0, "E2EL p99") == 3.0, "less is better"
+
+
+def test_a_line_is_written_before_anything_that_takes_long() -> None:
+    """Each line comes before what it names: a system takes in a workload after its line."""
+    said: list[str] = []
+
+    class Telling(Steady):
+        def seconds(self, workload: Workload) -> float:
+            said.append("…")
+            return super().seconds(workload)
+
+    run_in_turn({"a": lambda: Telling([], "a", 0.01, 0.02)}, plan(2), said.append)
+    figures = ["throughput", "latency", "prefill"]
+    assert [line for line in said if line != "…"] == [
+        "starting a",
+        *(f"warming up a: {figure}" for figure in figures),
+        *(f"round {number} of 2: a, {figure}" for number in (1, 2) for figure in figures),
+    ]
+    assert [before for before, line in pairwise(said) if line == "…" and before != "…"] == said_lines(said)[1:]
+
+
+def said_lines(said: list[str]) -> list[str]:
+    return [line for line in said if line != "…"]
 
 
 def test_a_run_before_the_first_round_may_be_shorter() -> None:
