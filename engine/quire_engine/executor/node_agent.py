@@ -38,6 +38,8 @@ from quire_engine.models.loader import read_model_config
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5
+# After which it is said again that node 0 is waited for.
+WAITING_SECONDS = 15.0
 # After the time that node 0 has to finish its requests.
 LEAVING_GRACE_SECONDS = 10.0
 
@@ -98,6 +100,7 @@ class NodeAgent:
         config = self._config
         deadline = time.monotonic() + config.dist_timeout
         local = None if config.node_addr is None else (config.node_addr, 0)
+        next_line = 0.0
         while True:
             try:
                 async with asyncio.timeout(HANDSHAKE_SECONDS):
@@ -116,6 +119,9 @@ class NodeAgent:
                     raise ModelError(
                         f"Node 0 ({self._master}) could not be joined within {config.dist_timeout:g} seconds: {why}."
                     ) from None
+            if time.monotonic() >= next_line:
+                log.warning("waiting for node 0 (%s) to take connections", self._master)
+                next_line = time.monotonic() + WAITING_SECONDS
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stop_requested.wait(), RETRY_SECONDS)
                 raise ModelError("This node was told to stop before it joined node 0.")

@@ -36,6 +36,8 @@ from quire_engine.executor.node_link import (
 
 log = logging.getLogger(__name__)
 
+# After which it is said again which nodes are waited for.
+WAITING_SECONDS = 15.0
 # Connections that have not joined yet; more are closed at once.
 MAX_STRANGERS = 64
 
@@ -73,11 +75,15 @@ class NodeHub:
             return not missing
 
         address = join_host_port(self._own_address, self._nodes.master_port)
-        log.info("waiting for %d other nodes at %s", self._nodes.nnodes - 1, address)
+        deadline = time.monotonic() + self._nodes.dist_timeout
         with self._changed:
-            if not self._changed.wait_for(all_joined, self._nodes.dist_timeout):
-                names = ", ".join(map(str, missing))
-                raise ModelError(f"Nodes {names} have not joined within {self._nodes.dist_timeout:g} seconds.")
+            while not all_joined():
+                names, left = ", ".join(map(str, missing)), deadline - time.monotonic()
+                if left <= 0:
+                    raise ModelError(f"Nodes {names} have not joined within {self._nodes.dist_timeout:g} seconds.")
+                # A warning, as what is started by hand shows nothing less, and nothing else can be seen meanwhile.
+                log.warning("waiting for nodes %s to join at %s, for up to %.0f seconds", names, address, left)
+                self._changed.wait_for(all_joined, min(left, WAITING_SECONDS))
             return [rank for _, node in sorted(self._joined.items()) for rank in node.ranks]
 
     @property

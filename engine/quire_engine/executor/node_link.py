@@ -200,9 +200,19 @@ async def _read_some(reader: asyncio.StreamReader) -> bytes:
 
 
 def tls_context(tls: ServerTls, *, server: bool) -> ssl.SSLContext:
-    """One side of a connection between nodes, which both show their certificates. Raises ``OSError`` where files were
-    replaced by ones that cannot be used.
+    """One side of a connection between nodes, which both show their certificates. Raises ``LinkEndedError`` where this
+    node's own files were replaced by ones that cannot be used: the other node has no part in that.
     """
+    try:
+        return _load_context(tls, server=server)
+    except OSError as error:  # ssl.SSLError is one
+        reason = tls_reason(error) if isinstance(error, ssl.SSLError) else error.strerror or str(error)
+        files = f"{tls.identity.certificate}, {tls.identity.key} or {tls.client_ca}"
+        raise LinkEndedError(f"cannot be spoken to, as this node's own {files} cannot be used: {reason}") from error
+
+
+def _load_context(tls: ServerTls, *, server: bool) -> ssl.SSLContext:
+    """See ``tls_context``. Raises ``OSError`` for files that cannot be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_cert_chain(tls.identity.certificate, tls.identity.key, password=str)
@@ -218,8 +228,8 @@ def own_names(tls: ServerTls) -> frozenset[str]:
     """
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     try:
-        server = tls_context(tls, server=True).wrap_bio(to_server, to_client, server_side=True)
-        client = tls_context(tls, server=False).wrap_bio(to_client, to_server)
+        server = _load_context(tls, server=True).wrap_bio(to_server, to_client, server_side=True)
+        client = _load_context(tls, server=False).wrap_bio(to_client, to_server)
         for side in (client, server, client, server):
             with suppress(ssl.SSLWantReadError):
                 side.do_handshake()

@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from quire_engine.config import EngineConfig, NodeArgs
 from quire_engine.distributed.communicator import make_process_group
 from quire_engine.errors import ModelError
-from quire_engine.executor import node_link
+from quire_engine.executor import node_agent, node_hub, node_link
+from quire_engine.executor.node_agent import NodeAgent
 from quire_engine.executor.node_hub import NodeHub
 from quire_engine.executor.node_link import Frame, FrameKind, LinkEndedError, read_frame, tls_context, write_frame
 from quire_proto.tls import CertKeyFiles, ServerTls, TlsError
@@ -165,7 +166,10 @@ def test_those_who_say_nothing_are_sent_away_and_hold_nobody_up(
     assert "has not joined within 0.5 seconds" in caplog.text
 
 
-def test_nodes_that_come_late_are_waited_for_no_longer(authority: Authority) -> None:
+def test_nodes_that_come_late_are_waited_for_no_longer_and_named_meanwhile(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(node_hub, "WAITING_SECONDS", 0.1)
     hub = Hub(node_args(authority, authority.issue(NODE_NAME), nnodes=4, seconds=0.5))
     try:
 
@@ -176,6 +180,44 @@ def test_nodes_that_come_late_are_waited_for_no_longer(authority: Authority) -> 
         hub.connect(hub.args.tls, hello(2), others)
     finally:
         hub.hub.close()
+    lines = [each.message for each in caplog.records if each.levelname == "WARNING" and "waiting" in each.message]
+    assert len(lines) > 1, "it is said again"
+    address = f"{MASTER}:{hub.args.master_port}"
+    assert all(line.startswith(f"waiting for nodes 1, 3 to join at {address}, for up to ") for line in lines)
+
+
+def test_a_node_says_that_it_waits_for_node_0(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(node_agent, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(node_agent, "WAITING_SECONDS", 0.0)
+    agent = NodeAgent.__new__(NodeAgent)  # a model is none of this test's
+    agent._config, agent._names = node_args(authority, authority.issue(NODE_NAME), seconds=0.2), None
+    agent._stop_requested = asyncio.Event()
+    with pytest.raises(ModelError, match=r"^Node 0 \(.*\) could not be joined within 0\.2 seconds"):
+        asyncio.run(agent._connect())
+    lines = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert len(lines) > 1, "it is said again"
+    assert set(lines) == {f"waiting for node 0 ({MASTER}:{agent._config.master_port}) to take connections"}
+
+
+@pytest.mark.parametrize("broken", ["certificate", "key", "missing"])
+def test_files_of_ones_own_that_were_replaced_are_no_fault_of_the_other_node(
+    authority: Authority, hub: Hub, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    other = ServerTls(authority.issue("other"), authority.ca)
+    files = hub.args.tls.identity
+    if broken == "missing":
+        Path(files.key).unlink()
+    else:
+        Path(getattr(files, broken)).write_text("what is no PEM")
+    with pytest.raises((LinkEndedError, OSError)):
+        hub.connect(other, hello())
+    eventually(lambda: "refused" in caplog.text)
+    said = caplog.text
+    assert f"this node's own {files.certificate}, {files.key} or {authority.ca} cannot be used: " in said
+    with pytest.raises(LinkEndedError, match=r"^cannot be spoken to, as this node's own "):
+        tls_context(hub.args.tls, server=False)
 
 
 def test_a_node_that_leaves_before_all_are_there_can_join_again(authority: Authority) -> None:
