@@ -121,8 +121,8 @@ class ExecutorConfig(_Frozen):
         default=None,
         gt=0,
         le=MAX_GIB,
-        description="GiB of memory that the weights of the model's layers may take, on the CPU: the layers beyond lie "
-        "packed on disk, and are read ahead of their use in each step.",
+        description="GiB of memory that the weights of the model's layers may take, on the CPU, of all ranks of a "
+        "machine together: the layers beyond lie packed on disk, and are read ahead of their use in each step.",
     )
     cpu_offload_gb: float = Field(
         default=0.0,
