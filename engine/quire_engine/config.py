@@ -390,6 +390,12 @@ class EngineArgs(CoreArgs, ExecutorConfig, ServedModel):
             raise ValueError("--max-cpu-loras is below --max-loras.")
         if self.lora_folders and not self.enable_lora:
             raise ValueError("--lora-modules needs --enable-lora.")
+        if not self.enable_lora:
+            limits = ("max_loras", "max_lora_rank", "max_cpu_loras")
+            fields = type(self).model_fields
+            idle = [f"--{name.replace('_', '-')}" for name in limits if getattr(self, name) != fields[name].default]
+            if idle:
+                raise ValueError(f"{' and '.join(idle)} would have no effect: add --enable-lora.")
         return self
 
 

@@ -90,7 +90,7 @@ def adapters(small_models: SmallModels, tmp_path_factory: pytest.TempPathFactory
 
 
 def load(folder: Path, **settings: Any) -> TorchExecutor:
-    limits = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 8}
+    limits = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 8} if settings.get("enable_lora", True) else {}
     pools = {"kv_cache_memory": POOL, "swap_bytes": POOL}
     return load_executor(folder, **{"dtype": "float32", **limits, **pools, **settings})
 
