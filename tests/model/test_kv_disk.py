@@ -236,7 +236,7 @@ def test_there_are_no_more_slots_than_the_file_system_has_room_for(small_models:
     with closing(load_executor(small_models.folder(MODEL), dtype="float32", **pools, **disk)) as executor:
         contents = executor.disk_contents
         assert contents is not None
-        assert 0 < contents.num_slots * contents.block_bytes <= shutil.disk_usage(tmp_path).total
+        assert 0 < contents.num_blocks * contents.block_bytes <= shutil.disk_usage(tmp_path).total
 
 
 @pytest.mark.parametrize(

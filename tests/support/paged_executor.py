@@ -185,10 +185,10 @@ class PagedDisk:
         self.outcome: Callable[[bool], TransferOutcome] = lambda is_load: TransferOutcome.DONE
         self.num_loaded = 0
 
-    def contents(self, num_slots: int) -> DiskContents:
+    def contents(self, num_blocks: int) -> DiskContents:
         """As an engine finds it that starts."""
         self.under_way.clear()
-        return DiskContents(num_slots, [(slot, block_hash) for slot, (block_hash, _) in self.slots.items()])
+        return DiskContents(num_blocks, [(slot, block_hash) for slot, (block_hash, _) in self.slots.items()])
 
     def submit(self, copies: BlockCopies) -> None:
         self.under_way += [(transfer, False) for transfer in copies.blocks_to_store]
@@ -203,9 +203,9 @@ class PagedDisk:
         outcome = self.outcome(is_load)
         if not is_load:
             contents = list(self.host[transfer.host_block])
-            self.slots[transfer.slot] = (transfer.block_hash, contents if outcome is TransferOutcome.DONE else [])
+            self.slots[transfer.disk_block] = (transfer.block_hash, contents if outcome is TransferOutcome.DONE else [])
             return outcome
-        block_hash, contents = self.slots[transfer.slot]
+        block_hash, contents = self.slots[transfer.disk_block]
         assert block_hash == transfer.block_hash, "a slot was written over while it is loaded from"
         is_damaged = outcome is not TransferOutcome.DONE
         self.host[transfer.host_block][:] = [b"damaged"] * len(contents) if is_damaged else contents

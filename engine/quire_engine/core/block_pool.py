@@ -203,13 +203,13 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class DiskTransfer:
-    """Between block ``host_block`` of the host pool and ``slot`` of the disk, one of which has the contents that are
-    named ``block_hash``. Its result has its ``transfer_id``.
+    """Between block ``host_block`` of the host pool and ``disk_block`` of the disk, one of which has the contents that
+    are named ``block_hash``. Its result has its ``transfer_id``.
     """
 
     transfer_id: int
     host_block: int
-    slot: int
+    disk_block: int
     block_hash: bytes
 
 
@@ -222,8 +222,8 @@ class BlockCopies:
     come from.
 
     Behind all of these, transfers begin between the host and the disk, ``blocks_to_store`` and ``blocks_to_load``. They
-    last for as many steps as they take, and no other copy touches their host blocks or slots until the executor has
-    returned their results.
+    last for as many steps as they take, and no other copy touches their blocks until the executor has returned their
+    results.
     """
 
     blocks_to_swap_out: list[BlockCopy] = field(default_factory=list)

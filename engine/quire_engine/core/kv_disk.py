@@ -5,10 +5,10 @@ the host gives it up, so that what is hot is there when the engine dies. What co
 pool, while its request waits and others run; then it is found there as every block of the host's. So nothing else of
 the engine knows the disk: the prefix cache finds more, or it does not, and then the tokens are computed.
 
-All transfers are between the host pool and slots of the disk, and take several steps. Both sides are held meanwhile, so
-that nothing is written over them, and get their names only when the result is known. The disk is bounded: its slots are
-a ``BlockPool``, which gives up what was not used for longest. SGLang's HiCache and LMCache have such a tier, and vLLM's
-``WAITING_FOR_REMOTE_KVS`` a request that waits so.
+All transfers are between blocks of the host pool and of the disk, and take several steps. Both sides are held
+meanwhile, so that nothing is written over them, and get their names only when the result is known. The disk is bounded:
+it is a ``BlockPool``, which gives up what was not used for longest. SGLang's HiCache and LMCache have such a tier, and
+vLLM's ``WAITING_FOR_REMOTE_KVS`` is a request that waits so.
 """
 
 import logging
@@ -69,12 +69,12 @@ class TransferResult:
 
 @dataclass(frozen=True, slots=True)
 class DiskContents:
-    """A disk as an executor has opened it: its slots, and hashes with the slots that they were found in, the oldest
+    """A disk as an executor has opened it: its blocks, and hashes with the blocks that they were found in, the oldest
     first. ``block_seconds`` is how long a block takes to load, as was measured, and ``block_bytes`` are those of all
     its parts.
     """
 
-    num_slots: int
+    num_blocks: int
     stored: Sequence[tuple[int, bytes]] = ()
     block_seconds: float = 0.0
     block_bytes: int = 0
@@ -86,7 +86,7 @@ class DiskContents:
         elsewhere = [set(part.stored) for part in others]
         stored = [each for each in own.stored if all(each in part for part in elsewhere)]
         seconds, num_bytes = max(part.block_seconds for part in parts), sum(part.block_bytes for part in parts)
-        return cls(own.num_slots, stored, seconds, num_bytes)
+        return cls(own.num_blocks, stored, seconds, num_bytes)
 
 
 @dataclass(slots=True)
@@ -111,12 +111,12 @@ class DiskTier:
         *,
         clock: Callable[[], int] = time_ns,
     ) -> None:
-        # No request can begin with a block before it is in the host pool, so these slots are no tier of a router's.
-        self.pool = BlockPool(contents.num_slots, Tier.HOST)
-        for slot, block_hash in contents.stored:
-            self.pool.restore(slot, block_hash)
+        # No request can begin with a block before it is in the host pool, so these blocks are no tier of a router's.
+        self.pool = BlockPool(contents.num_blocks, Tier.HOST)
+        for disk_block, block_hash in contents.stored:
+            self.pool.restore(disk_block, block_hash)
         self.block_bytes = contents.block_bytes
-        self.is_on = contents.num_slots > 0
+        self.is_on = contents.num_blocks > 0
         self.num_stored = 0
         self.num_loaded = 0
         self.failures: Counter[DiskFailure] = Counter()
@@ -162,9 +162,9 @@ class DiskTier:
             return
         missing: list[bytes] = []
         for block_hash in reversed(block_hashes):
-            slot = self.pool.get_cached_block(block_hash)
-            if slot is not None:
-                self.pool.move_to_back(slot)
+            disk_block = self.pool.get_cached_block(block_hash)
+            if disk_block is not None:
+                self.pool.move_to_back(disk_block)
             elif block_hash not in self._storing:
                 missing.append(block_hash)
         self._to_store.update(dict.fromkeys(reversed(missing)))
@@ -228,11 +228,11 @@ class DiskTier:
             return [], len(new)
         room = min(self._max_loads - len(self._loading), self._host_pool.num_free)
         for block_hash in new[:room]:
-            slot = self.pool.get_cached_block(block_hash)
-            assert slot is not None, "a block is to be loaded that is not on disk"
-            self.pool.incref(slot)
+            disk_block = self.pool.get_cached_block(block_hash)
+            assert disk_block is not None, "a block is to be loaded that is not on disk"
+            self.pool.incref(disk_block)
             self._loading.add(block_hash)
-            copies.blocks_to_load.append(self._begin(self._host_pool.allocate(), slot, block_hash, is_load=True))
+            copies.blocks_to_load.append(self._begin(self._host_pool.allocate(), disk_block, block_hash, is_load=True))
         late = set(new[max(0, room) :])
         return [block_hash for block_hash in block_hashes if block_hash not in late], 0
 
@@ -272,10 +272,10 @@ class DiskTier:
             else:
                 self._storing.discard(transfer.block_hash)
                 if result.outcome is TransferOutcome.DONE and self.is_on:
-                    self.pool.cache_block(transfer.slot, transfer.block_hash)
+                    self.pool.cache_block(transfer.disk_block, transfer.block_hash)
                     self.num_stored += 1
             self._host_pool.decref(transfer.host_block)
-            self.pool.decref(transfer.slot)
+            self.pool.decref(transfer.disk_block)
             if result.outcome is TransferOutcome.FAILED:
                 self.failures[DiskFailure.FAILED] += 1
                 self._turn_off(result.reason)
@@ -300,12 +300,12 @@ class DiskTier:
             self.num_loaded += 1
         elif result.outcome is TransferOutcome.DAMAGED:
             self.failures[DiskFailure.DAMAGED] += 1
-            self.pool.forget(transfer.slot)
+            self.pool.forget(transfer.disk_block)
 
-    def _begin(self, host_block: int, slot: int, block_hash: bytes, *, is_load: bool) -> DiskTransfer:
+    def _begin(self, host_block: int, disk_block: int, block_hash: bytes, *, is_load: bool) -> DiskTransfer:
         """A transfer between blocks that are held for it until its result."""
         self._num_transfers += 1
-        transfer = DiskTransfer(self._num_transfers, host_block, slot, block_hash)
+        transfer = DiskTransfer(self._num_transfers, host_block, disk_block, block_hash)
         self._in_flight[transfer.transfer_id] = _InFlight(transfer, is_load, self._clock())
         return transfer
 
@@ -315,9 +315,9 @@ class DiskTier:
         self.is_on = False
         self._to_store.clear()
         for block in self.pool.stored_blocks():
-            slot = self.pool.get_cached_block(block.block_hash)
-            assert slot is not None
-            self.pool.forget(slot)
+            disk_block = self.pool.get_cached_block(block.block_hash)
+            assert disk_block is not None
+            self.pool.forget(disk_block)
 
 
 class DiskGate:

@@ -235,11 +235,11 @@ def copies_from_arrays(arrays: Sequence[RpcArray]) -> BlockCopies:
 
 
 def _transfer_to_numbers(transfer: DiskTransfer) -> tuple[int, ...]:
-    return transfer.transfer_id, transfer.host_block, transfer.slot, *_HASH.unpack(transfer.block_hash)
+    return transfer.transfer_id, transfer.host_block, transfer.disk_block, *_HASH.unpack(transfer.block_hash)
 
 
-def _transfer_from_numbers(transfer_id: int, host_block: int, slot: int, *halves: int) -> DiskTransfer:
-    return DiskTransfer(transfer_id, host_block, slot, _HASH.pack(*halves))
+def _transfer_from_numbers(transfer_id: int, host_block: int, disk_block: int, *halves: int) -> DiskTransfer:
+    return DiskTransfer(transfer_id, host_block, disk_block, _HASH.pack(*halves))
 
 
 def result_to_array(result: TransferResult) -> RpcArray:
@@ -258,13 +258,13 @@ def result_from_array(array: RpcArray) -> TransferResult:
 
 def disk_to_plain(contents: DiskContents) -> dict[str, Any]:
     """What a rank's disk has, as values that JSON has."""
-    stored = [(slot, block_hash.hex()) for slot, block_hash in contents.stored]
+    stored = [(disk_block, block_hash.hex()) for disk_block, block_hash in contents.stored]
     return {**asdict(contents), "stored": stored}
 
 
 def disk_from_plain(plain: dict[str, Any]) -> DiskContents:
     """The inverse of ``disk_to_plain``."""
-    stored = [(slot, bytes.fromhex(block_hash)) for slot, block_hash in plain["stored"]]
+    stored = [(disk_block, bytes.fromhex(block_hash)) for disk_block, block_hash in plain["stored"]]
     return DiskContents(**{**plain, "stored": stored})
 
 

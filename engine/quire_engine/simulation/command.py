@@ -47,7 +47,7 @@ def _simulate_variant(config: SimulationConfig, variant: Variant, arrivals: Sequ
         seed=config.seed,
         prefix_caching=config.enable_prefix_caching,
         host_caching=config.enable_host_caching,
-        num_disk_slots=config.num_disk_slots,
+        num_disk_blocks=config.num_disk_blocks,
         memory=variant.memory,
     )
     return simulation.run(arrivals)

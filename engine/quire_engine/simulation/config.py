@@ -138,7 +138,7 @@ class SimulatedEngineConfig(CliSettings, CoreArgs):
     def _check(self) -> "SimulatedEngineConfig":
         if self.kv_cache_config.usable_tokens < 1:
             raise ValueError(f"The KV pool must hold a block, which has {self.kv_cache_config.block_bytes} bytes.")
-        pools = self.kv_cache_config.device_blocks, self.kv_cache_config.host_blocks, self.num_disk_slots
+        pools = self.kv_cache_config.device_blocks, self.kv_cache_config.host_blocks, self.num_disk_blocks
         if max(pools) > MAX_BLOCKS:
             raise ValueError(f"A pool has {max(pools)} blocks, and at most {MAX_BLOCKS} are simulated.")
         _ = self.latency
@@ -153,7 +153,7 @@ class SimulatedEngineConfig(CliSettings, CoreArgs):
                 "--kv-disk-space needs --enable-prefix-caching, --enable-host-caching and --swap-space: blocks are "
                 "found by their hashes, and pass through the host's pool."
             )
-        if not self.num_disk_slots:
+        if not self.num_disk_blocks:
             raise ValueError(f"--kv-disk-space must hold a block, which has {self.kv_cache_config.block_bytes} bytes.")
         return self
 
@@ -172,7 +172,7 @@ class SimulatedEngineConfig(CliSettings, CoreArgs):
         return KVCacheConfig(self.block_size, 1 + blocks, self.swap_bytes // block_bytes, block_bytes)
 
     @property
-    def num_disk_slots(self) -> int:
+    def num_disk_blocks(self) -> int:
         """Blocks that the disk holds."""
         return int(self.kv_disk_space * (1 << 30)) // self.kv_cache_config.block_bytes
 

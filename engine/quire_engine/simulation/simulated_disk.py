@@ -1,5 +1,5 @@
 """``SimulatedDisk``: how long blocks take between the host pool and a disk of a stated speed. It holds nothing: which
-block is in which slot the scheduler knows.
+block is where on it the scheduler knows.
 """
 
 from collections import deque

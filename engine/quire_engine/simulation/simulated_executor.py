@@ -64,11 +64,11 @@ class LatencyModel:
         """The rates that an engine would measure at start."""
         return Rates(self.tokens_per_second, self.bytes_per_second)
 
-    def empty_disk(self, num_slots: int, block_bytes: int) -> DiskContents | None:
-        """A disk with nothing on it, as an executor would open it; None for one without slots."""
+    def empty_disk(self, num_blocks: int, block_bytes: int) -> DiskContents | None:
+        """A disk with nothing on it, as an executor would open it; None for one without blocks."""
         block_seconds = block_bytes / self.disk_bytes_per_second
-        disk = DiskContents(num_slots, block_seconds=block_seconds, block_bytes=block_bytes)
-        return disk if num_slots else None
+        disk = DiskContents(num_blocks, block_seconds=block_seconds, block_bytes=block_bytes)
+        return disk if num_blocks else None
 
     def timings(self, scheduler_output: SchedulerOutput, block_size: int, block_bytes: int) -> StepTimings:
         """Seconds of each part of the step, before jitter and without the overhead. Blocks that are swapped ahead are

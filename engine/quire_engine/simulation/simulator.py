@@ -38,7 +38,7 @@ STUCK_AFTER = 1000  # steps that take no time
 class Simulation:
     """One engine for one run, which ``recorder`` records. ``memory``: how its KV memory is handed out; what is reserved
     has no prefix cache and no host pool, and is held until the end of the batch if batches are static. The disk has
-    ``num_disk_slots`` blocks, and nothing is on it at the start.
+    ``num_disk_blocks`` blocks, and nothing is on it at the start.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Simulation:
         seed: int = 0,
         prefix_caching: bool = True,
         host_caching: bool = True,
-        num_disk_slots: int = 0,
+        num_disk_blocks: int = 0,
         memory: Memory = "paged",
     ) -> None:
         self.clock = VirtualClock()
@@ -68,7 +68,7 @@ class Simulation:
                 capacity,
                 prefix_caching=prefix_caching,
                 host_caching=host_caching,
-                disk=latency.empty_disk(num_disk_slots, capacity.block_bytes),
+                disk=latency.empty_disk(num_disk_blocks, capacity.block_bytes),
                 clock=self.clock,
             )
         else:

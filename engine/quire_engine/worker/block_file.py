@@ -230,9 +230,9 @@ class DiskTransfers:
     def _transfer(self, transfer: DiskTransfer, is_load: bool) -> TransferOutcome:
         memory = self._host_block(transfer.host_block)
         if not is_load:
-            self._file.write(transfer.slot, transfer.block_hash, memory)
+            self._file.write(transfer.disk_block, transfer.block_hash, memory)
             return TransferOutcome.DONE
-        is_right = self._file.read(transfer.slot, transfer.block_hash, memory)
+        is_right = self._file.read(transfer.disk_block, transfer.block_hash, memory)
         return TransferOutcome.DONE if is_right else TransferOutcome.DAMAGED
 
 

@@ -289,7 +289,7 @@ class SimulatedEngine:
             settings.kv_cache_config,
             prefix_caching=settings.enable_prefix_caching,
             host_caching=settings.enable_host_caching,
-            disk=settings.latency.empty_disk(settings.num_disk_slots, settings.kv_cache_config.block_bytes),
+            disk=settings.latency.empty_disk(settings.num_disk_blocks, settings.kv_cache_config.block_bytes),
             clock=self._time,
         )
         self.scheduler = Scheduler(limits, self.memory, rates=settings.latency.rates, clock=self._time)

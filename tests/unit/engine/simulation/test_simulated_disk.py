@@ -53,11 +53,11 @@ def test_an_executor_waits_for_a_transfer_and_no_longer_than_it_may() -> None:
     assert [result.transfer_id for result in executor.take_transfers(1.0)] == [2]
 
 
-def run(latency: LatencyModel = LATENCY, num_disk_slots: int = 1000) -> SimulationRecorder:
+def run(latency: LatencyModel = LATENCY, num_disk_blocks: int = 1000) -> SimulationRecorder:
     """Five prompts twice each, and then the first one again, which neither the device nor the host has any more."""
     rows = [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 0]
     arrivals = [Arrival(100.0 * at, PROMPT, 2, (row,), PROMPT) for at, row in enumerate(rows)]
-    return Simulation(LIMITS, CAPACITY, latency, num_disk_slots=num_disk_slots).run(arrivals)
+    return Simulation(LIMITS, CAPACITY, latency, num_disk_blocks=num_disk_blocks).run(arrivals)
 
 
 def last_ttft(recorder: SimulationRecorder) -> float:
