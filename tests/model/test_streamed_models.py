@@ -4,7 +4,9 @@ memory, or as transformers makes.
 Ranks are threads, so that none has to start.
 """
 
+import gc
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import closing
 from errno import EIO
@@ -104,6 +106,26 @@ def test_smaller_layers_behind_one_with_experts_are_read_too(
     with closing(load(folder, weights_memory_gb=gib_of(3, layer_bytes(folder)))) as executor:
         assert len(streamed_layers(executor)) == LAYERS - 1
         assert generate(executor, small_models).outputs == expected(small_models, folder)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tensor_parallel_size": 2}])
+def test_an_executor_that_is_closed_holds_no_weights(
+    small_models: SmallModels,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cache_folder: Path,
+    sizes: dict[str, int],
+) -> None:
+    """Nor their file, while somebody still has the executor itself."""
+    ranks_are_threads(monkeypatch)
+    folder = small_model("llama3", tmp_path, num_hidden_layers=LAYERS)
+    memory = gib_of(4, layer_bytes(folder, **sizes)) * sizes.get("tensor_parallel_size", 1)
+    with closing(load(folder, weights_memory_gb=memory, **sizes)) as executor:
+        generate(executor, small_models)
+        file = weakref.ref(streamed_layers(executor)[0].file)
+        assert file() is not None
+    gc.collect()
+    assert file() is None
 
 
 @pytest.mark.parametrize("sizes", [{}, {"tensor_parallel_size": 2}])

@@ -289,8 +289,9 @@ class TorchExecutor:
         return [chunk for chunk in chunks if chunk.lora_int_id not in failed]
 
     def close(self) -> None:
-        """Gives the KV memory back, and ends the other ranks. Nothing can be run any more."""
+        """Gives the memory of KV pools and weights back, and ends the other ranks. Nothing can be run any more."""
         self._runner.close()
+        self._lora_manager = self._previous_step = None
         if self._disk_lock is not None:
             self._disk_lock.close()
             self._disk_lock = None

@@ -176,7 +176,9 @@ class Runner(Protocol):
         ...
 
     def close(self) -> None:
-        """Gives the KV memory back. Nothing can be computed any more."""
+        """Gives the KV memory back, and the weights unless another runner has them too. Nothing can be computed any
+        more. To be called once.
+        """
         ...
 
 
@@ -284,5 +286,6 @@ class ModelRunner:
 
     def close(self) -> None:
         """See ``Runner.close``."""
-        self._cuda_graphs = self._cpu_graphs = None
+        self._cuda_graphs = self._cpu_graphs = self._loras = None
         self._kv_cache.close()
+        del self._model, self._attention
