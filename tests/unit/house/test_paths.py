@@ -29,7 +29,7 @@ TOKEN_TEXT = json.dumps(byte_level().decode([80])).encode() + b"}"
 KEY = "a-key-of-enough-characters"
 PAGE = "architecture.md"
 STEP_FILES = 20
-REQUEST_FILES = 37  # each has a part of the request, of its text, its placement or its way to the engine
+REQUEST_FILES = 38  # each has a part of the request, of its text, its placement or its way to the engine
 HAS_KERNELS = library() is not None and is_fast(torch.bfloat16)
 
 

@@ -13,8 +13,9 @@ from quire_proto.errors import QuireError, invalid
 
 from quire_router.api.auth import ANONYMOUS, Identity, StaticKeys
 from quire_router.api.fleet_feed import FleetFeed
-from quire_router.api.prepared_request import options_from_headers
+from quire_router.api.prepared_request import PreparedRequest, options_from_headers
 from quire_router.api.request_limits import ReservedBody
+from quire_router.api.rest.answer_format import AnswerFormat
 from quire_router.api.rest.http import (
     JSON_HEADERS,
     LAST_EVENT_ID,
@@ -25,9 +26,9 @@ from quire_router.api.rest.http import (
     to_json,
     x_headers,
 )
-from quire_router.api.rest.openai_format import format_for, model_object, request_object
+from quire_router.api.rest.openai_format import CHAT, COMPLETION, model_object, request_object
 from quire_router.api.rest.openapi import openapi
-from quire_router.api.rest.sse import KeepAlive, SseStream, collect_completion, stream
+from quire_router.api.rest.sse import KeepAlive, SseStream, collect, stream
 from quire_router.api.service import ApiService, counting_rejections, ignored_parameters_header
 from quire_router.api.stored_requests import RequestStatus, StoredRequest
 from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest, TokenizeResult
@@ -120,6 +121,11 @@ class StatusEndpoints:
             await exchange.response.send(503, to_json({"status": "unavailable", **details}), _UNREADY)
 
 
+def format_of(prepared: PreparedRequest) -> AnswerFormat:
+    """Returns the format of the route that a stored request came by."""
+    return CHAT if prepared.first.operation == "chat" else COMPLETION
+
+
 _PATH = "/v1/requests/{id}"
 _AFTER = "after"
 
@@ -160,12 +166,12 @@ class RequestEndpoints:
         stored = await self._service.status(_id(exchange), exchange.caller)
         body_json = to_json(request_object(stored))
         if stored.status is RequestStatus.COMPLETED:
-            body_json = body_json[:-1] + b',"response":' + await self._completion(stored, exchange) + b"}"
+            body_json = body_json[:-1] + b',"response":' + await self._answer(stored, exchange) + b"}"
         await exchange.response.send(200, body_json)
 
-    async def _completion(self, stored: StoredRequest, exchange: HttpExchange) -> bytes:
+    async def _answer(self, stored: StoredRequest, exchange: HttpExchange) -> bytes:
         answer = await self._service.replay(stored, exchange.caller)
-        body, _ = await collect_completion(answer, format_for(stored.first))
+        body, _ = await collect(answer, format_of(answer.prepared))
         return body
 
     async def _events(self, exchange: HttpExchange) -> None:
@@ -176,7 +182,8 @@ class RequestEndpoints:
             answer = await self._service.resume(stored, _after(exchange), exchange.caller, options)
         first = stored.first
         exchange.resumable = first.stream or first.background or bool(first.digest)
-        await stream(exchange, format_for(stored.first), answer, {}, self._keepalive)
+        exchange.format = format_of(answer.prepared)
+        await stream(exchange, exchange.format, answer, {}, self._keepalive)
 
 
 def _id(exchange: HttpExchange) -> str:

@@ -11,13 +11,16 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from http import HTTPStatus
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from quire_router.api.auth import ANONYMOUS, Identity
 from quire_router.api.request_limits import ReservedBody, WriteTimeout
+
+if TYPE_CHECKING:
+    from quire_router.api.rest.answer_format import AnswerFormat
 
 EXTENSION: Final = "quire"
 DIRECT: Final = "direct"
@@ -320,14 +323,15 @@ _STATE = "quire.exchange"
 
 @dataclass
 class HttpExchange:
-    """A request and its response. ``caller`` is set once the key was checked. ``has_output`` is set with the first
-    delta of a stream. ``resumable`` says that the client can resume the response even before that. ``event_ids`` says
-    whether the stream's events have ids.
+    """A request and its response, whose errors look as ``format`` says. ``caller`` is set once the key was checked.
+    ``has_output`` is set with the first delta of a stream. ``resumable`` says that the client can resume the response
+    even before that. ``event_ids`` says whether the stream's events have ids.
     """
 
     scope: Scope
     receive: Receive
     response: HttpResponse
+    format: "AnswerFormat"
     caller: Identity = ANONYMOUS
     has_output: bool = False
     resumable: bool = False

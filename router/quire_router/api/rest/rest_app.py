@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire_router.api.prepared_request import PreparedRequest, RequestOptions, options_from_headers
 from quire_router.api.request_limits import ReservedBody
+from quire_router.api.rest.answer_format import AnswerFormat
 from quire_router.api.rest.endpoints import FleetEndpoint, RequestEndpoints, StatusEndpoints, TokenizeEndpoints
 from quire_router.api.rest.http import (
     JSON_HEADERS,
@@ -36,16 +37,10 @@ from quire_router.api.rest.http import (
 )
 from quire_router.api.rest.http_server import MAX_HEAD_BYTES
 from quire_router.api.rest.loras import LoRAEndpoints
-from quire_router.api.rest.openai_format import (
-    CHAT,
-    COMPLETION,
-    OpenAiFormat,
-    error_response,
-    request_object,
-)
+from quire_router.api.rest.openai_format import CHAT, COMPLETION, request_object
 from quire_router.api.rest.openapi import FLEET, LOAD_LORA, LORA_UPDATES, UNLOAD_LORA
 from quire_router.api.rest.page import FOLDER, HOME, Page
-from quire_router.api.rest.sse import KEEPALIVE, KeepAlive, error_event, send_completion, stream
+from quire_router.api.rest.sse import KEEPALIVE, RECONNECT, KeepAlive, send_whole, stream
 from quire_router.api.schemas.openai import ChatRequest, CompletionRequest, GenerationBody
 from quire_router.api.service import ApiService, counting_rejections, new_request_id
 from quire_router.api.validation import check_stream
@@ -85,7 +80,7 @@ class RestApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one request; raises nothing."""
         response = HttpResponse(send, self._client_timeout, new_request_id(), direct_writer(scope))
-        exchange = HttpExchange(scope, receive, response)
+        exchange = HttpExchange(scope, receive, response, CHAT)
         try:
             await self._serve(exchange, send)
         except ClientDisconnectedError:
@@ -138,14 +133,14 @@ class RestApp:
 
 
 class GenerateHandler:
-    """One of the two routes. ``path`` names its span, ``schema`` parses its body, ``style`` formats its response."""
+    """One of the two routes. ``path`` names its span, ``schema`` parses its body."""
 
     def __init__(
         self,
         service: ApiService,
         path: str,
         schema: type[GenerationBody],
-        style: OpenAiFormat,
+        answer_format: AnswerFormat,
         *,
         limits: BodyLimits,
         keepalive: KeepAlive,
@@ -153,7 +148,7 @@ class GenerateHandler:
         self._service = service
         self._name = f"POST {path}"
         self._schema = schema
-        self._style = style
+        self._format = answer_format
         self._limits = limits
         self._keepalive = keepalive
 
@@ -187,9 +182,9 @@ class GenerateHandler:
         exchange.resumable = bool(prepared.first.digest)
         headers = self._service.response_headers(prepared, replayed=answer.replayed)
         if prepared.first.stream:
-            await stream(exchange, self._style, answer, headers, self._keepalive)
+            await stream(exchange, self._format, answer, headers, self._keepalive)
         else:
-            await send_completion(exchange, self._style, answer, headers)
+            await send_whole(exchange, self._format, answer, headers)
 
     async def _start(self, exchange: HttpExchange, prepared: PreparedRequest) -> None:
         stored, replayed = await self._service.responses.start_background(prepared)
@@ -232,8 +227,9 @@ def build_api(
     limits = BodyLimits(max_body_bytes, client_timeout)
     tokens = TokenizeEndpoints(service, limits)
 
-    def generate(path: str, schema: type[GenerationBody], style: OpenAiFormat) -> Route:
-        return _route(path, "POST", GenerateHandler(service, path, schema, style, limits=limits, keepalive=keepalive))
+    def generate(path: str, schema: type[GenerationBody], answer_format: AnswerFormat) -> Route:
+        handler = GenerateHandler(service, path, schema, answer_format, limits=limits, keepalive=keepalive)
+        return _route(path, "POST", handler)
 
     routes = [
         generate("/v1/completions", CompletionRequest, COMPLETION),
@@ -305,10 +301,12 @@ def _route(path: str, method: str | Sequence[str], handler: Handler) -> Route:
 
 
 async def _send_error(exchange: HttpExchange, error: HttpError | QuireError) -> None:
-    """Sends an error as a response or, in a stream that has started, as its last event: it never just ends."""
+    """Sends an error as a response or, in a stream that has started, as its last event: it never just ends. A stream
+    with ids that can be resumed also says after which time.
+    """
     if not exchange.response.started:
-        await exchange.response.send(*error_response(error, exchange.request_id))
+        await exchange.response.send(*exchange.format.error_response(error, exchange.request_id))
     elif not exchange.response.ended and isinstance(error, QuireError):
         resumable = (exchange.has_output or exchange.resumable) and error.code in _TRANSIENT
-        ids = exchange.event_ids
-        await exchange.response.end(error_event(error, exchange.request_id, resumable=resumable, event_ids=ids))
+        event = exchange.format.error_event(error, exchange.request_id, resumable=resumable)
+        await exchange.response.end((RECONNECT if resumable and exchange.event_ids else b"") + event)

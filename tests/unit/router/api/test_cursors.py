@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.api.prepared_request import PreparedRequest, ResponseOptions
-from quire_router.api.rest.openai_format import CHAT, COMPLETION
-from quire_router.api.rest.sse import DONE, SseEncoder
+from quire_router.api.rest.openai_format import CHAT, COMPLETION, DONE, ChunkEncoder
 from quire_router.api.rpc import messages
 from quire_router.api.rpc.servicer import DeltaMessages
 from quire_router.api.service import Response, started_choices, with_prompt_echo
@@ -102,7 +101,7 @@ def response_after(answer: RecordedAnswer, after: str) -> Response:
 def test_a_token_is_encoded_as_a_delta_of_one_token_is(answer: RecordedAnswer, event_ids: bool) -> None:
     prepared = replace(answer.prepared, event_ids=event_ids)
     style = CHAT if prepared.first.operation == "chat" else COMPLETION
-    encoders = [SseEncoder(style, prepared, StreamCursor(prepared.num_choices)) for _ in range(2)]
+    encoders = [ChunkEncoder(style, prepared, StreamCursor(prepared.num_choices)) for _ in range(2)]
     opening = [encoder.opening() for encoder in encoders]
     assert opening[0] == opening[1]
     for delta in answer.deltas:
@@ -120,7 +119,7 @@ def rest_events(answer: RecordedAnswer, after: str = "") -> list[tuple[str | Non
     async def write() -> bytes:
         response = response_after(answer, after)
         kind = CHAT if answer.prepared.first.operation == "chat" else COMPLETION
-        encoder = SseEncoder(kind, answer.prepared, response.cursor)
+        encoder = ChunkEncoder(kind, answer.prepared, response.cursor)
         data = b""
         async for delta in response.deltas:
             if encoder.logprobs is not None:

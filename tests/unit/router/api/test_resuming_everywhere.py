@@ -17,8 +17,7 @@ from quire_router.api.auth import ANONYMOUS
 from quire_router.api.multi_prompt import MultiPromptRunner
 from quire_router.api.prepared_request import PreparedRequest, ResponseOptions
 from quire_router.api.request_limits import ConcurrencyLimit
-from quire_router.api.rest.openai_format import CHAT, COMPLETION
-from quire_router.api.rest.sse import DONE, SseEncoder
+from quire_router.api.rest.openai_format import CHAT, COMPLETION, DONE, ChunkEncoder
 from quire_router.api.rpc import messages
 from quire_router.api.rpc.servicer import DeltaMessages
 from quire_router.api.service import Response, ResponseOpener
@@ -110,7 +109,7 @@ async def over_grpc(answer: Response) -> AsyncGenerator[Event]:
 
 async def over_rest(answer: Response) -> AsyncGenerator[Event]:
     """The events, as a stream writes them."""
-    chunks = SseEncoder(
+    chunks = ChunkEncoder(
         CHAT if answer.prepared.first.operation == "chat" else COMPLETION, answer.prepared, answer.cursor
     )
     opened = False

@@ -13,9 +13,10 @@ from typing import cast
 import httpx
 import pytest
 import uvloop
+from quire_router.api.rest.answer_format import EventEncoder
 from quire_router.api.rest.http import DirectWriter, HttpResponse, direct_writer
 from quire_router.api.rest.http_server import HttpServer, listen
-from quire_router.api.rest.sse import HEARTBEAT, KeepAlive, SseDeltaSink, SseEncoder, SseStream
+from quire_router.api.rest.sse import HEARTBEAT, KeepAlive, SseDeltaSink, SseStream
 from starlette.types import Receive, Scope, Send
 
 from tests.support.scripted_api import completion, open_stage
@@ -46,7 +47,7 @@ async def serving(answer: Answer, heartbeat: float = 60.0, *, ids: bool = False)
 
 def is_open(events: SseStream) -> bool:
     """Whether events can be written without waiting, as the sink of a stream finds."""
-    return SseDeltaSink(events, cast(SseEncoder, None)).is_open
+    return SseDeltaSink(events, cast(EventEncoder, None)).is_open
 
 
 @asynccontextmanager

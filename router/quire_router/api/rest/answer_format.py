@@ -1,0 +1,74 @@
+"""``AnswerFormat``: what the answers of an API look like, as server-sent events while they are generated, as the body
+of a whole response, and as errors. Each route has one, and a stored request that of its route: whichever router writes
+its answer again writes the same. How answers are sent is in ``sse``, whatever their format.
+"""
+
+from typing import Protocol
+
+from quire_proto.errors import QuireError
+
+from quire_router.api.prepared_request import PreparedRequest
+from quire_router.api.rest.http import Header, HttpError
+from quire_router.api.rest.logprobs import LogprobsRenderer
+from quire_router.core.generation import Delta, StreamCursor, Usage
+
+ErrorResponse = tuple[int, bytes, list[Header]]
+"""Status, body and headers."""
+
+
+class EventEncoder(Protocol):
+    """Encodes the deltas of one answer as events, in order. Does no I/O. Where there are ``logprobs``, they are given
+    each delta before it is encoded.
+    """
+
+    logprobs: LogprobsRenderer | None
+
+    def opening(self) -> bytes:
+        """Returns the events before the first delta, of those that the client has not had."""
+        ...
+
+    def encode(self, delta: Delta) -> bytes:
+        """Returns the events of a delta, if there are any. A delta with the usage ends the stream."""
+        ...
+
+    def encode_token(self, index: int, token_id: int, text: str) -> bytes:
+        """As ``encode`` of a delta that is one token of choice ``index`` and its text."""
+        ...
+
+
+class BodyBuilder(Protocol):
+    """Collects the deltas of one answer for a whole response. Does no I/O. ``logprobs`` as in ``EventEncoder``."""
+
+    logprobs: LogprobsRenderer | None
+
+    def add(self, delta: Delta) -> None:
+        """Adds a delta."""
+        ...
+
+    async def body(self, usage: Usage) -> bytes:
+        """Returns the answer as JSON; yields to the event loop between long parts. Raises ``QuireError`` INTERNAL when
+        it has not ended: an incomplete answer is never passed on as complete.
+        """
+        ...
+
+
+class AnswerFormat(Protocol):
+    """The format of one route's answers."""
+
+    def encoder(self, prepared: PreparedRequest, cursor: StreamCursor) -> EventEncoder:
+        """Returns the encoder of an answer that its client has up to ``cursor``."""
+        ...
+
+    def builder(self, prepared: PreparedRequest) -> BodyBuilder:
+        """Returns the builder of an answer."""
+        ...
+
+    def error_response(self, error: HttpError | QuireError, request_id: str) -> ErrorResponse:
+        """Returns the response to a request that fails before anything of its answer was sent."""
+        ...
+
+    def error_event(self, error: QuireError, request_id: str, *, resumable: bool) -> bytes:
+        """Returns the last event of a stream that fails; ``resumable`` says whether it can be resumed, here or at
+        another router.
+        """
+        ...
