@@ -1,4 +1,6 @@
-"""``OutputParser``: splits the text of a chat's choice into content, reasoning and tool calls, for REST and gRPC."""
+"""``OutputParser``: splits the text of a chat's choice into content, reasoning and tool calls, for REST and gRPC: into
+parts in their order (``parts``), or into what a chunk of the OpenAI API holds of them (``parse``).
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -53,13 +55,13 @@ class OutputParser:
 
     def __init__(
         self,
-        call_prefix: str,
+        choice: str,
         reasoning_parser: ReasoningParser | None,
         tool_parser: ToolParser | None,
         *,
         hide_reasoning: bool = False,
     ) -> None:
-        self._call_prefix = call_prefix
+        self._choice = choice
         self._reasoning_parser = reasoning_parser
         self._tool_parser = tool_parser
         self._hide_reasoning = hide_reasoning
@@ -67,13 +69,17 @@ class OutputParser:
 
     def parse(self, delta: Delta) -> ParsedDelta:
         """Parses the next delta. To be called with every delta in order, also with those that are replayed."""
-        if delta.finish_reason is None:
-            return self._to_delta(self._push(delta.text))
-        parts = [*self._push(delta.text), *self._finish()]
-        parsed = self._to_delta(parts, delta.finish_reason)
+        parsed = self._to_delta(self.parts(delta), delta.finish_reason)
         if self._calls and delta.finish_reason is FinishReason.STOP:
             return ParsedDelta(parsed.content, parsed.reasoning, parsed.calls, TOOL_CALLS)
         return parsed
+
+    def parts(self, delta: Delta) -> list[OutputPart]:
+        """As ``parse``, but returns the parts in their order, without reasoning that is hidden."""
+        parts = self._push(delta.text)
+        if delta.finish_reason is not None:
+            parts = [*parts, *self._finish()]
+        return [part for part in parts if not isinstance(part, Reasoning)] if self._hide_reasoning else parts
 
     def _push(self, text: str) -> list[OutputPart]:
         parts: list[OutputPart] = [Content(text)] if text else []
@@ -104,7 +110,7 @@ class OutputParser:
                 self._calls += 1
             elif isinstance(part, ToolCallArguments):
                 calls.append(self._with_arguments(calls, part.text))
-            elif isinstance(part, Reasoning) and not self._hide_reasoning:
+            elif isinstance(part, Reasoning):
                 reasoning += part.text
         return ParsedDelta(content, reasoning, tuple(calls), reason)
 
@@ -116,9 +122,18 @@ class OutputParser:
         return ToolCallDelta(started.index, started.id, started.name, started.arguments + arguments)
 
     def _call_id(self) -> str:
-        """Returns the id of the next call, the same at every router."""
-        name = f"{self._call_prefix}/{self._calls}".encode()
-        return "call_" + blake2b(name, digest_size=_ID_BYTES, person=b"quire call").hexdigest()
+        """Returns the id of the next call."""
+        return "call_" + call_digest(self._choice, self._calls)
+
+
+def choice_name(request_id: str, index: int) -> str:
+    """Returns the name of one choice of an answer, among those of all answers."""
+    return f"{request_id}/{index}"
+
+
+def call_digest(choice: str, number: int) -> str:
+    """Returns what tells a call of a choice from all others, the same at every router; ``number`` counts from 0."""
+    return blake2b(f"{choice}/{number}".encode(), digest_size=_ID_BYTES, person=b"quire call").hexdigest()
 
 
 def create_parsers(prepared: PreparedRequest) -> list[OutputParser]:
@@ -129,7 +144,7 @@ def create_parsers(prepared: PreparedRequest) -> list[OutputParser]:
     opened = prepared.has_reasoning and tokenizer.starts_in_reasoning(first.prompt_token_ids)
     return [
         OutputParser(
-            f"{first.request_id}/{index}",
+            choice_name(first.request_id, index),
             ReasoningParser(opened=opened) if prepared.has_reasoning else None,
             new_tool_parser(tool_format, options.tools, exact=exact) if tool_format is not None else None,
             hide_reasoning=options.thoughts is ReasoningPlacement.HIDDEN,

@@ -19,7 +19,7 @@ from quire_proto.errors import internal, invalid
 from quire_proto.text.tokenizer import ModelTokenizer
 
 from quire_router.api.auth import Identity
-from quire_router.api.schemas.openai import ChatRequest, GenerationBody
+from quire_router.api.schemas.openai import Api, ChatRequest, GenerationBody
 from quire_router.core.generation import Delta, GenerationRequest, LoRA, PromptGroup, StreamCursor
 from quire_router.engines.settings import ServedLoRA, ServedModelLimits
 from quire_router.journal.base import RequestRecord
@@ -51,7 +51,8 @@ class ResponseOptions(BaseModel):
     ``include_usage`` ends a stream with the usage, and with ``continuous_usage`` each chunk before has it too.
     ``logprobs`` and ``prompt_logprobs`` are how many most probable tokens are shown beside each token of the output and
     of the prompt; None shows no log-probabilities. ``tools`` are the names of the tools that a chat's model may call,
-    and ``thoughts`` is where the reasoning is shown.
+    and ``thoughts`` is where the reasoning is shown. ``api`` is the API that the response is written in, and its
+    output is ``cut`` where it may have fewer tokens than the client asked for, as the model's context ends.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")  # a newer router may know more
@@ -62,10 +63,14 @@ class ResponseOptions(BaseModel):
     prompt_logprobs: int | None = None
     tools: tuple[str, ...] = ()
     thoughts: ReasoningPlacement = ReasoningPlacement.SEPARATE
+    api: Api = Api.OPENAI
+    cut: bool = False
 
     @classmethod
-    def from_request(cls, request: GenerationBody) -> Self:
-        """Returns the options that a request asks for. A response that is not streamed always has its usage."""
+    def from_request(cls, request: GenerationBody, max_tokens: int) -> Self:
+        """Returns the options that a request asks for whose output may have ``max_tokens``. A response that is not
+        streamed always has its usage.
+        """
         return cls(
             include_usage=request.include_usage or not request.stream,
             continuous_usage=request.continuous_usage,
@@ -73,6 +78,8 @@ class ResponseOptions(BaseModel):
             prompt_logprobs=request.prompt_logprobs,
             tools=_callable_tool_names(request),
             thoughts=_reasoning_placement(request),
+            api=request.api,
+            cut=request.output_limit is not None and request.output_limit > max_tokens,
         )
 
     @classmethod
@@ -239,7 +246,8 @@ def _digest(first: GenerationRequest, prepared: PreparedRequest, request: Genera
     left out do not count: their defaults may follow from the engines, which change.
     """
     digest = blake2b(digest_size=16, person=b"quire digest")
-    shape = prepared.response_options.model_copy(update={"include_usage": False, "continuous_usage": False}).to_json()
+    unlike = {"include_usage": False, "continuous_usage": False, "api": Api.OPENAI}
+    shape = prepared.response_options.model_copy(update=unlike).to_json()
     params = sampling_to_proto(first.params)
     if request.seed is None:
         params.ClearField("seed")

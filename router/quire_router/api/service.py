@@ -92,14 +92,15 @@ class ModelCard:
 @dataclass(slots=True)
 class Response:
     """The request starts with the first ``anext`` of ``deltas``; the caller closes them. ``cursor`` is the client's
-    position before the first delta that is not replayed. ``replayed`` says that the request had come before under the
-    same idempotency key.
+    position before the first delta that is not replayed, and ``delivered`` what it has of that and the next ones, where
+    its format counts that. ``replayed`` says that the request had come before under the same idempotency key.
     """
 
     prepared: PreparedRequest
     deltas: AsyncGenerator[Delta]
     cursor: StreamCursor
     replayed: bool = False
+    delivered: int = 0
 
 
 class ApiService:
@@ -172,7 +173,8 @@ class ApiService:
             generations = self._validator.generations(request, request_id, caller)
             ids = request.include_event_ids or bool(options.key)
             tokenizer = self._validator.tokenizer(request.model)
-            prepared = PreparedRequest(generations, ResponseOptions.from_request(request), tokenizer, ids, ignored)
+            response_options = ResponseOptions.from_request(request, generations[0].params.max_tokens)
+            prepared = PreparedRequest(generations, response_options, tokenizer, ids, ignored)
             return apply_options(request, prepared, options, caller, self._request_timeout)
 
         with counting_rejections(), _internal_span(Span.ADMIT):

@@ -1,4 +1,6 @@
-"""Text to tokens and back: the requests and results of ``/tokenize`` and ``/detokenize``, in vLLM's words."""
+"""Text to tokens and back: the requests and results of ``/tokenize`` and ``/detokenize``, in vLLM's words, and what the
+Messages API asks for the same with (``to_tokenize``).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +10,7 @@ from pydantic import Field, model_validator
 from quire_proto.errors import QuireError, invalid
 from quire_proto.text.tokenizer import ModelTokenizer
 
+from quire_router.api.schemas.anthropic import CountTokensRequest, MadeFromMessages
 from quire_router.api.schemas.base import MAX_PROMPT_TOKENS, StrictModel, Unsupported
 from quire_router.api.schemas.conversation import ChatMessage, check_messages, check_tools, to_template_messages
 from quire_router.api.schemas.openai import MAX_MESSAGES, TemplatedBody
@@ -52,6 +55,18 @@ class TokenizeRequest(TemplatedBody):
         for other in others:
             if getattr(self, other):
                 raise invalid(other, f"{other} and {given} exclude each other.")
+
+
+class _Counted(MadeFromMessages, TokenizeRequest):
+    """A conversation of the Messages API whose tokens are counted."""
+
+
+def to_tokenize(request: CountTokensRequest) -> TokenizeRequest:
+    """Returns a request for the tokens of the prompt that a Messages request has. Raises ``QuireError``."""
+    fields = request.template_fields()
+    if request.tool_choice is not None and request.tool_choice.type == "none":
+        fields["tools"] = None
+    return _Counted.from_fields(fields).made_from(request)
 
 
 class DetokenizeRequest(StrictModel):

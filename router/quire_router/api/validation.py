@@ -75,7 +75,8 @@ class Validator:
         if isinstance(request, TemplatedBody):
             request, more = drop_unsupported_by_template(request, tokenizer)
             ignored += more
-        return request, tuple(dict.fromkeys(ignored))
+        names = request.names
+        return request, tuple(dict.fromkeys(names.get(param, param) for param in ignored))
 
     def generations(self, request: GenerationBody, request_id: str, caller: Identity) -> tuple[GenerationRequest, ...]:
         """Returns one generation for each prompt, in tokens, with every default filled in. Raises ``QuireError``."""
@@ -176,11 +177,13 @@ def _conversation(
 def _output_limit(
     request: GenerationBody, param: str, prompt_tokens: int, default: int, limits: ServedModelLimits
 ) -> int:
-    """Returns the most output tokens: the client's limit, or ``default``. ``param`` names the prompt in errors."""
+    """Returns the most output tokens: the client's limit, or ``default``, which some requests do not go beyond.
+    ``param`` names the prompt in errors.
+    """
     given = request.output_limit
     if given is not None and given < 1:
         raise invalid("max_tokens", "max_tokens must be at least 1.")
-    output_limit = default if given is None else given
+    output_limit = default if given is None else min(given, default) if request.fits_output else given
     with _naming_prompt(param):
         check_length(prompt_tokens, output_limit, limits.max_model_len)
     return output_limit
@@ -397,8 +400,10 @@ def _ignored_thinking(request: TemplatedBody, tokenizer: ModelTokenizer) -> Iter
     stops = not tokenizer.has_reasoning or not known.isdisjoint(_THINKING_SWITCHES)
     if effort is not None and "reasoning_effort" not in known and not (effort == "none" and stops):
         yield "reasoning_effort"
-    for name, value in _thinking_switches(request.chat_template_kwargs).items():
-        if name not in known and (value or tokenizer.has_reasoning):
+    switches = _thinking_switches(request.chat_template_kwargs)
+    followed = {value for name, value in switches.items() if name in known}
+    for name, value in switches.items():
+        if name not in known and value not in followed and (value or tokenizer.has_reasoning):
             yield f"chat_template_kwargs.{name}"
     others = None if request.chat_template_kwargs is None else request.chat_template_kwargs.model_extra
     for name in known.intersection(others or ()):

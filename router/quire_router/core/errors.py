@@ -243,6 +243,11 @@ def from_engine(error: QuireError) -> QuireError:
     return QuireError(error.code, error.message, param=error.param, retry_after=wait, reason=error.reason)
 
 
+def in_other_words(error: QuireError, message: str, param: str | None) -> QuireError:
+    """The same error, for a client of an API in which fields have other names."""
+    return QuireError(error.code, message, param=param, retry_after=error.retry_after, reason=error.reason)
+
+
 # Deadlines, and clients that are too slow.
 
 

@@ -158,9 +158,10 @@ class Delta:
     string, comes later. ``logprobs`` has one entry for each of ``token_ids`` where they were asked for.
     ``prompt_logprobs`` are those of the prompt's tokens from the second on, all of them, in the answer's first delta.
     ``score`` is a beam's, with its finish reason. ``stop_token`` is the token that ended the choice, which is none of
-    ``token_ids``, with the finish reason where ``logprobs`` were asked for. A ``replayed`` delta the client has had
-    before: it only brings the encoder of the answer to the client's cursor. ``route`` is where the request runs and
-    why, in the first delta of an attempt, if the operator asked for that.
+    ``token_ids``, with the finish reason where ``logprobs`` were asked for. ``stop_string`` is the one of the request's
+    stop strings that ended the choice. A ``replayed`` delta the client has had before: it only brings the encoder of
+    the answer to the client's cursor. ``route`` is where the request runs and why, in the first delta of an attempt, if
+    the operator asked for that.
     """
 
     text: str
@@ -174,6 +175,7 @@ class Delta:
     replayed: bool = False
     route: str = ""
     stop_token: StopToken | None = None
+    stop_string: str | None = None
 
 
 @dataclass(slots=True)

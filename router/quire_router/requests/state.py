@@ -64,16 +64,27 @@ class Choice:
         after the one that completed it do not belong to it, nor do their log-probabilities.
         """
         token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason
-        stop_token, text = output.stop_token, self.text.push(token_ids)
+        stop_token, text, stop_string = output.stop_token, self.text.push(token_ids), None
         if reason is not None and not self.text.stopped:
             text += self.text.finish()
         if self.text.stopped:
-            reason, stop_token = FinishReason.STOP, None
+            reason, stop_token, stop_string = FinishReason.STOP, None, self.text.stop_string
             kept = self.text.stop_token_count - len(self.token_ids)
             token_ids, logprobs = token_ids[:kept], logprobs[:kept]
         self.finish_reason = reason
         self.token_ids += token_ids
-        return Delta(text, token_ids, reason, None, self.index, logprobs, [], output.score, stop_token=stop_token)
+        return Delta(
+            text,
+            token_ids,
+            reason,
+            None,
+            self.index,
+            logprobs,
+            [],
+            output.score,
+            stop_token=stop_token,
+            stop_string=stop_string,
+        )
 
     def finish(self, reason: FinishReason) -> Delta:
         """Returns the last delta of a choice that ends without an output of the engine that ends it."""

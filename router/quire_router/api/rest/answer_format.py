@@ -3,6 +3,7 @@ of a whole response, and as errors. Each route has one, and a stored request tha
 its answer again writes the same. How answers are sent is in ``sse``, whatever their format.
 """
 
+import math
 from typing import Protocol
 
 from quire_proto.errors import QuireError
@@ -55,8 +56,26 @@ class BodyBuilder(Protocol):
 class AnswerFormat(Protocol):
     """The format of one route's answers."""
 
-    def encoder(self, prepared: PreparedRequest, cursor: StreamCursor) -> EventEncoder:
-        """Returns the encoder of an answer that its client has up to ``cursor``."""
+    @property
+    def heartbeat(self) -> bytes | None:
+        """The event that is sent while there is nothing to send; None for a comment (see ``SseStream``)."""
+        ...
+
+    @property
+    def id_headers(self) -> tuple[bytes, ...]:
+        """The names of the response headers that the request's id is in."""
+        ...
+
+    def encoder(self, prepared: PreparedRequest, cursor: StreamCursor, delivered: int = 0) -> EventEncoder:
+        """Returns the encoder of an answer that its client has up to ``cursor``, and up to ``delivered`` behind that
+        (see ``read_event_id``).
+        """
+        ...
+
+    def read_event_id(self, event_id: str) -> tuple[str, int]:
+        """Returns the cursor in an event's id, and how much the client has behind it, 0 where each delta is one event
+        at most.
+        """
         ...
 
     def builder(self, prepared: PreparedRequest) -> BodyBuilder:
@@ -72,3 +91,15 @@ class AnswerFormat(Protocol):
         another router.
         """
         ...
+
+
+def error_headers(error: QuireError) -> list[Header]:
+    """Returns the headers of an error's response, which are the same in all formats."""
+    headers: list[Header] = []
+    if error.retry_after is not None:
+        headers.append((b"retry-after", str(math.ceil(error.retry_after)).encode()))
+    if error.reason is not None:
+        headers.append((b"x-quire-reason", error.reason.encode("ascii")))
+    if error.status.http == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    return headers

@@ -13,7 +13,7 @@ from quire_proto.errors import QuireError, invalid
 
 from quire_router.api.auth import ANONYMOUS, Identity, StaticKeys
 from quire_router.api.fleet_feed import FleetFeed
-from quire_router.api.prepared_request import PreparedRequest, options_from_headers
+from quire_router.api.prepared_request import ResponseOptions, options_from_headers
 from quire_router.api.request_limits import ReservedBody
 from quire_router.api.rest.answer_format import AnswerFormat
 from quire_router.api.rest.http import (
@@ -26,13 +26,17 @@ from quire_router.api.rest.http import (
     to_json,
     x_headers,
 )
+from quire_router.api.rest.messages_format import MESSAGES
 from quire_router.api.rest.openai_format import CHAT, COMPLETION, model_object, request_object
 from quire_router.api.rest.openapi import openapi
 from quire_router.api.rest.sse import KeepAlive, SseStream, collect, stream
+from quire_router.api.schemas.anthropic import CountTokensRequest
+from quire_router.api.schemas.openai import Api
 from quire_router.api.service import ApiService, counting_rejections, ignored_parameters_header
 from quire_router.api.stored_requests import RequestStatus, StoredRequest
-from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest, TokenizeResult
+from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest, TokenizeResult, to_tokenize
 from quire_router.core.errors import RETRY_NOT_READY, fleet_forbidden
+from quire_router.core.generation import GenerationRequest
 from quire_router.core.retry import failing_tasks
 
 VERSION = version("quire-router")
@@ -121,9 +125,13 @@ class StatusEndpoints:
             await exchange.response.send(503, to_json({"status": "unavailable", **details}), _UNREADY)
 
 
-def format_of(prepared: PreparedRequest) -> AnswerFormat:
-    """Returns the format of the route that a stored request came by."""
-    return CHAT if prepared.first.operation == "chat" else COMPLETION
+def format_of(generation: GenerationRequest) -> AnswerFormat:
+    """Returns the format of the route that a stored request came by. Raises ``QuireError`` INTERNAL when its record is
+    damaged.
+    """
+    if ResponseOptions.from_record(generation).api is Api.MESSAGES:
+        return MESSAGES
+    return CHAT if generation.operation == "chat" else COMPLETION
 
 
 _PATH = "/v1/requests/{id}"
@@ -171,18 +179,19 @@ class RequestEndpoints:
 
     async def _answer(self, stored: StoredRequest, exchange: HttpExchange) -> bytes:
         answer = await self._service.replay(stored, exchange.caller)
-        body, _ = await collect(answer, format_of(answer.prepared))
+        body, _ = await collect(answer, format_of(stored.first))
         return body
 
     async def _events(self, exchange: HttpExchange) -> None:
         with counting_rejections():
             options = options_from_headers(exchange.values)
             stored = await self._service.find(_id(exchange), exchange.caller)
-            exchange.request_id = stored.first.request_id
-            answer = await self._service.resume(stored, _after(exchange), exchange.caller, options)
-        first = stored.first
+            first = stored.first
+            exchange.request_id, exchange.format = first.request_id, format_of(first)
+            after, delivered = exchange.format.read_event_id(_after(exchange))
+            answer = await self._service.resume(stored, after, exchange.caller, options)
+            answer.delivered = delivered
         exchange.resumable = first.stream or first.background or bool(first.digest)
-        exchange.format = format_of(answer.prepared)
         await stream(exchange, exchange.format, answer, {}, self._keepalive)
 
 
@@ -247,7 +256,7 @@ TokenizeBody = tuple[bytes, Sequence[str]]
 
 
 class TokenizeEndpoints:
-    """Handlers of ``/tokenize`` and ``/detokenize``."""
+    """Handlers of ``/tokenize`` and ``/detokenize``, and of ``/v1/messages/count_tokens``."""
 
     def __init__(self, service: ApiService, limits: BodyLimits) -> None:
         self._service = service
@@ -260,6 +269,10 @@ class TokenizeEndpoints:
     async def detokenize(self, exchange: HttpExchange) -> None:
         """Sends the text of tokens."""
         await self._answer(exchange, "POST /detokenize", self._text)
+
+    async def count_tokens(self, exchange: HttpExchange) -> None:
+        """Sends the number of tokens of a conversation in the words of the Messages API."""
+        await self._answer(exchange, "POST /v1/messages/count_tokens", self._count)
 
     async def _answer(
         self, exchange: HttpExchange, name: str, answer: Callable[[ReservedBody, Identity], Awaitable[TokenizeBody]]
@@ -281,6 +294,12 @@ class TokenizeEndpoints:
             lambda: TokenizeRequest.from_json(body.detach()), caller, _tokens_json, size=size
         )
 
+    async def _count(self, body: ReservedBody, caller: Identity) -> TokenizeBody:
+        size = len(body)
+        return await self._service.tokenize(
+            lambda: to_tokenize(CountTokensRequest.from_json(body.detach())), caller, _count_json, size=size
+        )
+
     async def _text(self, body: ReservedBody, caller: Identity) -> TokenizeBody:
         size = len(body)
         text, ignored = await self._service.detokenize(
@@ -296,6 +315,10 @@ def _tokens_json(result: TokenizeResult) -> TokenizeBody:
     middle = b'],"token_strs":'
     body = head + _list_items(result.tokens) + middle + (b"null" if names is None else b"[" + names + b"]") + b"}"
     return body, result.ignored
+
+
+def _count_json(result: TokenizeResult) -> TokenizeBody:
+    return to_json({"input_tokens": len(result.tokens)}), result.ignored
 
 
 def _list_items(values: Sequence[object]) -> bytes:

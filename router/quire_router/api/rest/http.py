@@ -70,9 +70,12 @@ def direct_writer(scope: Mapping[str, Any]) -> DirectWriter | None:
 _MAX_PATH = 128  # characters
 _CHAT = "use POST /v1/chat/completions"
 _COMPLETIONS = "use POST /v1/completions"
+_MESSAGES = "use POST /v1/messages"
 _INSTEAD = {
     "/responses": f"{_CHAT}, as most clients can be told to",
-    "/messages": f"{_CHAT}, directly or through a gateway that translates Anthropic's Messages",
+    "/messages": _MESSAGES,
+    "/messages/batches": f"{_MESSAGES} for each of them",
+    "/complete": _MESSAGES,
     "/embeddings": "this service makes no embeddings; use a server for an embedding model",
     "/chat/completions": _CHAT,
     "/chat/completion": _CHAT,
@@ -88,6 +91,7 @@ _INSTEAD = {
     "/models": "use GET /v1/models",
     "/v1/chat/completions": f"{_CHAT}; the base URL ends with /v1 already",
     "/v1/completions": f"{_COMPLETIONS}; the base URL ends with /v1 already",
+    "/v1/messages": f"{_MESSAGES}; the base URL of Anthropic's clients ends without /v1",
     "/v1/models": "use GET /v1/models; the base URL ends with /v1 already",
     "/api/chat": _CHAT,
     "/api/generate": _COMPLETIONS,
@@ -274,6 +278,7 @@ class HttpResponse:
 
     def __init__(self, send: Send, timeout: float, request_id: str, direct: DirectWriter | None = None) -> None:
         self.request_id = request_id
+        self.id_headers: tuple[bytes, ...] = (b"x-request-id",)
         self.direct = direct  # writes without waiting; None if the server has no such way
         self.extra_headers: Callable[[], Iterable[Header]] = tuple  # called when the head is written
         self._send = send
@@ -293,7 +298,9 @@ class HttpResponse:
     async def start(self, status: int, headers: Iterable[Header]) -> None:
         """Writes status and headers."""
         self.started = True
-        named = [*headers, *self.extra_headers(), (b"x-request-id", self.request_id.encode("ascii"))]
+        request_id = self.request_id.encode("ascii")
+        ids = [(name, request_id) for name in self.id_headers]
+        named = [*headers, *self.extra_headers(), *ids]
         await self._write({"type": "http.response.start", "status": status, "headers": named})
 
     async def write(self, data: bytes) -> None:

@@ -4,7 +4,6 @@ calls, errors and models. Does no I/O.
 """
 
 import asyncio
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as _quote  # as json.dumps writes a string, in a quarter of the time
@@ -14,8 +13,8 @@ from quire_proto.errors import QuireError, internal
 
 from quire_router.api.output_parser import ParsedDelta, ToolCallDelta, create_parsers
 from quire_router.api.prepared_request import PreparedRequest
-from quire_router.api.rest.answer_format import ErrorResponse
-from quire_router.api.rest.http import JSON_HEADERS, Header, HttpError, json_text, to_json
+from quire_router.api.rest.answer_format import ErrorResponse, error_headers
+from quire_router.api.rest.http import JSON_HEADERS, HttpError, json_text, to_json
 from quire_router.api.rest.logprobs import (
     ChatLogprobsFormat,
     CompletionLogprobsFormat,
@@ -53,10 +52,16 @@ class OpenAiFormat:
     message_suffix: str
     logprobs_format: type[LogprobsFormat]
     prompt_in_choices: bool
+    heartbeat: bytes | None = None
+    id_headers: tuple[bytes, ...] = (b"x-request-id",)
 
-    def encoder(self, prepared: PreparedRequest, cursor: StreamCursor) -> "ChunkEncoder":
+    def encoder(self, prepared: PreparedRequest, cursor: StreamCursor, _delivered: int = 0) -> "ChunkEncoder":
         """See ``AnswerFormat``."""
         return ChunkEncoder(self, prepared, cursor)
+
+    def read_event_id(self, event_id: str) -> tuple[str, int]:
+        """See ``AnswerFormat``."""
+        return event_id, 0
 
     def builder(self, prepared: PreparedRequest) -> "CompletionBuilder":
         """See ``AnswerFormat``."""
@@ -118,7 +123,7 @@ def error_response(error: HttpError | QuireError, request_id: str) -> ErrorRespo
     if isinstance(error, HttpError):
         fields = _error_fields(error.message, "invalid_request_error", None, error.code, request_id)
         return error.status, to_json(fields), [*JSON_HEADERS, *error.headers]
-    return error.status.http, to_json(error_object(error, request_id)), [*JSON_HEADERS, *_error_headers(error)]
+    return error.status.http, to_json(error_object(error, request_id)), [*JSON_HEADERS, *error_headers(error)]
 
 
 def error_object(error: QuireError, request_id: str) -> dict[str, Any]:
@@ -129,17 +134,6 @@ def error_object(error: QuireError, request_id: str) -> dict[str, Any]:
 
 def _error_fields(message: str, kind: str, param: str | None, code: str, request_id: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": param, "code": code, "request_id": request_id}}
-
-
-def _error_headers(error: QuireError) -> list[Header]:
-    headers: list[Header] = []
-    if error.retry_after is not None:
-        headers.append((b"retry-after", str(math.ceil(error.retry_after)).encode()))
-    if error.reason is not None:
-        headers.append((b"x-quire-reason", error.reason.encode("ascii")))
-    if error.status.http == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    return headers
 
 
 def model_object(card: ModelCard) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from quire_router.api.rest.loras import LoadLoRABody, UnloadLoRABody
+from quire_router.api.schemas.anthropic import CountTokensRequest, MessagesRequest
 from quire_router.api.schemas.openai import ChatRequest, CompletionRequest
 from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest
 
@@ -45,6 +46,10 @@ LORA_UPDATES: Final = frozenset({LOAD_LORA, UNLOAD_LORA})
 OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
     "/v1/chat/completions": {"post": Operation("Answers a conversation.", ChatRequest, answers=(_JSON, _EVENTS))},
     "/v1/completions": {"post": Operation("Continues a text.", CompletionRequest, answers=(_JSON, _EVENTS))},
+    "/v1/messages": {
+        "post": Operation("Answers a conversation of the Messages API.", MessagesRequest, answers=(_JSON, _EVENTS))
+    },
+    "/v1/messages/count_tokens": {"post": Operation("Counts a conversation's tokens.", CountTokensRequest)},
     "/v1/models": {"get": Operation("The models that the caller may use.")},
     "/v1/models/{model}": {"get": Operation("One model.")},
     "/v1/requests/{id}": {

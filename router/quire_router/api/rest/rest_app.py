@@ -1,5 +1,5 @@
 """The REST application: its routes, the check of keys, and the one place where errors become responses; and the handler
-of ``/v1/completions`` and ``/v1/chat/completions``.
+of ``/v1/completions``, ``/v1/chat/completions`` and ``/v1/messages``.
 """
 
 import logging
@@ -37,10 +37,12 @@ from quire_router.api.rest.http import (
 )
 from quire_router.api.rest.http_server import MAX_HEAD_BYTES
 from quire_router.api.rest.loras import LoRAEndpoints
+from quire_router.api.rest.messages_format import MESSAGES
 from quire_router.api.rest.openai_format import CHAT, COMPLETION, request_object
 from quire_router.api.rest.openapi import FLEET, LOAD_LORA, LORA_UPDATES, UNLOAD_LORA
 from quire_router.api.rest.page import FOLDER, HOME, Page
 from quire_router.api.rest.sse import KEEPALIVE, RECONNECT, KeepAlive, send_whole, stream
+from quire_router.api.schemas.anthropic import MessagesRequest
 from quire_router.api.schemas.openai import ChatRequest, CompletionRequest, GenerationBody
 from quire_router.api.service import ApiService, counting_rejections, new_request_id
 from quire_router.api.validation import check_stream
@@ -49,6 +51,7 @@ from quire_router.engines.lora_updates import LoRAUpdater
 log = logging.getLogger(__name__)
 
 PUBLIC_PATHS = frozenset({"/started", "/ready", "/health", "/live", "/ping"})
+_MESSAGES = "/v1/messages"
 _NOT_FOR_CLIENTS = "this is the metrics port; the API is on the port of --http-port, 8000 by default"
 _CONNECTION_CLOSE = ((b"connection", b"close"),)
 Handler = Callable[[HttpExchange], Awaitable[None]]
@@ -80,7 +83,8 @@ class RestApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one request; raises nothing."""
         response = HttpResponse(send, self._client_timeout, new_request_id(), direct_writer(scope))
-        exchange = HttpExchange(scope, receive, response, CHAT)
+        exchange = HttpExchange(scope, receive, response, _format_of_errors(scope["path"]))
+        response.id_headers = exchange.format.id_headers
         try:
             await self._serve(exchange, send)
         except ClientDisconnectedError:
@@ -132,14 +136,19 @@ class RestApp:
         await self._router(exchange.attach(), exchange.receive, send)
 
 
+def _format_of_errors(path: str) -> AnswerFormat:
+    """Returns how errors look at a path, also where there is no route, and before the key is checked."""
+    return MESSAGES if f"{path}/".startswith(f"{_MESSAGES}/") else CHAT
+
+
 class GenerateHandler:
-    """One of the two routes. ``path`` names its span, ``schema`` parses its body."""
+    """One of the routes that generate. ``path`` names its span, ``parse`` reads the request in its body."""
 
     def __init__(
         self,
         service: ApiService,
         path: str,
-        schema: type[GenerationBody],
+        parse: Callable[[bytearray], GenerationBody],
         answer_format: AnswerFormat,
         *,
         limits: BodyLimits,
@@ -147,7 +156,7 @@ class GenerateHandler:
     ) -> None:
         self._service = service
         self._name = f"POST {path}"
-        self._schema = schema
+        self._parse = parse
         self._format = answer_format
         self._limits = limits
         self._keepalive = keepalive
@@ -193,7 +202,7 @@ class GenerateHandler:
         await exchange.response.send(202, to_json(request_object(stored)), [*JSON_HEADERS, location, *headers])
 
     def _read(self, body: ReservedBody) -> GenerationBody:
-        request = self._schema.from_json(body.detach())
+        request = self._parse(body.detach())
         check_stream(request)
         return request
 
@@ -227,13 +236,15 @@ def build_api(
     limits = BodyLimits(max_body_bytes, client_timeout)
     tokens = TokenizeEndpoints(service, limits)
 
-    def generate(path: str, schema: type[GenerationBody], answer_format: AnswerFormat) -> Route:
-        handler = GenerateHandler(service, path, schema, answer_format, limits=limits, keepalive=keepalive)
+    def generate(path: str, parse: Callable[[bytearray], GenerationBody], answer_format: AnswerFormat) -> Route:
+        handler = GenerateHandler(service, path, parse, answer_format, limits=limits, keepalive=keepalive)
         return _route(path, "POST", handler)
 
     routes = [
-        generate("/v1/completions", CompletionRequest, COMPLETION),
-        generate("/v1/chat/completions", ChatRequest, CHAT),
+        generate("/v1/completions", CompletionRequest.from_json, COMPLETION),
+        generate("/v1/chat/completions", ChatRequest.from_json, CHAT),
+        generate(_MESSAGES, MessagesRequest.chat_from_json, MESSAGES),
+        _route(f"{_MESSAGES}/count_tokens", "POST", tokens.count_tokens),
         _route("/v1/requests/{id}", ("GET", "DELETE"), requests.show_or_delete),
         _route("/v1/requests/{id}/cancel", "POST", requests.cancel),
         _route("/v1/requests/{id}/events", "GET", requests.events),

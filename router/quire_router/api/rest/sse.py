@@ -41,9 +41,9 @@ async def stream(
     """Sends each delta as it comes. An error before anything is sent has a status of its own. Raises ``QuireError``,
     INTERNAL for deltas that end without the usage: an incomplete response is never passed on as complete.
     """
-    encoder = answer_format.encoder(answer.prepared, answer.cursor)
+    encoder = answer_format.encoder(answer.prepared, answer.cursor, answer.delivered)
     exchange.event_ids = answer.prepared.event_ids
-    opening = SseStream(exchange.response, keepalive, ids=exchange.event_ids)
+    opening = SseStream(exchange.response, keepalive, ids=exchange.event_ids, heartbeat=answer_format.heartbeat)
     async with aclosing(answer.deltas) as deltas, opening as events:
         events.headers += x_headers(headers)
         async for delta in deltas:
@@ -120,9 +120,9 @@ KEEPALIVE: Final = KeepAlive()
 
 class SseStream:
     """Sends events on one response. The response starts with its first event or, when that takes longer than
-    ``keepalive`` says, with a comment; until then an error can still have a status of its own. Whenever nothing was
-    written for so long, a comment follows. Events and comments never interleave. With ``ids`` the stream begins with
-    the time after which a client reconnects. To be used as a context, by one task.
+    ``keepalive`` says, with a comment, or the ``heartbeat`` of its format; until then an error can still have a status
+    of its own. Whenever nothing was written for so long, another follows. Events and comments never interleave. With
+    ``ids`` the stream begins with the time after which a client reconnects. To be used as a context, by one task.
     """
 
     __slots__ = (
@@ -140,11 +140,14 @@ class SseStream:
         "loop",
     )
 
-    def __init__(self, response: HttpResponse, keepalive: KeepAlive, *, ids: bool) -> None:
+    def __init__(
+        self, response: HttpResponse, keepalive: KeepAlive, *, ids: bool, heartbeat: bytes | None = None
+    ) -> None:
         self.headers: list[Header] = []
         self._response = response
         self._seconds = keepalive.with_ids if ids else keepalive.seconds
-        self._comment, self._opening = (HEARTBEAT_WITH_IDS, RECONNECT) if ids else (HEARTBEAT, b"")
+        comment, self._opening = (HEARTBEAT_WITH_IDS, RECONNECT) if ids else (HEARTBEAT, b"")
+        self._comment = heartbeat or comment
         self.loop = asyncio.get_running_loop()
         self.last_write = self.loop.time()
         self.is_busy = False  # a write is in progress, or the client has disconnected

@@ -83,11 +83,18 @@ class Unsupported:
 
 class StrictModel(BaseModel):
     """Takes values as they are, without conversion. Unknown fields are kept in ``model_extra``; those of them that are
-    ``unsupported`` are refused unless they change nothing, and ``ignored_parameters`` names the rest.
+    ``unsupported`` are refused unless they change nothing, and ``ignored_parameters`` names the rest. A request that
+    was made from one of another API has its fields' ``names`` there, where they are others.
     """
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
     unsupported: ClassVar[Mapping[str, Unsupported]] = {}
+    names: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def as_sent(self) -> "StrictModel":
+        """The request as the client sent it, where this one was made from it."""
+        return self
 
     @classmethod
     def from_json(cls, body: bytes | bytearray) -> Self:
@@ -113,7 +120,7 @@ def ignored_parameters(request: StrictModel) -> Iterator[tuple[str, bool]]:
     """Yields each field of a request that has no effect: its name with its path, and whether the parameter is known, so
     that only its value is not followed. Leaves out nulls.
     """
-    for owner, prefix in _objects(request):
+    for owner, prefix in _objects(request.as_sent):
         known = owner.unsupported
         for name, value in (owner.model_extra or {}).items():
             if value is not None and not (name in known and known[name].is_neutral(value)):
@@ -230,15 +237,23 @@ def _as_list(prompt: Any) -> list[Any]:
 
 
 def _stop(value: object) -> list[str]:
-    stops = [value] if isinstance(value, str) else value
+    return _stops("stop", [value] if isinstance(value, str) else value)
+
+
+def _stop_sequences(value: object) -> list[str]:
+    return _stops("stop_sequences", value)
+
+
+def _stops(param: str, stops: object) -> list[str]:
     if stops is None:
         return []
     if isinstance(stops, list) and len(stops) > MAX_STOPS:
-        raise invalid("stop", f"stop holds {len(stops)} strings but at most {MAX_STOPS} are allowed.")
+        raise invalid(param, f"{param} holds {len(stops)} strings but at most {MAX_STOPS} are allowed.")
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise invalid("stop", "stop must be a string or a list of strings.")
+        one = "a string or " if param == "stop" else ""
+        raise invalid(param, f"{param} must be {one}a list of strings.")
     if not all(0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
-        raise invalid("stop", f"Each stop string must have 1 to {MAX_STOP_CHARACTERS} characters.")
+        raise invalid(param, f"Each stop string must have 1 to {MAX_STOP_CHARACTERS} characters.")
     return stops
 
 
@@ -276,10 +291,15 @@ def _text_part(part: object) -> str:
         raise ValueError("each part must be an object with a type")
     field = _TEXT_PARTS.get(kind)
     if field is None:
-        raise ValueError(f"parts of type {kind[:32]!r} are not supported; only text is")
+        raise unsupported_part(kind)
     if not isinstance(part.get(field), str):
         raise ValueError(f"a part of type {kind} has the field {field}, which must be a string")
     return str(part[field])
+
+
+def unsupported_part(kind: str) -> ValueError:
+    """Returns the error of a part that is no text."""
+    return ValueError(f"parts of type {kind[:32]!r} are not supported; only text is")
 
 
 _Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -309,6 +329,7 @@ Metadata = Annotated[
     ),
 ]
 Stops = Annotated[list[str], PlainValidator(_stop)]
+StopSequences = Annotated[list[str], PlainValidator(_stop_sequences)]
 Content = Annotated[str, BeforeValidator(_content)]
 LogitBias = Annotated[dict[int, float], PlainValidator(_logit_bias)]
 BadWords = Annotated[

@@ -20,7 +20,7 @@ MAX_DESCRIPTION_CHARACTERS = 16_384
 MAX_ID_CHARACTERS = 128
 MAX_TOOLS_CHARACTERS = 4 * MAX_TEXT  # of all schemas and descriptions
 
-Name = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
+Name = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,128}$")]  # as in Messages; in the OpenAI API at most 64
 CallId = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARACTERS)]
 
 
@@ -140,13 +140,13 @@ def _sizes(tools: Sequence[Tool]) -> Iterator[int]:
     for number, tool in enumerate(tools):
         param, parameters = f"tools[{number}].function.parameters", tool.function.schema_of_arguments
         if parameters.get("type", "object") != "object":
-            raise invalid(param, "parameters must be a JSON Schema of an object.")
+            raise invalid(param, f"{param} must be a JSON Schema of an object.")
         try:
             size = len(schema_text(parameters))
         except (ValueError, RecursionError):
-            raise invalid(param, "parameters must be a JSON Schema.") from None
+            raise invalid(param, f"{param} must be a JSON Schema.") from None
         if size > MAX_TEXT:
-            raise invalid(param, f"parameters has {size} characters but must have at most {MAX_TEXT}.")
+            raise invalid(param, f"{param} has {size} characters but must have at most {MAX_TEXT}.")
         yield size + len(tool.function.description or "")
 
 

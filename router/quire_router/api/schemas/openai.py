@@ -7,6 +7,7 @@ output has OpenAI's field names, vLLM's newer and older ones, and SGLang's: all 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
@@ -258,6 +259,13 @@ UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
 """Parameters of other servers, by their names in the body of a request; see docs/api.md."""
 
 
+class Api(StrEnum):
+    """The APIs that an answer can be written in; over gRPC it looks the same in both."""
+
+    OPENAI = "openai"
+    MESSAGES = "messages"
+
+
 class StreamOptions(StrictModel):
     """How a stream is sent. ``continuous_usage_stats`` is vLLM's: the usage so far in every chunk."""
 
@@ -268,12 +276,8 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(StructuredBody):
-    """What completions and chat completions have in common."""
-
-    unsupported: ClassVar[Mapping[str, Unsupported]] = UNSUPPORTED
-
-    model: Annotated[str, Field(min_length=1, max_length=128)]
+class SamplingBody(StrictModel):
+    """How tokens are sampled."""
 
     temperature: Number = None
     top_p: Number = None
@@ -285,6 +289,14 @@ class GenerationBody(StructuredBody):
     logit_bias: LogitBias | None = None
     bad_words: BadWords | None = None
     seed: Integer = None
+
+
+class GenerationBody(SamplingBody, StructuredBody):
+    """What completions and chat completions have in common."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = UNSUPPORTED
+
+    model: Annotated[str, Field(min_length=1, max_length=128)]
 
     n: Integer = None
     best_of: Annotated[int, Field(ge=1)] | None = None
@@ -312,6 +324,16 @@ class GenerationBody(StructuredBody):
     store: bool | None = None
     safety_identifier: Label = None
     prompt_cache_key: Label = None
+
+    @property
+    def api(self) -> Api:
+        """The API that its answer is written in."""
+        return Api.OPENAI
+
+    @property
+    def fits_output(self) -> bool:
+        """Whether the output ends where the model's context does, instead of being refused if it could be longer."""
+        return False
 
     @property
     def continuous_usage(self) -> bool:

@@ -1,0 +1,429 @@
+"""The bodies of ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``, Anthropic's Messages API, as pydantic
+models, and the chat that each means (``MessagesRequest.to_chat``): it is validated, rendered, run and recorded as if it
+had come as one. What Anthropic's servers would run, and what is no text, is refused.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
+from quire_proto.errors import QuireError, invalid
+
+from quire_router.api.schemas.base import (
+    Content,
+    Effort,
+    Integer,
+    Label,
+    LenientModel,
+    StopSequences,
+    StrictModel,
+    Unsupported,
+    unsupported_part,
+)
+from quire_router.api.schemas.conversation import (
+    MAX_CALLS,
+    MAX_DESCRIPTION_CHARACTERS,
+    MAX_TOOLS,
+    CalledFunction,
+    CallId,
+    ChatMessage,
+    ChosenFunction,
+    ChosenTool,
+    Function,
+    Name,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from quire_router.api.schemas.openai import (
+    MAX_MESSAGES,
+    Api,
+    ChatRequest,
+    NamedSchema,
+    ResponseFormat,
+    SamplingBody,
+    TemplateOptions,
+)
+from quire_router.core.errors import in_other_words
+
+_FIELDS = {
+    "text": ("text",),
+    "thinking": ("thinking",),
+    "redacted_thinking": (),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+}
+"""The blocks of a message by their types, with the fields that each must have."""
+_BLOCKS = {
+    "user": frozenset({"text", "tool_result"}),
+    "assistant": frozenset({"text", "thinking", "redacted_thinking", "tool_use"}),
+    "system": frozenset({"text"}),
+}
+_ATTRIBUTION = "x-anthropic-billing-header:"
+
+
+def _block_type(kind: str) -> str:
+    if kind not in _FIELDS:
+        raise unsupported_part(kind)
+    return kind
+
+
+class Block(LenientModel):
+    """A part of a message, with the fields of its ``type``. ``signature`` and ``data`` of thinking are not looked at,
+    and templates have no place for ``is_error``.
+    """
+
+    type: Annotated[str, AfterValidator(_block_type)]
+    text: str | None = None
+    thinking: str | None = None
+    id: CallId | None = None
+    name: Name | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: CallId | None = None
+    content: Content | None = None
+    is_error: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for field in _FIELDS[self.type]:
+            if getattr(self, field) is None:
+                raise ValueError(f"a part of type {self.type} has the field {field}, which is missing")
+        return self
+
+    def to_call(self) -> ToolCall:
+        """Returns a ``tool_use`` as the call of a chat."""
+        arguments = json.dumps(self.input, ensure_ascii=False)
+        return ToolCall(id=self.id or "", function=CalledFunction(name=self.name or "", arguments=arguments))
+
+
+def _blocks(content: object) -> object:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class Message(LenientModel):
+    """One message of a conversation. Its content is a text, or blocks. A ``system`` message may come anywhere."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Block], BeforeValidator(_blocks)]
+
+    @property
+    def text(self) -> str:
+        """Its text alone."""
+        return "".join(block.text or "" for block in self.content if block.type == "text")
+
+    def to_chat(self) -> Iterator[ChatMessage]:
+        """Yields the messages of a chat that say the same: each result of a tool is one of its own there."""
+        if self.role == "assistant":
+            yield self._from_assistant()
+            return
+        texts: list[str] = []
+        for block in self.content:
+            if block.type == "text":
+                texts.append(block.text or "")
+                continue
+            if texts:
+                yield ChatMessage(role=self.role, content="".join(texts))
+            texts = []
+            yield ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=block.content or "")
+        if texts or not self.content:
+            yield ChatMessage(role=self.role, content="".join(texts))
+
+    def _from_assistant(self) -> ChatMessage:
+        calls = [block.to_call() for block in self.content if block.type == "tool_use"]
+        thinking = "".join(block.thinking or "" for block in self.content)
+        return ChatMessage(
+            role="assistant", content=self.text, tool_calls=calls or None, reasoning_content=thinking or None
+        )
+
+
+def _check_conversation(messages: Sequence[Message]) -> None:
+    """Raises ``QuireError`` for blocks in a message of the wrong role, results of no call, and a conversation that ends
+    with an answer, which would have to be continued.
+    """
+    called: set[str | None] = set()
+    for number, message in enumerate(messages):
+        for place, block in enumerate(message.content):
+            where = f"messages[{number}].content[{place}]"
+            if block.type not in _BLOCKS[message.role]:
+                raise invalid(where, f"{where}: a part of type {block.type} is in no message of the {message.role}.")
+            if block.type == "tool_result" and block.tool_use_id not in called:
+                raise invalid(f"{where}.tool_use_id", f"{where}.tool_use_id answers no call of an earlier message.")
+        ids = [block.id for block in message.content if block.type == "tool_use"]
+        if len(ids) > MAX_CALLS:
+            raise invalid(f"messages[{number}].content", f"A message may have at most {MAX_CALLS} calls.")
+        if len(set(ids)) < len(ids):
+            raise invalid(f"messages[{number}].content", f"messages[{number}] has two calls of one id.")
+        called.update(ids)
+    if messages[-1].role == "assistant":
+        raise invalid(
+            "messages",
+            "The last message is the assistant's, and continuing one is not supported here: "
+            "use /v1/completions with the prompt that /tokenize makes.",
+        )
+
+
+def _tool_type(kind: str | None) -> str | None:
+    if kind not in (None, "custom"):
+        raise ValueError(
+            f"tools of type {kind[:32]!r} are Anthropic's own; only those with a name and an input_schema are supported"
+        )
+    return kind
+
+
+class ToolDefinition(StrictModel):
+    """A tool that the client runs; ``input_schema`` is a JSON Schema of an object."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "allowed_callers": Unsupported((["direct"],), "the model calls tools directly"),
+        "defer_loading": Unsupported((False,)),
+        "eager_input_streaming": Unsupported((False, True)),  # arguments are streamed as they come
+        "input_examples": Unsupported(([],)),
+    }
+
+    type: Annotated[str | None, AfterValidator(_tool_type)] = None
+    name: Name
+    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARACTERS)] | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: Any = None  # prefixes are kept anyway
+
+    def to_chat(self) -> Tool:
+        """Returns the tool of a chat."""
+        function = Function(
+            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
+        )
+        return Tool(type="function", function=function)
+
+
+class ToolUseChoice(StrictModel):
+    """Whether tools are called, and which."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.name is None) == (self.type == "tool"):
+            raise ValueError("name and the type tool go together")
+        return self
+
+    def to_chat(self) -> ToolChoice:
+        """Returns the choice of a chat."""
+        if self.name is not None:
+            return ChosenTool(type="function", function=ChosenFunction(name=self.name))
+        return "required" if self.type == "any" else "none" if self.type == "none" else "auto"
+
+
+class Thinking(StrictModel):
+    """Whether the model thinks before it answers: ``adaptive`` leaves that to its template, as no ``thinking`` does."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {"budget_tokens": Unsupported()}
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(StrictModel):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(StrictModel):
+    """How hard the model thinks, where its template reads that, and the form of its answer."""
+
+    effort: Effort | None = None
+    format: OutputFormat | None = None
+
+
+class RequestMetadata(StrictModel):
+    """Labels, which change nothing."""
+
+    user_id: Label = None
+
+
+def _system(value: object) -> object:
+    """Returns a system prompt without the line that Claude Code puts before it: it is no instruction, and another with
+    each request, so that nothing behind it could be found in a prefix cache.
+    """
+    if isinstance(value, list):
+        return [part if not isinstance(part, dict) else {**part, "text": _system(part.get("text"))} for part in value]
+    return value.partition("\n")[2] if isinstance(value, str) and value.startswith(_ATTRIBUTION) else value
+
+
+_CHAT = "it is a field of /v1/chat/completions"
+_NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
+    "n": (1,), "best_of": (1,), "use_beam_search": (False,), "beam_width": (0, 1), "length_penalty": (1,),
+    "early_stopping": (False,), "min_tokens": (0,), "stop_token_ids": ([],), "include_stop_str_in_output": (False,),
+    "ignore_eos": (False,), "logprobs": (False,), "top_logprobs": (0,), "skip_special_tokens": (True,),
+    "separate_reasoning": (True,), "include_reasoning": (True,), "parallel_tool_calls": (True,),
+}  # fmt: skip
+_LABELS = ("user", "safety_identifier", "prompt_cache_key", "guided_decoding_backend", "stream_options")
+_UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
+    **{name: Unsupported(known.neutral, known.instead and _CHAT) for name, known in ChatRequest.unsupported.items()},
+    **{name: Unsupported(_NEUTRAL.get(name, ()), _CHAT) for name in ChatRequest.model_fields},
+    **dict.fromkeys(_LABELS, Unsupported()),
+    "max_completion_tokens": Unsupported((), "use max_tokens"),
+    "parallel_tool_calls": Unsupported((True,), "use tool_choice.disable_parallel_tool_use"),
+    "prompt": Unsupported(("",), "use messages"),
+    "reasoning_effort": Unsupported((), "use output_config.effort or thinking"),
+    "response_format": Unsupported((), "use output_config.format"),
+    "stop": Unsupported(([],), "use stop_sequences"),
+    # Anthropic's
+    "compaction": Unsupported((), "ask for a summary in a message"),
+    "container": Unsupported((), "there are no tools of a server"),
+    "context_management": Unsupported(({"edits": []},)),
+    "diagnostics": Unsupported(),
+    "fallbacks": Unsupported(([],)),
+    "inference_geo": Unsupported(),
+    "mcp_servers": Unsupported(([],), "call them yourself, and offer what they have as tools"),
+    "output_format": Unsupported((), "use output_config.format"),
+    "service_tier": Unsupported(("auto", "standard_only")),
+    "speed": Unsupported(("standard",)),
+    "thread": Unsupported((), "send the whole conversation in messages"),
+}
+
+
+class ConversationBody(StrictModel):
+    """What a request to answer a conversation and one to count its tokens have in common."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = _UNSUPPORTED
+
+    model: Annotated[str, Field(min_length=1, max_length=128)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: Annotated[Content | None, BeforeValidator(_system)] = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolUseChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Any = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_conversation(self.messages)
+        return self
+
+    def template_fields(self) -> dict[str, Any]:
+        """Returns the fields of a chat that its template reads. A template has one switch of thinking, of either
+        name.
+        """
+        thinking, switch = self.thinking, None
+        if thinking is not None and thinking.type != "adaptive":
+            on = thinking.type == "enabled"
+            switch = TemplateOptions(enable_thinking=on, thinking=on)
+        system = [ChatMessage(role="system", content=self.system)] if self.system else []
+        return {
+            "model": self.model,
+            "messages": [*system, *(each for message in self.messages for each in message.to_chat())],
+            "tools": None if self.tools is None else [tool.to_chat() for tool in self.tools],
+            "reasoning_effort": None if self.output_config is None else self.output_config.effort,
+            "chat_template_kwargs": switch,
+        }
+
+
+class MessagesRequest(SamplingBody, ConversationBody):
+    """The body of ``POST /v1/messages``. Besides Anthropic's fields it has all sampling parameters of chats."""
+
+    max_tokens: int
+    stop_sequences: StopSequences = Field(default=[], validate_default=True)
+    stream: bool | None = None
+    metadata: RequestMetadata | None = None
+
+    background: bool | None = None
+    priority: Integer = None
+    store: bool | None = None
+
+    @classmethod
+    def chat_from_json(cls, body: bytes | bytearray) -> "MessagesChat":
+        """Returns the chat that a request's body means. Raises ``QuireError`` as ``from_json`` does."""
+        return cls.from_json(body).to_chat()
+
+    def to_chat(self) -> "MessagesChat":
+        """Returns the chat that this request means. Raises ``QuireError`` INVALID for what no chat may be."""
+        choice = self.tool_choice
+        omitted = self.thinking is not None and self.thinking.display == "omitted"
+        copied = (*SamplingBody.model_fields, "max_tokens", "stream", "background", "priority", "store")
+        chat = MessagesChat.from_fields(
+            {
+                **self.template_fields(),
+                **{name: getattr(self, name) for name in copied},
+                "stop": self.stop_sequences,
+                "tool_choice": None if choice is None else choice.to_chat(),
+                "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
+                "response_format": self._response_format(),
+                "include_reasoning": False if omitted else None,
+            }
+        )
+        return chat.made_from(self)
+
+    def _response_format(self) -> ResponseFormat | None:
+        form = None if self.output_config is None else self.output_config.format
+        if form is None:
+            return None
+        schema = NamedSchema.model_validate({"name": "output", "schema": form.schema_})
+        return ResponseFormat(type="json_schema", json_schema=schema)
+
+
+class CountTokensRequest(ConversationBody):
+    """The body of ``POST /v1/messages/count_tokens``."""
+
+
+NAMES: Final[Mapping[str, str]] = {
+    "chat_template_kwargs.enable_thinking": "thinking",
+    "chat_template_kwargs.thinking": "thinking",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+}
+"""Fields of a chat, and what those of a Messages request are called that they are made from."""
+_NAME = re.compile("|".join(map(re.escape, NAMES)))
+_TOOL_FIELD = re.compile(r"(tools\[\d+\])\.function\.(name|description|parameters|strict)")
+
+
+def in_own_words(error: QuireError) -> QuireError:
+    """Returns an error about a chat as one about the Messages request that it was made from. A field of chats that a
+    client wrote into its request, and that was refused for it, keeps its name.
+    """
+    if error.message.startswith(f"{error.param} is not supported here"):
+        return error
+    return in_other_words(error, _in_own_words(error.message), error.param and _in_own_words(error.param))
+
+
+def _in_own_words(text: str) -> str:
+    text = _NAME.sub(lambda found: NAMES[found[0]], text)
+    return _TOOL_FIELD.sub(lambda found: f"{found[1]}.{found[2].replace('parameters', 'input_schema')}", text)
+
+
+class MadeFromMessages(StrictModel):
+    """A request that was made from one of the Messages API."""
+
+    names: ClassVar[Mapping[str, str]] = NAMES
+    _source: StrictModel | None = PrivateAttr(None)
+
+    @property
+    def as_sent(self) -> StrictModel:
+        """See ``StrictModel``."""
+        return self._source or self
+
+    def made_from(self, source: StrictModel) -> Self:
+        """Returns this request, which was made from ``source``."""
+        self._source = source
+        return self
+
+
+class MessagesChat(MadeFromMessages, ChatRequest):
+    """A chat whose answer is written as one of the Messages API."""
+
+    @property
+    def api(self) -> Api:
+        """See ``GenerationBody``."""
+        return Api.MESSAGES
+
+    @property
+    def fits_output(self) -> bool:
+        """See ``GenerationBody``. Its answer has a stop reason for that."""
+        return True
