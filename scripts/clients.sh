@@ -26,6 +26,7 @@ python_clients() {  # FOLDER PACKAGE...
 }
 
 python_clients agents openai-agents==0.24.0 openai==3.54.0
+python_clients anthropic anthropic==2.14.0
 python_clients litellm "litellm[proxy]==1.106.2"
 python_clients langchain langchain==1.4.7 langchain-openai==1.7.3
 python_clients llamaindex llama-index-llms-openai-like==0.8.1 llama-index-core==0.14.25
@@ -48,9 +49,9 @@ where='import sysconfig; print(sysconfig.get_path("purelib"))'
 if command -v npm >/dev/null; then
   npm install --silent --no-fund --no-audit --prefix node openai@6.49.0 zod@4.6.7 @openai/agents@0.20.0 \
     ai@6.0.326 @ai-sdk/openai@3.0.141 @ai-sdk/openai-compatible@2.0.91 \
-    langchain@1.5.14 @langchain/openai@1.6.0 @langchain/core@1.4.0
+    langchain@1.5.14 @langchain/openai@1.6.0 @langchain/core@1.4.0 @anthropic-ai/sdk@1.14.0
   npm install --silent --no-fund --no-audit --prefix coding opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10 \
-    @continuedev/cli@1.5.47 cline@3.0.65
+    @continuedev/cli@1.5.47 cline@3.0.65 @anthropic-ai/claude-code@2.1.197
 else
   echo "there is no npm: the clients of Node are left out"
 fi

@@ -30,16 +30,22 @@ class Exchange:
     events: list[str] = field(default_factory=list)
 
     @property
+    def ended(self) -> bool:
+        """Whether its stream came to its end: that of a chat, or of a message of Anthropic's API."""
+        return self.events[-1] in ("[DONE]", '{"type":"message_stop"}')
+
+    @property
     def text(self) -> str:
         """The answer, with one space between its words."""
         chunks = [json.loads(event) for event in self.events if event != "[DONE]"]
-        pieces = [choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]]
+        pieces = [choice["delta"].get("content") or "" for chunk in chunks for choice in chunk.get("choices", ())]
+        pieces += [chunk["delta"].get("text") or "" for chunk in chunks if "delta" in chunk]
         return " ".join("".join(pieces).split())
 
 
 @contextmanager
 def recorder(url: str) -> Iterator[tuple[str, list[Exchange]]]:
-    """A way to the router at ``url``, and what passed it in streams of chats, each of which gets a brief answer."""
+    """A way to the router at ``url``, and what passed it in streams, each of which gets a brief answer."""
     exchanges: list[Exchange] = []
     handler = type("Handler", (_Recorder,), {"target": urlsplit(url).netloc, "exchanges": exchanges})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -60,6 +66,9 @@ class _Recorder(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._forward(None)
 
+    def do_HEAD(self) -> None:
+        self._forward(None)
+
     def do_POST(self) -> None:
         self._forward(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
@@ -76,7 +85,7 @@ class _Recorder(BaseHTTPRequestHandler):
         answer = connection.getresponse()
         exchange.status = answer.status
         self.send_response(answer.status)
-        self.send_header("Content-Type", answer.headers["Content-Type"])
+        self.send_header("Content-Type", answer.headers.get("Content-Type", ""))
         self.send_header("Connection", "close")
         self.end_headers()
         for line in answer:
@@ -167,8 +176,17 @@ def _aider(_: Agent, home: Path, url: str) -> None:
     _write(home / ".aider.conf.yml", {"model": f"openai/{MODEL}", "openai-api-base": f"{url}/v1", **alone})
 
 
+def _claude_code(_: Agent, home: Path, url: str) -> None:
+    models = dict.fromkeys(("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL"), MODEL)
+    alone = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1"}
+    access = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": "none"}
+    _write(home / ".claude" / "settings.json", {"env": {**access, **models, **alone}})
+
+
 OPENCODE = Agent("opencode", ("run",), _opencode)
 QWEN_CODE = Agent("qwen", ("-p",), _qwen_code)
 CONTINUE = Agent("cn", ("--config", "../config.yaml", "-p"), _continue)
 CLINE = Agent("cline", ("--retries", "1", "--auto-approve", "false"), _cline)
+CLAUDE_CODE = Agent("claude", ("--tools", "Bash,Edit,Read", "-p"), _claude_code)
+"""With few of its tools: a prompt with all of them has 43,000 tokens of the demo model."""
 AIDER = Agent(str(CLIENTS / "aider" / "bin" / "aider"), ("--no-show-model-warnings", "--message"), _aider, False)

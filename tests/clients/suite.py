@@ -21,6 +21,7 @@ CLIENTS = ROOT / ".clients"
 AGENTS, LITELLM, PROXY = (CLIENTS / path for path in ("agents/bin/python", "litellm/bin/python", "litellm/bin/litellm"))
 NODE, GO = CLIENTS / "node" / "node_modules", CLIENTS / "go" / "clients"
 VERCEL, LANGCHAIN_JS = NODE / "ai", NODE / "@langchain" / "openai"
+ANTHROPIC, ANTHROPIC_JS = CLIENTS / "anthropic" / "bin" / "python", NODE / "@anthropic-ai" / "sdk"
 AIPERF, GUIDELLM = CLIENTS / "aiperf" / "bin" / "aiperf", CLIENTS / "guidellm" / "bin" / "guidellm"
 CODING_AGENTS = CLIENTS / "coding" / "node_modules" / ".bin"
 OPEN_WEBUI = CLIENTS / "open-webui" / "bin" / "open-webui"

@@ -25,6 +25,8 @@ from tests.clients.open_webui import open_webui
 from tests.clients.suite import (
     AGENTS,
     AIPERF,
+    ANTHROPIC,
+    ANTHROPIC_JS,
     CLIENTS,
     CODING_AGENTS,
     DEMO,
@@ -102,6 +104,36 @@ def test_the_openai_package_of_python(server: Server, expected: dict[str, Any]) 
     assert json.loads(found["openai"]["parsed_turn"]["text"])["total"] in (12, 7)
     loop = found["openai"]["tool_loop"]
     assert loop["text"] == after_the_tool(server, loop["arguments"])
+
+
+@client("anthropic (Python)", f"{USUAL}, parsed answers, token counts", "anthropic==")
+@needs(ANTHROPIC)
+def test_anthropics_package_of_python(server: Server, expected: dict[str, Any]) -> None:
+    found = run([ANTHROPIC, PROGRAMS / "anthropic_client.py", server.url, server.slow_url])
+    check_messages(server, found, expected)
+    seen = found["anthropic"]
+    assert seen["parsed_turn"]["total"] in (12, 7), seen["parsed_turn"]
+    assert seen["streamed_error"]["type"] == "timeout_error"
+    assert seen["refused"]["code"] == "model_not_found"
+    assert seen["counted"]["beta"] == seen["counted"]["tokens"]
+
+
+@client("anthropic (Node)", f"{USUAL}, token counts", "@anthropic-ai/sdk@")
+@needs(ANTHROPIC_JS)
+def test_anthropics_package_of_node(server: Server, expected: dict[str, Any]) -> None:
+    found = run(["node", PROGRAMS / "anthropic_client.mjs", server.url, server.slow_url, NODE])
+    check_messages(server, found, expected)
+
+
+def check_messages(server: Server, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """As ``check``; what the Messages API answers is what a chat does."""
+    check(found, expected)
+    (seen,) = found.values()
+    assert seen["tool_loop"]["text"] == after_the_tool(server, seen["tool_loop"]["arguments"])
+    assert seen["counted"]["tokens"] == expected["streamed"]["usage"][0]
+    refusal = seen["refused"]
+    assert (refusal["class"], refusal["type"]) == ("NotFoundError", "not_found_error")
+    assert len(refusal["id"]) == 32
 
 
 @client("openai-agents (Python)", f"{USUAL}, with chat completions as its API", "openai-agents==")
@@ -493,6 +525,11 @@ ASKED = "at the command line: its own requests with their tools, each stream to 
         pytest.param(coding_agents.CONTINUE, marks=client("Continue", ASKED, "@continuedev/cli@"), id="continue"),
         pytest.param(coding_agents.CLINE, marks=client("Cline", ASKED, "cline@"), id="cline"),
         pytest.param(
+            coding_agents.CLAUDE_CODE,
+            marks=client("Claude Code", f"{ASKED}, over `/v1/messages`", "@anthropic-ai/claude-code@"),
+            id="claude",
+        ),
+        pytest.param(
             coding_agents.AIDER,
             marks=client("aider", ASKED.replace(" with their tools", ""), "aider-chat=="),
             id="aider",
@@ -505,6 +542,6 @@ def test_coding_agents_print_what_they_are_told(roomy: Router, tmp_path: Path, a
     assert exchanges
     for exchange in exchanges:
         assert exchange.status == 200, exchange.request
-        assert exchange.events[-1] == "[DONE]"
+        assert exchange.ended, exchange.events[-3:]
     assert any(exchange.text and exchange.text in printed for exchange in exchanges), (printed, exchanges)
     assert agent.has_tools == any(exchange.request.get("tools") for exchange in exchanges)

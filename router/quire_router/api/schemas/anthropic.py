@@ -18,6 +18,7 @@ from quire_router.api.schemas.base import (
     Label,
     LenientModel,
     StopSequences,
+    StopTokenIds,
     StrictModel,
     Unsupported,
     unsupported_part,
@@ -258,9 +259,8 @@ def _system(value: object) -> object:
 _CHAT = "it is a field of /v1/chat/completions"
 _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "n": (1,), "best_of": (1,), "use_beam_search": (False,), "beam_width": (0, 1), "length_penalty": (1,),
-    "early_stopping": (False,), "min_tokens": (0,), "stop_token_ids": ([],), "include_stop_str_in_output": (False,),
-    "ignore_eos": (False,), "logprobs": (False,), "top_logprobs": (0,), "skip_special_tokens": (True,),
-    "separate_reasoning": (True,), "include_reasoning": (True,), "parallel_tool_calls": (True,),
+    "early_stopping": (False,), "include_stop_str_in_output": (False,), "logprobs": (False,), "top_logprobs": (0,),
+    "skip_special_tokens": (True,), "separate_reasoning": (True,), "include_reasoning": (True,),
 }  # fmt: skip
 _LABELS = ("user", "safety_identifier", "prompt_cache_key", "guided_decoding_backend", "stream_options")
 _UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
@@ -325,14 +325,22 @@ class ConversationBody(StrictModel):
         }
 
 
+_OF_CHATS = ("min_tokens", "stop_token_ids", "ignore_eos", "background", "priority", "store")
+
+
 class MessagesRequest(SamplingBody, ConversationBody):
-    """The body of ``POST /v1/messages``. Besides Anthropic's fields it has all sampling parameters of chats."""
+    """The body of ``POST /v1/messages``. Besides Anthropic's fields it has the sampling parameters of chats, and some
+    more of theirs (``_OF_CHATS``).
+    """
 
     max_tokens: int
     stop_sequences: StopSequences = Field(default=[], validate_default=True)
     stream: bool | None = None
     metadata: RequestMetadata | None = None
 
+    min_tokens: Integer = None
+    stop_token_ids: StopTokenIds | None = None
+    ignore_eos: bool | None = None
     background: bool | None = None
     priority: Integer = None
     store: bool | None = None
@@ -346,7 +354,7 @@ class MessagesRequest(SamplingBody, ConversationBody):
         """Returns the chat that this request means. Raises ``QuireError`` INVALID for what no chat may be."""
         choice = self.tool_choice
         omitted = self.thinking is not None and self.thinking.display == "omitted"
-        copied = (*SamplingBody.model_fields, "max_tokens", "stream", "background", "priority", "store")
+        copied = (*SamplingBody.model_fields, *_OF_CHATS, "max_tokens", "stream")
         chat = MessagesChat.from_fields(
             {
                 **self.template_fields(),

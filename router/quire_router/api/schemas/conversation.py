@@ -16,7 +16,7 @@ _OBJECT = TypeAdapter(dict[str, Any])
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # of one message
-MAX_DESCRIPTION_CHARACTERS = 16_384
+MAX_DESCRIPTION_CHARACTERS = MAX_TEXT
 MAX_ID_CHARACTERS = 128
 MAX_TOOLS_CHARACTERS = 4 * MAX_TEXT  # of all schemas and descriptions
 

@@ -130,6 +130,18 @@ def test_an_answer_may_break_again_and_again(output: str, cut: Cut, other: Cut) 
     assert message_of(events) == whole(prepared, records[0])
 
 
+@pytest.mark.parametrize("delivered", range(12))
+def test_a_text_goes_on_behind_the_characters_that_its_client_has(delivered):
+    """Also where they came in two events, and come in one now."""
+    plain = prepared_for(ResponseOptions(api=Api.MESSAGES, thoughts=ReasoningPlacement.INLINE))
+    encoder = MESSAGES.encoder(plain, StreamCursor.parse("1", 1), delivered)
+    encoder.encode(Delta("He", [1], replayed=True))
+    data = encoder.encode(Delta("llo ", [2])) + encoder.encode(Delta("world", [3]))
+    texts = [event.data["delta"]["text"] for event in message_events(data)]
+    assert "".join(texts) == "llo world"[delivered:]
+    assert [event.event_id for event in message_events(data)] == ["2", "3"][2 - len(texts) :]
+
+
 @given(outputs())
 @settings(max_examples=50, deadline=None)
 def test_a_token_is_encoded_as_a_delta_of_one_token_is(output: str) -> None:

@@ -187,6 +187,10 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7, "logit_bias": {"5": 1}},
         {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7, "logit_bias": {"5": 1}},
     ),
+    "ends": (
+        {"min_tokens": 3, "stop_token_ids": [7], "ignore_eos": True, "priority": 0},
+        {"min_tokens": 3, "stop_token_ids": [7], "ignore_eos": True, "priority": 0},
+    ),
     "stop sequences": ({"stop_sequences": ["END", "\n"]}, {"stop": ["END", "\n"]}),
     "a stream": ({"stream": True}, {"stream": True}),
     "labels": ({"metadata": {"user_id": "user_1_session_2"}, "service_tier": "auto", "speed": "standard"}, {}),

@@ -320,7 +320,7 @@ def called(call_id="1", arguments="{}", name="get"):
         ({"tools": [tool(), tool()]}, "tools[1].function.name"),
         ({"tools": [tool(parameters={"type": "array"})]}, "tools[0].function.parameters"),
         ({"tools": [tool(parameters={"enum": ["x" * 70_000]})]}, "tools[0].function.parameters"),
-        ({"tools": [tool(description="x" * 20_000)]}, "tools[0].function.description"),
+        ({"tools": [tool(description="x" * 65_537)]}, "tools[0].function.description"),
         ({"tools": [tool(f"t{n}", parameters={"enum": ["x" * 60_000]}) for n in range(5)]}, "tools"),
         ({"tools": [tool(f"t{n}") for n in range(129)]}, "tools"),
         ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
