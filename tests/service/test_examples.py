@@ -37,7 +37,7 @@ def test_the_python_of_a_page_runs_in_its_order(page: Path, stack: Stack) -> Non
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-@pytest.mark.parametrize("page", PAGES[2:], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
 def test_the_curl_of_a_page_is_answered(page: Path, stack: Stack) -> None:
     commands = [text for text in examples(page, "sh") if text.startswith("curl") and "tool_choice" not in text]
     assert commands
