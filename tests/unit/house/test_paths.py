@@ -27,6 +27,7 @@ from tests.support.traced_calls import ROOT, Trace, common, table, table_in, tra
 ROUTER = ("router/quire_router", "proto/quire_proto")
 TOKEN_TEXT = json.dumps(byte_level().decode([80])).encode() + b"}"
 KEY = "a-key-of-enough-characters"
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 PAGE = "architecture.md"
 STEP_FILES = 20
 REQUEST_FILES = 38  # each has a part of the request, of its text, its placement or its way to the engine
@@ -42,11 +43,11 @@ class StreamingRouter:
     writer: asyncio.StreamWriter
     handle: int = 0
 
-    async def start_stream(self, prompt: str) -> str:
+    async def start_stream(self, prompt: str, path: str = CHAT) -> str:
         """Sends a chat and returns the id of its request once its first token has reached the client."""
         body = {"model": "m", "messages": [{"role": "user", "content": prompt}], "stream": True, "max_tokens": 8}
         data = json.dumps(body).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
         self.writer.write(head.encode() + data)
         submit = await self.engine.submit()
@@ -106,11 +107,11 @@ async def trace_request() -> Trace:
     return common(traces[1:])
 
 
-async def trace_token() -> Trace:
+async def trace_token(path: str = CHAT) -> Trace:
     """From a batch of the engine to the bytes that the client has, of three tokens of one stream."""
     traces = []
     async with streaming_router() as router:
-        request_id = await router.start_stream("a prompt")
+        request_id = await router.start_stream("a prompt", path)
         await router.next_token(1)
         for position in (2, 3, 4):
             with traced_calls(*ROUTER) as trace:
@@ -152,6 +153,13 @@ def functions_of(rows: str) -> dict[str, set[str]]:
 
 async def test_a_streamed_token_passes_few_files():
     check_path(await trace_token(), "## One streamed token, file by file", 10)
+
+
+async def test_a_token_of_a_message_passes_as_few_functions_as_one_of_a_chat():
+    chat, message = await trace_token(), await trace_token(MESSAGES)
+    assert chat.pop("quire_router/api/rest/openai_format.py") == ["ChunkEncoder.encode_token"]
+    assert message.pop("quire_router/api/rest/messages_format.py") == ["MessageEncoder.encode_token"]
+    assert message == chat
 
 
 async def test_a_request_passes_few_files_before_its_first_token():

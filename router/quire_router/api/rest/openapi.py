@@ -10,6 +10,7 @@ from quire_router.api.schemas.anthropic import CountTokensRequest, MessagesReque
 from quire_router.api.schemas.openai import ChatRequest, CompletionRequest
 from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest
 
+_DESCRIPTION = "OpenAI's API and Anthropic's Messages, served by Quire's router."
 _SCHEMAS = "#/components/schemas/"
 _JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
 _ERROR = {
@@ -26,6 +27,29 @@ _ERROR = {
                 "code": {"type": ["string", "null"]},
             },
         }
+    },
+}
+_MESSAGES_ERROR = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {
+                "type": {"type": "string"},
+                "message": {"type": "string"},
+                "details": {
+                    "type": "object",
+                    "properties": {
+                        "error_code": {"type": "string"},
+                        "param": {"type": ["string", "null"], "description": "The field of the body that is wrong."},
+                    },
+                },
+            },
+        },
+        "request_id": {"type": "string"},
     },
 }
 
@@ -70,7 +94,7 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
 
 def openapi(version: str, absent: Container[str] = ()) -> dict[str, Any]:
     """The document, in OpenAPI 3.1, without the paths that are ``absent`` from this router."""
-    schemas: dict[str, Any] = {"Error": _ERROR}
+    schemas: dict[str, Any] = {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR}
     paths = {
         path: {method: _operation(path, operation, schemas) for method, operation in methods.items()}
         for path, methods in OPERATIONS.items()
@@ -78,7 +102,7 @@ def openapi(version: str, absent: Container[str] = ()) -> dict[str, Any]:
     }
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Quire", "version": version, "description": "OpenAI's API, served by Quire's router."},
+        "info": {"title": "Quire", "version": version, "description": _DESCRIPTION},
         "paths": paths,
         "components": {
             "schemas": schemas,
@@ -94,13 +118,14 @@ def openapi(version: str, absent: Container[str] = ()) -> dict[str, Any]:
 
 
 def _operation(path: str, operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
+    error = "MessagesError" if path.startswith("/v1/messages") else "Error"
     described: dict[str, Any] = {
         "summary": operation.summary,
         "responses": {
             "200": {"description": "The answer.", "content": {each: {} for each in operation.answers}},
             "default": {
                 "description": "What was wrong.",
-                "content": {_JSON: {"schema": {"$ref": f"{_SCHEMAS}Error"}}},
+                "content": {_JSON: {"schema": {"$ref": f"{_SCHEMAS}{error}"}}},
             },
         },
     }

@@ -107,7 +107,7 @@ class Message(LenientModel):
     """One message of a conversation. Its content is a text, or blocks. A ``system`` message may come anywhere."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], BeforeValidator(_blocks)]
+    content: Annotated[list[Block], BeforeValidator(_blocks, json_schema_input_type=str | list[Block])]
 
     @property
     def text(self) -> str:
@@ -295,7 +295,9 @@ class ConversationBody(StrictModel):
 
     model: Annotated[str, Field(min_length=1, max_length=128)]
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    system: Annotated[Content | None, BeforeValidator(_system)] = None
+    system: Annotated[
+        Content | None, BeforeValidator(_system, json_schema_input_type=str | list[dict[str, Any]] | None)
+    ] = None
     tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolUseChoice | None = None
     thinking: Thinking | None = None
@@ -377,7 +379,15 @@ class MessagesRequest(SamplingBody, ConversationBody):
 
 
 class CountTokensRequest(ConversationBody):
-    """The body of ``POST /v1/messages/count_tokens``."""
+    """The body of ``POST /v1/messages/count_tokens``. What else a request to answer the conversation has does not
+    change its tokens, and is ignored.
+    """
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        **_UNSUPPORTED,
+        **dict.fromkeys(MessagesRequest.model_fields, Unsupported()),
+        "compaction": Unsupported(),
+    }
 
 
 NAMES: Final[Mapping[str, str]] = {

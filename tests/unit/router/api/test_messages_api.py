@@ -6,7 +6,10 @@ import re
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import pytest
+from quire.v1 import inference_pb2 as pb
+from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 from quire_router.core.errors import RefusalReason, rate_limit_used_up
@@ -106,6 +109,21 @@ async def test_a_broken_stream_resumes_in_the_middle_of_a_block():
     types = [event.data["type"] for event in rest]
     assert types == ["content_block_delta", "content_block_stop", "message_delta", "message_stop"]
     assert rest[0].data["delta"] == {"type": "text_delta", "text": "three"}
+
+
+async def test_a_message_is_resumed_over_grpc_as_a_chat():
+    async with stage_with() as stage, stage.channel() as channel:
+        stream = await ask(stage.port, "POST", PATH, {**ASKED, "tools": TOOLS, "stream": True}, ONCE)
+        whole = message_of(message_events(stream.body))
+        stub, request_id = InferenceStub(channel), stream.headers["request-id"]
+        parts = [each.chat async for each in stub.Resume(pb.ResumeRequest(request_id=request_id))]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Resume(pb.ResumeRequest(request_id=request_id, after="2_1")).read()
+    assert "".join(part.text for part in parts) == "so then"
+    calls = [call for part in parts for call in part.tool_calls]
+    assert json.loads("".join(call.arguments for call in calls)) == whole["content"][2]["input"]
+    assert calls[0].id.removeprefix("call_") == whole["content"][2]["id"].removeprefix("toolu_")
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_repeated_key_has_the_answer_in_the_format_that_it_asks_for():

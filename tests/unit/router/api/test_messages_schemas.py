@@ -13,6 +13,7 @@ from quire_proto.structured_output import Structured, StructuredKind
 from quire_router.api.auth import ANONYMOUS
 from quire_router.api.prepared_request import ReasoningPlacement, ResponseOptions
 from quire_router.api.schemas.anthropic import CountTokensRequest, MessagesRequest, in_own_words
+from quire_router.api.schemas.base import ignored_parameters
 from quire_router.api.schemas.openai import Api, ChatRequest
 from quire_router.api.tokenize import to_tokenize, tokenize
 from quire_router.api.validation import Validator
@@ -219,6 +220,17 @@ def test_the_tokens_that_are_counted_are_those_of_the_prompt(case):
         request = to_tokenize(CountTokensRequest.from_json(json.dumps(body).encode()))
         counted = tokenize(request, tokenizer, 0)
         assert list(counted.tokens) == list(made(fields, template)[0].prompt_token_ids)
+
+
+def test_what_does_not_change_the_tokens_is_ignored_where_they_are_counted():
+    fields = asked(stream=True, temperature=0.5, stop_sequences=["x"], metadata={"user_id": "u"}, compaction={})
+    request = to_tokenize(CountTokensRequest.from_json(json.dumps(fields).encode()))
+    ignored = {"max_tokens", "stream", "temperature", "stop_sequences", "metadata", "compaction"}
+    assert {name for name, known in ignored_parameters(request) if known} == ignored
+    for name in ("response_format", "chat_template_kwargs", "thread", "mcp_servers"):
+        with pytest.raises(QuireError) as caught:
+            CountTokensRequest.from_json(json.dumps({**fields, name: {"type": "create"}}).encode())
+        assert caught.value.param == name
 
 
 ATTRIBUTION = "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={};"

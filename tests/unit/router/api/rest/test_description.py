@@ -19,7 +19,7 @@ from quire_router.engines.pool import EnginePool
 from tests.support.scripted_api import ask, chat, completion, open_stage
 
 KEY = "k" * 16
-CHAT = "/v1/chat/completions"
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 PAGE = "https://chat.example"
 NOT_DESCRIBED = {*PUBLIC_PATHS, HOME, "/page/{name}", "/openapi.json"}
 NO_UPDATER = LoRAUpdater(cast(EnginePool, None), ())  # as are routes that update
@@ -76,6 +76,12 @@ async def test_the_document_follows_its_own_references():
         (CHAT, chat(n="three"), False),
         ("/v1/completions", completion([1, 2]), True),
         ("/v1/completions", completion({"a": 1}), False),
+        (MESSAGES, chat(max_tokens=1), True),
+        (MESSAGES, chat([{"type": "text", "text": "hello"}], max_tokens=1, system="Be brief."), True),
+        (MESSAGES, chat(max_tokens=1, system=[{"type": "text", "text": "Be brief."}]), True),
+        (MESSAGES, chat(), False),
+        (MESSAGES, chat(max_tokens=1, tools=[{"name": "get"}]), False),
+        (f"{MESSAGES}/count_tokens", chat(), True),
     ],
 )
 async def test_the_schemas_take_and_refuse_what_the_router_does(path, body, fits):
@@ -85,6 +91,18 @@ async def test_the_schemas_take_and_refuse_what_the_router_does(path, body, fits
     assert jsonschema.Draft202012Validator(schema).is_valid(body) is fits
     async with open_stage() as stage:
         assert ((await ask(stage.port, "POST", path, body)).status == 200) is fits
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", MESSAGES, f"{MESSAGES}/count_tokens"])
+async def test_errors_look_as_they_are_described(path):
+    document = await described()
+    content = document["paths"][path]["post"]["responses"]["default"]["content"]
+    schema = {**content["application/json"]["schema"], "components": document["components"]}
+    async with open_stage() as stage:
+        for body in (b"{", {"model": "other"}, chat("x", model="other", max_tokens=1)):
+            answer = await ask(stage.port, "POST", path, body)
+            assert answer.status in (400, 404)
+            jsonschema.Draft202012Validator(schema).validate(answer.json)
 
 
 async def test_the_version_and_the_description_need_a_key_and_the_ping_none():
