@@ -70,7 +70,7 @@ endif
 
 soak: $(READY)
 	@scripts/redis.sh
-	$(BIN)/python -m pytest -m soak tests/unit tests/kube tests/service $(ARGS)
+	$(BIN)/python -m pytest -m soak tests/unit tests/kube tests/service tests/model $(ARGS)
 
 chaos: $(READY)
 	@scripts/redis.sh

@@ -136,5 +136,5 @@ def test_sampled_output_is_the_same_alone_and_among_others(small_models: SmallMo
 
 def test_nothing_can_be_run_after_close(executor: TorchExecutor) -> None:
     executor.close()
-    with pytest.raises(IndexError):
+    with pytest.raises(AttributeError):
         executor.execute_model(SchedulerOutput(0, [chunk([5], [1])]))

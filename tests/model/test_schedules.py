@@ -1,7 +1,10 @@
 """However the work is cut, cached, preempted or swapped: the tokens are those that transformers makes."""
 
+from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from quire_engine.config import PreemptionPolicy
@@ -15,6 +18,7 @@ from tests.model.models import FALLBACK, OUTPUT_TOKENS, OWN, SmallModels
 from tests.support.kernels import PATHS, cpu_path
 
 UNLIMITED = 1 << 20
+CHUNKS = (7, 64, UNLIMITED)
 RECOMPUTING_PAYS = Rates(tokens_per_second=1e12, bytes_per_second=1.0)
 PRESSURES = {"no pressure": (200, 0), "recompute": (24, 0), "swap": (24, 200)}
 
@@ -29,12 +33,20 @@ def executor_of(folder: Path, pressure: str, path: str = "") -> TorchExecutor:
     return load(folder, *PRESSURES[pressure])
 
 
-@pytest.mark.parametrize("chunk", [7, 64, UNLIMITED])
-@pytest.mark.parametrize(("pressure", "caching"), SCHEDULES)
-@pytest.mark.parametrize("model_name", OWN)
+def matrix() -> Iterator[Any]:
+    """Everything with everything. A third of it runs always, each model with each schedule in chunks that go round, and
+    the rest is for `make soak`.
+    """
+    for (row, model), (column, schedule) in product(enumerate(OWN), enumerate(SCHEDULES)):
+        for chunk in CHUNKS:
+            always = chunk == CHUNKS[(row + column) % len(CHUNKS)]
+            yield pytest.param(model, *schedule, chunk, marks=() if always else pytest.mark.soak)
+
+
+@pytest.mark.parametrize(("model_name", "pressure", "caching", "chunk"), list(matrix()))
 @pytest.mark.parametrize("path", PATHS)
 def test_greedy_output_is_transformers_own(
-    small_models: SmallModels, path: str, model_name: str, pressure: str, chunk: int, caching: str
+    small_models: SmallModels, path: str, model_name: str, pressure: str, caching: str, chunk: int
 ) -> None:
     with cpu_path(path):
         check_greedy_output(small_models, model_name, pressure, chunk, caching, path)

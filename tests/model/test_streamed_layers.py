@@ -420,7 +420,7 @@ def test_models_of_transformers_are_refused(small_models: SmallModels) -> None:
     ("settings", "reason"),
     [
         ({"weights_memory_gb": 0}, "greater than 0"),
-        ({"weights_memory_gb": float("inf")}, "finite"),
+        ({"weights_memory_gb": float("inf")}, "less than or equal to 1048576"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, object], reason: str) -> None:
