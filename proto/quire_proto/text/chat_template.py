@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
+from hashlib import blake2b
 from secrets import token_hex
 from time import thread_time
 from typing import Any, NoReturn
@@ -30,7 +31,7 @@ from jinja2.utils import Namespace
 from tokenizers import AddedToken, Tokenizer
 
 from quire_proto.errors import QuireError, TokenizerLoadError, invalid
-from quire_proto.text.reasoning import THINK_BEGIN, THINK_END
+from quire_proto.text.reasoning import THINK, ReasoningFormat, detect_reasoning
 from quire_proto.text.sandbox import Sandbox, SandboxLimitError, bounded, checked, compared, size_of
 from quire_proto.text.tool_formats import ToolFormat, detect_tool_format
 
@@ -44,18 +45,34 @@ _SLOW = 0.02  # seconds; a longer rendering of a short conversation delays other
 _CHARACTERS, _TIMES = 2**20, 16
 _MAX_SIZE = 2**26  # characters at which counting a conversation's size stops
 
+_SHORT_ID = re.compile("[A-Za-z0-9]{9}")  # the only ids of calls that Mistral's templates take
+_TRIED_TOOL = {"name": "look_up", "description": "Looks up.", "parameters": {"type": "object", "properties": {}}}
+_TRIED_CALL = {"name": "look_up", "arguments": {"word": "quire"}}
+_TRIED_MESSAGES = (
+    {"role": "user", "content": "Hello"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call_0123456789abcdef", "type": "function", "function": _TRIED_CALL}],
+    },
+)
+
 
 class ChatTemplate:
     """A compiled template with the special tokens that it may name (``bos_token`` and so on).
 
     ``variables`` are the names of the variables that it uses. ``tool_format`` is the format of its tool calls, None if
-    it has no tools or an unknown format. ``has_reasoning`` says that its model writes reasoning between markers before
-    it answers, and ``is_slow`` that even short conversations took long.
+    it has no tools or an unknown format; what the template leaves open, ``described`` may say: the names of the
+    tokenizer's added tokens, and the marks of its ``response_template``. ``reasoning`` is how its model marks what it
+    reasons before it answers, None if it does not, and ``is_slow`` says that even short conversations took long.
+
+    Some templates take the arguments of earlier calls only as text, or ids of calls only of nine letters. Which is
+    tried when a template is made.
 
     Raises ``TokenizerLoadError`` when ``source`` is not a template; ``origin`` names the file in that message.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str, described: str = "") -> None:
         self._special_tokens = dict(special_tokens)
         environment = _environment()
         try:
@@ -63,11 +80,27 @@ class ChatTemplate:
             self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except (TemplateSyntaxError, RecursionError) as error:
             raise TokenizerLoadError(f"{origin}: the chat template is not valid: {error}.") from error
-        self.tool_format: ToolFormat | None = detect_tool_format(source) if "tools" in self.variables else None
-        self.has_reasoning = THINK_END in source
         self.is_slow = False
+        self._arguments_as_text = self._short_ids = False
         with suppress(QuireError):
             self.render([{"role": "user", "content": "Hello"}])
+        written = self._try_calls() if "tool_calls" in source else ""
+        self.reasoning: ReasoningFormat | None = detect_reasoning(source, written)
+        self.tool_format: ToolFormat | None = None
+        if "tools" in self.variables:
+            self.tool_format = detect_tool_format(source, written)
+            self.tool_format = self.tool_format or detect_tool_format(source, f"{written}\n{described}")
+
+    def _try_calls(self) -> str:
+        """Renders a conversation with a call, and keeps the ways in which the template takes it. Returns what it wrote;
+        empty if it takes none.
+        """
+        for self._arguments_as_text, self._short_ids in ((False, False), (True, False), (False, True), (True, True)):
+            with suppress(QuireError):
+                tools = [{"type": "function", "function": _TRIED_TOOL}]
+                return self.render(_TRIED_MESSAGES, tools, add_generation_prompt=False)
+        self._arguments_as_text = self._short_ids = False
+        return ""
 
     def render(
         self,
@@ -88,7 +121,7 @@ class ChatTemplate:
             with bounded(seconds, _CHARACTERS + _TIMES * size):
                 return self._template.render(
                     **options,
-                    messages=[dict(message) for message in messages],
+                    messages=[self._adapted(message) for message in messages],
                     tools=[dict(tool) for tool in tools] or None,
                     documents=None,
                     add_generation_prompt=add_generation_prompt,
@@ -103,6 +136,28 @@ class ChatTemplate:
         finally:
             expected = _SLOW + _SECONDS_PER_MESSAGE * number + _SECONDS_PER_CHARACTER * size
             self.is_slow = self.is_slow or thread_time() - start > expected
+
+    def _adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message with calls as this template takes them."""
+        adapted = dict(message)
+        if "tool_calls" in adapted and (self._arguments_as_text or self._short_ids):
+            adapted["tool_calls"] = [self._adapted_call(call) for call in adapted["tool_calls"]]
+        if "tool_call_id" in adapted and self._short_ids:
+            adapted["tool_call_id"] = _short_id(adapted["tool_call_id"])
+        return adapted
+
+    def _adapted_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = dict(call["function"])
+        if self._arguments_as_text:
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        return {**call, "id": _short_id(call["id"]) if self._short_ids else call["id"], "function": function}
+
+
+def _short_id(call_id: str) -> str:
+    """An id of nine letters in place of another one, always the same."""
+    if _SHORT_ID.fullmatch(call_id):
+        return call_id
+    return blake2b(call_id.encode(errors="surrogatepass"), digest_size=8, person=b"quire call").hexdigest()[:9]
 
 
 def _size(message: Mapping[str, Any]) -> int:
@@ -196,17 +251,18 @@ _RARE = "\U0010fffe\ue000"  # encoded as the unknown token by tokenizers without
 _WORDS = frozenset({"role", "type"})
 _SHORT = 32  # texts of at most so many characters are cached: names of fields, roles and tools are frequent
 _CACHED_TEXTS = 4096
-_REASONING_MARKERS = frozenset({THINK_BEGIN, THINK_END})  # templates look for them in assistant messages
 
 
 class SpecialTokenEscaper:
-    """Escapes special tokens in the conversations of one tokenizer. Raises ``TokenizerLoadError`` if they cannot be
-    distinguished from text.
+    """Escapes special tokens in the conversations of one tokenizer, but for the marks of reasoning in an assistant's
+    messages, where templates look for them. Raises ``TokenizerLoadError`` if they cannot be distinguished from text.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, reasoning: ReasoningFormat | None = None) -> None:
         added = sorted(tokenizer.get_added_tokens_decoder().items())
         special = {token.content: token_id for token_id, token in added if token.special and len(token.content) > 1}
+        marks = THINK if reasoning is None or reasoning.is_harmony else reasoning
+        self._kept = frozenset(name for name in special if name in marks.begin or name in marks.end)
         self._by_length = sorted(special, key=len, reverse=True)
         self._longest = len(self._by_length[0]) if special else 0
         self._beginnings = {name[:end] for name in special for end in range(1, len(name))}
@@ -277,7 +333,7 @@ class SpecialTokenEscaper:
         return _id_of(self.tokenizer, alias) in self._encoded(f"a {alias} a")
 
     def _marked_message(self, message: Mapping[str, Any], mark: str) -> dict[str, Any]:
-        kept = _REASONING_MARKERS if message.get("role") == "assistant" else frozenset[str]()
+        kept = self._kept if message.get("role") == "assistant" else frozenset[str]()
         marked: dict[str, Any] = self._marked(message, mark, kept)
         for key in ("content", "reasoning_content"):
             if isinstance(text := marked.get(key), str) and self._is_inside(text):

@@ -1,5 +1,10 @@
-"""Splits a model's reasoning, between ``<think>`` and ``</think>``, from the answer that follows it."""
+"""Splits a model's reasoning, between marks such as ``<think>`` and ``</think>``, from the answer that follows it.
+``REASONING_FORMATS`` are the marks that are known.
+"""
 
+from dataclasses import dataclass
+
+from quire_proto.text.harmony import ANALYSIS, CHANNEL, MESSAGE, START
 from quire_proto.text.stream_scanner import (
     MAX_MARKER_SPACE,
     SPACE,
@@ -14,31 +19,73 @@ from quire_proto.text.stream_scanner import (
     merge_adjacent,
 )
 
-THINK_BEGIN, THINK_END = "<think>", "</think>"
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """The marks around reasoning. ``after`` stands between it and the answer."""
+
+    begin: str
+    end: str
+    after: str = ""
+
+    @property
+    def is_harmony(self) -> bool:
+        """Whether ``HarmonyParser`` reads it, with all else."""
+        return self.begin == ANALYSIS
+
+    def is_opened(self, prompt: str) -> bool:
+        """Whether a prompt ends in open reasoning, so that the output begins with more of it."""
+        return prompt.rstrip(SPACE).endswith(self.begin)
+
+    def is_closed(self, prompt: str) -> bool:
+        """Whether a prompt ends in reasoning that is over, so that the output is the answer."""
+        return prompt.rstrip(SPACE).endswith(self.end)
 
 
-def opens_reasoning(prompt: str) -> bool:
-    """Whether a prompt ends in an open ``<think>``, so that the output begins with reasoning."""
-    return prompt.rstrip(SPACE).endswith(THINK_BEGIN)
+THINK = ReasoningFormat("<think>", "</think>")
+REASONING_FORMATS = (
+    ReasoningFormat(ANALYSIS, "<|end|>", f"{START}assistant"),
+    ReasoningFormat("[THINK]", "[/THINK]"),
+    ReasoningFormat("<seed:think>", "</seed:think>"),
+    ReasoningFormat("<mm:think>", "</mm:think>"),
+    ReasoningFormat("<think:opensource>", "</think:opensource>"),
+    ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),
+    ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>"),
+    ReasoningFormat("<|channel>thought", "<channel|>"),
+    ReasoningFormat("◁think▷", "◁/think▷"),
+    THINK,
+)
+"""Every known kind of reasoning, the most specific marks first."""
+
+
+def detect_reasoning(template: str, written: str = "") -> ReasoningFormat | None:
+    """How a model marks reasoning, by its chat template and by what that has ``written`` of a conversation. Returns
+    None if it does not.
+    """
+    text = template + "\n" + written
+    if CHANNEL in text and MESSAGE in text and "analysis" in text:
+        return REASONING_FORMATS[0]
+    return next((each for each in REASONING_FORMATS[1:] if each.end in text), None)
 
 
 class ReasoningParser:
     """Splits one output, with the same result however it is cut into pieces.
 
-    Reasoning stands at the beginning of an output: after ``<think>``, or at once if the prompt has ``opened`` it.
-    Everything after ``</think>`` is content unchanged, so that an answer may mention these markers. Space around
+    Reasoning stands at the beginning of an output: after ``<think>``, or whatever ``marks`` say, or at once if the
+    prompt has ``opened`` it. Everything after ``</think>`` is content unchanged, so that an answer may mention these
+    markers. Space around
     reasoning belongs to the markers; of space that has to be held back, at most ``MAX_MARKER_SPACE`` characters.
     Reasoning that never ends is reasoning.
     """
 
-    def __init__(self, *, opened: bool) -> None:
+    def __init__(self, marks: ReasoningFormat = THINK, *, opened: bool) -> None:
         self._source = StreamReader()
         self._parts: list[OutputPart] = []
         self._had_reasoning = opened  # then space before more reasoning or the answer belongs to a marker
         self._in_reasoning = opened  # the next text is reasoning, also if the marker is not repeated
         self._space = TextBuffer()
-        self._begin_marker = MarkerMatch(THINK_BEGIN)
-        self._end_marker = MarkerSearch(THINK_END)
+        self._begin_marker = MarkerMatch(marks.begin)
+        self._end_marker = MarkerSearch(marks.end)
         self._gap = TrailingSpace()
         self._state = self._read_start
 

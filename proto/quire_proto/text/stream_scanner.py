@@ -6,9 +6,11 @@ arrives.
 """
 
 import re
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
 
 
 @dataclass(slots=True)
@@ -60,15 +62,17 @@ _SPACES = re.compile(f"[{SPACE}]*")
 
 class StreamReader:
     """A cursor over text that arrives in pieces: next is ``text[at:]``, then whatever ``put_back`` interrupted.
-    ``position`` is the offset of ``at`` from the beginning of the output, in characters.
+    ``position`` is the offset of ``at`` from the beginning of the output, in characters. ``log``, unless it is None,
+    collects what is read.
     """
 
-    __slots__ = ("_interrupted", "at", "position", "text")
+    __slots__ = ("_interrupted", "at", "log", "position", "text")
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
         self.position = 0
+        self.log: TextBuffer | None = None
         self._interrupted: list[tuple[str, int]] = []
 
     def push(self, text: str) -> None:
@@ -83,6 +87,8 @@ class StreamReader:
 
     def advance(self, at: int) -> None:
         """Moves the cursor forward to index ``at`` of ``text``."""
+        if self.log is not None:
+            self.log.push(self.text[self.at : at])
         self.position += at - self.at
         self.at = at
 
@@ -100,6 +106,8 @@ class StreamReader:
     def put_back(self, text: str) -> None:
         """Makes ``text``, which was read last, the text to read next."""
         if text:
+            if self.log is not None:
+                self.log.drop(len(text))
             if self.at < len(self.text):
                 self._interrupted.append((self.text, self.at))
             self.text, self.at = text, 0
@@ -232,6 +240,20 @@ class TextBuffer:
             self._parts.append(text)
             self._length += len(text)
 
+    def drop(self, length: int) -> None:
+        """Removes the last ``length`` characters, or all that there are."""
+        while length and self._parts:
+            last = self._parts.pop()
+            self._length -= len(last)
+            self.push(last[: max(0, len(last) - length)])
+            length = max(0, length - len(last))
+
+    def last(self, length: int) -> str:
+        """The last ``length`` characters."""
+        text = self.take()
+        self.push(text)
+        return text[len(text) - length :]
+
     def take(self) -> str:
         """Returns and clears the text."""
         if not self._parts:
@@ -247,3 +269,104 @@ def partial_marker_length(text: str, marker: str) -> int:
     while at >= 0 and not marker.startswith(text[at:]):
         at = text.find(marker[0], at + 1)
     return 0 if at < 0 else len(text) - at
+
+
+ResultT = TypeVar("ResultT")
+Steps = Generator[None, None, ResultT]
+"""What reads a text that arrives in pieces: it waits by yielding, and returns its result."""
+
+
+class StreamParser(ABC):
+    """Splits one output into parts, with the same result however it is cut. ``_parse`` is a generator that waits, in
+    ``_more``, whenever it has read all there is.
+    """
+
+    def __init__(self) -> None:
+        self._source = StreamReader()
+        self._parts: list[OutputPart] = []
+        self._ended = False  # the output is complete
+        self._steps = self._parse()
+
+    def push(self, text: str) -> list[OutputPart]:
+        """Returns the parts that are certain now."""
+        if text:
+            self._source.push(text)
+            next(self._steps, None)
+        return self._drain()
+
+    def finish(self) -> list[OutputPart]:
+        """Returns what was held back, at the end of the output."""
+        self._ended = True
+        next(self._steps, None)
+        return self._drain()
+
+    @abstractmethod
+    def _parse(self) -> Steps[None]:
+        """Reads the output to its end."""
+
+    def _more(self) -> Steps[bool]:
+        """Waits for text to read. Returns whether there is any, which is false only at the end of the output."""
+        while not self._source.has_more():
+            if self._ended:
+                return False
+            yield
+        return True
+
+    def _drain(self) -> list[OutputPart]:
+        parts, self._parts = self._parts, []
+        return merge_adjacent(parts) if len(parts) > 1 else parts
+
+    def _reads(self, mark: str) -> Steps[bool]:
+        """Whether ``mark`` is next. Reads it, or nothing."""
+        match = MarkerMatch(mark)
+        while (yield from self._more()):
+            found = match.read(self._source)
+            if found is not None:
+                return found
+        self._source.put_back(match.take())
+        return False
+
+
+_JSON_STRUCTURE = re.compile(r'["{}\[\]<]')
+PYTHON_STRUCTURE = re.compile(r"""["'{}\[\]()<]""")
+_INSIDE = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}  # of a string with these quotes
+
+
+class BracketScanner:
+    """Finds the end of one object, list or string in text that arrives in pieces, by counting brackets. ``structure``
+    finds brackets and quotes; ``depth`` is the number of brackets that are open before it.
+    """
+
+    def __init__(self, structure: re.Pattern[str] = _JSON_STRUCTURE, *, depth: int = 0) -> None:
+        self._structure = structure
+        self._depth = depth
+        self._quote = ""  # of the string that the text is in
+        self._escaped = False
+
+    def find(self, text: str, start: int, stop: int) -> int | None:
+        """The index at which it ends in ``text[start:stop]``, which continues the text of earlier calls; None if it
+        does not end there. A mark outside of its strings, which cannot be a part of it, ends it too.
+        """
+        at = start
+        while at < stop:
+            if self._escaped:
+                self._escaped, at = False, at + 1
+                continue
+            found = (_INSIDE[self._quote] if self._quote else self._structure).search(text, at, stop)
+            if found is None:
+                return None
+            if found[0] == "<":
+                return found.start()
+            at = found.end()
+            self._take(found[0])
+            if self._depth == 0 and not self._quote:
+                return at
+        return None
+
+    def _take(self, symbol: str) -> None:
+        if symbol == "\\":
+            self._escaped = True
+        elif symbol in _INSIDE:
+            self._quote = "" if self._quote else symbol
+        else:
+            self._depth += 1 if symbol in "{[(" else -1

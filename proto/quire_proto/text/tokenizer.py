@@ -19,8 +19,9 @@ from quire_proto.errors import TokenizerLoadError, invalid
 from quire_proto.sampling import MAX_BAD_WORDS
 from quire_proto.text.chat_template import ChatTemplate, SpecialTokenEscaper
 from quire_proto.text.detokenizer import REPLACEMENT, Decode, OutputTextStream, StopMatcher
-from quire_proto.text.reasoning import THINK_BEGIN, THINK_END, opens_reasoning
-from quire_proto.text.tool_formats import TOOL_MARKERS, ToolFormat
+from quire_proto.text.harmony import MARKS
+from quire_proto.text.reasoning import ReasoningFormat
+from quire_proto.text.tool_formats import ToolFormat, described_format
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _CHARS_PER_TOKEN = 8  # more than common text has
@@ -46,13 +47,19 @@ class ModelTokenizer:
         # Both are called for every token of every output.
         self._decode_cached = lru_cache(_CACHED_TOKENS)(self._decode_one)
         self._standalone = lru_cache(_CACHED_TOKENS)(self._standalone_text)
-        has_contents = template is not None and not allow_special_tokens_in_content
-        self._special_tokens = SpecialTokenEscaper(tokenizer) if has_contents else None
+        self._special_tokens: SpecialTokenEscaper | None = None
+        if template is not None and not allow_special_tokens_in_content:
+            self._special_tokens = SpecialTokenEscaper(tokenizer, template.reasoning)
         self._special = frozenset(
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
         added = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
-        self._markers = {marker: added[marker] for marker in _markers_of(template) if marker in added}
+        texts = [*_marked_texts(template)]
+        self._markers = {
+            token: token_id
+            for token, token_id in added.items()
+            if token.strip() and len(token) > 1 and any(token in text for text in texts)
+        }
         hidden = self._special - frozenset(self._markers.values())
         self._visible = self._visibility(self._special)
         self._visible_with_markers = self._visibility(hidden)
@@ -70,9 +77,10 @@ class ModelTokenizer:
                 f"{folder} is a file: name the folder that it is in, which has to have a tokenizer.json beside it."
             )
         config = _read_config(folder / "tokenizer_config.json")
+        tokenizer = _read_tokenizer(folder / "tokenizer.json")
         return cls(
-            _read_tokenizer(folder / "tokenizer.json"),
-            _read_template(folder, config),
+            tokenizer,
+            _read_template(folder, config, tokenizer),
             allow_special_tokens_in_content=allow_special_tokens_in_content,
         )
 
@@ -123,18 +131,25 @@ class ModelTokenizer:
         return None if self._template is None else self._template.tool_format
 
     @property
-    def has_reasoning(self) -> bool:
-        """Whether the model writes reasoning between markers before it answers."""
-        return self._template is not None and self._template.has_reasoning
+    def reasoning(self) -> ReasoningFormat | None:
+        """How the model marks what it reasons before it answers; None if it does not reason."""
+        return None if self._template is None else self._template.reasoning
 
     @property
-    def marker_tokens(self) -> frozenset[str]:
-        """Those markers of tool calls and reasoning that are single tokens."""
-        return frozenset(self._markers)
+    def marker_tokens(self) -> Mapping[str, int]:
+        """Those markers of tool calls and reasoning that are single tokens, and their ids."""
+        return self._markers
 
     def starts_in_reasoning(self, prompt_token_ids: Sequence[int]) -> bool:
         """Whether a prompt ends in open reasoning."""
-        return self.has_reasoning and opens_reasoning(self._decode(list(prompt_token_ids[-_LAST_TOKENS:])))
+        return self.reasoning is not None and self.reasoning.is_opened(self._end_of(prompt_token_ids))
+
+    def reasons_after(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Whether the model may reason after a prompt: it does not after reasoning that is over."""
+        return self.reasoning is not None and not self.reasoning.is_closed(self._end_of(prompt_token_ids))
+
+    def _end_of(self, prompt_token_ids: Sequence[int]) -> str:
+        return self._decode(list(prompt_token_ids[-_LAST_TOKENS:]))
 
     def render_chat_text(
         self,
@@ -241,11 +256,12 @@ def _encoding(tokenizer: Tokenizer, text: str, *, special: bool = False) -> Enco
         raise invalid("prompt", "The text holds half of a surrogate pair, which is no character.") from None
 
 
-def _markers_of(template: ChatTemplate | None) -> Iterator[str]:
+def _marked_texts(template: ChatTemplate | None) -> Iterator[str]:
+    """What a model writes around calls and reasoning."""
     if template is not None and template.tool_format is not None:
-        yield from TOOL_MARKERS[template.tool_format]
-    if template is not None and template.has_reasoning:
-        yield from (THINK_BEGIN, THINK_END)
+        yield from template.tool_format.texts
+    if template is not None and template.reasoning is not None:
+        yield from MARKS if template.reasoning.is_harmony else (template.reasoning.begin, template.reasoning.end)
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
@@ -269,7 +285,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _read_template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
+def _read_template(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate | None:
     """Prefers the file ``chat_template.jinja`` to the configuration's ``chat_template``."""
     path = folder / "chat_template.jinja"
     if not path.exists():
@@ -277,7 +293,11 @@ def _read_template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | No
         source = _template_in_config(config.get("chat_template"), origin)
     else:
         origin, source = path, _read_text(path)
-    return None if source is None else ChatTemplate(source, _special_tokens(config), str(origin))
+    if source is None:
+        return None
+    added = "\n".join(token.content for token in tokenizer.get_added_tokens_decoder().values())
+    described = f"{added}\n{described_format(config.get('response_template'))}"
+    return ChatTemplate(source, _special_tokens(config), str(origin), described)
 
 
 def _read_text(path: Path) -> str:

@@ -1,262 +1,564 @@
-"""The base of the parsers of tool calls: splits a model's output into content and calls while it streams.
+"""The parsers of tool calls: split a model's output into content and calls while it streams.
 
-A call is one JSON object, ``{"name": ..., "arguments": {...}}``; the formats in ``tool_formats`` put their markers
-around it. ``ToolParser`` is a state machine: content, header (``ToolCallHeaderParser``), then arguments as they stream,
-or, if the keys come in another order, the whole body (``JsonObjectScanner`` and ``parse_call``), and what closes the
-call.
+``ToolParser`` reads the formats of ``tool_formats``: content up to the mark of a call, then calls in the notation of
+the format, and what stands between them. ``new_tool_parser`` makes the parser of a format.
 """
 
 import json
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
-from enum import Enum, auto
+from collections.abc import Callable, Collection, Mapping
 
+from quire_proto.text.harmony import HarmonyParser
 from quire_proto.text.stream_scanner import (
+    MAX_MARKER_SPACE,
+    PYTHON_STRUCTURE,
     SPACE,
+    BracketScanner,
     Content,
     MarkerSearch,
-    OutputPart,
-    StreamReader,
+    Steps,
+    StreamParser,
     TextBuffer,
     ToolCallArguments,
     ToolCallStart,
     TrailingSpace,
-    merge_adjacent,
+)
+from quire_proto.text.tool_arguments import (
+    ARGUMENTS_KEYS,
+    NAME_KEYS,
+    QUOTED,
+    STRING,
+    ParameterTypes,
+    gemma_arguments,
+    parse_call,
+    python_arguments,
+    to_json,
+)
+from quire_proto.text.tool_formats import (
+    HARMONY,
+    PLACES,
+    GemmaCall,
+    JsonCall,
+    NamedCall,
+    PythonCall,
+    TaggedCall,
+    ToolFormat,
 )
 
-MAX_CALL_CHARS = 65_536  # characters of a call that can only be emitted as a whole
+MAX_CALL_CHARS = 65_536  # characters of a call, or of a value, that can only be emitted as a whole
 MAX_HEADER_CHARS = 512  # characters before the arguments of a call that is emitted while it streams
-_ARGUMENTS = ("arguments", "parameters")
-_KEYS = ("name", "type", "function", "id", *_ARGUMENTS)
-_SHAPE = '{":",":{'  # a header without its white space and the contents of its strings
+_OTHER_KEYS = ("type", "id", "tool_call_id")  # with a text, or a number, as their value
+_KEYS = (*NAME_KEYS, *ARGUMENTS_KEYS, *_OTHER_KEYS, "function")
+_NAME = re.compile(r"[\w.:-]*")
+_PREFIX, _COUNT = "functions.", ":"  # around a tool's name, of which neither can be a part
+_KEY = re.compile(r'[^<>"\n]*')
+_WORD = re.compile(r"[\w.+-]*")
+_TEXT = (STRING,)
+_TEXT_TYPES = frozenset({STRING, QUOTED})
+_KINDS = {"true": _TEXT, "false": ("array", "boolean", "integer", "null", "number", "object")}
 
 
-_KEY, _NAME = 2, 4  # characters of the shape that are read inside of these strings
+class NotACallError(Exception):
+    """What is being read is no call: its text is content, unless the call was emitted already."""
 
 
-_STRUCTURE = re.compile(r'["{}\[\]<]')
-_IN_STRING = re.compile(r'["\\]')
+class UndecidedError(NotACallError):
+    """The header alone does not say whether this is a call."""
 
 
-class ToolParser(ABC):
-    """Splits one output into content and calls of the tools in ``names``, with the same result however it is cut.
+class ToolParser(StreamParser):
+    """Splits one output into content and calls of the tools in ``names``, the parameters of which have these
+    ``types``. ``exact``: a grammar writes the calls.
 
-    A call is emitted when its arguments begin, and these as they arrive, as the model wrote them. Text that turns out
-    to be no call, or a call of another tool, is content, markers included. Space between content and a call belongs to
-    neither; more than ``MAX_MARKER_SPACE`` characters of it are content. With ``exact``, which says that a grammar
-    writes the calls, a header whose keys are in another order is content too.
+    A call is emitted when its arguments begin, and these as they arrive: JSON as the model wrote it, and what is
+    between tags as JSON by the types in the tool's schema. Calls in the notations of Python and Gemma, and those in
+    JSON that have their arguments before their name, are emitted when they are complete; the latter with ``exact``
+    never. Text that turns out to be no call, or a call of another tool, is content, marks included. Space between
+    content and a call belongs to neither; more than ``MAX_MARKER_SPACE`` characters of it are content.
 
     At most one gap and ``MAX_CALL_CHARS`` characters are held back. Text is read once, and once more if it was no call.
     Inside of a body that was read as a whole and rejected, only calls that can be emitted while they stream are looked
     for, so that nested beginnings do not make it quadratic.
     """
 
-    marker: str  # begins a call anywhere in a text
-
-    def __init__(self, names: Collection[str], *, exact: bool = False) -> None:
+    def __init__(
+        self,
+        tool_format: ToolFormat,
+        names: Collection[str],
+        types: Mapping[str, ParameterTypes] = {},
+        *,
+        exact: bool = False,
+    ) -> None:
+        super().__init__()
+        self._format = tool_format
         self._names = frozenset(names)
+        self._types = types
         self._exact = exact
-        self._source = StreamReader()
-        self._parts: list[OutputPart] = []
+        self._marks = tool_format.begin.split()
         self._last_is_call = False  # the last emitted part belongs to a call
-        self._search = MarkerSearch(self.marker)
         self._gap = TrailingSpace()
-        self._opening = ""  # the space and the marker before the possible call
-        self._start = 0  # position in the output at which that call begins
+        self._opening = ""  # the space and the mark before the possible call
+        self._start = 0  # position in the output at which what is being read begins
+        self._limit = 0  # position that it may reach while it is undecided what it is
         self._rejected_until = 0  # position up to which a whole body was read and rejected
-        self._header = ToolCallHeaderParser(self._names)
-        self._body = TextBuffer()
-        self._end = JsonObjectScanner()
-        self._state: Callable[[], None] = self._read_content
 
-    def push(self, text: str) -> list[OutputPart]:
-        """Returns the parts that are certain now."""
-        self._source.push(text)
-        self._run()
-        return self._drain()
-
-    def finish(self) -> list[OutputPart]:
-        """Returns what was held back, at the end of the output."""
-        self._run()
-        while self._finish_state():
-            self._run()
-        return self._drain()
-
-    @abstractmethod
-    def _read_body(self) -> None:
-        """Looks for the end of a body that is read as a whole. Calls ``_finish_body`` or ``_reject_body``."""
-
-    @abstractmethod
-    def _finish_incomplete_body(self) -> None:
-        """Handles an output that ends inside of such a body."""
-
-    @abstractmethod
-    def _read_closing(self) -> None:
-        """Reads what the format has after the arguments of a call."""
-
-    def _run(self) -> None:
-        while self._source.has_more():
-            self._state()
-
-    def _drain(self) -> list[OutputPart]:
-        parts, self._parts = self._parts, []
-        return merge_adjacent(parts) if len(parts) > 1 else parts
-
-    def _finish_state(self) -> bool:
-        """Ends the current state at the end of the output. Returns whether text was put back to be read again."""
-        if self._state == self._read_content:
-            self._finish_content()
-        elif self._state == self._read_header:
-            self._reject(self._header.consumed.take())
-        elif self._state == self._read_body:
-            self._finish_incomplete_body()
-        return self._source.has_more()
-
-    def _read_content(self) -> None:
-        """Reads content up to the marker."""
-        content, found = self._search.read(self._source)
-        self._emit_content(self._gap.push(content))
-        if found:
-            self._begin_call(self._gap.take() + self.marker)
-
-    def _finish_content(self) -> None:
-        """Drops the space after a call that ends the output."""
-        content = self._gap.take() + self._search.take()
-        if not self._last_is_call or content.strip(SPACE):
+    def _parse(self) -> Steps[None]:
+        if self._format.preface:
+            yield from self._reads(self._format.preface)
+        if self._format.bare:
+            yield from self._read_bare()
+        search = MarkerSearch(self._marks[0]) if self._marks else None
+        while (yield from self._more()):
+            if search is None:
+                self._emit_content(self._gap.push(self._source.take(len(self._source.text))))
+                continue
+            content, found = search.read(self._source)
+            self._emit_content(self._gap.push(content))
+            if found:
+                yield from self._read_section(self._gap.take() + self._marks[0])
+        content = self._gap.take() + ("" if search is None else search.take())
+        if not self._last_is_call or content.strip(SPACE):  # else it is the space after the last call
             self._emit_content(content)
-
-    def _begin_call(self, opening: str) -> None:
-        """Starts reading a possible call after ``opening``."""
-        self._opening, self._start = opening, self._source.position
-        self._header, self._state = ToolCallHeaderParser(self._names), self._read_header
-
-    def _read_header(self) -> None:
-        status = self._header.read(self._source)
-        if status is HeaderStatus.ARGUMENTS:
-            self._parts.append(ToolCallStart(self._header.name))
-            self._last_is_call, self._end, self._state = True, JsonObjectScanner(), self._read_arguments
-        elif status is HeaderStatus.NOT_A_CALL or (
-            status is HeaderStatus.NEEDS_BODY and (self._exact or self._start < self._rejected_until)
-        ):
-            self._reject(self._header.consumed.take())
-        elif status is HeaderStatus.NEEDS_BODY:
-            self._source.put_back(self._header.consumed.take())
-            self._body, self._end, self._state = TextBuffer(), JsonObjectScanner(), self._read_body
-
-    def _read_arguments(self) -> None:
-        source = self._source
-        end = self._end.find(source.text, source.at, len(source.text))
-        arguments = source.take(len(source.text) if end is None else end)
-        if arguments:
-            self._parts.append(ToolCallArguments(arguments))
-        if end is not None:
-            self._state = self._read_closing
-
-    def _finish_body(self, closing: str = "") -> None:
-        """Emits the body that was read as a call, or rejects it. ``closing`` is the marker that was read after it."""
-        body = self._body.take()
-        call = parse_call(body, self._names)
-        if call is None:
-            self._reject_body(body, closing)
-        else:
-            self._parts += [ToolCallStart(call[0]), ToolCallArguments(call[1])]
-            self._last_is_call = True
-            self._after_call()
-
-    def _reject_body(self, body: str, closing: str = "") -> None:
-        self._rejected_until = self._start + len(body)
-        self._reject(body + closing)
-
-    def _reject(self, body: str) -> None:
-        """Emits ``opening`` as content, as no call begins here, and puts the body back: a call may begin inside
-        of it.
-        """
-        self._emit_content(self._opening)
-        self._source.put_back(body)
-        self._state = self._read_content
-
-    def _after_call(self) -> None:
-        """Sets the state after a call."""
-        self._state = self._read_content
 
     def _emit_content(self, text: str) -> None:
         if text:
             self._parts.append(Content(text))
             self._last_is_call = False
 
-    def _body_limit(self) -> int:
-        """The index in the source at which this body reaches ``MAX_CALL_CHARS``, at most the end of the text."""
-        return min(len(self._source.text), self._source.at + MAX_CALL_CHARS - (self._source.position - self._start))
+    # What calls are written in
 
+    def _read_bare(self) -> Steps[None]:
+        """Reads calls at the beginning of the output, where their mark may be missing."""
+        log = self._begin(MAX_MARKER_SPACE)
+        begins = False
+        try:
+            yield from self._skip_space()
+            if self._marks and (yield from self._reads(self._marks[0])):
+                begins = True
+            elif (yield from self._more()):
+                begins = self._begins_bare(self._source.text[self._source.at])
+        except NotACallError:
+            pass
+        opening, self._source.log = log.take(), None
+        if begins:
+            yield from self._read_section(opening)
+        else:
+            self._source.put_back(opening)
 
-class HeaderStatus(Enum):
-    """What the text read so far says about a body."""
+    def _begins_bare(self, character: str) -> bool:
+        if isinstance(self._format.call, NamedCall):
+            return not character.isspace()
+        return character == ("[" if self._format.listed else "{")
 
-    INCOMPLETE = auto()
-    NOT_A_CALL = auto()
-    ARGUMENTS = auto()  # the arguments begin at the cursor
-    NEEDS_BODY = auto()  # a possible call with its keys in another order: only the whole body decides
+    def _read_section(self, opening: str) -> Steps[None]:
+        """Reads the calls after ``opening``, which is content if there is none."""
+        self._opening = opening
+        self._begin(MAX_HEADER_CHARS)
+        try:
+            for mark in self._marks[1:]:
+                yield from self._expect(mark)
+            if self._format.listed:
+                yield from self._skip_space()
+                yield from self._reads("[")
+            yield from self._read_call()
+            while (yield from self._reads_another()):
+                yield from self._read_call()
+        except NotACallError:
+            self._emit_content(self._opening)
+            if self._source.log is not None:
+                self._source.put_back(self._source.log.take())
+        self._source.log = None
 
+    def _begin(self, length: int) -> TextBuffer:
+        """What is read from here on, and logged, is put back if it is neither a call nor what stands between calls. At
+        most ``length`` characters may leave that undecided.
+        """
+        self._source.log = log = TextBuffer()
+        self._start = self._source.position
+        self._limit = self._start + length
+        return log
 
-class ToolCallHeaderParser:
-    """Reads the header ``{"name": "...", "arguments": `` of a call of one of ``names``, at most ``MAX_HEADER_CHARS``
-    characters. ``name`` is the tool's, ``consumed`` the text that was read.
-    """
+    def _reads_another(self) -> Steps[bool]:
+        """Reads what stands after a call. Returns whether another call of the section may be next, false at the end of
+        the section. Raises ``NotACallError`` if it is neither.
+        """
+        self._begin(MAX_MARKER_SPACE)
+        yield from self._skip_space()
+        if self._format.listed and (yield from self._reads("]")):
+            self._begin(MAX_MARKER_SPACE)
+            if self._format.end:
+                yield from self._read_marks(self._format.end)
+            return False
+        if self._format.end and (yield from self._reads(self._format.end.split()[0])):
+            return False
+        for separator in ",;":
+            if (yield from self._reads(separator)):
+                yield from self._skip_space()
+        if self._format.bare and self._marks and (yield from self._reads(self._marks[0])):
+            yield from self._skip_space()
+        if self._format.between is None:
+            raise NotACallError
+        return (yield from self._more())
 
-    def __init__(self, names: Collection[str]) -> None:
-        self.name = ""
-        self.consumed = TextBuffer()
-        self._names = names
-        self._matched = 0  # characters of the shape
-        self._string: str | None = None  # the beginning of the string that is being read
+    def _skip_space(self) -> Steps[None]:
+        """Reads white space. Raises ``UndecidedError`` if it reaches the limit."""
+        source = self._source
+        while (yield from self._more()):
+            source.advance(source.space_end(min(len(source.text), source.at + self._limit + 1 - source.position)))
+            if source.position > self._limit:
+                raise UndecidedError
+            if source.at < len(source.text):
+                return
 
-    def read(self, source: StreamReader) -> HeaderStatus:
-        """Reads on until the status is known. Does not read the bracket that begins the arguments."""
-        status = HeaderStatus.INCOMPLETE
-        while (
-            status is HeaderStatus.INCOMPLETE and source.at < len(source.text) and len(self.consumed) < MAX_HEADER_CHARS
-        ):
-            end = min(len(source.text), source.at + MAX_HEADER_CHARS - len(self.consumed))
-            status = self._read_symbol(source, end) if self._string is None else self._read_string(source, end)
-        is_long = status is HeaderStatus.INCOMPLETE and len(self.consumed) >= MAX_HEADER_CHARS
-        return HeaderStatus.NEEDS_BODY if is_long else status
+    def _expect(self, mark: str, error: type[NotACallError] = NotACallError) -> Steps[None]:
+        """Reads white space and ``mark``. Raises ``error`` if it is not there."""
+        yield from self._skip_space()
+        if not (yield from self._reads(mark)):
+            raise error
 
-    def _read_symbol(self, source: StreamReader, end: int) -> HeaderStatus:
-        self.consumed.push(source.take(source.space_end(end)))
-        if source.at == end:
-            return HeaderStatus.INCOMPLETE
-        symbol = source.text[source.at]
-        if symbol != _SHAPE[self._matched]:
-            return HeaderStatus.NOT_A_CALL if self._matched < _KEY else HeaderStatus.NEEDS_BODY
-        self._matched += 1
-        if self._matched == len(_SHAPE):
-            return HeaderStatus.ARGUMENTS
-        self.consumed.push(source.take(source.at + 1))
-        self._string = "" if symbol == '"' else None
-        return HeaderStatus.INCOMPLETE
+    def _read_marks(self, marks: str) -> Steps[None]:
+        """Reads the words of ``marks``, between which white space may be or not. Raises ``NotACallError``."""
+        for mark in marks.split():
+            yield from self._expect(mark)
 
-    def _read_string(self, source: StreamReader, end: int) -> HeaderStatus:
-        at = source.text.find('"', source.at, end)
-        string = (self._string or "") + source.text[source.at : end if at < 0 else at]
-        self.consumed.push(source.take(end if at < 0 else at + 1))
-        self._string = string if at < 0 else None
-        if self._matched == _KEY:
-            return self._read_key(string, ended=at >= 0)
-        if self._matched == _NAME:
-            return self._read_name(string, ended=at >= 0)
-        return HeaderStatus.INCOMPLETE if _begins(string, _ARGUMENTS, ended=at >= 0) else HeaderStatus.NEEDS_BODY
+    def _read_word(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Reads the characters of ``pattern``, possibly none. Raises ``UndecidedError`` if they reach the limit."""
+        source, word = self._source, ""
+        while (yield from self._more()):
+            found = pattern.match(source.text, source.at, source.at + self._limit + 1 - source.position)
+            word += source.take(source.at if found is None else found.end())
+            if source.position > self._limit:
+                raise UndecidedError
+            if source.at < len(source.text):
+                break
+        return word
 
-    def _read_key(self, key: str, *, ended: bool) -> HeaderStatus:
-        if not _begins(key, _KEYS, ended=ended):
-            return HeaderStatus.NOT_A_CALL
-        return HeaderStatus.NEEDS_BODY if ended and key != "name" else HeaderStatus.INCOMPLETE
+    # Calls
 
-    def _read_name(self, name: str, *, ended: bool) -> HeaderStatus:
-        self.name, escape, _ = name.partition("\\")
-        if not _begins(self.name, self._names, ended=ended and not escape):
-            return HeaderStatus.NOT_A_CALL
-        return HeaderStatus.NEEDS_BODY if escape else HeaderStatus.INCOMPLETE
+    def _read_call(self) -> Steps[None]:
+        """Reads one call. Raises ``NotACallError``, if it has not been emitted, or if what follows is no part of it."""
+        self._start = self._source.position
+        self._limit = self._start + MAX_HEADER_CHARS
+        call = self._format.call
+        if isinstance(call, JsonCall):
+            yield from self._read_json_call()
+        elif isinstance(call, NamedCall):
+            yield from self._read_named_call(call)
+        elif isinstance(call, TaggedCall):
+            yield from self._read_tagged_call(call)
+        elif isinstance(call, PythonCall):
+            yield from self._read_python_call()
+        else:
+            yield from self._read_gemma_call(call)
+
+    def _read_head(self, head: str, skipped: str = "") -> Steps[str]:
+        """Reads the name of a tool, and the marks around it."""
+        before, after = head.replace(f"{_COUNT}{{number}}", "").split("{name}")
+        yield from self._read_marks(before.removesuffix(_PREFIX))
+        yield from self._skip_space()
+        name = (yield from self._read_word(_NAME)).removeprefix(_PREFIX).partition(_COUNT)[0]
+        if name not in self._names:
+            raise NotACallError
+        if not skipped:
+            yield from self._read_marks(after)
+        else:
+            if (yield from self._reads(skipped)):
+                yield from self._read_word(_WORD)
+            yield from self._reads(after)
+        return name
+
+    def _commit(self, name: str) -> None:
+        """Emits the beginning of a call: what was read up to here is no content."""
+        self._parts.append(ToolCallStart(name))
+        self._last_is_call, self._opening, self._source.log = True, "", None
+
+    def _emit_arguments(self, text: str) -> None:
+        if text:
+            self._parts.append(ToolCallArguments(text))
+
+    def _emit_whole(self, name: str, read: Callable[[], str]) -> None:
+        """Emits a call with the arguments that ``read`` returns. Raises ``NotACallError`` if it raises ``ValueError``,
+        or returns nothing.
+        """
+        try:
+            arguments = read()
+        except ValueError:
+            arguments = ""
+        if not arguments:
+            self._rejected_until = self._source.position
+            raise NotACallError
+        self._commit(name)
+        self._emit_arguments(arguments)
+
+    def _read_named_call(self, call: NamedCall) -> Steps[None]:
+        name = yield from self._read_head(call.head, call.skipped)
+        yield from self._skip_space()
+        if not (yield from self._next_is("{")):
+            raise NotACallError
+        self._commit(name)
+        yield from self._stream_object()
+        if call.tail:
+            self._begin(MAX_MARKER_SPACE)
+            yield from self._read_marks(call.tail)
+
+    def _next_is(self, character: str) -> Steps[bool]:
+        return (yield from self._more()) and self._source.text[self._source.at] == character
+
+    def _read_python_call(self) -> Steps[None]:
+        name = yield from self._read_head("{name}(")
+        body = yield from self._read_whole(BracketScanner(PYTHON_STRUCTURE, depth=1))
+        self._emit_whole(name, lambda: python_arguments(body.removesuffix(")")) if body.endswith(")") else "")
+
+    def _read_gemma_call(self, call: GemmaCall) -> Steps[None]:
+        name = yield from self._read_head("call:{name}")
+        body, _ = yield from self._read_until(call.tail)
+        self._emit_whole(name, lambda: gemma_arguments(body.strip(), call.quote))
+
+    def _left(self) -> int:
+        """The index in the source at which what is being read has ``MAX_CALL_CHARS``, at most the end of the text."""
+        source = self._source
+        return min(len(source.text), source.at + self._start + MAX_CALL_CHARS - source.position)
+
+    def _check_length(self) -> None:
+        if self._source.position - self._start >= MAX_CALL_CHARS:
+            self._rejected_until = self._source.position
+            raise NotACallError
+
+    def _read_whole(self, scanner: BracketScanner) -> Steps[str]:
+        """Reads to the end that ``scanner`` finds. Raises ``NotACallError`` where a body was rejected before, for one
+        that is too long, and for one without an end.
+        """
+        source, body = self._source, TextBuffer()
+        if self._start < self._rejected_until:
+            raise NotACallError
+        while (yield from self._more()):
+            end = scanner.find(source.text, source.at, self._left())
+            body.push(source.take(self._left() if end is None else end))
+            if end is not None:
+                return body.take()
+            self._check_length()
+        self._rejected_until = source.position
+        raise NotACallError
+
+    def _read_until(self, mark: str) -> Steps[tuple[str, bool]]:
+        """Reads to the end of ``mark``. Returns the text before it, and whether it was there before the output ended.
+        Raises as ``_read_whole`` does.
+        """
+        search, body = MarkerSearch(mark), TextBuffer()
+        if self._start < self._rejected_until:
+            raise NotACallError
+        while (yield from self._more()):
+            text, found = search.read(self._source, self._left())
+            body.push(text)
+            if found:
+                return body.take(), True
+            self._check_length()
+        return body.take() + search.take(), False
+
+    # JSON
+
+    def _read_json_call(self) -> Steps[None]:
+        try:
+            name, depth = yield from self._read_json_header()
+        except UndecidedError:
+            yield from self._read_whole_json()
+            return
+        self._commit(name)
+        yield from self._stream_object()
+        self._begin(MAX_MARKER_SPACE)
+        yield from self._close_objects(depth)
+
+    def _read_json_header(self) -> Steps[tuple[str, int]]:
+        """Reads ``{"name": "get", "arguments": ``, possibly with other keys before them, or inside of an object
+        ``function``. Returns the name and the number of objects around the arguments, whose bracket is next. Raises
+        ``UndecidedError`` where only the whole object decides, and otherwise ``NotACallError`` as soon as it is none.
+        """
+        depth, name, missing = 1, "", NotACallError
+        yield from self._expect("{")
+        while True:
+            key = yield from self._read_string(_KEYS, missing)
+            missing = UndecidedError
+            yield from self._expect(":", missing)
+            if key in NAME_KEYS:
+                name = yield from self._read_string(self._names, NotACallError)
+            elif key == "function":
+                yield from self._expect("{", missing)
+                depth += 1
+                continue
+            elif key in _OTHER_KEYS:
+                yield from self._skip_value()
+            else:
+                break
+            yield from self._expect(",", missing)
+        yield from self._skip_space()
+        if not name or not (yield from self._next_is("{")):
+            raise UndecidedError
+        return name, depth
+
+    def _read_string(self, known: Collection[str], unknown: type[NotACallError]) -> Steps[str]:
+        """Reads a string of ``known``. Raises ``unknown`` as soon as it is none of them, and ``UndecidedError`` if it
+        has an escape or reaches the limit.
+        """
+        yield from self._expect('"', unknown)
+        source, string = self._source, ""
+        while (yield from self._more()):
+            stop = min(len(source.text), source.at + self._limit + 1 - source.position)
+            at = source.text.find('"', source.at, stop)
+            string += source.text[source.at : stop if at < 0 else at]
+            source.advance(stop if at < 0 else at + 1)
+            text, escape, _ = string.partition("\\")
+            if not _begins(text, known, ended=at >= 0 and not escape):
+                raise unknown
+            if escape or source.position > self._limit:
+                raise UndecidedError
+            if at >= 0:
+                return string
+        raise NotACallError
+
+    def _skip_value(self) -> Steps[None]:
+        """Reads a string, a number or a word that means nothing here."""
+        yield from self._skip_space()
+        if not (yield from self._next_is('"')):
+            yield from self._read_word(_WORD)
+            return
+        yield from self._skip_to(BracketScanner(), self._limit)
+
+    def _skip_to(self, scanner: BracketScanner, limit: int) -> Steps[None]:
+        """Reads to the end that ``scanner`` finds. Raises ``UndecidedError`` if it is not before ``limit``."""
+        source = self._source
+        while (yield from self._more()):
+            stop = min(len(source.text), source.at + limit - source.position)
+            end = scanner.find(source.text, source.at, stop)
+            source.advance(stop if end is None else end)
+            if end is not None:
+                return
+            if source.position >= limit:
+                break
+        raise UndecidedError
+
+    def _stream_object(self) -> Steps[None]:
+        """Emits an object as it arrives."""
+        source, scanner = self._source, BracketScanner()
+        while (yield from self._more()):
+            end = scanner.find(source.text, source.at, len(source.text))
+            self._emit_arguments(source.take(len(source.text) if end is None else end))
+            if end is not None:
+                return
+
+    def _close_objects(self, depth: int) -> Steps[None]:
+        """Reads the rest of the objects around the arguments. Raises ``NotACallError`` if it is too long."""
+        for _ in range(depth):
+            yield from self._skip_space()
+            if (yield from self._next_is(",")):
+                yield from self._skip_to(BracketScanner(depth=1), self._start + MAX_HEADER_CHARS)
+            elif not (yield from self._reads("}")):
+                return
+
+    def _read_whole_json(self) -> Steps[None]:
+        """Reads a call whose keys are in an order that only the whole object makes sense of."""
+        log, length = self._source.log, self._source.position - self._start
+        if self._exact or log is None:
+            raise NotACallError
+        self._source.put_back(log.last(length))
+        body = yield from self._read_whole(BracketScanner())
+        call = parse_call(body, self._names)
+        self._emit_whole("" if call is None else call[0], lambda: "" if call is None else call[1])
+
+    # Tags
+
+    def _read_tagged_call(self, call: TaggedCall) -> Steps[None]:
+        """Reads a call whose arguments are between tags. It is one as soon as the first of them begins, or where it
+        ends without any.
+        """
+        name = yield from self._read_head(call.head)
+        types, before = self._types.get(name, {}), "{"
+        try:
+            while (found := (yield from self._read_key(call))) is not None:
+                key, kind = found
+                if before == "{":
+                    self._commit(name)
+                self._emit_arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
+                if not (yield from self._read_value(call, _KINDS.get(kind) or types.get(key, _TEXT))):
+                    return  # the output ended
+                before = ", "
+                self._begin(MAX_HEADER_CHARS)
+            yield from self._read_marks(call.tail)
+        except NotACallError:
+            if before == "{":
+                raise
+            if self._is_cut_off(call):
+                return
+            self._emit_arguments("}")
+            raise
+        if before == "{":
+            self._commit(name)
+        self._emit_arguments("{}" if before == "{" else "}")
+
+    def _read_key(self, call: TaggedCall) -> Steps[tuple[str, str] | None]:
+        """Reads the tag of an argument. Returns the argument's name, and the word that says whether it is a string;
+        None if no argument is next.
+        """
+        first, *others = PLACES.split(call.key)[0].split()
+        between, _, after = call.key.partition("{key}")[2].partition("{kind}")
+        yield from self._skip_space()
+        if not (yield from self._reads(first)):
+            return None
+        for mark in others:
+            yield from self._expect(mark)
+        key = yield from self._read_word(_KEY)
+        yield from self._read_marks(between)
+        kind = (yield from self._read_word(_WORD)) if after else ""
+        yield from self._read_marks(after)
+        return key, kind
+
+    def _is_cut_off(self, call: TaggedCall) -> bool:
+        """Whether the output ended inside of a tag, which is dropped."""
+        rest = self._source.text[self._source.at :].strip(SPACE)
+        ended = self._ended and any(tag.startswith(rest) for tag in (call.tail, call.key))
+        if ended:
+            self._source.advance(len(self._source.text))
+        return ended
+
+    def _read_value(self, call: TaggedCall, types: Collection[str]) -> Steps[bool]:
+        """Emits the value of an argument. Returns whether it ended before the output."""
+        trim, mark = call.key.endswith("\n"), call.value_end.split()[0]
+        if STRING in types and not (set(types) - _TEXT_TYPES or (self._exact and QUOTED in types)):
+            return (yield from self._stream_text(mark, "", trim=trim))
+        source, search, body = self._source, MarkerSearch(mark), TextBuffer()
+        begin = source.position
+        while (yield from self._more()):
+            stop = min(len(source.text), source.at + begin + MAX_CALL_CHARS - source.position)
+            text, found = search.read(source, stop)
+            body.push(text)
+            if found:
+                value = body.take()
+                value = value.removeprefix("\n").removesuffix("\n") if trim else value
+                self._emit_arguments(to_json(value, types, exact=self._exact))
+                return True
+            if source.position - begin >= MAX_CALL_CHARS:  # too long to be held back: a text
+                source.put_back(search.take())
+                return (yield from self._stream_text(mark, body.take(), trim=trim))
+        return False
+
+    def _stream_text(self, mark: str, begun: str, *, trim: bool) -> Steps[bool]:
+        """Emits a text up to ``mark`` as a string of JSON while it arrives, without the line breaks at its ends if it
+        is to ``trim``. Returns whether the mark was found.
+        """
+        search, is_first, held = MarkerSearch(mark), trim, ""
+        self._emit_arguments('"')
+        while (yield from self._more()):
+            text, found = search.read(self._source)
+            text, begun = begun + text, ""
+            if is_first and text:
+                text, is_first = text.removeprefix("\n"), False
+            text, held = held + text, ""
+            if trim and text.endswith("\n"):
+                text, held = text[:-1], "\n"
+            self._emit_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+            if found:
+                self._emit_arguments('"')
+                return True
+        return False
 
 
 def _begins(string: str, known: Collection[str], *, ended: bool) -> bool:
@@ -264,55 +566,10 @@ def _begins(string: str, known: Collection[str], *, ended: bool) -> bool:
     return string in known if ended else any(each.startswith(string) for each in known)
 
 
-class JsonObjectScanner:
-    """Finds the end of one JSON object in text that arrives in pieces, by counting its brackets."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-
-    def find(self, text: str, start: int, stop: int) -> int | None:
-        """The index at which the object ends in ``text[start:stop]``, which continues the text of earlier calls; None
-        if it does not end there. A marker outside of its strings, which cannot be JSON, ends it too.
-        """
-        at = start
-        while at < stop:
-            if self._escaped:
-                self._escaped, at = False, at + 1
-                continue
-            found = (_IN_STRING if self._in_string else _STRUCTURE).search(text, at, stop)
-            if found is None:
-                return None
-            if found[0] == "<":
-                return found.start()
-            at = found.end()
-            self._take(found[0])
-            if self._depth == 0 and not self._in_string:
-                return at
-        return None
-
-    def _take(self, symbol: str) -> None:
-        if symbol == "\\":
-            self._escaped = True
-        elif symbol == '"':
-            self._in_string = not self._in_string
-        else:
-            self._depth += 1 if symbol in "{[" else -1
-
-
-def parse_call(body: str, names: Collection[str]) -> tuple[str, str] | None:
-    """The name and the arguments, as JSON, of a whole call of one of ``names``; None if ``body`` is none. Its keys may
-    come in any order, and the arguments may be an object, a string that holds one, or absent.
-    """
-    try:
-        call = json.loads(body)
-        name = call["name"]
-        arguments = call.get("arguments", call.get("parameters", {}))
-        is_text = isinstance(arguments, str)
-        is_object = isinstance(json.loads(arguments) if is_text else arguments, dict)
-        text = arguments if is_text else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        text.encode()  # raises for half of a surrogate pair, which JSON can escape but UTF-8 cannot encode
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        return None
-    return (name, text) if is_object and isinstance(name, str) and name in names else None
+def new_tool_parser(
+    tool_format: ToolFormat, names: Collection[str], types: Mapping[str, ParameterTypes] = {}, *, exact: bool = False
+) -> StreamParser:
+    """A parser for one output in this format. The arguments are those of ``ToolParser``."""
+    if tool_format is HARMONY:
+        return HarmonyParser(names)
+    return ToolParser(tool_format, names, types, exact=exact)

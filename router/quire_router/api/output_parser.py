@@ -7,10 +7,17 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from quire_proto.sampling import FinishReason
+from quire_proto.text.harmony import HarmonyParser
 from quire_proto.text.reasoning import ReasoningParser
-from quire_proto.text.stream_scanner import Content, OutputPart, Reasoning, ToolCallArguments, ToolCallStart
-from quire_proto.text.tool_formats import new_tool_parser
-from quire_proto.text.tool_parser import ToolParser
+from quire_proto.text.stream_scanner import (
+    Content,
+    OutputPart,
+    Reasoning,
+    StreamParser,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from quire_proto.text.tool_parser import new_tool_parser
 
 from quire_router.api.prepared_request import PreparedRequest, ReasoningPlacement
 from quire_router.core.generation import Delta
@@ -57,7 +64,7 @@ class OutputParser:
         self,
         choice: str,
         reasoning_parser: ReasoningParser | None,
-        tool_parser: ToolParser | None,
+        tool_parser: StreamParser | None,
         *,
         hide_reasoning: bool = False,
     ) -> None:
@@ -138,16 +145,27 @@ def call_digest(choice: str, number: int) -> str:
 
 def create_parsers(prepared: PreparedRequest) -> list[OutputParser]:
     """Returns a parser for each choice of a request that ``is_parsed``."""
-    first, options, tokenizer = prepared.first, prepared.response_options, prepared.tokenizer
-    tool_format = tokenizer.tool_format if options.tools else None
-    exact = prepared.first.params.structured is not None  # with tools the grammar is always of calls
-    opened = prepared.has_reasoning and tokenizer.starts_in_reasoning(first.prompt_token_ids)
+    options, request_id = prepared.response_options, prepared.first.request_id
     return [
         OutputParser(
-            choice_name(first.request_id, index),
-            ReasoningParser(opened=opened) if prepared.has_reasoning else None,
-            new_tool_parser(tool_format, options.tools, exact=exact) if tool_format is not None else None,
+            choice_name(request_id, index),
+            *_new_parsers(prepared),
             hide_reasoning=options.thoughts is ReasoningPlacement.HIDDEN,
         )
         for index in range(prepared.num_choices)
     ]
+
+
+def _new_parsers(prepared: PreparedRequest) -> tuple[ReasoningParser | None, StreamParser | None]:
+    """Returns the parsers of reasoning and of tool calls, which are one for Harmony."""
+    first, options, tokenizer = prepared.first, prepared.response_options, prepared.tokenizer
+    marks = tokenizer.reasoning if prepared.has_reasoning else None
+    if marks is not None and marks.is_harmony:
+        return None, HarmonyParser(options.tools)
+    reasoning_parser = None
+    if marks is not None:
+        reasoning_parser = ReasoningParser(marks, opened=tokenizer.starts_in_reasoning(first.prompt_token_ids))
+    if not options.tools or tokenizer.tool_format is None:
+        return reasoning_parser, None
+    exact = first.params.structured is not None  # with tools the grammar is always of calls
+    return reasoning_parser, new_tool_parser(tokenizer.tool_format, options.tools, options.tool_types, exact=exact)

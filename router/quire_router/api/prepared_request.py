@@ -16,7 +16,9 @@ from typing import Protocol, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 from quire_proto.convert import sampling_to_proto
 from quire_proto.errors import internal, invalid
+from quire_proto.structured_output import Structured, StructuredKind
 from quire_proto.text.tokenizer import ModelTokenizer
+from quire_proto.text.tool_arguments import parameter_types
 
 from quire_router.api.auth import Identity
 from quire_router.api.schemas.openai import Api, ChatRequest, GenerationBody
@@ -51,8 +53,10 @@ class ResponseOptions(BaseModel):
     ``include_usage`` ends a stream with the usage, and with ``continuous_usage`` each chunk before has it too.
     ``logprobs`` and ``prompt_logprobs`` are how many most probable tokens are shown beside each token of the output and
     of the prompt; None shows no log-probabilities. ``tools`` are the names of the tools that a chat's model may call,
-    and ``thoughts`` is where the reasoning is shown. ``api`` is the API that the response is written in, and its
-    output is ``cut`` where it may have fewer tokens than the client asked for, as the model's context ends.
+    ``tool_types`` the types of their parameters that are no strings, and ``thoughts`` is where the reasoning is shown.
+    ``form`` is the parameter that asks for a form of the answer, empty where there is none or a grammar of the client.
+    ``api`` is the API that the response is written in, and its output is ``cut`` where it may have fewer tokens than
+    the client asked for, as the model's context ends.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")  # a newer router may know more
@@ -62,7 +66,9 @@ class ResponseOptions(BaseModel):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     tools: tuple[str, ...] = ()
+    tool_types: Mapping[str, Mapping[str, tuple[str, ...]]] = {}
     thoughts: ReasoningPlacement = ReasoningPlacement.SEPARATE
+    form: str = ""
     api: Api = Api.OPENAI
     cut: bool = False
 
@@ -72,11 +78,13 @@ class ResponseOptions(BaseModel):
         streamed always has its usage.
         """
         return cls(
+            form=_form(request.structured),
             include_usage=request.include_usage or not request.stream,
             continuous_usage=request.continuous_usage,
             logprobs=request.output_logprobs,
             prompt_logprobs=request.prompt_logprobs,
             tools=_callable_tool_names(request),
+            tool_types=_tool_types(request),
             thoughts=_reasoning_placement(request),
             api=request.api,
             cut=request.output_limit is not None and request.output_limit > max_tokens,
@@ -102,9 +110,21 @@ def _callable_tool_names(request: GenerationBody) -> tuple[str, ...]:
     return tuple(tool.function.name for tool in request.callable_tools) if isinstance(request, ChatRequest) else ()
 
 
+def _form(structured: Structured | None) -> str:
+    return "" if structured is None or structured.kind is StructuredKind.GRAMMAR else structured.param
+
+
+def _tool_types(request: GenerationBody) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
+    tools = request.callable_tools if isinstance(request, ChatRequest) else ()
+    types = {tool.function.name: parameter_types(tool.function.schema_of_arguments) for tool in tools}
+    return {name: each for name, each in types.items() if each}
+
+
 def _reasoning_placement(request: GenerationBody) -> ReasoningPlacement:
-    """Output that is constrained by the client's own grammar has no reasoning before it."""
-    if not isinstance(request, ChatRequest) or request.structured is not None or request.separate_reasoning is False:
+    """Output that follows a context-free grammar of the client has no reasoning before it."""
+    if not isinstance(request, ChatRequest) or request.separate_reasoning is False:
+        return ReasoningPlacement.INLINE
+    if request.structured is not None and request.structured.kind is StructuredKind.GRAMMAR:
         return ReasoningPlacement.INLINE
     return ReasoningPlacement.HIDDEN if request.include_reasoning is False else ReasoningPlacement.SEPARATE
 
@@ -141,7 +161,7 @@ class PreparedRequest:
     def has_reasoning(self) -> bool:
         """Whether a choice's text may have reasoning in it that is to be separated from its content."""
         inline = self.response_options.thoughts is ReasoningPlacement.INLINE
-        return self.first.operation == "chat" and self.tokenizer.has_reasoning and not inline
+        return self.first.operation == "chat" and self.tokenizer.reasoning is not None and not inline
 
     @property
     def is_parsed(self) -> bool:

@@ -25,6 +25,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, StatusCode
 from quire_proto.errors import ErrorCode, QuireError, internal
+from quire_proto.structured_output import StructuredKind
 from quire_proto.telemetry import Attribute, Span
 from quire_proto.text.detokenizer import REPLACEMENT, OutputTextStream
 from quire_proto.text.tokenizer import ModelTokenizer
@@ -476,15 +477,18 @@ def started_choices(cursor: StreamCursor, choices: int) -> Container[int]:
 
 
 def _response(prepared: PreparedRequest, deltas: AsyncGenerator[Delta], cursor: StreamCursor) -> Response:
-    """Adds the prompt to each choice where it is echoed, and names the schema at fault where tools are constrained."""
+    """Adds the prompt to each choice where it is echoed, and names the schema at fault where the grammar is the
+    router's.
+    """
     if prepared.first.echo:
         known = started_choices(cursor, prepared.num_choices)
         deltas = OwnedDeltaStream(
             with_prompt_echo(deltas, prepared.generations, prepared.tokenizer, known), deltas.aclose
         )
-    structured = prepared.first.params.structured
-    if prepared.response_options.tools and structured is not None:
-        deltas = OwnedDeltaStream(name_schema_at_fault(deltas, structured.text), deltas.aclose)
+    structured, options = prepared.first.params.structured, prepared.response_options
+    param = "tools" if options.tools else options.form
+    if structured is not None and structured.kind is StructuredKind.GRAMMAR and param:
+        deltas = OwnedDeltaStream(name_schema_at_fault(deltas, structured.text, param), deltas.aclose)
     return Response(prepared, deltas, cursor)
 
 

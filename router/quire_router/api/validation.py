@@ -18,7 +18,15 @@ from quire_proto.sampling import SamplingParams, check_length
 from quire_proto.structured_output import MAX_TEXT, Structured, StructuredKind
 from quire_proto.text.tokenizer import ModelTokenizer, encode_bad_words
 from quire_proto.text.tool_formats import ToolFormat
-from quire_proto.text.tool_grammar import ANYTHING, ReasoningState, ToolSpec, schema_on_line, tool_call_grammar
+from quire_proto.text.tool_grammar import (
+    ANYTHING,
+    ReasoningState,
+    ToolSpec,
+    UnsupportedSchemaError,
+    answer_grammar,
+    schema_on_line,
+    tool_call_grammar,
+)
 
 from quire_router.api.auth import Identity
 from quire_router.api.request_limits import check_response_size
@@ -292,11 +300,15 @@ _TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 
 def structured_of(request: GenerationBody, tokenizer: ModelTokenizer, prompt: Sequence[int]) -> Structured | None:
     """Returns what constrains the output: what the client requests, a grammar of the tool calls that it requires, or a
-    grammar of both, calls or JSON; None for free text. Raises ``QuireError`` INVALID for what cannot be enforced.
+    grammar of both, calls or JSON, each after reasoning where the model reasons; None for free text. Raises
+    ``QuireError`` INVALID for what cannot be enforced.
     """
     requested = request.structured
-    if not (isinstance(request, ChatRequest) and request.offered_tools):
+    if not isinstance(request, ChatRequest):
         return requested
+    thinking = _reasoning_state(tokenizer, prompt)
+    if not request.offered_tools:
+        return requested if requested is None else _after_reasoning(request, requested, thinking, tokenizer)
     tool_format = detect_tool_format(tokenizer)
     reply = None if requested is None else _reply(requested)
     if reply is None and not request.is_guided:
@@ -308,14 +320,43 @@ def structured_of(request: GenerationBody, tokenizer: ModelTokenizer, prompt: Se
             [_tool_spec(tool, request.call_required) for tool in request.callable_tools],
             forced=request.call_required,
             parallel=request.parallel_tool_calls is not False,
-            thinking=ReasoningState(tokenizer.has_reasoning, tokenizer.starts_in_reasoning(prompt)),
-            special=tokenizer.marker_tokens,
+            thinking=thinking,
+            tokens=tokenizer.marker_tokens,
             reply=reply,
         )
     except RecursionError:
         raise invalid("tools", "The schemas of the tools are nested too deeply.") from None
+    except UnsupportedSchemaError as error:
+        raise _unusable_parameters(error.tool, str(error)) from None
     if len(grammar) > MAX_TEXT:
         raise grammar_too_large(len(grammar))
+    return Structured(StructuredKind.GRAMMAR, grammar)
+
+
+def _reasoning_state(tokenizer: ModelTokenizer, prompt: Sequence[int]) -> ReasoningState:
+    if not tokenizer.reasons_after(prompt):
+        return ReasoningState()
+    return ReasoningState(tokenizer.reasoning, tokenizer.starts_in_reasoning(prompt))
+
+
+def _after_reasoning(
+    request: ChatRequest, requested: Structured, thinking: ReasoningState, tokenizer: ModelTokenizer
+) -> Structured:
+    """Returns the grammar of reasoning and then what the client requests: that alone where it is to stay in the
+    content. Raises ``QuireError`` as ``_reply`` does.
+    """
+    if request.separate_reasoning is False or thinking.marks is None:
+        return requested
+    if requested.kind is StructuredKind.JSON_SCHEMA:
+        _reply(requested)
+    try:
+        grammar = answer_grammar(requested, thinking, tokens=tokenizer.marker_tokens)
+    except (ValueError, RecursionError):
+        raise invalid(requested.param, "The schema is no JSON, or is nested too deeply.") from None
+    if grammar is None:
+        return requested
+    if len(grammar) > MAX_TEXT:
+        raise invalid(requested.param, f"{requested.param} and its grammar have more than {MAX_TEXT} characters.")
     return Structured(StructuredKind.GRAMMAR, grammar)
 
 
@@ -344,28 +385,34 @@ def _check_guided(request: ChatRequest) -> None:
             raise invalid(param, f"{param} and {other} exclude each other.")
 
 
-async def name_schema_at_fault(deltas: AsyncGenerator[Delta], grammar: str) -> AsyncGenerator[Delta]:
+async def name_schema_at_fault(deltas: AsyncGenerator[Delta], grammar: str, param: str) -> AsyncGenerator[Delta]:
     """Yields the same deltas; where the engine refuses the ``grammar`` of ``structured_of``, the error names the schema
-    at fault. Closes ``deltas``.
+    at fault, and otherwise ``param``. Closes ``deltas``.
     """
     async with aclosing(deltas):
         try:
             async for delta in deltas:
                 yield delta
         except QuireError as error:
-            raise _schema_error(error.message, grammar) if error.param == StructuredKind.GRAMMAR else error from None
+            raise (
+                _schema_error(error.message, grammar, param) if error.param == StructuredKind.GRAMMAR else error
+            ) from None
 
 
-def _schema_error(message: str, grammar: str) -> QuireError:
+def _schema_error(message: str, grammar: str, param: str) -> QuireError:
     """Returns the engine's error about ``grammar`` as one about the schema in the line that ``message`` names."""
     refused = _REFUSED.fullmatch(message)
     found = None if refused is None else schema_on_line(grammar, int(refused[1]))
     if refused is None or found is None:
-        return invalid("tools", message)
+        return invalid(param, message)
     tool, schema = found
     reason = unsupported(schema, refused[2]) or refused[2]
     if tool is None:
         return invalid("response_format", f"The JSON schema cannot be used: {reason}")
+    return _unusable_parameters(tool, reason)
+
+
+def _unusable_parameters(tool: str, reason: str) -> QuireError:
     return invalid("tools", f"The parameters of the tool {tool} cannot be used: {reason}")
 
 
@@ -397,13 +444,13 @@ def drop_unsupported_by_template(request: TemplatedT, tokenizer: ModelTokenizer)
 def _ignored_thinking(request: TemplatedBody, tokenizer: ModelTokenizer) -> Iterator[str]:
     """Yields reasoning efforts and switches that the template does not read, where they would change anything."""
     known, effort = tokenizer.template_variables, request.reasoning_effort
-    stops = not tokenizer.has_reasoning or not known.isdisjoint(_THINKING_SWITCHES)
+    stops = tokenizer.reasoning is None or not known.isdisjoint(_THINKING_SWITCHES)
     if effort is not None and "reasoning_effort" not in known and not (effort == "none" and stops):
         yield "reasoning_effort"
     switches = _thinking_switches(request.chat_template_kwargs)
     followed = {value for name, value in switches.items() if name in known}
     for name, value in switches.items():
-        if name not in known and value not in followed and (value or tokenizer.has_reasoning):
+        if name not in known and value not in followed and (value or tokenizer.reasoning is not None):
             yield f"chat_template_kwargs.{name}"
     others = None if request.chat_template_kwargs is None else request.chat_template_kwargs.model_extra
     for name in known.intersection(others or ()):

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_proto.text.chat_template import ChatTemplate
-from quire_proto.text.tool_formats import ToolFormat
+from quire_proto.text.tool_formats import HERMES
 
 DEMO = Path(__file__).parents[3] / "demo"
 FILES = (DEMO / "model" / "chat_template.jinja", DEMO / "templates" / "hermes.jinja")
@@ -41,5 +41,5 @@ def test_with_tools_each_message_is_rendered_once_and_calls_unchanged(
 
 
 def test_the_router_sees_which_format_it_has() -> None:
-    assert TOOLS.tool_format is ToolFormat.HERMES
-    assert not TOOLS.has_reasoning
+    assert TOOLS.tool_format is HERMES
+    assert TOOLS.reasoning is None

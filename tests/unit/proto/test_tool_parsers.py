@@ -5,17 +5,42 @@ import re
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_proto.text.reasoning import ReasoningParser, opens_reasoning
+from quire_proto.text.reasoning import REASONING_FORMATS, THINK, ReasoningParser, detect_reasoning
 from quire_proto.text.stream_scanner import Content, Reasoning, ToolCallArguments, ToolCallStart, merge_adjacent
-from quire_proto.text.tool_formats import ToolFormat, detect_tool_format, new_tool_parser
-from quire_proto.text.tool_parser import MAX_CALL_CHARS
+from quire_proto.text.tool_arguments import parameter_types, python_arguments, to_json
+from quire_proto.text.tool_formats import (
+    HARMONY,
+    HERMES,
+    LLAMA3,
+    TOOL_FORMATS,
+    described_format,
+    detect_tool_format,
+)
+from quire_proto.text.tool_parser import MAX_CALL_CHARS, new_tool_parser
+
+from tests.support.tool_models import marks_of, written
 
 NAMES = ("get", "now")
 NOW = '{"name": "now", "parameters": {}}'
-HERMES, LLAMA = ToolFormat.HERMES, ToolFormat.LLAMA3
-FORMATS = pytest.mark.parametrize("tool_format", list(ToolFormat))
+LLAMA = LLAMA3
+FORMATS = pytest.mark.parametrize("tool_format", TOOL_FORMATS, ids=[each.name for each in TOOL_FORMATS])
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "part": {"type": "number"},
+        "flag": {"type": "boolean"},
+        "none": {"type": "null"},
+        "list": {"type": "array"},
+        "more": {"type": "object"},
+        "some": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    },
+}
+TYPES = {"get": parameter_types(SCHEMA), "now": {}}
+BY_NAME = {each.name: each for each in TOOL_FORMATS}
 
 FRAGMENTS = [
     "<tool_call>",
@@ -58,6 +83,20 @@ FRAGMENTS = [
 ]
 TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=16).map("".join)
 CUTS = st.lists(st.integers(0, 400), max_size=12)
+TRIES = settings(max_examples=30, deadline=None)
+
+
+def texts_of(tool_format):
+    """Texts of marks, calls and parts of both."""
+    marks = marks_of(tool_format)
+    calls = [
+        written(tool_format, [("get", {"city": "Rome", "days": 3}), ("now", {})]),
+        written(tool_format, [("x", {})]),
+    ]
+    own = [*marks, *(mark[: len(mark) // 2] for mark in marks), *(mark[len(mark) // 2 :] for mark in marks), *calls]
+    own += [call[: len(call) // 2] for call in calls] + [text for text in tool_format.texts if text]
+    more = ["get", "now", "(", ")", "'", "city=", "call:", "functions.", "city", "a\n", *FRAGMENTS]
+    return st.lists(st.sampled_from(own) | st.sampled_from(more), max_size=12).map("".join)
 
 
 def read(parser, text, cuts=(), *, ended=True):
@@ -71,41 +110,56 @@ def read(parser, text, cuts=(), *, ended=True):
 
 
 def calls(tool_format, text, cuts=()):
-    return read(new_tool_parser(tool_format, NAMES), text, cuts)
+    return read(new_tool_parser(tool_format, NAMES, TYPES), text, cuts)
 
 
 @FORMATS
-@given(TEXTS, CUTS)
-def test_the_result_does_not_depend_on_the_cuts(tool_format, text, cuts):
+@TRIES
+@given(st.data(), CUTS)
+def test_the_result_does_not_depend_on_the_cuts(tool_format, data, cuts):
+    text = data.draw(texts_of(tool_format))
     whole = calls(tool_format, text)
     assert calls(tool_format, text, cuts) == whole
     assert calls(tool_format, text, range(len(text))) == whole
 
 
 @FORMATS
-@given(TEXTS, CUTS)
-def test_how_far_it_has_come_does_not_depend_on_the_cuts(tool_format, text, cuts):
+@TRIES
+@given(st.data(), CUTS)
+def test_how_far_it_has_come_does_not_depend_on_the_cuts(tool_format, data, cuts):
     """Whoever takes an output up again, with other pieces, goes on where it was."""
-    for opened in (True, False):
-        whole = read(ReasoningParser(opened=opened), text, ended=False)
-        assert read(ReasoningParser(opened=opened), text, cuts, ended=False) == whole
-    whole = read(new_tool_parser(tool_format, NAMES), text, ended=False)
-    assert read(new_tool_parser(tool_format, NAMES), text, cuts, ended=False) == whole
+    text = data.draw(texts_of(tool_format))
+    whole = read(new_tool_parser(tool_format, NAMES, TYPES), text, ended=False)
+    assert read(new_tool_parser(tool_format, NAMES, TYPES), text, cuts, ended=False) == whole
+
+
+@pytest.mark.parametrize("marks", REASONING_FORMATS[1:], ids=[each.begin for each in REASONING_FORMATS[1:]])
+@TRIES
+@given(TEXTS, CUTS, st.booleans())
+def test_how_far_reasoning_has_come_does_not_depend_on_the_cuts(marks, text, cuts, opened):
+    text = text.replace("<think>", marks.begin).replace("</think>", marks.end)
+    whole = read(ReasoningParser(marks, opened=opened), text, ended=False)
+    assert read(ReasoningParser(marks, opened=opened), text, cuts, ended=False) == whole
 
 
 @FORMATS
-@given(TEXTS)
-def test_text_without_calls_is_content_unchanged(tool_format, text):
+@TRIES
+@given(st.data())
+def test_text_without_calls_is_content_unchanged(tool_format, data):
+    text = data.draw(texts_of(tool_format))
     pieces = calls(tool_format, text)
+    if tool_format is HARMONY and any(mark in text for mark in ("<|", "to=")):
+        return  # its headers are no text
     if not any(isinstance(piece, ToolCallStart) for piece in pieces):
-        assert "".join(piece.text for piece in pieces) == text
+        assert "".join(piece.text for piece in pieces) == text.removeprefix(tool_format.preface)
 
 
 @FORMATS
-@given(TEXTS)
-def test_calls_are_of_offered_tools_and_arguments_follow_them(tool_format, text):
+@TRIES
+@given(st.data())
+def test_calls_are_of_offered_tools_and_arguments_follow_them(tool_format, data):
     before = None
-    for piece in calls(tool_format, text):
+    for piece in calls(tool_format, data.draw(texts_of(tool_format))):
         if isinstance(piece, ToolCallStart):
             assert piece.name in NAMES
         if isinstance(piece, ToolCallArguments):
@@ -239,10 +293,47 @@ def test_a_call_may_begin_with_long_whitespace():
 
 @FORMATS
 def test_the_held_back_text_is_bounded(tool_format):
-    parser = new_tool_parser(tool_format, NAMES)
-    begin = '<tool_call>{"name": "x' if tool_format is HERMES else '{"type": "'
-    emitted = "".join(piece.text for _ in range(2) for piece in parser.push(begin + "y" * MAX_CALL_CHARS))
-    assert len(emitted) >= MAX_CALL_CHARS
+    call = written(tool_format, [("get", {"city": "y", "days": 3})])
+    for end in range(len(call)):
+        parser = new_tool_parser(tool_format, NAMES, TYPES)
+        pieces = [piece for text in (call[:end], "y" * 2 * MAX_CALL_CHARS) for piece in parser.push(text)]
+        emitted = sum(len(piece.text) for piece in pieces if not isinstance(piece, ToolCallStart))
+        assert emitted >= MAX_CALL_CHARS, call[:end]
+
+
+STRINGS = st.text(st.characters(exclude_categories=("C",)), max_size=6) | st.sampled_from(
+    ["a\nb", "\n", "5 < 6", "True", "3"]
+)
+VALUES = {
+    "city": STRINGS,
+    "days": st.integers(-9, 99),
+    "part": st.floats(-9, 9).map(lambda number: round(number, 2)),
+    "flag": st.booleans(),
+    "none": st.none(),
+    "list": st.lists(STRINGS | st.integers(0, 9) | st.booleans(), max_size=3),
+    "more": st.dictionaries(
+        st.sampled_from("abc"), st.none() | STRINGS | st.lists(st.integers(0, 9), max_size=2), max_size=2
+    ),
+    "some": st.none() | st.integers(0, 9),
+}
+GIVEN = st.fixed_dictionaries({}, optional=VALUES).map(lambda given: ("get", given)) | st.just(("now", {}))
+
+
+@FORMATS
+@TRIES
+@given(st.lists(GIVEN, min_size=1, max_size=3), st.sampled_from(["", "hello"]), CUTS)
+def test_calls_are_what_was_written_in_every_format(tool_format, given_calls, before, cuts):
+    before = "" if tool_format.bare or tool_format is HARMONY else before
+    text = written(tool_format, given_calls)
+    pieces = calls(tool_format, before + text, cuts)
+    found: list = []
+    for piece in pieces:
+        if isinstance(piece, ToolCallStart):
+            found.append([piece.name, ""])
+        elif isinstance(piece, ToolCallArguments):
+            found[-1][1] += piece.text
+    assert [(name, json.loads(arguments)) for name, arguments in found] == given_calls
+    assert [piece.text for piece in pieces if isinstance(piece, Content)] == [before] * bool(before)
 
 
 @given(TEXTS, CUTS, st.booleans())
@@ -274,20 +365,232 @@ def test_reasoning_is_streamed_as_it_arrives():
     assert parser.finish() == []
 
 
-@pytest.mark.parametrize(("prompt", "opened"), [("a<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)])
-def test_a_prompt_may_open_the_reasoning(prompt, opened):
-    assert opens_reasoning(prompt) is opened
+@pytest.mark.parametrize(
+    ("prompt", "opened", "closed"),
+    [("a<think>\n", True, False), ("<think>\n\n</think>\n\n", False, True), ("", False, False)],
+)
+def test_a_prompt_may_open_or_close_the_reasoning(prompt, opened, closed):
+    assert (THINK.is_opened(prompt), THINK.is_closed(prompt)) == (opened, closed)
+
+
+@FORMATS
+def test_a_format_is_detected_by_its_signs(tool_format):
+    signs = " ".join(sign if isinstance(sign, str) else sign[0] for sign in tool_format.signs)
+    calls_and_signs = signs + written(tool_format, [("get", {"city": "Rome"})])
+    assert detect_tool_format(calls_and_signs) is tool_format
 
 
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        (r"{{ '<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}' }}", HERMES),
-        ("""{{ '{"name": "' + call.name + '", ' }}{{ '"parameters": ' }}""", LLAMA),
-        ("<tool_call>\n<function=get>", None),
-        ("<tool_call>{name}<arg_key>", None),
-        ("[TOOL_CALLS]", None),
+        (r"{{ '<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}' }}", "hermes"),
+        ("""{{ '{"name": "' + call.name + '", ' }}{{ '"parameters": ' }}""", "llama3"),
+        ("<tool_call>\n<function=get>\n<parameter=city>", "qwen3-coder"),
+        ("<tool_call>{name}<arg_key>{key}</arg_key><arg_value>", "glm"),
+        ("[TOOL_CALLS]", "mistral-7b"),
+        ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral"),
+        ("List of tools: <|tool_list_start|>", "lfm2"),
+        ("<|tool_call:begin|>", None),
+        ("no tools", None),
     ],
 )
 def test_the_format_is_detected_from_the_template(template, expected):
-    assert detect_tool_format(template) is expected
+    found = detect_tool_format(template)
+    assert (None if found is None else found.name) == expected
+
+
+def test_the_format_may_be_what_a_response_template_describes():
+    field = {"open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>", "content": "xml-inline"}
+    field["content_args"] = {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"}
+    described = described_format({"fields": {"tool_calls": field}})
+    assert detect_tool_format("{{ messages }}", described) is BY_NAME["qwen3-coder"]
+    hermes = {"open_pattern": r"\s*<tool_call>", "content": "json", "transform": {"function": "{content}"}}
+    assert detect_tool_format("{{ messages }}", described_format({"fields": {"tool_calls": hermes}})) is HERMES
+
+
+@pytest.mark.parametrize("marks", REASONING_FORMATS, ids=[each.begin for each in REASONING_FORMATS])
+def test_reasoning_is_detected_by_its_marks(marks):
+    assert detect_reasoning(f"{marks.begin}…{marks.end}") is marks
+    assert detect_reasoning("…") is None
+
+
+START = ToolCallStart("get")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (
+            "qwen3-coder",
+            "<tool_call><function=get><parameter=city>a</parameter></function></tool_call>",
+            '{"city": "a"}',
+        ),
+        ("qwen3-coder", "<tool_call><function=get><parameter=days>\n3\n</parameter></function>", '{"days": 3}'),
+        ("qwen3-coder", "<tool_call><function=get><parameter=days>three</parameter></function>", '{"days": "three"}'),
+        ("qwen3-coder", "<tool_call><function=get><parameter=flag>True</parameter></function>", '{"flag": true}'),
+        (
+            "qwen3-coder",
+            "<tool_call><function=get><parameter=more>{'a': None}</parameter></function>",
+            '{"more": {"a": null}}',
+        ),
+        ("qwen3-coder", "<tool_call><function=get><parameter=what>3</parameter></function>", '{"what": "3"}'),
+        ("qwen3-coder", "<tool_call><function=get><parameter=city>a", '{"city": "a'),
+        ("qwen3-coder", "<tool_call><function=get><parameter=days>3", '{"days": '),
+        ("qwen3-coder", "<tool_call><function=get><parameter=city>a</parameter></func", '{"city": "a"'),
+        (
+            "deepseek-v3.2",
+            '<｜DSML｜function_calls><｜DSML｜invoke name="get"><｜DSML｜parameter name="days" string="true">3'
+            "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>",
+            '{"days": "3"}',
+        ),
+        ("kimi-k2", "<|tool_calls_section_begin|><|tool_call_begin|>get<|tool_call_argument_begin|>{}", "{}"),
+        ("mistral", "[TOOL_CALLS]get{}", "{}"),
+        ("mistral", "[TOOL_CALLS]get[CALL_ID]a1b2c3d4e[ARGS]{}", "{}"),
+        ("mistral-7b", '[TOOL_CALLS] [{"name": "get", "arguments": {}, "id": "a}b"}]', "{}"),
+        ("granite-3", '<|tool_call|> {"name": "get", "arguments": {}}', "{}"),
+        ("internlm", '<|action_start|> <|plugin|>\n{"name": "get", "parameters": {}}<|action_end|>', "{}"),
+        (
+            "phi-4-mini",
+            '<|tool_call|>[{"type": "function", "function": {"name": "get", "arguments": {}}}]<|/tool_call|>',
+            "{}",
+        ),
+        (
+            "lfm2",
+            "<|tool_call_start|>[get(city='a\\'b', days=-1.5e3, flag=True, list=(1, None))]<|tool_call_end|>",
+            '{"city": "a\'b", "days": -1.5e3, "flag": true, "list": [1, null]}',
+        ),
+        (
+            "gemma-4",
+            '<|tool_call>call:get{city:<|"|>a,"}b<|"|>,more:{a:[1,true]}}<tool_call|>',
+            '{"city": "a,\\"}b", "more": {"a": [1, true]}}',
+        ),
+        ("gemma-4", '<|tool_call>call:get{city:<|"|>a<|"|>}', '{"city": "a"}'),
+        ("functionary-3.2", "get\n{}", "{}"),
+        ("harmony", " to=functions.get<|channel|>commentary json<|message|>{}<|call|>", "{}"),
+        ("harmony", "<|channel|>commentary to=get <|constrain|>json<|message|>{}", "{}"),
+    ],
+)
+def test_a_call_may_be_written_in_other_ways(name, text, expected):
+    assert calls(BY_NAME[name], text) == [START, ToolCallArguments(expected)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen3-coder", "<tool_call><function=drop><parameter=city>a</parameter></function></tool_call>"),
+        ("qwen3-coder", "<tool_call><function=get>hello</function></tool_call>"),
+        ("qwen3-coder", "<tool_call><function=get><parameter=" + "y" * 600 + ">a</parameter></function>"),
+        ("glm", "<tool_call>get what</tool_call>"),
+        ("deepseek-v3.1", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get<｜tool▁sep｜>none"),
+        ("lfm2", "<|tool_call_start|>[get(city=Rome)]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[get('Rome')]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[drop()]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[get(city='"),
+        ("gemma-4", "<|tool_call>call:get{city:Rome}<tool_call|>"),
+        ("llama-4", "[1, 2]"),
+        ("mistral", "[TOOL_CALLS]drop[ARGS]{}"),
+        ("command-r7b", '<|START_ACTION|>[{"tool_name": "drop", "parameters": {}}]<|END_ACTION|>'),
+        ("harmony", "hello <|"),
+        ("harmony", "to be or not"),
+        ("harmony", " to=functions.drop<|channel|>commentary<|message|>{}"),
+    ],
+)
+def test_what_cannot_be_a_call_stays_text(name, text):
+    assert calls(BY_NAME[name], text) == [Content(text)]
+
+
+def test_what_follows_a_malformed_call_is_content():
+    text = "<tool_call><function=get><parameter=city>a</parameter> and so on"
+    assert calls(BY_NAME["qwen3-coder"], text) == [START, ToolCallArguments('{"city": "a"}'), Content(" and so on")]
+
+
+def test_a_text_between_tags_is_streamed_as_it_arrives():
+    parser = new_tool_parser(BY_NAME["qwen3-coder"], NAMES, TYPES)
+    assert parser.push("<tool_call>\n<function=get>\n<parameter=city>\nRo") == [
+        START,
+        ToolCallArguments('{"city": "Ro'),
+    ]
+    assert parser.push('"me\n') == [ToolCallArguments('\\"me')]
+    assert parser.push("</para") == []
+    assert parser.push("meter>\n</function>") == [ToolCallArguments('"}')]
+
+
+def test_a_value_that_is_too_long_to_be_held_back_is_a_text():
+    text = "<tool_call><function=get><parameter=list>[" + "1," * MAX_CALL_CHARS + "</parameter></function></tool_call>"
+    found = calls(BY_NAME["qwen3-coder"], text, range(0, len(text), 1000))
+    assert found == calls(BY_NAME["qwen3-coder"], text)
+    assert json.loads(found[1].text) == {"list": "[" + "1," * MAX_CALL_CHARS}
+
+
+HARMONY_OUTPUT = (
+    "<|channel|>analysis<|message|>They ask.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    '<|start|>assistant<|channel|>commentary to=functions.get <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
+    "<|start|>assistant<|channel|>final<|message|>It is sunny."
+)
+
+
+@given(CUTS)
+def test_harmony_has_reasoning_content_and_calls_in_channels(cuts):
+    assert calls(HARMONY, HARMONY_OUTPUT, cuts) == [
+        Reasoning("They ask."), Content("I look."), START, ToolCallArguments('{"city": "Rome"}'),
+        Content("It is sunny."),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "expected"),
+    [
+        ("3", ["integer"], "3"),
+        ("3", ["string"], '"3"'),
+        ("3.0", ["integer"], "3.0"),
+        ("3.5", ["integer"], '"3.5"'),
+        ("3", ["number"], "3"),
+        ("true", ["boolean"], "true"),
+        ("False", ["boolean"], "false"),
+        ("NaN", ["number"], '"NaN"'),
+        ("null", ["null", "string"], "null"),
+        ("None", ["null"], "null"),
+        ("[1, ", ["array"], '"[1, "'),
+        (" {} ", ["object"], "{}"),
+        ("[" * 5000, ["array"], json.dumps("[" * 5000)),
+        ("", ["integer"], '""'),
+        ('"a"', ["string", "quoted"], json.dumps('"a"')),
+    ],
+)
+def test_a_bare_text_is_json_of_the_types_that_the_schema_has(text, types, expected):
+    assert to_json(text, types) == expected
+
+
+def test_a_string_that_a_grammar_wrote_in_quotes_is_one():
+    assert to_json('"a"', ["string", "quoted"], exact=True) == '"a"'
+    assert to_json("a", ["string", "quoted"], exact=True) == '"a"'
+
+
+@pytest.mark.parametrize("text", ["x", "x=", "x=[", "x=5)", "x='\\ud83d'", "x=01", "x=1 y=2", "x=" + "[" * 90, "x=1,,"])
+def test_what_is_no_literal_of_python_is_refused(text):
+    with pytest.raises(ValueError, match=r"."):
+        python_arguments(text)
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | STRINGS, lambda inner: st.lists(inner, max_size=3)
+       | st.dictionaries(STRINGS, inner, max_size=3), max_leaves=6))  # fmt: skip
+def test_literals_of_python_are_what_they_mean(value):
+    assert json.loads(python_arguments(f"x={value!r}")) == {"x": value}
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"properties": {"a": {"type": "string"}}}, {}),
+        ({"properties": {"a": {}}}, {}),
+        ({"properties": {"a": {"type": ["integer", "null"]}}}, {"a": ("integer", "null")}),
+        ({"properties": {"a": {"enum": [1, "x"]}}}, {"a": ("integer", "string")}),
+        ({"properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "number"}}}, {"a": ("number",)}),
+        ({"properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"$ref": "#/$defs/n"}}}, {}),
+        ({"properties": {"a": {"type": "string", "format": "date"}}}, {"a": ("quoted", "string")}),
+        ({"properties": {"a": True}}, {}),
+        ({}, {}),
+    ],
+)
+def test_the_types_of_parameters_are_those_of_the_schema(schema, types):
+    assert parameter_types(schema) == types

@@ -1,39 +1,43 @@
 """Parsing calls and reasoning takes linear time for any text, and holds little of it back."""
 
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import pairwise, product
 from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_proto.text import reasoning, stream_scanner, tool_formats, tool_parser
+from quire_proto.text import harmony, reasoning, stream_scanner, tool_parser
 from quire_proto.text.reasoning import ReasoningParser
 from quire_proto.text.stream_scanner import (
     MAX_MARKER_SPACE,
+    BracketScanner,
     Content,
     Reasoning,
-    StreamReader,
     TextBuffer,
     ToolCallArguments,
     ToolCallStart,
     merge_adjacent,
 )
-from quire_proto.text.tool_formats import ToolFormat, new_tool_parser
-from quire_proto.text.tool_parser import MAX_CALL_CHARS, HeaderStatus, ToolCallHeaderParser, parse_call
+from quire_proto.text.tool_arguments import parse_call
+from quire_proto.text.tool_formats import TOOL_FORMATS
+from quire_proto.text.tool_parser import MAX_CALL_CHARS, new_tool_parser
+
+from tests.support.tool_models import marks_of, written
 
 NAMES = ("get", "now")
+TYPES = {"get": {"days": ("integer",)}}
+FORMATS = {each.name: each for each in TOOL_FORMATS}
+# One format of each notation; all of them in test_tool_parsers.
+NOTATIONS = ("hermes", "llama3", "command-r7b", "kimi-k2", "qwen3-coder", "glm", "lfm2", "gemma-4", "harmony")
 OPENERS = {
-    "hermes": lambda: new_tool_parser(ToolFormat.HERMES, NAMES),
-    "llama3": lambda: new_tool_parser(ToolFormat.LLAMA3, NAMES),
+    **{name: partial(new_tool_parser, FORMATS[name], NAMES, TYPES) for name in NOTATIONS},
     "thinking": lambda: ReasoningParser(opened=True),
     "answering": lambda: ReasoningParser(opened=False),
 }
 PARSERS = pytest.mark.parametrize("open_", OPENERS.values(), ids=OPENERS)
-MARKS = {"hermes": "<tool_call>", "llama3": "<|python_tag|>"}
-
 FRAGMENTS = [
     "<tool_call>",
     "</tool_call>",
@@ -61,19 +65,31 @@ FRAGMENTS = [
     "x",
 ]
 TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
+
+
+def texts_for(name):
+    """Texts of the fragments above, and of the marks and calls of the format of that name, if it is one."""
+    if name not in FORMATS:
+        return TEXTS
+    form = FORMATS[name]
+    own = [*marks_of(form), written(form, [("get", {"city": "x" * 40, "days": 5})]), written(form, [("now", {})])]
+    return st.lists(st.sampled_from([*own, *(each[: len(each) // 2] for each in own), *FRAGMENTS]), max_size=12).map(
+        "".join
+    )
+
+
 CUTS = st.lists(st.integers(0, 200), max_size=8)
 
 
 @contextmanager
 def small_bounds() -> Iterator[None]:
     """Limits what is held back to a few characters, so that short texts reach the limits."""
-    gaps, bodies = (stream_scanner, reasoning, tool_formats), (tool_parser, tool_formats)
     with ExitStack() as patches:
-        for module in gaps:
+        for module in (stream_scanner, reasoning, tool_parser):
             patches.enter_context(patch.object(module, "MAX_MARKER_SPACE", 5))
-        for module in bodies:
-            patches.enter_context(patch.object(module, "MAX_CALL_CHARS", 45))
-        patches.enter_context(patch.object(tool_parser, "MAX_HEADER_CHARS", 40))
+        for module in (harmony, tool_parser):
+            patches.enter_context(patch.object(module, "MAX_HEADER_CHARS", 40))
+        patches.enter_context(patch.object(tool_parser, "MAX_CALL_CHARS", 45))
         yield
 
 
@@ -84,49 +100,26 @@ def read(open_, text, cuts=(), *, ended=True):
     return merge_adjacent([*pieces, *(reader.finish() if ended else [])])
 
 
-@PARSERS
-@settings(deadline=None)
-@given(TEXTS, CUTS, st.booleans())
-def test_at_the_limits_of_the_held_back_text_the_result_does_not_depend_on_the_cuts(open_, text, cuts, ended):
+@pytest.mark.parametrize("name", OPENERS)
+@settings(deadline=None, max_examples=60)
+@given(st.data(), CUTS, st.booleans())
+def test_at_the_limits_of_the_held_back_text_the_result_does_not_depend_on_the_cuts(name, data, cuts, ended):
+    text, open_ = data.draw(texts_for(name)), OPENERS[name]
     with small_bounds():
         whole = read(open_, text, ended=ended)
         assert read(open_, text, cuts, ended=ended) == whole
         assert read(open_, text, range(len(text)), ended=ended) == whole
 
 
-@pytest.mark.parametrize("name", MARKS)
-@settings(deadline=None)
-@given(TEXTS, CUTS)
-def test_at_the_limits_of_the_held_back_text_no_text_is_lost(name, text, cuts):
+@pytest.mark.parametrize("name", [name for name in NOTATIONS if name != "harmony"])
+@settings(deadline=None, max_examples=60)
+@given(st.data(), CUTS)
+def test_at_the_limits_of_the_held_back_text_no_text_is_lost(name, data, cuts):
+    text = data.draw(texts_for(name))
     with small_bounds():
         pieces = read(OPENERS[name], text, cuts)
     if not any(isinstance(piece, ToolCallStart) for piece in pieces):
-        assert "".join(piece.text for piece in pieces) == text
-
-
-HEADS = st.lists(st.sampled_from([*'{":,x<\\ \n', "name", "get", "arguments", "type", " " * 300]), max_size=14).map(
-    lambda parts: ('{"name": "get", ' if len(parts) % 3 == 0 else "") + "".join(parts)
-)
-GAP = r"[ \t\r\n]*"
-NAME = re.compile(rf'{GAP}\{{{GAP}"name"{GAP}:{GAP}"([^"\\]*)"')
-ARGUMENTS = re.compile(rf'{GAP},{GAP}"(?:arguments|parameters)"{GAP}:{GAP}(?=\{{)')
-
-
-@settings(deadline=None, max_examples=300)
-@given(HEADS, CUTS)
-def test_a_header_is_what_one_expression_finds(text, cuts):
-    reader, status = ToolCallHeaderParser(NAMES), HeaderStatus.INCOMPLETE
-    bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    for start, end in pairwise(bounds):
-        source = StreamReader()
-        source.push(text[start:end])
-        if status is HeaderStatus.INCOMPLETE:
-            status = reader.read(source)
-    name = NAME.match(text[:512])
-    arguments = ARGUMENTS.match(text[:512], name.end()) if name and name[1] in NAMES else None
-    assert (status is HeaderStatus.ARGUMENTS) == (arguments is not None)
-    if arguments is not None:
-        assert (reader.name, reader.consumed.take()) == (name[1], text[: arguments.end()])
+        assert "".join(piece.text for piece in pieces) == text.removeprefix(FORMATS[name].preface)
 
 
 class Work:
@@ -193,13 +186,30 @@ class CountedPattern:
         return found
 
 
+def counted_find(find):
+    """``BracketScanner.find`` that counts what it looks at."""
+
+    def counting(self, text, start, stop):
+        end = find(self, text, start, stop)
+        Work.characters += (stop if end is None else end) - start
+        return end
+
+    return counting
+
+
 @contextmanager
 def counting() -> Iterator[None]:
     Work.characters = 0
     take = TextBuffer.take
     with ExitStack() as patches:
-        for module, name in ((stream_scanner, "_SPACES"), (tool_parser, "_STRUCTURE"), (tool_parser, "_IN_STRING")):
+        for module, name in (
+            (stream_scanner, "_SPACES"),
+            (tool_parser, "_KEY"),
+            (tool_parser, "_NAME"),
+            (tool_parser, "_WORD"),
+        ):
             patches.enter_context(patch.object(module, name, CountedPattern(getattr(module, name))))
+        patches.enter_context(patch.object(BracketScanner, "find", counted_find(BracketScanner.find)))
         patches.enter_context(patch.object(TextBuffer, "take", lambda self: counted(take(self))))
         patches.enter_context(patch.object(tool_parser, "parse_call", lambda text, names: parse_call(str(text), names)))
         yield
@@ -256,6 +266,15 @@ def test_parsing_takes_linear_time(open_, unit):
         assert work_of(open_, [begin + unit * 2000]) <= 16 * (len(begin) + 2000 * len(unit)), begin
 
 
+@pytest.mark.parametrize("name", NOTATIONS)
+def test_parsing_the_marks_and_calls_of_a_format_takes_linear_time(name):
+    form = FORMATS[name]
+    call = written(form, [("get", {"city": "x", "days": 5})])
+    for unit in (*marks_of(form), call, *(call[:end] for end in range(5, len(call), 12))):
+        for begin in ("x", call[: len(call) // 2]):
+            assert work_of(OPENERS[name], [begin, *[unit] * 60]) <= 16 * (len(begin) + 60 * len(unit)) + 64 * 60, unit
+
+
 @PARSERS
 @pytest.mark.parametrize("unit", [" " * 64, "word ", '<tool_call>{"type":\\"'])
 def test_ten_thousand_deltas_cost_ten_times_as_much_as_a_thousand(open_, unit):
@@ -292,9 +311,10 @@ def test_a_rejected_body_is_not_read_as_a_whole_again():
     late = '<tool_call>{"arguments": {}, "name": "now"}</tool_call>'
     early = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
     call_parts = [ToolCallStart("now"), ToolCallArguments("{}")]
-    assert read(OPENERS["hermes"], '<tool_call>{"type": ' + late) == [Content('<tool_call>{"type": ' + late)]
-    assert read(OPENERS["hermes"], '<tool_call>{"type": ' + early) == [Content('<tool_call>{"type":'), *call_parts]
-    assert read(OPENERS["hermes"], '<tool_call>{"type": </tool_call>' + late)[1:] == call_parts
+    open_, begin = OPENERS["hermes"], '<tool_call>{"type": "'
+    assert read(open_, begin + late) == [Content(begin + late)]
+    assert read(open_, begin + early) == [Content(begin), *call_parts]
+    assert read(open_, '<tool_call>{"type": ' + late) == [Content('<tool_call>{"type":'), *call_parts]
 
 
 def test_arguments_that_cannot_be_sent_are_content():

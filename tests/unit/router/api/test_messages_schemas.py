@@ -398,10 +398,17 @@ def test_an_answer_may_end_where_the_models_context_does():
 
 def test_the_form_of_an_answer_is_a_schema_that_the_engine_gets_as_it_is():
     form = {"output_config": {"format": {"type": "json_schema", "schema": WEATHER}}}
-    generation, options, _ = made(asked(**form), THINKING_TEMPLATE)
+    generation, _, _ = made(asked(**form), HERMES_TEMPLATE)
     schema = json.dumps(WEATHER, separators=(",", ":"))
     assert generation.params.structured == Structured(StructuredKind.JSON_SCHEMA, schema)
-    assert options.thoughts is ReasoningPlacement.INLINE
+
+
+def test_the_form_of_an_answer_holds_after_reasoning():
+    form = {"output_config": {"format": {"type": "json_schema", "schema": WEATHER}}}
+    generation, options, _ = made(asked(**form), THINKING_TEMPLATE)
+    assert "thought GAP )? answer" in generation.params.structured.text
+    assert '"city"' in generation.params.structured.text
+    assert options.thoughts is not ReasoningPlacement.INLINE
 
 
 TEXTS = st.text(max_size=8)

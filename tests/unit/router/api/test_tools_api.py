@@ -13,9 +13,11 @@ from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 from quire_proto.structured_output import StructuredKind
+from quire_proto.text.tool_formats import HARMONY, TOOL_FORMATS
 from quire_router.api.auth import ANONYMOUS
 from quire_router.api.schemas.openai import ChatRequest
 from quire_router.api.validation import Validator
+from quire_router.core.generation import Delta
 from quire_router.engines.output_stream import Output
 from quire_router.requests.state import create_choices
 
@@ -27,9 +29,11 @@ from tests.support.tool_models import (
     OPENING_TEMPLATE,
     OTHER_TEMPLATE,
     THINKING_TEMPLATE,
+    family_template,
     tokenizer_with,
     tool,
     with_marks,
+    written,
 )
 
 CHAT = "/v1/chat/completions"
@@ -41,7 +45,11 @@ ASKED = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "to
 
 
 def stage_with(text, template=HERMES_TEMPLATE):
-    return open_stage(script_of(text), template=template)
+    """A service whose engine answers ``text``, as the router reads it from tokens."""
+    tokenizer = tokenizer_with(template)
+    output = tokenizer.new_output_stream([], (), keep_markers=True)
+    script = [Delta(output.push([each]), [each]) for each in tokenizer.encode_plain(text)]
+    return open_stage([*script, FinishReason.STOP], template=template)
 
 
 def client(stage):
@@ -64,7 +72,25 @@ def told(message):
     return message.content or "", calls, getattr(message, "reasoning_content", None) or ""
 
 
+FAMILIES = {each.name: each for each in TOOL_FORMATS}
+GET = ("", [("get", '{"city": "Rome"}')], "")
+CHANNELS = (
+    "<|channel|>analysis<|message|>well<|end|><|start|>assistant<|channel|>commentary to=functions.get "
+    '<|constrain|>json<|message|>{"city": "Rome"}<|call|>'
+)
+
+
+def said_in(name):
+    """One call in the format of that name."""
+    return family_template(FAMILIES[name]), written(FAMILIES[name], [("get", {"city": "Rome"})]), GET, "tool_calls"
+
+
 SAID = {
+    **{
+        name: said_in(name)
+        for name in ("qwen3-coder", "glm", "kimi-k2", "mistral-7b", "lfm2", "gemma-4", "deepseek-v3.2")
+    },
+    "harmony": (family_template(HARMONY) + "{# analysis #}", CHANNELS, (*GET[:2], "well"), "tool_calls"),
     "plain": (HERMES_TEMPLATE, "hello world", ("hello world", [], ""), "stop"),
     "calls": (HERMES_TEMPLATE, TWO_CALLS, ("hello", [("get", '{"city": "Rome"}'), ("now", "{}")], ""), "tool_calls"),
     "only a call": (HERMES_TEMPLATE, CALL, ("", [("get", '{"city": "Rome"}')], ""), "tool_calls"),
@@ -123,11 +149,27 @@ async def test_each_choice_has_its_calls_and_ids():
     assert len(set(ids)) == 12
 
 
-async def test_a_resumed_stream_has_the_rest_and_the_same_call_ids():
-    async with stage_with(f"<think>well</think>hello {CALL}", THINKING_TEMPLATE) as stage:
+TYPED = tool(
+    "get", parameters={"type": "object", "properties": {"days": {"type": "integer"}, "flag": {"type": "boolean"}}}
+)
+TAGS = written(FAMILIES["qwen3-coder"], [("get", {"city": "Rome", "days": 3, "flag": True})])
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "end"),
+    [
+        (THINKING_TEMPLATE, f"<think>well</think>hello {CALL}", '{"city": "Rome"}'),
+        (family_template(FAMILIES["qwen3-coder"]), f"hello {TAGS}", '{"city": "Rome", "days": 3, "flag": true}'),
+    ],
+)
+async def test_a_resumed_stream_has_the_rest_and_the_same_call_ids(template, text, end):
+    async with stage_with(text, template) as stage:
         stage.fleet.model_limits = Limits(4096)
-        body = {**ASKED, "stream": True, "stream_options": {"include_event_ids": True}}
+        body = {**ASKED, "tools": [TYPED], "stream": True, "stream_options": {"include_event_ids": True}}
         whole = await ask(stage.port, "POST", CHAT, body)
+        chunks = [json.loads(event.partition("data: ")[2]) for event in events_of(whole.body)]
+        parts = [part for chunk in chunks for each in chunk["choices"] for part in each["delta"].get("tool_calls", ())]
+        assert "".join(part["function"].get("arguments", "") for part in parts) == end
         events = events_of(whole.body)
         request_id = json.loads(events[0].partition("data: ")[2])["id"]
         assert len(events) > 8
@@ -452,6 +494,63 @@ def test_tools_and_response_format_go_together(choice, has_reply, has_call):
     assert ("mood" in structured.text) is has_reply
     assert ("get" in structured.text) is has_call
     assert (structured.kind is StructuredKind.GRAMMAR) is has_call
+
+
+REPLY = json_of({"type": "object", "properties": {"mood": {"type": "string"}}})
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "begins"),
+    [
+        (THINKING_TEMPLATE, {}, " thought GAP )? answer"),
+        (OPENING_TEMPLATE, {}, "start: (thought GAP ) answer"),
+        (THINKING_TEMPLATE, {"chat_template_kwargs": {"enable_thinking": False}}, None),
+        (THINKING_TEMPLATE, {"separate_reasoning": False}, None),
+        (HERMES_TEMPLATE, {}, None),
+    ],
+)
+@pytest.mark.parametrize(
+    "form",
+    [{"response_format": REPLY}, {"structured_outputs": {"regex": "a+"}}, {"structured_outputs": {"choice": ["a"]}}],
+)
+def test_a_form_of_the_answer_holds_after_reasoning(template, fields, begins, form):
+    structured = generation_of(template, tools=None, **form, **fields)[0].params.structured
+    assert (structured.kind is StructuredKind.GRAMMAR) is (begins is not None)
+    assert begins is None or begins in structured.text
+
+
+def test_a_grammar_of_the_client_is_followed_from_the_first_token_on():
+    grammar = {"structured_outputs": {"grammar": 'start: "a"'}}
+    assert generation_of(THINKING_TEMPLATE, tools=None, **grammar)[0].params.structured.text == 'start: "a"'
+
+
+async def test_reasoning_and_then_json_are_separated():
+    asked = {"model": MODEL, "messages": ASKED["messages"], "response_format": REPLY}
+    async with stage_with('<think>\nwell\n</think>\n\n{"mood": "good"}', THINKING_TEMPLATE) as stage:
+        answer = await client(stage).create(**asked)
+        parts = [
+            chunk.choices[0].delta async for chunk in await client(stage).create(**asked, stream=True) if chunk.choices
+        ]
+    assert told(answer.choices[0].message) == ('{"mood": "good"}', [], "well")
+    assert "".join(part.content or "" for part in parts) == '{"mood": "good"}'
+    assert "".join(getattr(part, "reasoning_content", None) or "" for part in parts) == "well"
+
+
+@pytest.mark.parametrize(
+    ("form", "param"), [({"response_format": REPLY}, "response_format"), ({"regex": "a+"}, "regex")]
+)
+async def test_a_refused_form_after_reasoning_is_named_as_without_it(form, param):
+    refusal = QuireError(ErrorCode.INVALID, "The grammar cannot be used: it has a flaw.", param="grammar")
+    async with open_stage([refusal], template=THINKING_TEMPLATE) as stage:
+        stage.fleet.model_limits = Limits(4096)
+        answer = await ask(stage.port, "POST", CHAT, {"model": MODEL, "messages": ASKED["messages"], **form})
+    assert (answer.status, answer.error["param"]) == (400, param)
+
+
+def test_a_schema_that_a_format_cannot_be_held_to_is_refused():
+    tools = [tool("get", parameters={"anyOf": [{"required": ["a"]}]}, strict=True)]
+    error = refused(family_template(FAMILIES["qwen3-coder"]), tools=tools, tool_choice="required")
+    assert (error.param, "anyOf is not supported" in error.message) == ("tools", True)
 
 
 async def test_a_refused_grammar_of_tools_is_an_error_about_the_tools():
