@@ -14,7 +14,7 @@ first one does at special tokens: everything else has the same tokens.
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
@@ -32,6 +32,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from quire_proto.errors import QuireError, TokenizerLoadError, invalid
 from quire_proto.text.reasoning import THINK, ReasoningFormat, detect_reasoning
+from quire_proto.text.response_template import described_format, described_marks, described_reasoning
 from quire_proto.text.sandbox import Sandbox, SandboxLimitError, bounded, checked, compared, size_of
 from quire_proto.text.tool_formats import ToolFormat, detect_tool_format
 
@@ -62,9 +63,9 @@ class ChatTemplate:
     """A compiled template with the special tokens that it may name (``bos_token`` and so on).
 
     ``variables`` are the names of the variables that it uses. ``tool_format`` is the format of its tool calls, None if
-    it has no tools or an unknown format; what the template leaves open, ``described`` may say: the names of the
-    tokenizer's added tokens, and the marks of its ``response_template``. ``reasoning`` is how its model marks what it
-    reasons before it answers, None if it does not, and ``is_slow`` says that even short conversations took long.
+    it has no tools or an unknown format; what the template leaves open, the tokenizer's ``added_tokens`` and its
+    ``response_template`` may say. ``reasoning`` is how its model marks what it reasons before it answers, None if it
+    does not, and ``is_slow`` says that even short conversations took long.
 
     Some templates take the arguments of earlier calls only as text, or ids of calls only of nine letters. Which is
     tried when a template is made.
@@ -72,7 +73,14 @@ class ChatTemplate:
     Raises ``TokenizerLoadError`` when ``source`` is not a template; ``origin`` names the file in that message.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str, described: str = "") -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        origin: str,
+        added_tokens: Iterable[str] = (),
+        response_template: Any = None,
+    ) -> None:
         self._special_tokens = dict(special_tokens)
         environment = _environment()
         try:
@@ -85,11 +93,12 @@ class ChatTemplate:
         with suppress(QuireError):
             self.render([{"role": "user", "content": "Hello"}])
         written = self._try_calls() if "tool_calls" in source else ""
-        self.reasoning: ReasoningFormat | None = detect_reasoning(source, written)
+        self.reasoning = detect_reasoning(source, written) or described_reasoning(response_template)
         self.tool_format: ToolFormat | None = None
         if "tools" in self.variables:
-            self.tool_format = detect_tool_format(source, written)
-            self.tool_format = self.tool_format or detect_tool_format(source, f"{written}\n{described}")
+            more = "\n".join([written, described_marks(response_template), *added_tokens])
+            self.tool_format = detect_tool_format(source, written) or detect_tool_format(source, more)
+            self.tool_format = self.tool_format or described_format(response_template)
 
     def _try_calls(self) -> str:
         """Renders a conversation with a call, and keeps the ways in which the template takes it. Returns what it wrote;

@@ -21,7 +21,7 @@ from quire_proto.text.chat_template import ChatTemplate, SpecialTokenEscaper
 from quire_proto.text.detokenizer import REPLACEMENT, Decode, OutputTextStream, StopMatcher
 from quire_proto.text.harmony import MARKS
 from quire_proto.text.reasoning import ReasoningFormat
-from quire_proto.text.tool_formats import ToolFormat, described_format
+from quire_proto.text.tool_formats import ToolFormat
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _CHARS_PER_TOKEN = 8  # more than common text has
@@ -295,9 +295,8 @@ def _read_template(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer
         origin, source = path, _read_text(path)
     if source is None:
         return None
-    added = "\n".join(token.content for token in tokenizer.get_added_tokens_decoder().values())
-    described = f"{added}\n{described_format(config.get('response_template'))}"
-    return ChatTemplate(source, _special_tokens(config), str(origin), described)
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    return ChatTemplate(source, _special_tokens(config), str(origin), added, config.get("response_template"))
 
 
 def _read_text(path: Path) -> str:

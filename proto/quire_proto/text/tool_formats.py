@@ -9,9 +9,8 @@ grammar writes; a parser takes any white space, or none, wherever they have some
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 PLACES = re.compile(r"\{(name|key|kind|number)\}")
 """What stands for the tool's name in a text, for an argument's, for whether its value is a string, and for a number."""
@@ -321,21 +320,3 @@ def detect_tool_format(template: str, written: str = "") -> ToolFormat | None:
     if any(sign in text for sign in _OTHER_FAMILIES):
         return None
     return next((each for each in TOOL_FORMATS if each.matches(text)), None)
-
-
-def described_format(response_template: Any) -> str:
-    """The marks in a tokenizer's ``response_template``, transformers' description of what a model writes, as a text
-    that ``detect_tool_format`` reads: patterns without their escapes.
-    """
-    return "\n".join(_strings(response_template))
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value.replace("\\s*", "").replace("\\n", "\n").replace("\\", "")
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _strings(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _strings(each)

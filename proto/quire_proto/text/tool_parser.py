@@ -49,8 +49,8 @@ MAX_CALL_CHARS = 65_536  # characters of a call, or of a value, that can only be
 MAX_HEADER_CHARS = 512  # characters before the arguments of a call that is emitted while it streams
 _OTHER_KEYS = ("type", "id", "tool_call_id")  # with a text, or a number, as their value
 _KEYS = (*NAME_KEYS, *ARGUMENTS_KEYS, *_OTHER_KEYS, "function")
-_NAME = re.compile(r"[\w.:-]*")
-_PREFIX, _COUNT = "functions.", ":"  # around a tool's name, of which neither can be a part
+_NAME = re.compile(r"[\w.-]*")
+_PREFIX, _COUNT = "functions.", ":{number}"  # around a tool's name; a prefix may be missing, or the count
 _KEY = re.compile(r'[^<>"\n]*')
 _WORD = re.compile(r"[\w.+-]*")
 _TEXT = (STRING,)
@@ -253,12 +253,16 @@ class ToolParser(StreamParser):
 
     def _read_head(self, head: str, skipped: str = "") -> Steps[str]:
         """Reads the name of a tool, and the marks around it."""
-        before, after = head.replace(f"{_COUNT}{{number}}", "").split("{name}")
+        before, after = head.split("{name}")
         yield from self._read_marks(before.removesuffix(_PREFIX))
         yield from self._skip_space()
-        name = (yield from self._read_word(_NAME)).removeprefix(_PREFIX).partition(_COUNT)[0]
+        name = (yield from self._read_word(_NAME)).removeprefix(_PREFIX)
         if name not in self._names:
             raise NotACallError
+        if after.startswith(_COUNT):
+            after = after.removeprefix(_COUNT)
+            if (yield from self._reads(_COUNT[0])):
+                yield from self._read_word(_WORD)
         if not skipped:
             yield from self._read_marks(after)
         else:

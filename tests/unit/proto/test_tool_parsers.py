@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.text.reasoning import REASONING_FORMATS, THINK, ReasoningParser, detect_reasoning
+from quire_proto.text.response_template import described_marks
 from quire_proto.text.stream_scanner import Content, Reasoning, ToolCallArguments, ToolCallStart, merge_adjacent
 from quire_proto.text.tool_arguments import parameter_types, python_arguments, to_json
 from quire_proto.text.tool_formats import (
@@ -15,7 +16,6 @@ from quire_proto.text.tool_formats import (
     HERMES,
     LLAMA3,
     TOOL_FORMATS,
-    described_format,
     detect_tool_format,
 )
 from quire_proto.text.tool_parser import MAX_CALL_CHARS, new_tool_parser
@@ -402,10 +402,10 @@ def test_the_format_is_detected_from_the_template(template, expected):
 def test_the_format_may_be_what_a_response_template_describes():
     field = {"open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>", "content": "xml-inline"}
     field["content_args"] = {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"}
-    described = described_format({"fields": {"tool_calls": field}})
+    described = described_marks({"fields": {"tool_calls": field}})
     assert detect_tool_format("{{ messages }}", described) is BY_NAME["qwen3-coder"]
     hermes = {"open_pattern": r"\s*<tool_call>", "content": "json", "transform": {"function": "{content}"}}
-    assert detect_tool_format("{{ messages }}", described_format({"fields": {"tool_calls": hermes}})) is HERMES
+    assert detect_tool_format("{{ messages }}", described_marks({"fields": {"tool_calls": hermes}})) is HERMES
 
 
 @pytest.mark.parametrize("marks", REASONING_FORMATS, ids=[each.begin for each in REASONING_FORMATS])
