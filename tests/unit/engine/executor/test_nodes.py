@@ -16,10 +16,10 @@ from pydantic import ValidationError
 from quire_engine.config import EngineConfig, NodeArgs
 from quire_engine.distributed.communicator import make_process_group
 from quire_engine.errors import ModelError
-from quire_engine.executor import node_agent, node_hub, node_link
-from quire_engine.executor.node_agent import NodeAgent
-from quire_engine.executor.node_hub import NodeHub
+from quire_engine.executor import node_link, rendezvous
+from quire_engine.executor.node_hub import NodeHub, node_rendezvous
 from quire_engine.executor.node_link import Frame, FrameKind, LinkEndedError, read_frame, tls_context, write_frame
+from quire_engine.executor.rendezvous import join
 from quire_proto.tls import CertKeyFiles, ServerTls, TlsError
 from torch import distributed
 
@@ -81,7 +81,7 @@ def hub(authority: Authority) -> Iterator[Hub]:
 
 
 def hello(rank: int = 1, **facts: object) -> dict[str, Any]:
-    return {"node_rank": rank, "address": "127.0.0.3", "facts": {**FACTS, **facts}}
+    return {"rank": rank, "address": "127.0.0.3", "facts": {**FACTS, **facts}}
 
 
 def test_a_node_of_the_same_engine_is_given_its_ranks(hub: Hub) -> None:
@@ -155,7 +155,7 @@ def test_what_is_no_message_ends_the_connection_alone(hub: Hub, data: bytes) -> 
 def test_those_who_say_nothing_are_sent_away_and_hold_nobody_up(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("quire_engine.executor.node_hub.HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setattr("quire_engine.executor.rendezvous.HANDSHAKE_SECONDS", 0.5)
     silent = [socket.create_connection((MASTER, hub.args.master_port)) for _ in range(20)]
     assert hub.connect(hub.args.tls, hello()).kind == FrameKind.ACCEPTED
     for link in silent:
@@ -169,7 +169,7 @@ def test_those_who_say_nothing_are_sent_away_and_hold_nobody_up(
 def test_nodes_that_come_late_are_waited_for_no_longer_and_named_meanwhile(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(node_hub, "WAITING_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "WAITING_SECONDS", 0.1)
     hub = Hub(node_args(authority, authority.issue(NODE_NAME), nnodes=4, seconds=0.5))
     try:
 
@@ -189,16 +189,14 @@ def test_nodes_that_come_late_are_waited_for_no_longer_and_named_meanwhile(
 def test_a_node_says_that_it_waits_for_node_0(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(node_agent, "RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(node_agent, "WAITING_SECONDS", 0.0)
-    agent = NodeAgent.__new__(NodeAgent)  # a model is none of this test's
-    agent._config, agent._names = node_args(authority, authority.issue(NODE_NAME), seconds=0.2), None
-    agent._stop_requested = asyncio.Event()
+    monkeypatch.setattr(rendezvous, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(rendezvous, "WAITING_SECONDS", 0.0)
+    place = node_rendezvous(node_args(authority, authority.issue(NODE_NAME), seconds=0.2))
     with pytest.raises(ModelError, match=r"^Node 0 \(.*\) could not be joined within 0\.2 seconds"):
-        asyncio.run(agent._connect())
+        asyncio.run(join(place, FACTS, asyncio.Event()))
     lines = [each.message for each in caplog.records if each.levelname == "WARNING"]
     assert len(lines) > 1, "it is said again"
-    assert set(lines) == {f"waiting for node 0 ({MASTER}:{agent._config.master_port}) to take connections"}
+    assert set(lines) == {f"waiting for node 0 ({MASTER}:{place.port}) to take connections"}
 
 
 @pytest.mark.parametrize("broken", ["certificate", "key", "missing"])
