@@ -24,6 +24,7 @@ _LONGEST = 60
 NOT_FLAGS = frozenset(
     {
         *("model", "served_model_name", "dtype", "max_model_len", "tensor_parallel_size", "pipeline_parallel_size"),
+        *("data_parallel_size", "data_parallel_rank", "data_parallel_address", "data_parallel_rpc_port"),
         *("nnodes", "node_rank", "headless", "master_addr", "master_port", "node_addr", "dist_timeout"),
         *("host", "port", "metrics_port", "tls_cert", "tls_key", "tls_client_ca", "shutdown_delay", "shutdown_timeout"),
     }

@@ -141,10 +141,18 @@ class ExecutorConfig(_Frozen):
         description="Stages that the model's layers are divided into, each of --tensor-parallel-size processes (on "
         "CUDA: GPUs), with as many steps under way at once.",
     )
+    data_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Engines that share the experts of a model among all their ranks, and make their steps together; "
+        "each has requests and the other layers of its own, and runs this command with its --data-parallel-rank.",
+    )
     all2all_backend: All2AllBackend = Field(
         default="allgather_reducescatter",
         description="How tokens reach the ranks that hold their experts: each rank has all tokens and results are "
-        "added up, or with alltoall a token goes to the ranks of its experts alone.",
+        "added up, or with alltoall, and always with --data-parallel-size, a token goes to the ranks of its experts "
+        "alone.",
     )
     enable_dbo: bool = Field(
         default=False,
@@ -357,10 +365,19 @@ class EngineArgs(CoreArgs, ExecutorConfig, ServedModel):
 
     @model_validator(mode="after")
     def _tokens_have_other_ranks_to_go_to(self) -> Self:
-        if self.all2all_backend == "alltoall" and self.tensor_parallel_size == 1:
+        if self.all2all_backend == "alltoall" and self.tensor_parallel_size == self.data_parallel_size == 1:
             raise ValueError(
-                "--all2all-backend alltoall needs a --tensor-parallel-size above 1: it is for experts that several "
-                "ranks share."
+                "--all2all-backend alltoall needs a --tensor-parallel-size or a --data-parallel-size above 1: it is "
+                "for experts that several ranks share."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engines_of_a_group_have_no_stages(self) -> Self:
+        if self.data_parallel_size > 1 and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                "--data-parallel-size and --pipeline-parallel-size exclude each other: stages would wait for each "
+                "other's experts."
             )
         return self
 
@@ -400,8 +417,9 @@ class EngineArgs(CoreArgs, ExecutorConfig, ServedModel):
 
 
 class NodeArgs(_Frozen):
-    """The machines that run one engine together, and the certificates by which they know each other, which are also the
-    server's. Node 0 has the scheduler and the server, and the others run ranks alone.
+    """The machines that run one engine together, the place of an engine among those that share experts, and the
+    certificates by which either know each other, which are also the server's. Of the nodes of an engine, node 0 has the
+    scheduler and the server, and the others run ranks alone.
     """
 
     nnodes: int = Field(
@@ -420,19 +438,37 @@ class NodeArgs(_Frozen):
     )
     node_addr: ListenAddress | None = Field(
         default=None,
-        description="Address of this machine for the other nodes; by default the one that leads to --master-addr.",
+        description="Address of this machine for the other nodes, or engines of a group; by default the one that leads "
+        "to --master-addr, or to --data-parallel-address.",
     )
     dist_timeout: float = Field(
-        default=600.0, gt=0, allow_inf_nan=False, description="Seconds in which all nodes have to join."
+        default=600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds in which all nodes, or all engines of a group, have to join.",
+    )
+    data_parallel_rank: int = Field(
+        default=0, ge=0, le=63, description="This engine's number among those of --data-parallel-size."
+    )
+    data_parallel_address: ListenAddress = Field(
+        default="127.0.0.1", description="Address of engine 0 of a group, the same for all of them."
+    )
+    data_parallel_rpc_port: int = Field(
+        default=29550,
+        ge=1,
+        le=65535,
+        description="Port of engine 0 where the other engines of a group join, the same for all of them.",
     )
     tls_cert: CertificateFile | None = Field(
         default=None,
-        description="PEM file of the certificate that the gRPC port shows, and nodes to each other; none: plain text.",
+        description="PEM file of the certificate that the gRPC port shows, and nodes and engines of a group to each "
+        "other; none: plain text.",
     )
     tls_key: KeyFile | None = Field(default=None, description="PEM file of its key.")
     tls_client_ca: CaFile | None = Field(
         default=None,
-        description="PEM file of the authorities that vouch for routers and other nodes; none: any client may connect.",
+        description="PEM file of the authorities that vouch for routers, other nodes and engines; none: any client may "
+        "connect.",
     )
 
     @property
@@ -490,6 +526,8 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         "--master-addr": "ADDRESS",
         "--master-port": "PORT",
         "--node-addr": "ADDRESS",
+        "--data-parallel-address": "ADDRESS",
+        "--data-parallel-rpc-port": "PORT",
         "--tls-cert": "FILE",
         "--tls-key": "FILE",
         "--tls-client-ca": "FILE",
@@ -507,7 +545,6 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         "--tool-call-parser": _SEEN,
         "--reasoning-parser": _SEEN,
         "--enable-chunked-prefill": "prompts are always computed in chunks, of --max-num-batched-tokens",
-        "--data-parallel-size": "start more engines, and name each to the router",
         "--dist-init-addr": "--master-addr and --master-port are the two parts of it",
         "--tp-size": "--tensor-parallel-size is one",
         "--mem-fraction-static": "--gpu-memory-utilization is one",
@@ -560,6 +597,23 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
     def _disk_is_of_one_machine(self) -> Self:
         if self.nnodes > 1 and self.kv_disk_path is not None:
             raise ValueError("--kv-disk-path and --nnodes exclude each other: all ranks have to see one folder.")
+        return self
+
+    @model_validator(mode="after")
+    def _engines_of_a_group_know_each_other(self) -> Self:
+        if self.data_parallel_rank >= self.data_parallel_size:
+            raise ValueError("--data-parallel-rank is not below --data-parallel-size.")
+        if self.data_parallel_size == 1:
+            return self
+        if self.nnodes > 1:
+            raise ValueError(
+                "--data-parallel-size and --nnodes exclude each other: each engine of a group is on one machine."
+            )
+        on_one_machine = all(map(_is_loopback, filter(None, (self.data_parallel_address, self.node_addr))))
+        if not on_one_machine and self.tls_client_ca is None:
+            raise ValueError(
+                "--data-parallel-size needs --tls-cert, --tls-key and --tls-client-ca where an address is not loopback."
+            )
         return self
 
     @model_validator(mode="after")

@@ -18,7 +18,12 @@ Service = Literal["engine", "router"]
 SERVICES: Mapping[Service, type[CliSettings]] = {"engine": EngineConfig, "router": Settings}
 # What the command itself gives to each service, by flags of its own.
 OWN: Mapping[Service, frozenset[str]] = {
-    "engine": frozenset({"model", "served_model_name", "host", "port", "metrics_port"}),
+    "engine": frozenset(
+        {
+            *("model", "served_model_name", "host", "port", "metrics_port"),
+            *("data_parallel_size", "data_parallel_rank", "data_parallel_address", "data_parallel_rpc_port"),
+        }
+    ),
     "router": frozenset({"model", "engine", "host", "http_port"}),
 }
 SHARED = (EngineConfig.model_fields.keys() - OWN["engine"]) & (Settings.model_fields.keys() - OWN["router"])
@@ -44,7 +49,6 @@ FOREIGN = {
     **EngineConfig.foreign_flags,
     "--model": "quire serve MODEL names it",
     "--engine": "--engines N starts them, and quire-router serves engines elsewhere",
-    "--data-parallel-size": "--engines starts several",
     "--seed": EngineConfig.foreign_flags["--temperature"],
     "--tp": "--tensor-parallel-size is one",
     "--pp": "--pipeline-parallel-size is one",
@@ -55,11 +59,12 @@ FOREIGN = {
 @dataclass(frozen=True)
 class ServeFlags:
     """What the command line says. ``engine`` and ``router`` are the arguments for each service; None stands for what
-    was not given.
+    was not given. ``data_parallel_size`` is the number of engines where they share experts, else 1.
     """
 
     model: str
     engines: int
+    data_parallel_size: int
     host: str | None
     port: int | None
     names: list[str]
@@ -90,16 +95,22 @@ def read_flags(arguments: Sequence[str]) -> ServeFlags:
         for name in SHARED:  # not listed: as many again, each said already
             parser.add_argument(f"--{service}-{_kebab(name)}", **{**_options(kind, name), "help": SUPPRESS})
     given = vars(parser.parse_args(list(arguments)))
+    size = given["data_parallel_size"] or 1
+    if size > 1 and given["engines"] not in (None, size):
+        parser.error(
+            f"--engines is {given['engines']}, and --data-parallel-size {size}: either says how many there are"
+        )
     return ServeFlags(
         model=given["model"],
-        engines=given["engines"],
+        engines=max(size, given["engines"] or 1),
+        data_parallel_size=size,
         host=given["host"],
         port=given["port"],
         names=_names(given["served_model_name"]),
         no_journal=given["no_journal"],
         engine_port=given["engine_port"],
         engine_metrics_port=given["engine_metrics_port"],
-        engine=[*_arguments("engine", given)],
+        engine=[*_arguments("engine", given), *([f"--data-parallel-size={size}"] if size > 1 else [])],
         router=[*_arguments("router", given)],
     )
 
@@ -125,13 +136,17 @@ def _passed(service: Service) -> Iterator[str]:
 
 def _taken() -> set[str]:
     """Flags that a user may give, which are therefore no foreign ones."""
-    own = {"--port", "--host", "--engines", "--served-model-name", "--http-port"}
+    own = {"--port", "--host", "--engines", "--data-parallel-size", "--served-model-name", "--http-port"}
     return own | {flag_of(name) for service in SERVICES for name in _passed(service)}
 
 
 def _add_own(parser: FlagParser) -> None:
+    parser.add_argument("--engines", type=_count, metavar="N", help="engines, each with the whole model (default: 1)")
     parser.add_argument(
-        "--engines", type=_count, default=1, metavar="N", help="engines, each with the whole model (default: 1)"
+        "--data-parallel-size",
+        type=_count,
+        metavar="N",
+        help="engines that share the experts of a model, instead of --engines",
     )
     parser.add_argument("--host", metavar="ADDRESS", help="address that clients reach (default: 127.0.0.1)")
     parser.add_argument(

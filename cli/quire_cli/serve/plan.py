@@ -21,6 +21,7 @@ SHARED_POOL = 512 << 20  # bytes of KV memory of each of several engines, so tha
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - what to connect to, instead
 GRACE = 5.0  # seconds that a process may take longer to end than its settings say
 ENGINE_STEP = 10  # between the ports of two engines
+GROUP_PORT = 29550  # where engines that share experts meet, or a free one behind it
 ROUTER_PORTS = (
     ("http_port", "REST API", "--port"),
     ("grpc_port", "gRPC API", "--grpc-port"),
@@ -62,12 +63,16 @@ def make_plan(flags: ServeFlags, model: Path, ports: Ports, gpus: Sequence[str] 
     engine += [*flags.engine, *_unless_given("ENGINE", flags.engine, DEFAULTS["engine"])]
     if flags.engines > 1 and _unless_given("ENGINE", flags.engine, {"gpu_memory_utilization": ""}):
         engine += _unless_given("ENGINE", flags.engine, {"kv_cache_memory": str(SHARED_POOL)})
+    if flags.data_parallel_size > 1:
+        engine += [f"--data-parallel-rpc-port={ports.free(GROUP_PORT, 'the group of the engines')}"]
     tokenizer = tokenizer_folder(model)
     router = [*(f"--model={name}={tokenizer}" for name in names)]
     router += [*flags.router, *_unless_given("ROUTER", flags.router, DEFAULTS["router"])]
     router += [f"--host={flags.host}"] if flags.host else []
     router += [f"--http-port={flags.port}"] if flags.port else []
     config, settings = read_settings(EngineConfig, engine), read_settings(Settings, router)
+    if config.data_parallel_size != flags.data_parallel_size:
+        raise ValueError("--data-parallel-size starts engines that share experts; a variable does not say how many.")
     if not is_local(settings.host):
         raise PortError(f"{settings.host} is no address of this machine; --host 0.0.0.0 stands for all that it has.")
     places = _engine_ports(flags, config, ports)
@@ -124,6 +129,7 @@ def _engine_program(
     index: int, ports: tuple[int, int], arguments: Sequence[str], config: EngineConfig, environment: dict[str, str]
 ) -> Program:
     where = [f"--host={LOCALHOST}", f"--port={ports[0]}", f"--metrics-port={ports[1]}"]
+    where += [f"--data-parallel-rank={index}"] if config.data_parallel_size > 1 else []
     return Program(
         f"engine-{index + 1}",
         "engine",

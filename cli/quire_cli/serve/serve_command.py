@@ -57,7 +57,9 @@ def find(flags: ServeFlags) -> FoundModel:
     none, or if it cannot be served.
     """
     config = read_settings(EngineConfig, [f"--model={flags.model}", *flags.engine])
-    need = MemoryNeed(flags.engines, config.dtype, config.quantization) if is_on_host(config) else None
+    # Experts, which most weights are of, are in memory once where engines share them.
+    engines = 1 if flags.data_parallel_size > 1 else flags.engines
+    need = MemoryNeed(engines, config.dtype, config.quantization) if is_on_host(config) else None
     try:
         found = find_model(flags.model, need)
         if config.max_model_len:
@@ -90,7 +92,8 @@ def check_host_memory(plan: Plan) -> None:
     if not is_on_host(config):
         return
     weights = weight_bytes(plan.model, config.dtype, config.quantization)
-    if sentence := memory_shortage(plan.name, weights, plan.engines, config.quantization):
+    engines = 1 if config.data_parallel_size > 1 else plan.engines
+    if sentence := memory_shortage(plan.name, weights, engines, config.quantization):
         raise SystemExit(f"quire: {sentence}")
 
 

@@ -229,7 +229,8 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
 class LoadOptions:
     """How a model is loaded. ``config`` has the dtype, the quantization and whether to be deterministic; ``device`` is
     its device, resolved. Of a model that several ranks share, only this rank's shard is read: its part of the layers of
-    its ``stage``. ``num_lora_slots`` adapters can be in use at once; with 0 there are none.
+    its ``stage``. Experts are shared by the ranks of ``expert_communicator``, by default the same. ``num_lora_slots``
+    adapters can be in use at once; with 0 there are none.
     """
 
     config: ExecutorConfig = field(default_factory=ExecutorConfig)
@@ -237,3 +238,4 @@ class LoadOptions:
     communicator: Communicator = SINGLE_RANK
     stage: PipelineStage | None = None
     num_lora_slots: int = 0
+    expert_communicator: Communicator | None = None

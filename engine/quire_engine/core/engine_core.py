@@ -72,7 +72,12 @@ class RemoveLoRA:
     lora_id: int
 
 
-Command = AddRequest | AbortRequest | GetSnapshot | GetBlockStates | Shutdown | RemoveLoRA
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Has an idle loop come round once."""
+
+
+Command = AddRequest | AbortRequest | GetSnapshot | GetBlockStates | Shutdown | RemoveLoRA | Wake
 
 
 @dataclass(slots=True)
@@ -184,6 +189,11 @@ class EngineCore:
     def _has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._rejected)
 
+    @property
+    def _may_wait(self) -> bool:
+        """Whether there is nothing to do before a command comes."""
+        return not self._has_work
+
     def step(self) -> None:
         """One round of the loop: schedules and launches a step, then finishes the oldest one in flight (takes its model
         output, updates the scheduler, publishes).
@@ -278,7 +288,7 @@ class EngineCore:
 
     def _process_commands(self) -> None:
         """Handles the queued commands; waits for one when there is no other work."""
-        if not self._has_work:
+        if self._may_wait:
             self._busy_since = None
             self._handle_command(self._commands.get())
         self._busy_since = perf_counter()
@@ -301,6 +311,8 @@ class EngineCore:
                 self._executor.remove_lora(lora_id)
             case Shutdown():
                 self._stopped = True
+            case Wake():
+                pass
 
     def _add_request(self, request: Request) -> None:
         try:

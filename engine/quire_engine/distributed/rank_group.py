@@ -4,6 +4,7 @@ each other.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,37 +15,73 @@ from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, Ten
 from quire_engine.distributed.pipeline import PipelineStage
 
 
+@dataclass(frozen=True, slots=True)
+class EnginePlace:
+    """Engine ``rank`` of the ``size`` of a data-parallel group, at ``address`` for the others."""
+
+    rank: int
+    size: int
+    address: str
+
+
 class RankGroup:
     """The links of ``rank``, on ``device``. Rank ``stage * tensor_size + part`` has that part of the layers of that
     stage, of ``num_stages``. They work after ``connect``.
 
     ``communicator`` connects the ranks that share the layers of one stage, and ``stage`` is this rank's; None without a
-    pipeline.
+    pipeline. ``expert_communicator`` connects those that share experts: the same, or if this engine has a ``place`` in
+    a group all ranks of all its engines.
     """
 
-    def __init__(self, rank: int, tensor_size: int, num_stages: int, device: torch.device, *, ordered: bool) -> None:
+    def __init__(
+        self,
+        rank: int,
+        tensor_size: int,
+        num_stages: int,
+        device: torch.device,
+        *,
+        ordered: bool,
+        place: EnginePlace | None = None,
+    ) -> None:
         self.num_stages = num_stages
         index, part = divmod(rank, tensor_size)
         self._stores = f"stage-{index}", f"part-{part}"
         self._store: distributed.Store | None = None
+        self._expert_store: distributed.Store | None = None
         self._tensor = TensorParallelGroup(part, tensor_size, device, ordered=ordered) if tensor_size > 1 else None
         self.communicator: Communicator = self._tensor or SINGLE_RANK
+        self._place, self._experts = place, None
+        if place is not None:
+            expert_rank, expert_size = place.rank * tensor_size + part, place.size * tensor_size
+            self._experts = TensorParallelGroup(expert_rank, expert_size, device, ordered=ordered)
+        self.expert_communicator: Communicator = self._experts or self.communicator
         self.stage = PipelineStage(index, num_stages, device) if num_stages > 1 else None
 
     @property
     def num_exchanges(self) -> int:
         """Collectives that this rank has started, and messages that it has sent or waited for."""
         collectives = 0 if self._tensor is None else self._tensor.num_collectives
-        return collectives + (0 if self.stage is None else self.stage.num_messages)
+        messages = 0 if self.stage is None else self.stage.num_messages
+        return collectives + messages + self.num_expert_exchanges
 
-    def connect(self, store: distributed.Store, address: str | None) -> None:
+    @property
+    def num_expert_exchanges(self) -> int:
+        """Those of them that are with other engines of a group."""
+        return 0 if self._experts is None else self._experts.num_collectives
+
+    def connect(
+        self, store: distributed.Store, address: str | None, expert_store: distributed.Store | None = None
+    ) -> None:
         """Connects to the other ranks, all of which rendezvous through ``store``. ``address`` is this machine's for the
-        others; None if all ranks are on it.
+        others; None if all ranks are on it. ``expert_store`` is that of all engines of a group.
         """
         self._store = store  # torch keeps its own half of a store only
         for link, name in zip((self._tensor, self.stage), self._stores, strict=True):
             if link is not None:
                 link.connect(distributed.PrefixStore(name, store), address)
+        if self._experts is not None and self._place is not None:
+            self._expert_store = expert_store
+            self._experts.connect(distributed.PrefixStore("experts", expert_store), self._place.address)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrites ``tensor`` on the other ranks of the stage with that of their first one."""
@@ -53,15 +90,17 @@ class RankGroup:
 
     def abort(self) -> None:
         """Fails what waits for a rank that has died. May be called from any thread."""
-        for link in (self._tensor, self.stage):
-            if link is not None:
-                link.abort()
+        for link in self._links:
+            link.abort()
 
     def close(self) -> None:
         """Leaves the groups. The other ranks may have ended already."""
-        for link in (self._tensor, self.stage):
-            if link is not None:
-                link.close()
+        for link in self._links:
+            link.close()
+
+    @property
+    def _links(self) -> list[TensorParallelGroup | PipelineStage]:
+        return [link for link in (self._tensor, self.stage, self._experts) if link is not None]
 
 
 def file_store(folder: Path, size: int) -> distributed.Store:

@@ -22,6 +22,7 @@ from quire_engine.core.lora import LoRARequest
 from quire_engine.device.accelerator import inference_on
 from quire_engine.distributed.rank_group import RankGroup
 from quire_engine.errors import LoRAError, ModelError
+from quire_engine.executor.engine_group import EngineGroup
 from quire_engine.executor.node_agent import node_facts
 from quire_engine.executor.node_hub import NodeHub
 from quire_engine.executor.rank_processes import RankWorkers
@@ -48,7 +49,7 @@ NO_OVERLAP = "--enable-dbo changes nothing: sums go through shared memory, where
 
 class MultiprocLeader:
     """The ranks of a model in several processes. Starts the other ranks, which begin to load their weights; those on
-    other machines, if ``settings`` have some, join as ``nodes`` say.
+    other machines, if ``settings`` have some, join as ``nodes`` say. ``engines`` are those of a data-parallel group.
 
     ``on_lost`` is called, on another thread, with the reason why the model cannot be run any more: a rank has died or
     has failed alone. Without ``on_lost`` the reason is logged. The other processes exist until then or until
@@ -56,7 +57,11 @@ class MultiprocLeader:
     """
 
     def __init__(
-        self, settings: RankSettings, on_lost: Callable[[str], None] | None, nodes: NodeArgs | None = None
+        self,
+        settings: RankSettings,
+        on_lost: Callable[[str], None] | None,
+        nodes: NodeArgs | None = None,
+        engines: EngineGroup | None = None,
     ) -> None:
         self._device = settings.device_for(0)
         self._group = settings.make_group(0)
@@ -64,7 +69,8 @@ class MultiprocLeader:
         self._on_lost = on_lost
         self._hub = None if nodes is None or settings.nnodes == 1 else _make_hub(settings, nodes)
         try:
-            self._workers = RankWorkers(settings.ranks_per_node, self._on_rank_lost, self._hub)
+            stored = {} if engines is None else {"on_stored": engines.publish}
+            self._workers = RankWorkers(settings.ranks_per_node, self._on_rank_lost, self._hub, **stored)
         except BaseException:
             self._close_hub()
             raise
@@ -78,6 +84,8 @@ class MultiprocLeader:
             self.close()
             raise
         self._settings = settings
+        if engines is not None:
+            engines.share_store(self._workers.put_stored)
         log.info("rank 0 has started the others: %s", ", ".join(self._workers.places))
 
     @property
@@ -213,6 +221,10 @@ class MultiprocRunner:
         age = next(age for age, each in enumerate(reversed(self._forwarded)) if each() is hidden)
         arrays = rows_to_arrays(rows, age)
         return self._call_all_ranks(RpcMethod.LOGITS, arrays, lambda: self._own_runner.logits(hidden, rows))
+
+    def execute_dummy_batch(self) -> None:
+        """See ``Runner.execute_dummy_batch``."""
+        self._call_all_ranks(RpcMethod.EXECUTE_DUMMY_BATCH, [], self._own_runner.execute_dummy_batch)
 
     def add_lora(self, lora: LoRARequest) -> None:
         """See ``Runner.add_lora``. Each rank reads the folder, and keeps its part. As that may be changing, one rank

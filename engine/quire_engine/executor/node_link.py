@@ -1,6 +1,6 @@
-"""The connection between node 0 of an engine and another of its machines: one TCP connection, with TLS where it leaves
-the machine. ``NodeLink`` carries in it what the ranks of the other node and rank 0 send each other, and tells a node
-that is gone or frozen from one that is busy.
+"""The connection between node 0 of an engine and another of its machines, or between engine 0 of a group and another:
+one TCP connection, with TLS where it leaves the machine. ``NodeLink`` carries in it what the ranks of the other node
+and rank 0 send each other, and tells a node that is gone or frozen from one that is busy.
 
 A frame is its kind, a rank, a length and bytes. The bytes of a rank's socket are cut into frames anywhere; all other
 frames are JSON.
@@ -31,15 +31,17 @@ _MAX_FRAME_BYTES = 1 << 20
 class FrameKind(IntEnum):
     """What a frame holds, and who sends it."""
 
-    HELLO = 1  # another node, first: what it is and what it runs
-    ACCEPTED = 2  # node 0: the ranks that the node is to run
-    REFUSED = 3  # node 0: why not
+    HELLO = 1  # another node or engine, first: what it is and what it runs
+    ACCEPTED = 2  # number 0: it is taken in; the ranks that a node is to run
+    REFUSED = 3  # number 0: why not
     DATA = 4  # both: bytes of a rank's socket
     HEARTBEAT = 5  # both
     RANK_ENDED = 6  # another node: how a rank has ended
     LEAVING = 7  # another node: it was told to stop
-    READY = 8  # node 0: the engine serves
+    READY = 8  # node 0: the engine serves; engine 0: all engines have joined
     CLOSE = 9  # node 0: the engine ends
+    DP_MESSAGE = 10  # between engines: a ``DPMessage``
+    STORED = 11  # between engines: a value of the ranks' store
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,11 +59,19 @@ class RankWorkers:
     waited for. One thread makes calls, one after the other.
 
     ``on_lost`` is called once with the reason of a loss, on the watcher thread, and never after ``close``. There
-    ``on_transfer`` is called too, with each rank's result of a transfer to or from the disk. Raises ``ModelError``.
+    ``on_transfer`` is called too, with each rank's result of a transfer to or from the disk. ``on_stored`` is called
+    with each value that a rank stores, for other engines. Raises ``ModelError``.
     """
 
-    def __init__(self, size: int, on_lost: Callable[[str], None], hub: "NodeHub | None" = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        on_lost: Callable[[str], None],
+        hub: "NodeHub | None" = None,
+        on_stored: Callable[[str, bytes], None] = lambda _key, _value: None,
+    ) -> None:
         self._on_lost = on_lost
+        self._on_own_stored = on_stored
         self.on_transfer: Callable[[TransferResult], object] | None = None
         self.store = RankStore(self._publish, self._wait_for_stored)
         self._failures = RankFailureTracker(size - 1)
@@ -127,8 +135,20 @@ class RankWorkers:
                 if process.rank != but:
                     send(process.link, message)
 
+    def put_stored(self, key: str, value: bytes) -> None:
+        """Another engine has stored a value for all ranks. May be called from any thread."""
+        self._put(key, value)
+        with suppress(OSError):  # a rank is lost, of which the watcher tells
+            self._send_to_all(RpcMessage(RpcMethod.STORE, 0, stored_to_arrays(key, value)))
+
+    def _put(self, key: str, value: bytes) -> None:
+        self.store.put(key, value)
+        with self._changed:
+            self._changed.notify_all()
+
     def _publish(self, key: str, value: bytes) -> None:
         self._send(RpcMessage(RpcMethod.STORE, 0, stored_to_arrays(key, value)))
+        self._on_own_stored(key, value)
 
     def _wait_for_stored(self) -> None:
         with self._changed:
@@ -284,10 +304,10 @@ class RankWorkers:
 
     def _on_stored(self, rank: int, message: RpcMessage) -> None:
         """A rank has stored a value for all of them."""
-        self.store.put(*stored_from_arrays(message.arrays))
-        with self._changed:
-            self._changed.notify_all()
+        key, value = stored_from_arrays(message.arrays)
+        self._put(key, value)
         self._send_to_all(RpcMessage(RpcMethod.STORE, 0, message.arrays), but=rank)
+        self._on_own_stored(key, value)
 
     def _check_divergence(self, suspected_since: float | None) -> float | None:
         """Marks the ranks lost when their outcomes differ: at once when that is certain, after a grace period when it

@@ -18,7 +18,7 @@ from quire_engine.core.kv_disk import TransferResult
 from quire_engine.device.accelerator import inference_on
 from quire_engine.device.host import tune_malloc, usable_cores
 from quire_engine.distributed.pipeline import is_first
-from quire_engine.distributed.rank_group import RankGroup, RankStore, file_store
+from quire_engine.distributed.rank_group import EnginePlace, RankGroup, RankStore, file_store
 from quire_engine.errors import LoRAError, ModelError
 from quire_engine.executor.rank_processes import describe_error
 from quire_engine.executor.rpc import (
@@ -56,7 +56,7 @@ class RankSettings:
 
     ``threads`` are those of each rank. ``device`` is rank 0's; another rank's GPU is that of its number on its node.
     ``nnodes`` machines have as many ranks each. Ranks on one machine find each other through the folder ``rendezvous``;
-    several have ``addresses``, by node.
+    several have ``addresses``, by node. ``place`` is that of this engine in a data-parallel group.
     """
 
     engine: EngineArgs
@@ -67,6 +67,7 @@ class RankSettings:
     rendezvous: Path = Path()
     addresses: tuple[str, ...] = ()
     log_level: int = 0
+    place: EnginePlace | None = None
 
     @property
     def size(self) -> int:
@@ -86,9 +87,11 @@ class RankSettings:
         return torch.device(device.type, rank % self.ranks_per_node)
 
     def connect(self, rank: int, group: RankGroup, store: RankStore) -> None:
-        """Connects a rank to the others: through a file, or where they are on several machines through ``store``."""
+        """Connects a rank to the others: through a file, or where they are on several machines through ``store``, by
+        which ranks of several engines find each other too.
+        """
         if self.nnodes == 1:
-            group.connect(file_store(self.rendezvous, self.size), None)
+            group.connect(file_store(self.rendezvous, self.size), None, store)
         else:
             group.connect(store, self.addresses[rank // self.ranks_per_node])
 
@@ -96,14 +99,17 @@ class RankSettings:
         """The links of a rank, not connected yet."""
         engine = self.engine
         sizes = engine.tensor_parallel_size, engine.pipeline_parallel_size
-        return RankGroup(rank, *sizes, self.device_for(rank), ordered=engine.deterministic)
+        return RankGroup(rank, *sizes, self.device_for(rank), ordered=engine.deterministic, place=self.place)
 
     def load(self, rank: int, group: RankGroup) -> LoadedModel:
         """Loads a rank's shard of the model. Raises ``ModelError``."""
         if self.engine.cpu_offload_gb and self.device_for(rank).type != "cpu":
             check_host_memory(int(self.engine.cpu_offload_gb * GIB), self.ranks_per_node, CpuMemory())
         engine = self.engine.model_copy(update={"weights_memory_gb": self.weights_memory_gb(rank)})
-        return load_model_and_attention(engine, self.config, self.device_for(rank), group.communicator, group.stage)
+        device, experts = self.device_for(rank), group.expert_communicator
+        return load_model_and_attention(
+            engine, self.config, device, group.communicator, group.stage, expert_ranks=experts
+        )
 
     def weights_memory_gb(self, rank: int) -> float | None:
         """A rank's part of what the weights of the ranks on its machine may take: as its layers are of theirs."""
@@ -139,6 +145,7 @@ class RankSettings:
             "rendezvous": str(self.rendezvous),
             "addresses": self.addresses,
             "log_level": self.log_level,
+            "place": None if self.place is None else asdict(self.place),
         }
 
     @classmethod
@@ -146,7 +153,8 @@ class RankSettings:
         """The inverse of ``to_plain``, for a model whose configuration is a ``DecoderConfig``."""
         engine, config = EngineArgs.model_validate(values["engine"]), DecoderConfig.from_plain(values["config"])
         rendezvous, addresses = Path(values["rendezvous"]), tuple(values["addresses"])
-        changed = {"engine": engine, "config": config, "rendezvous": rendezvous, "addresses": addresses}
+        place = None if values["place"] is None else EnginePlace(**values["place"])
+        changed = {"engine": engine, "config": config, "rendezvous": rendezvous, "addresses": addresses, "place": place}
         return cls(**{**values, **changed})
 
 
@@ -186,6 +194,7 @@ class RankWorker:
             RpcMethod.REMOVE_LORA: self._remove_lora,
             RpcMethod.STORE: self._put_stored,
             RpcMethod.OPEN_DISK: self._open_disk,
+            RpcMethod.EXECUTE_DUMMY_BATCH: self._execute_dummy_batch,
         }
 
     def run(self, until: RpcMethod | None = None) -> None:
@@ -297,6 +306,10 @@ class RankWorker:
         with inference_on(loaded.model.device):
             self._runner_or_fail.logits(self._hidden[-1 - age], rows)
 
+    def _execute_dummy_batch(self, _: Sequence[RpcArray]) -> None:
+        with inference_on(self._loaded_or_fail.model.device):
+            self._runner_or_fail.execute_dummy_batch()
+
     def _add_lora(self, arrays: Sequence[RpcArray]) -> str:
         """Returns why the adapter cannot be read, empty if it can: that is no failure of the rank."""
         with inference_on(self._loaded_or_fail.model.device):
@@ -365,6 +378,8 @@ def check_parallel_sizes(engine: EngineArgs, config: ModelConfig, device: torch.
     of them each.
     """
     tensor_size, num_stages, size = engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.num_ranks
+    if engine.data_parallel_size > 1:
+        _check_experts(engine.data_parallel_size * tensor_size, config)
     if size == 1:
         return
     if not isinstance(config, DecoderConfig):
@@ -387,6 +402,16 @@ def check_parallel_sizes(engine: EngineArgs, config: ModelConfig, device: torch.
     if size > MAX_RANKS:
         raise ModelError(f"{tensor_size} × {num_stages} ranks are more than {MAX_RANKS}.")
     _check_device(size // nnodes, device)
+
+
+def _check_experts(size: int, config: ModelConfig) -> None:
+    if not isinstance(config, DecoderConfig) or config.moe is None:
+        raise ModelError(
+            "--data-parallel-size is for engines that share the experts of a model, and "
+            f"{config.architecture} has none that can be shared: start several engines without it."
+        )
+    if size > MAX_RANKS:
+        raise ModelError(f"{size} ranks of all engines are more than {MAX_RANKS}.")
 
 
 def _sharded_dimensions(config: DecoderConfig) -> list[tuple[int, str]]:

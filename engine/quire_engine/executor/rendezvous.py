@@ -102,7 +102,7 @@ class Member(Protocol):
         ...
 
     def end(self, reason: str) -> None:
-        """Its link has ended. ``reason`` is the end of a sentence about it."""
+        """Its link has ended, after all had joined. ``reason`` is the end of a sentence about it."""
         ...
 
 
@@ -126,6 +126,7 @@ class RendezvousHub(Generic[M]):
         self._names = None if place.tls is None else own_names(place.tls)
         self._joined: dict[int, M] = {}
         self._changed = Condition()
+        self._connections: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
         self._strangers = 0
         self._start_error: OSError | None = None
         self._started = Event()
@@ -198,11 +199,17 @@ class RendezvousHub(Generic[M]):
             self._started.set()
         async with self._server:
             await self._stop.wait()
-            for member in self._joined.values():
-                member.link.abort()
+            for writer in self._connections.values():
+                writer.transport.abort()
+            if self._connections:
+                await asyncio.wait(list(self._connections))
 
     async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one connection, to its end."""
+        task = asyncio.current_task()
+        assert task is not None, "a connection has a task of its own"
+        self._connections[task] = writer
+        task.add_done_callback(self._connections.pop)
         name = writer.get_extra_info("peername")  # None where it has closed the connection again
         peer = name[0] if name else "somebody"
         if self._strangers >= MAX_STRANGERS:
@@ -262,7 +269,8 @@ class RendezvousHub(Generic[M]):
                 if not is_complete:  # it can join again
                     log.warning("%s %d (%s) %s", self._place.noun, member.rank, member.address, reason)
                     del self._joined[member.rank]
-            member.end(reason)
+            if is_complete:
+                member.end(reason)
 
 
 def describe_difference(noun: str, rank: int, mine: Mapping[str, Any], theirs: object) -> str | None:

@@ -47,6 +47,7 @@ class RpcMethod(IntEnum):
     REMOVE_LORA = 11
     STORE = 12
     OPEN_DISK = 13
+    EXECUTE_DUMMY_BATCH = 14
 
     @property
     def has_reply(self) -> bool:

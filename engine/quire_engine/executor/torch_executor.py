@@ -17,20 +17,22 @@ from quire_proto.errors import ErrorCode, QuireError, internal
 
 from quire_engine.config import EngineArgs, NodeArgs
 from quire_engine.core.block_pool import KVCacheConfig
+from quire_engine.core.data_parallel import Lockstep
 from quire_engine.core.executor import UNMEASURED, ExecutorError
 from quire_engine.core.kv_disk import DiskContents, TransferResult
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import ModelOutput, ScheduledChunk, SchedulerOutput
 from quire_engine.device.accelerator import configure_threads, inference_on, resolve_device, upload, usable_threads
 from quire_engine.device.host import tune_malloc
-from quire_engine.errors import LoRAError
+from quire_engine.errors import LoRAError, ModelError
+from quire_engine.executor.engine_group import EngineGroup, join_engines
 from quire_engine.executor.multiproc import MultiprocLeader, compute_rank_cache_sizes
 from quire_engine.executor.rank_worker import RankSettings, check_parallel_sizes
 from quire_engine.models.llama import Llama
 from quire_engine.models.loader import read_model_config
 from quire_engine.sampling.sampler import Sampler, SamplerInput, SamplerOutput, compute_prompt_logprobs
 from quire_engine.worker.block_file import FolderLock
-from quire_engine.worker.input_batch import InputBatch, prepare_inputs
+from quire_engine.worker.input_batch import InputBatch, ModelInput, prepare_inputs
 from quire_engine.worker.kv_cache import StepEvent
 from quire_engine.worker.memory import (
     CacheBudget,
@@ -46,6 +48,7 @@ from quire_engine.worker.transfer_results import TransferResults
 log = logging.getLogger(__name__)
 
 RunnerFactory = Callable[[LoadedModel, CacheSizes], Runner]
+Forward = Callable[[ModelInput, torch.Tensor | None], torch.Tensor]
 
 
 class TorchExecutor:
@@ -54,7 +57,8 @@ class TorchExecutor:
     ``depth`` is constant: steps that may be in flight at once. ``config`` is the model's, ``max_model_len`` the longest
     sequence in tokens, and ``rates`` are measured once it is loaded. ``num_loras_held`` adapters are held in host
     memory, those that were used last. ``disk_contents`` is what the disk tier has at the start, None without one.
-    ``weight_stats`` are those of layers that are read from disk, on rank 0 if there are several; None if none are.
+    ``weight_stats`` are those of layers that are read from disk, on rank 0 if there are several; None if none are. If
+    it shares experts with the executors of other ``engines``, its forward passes are theirs.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class TorchExecutor:
         depth: int = 1,
         num_loras_held: int = 0,
         make_runner: RunnerFactory = ModelRunner,
+        engines: EngineGroup | None = None,
     ) -> None:
         self.config = model.config
         self.max_model_len = model.max_model_len
@@ -79,6 +84,7 @@ class TorchExecutor:
         self._lora_manager = model.loras
         self._num_loras_held = num_loras_held
         self._previous_step: AsyncStep | None = None
+        self._engines = engines
         self._close_ranks: Callable[[], object] = lambda: None
         self.disk_contents: DiskContents | None = None
         self._disk_lock: FolderLock | None = None
@@ -102,44 +108,73 @@ class TorchExecutor:
         with speculation. With ``enforce_eager`` no graphs are captured. With a ``tensor_parallel_size`` or a
         ``pipeline_parallel_size`` above 1 other processes share the model until ``close``; ``on_lost`` is called, on
         another thread, with the reason why they cannot go on. ``nodes`` are the machines that have the ranks, if there
-        are several; this one is node 0, and waits for the others. An engine that ``owns_process`` sets the number of
-        torch's threads and how the heap treats freed memory, for all of it. Raises ``ModelError``, with one sentence,
-        for what cannot be.
+        are several; this one is node 0, and waits for the others. With a ``data_parallel_size`` above 1 they say which
+        engine of a group this is, and where it meets the others, for which it waits. An engine that ``owns_process``
+        sets the number of torch's threads and how the heap treats freed memory, for all of it. Raises ``ModelError``,
+        with one sentence, for what cannot be.
         """
         nnodes = 1 if nodes is None else nodes.nnodes
         threads = (configure_threads if owns_process else usable_threads)(config.num_ranks // nnodes)
         model_config, device = read_model_config(config.model), resolve_device(config.device)
         check_parallel_sizes(config, model_config, device, nnodes)
         settings = RankSettings(config, model_config, str(device), threads, nnodes)
-        if settings.size == 1:
-            return cls._load(settings, None, owns_process=owns_process)
-        leader = MultiprocLeader(settings, on_lost, nodes)
-        try:
-            executor = cls._load(settings, leader, owns_process=owns_process)
-        except BaseException:
-            leader.close()
-            raise
-        executor._close_ranks = weakref.finalize(executor, leader.close)
-        leader.announce_ready()
+        with ExitStack() as opened:
+            engines, leader = None, None
+            if config.data_parallel_size > 1:
+                engines = join_engines(config, model_config, device, nodes, on_lost)
+                opened.callback(engines.close)
+                settings = replace(settings, place=engines.place)
+            if settings.size > 1:
+                leader = MultiprocLeader(settings, on_lost, nodes, engines)
+                opened.callback(leader.close)
+            try:
+                executor = cls._load(settings, leader, engines, opened, owns_process=owns_process)
+                if engines is not None:
+                    engines.lockstep.finish(executor.execute_dummy_batch)
+            except ExecutorError as error:
+                raise ModelError(str(error)) from error
+            executor._close_ranks = weakref.finalize(executor, opened.pop_all().close)
+        if leader is not None:
+            leader.announce_ready()
         return executor
 
     @classmethod
-    def _load(cls, settings: RankSettings, leader: MultiprocLeader | None, *, owns_process: bool) -> "TorchExecutor":
+    def _load(
+        cls,
+        settings: RankSettings,
+        leader: MultiprocLeader | None,
+        engines: EngineGroup | None,
+        opened: ExitStack,
+        *,
+        owns_process: bool,
+    ) -> "TorchExecutor":
         """Loads the model, or rank 0's shard of it, and makes an executor with KV pools of the size that the
-        memory has room for, on all ranks.
+        memory has room for, on all ranks. What is to be closed behind it is ``opened``.
         """
         config = settings.engine
         profiler = MemoryProfiler(settings.device_for(0), settings.lora_bytes)
-        model = settings.load(0, settings.make_group(0) if leader is None else leader.group)
+        group = settings.make_group(0) if leader is None else leader.group
+        model = settings.load(0, group)
         if owns_process and model.device.type == "cpu":
             tune_malloc()
         if leader is not None:
             leader.connect()
+        elif engines is not None:
+            opened.callback(group.close)
+            with inference_on(model.device):
+                group.connect(engines.store, None, engines.store)
+        if engines is not None:
+            engines.connect(group)
         make_runner: RunnerFactory = ModelRunner if leader is None else leader.make_runner
         budget = CacheBudget(config.kv_cache_memory, config.swap_bytes, config.gpu_memory_utilization)
         with ExitStack() as profiled:
             make_smallest = partial(
-                cls, model, model.min_cache_sizes, num_loras_held=config.num_loras_held, make_runner=make_runner
+                cls,
+                model,
+                model.min_cache_sizes,
+                num_loras_held=config.num_loras_held,
+                make_runner=make_runner,
+                engines=engines,
             )
             run_largest = partial(cls._run_largest_step, make_smallest, config, profiled)
             work = run_largest if budget.kv_cache_bytes is None else None
@@ -147,7 +182,7 @@ class TorchExecutor:
         num_layers = settings.num_layers()
         decided = compute_rank_cache_sizes(budget, profiles, model.min_cache_sizes, num_layers, settings.nnodes)
         depth, held = _depth(config, model.device), config.num_loras_held
-        executor = cls(model, decided.sizes, depth=depth, num_loras_held=held, make_runner=make_runner)
+        executor = cls(model, decided.sizes, depth=depth, num_loras_held=held, make_runner=make_runner, engines=engines)
         num_tokens = min(config.max_num_batched_tokens, model.max_model_len)
         executor.rates = measure_rates(executor, num_tokens, model.config.vocab_size)
         capacity = executor.kv_cache_config
@@ -187,6 +222,17 @@ class TorchExecutor:
         """What weights and activations are held in: ``float32`` or ``bfloat16``."""
         return str(self._runner.dtype).removeprefix("torch.")
 
+    @property
+    def lockstep(self) -> Lockstep | None:
+        """This engine's part in the forward passes of its group; None if it is alone."""
+        return None if self._engines is None else self._engines.lockstep
+
+    def execute_dummy_batch(self) -> None:
+        """See ``DPExecutor.execute_dummy_batch``."""
+        assert self._engines is not None, "this engine is alone"
+        with device_errors(), inference_on(self._device):
+            self._engines.execute_dummy_batch(self._runner.execute_dummy_batch)
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """See ``Executor.execute_model``."""
         launched = self.execute_model_async(scheduler_output)
@@ -199,7 +245,8 @@ class TorchExecutor:
         ``timings`` are the host's: on CUDA ``swap`` and ``sample`` are launches, and ``forward`` is the launch and the
         wait for the step, whatever it is that takes long there.
         """
-        step = AsyncStep(self._runner, self._sampler, self._device)
+        forward = self._runner.forward if self._engines is None else self._forward_together
+        step = AsyncStep(self._runner, forward, self._sampler, self._device)
         if scheduler_output.finished_seq_ids:
             self._sampler.remove_finished(scheduler_output.finished_seq_ids)
         with device_errors(), inference_on(self._device):
@@ -218,6 +265,12 @@ class TorchExecutor:
             step.output.timings.swap, step.output.timings.forward = copied - start, perf_counter() - copied
         self._previous_step = step
         return step
+
+    def _forward_together(self, batch: ModelInput, pending: torch.Tensor | None) -> torch.Tensor:
+        """The forward pass of one engine of a group."""
+        assert self._engines is not None, "this engine is alone"
+        work = partial(self._runner.forward, batch, pending)
+        return self._engines.run_pass(work, self._runner.execute_dummy_batch)
 
     def open_disk(self, config: EngineArgs, path: Path, block_bytes: int) -> None:
         """Opens the disk tier of the prefix cache below ``path``. A block has ``block_bytes`` on all ranks together.
@@ -247,7 +300,8 @@ class TorchExecutor:
         """All that decides what numbers a block of KV memory has, but what its hash names."""
         numbers = (config.dtype, config.kv_cache_dtype, config.quantization, config.deterministic, config.attention)
         facts = (__version__, self.config.model_revision, self.dtype_name, self._device.type, self._block_size)
-        return repr((facts, numbers, (config.tensor_parallel_size, config.pipeline_parallel_size)))
+        sizes = (config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size)
+        return repr((facts, numbers, sizes))
 
     def take_transfers(self, timeout: float) -> Sequence[TransferResult]:
         """See ``Executor.take_transfers``."""
@@ -334,14 +388,16 @@ class ForwardPass:
 
 
 class AsyncStep:
-    """A step on the device. An ``AsyncModelOutput``; ``output`` holds what is known of it.
+    """A step on the device, whose forward pass ``forward`` makes. An ``AsyncModelOutput``; ``output`` holds what is
+    known of it.
 
     What ``sample_tokens`` raises is raised by ``get_output``, so that a step ends in one place.
     """
 
-    def __init__(self, runner: Runner, sampler: Sampler, device: torch.device) -> None:
+    def __init__(self, runner: Runner, forward: Forward, sampler: Sampler, device: torch.device) -> None:
         self.output = ModelOutput()
         self._runner = runner
+        self._run_forward = forward
         self._sampler = sampler
         self._device = device
         self._forward: ForwardPass | None = None
@@ -363,7 +419,7 @@ class AsyncStep:
             pending = previous.sampled_token_ids(batch.pending_sequence_ids)
             early, late = _split_by_readiness(batch)
         prepared = [(early, self._sampler.prepare([batch.sample_requests[index] for index in early]))] if early else []
-        hidden = self._runner.forward(batch.model_input, pending)
+        hidden = self._run_forward(batch.model_input, pending)
         self._forward = ForwardPass(batch, prepared, late, hidden)
 
     def sample_tokens(self) -> None:

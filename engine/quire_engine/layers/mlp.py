@@ -98,7 +98,7 @@ class MoE:
         ]
         tensor_names = weights.quantization.linear.tensor_names
         weights.checkpoint.mark_used(tensor for each in names for name in each for tensor in tensor_names(name))
-        own = shard(experts.num_experts, weights.communicator)
+        own = shard(experts.num_experts, weights.expert_communicator)
         method, inner = weights.quantization.linear, experts.moe_intermediate_size
 
         def read(part: int) -> Iterator[Any]:
@@ -116,8 +116,8 @@ class MoE:
                     yield method.read(weights.checkpoint, LayerSpec(some, outputs, inputs))
 
         made = make_experts(experts, method, read, own, weights.dtype)
-        if weights.token_communicator.size > 1:
-            return cls(experts, router, AllToAllExperts(made, experts.num_experts, weights.token_communicator))
+        if weights.sends_tokens:
+            return cls(experts, router, AllToAllExperts(made, experts.num_experts, weights.expert_communicator))
         return cls(experts, router, made, weights.communicator)
 
     @property

@@ -46,7 +46,18 @@ class WeightLoader:
         """The ranks that share the tokens of a step where each computes them alone, in norms and routers: those of
         ``communicator`` where tokens are sent to the ranks of their experts, else this one has all.
         """
-        return self.communicator if self.options.config.all2all_backend == "alltoall" else SINGLE_RANK
+        return self.communicator if self.sends_tokens else SINGLE_RANK
+
+    @property
+    def expert_communicator(self) -> Communicator:
+        """The ranks that share the experts: those of ``communicator``, or of all engines of a data-parallel group."""
+        return self.options.expert_communicator or self.communicator
+
+    @property
+    def sends_tokens(self) -> bool:
+        """Whether tokens are sent to the ranks of their experts, as they always are between engines."""
+        config = self.options.config
+        return config.data_parallel_size > 1 or (self.communicator.size > 1 and config.all2all_backend == "alltoall")
 
     @property
     def stage(self) -> PipelineStage | None:

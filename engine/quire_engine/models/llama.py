@@ -68,8 +68,7 @@ class Llama:
         # On CUDA the whole forward pass is captured, with what is received in it. Whose tokens go where is known to the
         # host alone.
         receives = stage is not None and weights.device.type == "cuda"
-        shares_tokens = weights.token_communicator.size > 1
-        self.capturable = not (receives or shares_tokens) and all(layer.is_capturable for layer in self._layers)
+        self.capturable = not (receives or weights.sends_tokens) and all(layer.is_capturable for layer in self._layers)
         last = "model.norm" if is_last(stage) else f"model.layers.{indices.stop}.input_layernorm"
         self._norm = RMSNorm(weights, last, config.hidden_size, config.rms_norm_eps)
         self._split_above = _split_above(weights)
@@ -121,6 +120,12 @@ class Llama:
             updates = layer.overlapped(residuals, updates, angles, layer_kv, attention)
         normed = [self._norm(*half) for half in _updated(residuals, updates)]
         return torch.cat(normed) if is_last(self._stage) else inputs.hidden_states
+
+    def execute_dummy_batch(self, kv: torch.Tensor, attention: AttentionBackend) -> None:
+        """Takes part in a forward pass of other engines without tokens: its experts compute theirs."""
+        nothing = torch.empty(0, self._hidden_size, dtype=self.dtype, device=kv.device)
+        for layer in self._layers:
+            layer(nothing, None, (nothing, nothing), kv, attention)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See ``Model.logits``. Of a pipeline, for the first stage."""
@@ -210,7 +215,8 @@ class _DecoderLayer:
     returns this rank's.
 
     The output of either is added to the stream by the norm that comes after it, in one pass over memory: hence a layer
-    takes the update that the previous layer returned, and returns its own.
+    takes the update that the previous layer returned, and returns its own. Without any tokens, only experts have
+    something to do: for the tokens of other engines.
     """
 
     def __init__(self, config: DecoderConfig, weights: WeightLoader, index: int) -> None:
@@ -235,6 +241,8 @@ class _DecoderLayer:
         attention: AttentionBackend,
     ) -> torch.Tensor:
         gather, tokens = self._token_communicator.all_gather, len(angles[0])
+        if not tokens:
+            return self._mlp(residual) if isinstance(self._mlp, MoE) else residual
         states = self._attention.qkv_proj(gather(self._input_norm(residual, update), tokens))
         states = self._attention(states, angles, kv, attention)
         states = self._post_attention_norm(residual, self._attention.output_proj(states))

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -22,6 +22,7 @@ from quire_proto.supervise import SupervisedTask
 from quire_proto.telemetry import DropReason
 
 from quire_engine.config import EngineConfig
+from quire_engine.core.data_parallel import DPEngineCore, DPExecutor, Lockstep
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs, Shutdown
 from quire_engine.core.executor import Executor, WeightStats
 from quire_engine.core.scheduler import Scheduler
@@ -48,6 +49,7 @@ _OPTIONS = [
     # Two engines on one port would share its connections, and a router's session would end up at either.
     ("grpc.so_reuseport", 0),
 ]
+CORE_END_SECONDS = 5.0
 KEEPALIVE_SECONDS = 10.0
 """Seconds without traffic after which a router is pinged, and within which it must answer. The session of a router that
 does not is closed after its grace period, and its requests are aborted.
@@ -58,7 +60,8 @@ class EngineServer:
     """One engine on the network. The metrics port is plain HTTP; the gRPC port uses TLS if ``config.tls`` is set.
     ``dropped_spans`` counts the spans that do not reach a collector; None if none are exported. ``loras`` are its
     adapters; None if it serves none. ``weights`` are the statistics of layers that are read from disk, None if none
-    are.
+    are. An engine of a group has a ``lockstep``: told to stop it tells the others, and takes part in their steps until
+    all have finished their requests.
 
     Raises ``TlsError`` if the files of ``config.tls`` cannot be used.
     """
@@ -74,13 +77,19 @@ class EngineServer:
         loras: LoRARegistry | None = None,
         dropped_spans: Counter[DropReason] | None = None,
         weights: WeightStats | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
         self._config = config
+        self._lockstep = lockstep
         self._certificates = None if config.tls is None else ReloadingServerCredentials(config.tls)
         self._executor = executor
         self._description = description
         description.generation = secrets.randbits(64)
-        self._core = EngineCore(scheduler, executor, self._publish)
+        self._core = (
+            EngineCore(scheduler, executor, self._publish)
+            if lockstep is None
+            else DPEngineCore(scheduler, cast("DPExecutor", executor), self._publish, lockstep)
+        )
         name = description.served_model_names[0]
         dropped = Counter[DropReason]() if dropped_spans is None else dropped_spans
         self._metrics = EngineMetrics(
@@ -115,17 +124,27 @@ class EngineServer:
         await self._set_ready(True)
         heartbeats = self._supervise("session heartbeats", self._sessions.send_heartbeats)
         await _first_completed(self._stop_requested.wait(), self._core_ended.wait())
+        if self._lockstep is not None:
+            self._lockstep.leave()
         await self._set_ready(False)
         await self._drain_delay()
         await self._drain()
         await heartbeats.stop()
         await server.stop(grace=1.0)
         self._core.send(Shutdown())
-        await asyncio.to_thread(thread.join, 5.0)
+        await asyncio.to_thread(thread.join, self._end_timeout)
         await asyncio.to_thread(self._grammars.close)
         probes.close()
         if self._failure is not None:
             raise self._failure
+
+    @property
+    def _end_timeout(self) -> float:
+        """Seconds in which the core ends; that of a group takes part in what others have to finish."""
+        config, others_end = self._config, 0.0
+        if self._lockstep is not None:
+            others_end = config.shutdown_delay + config.shutdown_timeout
+        return CORE_END_SECONDS + others_end
 
     async def _start_grpc(self) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
         server = grpc.aio.server(options=[*_OPTIONS, *_keepalive_options(KEEPALIVE_SECONDS)])
@@ -161,10 +180,18 @@ class EngineServer:
     def _install_signal_handlers(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
+        if self._lockstep is not None:
+            self._lockstep.on_leave = lambda: self._loop.call_soon_threadsafe(self._leave_with_group)
 
     def _on_signal(self) -> None:
         """Requests a stop. A second signal skips the shutdown delay."""
         (self._stop_now if self._stop_requested.is_set() else self._stop_requested).set()
+
+    def _leave_with_group(self) -> None:
+        """Another engine of the group was told to stop."""
+        if not self._stop_requested.is_set():
+            log.info("another engine of the group was told to stop: this one leaves with it")
+            self._stop_requested.set()
 
     async def _drain_delay(self) -> None:
         """Serves on for ``shutdown_delay`` while routers see that this engine is not ready. Ends early on a second

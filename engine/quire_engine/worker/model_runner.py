@@ -95,10 +95,12 @@ def load_model_and_attention(
     device: torch.device,
     ranks: Communicator = SINGLE_RANK,
     stage: PipelineStage | None = None,
+    *,
+    expert_ranks: Communicator | None = None,
 ) -> LoadedModel:
     """The model of ``config``, described by ``model_config``, on ``device``, and its attention; of a model that several
-    ``ranks`` share, this one's part of the layers of ``stage``. Raises ``ModelError``, for settings that cannot be
-    before the weights are read.
+    ``ranks`` share, this one's part of the layers of ``stage``, and of the experts, which ``expert_ranks`` share, by
+    default the same. Raises ``ModelError``, for settings that cannot be before the weights are read.
     """
     check_max_model_len(config.max_model_len, model_config.max_length)
     length = config.max_model_len or model_config.max_length
@@ -106,7 +108,7 @@ def load_model_and_attention(
     check = partial(check_attention, config.attention, device, deterministic=deterministic)
     check_kv_cache_dtype(config.kv_cache_dtype, device)
     num_lora_slots = config.max_loras if config.enable_lora else 0
-    options = LoadOptions(config, device, ranks, stage, num_lora_slots)
+    options = LoadOptions(config, device, ranks, stage, num_lora_slots, expert_ranks)
     model = load_model(model_config, config.model, options, check)
     shape = _attention_shape(model.layout, config.block_size)
     kv_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, model.dtype, device)
@@ -156,6 +158,10 @@ class Runner(Protocol):
         """The logits [R, vocabulary] of the hidden states at ``rows`` [R], which rise and are among the batch's
         ``logits_rows``.
         """
+        ...
+
+    def execute_dummy_batch(self) -> None:
+        """Takes part in a forward pass of the other engines of a group, without tokens."""
         ...
 
     def add_lora(self, lora: LoRARequest) -> None:
@@ -254,6 +260,11 @@ class ModelRunner:
         if len(rows) < len(hidden):
             hidden = hidden.index_select(0, upload(rows, hidden.device))
         return self._model.logits(hidden)
+
+    def execute_dummy_batch(self) -> None:
+        """See ``Runner.execute_dummy_batch``."""
+        assert isinstance(self._model, Llama), "experts are shared by engines"
+        self._model.execute_dummy_batch(self._kv_cache.blocks, self._attention)
 
     def add_lora(self, lora: LoRARequest) -> None:
         """See ``Runner.add_lora``."""

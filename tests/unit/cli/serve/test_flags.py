@@ -50,6 +50,8 @@ def test_the_port_of_rest_has_two_names() -> None:
         (["m", "--min-tokens", "9"], "--min-tokens is no flag. "),
         (["m", "--max_model_len", "9"], "--max_model_len is no flag; --max-model-len is one"),
         (["m", "--engines", "0"], "invalid number of engines value: '0'"),
+        (["m", "--engines", "3", "--data-parallel-size", "2"], "--engines is 3, and --data-parallel-size 2: either"),
+        (["m", "--data-parallel-rank", "1"], "--data-parallel-rank is no flag"),
         (["m", "--port", "70000"], "invalid port value: '70000'"),
         ([], "the following arguments are required: MODEL"),
     ],
@@ -63,11 +65,14 @@ def test_a_wrong_command_line_is_one_sentence(
     assert told in line
 
 
+GROUP = ("data_parallel_rank", "data_parallel_address", "data_parallel_rpc_port")
+
+
 def test_the_help_lists_every_flag_that_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         read_flags(["--help"])
     told = capsys.readouterr().out
-    given_by_the_command = {"model", "engine"}
+    given_by_the_command = {"model", "engine", *GROUP}
     for kind in SERVICES.values():
         for name in kind.model_fields.keys() - given_by_the_command:
             assert flag_of(name) in told, name
@@ -80,14 +85,14 @@ def test_every_flag_that_is_passed_on_is_one_of_the_service(service: str) -> Non
     known = {"--model=m"} | {flag_of(name) for name in kind.model_fields}
     values: list[str] = []
     for name, field in kind.model_fields.items():
-        if name in ("model", "engine", "host", "served_model_name"):
+        if name in ("model", "engine", "host", "served_model_name", *GROUP):
             continue
         is_switch = field.annotation is bool or "bool" in str(field.annotation)
         values += [flag_of(name)] if is_switch else [flag_of(name), "1"]
     flags: ServeFlags = read_flags(["m", *values])
     passed = [argument.partition("=")[0] for argument in getattr(flags, service)]
     assert set(passed) <= known
-    assert len(passed) >= len(kind.model_fields) - len(SHARED) - 5
+    assert len(passed) >= len(kind.model_fields) - len(SHARED) - 5 - len(GROUP)
 
 
 def test_the_defaults_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:

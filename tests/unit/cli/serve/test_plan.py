@@ -46,6 +46,24 @@ def test_the_router_knows_every_engine_by_its_address() -> None:
     assert len({port for engine in engines(made) for port in (engine.port, engine.metrics_port)}) == 6
 
 
+def test_engines_that_share_experts_have_a_rank_each_and_one_place_to_meet() -> None:
+    made = plan("--data-parallel-size", "3", "--all2all-backend", "alltoall")
+    assert [engine.data_parallel_rank for engine in engines(made)] == [0, 1, 2]
+    assert {engine.data_parallel_size for engine in engines(made)} == {3}
+    (port,) = {engine.data_parallel_rpc_port for engine in engines(made)}
+    assert port not in {port for engine in engines(made) for port in (engine.port, engine.metrics_port)}
+    assert router(made).engine == [f"127.0.0.1:{engine.port}" for engine in engines(made)]
+    assert made.engine.kv_cache_memory == 512 << 20
+    assert plan("--data-parallel-size", "2", "--engines", "2").engines == 2
+    assert plan("--data-parallel-size", "1", "--engines", "2").engine.data_parallel_size == 1
+
+
+def test_a_variable_does_not_make_engines_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_ENGINE_DATA_PARALLEL_SIZE", "2")
+    with pytest.raises(ValueError, match="a variable does not say how many"):
+        plan("--engines", "2")
+
+
 def test_names_are_those_of_the_flag_or_the_folder() -> None:
     made = plan("--served-model-name", "Qwen/Qwen3-0.6B,small")
     assert engines(made)[0].served_model_name == ["Qwen/Qwen3-0.6B", "small"]
