@@ -15,6 +15,7 @@ from openai import OpenAI
 from tests.model.models import small_model
 from tests.service.conftest import FLOAT32, MODEL, SMALL_POOLS
 from tests.service.test_failures import IGNORE_EOS, texts
+from tests.service.test_serve import Tree
 from tests.support.forked_engines import ForkedEngine
 from tests.support.model_folders import byte_level
 from tests.support.ports import free_port
@@ -142,6 +143,26 @@ def test_all_engines_finish_their_requests_when_one_is_told_to_stop(group: Group
     told = ["another engine of the group was told to stop" in engine.text for engine in group.engines]
     assert told[works]
     assert not told[1 - works]
+
+
+def test_quire_serve_starts_a_group_and_starts_all_of_it_again(experts: Path, tmp_path: Path) -> None:
+    """Whoever was killed is back before the other has ended, and finds no old engine 0."""
+    tree = Tree(tmp_path / "tree.log", "--data-parallel-size", str(SIZE), *FLOAT32, model=experts, name=MODEL)
+    try:
+        client = tree.wait_ready().client
+        undisturbed = client.completions.create(**LONG, **IGNORE_EOS).choices[0].text
+        engines = tree.named("quire_engine.cli")
+        assert len(engines) == SIZE
+        stream = texts(client.completions.create(**LONG, **IGNORE_EOS, stream=True))
+        seen = [next(stream) for _ in range(20)]
+        engines[1].kill()
+        seen += stream
+        assert "".join(seen) == undisturbed
+        assert {engine.pid for engine in engines}.isdisjoint(process.pid for process in tree.processes)
+        assert tree.end(signal.SIGTERM) == 143
+    finally:
+        if tree.popen.poll() is None:
+            tree.end(signal.SIGKILL)
 
 
 def test_engines_with_other_settings_are_told_what_differs(experts: Path, tmp_path: Path) -> None:
