@@ -216,7 +216,9 @@ def test_a_model_without_experts_is_refused(small_models: SmallModels) -> None:
 
 
 def test_one_rank_is_refused(small_models: SmallModels) -> None:
-    with pytest.raises(ValidationError, match="alltoall needs a --tensor-parallel-size or a --data-parallel-size above 1"):
+    with pytest.raises(
+        ValidationError, match="alltoall needs a --tensor-parallel-size or a --data-parallel-size above 1"
+    ):
         EngineArgs(model=small_models.folder("mixtral"), pipeline_parallel_size=2, all2all_backend="alltoall")
 
 

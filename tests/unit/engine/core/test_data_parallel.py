@@ -50,6 +50,8 @@ class Group:
 
     make_coordinator: Callable[[int], DPCoordinator] = DPCoordinator
     looks_before_it_sleeps = True
+    exchanges_tokens = True
+    """Without, as in a model whose layers are all dense, nobody waits for others in a pass."""
 
     def __init__(self, size: int) -> None:
         self.coordinator = self.make_coordinator(size)
@@ -91,6 +93,9 @@ class Group:
                 break
         else:
             raise AssertionError("passes go on for ever")
+        assert not any(engine.lockstep.is_due for engine in self.engines if engine.in_pass is None), (
+            "passes are left out"
+        )
         assert [engine.in_pass for engine in self.engines] == [None] * len(self.engines), "a pass never ends"
         assert [engine.steps for engine in self.engines] == [0] * len(self.engines), "an engine waits for ever"
         ended = [engine.lockstep._num_ended > 0 for engine in self.engines]
@@ -115,9 +120,10 @@ class Group:
         """What a core does until it waits."""
         lockstep = engine.lockstep
         if engine.in_pass is not None:
-            if all(each.num_begun > engine.in_pass for each in self.engines):  # all exchange tokens in it
+            if not self.exchanges_tokens or all(each.num_begun > engine.in_pass for each in self.engines):
                 engine.in_pass = None
                 lockstep.end()
+                engine.is_awake |= self.looks_before_it_sleeps and lockstep.is_due
             return
         if engine.steps and not engine.waits_with_work:
             lockstep.ask()
@@ -129,7 +135,7 @@ class Group:
         if lockstep.is_due and (engine.steps or engine.has_finished or engine.is_awake):
             self.enter(engine)
         elif not engine.steps:
-            engine.is_awake = self.looks_before_it_sleeps and lockstep.is_due
+            engine.is_awake = False
 
     def enter(self, engine: Engine) -> None:
         engine.in_pass = engine.lockstep.number
@@ -138,7 +144,7 @@ class Group:
         if engine.steps:
             self.wanted.add(engine.in_pass)
             engine.steps -= 1
-        engine.waits_with_work = False
+        engine.waits_with_work = engine.is_awake = False
         if all(each.num_begun > engine.in_pass for each in self.engines):
             assert engine.in_pass in self.wanted, "nobody has work"
 
@@ -156,8 +162,13 @@ def check(group: type[Group], examples: int, *phases: Phase) -> None:
     run()
 
 
-def test_engines_make_the_same_passes_in_whatever_order_messages_come() -> None:
-    check(Group, 1000, Phase.generate, Phase.shrink)
+class WithoutExchanges(Group):
+    exchanges_tokens = False
+
+
+@pytest.mark.parametrize("group", [Group, WithoutExchanges])
+def test_engines_make_the_same_passes_in_whatever_order_messages_come(group: type[Group]) -> None:
+    check(group, 1000, Phase.generate, Phase.shrink)
 
 
 # The controls: without each of these rules the machine finds what goes wrong.
@@ -192,13 +203,22 @@ def test_a_coordinator_without_one_of_its_rules_is_found_out(broken: type[DPCoor
 
 def test_engines_that_are_not_woken_are_found_out() -> None:
     class Broken(Group):
-        looks_before_it_sleeps = False
-
         def wake(self, engine: Engine) -> None:
             """A pass that is due wakes nobody."""
 
-    with pytest.raises(AssertionError, match="never ends"):
+    with pytest.raises(AssertionError, match="are left out"):
         check(Broken, 1000, Phase.generate)
+
+
+def test_engines_that_sleep_without_a_look_at_what_is_due_are_found_out() -> None:
+    class Broken(WithoutExchanges):
+        looks_before_it_sleeps = False
+
+    asked, made = [("round", 0), *[("deliver", 0)] * 3], [("round", 0)] * 2
+    script = [("request", 4), *asked, *made, *asked]  # two passes are due for the other engine
+    WithoutExchanges(2).run(script)
+    with pytest.raises(AssertionError, match="are left out"):
+        Broken(2).run(script)
 
 
 # A lockstep alone
