@@ -154,9 +154,13 @@ def load(folder: Path, size: int, **settings: Any) -> list[Engine]:
 
 
 @contextmanager
-def group(folder: Path, size: int, **settings: Any) -> Iterator[list[Engine]]:
-    """Engines that run, and end together."""
+def group(
+    folder: Path, size: int, *, first: Callable[[Engine], object] = lambda _: None, **settings: Any
+) -> Iterator[list[Engine]]:
+    """Engines that run, and end together. ``first`` is done with each before any runs."""
     engines = load(folder, size, **settings)
+    for engine in engines:
+        first(engine)
     for engine in engines:
         engine.start()
     try:

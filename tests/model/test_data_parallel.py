@@ -95,6 +95,23 @@ def greedy_oracle_of(models: SmallModels, name: str) -> list[int]:
     return greedy_oracle(models.folder(name), [[5]], 1)[0]
 
 
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_steps_of_engines_that_have_work_are_the_same_passes(small_models: SmallModels, overlapped: bool) -> None:
+    """None makes a pass as a dummy that its own next step could have been."""
+    begun: list[int] = []
+
+    def add(engine: Engine) -> None:
+        begun.append(engine.lockstep.number)
+        engine.add([[5 + engine.rank]], max_tokens=40)
+
+    settings = {"first": add, "async_scheduling": overlapped}
+    with group(small_models.folder("mixtral"), 3, **settings) as engines:
+        for engine in engines:
+            engine.outputs(["0"])
+        eventually(lambda: is_idle(engines))
+        assert [engine.lockstep.number for engine in engines] == [number + 40 for number in begun]
+
+
 def test_prompts_are_computed_beside_other_engines_decoding(
     small_models: SmallModels, prompts: list[list[int]]
 ) -> None:

@@ -405,7 +405,7 @@ def check_parallel_sizes(engine: EngineArgs, config: ModelConfig, device: torch.
 
 
 def _check_experts(size: int, config: ModelConfig) -> None:
-    if not isinstance(config, DecoderConfig) or config.moe is None:
+    if not isinstance(config, DecoderConfig) or config.moe is None or not any(config.moe.is_moe_layer):
         raise ModelError(
             "--data-parallel-size is for engines that share the experts of a model, and "
             f"{config.architecture} has none that can be shared: start several engines without it."
