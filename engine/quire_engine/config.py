@@ -45,6 +45,7 @@ def _not_empty(value: object) -> object:
 PREFIX = "QUIRE_ENGINE_"
 OTHER_VARIABLES = ("cpu_kernels",)  # QUIRE_ENGINE_CPU_KERNELS is read by ``kernels``, which may not import this
 _SEEN = "tool calls and thoughts are read as the model's chat template writes them"
+_AN_ENGINE_EACH = "each engine of a group is a command of its own, with its --data-parallel-rank, behind a router"
 _OF_A_REQUEST = "each request says that for itself, as a parameter"
 Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 
@@ -545,6 +546,11 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         "--tool-call-parser": _SEEN,
         "--reasoning-parser": _SEEN,
         "--enable-chunked-prefill": "prompts are always computed in chunks, of --max-num-batched-tokens",
+        **dict.fromkeys(("--data-parallel-size-local", "--data-parallel-start-rank"), _AN_ENGINE_EACH),
+        **dict.fromkeys(("--data-parallel-external-lb", "--data-parallel-hybrid-lb"), _AN_ENGINE_EACH),
+        "--data-parallel-backend": "engines of a group meet without Ray",
+        "--dp-size": "--data-parallel-size is one",
+        "--enable-dp-attention": "--data-parallel-size does it",
         "--dist-init-addr": "--master-addr and --master-port are the two parts of it",
         "--tp-size": "--tensor-parallel-size is one",
         "--mem-fraction-static": "--gpu-memory-utilization is one",
@@ -554,7 +560,7 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         "--speculative-config": "--speculative-method and --num-speculative-tokens set it; there are no draft models",
         "--dbo-decode-token-threshold": "--dbo-prefill-token-threshold is for all steps",
         "--enable-two-batch-overlap": "--enable-dbo is one",
-        "--enable-expert-parallel": "--tensor-parallel-size shares experts among ranks too",
+        "--enable-expert-parallel": "--tensor-parallel-size and --data-parallel-size share experts among ranks",
         "--limit-mm-per-prompt": "models are served for text only",
         "--kv-transfer-config": "prefill and decode are not separated",
         "--guided-decoding-backend": "there is one way to structured output, which needs no choice",

@@ -7,11 +7,12 @@ from pathlib import Path
 from threading import Condition, Thread
 from typing import Any
 
-from quire_engine.config import EngineArgs, NodeArgs, SchedulerArgs
+from quire_engine.config import EngineArgs, NodeArgs
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.data_parallel import DPEngineCore
 from quire_engine.core.engine_core import AbortRequest, AddRequest, EngineCoreOutputs, Shutdown
 from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.lora import LoRARequest
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.executor.torch_executor import TorchExecutor
@@ -46,9 +47,8 @@ class Engine:
         config = SchedulerConfig(
             max_model_len=executor.max_model_len,
             eos_token_ids=frozenset(executor.config.eos_token_ids),
-            vocab_size=executor.config.vocab_size,
             model_revision=executor.config.model_revision,
-            **{"max_num_batched_tokens": 64, "max_num_seqs": 5, **limits},
+            **{"vocab_size": executor.config.vocab_size, "max_num_batched_tokens": 64, "max_num_seqs": 5, **limits},
         )
         self.memory = KVCacheManager(executor.kv_cache_config)
         assert executor.lockstep is not None
@@ -60,13 +60,15 @@ class Engine:
     def start(self) -> None:
         self._thread.start()
 
-    def add(self, prompts: Sequence[list[int]], name: str = "", **params: Any) -> list[str]:
+    def add(
+        self, prompts: Sequence[list[int]], name: str = "", *, lora: LoRARequest | None = None, **params: Any
+    ) -> list[str]:
         """Adds greedy requests, or what ``params`` say; returns their names."""
         wanted = SamplingParams(**{"temperature": 0, "ignore_eos": True, "logprobs": 3, **params})
         names = [f"{name}{index}" for index in range(len(prompts))]
         for each, prompt in zip(names, prompts, strict=True):
             self.answers[each] = Answer()
-            self.core.send(AddRequest(Request(each, prompt, wanted)))
+            self.core.send(AddRequest(Request(each, prompt, wanted, lora=lora)))
         return names
 
     def abort(self, name: str) -> None:
@@ -129,7 +131,7 @@ def node_args(rank: int, port: int, **settings: Any) -> NodeArgs:
 
 def load(folder: Path, size: int, **settings: Any) -> list[Engine]:
     """The engines of a group, loaded at the same time, as they wait for each other."""
-    limits = {name: settings.pop(name) for name in SchedulerArgs.model_fields if name in settings}
+    limits = {name: settings.pop(name) for name in SchedulerConfig.model_fields if name in settings}
     defaults = {"dtype": "float32", "device": "cpu", "kv_cache_memory": POOL, "swap_space": 0.0}
     args = EngineArgs(model=folder).model_copy(update={**defaults, "data_parallel_size": size, **limits, **settings})
     port, told = free_port(), [list[str]() for _ in range(size)]

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from quire_engine.config import EngineArgs, EngineConfig
 from quire_engine.core.engine_core import Wake
 from quire_engine.core.executor import ExecutorError
+from quire_engine.core.lora import LoRARequest
 from quire_engine.errors import ModelError
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.layers.mlp import AllToAllExperts
@@ -32,6 +33,7 @@ from tests.model.engine import BLOCK_SIZE, numbers_a_token, run
 from tests.model.models import VOCAB_SIZE, SmallModels, greedy_oracle, small_model
 from tests.model.ranks import OUTPUT_TOKENS, PROMPTS, SCHEDULES, expected
 from tests.model.streamed import gib_of, needs_kernels, streamed_layers
+from tests.support.adapters import ATTENTION, write_adapter, write_merged_model
 from tests.support.executors import load_executor
 from tests.support.guessing import Reminder
 from tests.support.processes import eventually
@@ -170,6 +172,24 @@ def test_steps_that_overlap_make_transformers_tokens(
             assert engine.outputs(names) == expected(small_models, name)
 
 
+def test_a_step_of_several_ranks_that_fails_is_made_up_for_by_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    small_models: SmallModels,
+    prompts: list[list[int]],
+) -> None:
+    """A token that is none of the vocabulary's is found by each rank, before it sends anything."""
+    ranks_are_threads(monkeypatch)
+    settings = {"tensor_parallel_size": 2, "vocab_size": 2 * VOCAB_SIZE}  # the scheduler takes any of these
+    with group(small_models.folder("qwen3-moe"), 2, **settings) as (one, other):
+        names = one.add([*prompts, [VOCAB_SIZE + 1, 5]], max_tokens=OUTPUT_TOKENS)
+        assert other.run(prompts, max_tokens=OUTPUT_TOKENS) == expected(small_models, "qwen3-moe")
+        assert one.outputs(names[:-1]) == expected(small_models, "qwen3-moe")
+        one.wait(lambda: one.answers[names[-1]].has_ended)
+        assert one.answers[names[-1]].error is not None
+    assert "running its" in caplog.text
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_engines_of_several_ranks_make_transformers_tokens(
     monkeypatch: pytest.MonkeyPatch, small_models: SmallModels, prompts: list[list[int]], name: str
@@ -248,6 +268,17 @@ def bytes_of_half_the_experts(folder: Path) -> int:
                 count = tensors.get_tensor(name).numel()
                 total += 2 * count if ".experts." in name else 4 * count
     return total
+
+
+def test_an_adapter_is_one_engines_own(small_models: SmallModels, prompts: list[list[int]], tmp_path: Path) -> None:
+    folder = small_models.folder("mixtral")
+    adapter = write_adapter(tmp_path / "adapter", folder, targets=ATTENTION)
+    merged = write_merged_model(tmp_path / "merged", folder, adapter)
+    with group(folder, 2, enable_lora=True, max_lora_rank=16) as (one, other):
+        lora = one.executor.check_lora(LoRARequest("a", 1, adapter))
+        names = one.add(prompts, lora=lora, max_tokens=OUTPUT_TOKENS)
+        assert other.run(prompts, max_tokens=OUTPUT_TOKENS) == expected(small_models, "mixtral")
+        assert one.outputs(names) == greedy_oracle(merged, prompts, OUTPUT_TOKENS)
 
 
 # The end
