@@ -390,6 +390,8 @@ class EngineArgs(CoreArgs, ExecutorConfig, ServedModel):
             )
         if self.enable_dbo and self.all2all_backend == "alltoall":
             raise ValueError("--enable-dbo and --all2all-backend alltoall exclude each other.")
+        if self.enable_dbo and self.data_parallel_size > 1:
+            raise ValueError("--enable-dbo and --data-parallel-size exclude each other: tokens are sent.")
         return self
 
     @property

@@ -442,6 +442,7 @@ def test_more_ranks_than_there_can_be_are_refused(small_models: SmallModels) -> 
     [
         ({"data_parallel_rank": 2}, "--data-parallel-rank is not below --data-parallel-size"),
         ({"pipeline_parallel_size": 2}, "--data-parallel-size and --pipeline-parallel-size exclude each other"),
+        ({"tensor_parallel_size": 2, "enable_dbo": True}, "--enable-dbo and --data-parallel-size exclude each other"),
         ({"tensor_parallel_size": 2, "nnodes": 2}, "--data-parallel-size and --nnodes exclude each other"),
         ({"data_parallel_address": "10.0.0.1"}, "--data-parallel-size needs --tls-cert, --tls-key and --tls-client-ca"),
         ({"data_parallel_rank": 1, "node_addr": "10.0.0.2"}, "--data-parallel-size needs --tls-cert"),

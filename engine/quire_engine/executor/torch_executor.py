@@ -132,7 +132,9 @@ class TorchExecutor:
                 if engines is not None:
                     engines.lockstep.finish(executor.execute_dummy_batch)
             except ExecutorError as error:
-                raise ModelError(str(error)) from error
+                if engines is None:
+                    raise
+                raise ModelError(str(error)) from error  # another engine was lost while this one loaded
             executor._close_ranks = weakref.finalize(executor, opened.pop_all().close)
         if leader is not None:
             leader.announce_ready()
