@@ -43,6 +43,7 @@ class Engine:
         self.executor, self.rank, self.told = executor, rank, told
         self.answers: dict[str, Answer] = {}
         self.failures: list[BaseException] = []
+        self.is_closed = False
         self._changed = Condition()
         config = SchedulerConfig(
             max_model_len=executor.max_model_len,
@@ -101,6 +102,12 @@ class Engine:
     def join(self, seconds: float = SECONDS) -> None:
         self._thread.join(seconds)
         assert not self._thread.is_alive(), f"engine {self.rank} does not end"
+
+    def close(self) -> None:
+        """Ends its links, and gives its memory back. Its core has ended."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.executor.close()
 
     def check_memory(self) -> None:
         self.memory.check_integrity()
@@ -174,5 +181,5 @@ def group(
             assert not engine.failures, engine.failures
     finally:
         for engine in engines:
-            engine.executor.close()
+            engine.close()
     assert [engine.told for engine in engines] == [[]] * size

@@ -313,7 +313,7 @@ def failing(small_models: SmallModels, size: int = 2, **settings: Any) -> Iterat
     with ExitStack() as stack:
         engines = load(small_models.folder("mixtral"), size, **settings)
         for engine in engines:
-            stack.callback(engine.executor.close)
+            stack.callback(engine.close)
             engine.start()
         yield engines
 
@@ -371,7 +371,7 @@ def test_all_engines_end_when_one_of_them_does_in_the_middle_of_a_pass(
         gone.wait_for_tokens("0", 4)
         monkeypatch.setattr(own_runner(gone), "forward", fail)
         gone.join()
-        gone.executor.close()
+        gone.close()
         said = r"Engine {} \(127\.0\.0\.1(:\d+)?\) has closed the connection, and the engines of its group cannot go on"
         for engine in others:
             engine.join()
@@ -406,7 +406,7 @@ def test_an_engine_that_fails_alone_in_a_pass_ends(
         one.join()
         with pytest.raises(ExecutorError, match="This engine failed in a step in which others did not"):
             raise one.failures[0]
-        one.executor.close()
+        one.close()
         other.join()
         assert [str(failure) for failure in other.failures] == other.told
         assert "Engine 0 (127.0.0.1" in other.told[0]
