@@ -225,17 +225,17 @@ class _Coordinating:
         self._receive_own = receive
         self._lose = lose
         self._coordinator = DPCoordinator(rendezvous.count)
+        self._engines: dict[int, JoinedEngine] = {}  # by rank; here before any can join, and be lost
         self._hub: RendezvousHub[JoinedEngine] = RendezvousHub(rendezvous, facts, self._make_engine)
         try:
-            self._engines = self._hub.wait_joined()
+            self._hub.wait_joined()
         except BaseException:
             self._hub.close()
             raise
         # Whoever is started again finds the next engine 0, and not this one, which is about to end.
         self._hub.stop_listening()
         self.own_address = self._hub.addresses[0]
-        for engine in self._engines:
-            self._hub.call(engine.link.send, FrameKind.READY)
+        self._hub.call(self._send_all, FrameKind.READY, None, 0)
 
     def post(self, kind: FrameKind, value: Any) -> None:
         """This engine has something for the coordinator."""
@@ -248,7 +248,9 @@ class _Coordinating:
     def _make_engine(
         self, rank: int, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> "JoinedEngine":
-        return JoinedEngine(rank, address, (reader, writer), self._receive, self._lose_engine)
+        engine = JoinedEngine(rank, address, (reader, writer), self._receive, self._lose_engine)
+        self._engines[rank] = engine
+        return engine
 
     def _receive(self, rank: int, kind: FrameKind, value: Any) -> None:
         """Engine ``rank`` has something for the coordinator, or for all."""
@@ -262,7 +264,7 @@ class _Coordinating:
         self._lose(reason)
 
     def _send_all(self, kind: FrameKind, value: Any, but: int | None = None) -> None:
-        for engine in self._engines:
+        for engine in self._engines.values():
             if engine.rank != but:
                 with suppress(OSError):  # it is gone, as its link finds too
                     engine.link.send(kind, value)

@@ -10,15 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 from quire_engine.config import EngineArgs, NodeArgs
 from quire_engine.core.executor import ExecutorError
 from quire_engine.errors import ModelError
-from quire_engine.executor.engine_group import EngineGroup, engine_rendezvous
+from quire_engine.executor.engine_group import EngineGroup, JoinedEngine, engine_rendezvous
 from quire_engine.executor.node_link import Frame, FrameKind, LinkEndedError, read_frame, tls_context, write_frame
-from quire_engine.executor.rendezvous import Rendezvous
+from quire_engine.executor.rendezvous import Rendezvous, RendezvousHub
 from quire_proto.tls import CertKeyFiles
 
 from tests.support.certificates import ROUTER_NAME, Authority
@@ -160,6 +161,41 @@ def test_an_engine_that_sends_what_is_no_message_is_lost(place: Rendezvous) -> N
     assert member.told == [
         "Engine 1 (127.0.0.3) has sent what is no message, and the engines of its group cannot go on without it."
     ]
+    member.group.close()
+
+
+def test_an_engine_that_is_lost_as_soon_as_all_have_joined_is_a_loss(
+    monkeypatch: pytest.MonkeyPatch, place: Rendezvous
+) -> None:
+    """Engine 0 hears of it before it has taken note that all are there."""
+    has_ended, wait_joined, end = Event(), RendezvousHub.wait_joined, JoinedEngine.end
+
+    def wait_longer(hub: RendezvousHub[Any]) -> Any:
+        joined = wait_joined(hub)
+        assert has_ended.wait(10)
+        return joined
+
+    def end_early(engine: JoinedEngine, reason: str) -> None:
+        try:
+            end(engine, reason)
+        finally:
+            has_ended.set()
+
+    async def join_and_leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        write_frame(writer, FrameKind.HELLO, {"rank": 1, "address": "127.0.0.3", "facts": FACTS})
+        assert (await read_frame(reader)).kind == FrameKind.ACCEPTED
+
+    monkeypatch.setattr(RendezvousHub, "wait_joined", wait_longer)
+    monkeypatch.setattr(JoinedEngine, "end", end_early)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(join, replace(place, count=2), 0)
+        eventually(lambda: is_open(place))
+        stranger(place, join_and_leave)
+        member = first.result(20)
+    said = r"Engine 1 \(127\.0\.0\.3\) has closed the connection, and the engines of its group cannot go on without it\."
+    eventually(lambda: member.told)
+    with pytest.raises(ModelError, match=said):
+        member.group.store.get("never stored")
     member.group.close()
 
 
