@@ -10,16 +10,21 @@ An engine that has loaded its model, or has served all requests, takes part unti
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from threading import Condition
 from time import perf_counter
 from typing import Protocol
 
-from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs, Wake
+from quire_engine.core.engine_core import DISK_WAIT_SECONDS, EngineCore, EngineCoreOutputs, Wake
 from quire_engine.core.executor import Executor, ExecutorError
+from quire_engine.core.kv_disk import TransferResult
 from quire_engine.core.scheduler import Scheduler
+
+
+# How late an engine that waits for a pass or for its disk hears of the disk.
+DISK_POLL_SECONDS = 0.001
 
 
 class DPMessageKind(IntEnum):
@@ -99,6 +104,11 @@ class Lockstep:
         """Whether all make the next pass now."""
         with self._changed:
             return self._number < self._num_due
+
+    def wait_until_due(self, seconds: float) -> bool:
+        """Waits for at most ``seconds``. Returns whether the next pass is due, or an engine lost."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_due or self._loss is not None, seconds)
 
     def ask(self) -> None:
         """Says that this engine has work for its next pass, unless that is due already."""
@@ -208,3 +218,12 @@ class DPEngineCore(EngineCore):
     def _may_wait(self) -> bool:
         """See ``EngineCore._may_wait``. A pass is due before the command that wakes the loop is queued."""
         return super()._may_wait and not self._lockstep.is_due
+
+    def _wait_for_transfers(self) -> Sequence[TransferResult]:
+        """As ``EngineCore`` does, but for a pass that becomes due: the others wait for this engine in it."""
+        results: Sequence[TransferResult] = ()
+        for _ in range(round(DISK_WAIT_SECONDS / DISK_POLL_SECONDS)):
+            results = self._executor.take_transfers(0.0)
+            if results or self._lockstep.wait_until_due(DISK_POLL_SECONDS):
+                break
+        return results

@@ -6,7 +6,7 @@ model output of the last step is read; the synchronous loop is the reference tha
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from time import perf_counter, time_ns
@@ -17,6 +17,7 @@ from quire_proto.sampling import FinishReason
 
 from quire_engine.core.block_pool import BlockStored, KVCacheEvent
 from quire_engine.core.executor import AsyncExecutor, AsyncModelOutput, Executor, ExecutorError
+from quire_engine.core.kv_disk import TransferResult
 from quire_engine.core.outputs import EngineCoreOutput, EngineLoad, KVCacheFragmentation
 from quire_engine.core.preemption import TimeAway
 from quire_engine.core.request import Request
@@ -224,7 +225,10 @@ class EngineCore:
         disk = self.scheduler.kv_cache_manager.disk
         if disk is not None and disk.has_transfers:
             waits = wait and self._commands.empty()
-            self.scheduler.finish_transfers(self._executor.take_transfers(DISK_WAIT_SECONDS if waits else 0.0))
+            self.scheduler.finish_transfers(self._wait_for_transfers() if waits else self._executor.take_transfers(0.0))
+
+    def _wait_for_transfers(self) -> Sequence[TransferResult]:
+        return self._executor.take_transfers(DISK_WAIT_SECONDS)
 
     def _finish_all_steps(self) -> None:
         while self._in_flight:

@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from quire_engine.core.data_parallel import DPCoordinator, DPMessage, DPMessageKind, Lockstep
+from quire_engine.core.block_pool import KVCacheConfig
+from quire_engine.core.config import SchedulerConfig
+from quire_engine.core.data_parallel import DPCoordinator, DPEngineCore, DPMessage, DPMessageKind, Lockstep
 from quire_engine.core.executor import ExecutorError
+from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.kv_disk import TransferResult
+from quire_engine.core.scheduler import Scheduler
+
+from tests.support.paged_executor import PagedExecutor
 
 MOST_MOVES = 5000
 
@@ -268,3 +275,33 @@ def test_an_engine_that_waits_hears_of_a_loss(waits: str) -> None:
     assert raised == ["Engine 1 is gone."]
     with pytest.raises(ExecutorError, match="Engine 1 is gone"):
         lockstep.begin()
+
+
+# A core that waits for its disk
+
+
+class SlowDisk(PagedExecutor):
+    """Its transfers do not end before a pass is due."""
+
+    def __init__(self, lockstep: Lockstep) -> None:
+        super().__init__(KVCacheConfig(4, 41, 40))
+        self.lockstep = lockstep
+        self.timeouts: list[float] = []
+
+    def take_transfers(self, timeout: float) -> list[TransferResult]:
+        self.timeouts.append(timeout)
+        if len(self.timeouts) == 2:
+            self.lockstep.receive(DPMessage(DPMessageKind.PASS, 0))
+        return []
+
+    def execute_dummy_batch(self) -> None:
+        raise AssertionError("not of this test")
+
+
+def test_the_wait_for_a_disk_ends_when_a_pass_is_due() -> None:
+    lockstep = Lockstep(Sent())
+    executor = SlowDisk(lockstep)
+    scheduler = Scheduler(SchedulerConfig(max_model_len=100), KVCacheManager(executor.kv_cache_config))
+    core = DPEngineCore(scheduler, executor, lambda _: None, lockstep)
+    assert core._wait_for_transfers() == []
+    assert executor.timeouts == [0.0, 0.0], "others wait in a pass while this engine waits for its disk"
