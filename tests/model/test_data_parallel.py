@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from threading import Event
+from time import sleep
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ import torch
 from pydantic import ValidationError
 from quire_engine.config import EngineArgs, EngineConfig
 from quire_engine.core.engine_core import Wake
-from quire_engine.core.executor import ExecutorError
+from quire_engine.core.executor import ExecutorError, Rates
 from quire_engine.core.lora import LoRARequest
 from quire_engine.errors import ModelError
+from quire_engine.executor import torch_executor
+from quire_engine.executor.engine_group import EngineGroup
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.layers.mlp import AllToAllExperts
 from quire_engine.worker.input_batch import ModelInput
@@ -281,7 +284,37 @@ def test_an_adapter_is_one_engines_own(small_models: SmallModels, prompts: list[
         assert one.outputs(names) == greedy_oracle(merged, prompts, OUTPUT_TOKENS)
 
 
+def test_speed_is_measured_once_all_engines_have_their_memory(
+    monkeypatch: pytest.MonkeyPatch, small_models: SmallModels
+) -> None:
+    """A step that waits for an engine which still starts says nothing of this one's speed."""
+    done: list[str] = []
+    make, measure = TorchExecutor.__init__, torch_executor.measure_rates
+
+    def make_slowly(executor: TorchExecutor, *arguments: Any, engines: EngineGroup, **settings: Any) -> None:
+        if engines.place.rank == 1:
+            sleep(0.5)
+        make(executor, *arguments, engines=engines, **settings)
+        done.append("made")
+
+    def measure_now(*arguments: Any) -> Rates:
+        done.append("measured")
+        return measure(*arguments)
+
+    monkeypatch.setattr(TorchExecutor, "__init__", make_slowly)
+    monkeypatch.setattr(torch_executor, "measure_rates", measure_now)
+    with group(small_models.folder("mixtral"), 2):
+        assert done == ["made", "made", "measured", "measured"]
+
+
 # The end
+
+
+def test_an_executor_may_be_closed_again(small_models: SmallModels) -> None:
+    with group(small_models.folder("mixtral"), 2) as engines:
+        pass
+    for engine in engines:
+        engine.executor.close()
 
 
 def test_an_engine_that_is_to_end_takes_part_until_the_others_have_no_work(

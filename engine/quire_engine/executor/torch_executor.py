@@ -85,6 +85,7 @@ class TorchExecutor:
         self._num_loras_held = num_loras_held
         self._previous_step: AsyncStep | None = None
         self._engines = engines
+        self._is_closed = False
         self._close_ranks: Callable[[], object] = lambda: None
         self.disk_contents: DiskContents | None = None
         self._disk_lock: FolderLock | None = None
@@ -186,6 +187,8 @@ class TorchExecutor:
         depth, held = _depth(config, model.device), config.num_loras_held
         executor = cls(model, decided.sizes, depth=depth, num_loras_held=held, make_runner=make_runner, engines=engines)
         num_tokens = min(config.max_num_batched_tokens, model.max_model_len)
+        if engines is not None:
+            executor.execute_dummy_batch()  # ends when all have come here: no timed step waits for one that still loads
         executor.rates = measure_rates(executor, num_tokens, model.config.vocab_size)
         capacity = executor.kv_cache_config
         capacity = replace(capacity, block_bytes=capacity.block_bytes * decided.num_layers // num_layers[0])
@@ -345,7 +348,12 @@ class TorchExecutor:
         return [chunk for chunk in chunks if chunk.lora_int_id not in failed]
 
     def close(self) -> None:
-        """Gives the memory of KV pools and weights back, and ends the other ranks. Nothing can be run any more."""
+        """Gives the memory of KV pools and weights back, and ends the other ranks. Nothing can be run any more. May be
+        called again.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._runner.close()
         self._lora_manager = self._previous_step = None
         if self._disk_lock is not None:
