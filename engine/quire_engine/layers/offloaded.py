@@ -185,6 +185,10 @@ class OffloadedLayer:
         """See ``Layer``."""
         return self._use(self._layer.overlapped, args)
 
+    def experts_only(self, no_tokens: torch.Tensor) -> None:
+        """See ``Layer``."""
+        self._use(self._layer.experts_only, (no_tokens,))
+
     def _use(self, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         self.weights.acquire(self._place)
         try:

@@ -59,6 +59,10 @@ class Layer(Protocol):
         """The same for two halves of the tokens, beside sums over the ranks."""
         ...
 
+    def experts_only(self, no_tokens: torch.Tensor) -> None:
+        """Has its experts compute the tokens of other engines."""
+        ...
+
 
 def load_layers(
     indices: Sequence[int], load: Callable[[int], Layer], memory_gb: float | None
@@ -268,6 +272,10 @@ class StreamedLayer:
     def overlapped(self, *args: Any) -> Any:
         """See ``Layer``. Raises ``ExecutorError`` where its weights cannot be read."""
         return self._use(self._layer.overlapped, args)
+
+    def experts_only(self, no_tokens: torch.Tensor) -> None:
+        """See ``Layer``. Raises ``ExecutorError`` where its weights cannot be read."""
+        self._use(self._layer.experts_only, (no_tokens,))
 
     def _use(self, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         host_call(partial(self.file.acquire, self._place))

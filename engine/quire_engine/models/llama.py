@@ -121,11 +121,11 @@ class Llama:
         normed = [self._norm(*half) for half in _updated(residuals, updates)]
         return torch.cat(normed) if is_last(self._stage) else inputs.hidden_states
 
-    def execute_dummy_batch(self, kv: torch.Tensor, attention: AttentionBackend) -> None:
+    def execute_dummy_batch(self, device: torch.device) -> None:
         """Takes part in a forward pass of other engines without tokens: its experts compute theirs."""
-        nothing = torch.empty(0, self._hidden_size, dtype=self.dtype, device=kv.device)
+        no_tokens = torch.empty(0, self._hidden_size, dtype=self.dtype, device=device)
         for layer in self._layers:
-            layer(nothing, None, (nothing, nothing), kv, attention)
+            layer.experts_only(no_tokens)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See ``Model.logits``. Of a pipeline, for the first stage."""
@@ -215,8 +215,7 @@ class _DecoderLayer:
     returns this rank's.
 
     The output of either is added to the stream by the norm that comes after it, in one pass over memory: hence a layer
-    takes the update that the previous layer returned, and returns its own. Without any tokens, only experts have
-    something to do: for the tokens of other engines.
+    takes the update that the previous layer returned, and returns its own.
     """
 
     def __init__(self, config: DecoderConfig, weights: WeightLoader, index: int) -> None:
@@ -241,12 +240,17 @@ class _DecoderLayer:
         attention: AttentionBackend,
     ) -> torch.Tensor:
         gather, tokens = self._token_communicator.all_gather, len(angles[0])
-        if not tokens:
-            return self._mlp(residual) if isinstance(self._mlp, MoE) else residual
         states = self._attention.qkv_proj(gather(self._input_norm(residual, update), tokens))
         states = self._attention(states, angles, kv, attention)
         states = self._post_attention_norm(residual, self._attention.output_proj(states))
         return self._mlp(states if isinstance(self._mlp, MoE) else gather(states, tokens))
+
+    def experts_only(self, no_tokens: torch.Tensor) -> None:
+        """This rank's experts compute the tokens of other engines; ``no_tokens`` [0, hidden] are its own. A layer
+        without experts has nothing to do.
+        """
+        if isinstance(self._mlp, MoE):
+            self._mlp(no_tokens)
 
     def overlapped(
         self,

@@ -264,7 +264,7 @@ class ModelRunner:
     def execute_dummy_batch(self) -> None:
         """See ``Runner.execute_dummy_batch``."""
         assert isinstance(self._model, Llama), "experts are shared by engines"
-        self._model.execute_dummy_batch(self._kv_cache.blocks, self._attention)
+        self._model.execute_dummy_batch(self._kv_cache.blocks.device)
 
     def add_lora(self, lora: LoRARequest) -> None:
         """See ``Runner.add_lora``."""
