@@ -119,7 +119,7 @@ def _make_server(
             loras=loras,
             dropped_spans=dropped_spans,
             weights=executor.weight_stats,
-            lockstep=executor.lockstep,
+            data_parallel=executor.data_parallel,
         )
     except TlsError as error:  # the files changed after the settings were read
         quit_with(1, f"{error}.")

@@ -162,4 +162,5 @@ class Metric:
     ENGINE_LORA_SLOTS = "quire_engine_lora_slots"
     ENGINE_USED_LORA_SLOTS = "quire_engine_used_lora_slots"
     ENGINE_LORA_WAITING = "quire_engine_lora_waiting_sequences"
+    ENGINE_DUMMY_PASSES = "quire_engine_dummy_passes"
     ENGINE_HEARTBEAT_AGE = "quire_engine_heartbeat_age_seconds"

@@ -52,10 +52,10 @@ class Engine:
             **{"vocab_size": executor.config.vocab_size, "max_num_batched_tokens": 64, "max_num_seqs": 5, **limits},
         )
         self.memory = KVCacheManager(executor.kv_cache_config)
-        assert executor.lockstep is not None
-        self.lockstep = executor.lockstep
+        assert executor.data_parallel is not None
+        self.lockstep = executor.data_parallel.lockstep
         scheduler = Scheduler(config, self.memory, rates=SWAPPING_PAYS)
-        self.core = DPEngineCore(scheduler, executor, self._receive, self.lockstep)
+        self.core = DPEngineCore(scheduler, executor, self._receive, executor.data_parallel)
         self._thread = Thread(target=self._run, name=f"core-{rank}", daemon=True)
 
     def start(self) -> None:

@@ -5,11 +5,11 @@ Engines are threads here, and their ranks too; what is killed is in ``tests/serv
 """
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from threading import Event
 from time import sleep
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from quire_engine.config import EngineArgs, EngineConfig
-from quire_engine.core.engine_core import Wake
+from quire_engine.core.engine_core import AbortRequest
 from quire_engine.core.executor import ExecutorError, Rates
 from quire_engine.core.lora import LoRARequest
 from quire_engine.errors import ModelError
@@ -87,7 +87,7 @@ def test_one_engine_works_while_the_others_take_part_and_all_sleep_between_waves
                 eventually(lambda: is_idle(engines))
                 number = engine.lockstep.number
                 for each in engines:  # a round of the loop that nobody asked for makes no pass
-                    each.core.send(Wake())
+                    each.core.send(AbortRequest("of nobody"))
                 assert engines[0].run([[5]], f"{wave}-{engine.rank}-", max_tokens=1) == [
                     greedy_oracle_of(small_models, name)
                 ]
@@ -329,12 +329,10 @@ def test_an_engine_that_is_to_end_takes_part_until_the_others_have_no_work(
 
 
 def test_an_engine_that_was_told_to_stop_tells_the_others(small_models: SmallModels) -> None:
-    with group(small_models.folder("mixtral"), 3) as engines:
-        told = [Event() for _ in engines]
-        for engine, event in zip(engines, told, strict=True):
-            engine.lockstep.on_leave = event.set
+    with group(small_models.folder("mixtral"), 3) as engines, ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(engine.lockstep.wait_until_leaving) for engine in engines]
         engines[1].lockstep.leave()
-        assert all(event.wait(10) for event in told)
+        assert [each.result(10) for each in waiting] == [None] * 3
 
 
 # Failures

@@ -11,17 +11,15 @@ An engine that has loaded its model, or has served all requests, takes part unti
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from threading import Condition
 from time import perf_counter
-from typing import Protocol
 
-from quire_engine.core.engine_core import DISK_WAIT_SECONDS, EngineCore, EngineCoreOutputs, Wake
+from quire_engine.core.engine_core import DISK_WAIT_SECONDS, Command, EngineCore, EngineCoreOutputs
 from quire_engine.core.executor import Executor, ExecutorError
 from quire_engine.core.kv_disk import TransferResult
 from quire_engine.core.scheduler import Scheduler
-
 
 # How late an engine that waits for a pass or for its disk hears of the disk.
 DISK_POLL_SECONDS = 0.001
@@ -88,11 +86,8 @@ class Lockstep:
         self._num_due = 0  # all passes below this number are made by all
         self._num_asked = 0
         self._phase, self._num_ended = LOADING, 0  # this engine's, and how many all have ended
+        self._is_leaving = False  # one of all was told to stop
         self._loss: str | None = None
-        self.on_due: Callable[[], object] = lambda: None
-        """Called when a pass is due, on the thread of the messages."""
-        self.on_leave: Callable[[], object] = lambda: None
-        """Called when another engine was told to stop, on the thread of the messages."""
 
     @property
     def number(self) -> int:
@@ -105,10 +100,18 @@ class Lockstep:
         with self._changed:
             return self._number < self._num_due
 
-    def wait_until_due(self, seconds: float) -> bool:
-        """Waits for at most ``seconds``. Returns whether the next pass is due, or an engine lost."""
+    def wait(self, has_work: Callable[[], bool], seconds: float | None = None) -> None:
+        """Waits until the next pass is due or, which is looked at after ``notify``, this engine has work; for at most
+        ``seconds``. Raises ``ExecutorError`` when another engine is lost.
+        """
         with self._changed:
-            return self._changed.wait_for(lambda: self.is_due or self._loss is not None, seconds)
+            self._changed.wait_for(lambda: self.is_due or has_work() or self._loss is not None, seconds)
+            self._raise_if_lost()
+
+    def notify(self) -> None:
+        """This engine may have work. May be called from any thread."""
+        with self._changed:
+            self._changed.notify_all()
 
     def ask(self) -> None:
         """Says that this engine has work for its next pass, unless that is due already."""
@@ -130,8 +133,17 @@ class Lockstep:
             self._number += 1
 
     def leave(self) -> None:
-        """Says that this engine was told to stop. May be called from any thread."""
-        self._send(DPMessage(DPMessageKind.LEAVING))
+        """Says that this engine was told to stop, unless another was. May be called from any thread."""
+        with self._changed:
+            was_leaving, self._is_leaving = self._is_leaving, True
+            self._changed.notify_all()
+        if not was_leaving:
+            self._send(DPMessage(DPMessageKind.LEAVING))
+
+    def wait_until_leaving(self) -> None:
+        """Returns when an engine of the group was told to stop, this one included, or is lost."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_leaving or self._loss is not None)
 
     def finish(self, execute_dummy_batch: Callable[[], object]) -> None:
         """Says that this engine has no more work in its phase, and takes part in the passes of the others until none
@@ -165,23 +177,30 @@ class Lockstep:
                     self._num_due = max(self._num_due, message.number + 1)
                 case DPMessageKind.FINISHED:
                     self._num_ended = message.number + 1
+                case DPMessageKind.LEAVING:
+                    self._is_leaving = True
                 case DPMessageKind.LOST:
                     self._loss = self._loss or message.reason
             self._changed.notify_all()
-        if message.kind == DPMessageKind.PASS:
-            self.on_due()
-        elif message.kind == DPMessageKind.LEAVING:
-            self.on_leave()
 
 
-class DPExecutor(Executor, Protocol):
-    """An executor whose forward passes are those of a group: ``execute_model`` waits for the others where it computes
-    something.
+@dataclass(slots=True)
+class DPStats:
+    """``dummy_passes`` of the others were made without tokens."""
+
+    dummy_passes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallel:
+    """What the core of one engine of a group needs besides an executor, whose ``execute_model`` waits for the others
+    where it computes something. ``execute_dummy_batch`` takes part in a pass that is due, without tokens, and raises
+    ``ExecutorError``.
     """
 
-    def execute_dummy_batch(self) -> None:
-        """Takes part in a pass that is due, without tokens. Raises ``ExecutorError``."""
-        ...
+    lockstep: Lockstep
+    execute_dummy_batch: Callable[[], None]
+    stats: DPStats = field(default_factory=DPStats)
 
 
 class DPEngineCore(EngineCore):
@@ -192,15 +211,18 @@ class DPEngineCore(EngineCore):
     def __init__(
         self,
         scheduler: Scheduler,
-        executor: DPExecutor,
+        executor: Executor,
         publish: Callable[[EngineCoreOutputs], None],
-        lockstep: Lockstep,
+        data_parallel: DataParallel,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         super().__init__(scheduler, executor, publish, clock)
-        self._dp_executor = executor
-        self._lockstep = lockstep
-        lockstep.on_due = lambda: self.send(Wake())
+        self._data_parallel, self._lockstep = data_parallel, data_parallel.lockstep
+
+    def send(self, command: Command) -> None:
+        """See ``EngineCore.send``."""
+        super().send(command)
+        self._lockstep.notify()
 
     def run(self) -> None:
         """See ``EngineCore.run``. After ``Shutdown``, takes part in passes until no engine has work."""
@@ -210,20 +232,27 @@ class DPEngineCore(EngineCore):
             if self._has_work:
                 self.step()
             if self._lockstep.is_due and self._lockstep.number == number:
-                self._dp_executor.execute_dummy_batch()
+                self._execute_dummy_batch()
         self._finish_all_steps()
-        self._lockstep.finish(self._dp_executor.execute_dummy_batch)
+        self._lockstep.finish(self._execute_dummy_batch)
+
+    def _execute_dummy_batch(self) -> None:
+        self._data_parallel.stats.dummy_passes += 1
+        self._data_parallel.execute_dummy_batch()
 
     @property
-    def _may_wait(self) -> bool:
-        """See ``EngineCore._may_wait``. A pass is due before the command that wakes the loop is queued."""
-        return super()._may_wait and not self._lockstep.is_due
+    def _has_commands(self) -> bool:
+        return not self._commands.empty()
+
+    def _wait_for_work(self) -> None:
+        self._lockstep.wait(lambda: self._has_commands)
 
     def _wait_for_transfers(self) -> Sequence[TransferResult]:
-        """As ``EngineCore`` does, but for a pass that becomes due: the others wait for this engine in it."""
-        results: Sequence[TransferResult] = ()
+        """As ``EngineCore`` does, but not behind a pass that becomes due: the others wait for this engine in it."""
         for _ in range(round(DISK_WAIT_SECONDS / DISK_POLL_SECONDS)):
-            results = self._executor.take_transfers(0.0)
-            if results or self._lockstep.wait_until_due(DISK_POLL_SECONDS):
+            if results := self._executor.take_transfers(0.0):
+                return results
+            self._lockstep.wait(lambda: self._has_commands, DISK_POLL_SECONDS)
+            if self._lockstep.is_due or self._has_commands:
                 break
-        return results
+        return ()

@@ -73,12 +73,7 @@ class RemoveLoRA:
     lora_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Wake:
-    """Has an idle loop come round once."""
-
-
-Command = AddRequest | AbortRequest | GetSnapshot | GetBlockStates | Shutdown | RemoveLoRA | Wake
+Command = AddRequest | AbortRequest | GetSnapshot | GetBlockStates | Shutdown | RemoveLoRA
 
 
 @dataclass(slots=True)
@@ -190,11 +185,6 @@ class EngineCore:
     def _has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._rejected)
 
-    @property
-    def _may_wait(self) -> bool:
-        """Whether there is nothing to do before a command comes."""
-        return not self._has_work
-
     def step(self) -> None:
         """One round of the loop: schedules and launches a step, then finishes the oldest one in flight (takes its model
         output, updates the scheduler, publishes).
@@ -292,12 +282,15 @@ class EngineCore:
 
     def _process_commands(self) -> None:
         """Handles the queued commands; waits for one when there is no other work."""
-        if self._may_wait:
+        if not self._has_work:
             self._busy_since = None
-            self._handle_command(self._commands.get())
+            self._wait_for_work()
         self._busy_since = perf_counter()
         while not (self._stopped or self._commands.empty()):
             self._handle_command(self._commands.get())
+
+    def _wait_for_work(self) -> None:
+        self._handle_command(self._commands.get())
 
     def _handle_command(self, command: Command) -> None:
         match command:
@@ -315,8 +308,6 @@ class EngineCore:
                 self._executor.remove_lora(lora_id)
             case Shutdown():
                 self._stopped = True
-            case Wake():
-                pass
 
     def _add_request(self, request: Request) -> None:
         try:

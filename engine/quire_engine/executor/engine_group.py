@@ -7,8 +7,6 @@ passes are made and how ranks find each other. Tokens do not go there, but strai
 
 import asyncio
 import logging
-import os
-import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from threading import Condition, Event, Thread
@@ -80,7 +78,6 @@ class EngineGroup:
         self._values: dict[str, bytes] = {}
         self.store = RankStore(self.publish, self._wait_for_stored)
         self.lockstep = Lockstep(self._send)
-        self.lockstep.on_leave = lambda: os.kill(os.getpid(), signal.SIGTERM)
         kind = _Coordinating if rendezvous.rank == 0 else _Following
         self._end: _Coordinating | _Following = kind(rendezvous, facts, self._receive, self._lose)
         self.place = EnginePlace(rendezvous.rank, rendezvous.count, self._end.own_address)

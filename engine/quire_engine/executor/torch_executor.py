@@ -17,7 +17,7 @@ from quire_proto.errors import ErrorCode, QuireError, internal
 
 from quire_engine.config import EngineArgs, NodeArgs
 from quire_engine.core.block_pool import KVCacheConfig
-from quire_engine.core.data_parallel import Lockstep
+from quire_engine.core.data_parallel import DataParallel
 from quire_engine.core.executor import UNMEASURED, ExecutorError
 from quire_engine.core.kv_disk import DiskContents, TransferResult
 from quire_engine.core.lora import LoRARequest
@@ -228,12 +228,12 @@ class TorchExecutor:
         return str(self._runner.dtype).removeprefix("torch.")
 
     @property
-    def lockstep(self) -> Lockstep | None:
-        """This engine's part in the forward passes of its group; None if it is alone."""
-        return None if self._engines is None else self._engines.lockstep
+    def data_parallel(self) -> DataParallel | None:
+        """This engine's part in its group; None if it is alone."""
+        return None if self._engines is None else DataParallel(self._engines.lockstep, self.execute_dummy_batch)
 
     def execute_dummy_batch(self) -> None:
-        """See ``DPExecutor.execute_dummy_batch``."""
+        """See ``DataParallel.execute_dummy_batch``."""
         assert self._engines is not None, "this engine is alone"
         with device_errors(), inference_on(self._device):
             self._engines.execute_dummy_batch(self._runner.execute_dummy_batch)

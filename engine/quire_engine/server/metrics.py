@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from quire_proto.telemetry import DropReason, Metric
 
+from quire_engine.core.data_parallel import DPStats
 from quire_engine.core.engine_core import EngineCoreOutputs
 from quire_engine.core.executor import WeightStats
 from quire_engine.core.lora import LoRAStats
@@ -31,7 +32,8 @@ log = logging.getLogger(__name__)
 class EngineMetrics:
     """Gauges and counters of one engine: ``quire_*``, and the ``vllm:*`` names that dashboards already read.
     ``loras`` are its adapters, in ``max_loras`` slots; None if it serves none. ``weights`` are the statistics of layers
-    that are read from disk; None if there are none.
+    that are read from disk; None if there are none. ``dp_stats`` are those of an engine of a group; None if it is
+    alone.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class EngineMetrics:
         loras: LoRARegistry | None = None,
         max_loras: int = 0,
         weights: WeightStats | None = None,
+        dp_stats: DPStats | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_DroppedSpans(model, dropped_spans))
@@ -52,6 +55,8 @@ class EngineMetrics:
             self.registry.register(self._loras)
         if weights is not None:
             self.registry.register(_Weights(model, weights))
+        if dp_stats is not None:
+            self.registry.register(_DummyPasses(model, dp_stats))
         self._model = model
         self._statistics = statistics
         self._running = self._gauge(Metric.ENGINE_RUNNING, "Sequences that hold device blocks")
@@ -240,6 +245,21 @@ class _DroppedSpans(Collector):
         )
         for reason in DropReason:
             family.add_metric((self._model, reason), self._counts.get(reason, 0))
+        yield family
+
+
+class _DummyPasses(Collector):
+    """Reads the count when it is asked: an engine that makes nothing but dummies has no steps."""
+
+    def __init__(self, model: str, stats: DPStats) -> None:
+        self._model = model
+        self._stats = stats
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        family = CounterMetricFamily(
+            Metric.ENGINE_DUMMY_PASSES, "Passes of other engines of the group, made without tokens", labels=("model",)
+        )
+        family.add_metric((self._model,), self._stats.dummy_passes)
         yield family
 
 

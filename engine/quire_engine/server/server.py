@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from threading import Thread
-from typing import Any, cast
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -22,7 +22,7 @@ from quire_proto.supervise import SupervisedTask
 from quire_proto.telemetry import DropReason
 
 from quire_engine.config import EngineConfig
-from quire_engine.core.data_parallel import DPEngineCore, DPExecutor, Lockstep
+from quire_engine.core.data_parallel import DataParallel, DPEngineCore
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs, Shutdown
 from quire_engine.core.executor import Executor, WeightStats
 from quire_engine.core.scheduler import Scheduler
@@ -60,8 +60,8 @@ class EngineServer:
     """One engine on the network. The metrics port is plain HTTP; the gRPC port uses TLS if ``config.tls`` is set.
     ``dropped_spans`` counts the spans that do not reach a collector; None if none are exported. ``loras`` are its
     adapters; None if it serves none. ``weights`` are the statistics of layers that are read from disk, None if none
-    are. An engine of a group has a ``lockstep``: told to stop it tells the others, and takes part in their steps until
-    all have finished their requests.
+    are. An engine of a group is ``data_parallel``: told to stop it tells the others, and takes part in their steps
+    until all have finished their requests.
 
     Raises ``TlsError`` if the files of ``config.tls`` cannot be used.
     """
@@ -77,18 +77,18 @@ class EngineServer:
         loras: LoRARegistry | None = None,
         dropped_spans: Counter[DropReason] | None = None,
         weights: WeightStats | None = None,
-        lockstep: Lockstep | None = None,
+        data_parallel: DataParallel | None = None,
     ) -> None:
         self._config = config
-        self._lockstep = lockstep
+        self._lockstep = None if data_parallel is None else data_parallel.lockstep
         self._certificates = None if config.tls is None else ReloadingServerCredentials(config.tls)
         self._executor = executor
         self._description = description
         description.generation = secrets.randbits(64)
         self._core = (
             EngineCore(scheduler, executor, self._publish)
-            if lockstep is None
-            else DPEngineCore(scheduler, cast("DPExecutor", executor), self._publish, lockstep)
+            if data_parallel is None
+            else DPEngineCore(scheduler, executor, self._publish, data_parallel)
         )
         name = description.served_model_names[0]
         dropped = Counter[DropReason]() if dropped_spans is None else dropped_spans
@@ -100,6 +100,7 @@ class EngineServer:
             loras=loras if config.enable_lora else None,
             max_loras=config.max_loras,
             weights=weights,
+            dp_stats=None if data_parallel is None else data_parallel.stats,
         )
         self._grammars = GrammarCompiler(grammars, self._metrics.on_grammar)
         exporter = TraceExporter(
@@ -123,9 +124,7 @@ class EngineServer:
         self._started = True
         await self._set_ready(True)
         heartbeats = self._supervise("session heartbeats", self._sessions.send_heartbeats)
-        await _first_completed(self._stop_requested.wait(), self._core_ended.wait())
-        if self._lockstep is not None:
-            self._lockstep.leave()
+        await self._until_leaving()
         await self._set_ready(False)
         await self._drain_delay()
         await self._drain()
@@ -137,6 +136,17 @@ class EngineServer:
         probes.close()
         if self._failure is not None:
             raise self._failure
+
+    async def _until_leaving(self) -> None:
+        """Waits for a signal, the end of the core, or until another engine of the group was told to stop."""
+        ends = self._stop_requested.wait(), self._core_ended.wait()
+        if self._lockstep is None:
+            await _first_completed(*ends)
+            return
+        await _first_completed(*ends, asyncio.to_thread(self._lockstep.wait_until_leaving))
+        if not (self._stop_requested.is_set() or self._core_ended.is_set()):
+            log.info("another engine of the group was told to stop: this one leaves with it")
+        self._lockstep.leave()
 
     @property
     def _end_timeout(self) -> float:
@@ -180,18 +190,10 @@ class EngineServer:
     def _install_signal_handlers(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
-        if self._lockstep is not None:
-            self._lockstep.on_leave = lambda: self._loop.call_soon_threadsafe(self._leave_with_group)
 
     def _on_signal(self) -> None:
         """Requests a stop. A second signal skips the shutdown delay."""
         (self._stop_now if self._stop_requested.is_set() else self._stop_requested).set()
-
-    def _leave_with_group(self) -> None:
-        """Another engine of the group was told to stop."""
-        if not self._stop_requested.is_set():
-            log.info("another engine of the group was told to stop: this one leaves with it")
-            self._stop_requested.set()
 
     async def _drain_delay(self) -> None:
         """Serves on for ``shutdown_delay`` while routers see that this engine is not ready. Ends early on a second

@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings
 from quire_cli.bench.config import ServeBenchConfig
 from quire_engine.bench.config import BenchConfig
 from quire_engine.config import EngineConfig
+from quire_engine.core.data_parallel import DPStats
 from quire_engine.core.engine_core import EngineCoreOutputs, StepTrace
 from quire_engine.core.executor import WeightStats
 from quire_engine.core.kv_disk import DiskFailure
@@ -176,7 +177,9 @@ def busy_engine() -> EngineMetrics:
     statistics.preemptions[next(iter(PreemptionMode)), next(iter(PreemptionReason))] += 1
     statistics.disk_failures[next(iter(DiskFailure))] += 1
     loras = LoRARegistry(lambda lora: lora, ["m"])
-    told = EngineMetrics("m", statistics, lambda: 0.0, loras=loras, max_loras=1, weights=WeightStats())
+    told = EngineMetrics(
+        "m", statistics, lambda: 0.0, loras=loras, max_loras=1, weights=WeightStats(), dp_stats=DPStats()
+    )
     told.on_grammar(CompileOutcome.COMPILED, 1.0)
     told.on_restart("session heartbeats")
     fragmentation, away = KVCacheFragmentation(0, 0, 0), [TimeAway(next(iter(PreemptionMode)), 1.0)]

@@ -4,7 +4,6 @@ does not make, none makes one that nobody has work for, and none ends while anot
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from threading import Event, Thread
 from typing import Any
 
@@ -13,13 +12,22 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
-from quire_engine.core.data_parallel import DPCoordinator, DPEngineCore, DPMessage, DPMessageKind, Lockstep
+from quire_engine.core.data_parallel import (
+    DataParallel,
+    DPCoordinator,
+    DPEngineCore,
+    DPMessage,
+    DPMessageKind,
+    Lockstep,
+)
+from quire_engine.core.engine_core import Shutdown
 from quire_engine.core.executor import ExecutorError
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.kv_disk import TransferResult
 from quire_engine.core.scheduler import Scheduler
 
 from tests.support.paged_executor import PagedExecutor
+from tests.support.processes import eventually
 
 MOST_MOVES = 5000
 
@@ -34,7 +42,6 @@ class Engine:
     steps: int = 0
     in_pass: int | None = None
     num_begun: int = 0
-    is_awake: bool = True
     waits_with_work: bool = False
     is_told_to_end: bool = False
     has_finished: bool = False
@@ -45,7 +52,6 @@ class Engine:
             self.steps,
             self.in_pass,
             self.num_begun,
-            self.is_awake,
             self.waits_with_work,
             self.has_finished,
             self.lockstep.number,
@@ -56,7 +62,7 @@ class Group:
     """Messages lie in ``sent`` until they are delivered, in any order."""
 
     make_coordinator: Callable[[int], DPCoordinator] = DPCoordinator
-    looks_before_it_sleeps = True
+    makes_dummies = True
     exchanges_tokens = True
     """Without, as in a model whose layers are all dense, nobody waits for others in a pass."""
 
@@ -66,9 +72,7 @@ class Group:
         self.engines: list[Engine] = []
         self.wanted: set[int] = set()
         for _ in range(size):
-            engine = Engine(Lockstep(self.send))
-            engine.lockstep.on_due = partial(self.wake, engine)
-            self.engines.append(engine)
+            self.engines.append(Engine(Lockstep(self.send)))
 
     def run(self, script: Sequence[tuple[str, int]]) -> None:
         """Does what the script says, and then all that is left, which has to come to an end."""
@@ -81,7 +85,6 @@ class Group:
                     self.come_round(engine)
                 case "request" if not engine.is_told_to_end:
                     engine.steps += 1 + pick % 3
-                    engine.is_awake = True
                 case "abort" if not engine.waits_with_work and engine.in_pass is None:
                     engine.steps = 0
                 case "end":
@@ -111,9 +114,6 @@ class Group:
     def send(self, message: DPMessage) -> None:
         self.sent.append((None, message))
 
-    def wake(self, engine: Engine) -> None:
-        engine.is_awake = True
-
     def deliver(self, index: int) -> None:
         receiver, message = self.sent.pop(index)
         if receiver is not None:
@@ -130,7 +130,6 @@ class Group:
             if not self.exchanges_tokens or all(each.num_begun > engine.in_pass for each in self.engines):
                 engine.in_pass = None
                 lockstep.end()
-                engine.is_awake |= self.looks_before_it_sleeps and lockstep.is_due
             return
         if engine.steps and not engine.waits_with_work:
             lockstep.ask()
@@ -138,11 +137,8 @@ class Group:
         elif engine.is_told_to_end and not engine.steps and not engine.has_finished:
             engine.has_finished = True
             self.send(DPMessage(DPMessageKind.FINISHED))
-        # One that has work or has finished waits for passes, and needs nobody to wake it.
-        if lockstep.is_due and (engine.steps or engine.has_finished or engine.is_awake):
+        if lockstep.is_due and (engine.steps or self.makes_dummies):
             self.enter(engine)
-        elif not engine.steps:
-            engine.is_awake = False
 
     def enter(self, engine: Engine) -> None:
         engine.in_pass = engine.lockstep.number
@@ -151,7 +147,7 @@ class Group:
         if engine.steps:
             self.wanted.add(engine.in_pass)
             engine.steps -= 1
-        engine.waits_with_work = engine.is_awake = False
+        engine.waits_with_work = False
         if all(each.num_begun > engine.in_pass for each in self.engines):
             assert engine.in_pass in self.wanted, "nobody has work"
 
@@ -208,24 +204,12 @@ def test_a_coordinator_without_one_of_its_rules_is_found_out(broken: type[DPCoor
         check(Broken, 1000, Phase.generate)
 
 
-def test_engines_that_are_not_woken_are_found_out() -> None:
+def test_engines_that_make_no_dummies_are_found_out() -> None:
     class Broken(Group):
-        def wake(self, engine: Engine) -> None:
-            """A pass that is due wakes nobody."""
+        makes_dummies = False
 
     with pytest.raises(AssertionError, match="are left out"):
         check(Broken, 1000, Phase.generate)
-
-
-def test_engines_that_sleep_without_a_look_at_what_is_due_are_found_out() -> None:
-    class Broken(WithoutExchanges):
-        looks_before_it_sleeps = False
-
-    asked, made = [("round", 0), *[("deliver", 0)] * 3], [("round", 0)] * 2
-    script = [("request", 4), *asked, *made, *asked]  # two passes are due for the other engine
-    WithoutExchanges(2).run(script)
-    with pytest.raises(AssertionError, match="are left out"):
-        Broken(2).run(script)
 
 
 # A lockstep alone
@@ -277,7 +261,19 @@ def test_an_engine_that_waits_hears_of_a_loss(waits: str) -> None:
         lockstep.begin()
 
 
-# A core that waits for its disk
+def test_those_who_wait_for_a_stop_hear_of_it_and_it_is_said_once() -> None:
+    sent = Sent()
+    own, other = Lockstep(sent), Lockstep(sent)
+    own.leave()
+    own.leave()
+    other.receive(sent[0])
+    other.leave()
+    for lockstep in (own, other):
+        lockstep.wait_until_leaving()
+    assert sent == [DPMessage(DPMessageKind.LEAVING)]
+
+
+# A core that waits for its disk, or for work
 
 
 class SlowDisk(PagedExecutor):
@@ -294,14 +290,39 @@ class SlowDisk(PagedExecutor):
             self.lockstep.receive(DPMessage(DPMessageKind.PASS, 0))
         return []
 
-    def execute_dummy_batch(self) -> None:
-        raise AssertionError("not of this test")
-
 
 def test_the_wait_for_a_disk_ends_when_a_pass_is_due() -> None:
     lockstep = Lockstep(Sent())
     executor = SlowDisk(lockstep)
     scheduler = Scheduler(SchedulerConfig(max_model_len=100), KVCacheManager(executor.kv_cache_config))
-    core = DPEngineCore(scheduler, executor, lambda _: None, lockstep)
-    assert core._wait_for_transfers() == []
+    core = DPEngineCore(scheduler, executor, lambda _: None, DataParallel(lockstep, lambda: None))
+    assert not core._wait_for_transfers()
     assert executor.timeouts == [0.0, 0.0], "others wait in a pass while this engine waits for its disk"
+
+
+def test_an_idle_core_makes_each_pass_that_is_due_and_hears_of_commands() -> None:
+    sent, made = Sent(), list[int]()
+    lockstep = Lockstep(sent)
+    done = {number: Event() for number in range(2)}
+
+    def execute_dummy_batch() -> None:
+        made.append(lockstep.number)
+        lockstep.end()
+        done[made[-1]].set()
+
+    executor = PagedExecutor(KVCacheConfig(4, 41, 40))
+    scheduler = Scheduler(SchedulerConfig(max_model_len=100), KVCacheManager(executor.kv_cache_config))
+    data_parallel = DataParallel(lockstep, execute_dummy_batch)
+    core = DPEngineCore(scheduler, executor, lambda _: None, data_parallel)
+    thread = Thread(target=core.run, daemon=True)
+    thread.start()
+    for number, event in done.items():
+        lockstep.receive(DPMessage(DPMessageKind.PASS, number))
+        assert event.wait(10)
+    core.send(Shutdown())
+    eventually(lambda: sent == [DPMessage(DPMessageKind.FINISHED)])
+    lockstep.receive(sent[0])
+    thread.join(10)
+    assert not thread.is_alive()
+    assert made == [0, 1]
+    assert data_parallel.stats.dummy_passes == 2

@@ -192,7 +192,9 @@ def test_an_engine_that_is_lost_as_soon_as_all_have_joined_is_a_loss(
         eventually(lambda: is_open(place))
         stranger(place, join_and_leave)
         member = first.result(20)
-    said = r"Engine 1 \(127\.0\.0\.3\) has closed the connection, and the engines of its group cannot go on without it\."
+    said = (
+        r"Engine 1 \(127\.0\.0\.3\) has closed the connection, and the engines of its group cannot go on without it\."
+    )
     eventually(lambda: member.told)
     with pytest.raises(ModelError, match=said):
         member.group.store.get("never stored")

@@ -10,6 +10,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import generate_latest
+from quire_engine.core.data_parallel import DPStats
 from quire_engine.core.engine_core import EngineCoreOutputs, StepTrace
 from quire_engine.core.executor import WeightStats
 from quire_engine.core.lora import LoRAStats
@@ -269,3 +270,11 @@ def lora_info(metrics: EngineMetrics) -> tuple[dict[str, str], float]:
     families = [each for each in metrics.registry.collect() if each.name == "vllm:lora_requests_info"]
     ((sample,),) = (family.samples for family in families)
     return sample.labels, sample.value
+
+
+def test_an_engine_of_a_group_counts_its_dummy_passes_though_it_has_no_steps() -> None:
+    stats = DPStats()
+    metrics = EngineMetrics("demo", SchedulerStats(), lambda: 0.0, dp_stats=stats)
+    stats.dummy_passes = 7
+    assert 'quire_engine_dummy_passes_total{model="demo"} 7.0' in generate_latest(metrics.registry).decode()
+    assert "dummy" not in generate_latest(EngineMetrics("demo", SchedulerStats(), lambda: 0.0).registry).decode()
