@@ -20,6 +20,7 @@ from quire_engine.config import EngineArgs, EngineConfig
 from quire_engine.core.engine_core import AbortRequest
 from quire_engine.core.executor import ExecutorError, Rates
 from quire_engine.core.lora import LoRARequest
+from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.errors import ModelError
 from quire_engine.executor import torch_executor
 from quire_engine.executor.engine_group import EngineGroup
@@ -305,6 +306,37 @@ def test_speed_is_measured_once_all_engines_have_their_memory(
     monkeypatch.setattr(torch_executor, "measure_rates", measure_now)
     with group(small_models.folder("mixtral"), 2):
         assert done == ["made", "made", "measured", "measured"]
+
+
+def test_steps_teach_how_long_they_take_where_no_other_engine_has_more_tokens(
+    monkeypatch: pytest.MonkeyPatch, small_models: SmallModels, prompts: list[list[int]]
+) -> None:
+    made: list[tuple[int, int, int, bool]] = []  # pass, engine, its tokens, and whether it waited
+
+    def watch(engine: Engine) -> None:
+        execute = engine.executor.execute_model
+
+        def execute_model(scheduler_output: SchedulerOutput) -> ModelOutput:
+            number = engine.lockstep.number
+            output = execute(scheduler_output)
+            tokens = sum(len(chunk.token_ids) for chunk in scheduler_output.chunks)
+            made.extend([(number, engine.rank, tokens, output.waited_for_others)] if tokens else [])
+            return output
+
+        monkeypatch.setattr(engine.executor, "execute_model", execute_model)
+
+    with group(small_models.folder("mixtral"), 2, max_num_batched_tokens=16, first=watch) as (one, other):
+        learnt: list[Any] = []
+        monkeypatch.setattr(one.core.scheduler.step_times, "observe", lambda *step: learnt.append(step))
+        names = one.add(prompts[:1], "long", max_tokens=60)
+        one.wait_for_tokens("long0", 6)
+        other.run(prompts, max_tokens=OUTPUT_TOKENS)
+        one.outputs(names)
+    tokens = {(number, rank): count for number, rank, count, _ in made}
+    assert {waited for _, rank, _, waited in made if rank == 0} == {False, True}
+    for number, rank, count, waited in made:
+        assert waited == (tokens.get((number, 1 - rank), 0) > count)
+    assert len(learnt) == sum(rank == 0 and not waited for _, rank, _, waited in made)
 
 
 # The end

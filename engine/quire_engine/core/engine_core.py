@@ -243,12 +243,12 @@ class EngineCore:
         self._publish(EngineCoreOutputs(outputs, self.scheduler.get_load(), events, trace, fragmentation, away))
 
     def _measure(self, step: "InFlightStep", model_output: ModelOutput) -> float:
-        """Returns the seconds that a step took on the core's clock, and has the scheduler learn from them. Steps that
-        overlap last from the end of the one before.
+        """Returns the seconds that a step took on the core's clock, and has the scheduler learn from them, unless other
+        engines' tokens took them. Steps that overlap last from the end of the one before.
         """
         ended = self._clock()
         seconds, self._ended = ended - max(step.clocked, self._ended), ended
-        if not model_output.errors:
+        if not (model_output.errors or model_output.waited_for_others):
             work = StepWork.of(step.scheduler_output.chunks)
             self.scheduler.step_times.observe(work, seconds - model_output.timings.swap, ended)
         return seconds

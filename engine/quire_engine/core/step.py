@@ -215,7 +215,9 @@ class ModelOutput:
     """What a step made, keyed by sequence id.
 
     For each sample request, one of: a token (with its log-probabilities, where ``params.wants_logprobs``), candidates,
-    or an error. For each chunk with targets, one entry of ``prompt_logprobs`` for each target.
+    or an error. For each chunk with targets, one entry of ``prompt_logprobs`` for each target. If it
+    ``waited_for_others``, as another engine of a group had more tokens in its forward pass, that decided how long it
+    took.
     """
 
     token_ids: dict[int, int] = field(default_factory=dict)
@@ -224,6 +226,7 @@ class ModelOutput:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[int, QuireError] = field(default_factory=dict)
     timings: StepTimings = field(default_factory=StepTimings)
+    waited_for_others: bool = False
 
     def add(self, other: "ModelOutput") -> None:
         """Adds what other sequences of the same step made."""
@@ -233,3 +236,4 @@ class ModelOutput:
         self.prompt_logprobs.update(other.prompt_logprobs)
         self.errors.update(other.errors)
         self.timings.add(other.timings)
+        self.waited_for_others |= other.waited_for_others

@@ -96,6 +96,12 @@ class Communicator(Protocol):
         """
         ...
 
+    def exchange_counts(self, counts: torch.Tensor, tokens: int) -> tuple[list[int], list[int]]:
+        """For an ``all_to_all`` in which this rank, which has so many ``tokens``, sends ``counts`` [ranks] rows: what
+        it sends to each rank, and receives from each. Waits for the device.
+        """
+        ...
+
     @property
     def is_capturable(self) -> bool:
         """Whether a CPU graph can hold ``all_reduce``."""
@@ -140,6 +146,11 @@ class SingleRankCommunicator:
         del sent, received
         return rows
 
+    def exchange_counts(self, counts: torch.Tensor, tokens: int) -> tuple[list[int], list[int]]:
+        """``counts`` both ways."""
+        del tokens
+        return counts.tolist(), counts.tolist()
+
     def raise_if_lost(self) -> None:
         """There is none to lose."""
 
@@ -175,6 +186,8 @@ class TensorParallelGroup:
     def __init__(self, rank: int, size: int, device: torch.device, *, ordered: bool) -> None:
         self.rank = rank
         self.size = size
+        self.has_most_tokens = True
+        """Whether no other rank had more tokens in the last ``exchange_counts``."""
         self._num_messages = 0
         self._sums: SharedMemorySums | None = None
         self._device = device
@@ -273,6 +286,14 @@ class TensorParallelGroup:
         self._num_messages += 1
         self._process_group.alltoall_base(arrived, rows.contiguous(), list(received), list(sent)).wait()
         return arrived
+
+    def exchange_counts(self, counts: torch.Tensor, tokens: int) -> tuple[list[int], list[int]]:
+        """See ``Communicator.exchange_counts``. How many tokens a rank has goes with what it sends to each."""
+        told, once = torch.stack((counts, torch.full_like(counts, tokens)), 1), [1] * self.size
+        heard = self.all_to_all(told, once, once)
+        sent, received, tokens_across_ranks = torch.cat((counts[:, None], heard), 1).T.tolist()
+        self.has_most_tokens = max(tokens_across_ranks) <= tokens
+        return sent, received
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrites the other ranks' ``tensor``, of the same shape and dtype, with rank 0's."""

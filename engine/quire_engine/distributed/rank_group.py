@@ -69,6 +69,11 @@ class RankGroup:
         """Those of them that are with other engines of a group."""
         return 0 if self._experts is None else self._experts.num_collectives
 
+    @property
+    def has_most_tokens(self) -> bool:
+        """Whether no rank of another engine had more tokens in the last forward pass."""
+        return self._experts is None or self._experts.has_most_tokens
+
     def connect(
         self, store: distributed.Store, address: str | None, expert_store: distributed.Store | None = None
     ) -> None:

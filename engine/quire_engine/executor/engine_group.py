@@ -107,6 +107,12 @@ class EngineGroup:
         self.lockstep.end()
         return result
 
+    @property
+    def has_most_tokens(self) -> bool:
+        """Whether no other engine had more tokens in the last pass."""
+        assert self._ranks is not None, "connect comes first"
+        return self._ranks.has_most_tokens
+
     def execute_dummy_batch(self, execute: Callable[[], object]) -> None:
         """Takes part in a forward pass that is due, without tokens. Raises ``ExecutorError``."""
         self.lockstep.begin()

@@ -264,6 +264,7 @@ class TorchExecutor:
                 chunks = self._load_loras(chunks, step.output)
             if chunks:
                 step.launch(prepare_inputs(chunks, self._block_size), self._previous_step)
+                step.output.waited_for_others = self._engines is not None and not self._engines.has_most_tokens
             empty = [chunk for chunk in scheduler_output.chunks if not chunk.token_ids]
             for chunk in empty:  # it has nothing to draw from
                 step.output.errors.update((request.sequence_id, internal()) for request in chunk.sample_requests)

@@ -162,8 +162,7 @@ class AllToAllExperts:
         (tokens, hidden), size, all_to_all = states.shape, self._communicator.size, self._communicator.all_to_all
         is_sent = torch.zeros(size, tokens, dtype=torch.bool, device=states.device)
         is_sent.T.scatter_(1, topk_ids // self._experts_per_rank, True)
-        counts = is_sent.sum(1)
-        sent, received = torch.stack((counts, all_to_all(counts, [1] * size, [1] * size))).tolist()
+        sent, received = self._communicator.exchange_counts(is_sent.sum(1), tokens)
         token = is_sent.nonzero()[:, 1]  # by rank, and for each rank in their order
         rows = torch.cat((states, _pack_choice(topk_weights, topk_ids, states.dtype)), 1)[token]
         rows = all_to_all(rows, sent, received)
