@@ -149,7 +149,7 @@ def random_tokens(count: int) -> list[int]:
 @contextmanager
 def bytes_sent() -> Iterator[list[float]]:
     """The bytes that this rank sends to others in each collective, for models that are made meanwhile."""
-    from quire_engine.distributed.communicator import TensorParallelGroup as Group
+    from quire_engine.distributed.communicator import GroupCoordinator as Group
     from quire_engine.distributed.communicator import shard_sizes
 
     sent: list[float] = []

@@ -15,7 +15,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
-from quire_engine.distributed.communicator import TensorParallelGroup
+from quire_engine.distributed.communicator import GroupCoordinator
 from quire_engine.distributed.rank_group import file_store
 
 TOKENS = (1, 8, 64, 512, 2048)
@@ -51,7 +51,7 @@ def parse_options() -> argparse.Namespace:
 def measure(options: argparse.Namespace) -> None:
     """One rank; the first prints."""
     torch.set_num_threads(1)
-    group = TensorParallelGroup(options.rank, options.size, torch.device("cpu"), ordered=True)
+    group = GroupCoordinator(options.rank, options.size, torch.device("cpu"), ordered=True)
     group.connect(file_store(options.folder, options.size), None)
     sockets = group._process_group
 

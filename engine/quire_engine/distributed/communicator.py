@@ -1,5 +1,5 @@
 """Communication between the ranks that share one model: ``Communicator`` as the model sees it, and
-``TensorParallelGroup``, its collectives: gloo on the CPU, NCCL on CUDA.
+``GroupCoordinator``, its collectives: gloo on the CPU, NCCL on CUDA.
 
 On one machine both are restricted to the loopback interface: no port is opened that others could reach. Between
 machines they listen at the address of their own one. Nothing but tensors is sent.
@@ -175,7 +175,7 @@ def shard_sizes(total: int, communicator: Communicator) -> list[int]:
     return [max(0, min(each, total - rank * each)) for rank in range(communicator.size)]
 
 
-class TensorParallelGroup:
+class GroupCoordinator:
     """The ``Communicator`` of one of several ranks. Collectives work after ``connect``.
 
     On the CPU, sums go through shared memory where the ranks can share some, in the order of the ranks. With
@@ -334,7 +334,7 @@ def _add_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def make_process_group(
     store: distributed.Store, rank: int, size: int, device: torch.device, address: str | None
 ) -> Any:
-    """gloo's on the CPU, NCCL's on CUDA. ``address`` as in ``TensorParallelGroup.connect``; NCCL finds the interface
+    """gloo's on the CPU, NCCL's on CUDA. ``address`` as in ``GroupCoordinator.connect``; NCCL finds the interface
     between machines by itself, or by NCCL_SOCKET_IFNAME. Raises ``ModelError`` where gloo cannot listen.
     """
     timeout = COLLECTIVE_TIMEOUTS[device.type]

@@ -80,7 +80,7 @@ class PipelineStage:
 
     def connect(self, store: distributed.Store, address: str | None) -> None:
         """Connects to the other stages, all of which rendezvous through ``store``. ``address`` as in
-        ``TensorParallelGroup.connect``.
+        ``GroupCoordinator.connect``.
         """
         with reachable_at(address):
             self._forward, self._back = (

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, TensorParallelGroup
+from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, GroupCoordinator
 from quire_engine.distributed.pipeline import PipelineStage
 
 
@@ -48,12 +48,12 @@ class RankGroup:
         self._stores = f"stage-{index}", f"part-{part}"
         self._store: distributed.Store | None = None
         self._expert_store: distributed.Store | None = None
-        self._tensor = TensorParallelGroup(part, tensor_size, device, ordered=ordered) if tensor_size > 1 else None
+        self._tensor = GroupCoordinator(part, tensor_size, device, ordered=ordered) if tensor_size > 1 else None
         self.communicator: Communicator = self._tensor or SINGLE_RANK
         self._place, self._experts = place, None
         if place is not None:
             expert_rank, expert_size = place.rank * tensor_size + part, place.size * tensor_size
-            self._experts = TensorParallelGroup(expert_rank, expert_size, device, ordered=ordered)
+            self._experts = GroupCoordinator(expert_rank, expert_size, device, ordered=ordered)
         self.expert_communicator: Communicator = self._experts or self.communicator
         self.stage = PipelineStage(index, num_stages, device) if num_stages > 1 else None
 
@@ -104,7 +104,7 @@ class RankGroup:
             link.close()
 
     @property
-    def _links(self) -> list[TensorParallelGroup | PipelineStage]:
+    def _links(self) -> list[GroupCoordinator | PipelineStage]:
         return [link for link in (self._tensor, self.stage, self._experts) if link is not None]
 
 

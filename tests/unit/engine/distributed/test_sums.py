@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quire_engine.distributed import shared_memory
-from quire_engine.distributed.communicator import PendingSum, TensorParallelGroup
+from quire_engine.distributed.communicator import GroupCoordinator, PendingSum
 from quire_engine.distributed.rank_group import file_store
 from quire_engine.kernels.bindings import library
 from quire_engine.worker.cpu_graph import capture
@@ -26,16 +26,16 @@ needs_kernels = pytest.mark.skipif(library() is None, reason="the kernels cannot
 
 
 @contextmanager
-def ranks(size: int, folder: Path) -> Iterator[list[TensorParallelGroup]]:
+def ranks(size: int, folder: Path) -> Iterator[list[GroupCoordinator]]:
     """Connected ranks, which are threads."""
-    groups = [TensorParallelGroup(rank, size, CPU, ordered=False) for rank in range(size)]
+    groups = [GroupCoordinator(rank, size, CPU, ordered=False) for rank in range(size)]
     together(groups, lambda group: group.connect(file_store(folder, size), None))
     yield groups
     for group in groups:
         group.close()
 
 
-def together(groups: list[TensorParallelGroup], work: Callable[[TensorParallelGroup], object]) -> list[object]:
+def together(groups: list[GroupCoordinator], work: Callable[[GroupCoordinator], object]) -> list[object]:
     with ThreadPoolExecutor(len(groups)) as pool:
         return list(pool.map(work, groups))
 
@@ -65,7 +65,7 @@ def test_sums_are_in_the_order_of_the_ranks(tmp_path_factory: pytest.TempPathFac
 
 @needs_kernels
 def test_a_graph_adds_up_what_is_there_when_it_is_replayed(tmp_path: Path) -> None:
-    def work(group: TensorParallelGroup) -> list[float]:
+    def work(group: GroupCoordinator) -> list[float]:
         x = torch.full((3,), float(group.rank))
         assert group.is_capturable
         graph = capture(lambda: group.all_reduce(x))
@@ -155,7 +155,7 @@ def test_sums_are_under_way_while_their_ranks_go_on(tmp_path: Path, monkeypatch:
     noise = torch.Generator().manual_seed(size)
     parts = torch.randn(2, size, 500, generator=noise).to(torch.bfloat16)
 
-    def start(group: TensorParallelGroup) -> list[PendingSum]:
+    def start(group: GroupCoordinator) -> list[PendingSum]:
         return [group.all_reduce_async(each.clone()) for each in parts[:, group.rank]]
 
     with ranks(size, tmp_path) as groups:

@@ -27,7 +27,7 @@ from quire_engine.core.block_pool import BlockCopies, BlockCopy, DiskTransfer
 from quire_engine.core.kv_disk import TransferOutcome, TransferResult
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ScheduledChunk
-from quire_engine.distributed.communicator import Communicator, TensorParallelGroup, largest_shard_size, shard
+from quire_engine.distributed.communicator import Communicator, GroupCoordinator, largest_shard_size, shard
 from quire_engine.errors import ModelError
 from quire_engine.executor import rank_worker, rpc
 from quire_engine.executor.multiproc import RankCacheSizes, compute_rank_cache_sizes, sum_profiles
@@ -580,7 +580,7 @@ def test_a_sentence_for_the_user_is_kept_as_it_is() -> None:
 def groups(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """All ends of one group, in threads of this process."""
     store = tmp_path_factory.mktemp("group") / "store"
-    made = [TensorParallelGroup(rank, request.param, CPU, ordered=True) for rank in range(request.param)]
+    made = [GroupCoordinator(rank, request.param, CPU, ordered=True) for rank in range(request.param)]
     with pytest.MonkeyPatch.context() as patch:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             patch.setenv(name, "lo")
@@ -590,15 +590,13 @@ def groups(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         group.close()
 
 
-def each(groups: list[TensorParallelGroup], work: Any) -> list[Any]:
+def each(groups: list[GroupCoordinator], work: Any) -> list[Any]:
     with ThreadPoolExecutor(len(groups)) as pool:
         return [future.result(60) for future in [pool.submit(work, group) for group in groups]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sum_is_the_same_on_all_ranks_and_at_all_places(
-    groups: list[TensorParallelGroup], dtype: torch.dtype
-) -> None:
+def test_a_sum_is_the_same_on_all_ranks_and_at_all_places(groups: list[GroupCoordinator], dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(7, 13, generator=generator).to(dtype) for _ in groups]
     expected = parts[0].float()
@@ -610,20 +608,20 @@ def test_a_sum_is_the_same_on_all_ranks_and_at_all_places(
     assert all(torch.equal(one, expected[5:6].to(dtype)) for one in alone)
 
 
-def test_rank_0_gets_the_parts_side_by_side(groups: list[TensorParallelGroup]) -> None:
+def test_rank_0_gets_the_parts_side_by_side(groups: list[GroupCoordinator]) -> None:
     parts = [torch.full((4, 2), float(group.rank)) for group in groups]
     made = each(groups, lambda group: group.gather(parts[group.rank]))
     assert torch.equal(made[0], torch.cat(parts, 1))
     assert all(torch.equal(one, part) for one, part in zip(made[1:], parts[1:], strict=True))
 
 
-def test_all_ranks_get_what_rank_0_has(groups: list[TensorParallelGroup]) -> None:
+def test_all_ranks_get_what_rank_0_has(groups: list[GroupCoordinator]) -> None:
     tensors = [torch.full((3,), 5 * group.rank + 2) for group in groups]
     each(groups, lambda group: group.broadcast(tensors[group.rank]))
     assert all(tensor.tolist() == [2, 2, 2] for tensor in tensors)
 
 
-def test_started_collectives_are_counted(groups: list[TensorParallelGroup]) -> None:
+def test_started_collectives_are_counted(groups: list[GroupCoordinator]) -> None:
     before = [group.num_collectives for group in groups]
     each(groups, lambda group: group.gather(group.all_reduce(torch.ones(1, 2))))
     assert [group.num_collectives - count for group, count in zip(groups, before, strict=True)] == [2] * len(groups)
@@ -654,28 +652,28 @@ class Nccl:
 
 
 @pytest.fixture
-def on_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[TensorParallelGroup, Nccl]:
+def on_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[GroupCoordinator, Nccl]:
     """A rank's end of a group of two GPUs, and what it is connected through."""
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size, device="cpu"))
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    group = TensorParallelGroup(0, 2, torch.device("cuda", 0), ordered=False)
+    group = GroupCoordinator(0, 2, torch.device("cuda", 0), ordered=False)
     group.connect(distributed.FileStore(str(tmp_path / "store"), 2), None)
     return group, group._process_group
 
 
-def test_nccl_listens_on_the_loopback_interface_alone(on_cuda: tuple[TensorParallelGroup, Nccl]) -> None:
+def test_nccl_listens_on_the_loopback_interface_alone(on_cuda: tuple[GroupCoordinator, Nccl]) -> None:
     assert on_cuda[1].interface == "lo"
     assert "NCCL_SOCKET_IFNAME" not in os.environ
 
 
-def test_a_rank_that_hangs_on_a_gpu_is_waited_for_for_minutes(on_cuda: tuple[TensorParallelGroup, Nccl]) -> None:
+def test_a_rank_that_hangs_on_a_gpu_is_waited_for_for_minutes(on_cuda: tuple[GroupCoordinator, Nccl]) -> None:
     assert timedelta(minutes=5) <= on_cuda[1].timeout <= timedelta(minutes=30)
 
 
 def test_a_group_of_gpus_whose_other_ranks_have_ended_is_left_without_waiting(
-    on_cuda: tuple[TensorParallelGroup, Nccl],
+    on_cuda: tuple[GroupCoordinator, Nccl],
 ) -> None:
     group, nccl = on_cuda
     group.close()

@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 from quire_engine.checkpoint.config import MoEConfig
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import ExecutorConfig
-from quire_engine.distributed.communicator import TensorParallelGroup, shard, shard_sizes
+from quire_engine.distributed.communicator import GroupCoordinator, shard, shard_sizes
 from quire_engine.distributed.rank_group import file_store
 from quire_engine.layers.mlp import AllToAllExperts, make_experts
 from quire_engine.quantization.unquantized import UnquantizedMethod
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, SIZES = 24, 16, (2, 3, 4)
-Groups = dict[int, list[TensorParallelGroup]]
+Groups = dict[int, list[GroupCoordinator]]
 
 
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
     """Connected ranks, which are threads, of each size."""
-    made = {size: [TensorParallelGroup(rank, size, CPU, ordered=True) for rank in range(size)] for size in SIZES}
+    made = {size: [GroupCoordinator(rank, size, CPU, ordered=True) for rank in range(size)] for size in SIZES}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         for size, ranks in made.items():
@@ -37,7 +37,7 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
         group.close()
 
 
-def together(groups: list[TensorParallelGroup], work: Any) -> list[Any]:
+def together(groups: list[GroupCoordinator], work: Any) -> list[Any]:
     with ThreadPoolExecutor(len(groups)) as pool:
         return [future.result(60) for future in [pool.submit(work, group) for group in groups]]
 
@@ -69,7 +69,7 @@ def test_scattered_sums_are_shards_of_the_sum_and_gathered_are_all_of_it(
 def test_rows_arrive_by_rank_and_in_their_order(groups: Groups, size: int) -> None:
     """Rank r sends (r + s) % 3 rows to rank s."""
 
-    def work(group: TensorParallelGroup) -> list[float]:
+    def work(group: GroupCoordinator) -> list[float]:
         sent = [(group.rank + other) % 3 for other in range(size)]
         rows = torch.arange(float(sum(sent)))[:, None] + 100 * group.rank
         return group.all_to_all(rows, sent, sent).flatten().tolist()
@@ -114,7 +114,7 @@ def test_every_token_gets_the_sum_of_its_experts_and_is_sent_to_each_of_their_ra
     config = MoEConfig(count, top, INNER, True, False, (True,))
     method = UnquantizedMethod(LoadOptions(ExecutorConfig(deterministic=True)), dtype)
 
-    def work(group: TensorParallelGroup) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    def work(group: GroupCoordinator) -> tuple[torch.Tensor, torch.Tensor, int, int]:
         held, own = shard(count, group), shard(tokens, group)
         local = make_experts(config, method, lambda part: (gate_up, down)[part][held], held, dtype)
         experts, before = AllToAllExperts(local, count, group), group.num_collectives
@@ -125,7 +125,7 @@ def test_every_token_gets_the_sum_of_its_experts_and_is_sent_to_each_of_their_ra
 
     sent: list[list[int]] = [[] for _ in ranks]
 
-    def count_sent(group: TensorParallelGroup) -> int:
+    def count_sent(group: GroupCoordinator) -> int:
         return sum(sent[group.rank])
 
     with pytest.MonkeyPatch.context() as patch:
