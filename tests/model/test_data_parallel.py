@@ -293,7 +293,7 @@ def test_speed_is_measured_once_all_engines_have_their_memory(
     make, measure = TorchExecutor.__init__, torch_executor.measure_rates
 
     def make_slowly(executor: TorchExecutor, *arguments: Any, engines: EngineGroup, **settings: Any) -> None:
-        if engines.place.rank == 1:
+        if engines.place.dp_rank == 1:
             sleep(0.5)
         make(executor, *arguments, engines=engines, **settings)
         done.append("made")

@@ -1,6 +1,8 @@
 """Data-parallel engines make their forward passes together, as each holds experts that the others' tokens need. Here is
 what they tell each other for it (``DPMessage``), who decides when a pass begins (``DPCoordinator``), an engine's part
-in it (``Lockstep``), and the loop of an engine that takes part without work (``DPEngineCore``). The names are vLLM's.
+in it (``Lockstep``), and the loop of an engine that takes part without work (``DPEngineCore``). The coordinator and
+``execute_dummy_batch`` have vLLM's names. Its waves, which last from one pause of all engines to the next, are not
+needed here, as each pass has a number.
 
 Passes are numbered. An engine that has work for the next one says so, and the coordinator then has all engines make it:
 those without work as a dummy. While none has work all sleep. So a pass is begun once, by its number. What arrives late

@@ -17,10 +17,10 @@ from quire_engine.distributed.pipeline import PipelineStage
 
 @dataclass(frozen=True, slots=True)
 class EnginePlace:
-    """Engine ``rank`` of the ``size`` of a data-parallel group, at ``address`` for the others."""
+    """Engine ``dp_rank`` of the ``dp_size`` of a data-parallel group, at ``address`` for the others."""
 
-    rank: int
-    size: int
+    dp_rank: int
+    dp_size: int
     address: str
 
 
@@ -52,7 +52,7 @@ class RankGroup:
         self.communicator: Communicator = self._tensor or SINGLE_RANK
         self._place, self._experts = place, None
         if place is not None:
-            expert_rank, expert_size = place.rank * tensor_size + part, place.size * tensor_size
+            expert_rank, expert_size = place.dp_rank * tensor_size + part, place.dp_size * tensor_size
             self._experts = GroupCoordinator(expert_rank, expert_size, device, ordered=ordered)
         self.expert_communicator: Communicator = self._experts or self.communicator
         self.stage = PipelineStage(index, num_stages, device) if num_stages > 1 else None

@@ -81,7 +81,7 @@ class EngineGroup:
         kind = _Coordinating if rendezvous.rank == 0 else _Following
         self._end: _Coordinating | _Following = kind(rendezvous, facts, self._receive, self._lose)
         self.place = EnginePlace(rendezvous.rank, rendezvous.count, self._end.own_address)
-        log.info("engine %d of a group of %d", self.place.rank, self.place.size)
+        log.info("engine %d of a group of %d", self.place.dp_rank, self.place.dp_size)
 
     def connect(self, ranks: RankGroup) -> None:
         """``ranks`` are the links of this engine's rank 0, whose exchanges end with the group."""

@@ -89,7 +89,7 @@ def stranger(place: Rendezvous, talk: Callable[..., Any], tls: bool = True) -> A
 
 
 def test_engines_have_places_and_share_what_ranks_store(members: list[Member]) -> None:
-    assert [(each.group.place.rank, each.group.place.size, each.group.place.address) for each in members] == [
+    assert [(each.group.place.dp_rank, each.group.place.dp_size, each.group.place.address) for each in members] == [
         (0, 3, MASTER),
         (1, 3, "127.0.0.3"),
         (2, 3, "127.0.0.4"),
