@@ -412,7 +412,7 @@ def _read_conversation(conversation: object) -> Sequence[Message]:
     """Messages in the form that the router's have: the same conversation is the same prompt."""
     if not isinstance(conversation, Sequence) or not conversation:
         raise invalid("messages", "A conversation must be a list of at least one message.")
-    read, called = [_read_message(message) for message in conversation], dict[object, str]()
+    read, called = [_read_message(message) for message in conversation], dict[str, str]()
     for message in read:
         called |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
         if message.get("tool_call_id") in called:
@@ -431,6 +431,10 @@ def _read_message(message: object) -> dict[str, Any]:
         content = ""
     if not (isinstance(role, str) and isinstance(content, str)):
         raise invalid("messages", "A message's role and content must be strings.")
+    if not isinstance(calls or (), Sequence):
+        raise invalid("messages", "A message's tool_calls must be a list.")
+    if not isinstance(message.get("tool_call_id") or "", str):
+        raise invalid("messages", "A message's tool_call_id must be a string.")
     read: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
     if calls:
         read["tool_calls"] = [_read_call(call) for call in calls]
@@ -442,6 +446,8 @@ def _read_call(call: object) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not (isinstance(call, Mapping) and isinstance(function, Mapping) and isinstance(function.get("name"), str)):
         raise invalid("messages", "Each of a message's tool_calls must have a function with a name.")
+    if not isinstance(call_id := call.get("id") or "", str):
+        raise invalid("messages", "The id of each of a message's tool_calls must be a string.")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -450,7 +456,7 @@ def _read_call(call: object) -> dict[str, Any]:
             arguments = None
     arguments = arguments if isinstance(arguments, Mapping) else {}
     return {
-        "id": call.get("id", ""),
+        "id": call_id,
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments},
     }

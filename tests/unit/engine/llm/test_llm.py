@@ -419,6 +419,9 @@ def test_parameters_of_another_kind_are_refused(offline):
         [{"role": "user", "content": "x", "audio": "y"}],
         [{"role": "assistant", "content": None}],
         [{"role": "assistant", "tool_calls": [{"id": "1"}]}],
+        [{"role": "assistant", "tool_calls": 5}],
+        [{"role": "assistant", "tool_calls": [{"id": ["1"], "function": {"name": "add"}}]}],
+        [{"role": "tool", "content": "3", "tool_call_id": ["1"]}],
     ],
 )
 def test_messages_that_are_none_are_refused(offline, messages):
