@@ -15,15 +15,19 @@ if TYPE_CHECKING:
 class LoRARequest:
     """A LoRA adapter, as a request names it: ``lora_name``, a number above 0 that is this adapter's alone in the life
     of an engine, and the folder that PEFT has written. ``digest`` is the hash of what the folder holds, which names the
-    adapter in the hashes of KV blocks; an engine fills it in when it reads the folder. A dummy has no weights and no
-    folder: it is for the step that memory is measured with, as vLLM's dummy LoRAs are.
+    adapter in the hashes of KV blocks; an engine fills it in when it reads the folder.
     """
 
     lora_name: str
     lora_int_id: int
     lora_path: str | Path
     digest: bytes = b""
-    is_dummy: bool = False
+
+
+DUMMY_LORA = LoRARequest("dummy", -1, "")
+"""An adapter without weights and folder, for the step that memory is measured with, as vLLM's dummy LoRAs are. No
+request can have its number.
+"""
 
 
 @dataclass(frozen=True, slots=True)

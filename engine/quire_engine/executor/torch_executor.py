@@ -20,7 +20,7 @@ from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.data_parallel import DataParallel
 from quire_engine.core.executor import UNMEASURED, ExecutorError
 from quire_engine.core.kv_disk import DiskContents, TransferResult
-from quire_engine.core.lora import LoRARequest
+from quire_engine.core.lora import DUMMY_LORA, LoRARequest
 from quire_engine.core.step import ModelOutput, ScheduledChunk, SchedulerOutput
 from quire_engine.device.accelerator import configure_threads, inference_on, resolve_device, upload, usable_threads
 from quire_engine.device.host import tune_malloc
@@ -209,10 +209,8 @@ class TorchExecutor:
         executor = profiled.enter_context(closing(make_executor()))
         block_size, vocab_size = executor.kv_cache_config.block_size, executor.config.vocab_size
         num_tokens, num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
-        length, lora = (
-            executor.max_model_len,
-            LoRARequest("dummy", 1, "", is_dummy=True) if limits.enable_lora else None,
-        )
+        length = executor.max_model_len
+        lora = DUMMY_LORA if limits.enable_lora else None
         executor.execute_model(largest_step(num_tokens, num_seqs, length, block_size, vocab_size, lora=lora))
         if lora is not None:
             executor.remove_lora(lora.lora_int_id)

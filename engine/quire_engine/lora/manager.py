@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from quire_engine.checkpoint.config import DecoderConfig
-from quire_engine.core.lora import LoRARequest
+from quire_engine.core.lora import DUMMY_LORA, LoRARequest
 from quire_engine.errors import LoRAError
 from quire_engine.lora.adapter import LoRAAdapter, target_shapes
 from quire_engine.lora.layers import LoRALayers, ShardedAdapter
@@ -42,7 +42,7 @@ class LoRAManager:
         """Reads an adapter into host memory. Raises ``LoRAError`` if its folder holds another than when it was loaded
         first.
         """
-        if lora.is_dummy:
+        if lora == DUMMY_LORA:
             self._held[lora.lora_int_id] = self._layers.shard({})
             return
         adapter = self._read(lora)

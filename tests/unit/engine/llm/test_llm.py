@@ -26,6 +26,7 @@ from quire_engine import (
 )
 from quire_engine.config import EngineArgs, EngineConfig
 from quire_engine.core.executor import CopyError
+from quire_engine.core.lora import DUMMY_LORA
 from quire_engine.core.request import Request, Sequence
 from quire_engine.core.step import SchedulerOutput
 from quire_engine.errors import ModelError
@@ -400,6 +401,14 @@ def test_an_adapter_that_cannot_be_named_is_refused(offline, lora):
     with pytest.raises(QuireError) as refusal:
         quiet(offline.llm, [[3]], seeded(1), lora_request=lora)
     assert (refusal.value.param, "serves no" in refusal.value.message) == ("lora_request", False)
+
+
+def test_the_adapter_that_memory_is_measured_with_cannot_be_asked_for(offline):
+    """It has no weights, and would answer as the model does without one."""
+    with pytest.raises(QuireError) as refusal:
+        quiet(offline.llm, [[3]], seeded(1), lora_request=DUMMY_LORA)
+    assert (refusal.value.param, "serves no" in refusal.value.message) == ("lora_request", False)
+    assert set(inspect.signature(LoRARequest).parameters) == {"lora_name", "lora_int_id", "lora_path", "digest"}
 
 
 def test_parameters_of_another_kind_are_refused(offline):
