@@ -188,7 +188,9 @@ class ExecutorConfig(_Frozen):
     )
     enforce_eager: bool = Field(default=False, description="Never capture decode steps, as CUDA graphs or CPU graphs.")
     async_scheduling: bool | None = Field(
-        default=None, description="Plan a step while the one before it runs; by default where the device is a GPU."
+        default=None,
+        description="Plan a step while the one before it runs; by default where the device is a GPU, "
+        "but not where the host waits for each layer, as it does with --all2all-backend alltoall.",
     )
     deterministic: bool = Field(
         default=False,

@@ -3,15 +3,21 @@ log-probabilities, whatever is drawn and however the steps are cut.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from quire_engine.config import EngineArgs
 from quire_engine.core.executor import ExecutorError
 from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.executor import torch_executor
 from quire_engine.executor.torch_executor import TorchExecutor
+from quire_engine.kernels.experts_kernel import ExpertsKernel
 from quire_engine.sampling.sampler import SamplerOutput
+from quire_engine.worker.model_runner import LoadedModel
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import SamplingParams
 from safetensors.torch import load_file, save_file
@@ -33,8 +39,9 @@ def executor(small_models: SmallModels) -> Iterator[TorchExecutor]:
     executor.close()
 
 
-def load(folder: Path, async_scheduling: bool | None = True) -> TorchExecutor:
-    return load_executor(folder, dtype="float32", kv_cache_memory=POOL, swap_bytes=0, async_scheduling=async_scheduling)
+def load(folder: Path, async_scheduling: bool | None = True, **settings: Any) -> TorchExecutor:
+    settings = {"dtype": "float32", "kv_cache_memory": POOL, "swap_bytes": 0, **settings}
+    return load_executor(folder, async_scheduling=async_scheduling, **settings)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -190,6 +197,39 @@ def test_on_the_cpu_steps_overlap_only_on_request(small_models: SmallModels, ask
     executor = load(small_models.folder("llama3"), asked)
     assert executor.depth == depth
     executor.close()
+
+
+@pytest.mark.parametrize("asked", [None, True])
+@pytest.mark.parametrize(
+    ("name", "settings", "waits"),
+    [
+        ("llama3", {}, False),
+        ("mixtral", {"quantization": "int8"}, False),
+        ("mixtral", {"quantization": "int8", "experts": None}, True),
+        ("mixtral", {"tensor_parallel_size": 2, "all2all_backend": "alltoall"}, True),
+    ],
+)
+def test_on_a_gpu_steps_overlap_unless_the_host_waits_for_each_layer(
+    small_models: SmallModels,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: bool | None,
+    name: str,
+    settings: dict[str, Any],
+    waits: bool,
+) -> None:
+    """Then a step is launched when nearly all of it is computed, and the results of the one before would come late."""
+
+    def on_a_gpu(config: EngineArgs, model: LoadedModel) -> int:
+        depths.append(depth(config, replace(model, device=torch.device("cuda"))))
+        return 1
+
+    depths, depth = list[int](), torch_executor._depth
+    monkeypatch.setattr(torch_executor, "_depth", on_a_gpu)
+    if "experts" in settings:
+        monkeypatch.setattr(ExpertsKernel, "of", lambda *_args, **_options: None)
+    settings = {key: value for key, value in settings.items() if key != "experts"}
+    load(small_models.folder(name), asked, **settings).close()
+    assert depths == [1 if waits and not asked else 2]
 
 
 # Through the whole engine

@@ -105,8 +105,8 @@ class TorchExecutor:
         ``max_model_len`` defaults to the model's own limit. Without ``kv_cache_memory``, the largest step that
         ``max_num_batched_tokens`` and ``max_num_seqs`` allow is run, and the pools take what is left of the device's
         memory; ``gpu_memory_utilization`` is the part of it that may be taken in all (see ``worker.memory``).
-        ``async_scheduling`` says whether a step may be launched while another runs; by default it may on CUDA, but not
-        with speculation. With ``enforce_eager`` no graphs are captured. With a ``tensor_parallel_size`` or a
+        ``async_scheduling`` says whether a step may be launched while another runs; by default it may on CUDA, see
+        ``_depth``. With ``enforce_eager`` no graphs are captured. With a ``tensor_parallel_size`` or a
         ``pipeline_parallel_size`` above 1 other processes share the model until ``close``; ``on_lost`` is called, on
         another thread, with the reason why they cannot go on. ``nodes`` are the machines that have the ranks, if there
         are several; this one is node 0, and waits for the others. With a ``data_parallel_size`` above 1 they say which
@@ -184,7 +184,7 @@ class TorchExecutor:
             profiles = [profiler.profile(work)] if leader is None else leader.profile_memory(profiler, work)
         num_layers = settings.num_layers()
         decided = compute_rank_cache_sizes(budget, profiles, model.min_cache_sizes, num_layers, settings.nnodes)
-        depth, held = _depth(config, model.device), config.num_loras_held
+        depth, held = _depth(config, model), config.num_loras_held
         executor = cls(model, decided.sizes, depth=depth, num_loras_held=held, make_runner=make_runner, engines=engines)
         num_tokens = min(config.max_num_batched_tokens, model.max_model_len)
         if engines is not None:
@@ -362,13 +362,16 @@ class TorchExecutor:
         self._close_ranks()
 
 
-def _depth(config: EngineArgs, device: torch.device) -> int:
+def _depth(config: EngineArgs, model: LoadedModel) -> int:
     """The steps that may be in flight at once."""
     if config.pipeline_parallel_size > 1:
         return config.pipeline_parallel_size
     overlaps = config.async_scheduling
-    if overlaps is None:  # a draft can only be looked up behind a token that is known
-        overlaps = device.type == "cuda" and config.speculative_method == "none"
+    if overlaps is None:
+        # A draft can only be looked up behind a token that is known. And where launching a step takes as long as the
+        # step, what the one before has made would be published as much later.
+        waits = isinstance(model.model, Llama) and model.model.waits_for_device
+        overlaps = model.device.type == "cuda" and config.speculative_method == "none" and not waits
     return 2 if overlaps else 1
 
 

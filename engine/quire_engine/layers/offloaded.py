@@ -176,6 +176,11 @@ class OffloadedLayer:
     def __init__(self, layer: Layer, weights: HostWeights, place: int) -> None:
         self._layer, self.weights, self._place = layer, weights, place
 
+    @property
+    def waits_for_device(self) -> bool:
+        """See ``Layer``."""
+        return self._layer.waits_for_device
+
     def __call__(self, *args: Any) -> torch.Tensor:
         """See ``Layer``."""
         result: torch.Tensor = self._use(self._layer, args)

@@ -51,6 +51,11 @@ class Layer(Protocol):
         """Whether a graph can repeat it."""
         ...
 
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether the host reads what the layer computes, and so waits for it."""
+        ...
+
     def __call__(self, *args: Any) -> torch.Tensor:
         """What the layer makes of its arguments."""
         ...
@@ -263,6 +268,11 @@ class StreamedLayer:
     def is_capturable(self) -> bool:
         """See ``Layer``."""
         return self._layer.is_capturable
+
+    @property
+    def waits_for_device(self) -> bool:
+        """See ``Layer``."""
+        return self._layer.waits_for_device
 
     def __call__(self, *args: Any) -> torch.Tensor:
         """See ``Layer``. Raises ``ExecutorError`` where its weights cannot be read."""

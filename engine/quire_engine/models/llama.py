@@ -73,6 +73,11 @@ class Llama:
         self._norm = RMSNorm(weights, last, config.hidden_size, config.rms_norm_eps)
         self._split_above = _split_above(weights)
 
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether the host reads what a layer computes, and so launches a pass no sooner than it is computed."""
+        return any(layer.waits_for_device for layer in self._layers)
+
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
@@ -230,6 +235,11 @@ class _DecoderLayer:
     def is_capturable(self) -> bool:
         """Whether the host reads nothing that the layer computes."""
         return isinstance(self._mlp, GatedMLP) or self._mlp.is_capturable
+
+    @property
+    def waits_for_device(self) -> bool:
+        """See ``Layer``."""
+        return not self.is_capturable
 
     def __call__(
         self,
