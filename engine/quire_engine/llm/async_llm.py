@@ -1,7 +1,7 @@
 """``AsyncLLM``: the engine in a thread of this process, for programs with an event loop.
 
-Each ``generate`` gives the core's thread a request and waits for news of its ``Stream``; the core's thread hands what a
-step made to the event loop, where a request's outputs are put together.
+Each ``generate`` waits for news of its ``Stream``, while a task has the prompt prepared on another thread and gives the
+request to the core's thread. That hands what a step made to the event loop, where a request's outputs are put together.
 """
 
 import asyncio
@@ -62,10 +62,10 @@ class AsyncLLM:
         )
         self._core = self._engine.core
         self._preparing = ThreadPoolExecutor(1, "prompts")  # one thread: seeds are drawn in the order of the calls
-        # By the engine's ids, and these by the program's: what a step makes for a request that was left is never taken
-        # for that of the next one with its name.
+        # By the program's ids, and those that the core has by the engine's: what a step makes for a request that was
+        # left is never taken for that of the next one with its name.
+        self._named: dict[str, Stream] = {}
         self._streams: dict[str, Stream] = {}
-        self._keys: dict[str, str] = {}
         self._loop: AbstractEventLoop | None = None
         self._ended: QuireError | None = None
         self._closing = Lock()
@@ -120,9 +120,10 @@ class AsyncLLM:
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends requests with the finish reason ``abort``. Those that do not run are left out."""
         for each in [request_id] if isinstance(request_id, str) else request_id:
-            if (key := self._keys.get(each)) is not None:
-                self._streams[key].abort()
-                self._core.send(AbortRequest(key))
+            if (stream := self._named.get(each)) is not None:
+                stream.abort()
+                if stream.key is not None:
+                    self._core.send(AbortRequest(stream.key))
 
     def close(self) -> None:
         """Frees the model's memory when the step that runs has ended. Running requests raise ``QuireError``
@@ -156,35 +157,48 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         self._check_usable()
         loop, name = asyncio.get_running_loop(), request_id or str(uuid4())
-        prepared = await loop.run_in_executor(self._preparing, prepare, prompt, params or SamplingParams(), priority)
-        self._check_usable()
         if self._loop is not loop:
             self._change_loop(loop)
-        if name in self._keys:
+        if name in self._named:
             raise invalid("request_id", f"A request {name} is running.")
-        self._keys[name] = key = prepared.request.request_id
-        self._streams[key] = stream = Stream(OutputProcessor(prepared, self._engine.tokenizer))
+        self._named[name] = stream = Stream()
+        starting = loop.create_task(self._start(stream, partial(prepare, prompt, params or SamplingParams(), priority)))
         try:
-            self._core.send(AddRequest(prepared.request))
+            self._check_usable()  # again: who has closed this meanwhile may not have seen the stream
             while not stream.is_finished:
                 yield replace(await stream.next_output(), request_id=name)
         finally:
-            if self._streams.pop(key, None) is not None:
-                del self._keys[name]
-                if not stream.is_finished:
-                    self._core.send(AbortRequest(key))
+            starting.cancel()
+            if self._named.get(name) is stream:
+                del self._named[name]
+                if stream.key is not None:
+                    del self._streams[stream.key]
+                    if not stream.is_finished:
+                        self._core.send(AbortRequest(stream.key))
+
+    async def _start(self, stream: "Stream", prepare: Callable[[], PreparedRequest]) -> None:
+        """Has the request prepared, and gives it to the core unless it was aborted meanwhile."""
+        try:
+            prepared = await asyncio.get_running_loop().run_in_executor(self._preparing, prepare)
+            stream.begin(OutputProcessor(prepared, self._engine.tokenizer))
+            if not stream.is_aborted:
+                stream.key = prepared.request.request_id
+                self._streams[stream.key] = stream
+                self._core.send(AddRequest(prepared.request))
+        except Exception as error:  # noqa: BLE001 - ``generate`` raises it
+            stream.fail(self._ended or error)
 
     def _change_loop(self, loop: AbstractEventLoop) -> None:
         """Has the requests of ``loop`` alone run from now on. Those of one that was closed can have no end of their
         own, and are aborted. Raises ``QuireError`` while others run.
         """
-        if self._streams and self._loop is not None and not self._loop.is_closed():
+        if self._named and self._loop is not None and not self._loop.is_closed():
             raise invalid("prompt", "Requests of another event loop are running.")
         self._loop = loop
         for key in self._streams:
             self._core.send(AbortRequest(key))
         self._streams.clear()
-        self._keys.clear()
+        self._named.clear()
 
     def _check_usable(self) -> None:
         if self._ended is not None:
@@ -217,20 +231,30 @@ class AsyncLLM:
                 self._loop.call_soon_threadsafe(self._fail_all, self._ended)
 
     def _fail_all(self, error: QuireError) -> None:
-        for stream in self._streams.values():
+        for stream in self._named.values():
             stream.fail(error)
 
 
 class Stream:
-    """The outputs of one request, which grow while nobody looks."""
+    """The outputs of one request, which grow while nobody looks, once it has begun. ``key`` is the engine's id of it,
+    from when the core has it.
+    """
 
-    def __init__(self, processor: OutputProcessor) -> None:
-        self._processor = processor
-        params = processor.prepared.request.sampling
-        self._only_last = params.beam_width > 0 or params.best_of > params.n
+    def __init__(self) -> None:
+        self._outputs: OutputProcessor | None = None
+        self._only_last = False
         self._news = asyncio.Event()
-        self._failure: QuireError | None = None
+        self._failure: Exception | None = None
+        self.key: str | None = None
+        self.is_aborted = False
         self.is_finished = False  # and was told so
+
+    def begin(self, outputs: OutputProcessor) -> None:
+        """The prompt is prepared. What was aborted meanwhile ends."""
+        params = outputs.prepared.request.sampling
+        self._outputs, self._only_last = outputs, params.beam_width > 0 or params.best_of > params.n
+        if self.is_aborted:
+            self.abort()
 
     def add_output(self, output: EngineCoreOutput) -> bool:
         """Returns whether the engine has to abort the choice, because of a stop string."""
@@ -240,23 +264,30 @@ class Stream:
         return stopped
 
     def abort(self) -> None:
-        """Ends the outputs that have not ended."""
-        self._processor.abort()
-        self._news.set()
+        """Ends the outputs that have not ended, or will do so as soon as the prompt is prepared."""
+        self.is_aborted = True
+        if self._outputs is not None:
+            self._outputs.abort()
+            self._news.set()
 
-    def fail(self, error: QuireError) -> None:
+    def fail(self, error: Exception) -> None:
         """The request does not go on."""
         self._failure = error
         self._news.set()
 
     async def next_output(self) -> RequestOutput:
-        """Waits until there is more than before. Raises ``QuireError``."""
+        """Waits until there is more than before. Raises what the request fails with."""
         await self._news.wait()
         self._news.clear()
-        if self._failure is not None and not self._processor.is_finished:
+        if self._failure is not None and (self._outputs is None or not self._outputs.is_finished):
             raise self._failure
         if self._processor.error is not None:
             self.is_finished = True
             raise self._processor.error
         self.is_finished = self._processor.is_finished
         return self._processor.result()
+
+    @property
+    def _processor(self) -> OutputProcessor:
+        assert self._outputs is not None, "the request has not begun"
+        return self._outputs

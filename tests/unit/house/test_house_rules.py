@@ -216,6 +216,7 @@ SHORT_TASKS = {
     "router/quire_router/engines/lora_updates.py": {"LoRAUpdater._watch"},  # an engine's, each call within its time
     "router/quire_router/journal/buffered_journal.py": {"BufferedJournal.open_if_absent"},
     "router/quire_router/requests/dispatch.py": {"Dispatcher._wait"},
+    "engine/quire_engine/llm/async_llm.py": {"AsyncLLM._stream"},  # a request's, which it ends with
     "engine/quire_engine/server/server.py": {"_first_completed"},
     "engine/quire_engine/server/servicer.py": {"EngineServicer.Session"},  # a stream's, which it ends where it fails
 }

@@ -1,9 +1,11 @@
 """``AsyncLLM`` over an executor whose right outputs are known: requests beside each other, and their ends."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from threading import Event
 from time import sleep
 
 import pytest
@@ -209,6 +211,69 @@ async def test_closing_ends_what_runs_and_refuses_what_comes(offline: OfflineAsy
         _ = [each async for each in stream]
     with pytest.raises(QuireError, match="closed"):
         await all_of(offline, [3], LONG)
+
+
+@contextmanager
+def held(offline: OfflineAsync, monkeypatch: pytest.MonkeyPatch, name: str = "from_prompt") -> Iterator[Event]:
+    """What prepares requests waits until the yielded event is set, which it is at the end."""
+    requests, event = offline.llm._engine.requests, Event()
+    work = getattr(requests, name)
+
+    def wait(*args: object, **more: object) -> object:
+        event.wait(20)
+        return work(*args, **more)
+
+    monkeypatch.setattr(requests, name, wait)
+    yield event
+    event.set()
+
+
+async def test_closing_fails_what_is_being_prepared_and_what_waits_for_that(offline, monkeypatch) -> None:
+    with held(offline, monkeypatch):
+        tasks = [asyncio.create_task(all_of(offline, [each], LONG)) for each in (3, 4, 5)]
+        await asyncio.sleep(0.01)
+        closing = asyncio.create_task(asyncio.to_thread(offline.llm.close))
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    await closing
+    assert [(type(each), getattr(each, "code", None)) for each in results] == [(QuireError, ErrorCode.UNAVAILABLE)] * 3
+
+
+async def test_a_request_can_be_aborted_while_its_prompt_is_prepared(offline, monkeypatch) -> None:
+    with held(offline, monkeypatch) as event:
+        task = asyncio.create_task(all_of(offline, [5, 6], LONG, request_id="mine"))
+        await asyncio.sleep(0.01)
+        await offline.llm.abort("mine")
+        event.set()
+        (last,) = await task
+    assert (last.request_id, last.finished, last.outputs[0].finish_reason) == ("mine", True, "abort")
+    assert (last.prompt_token_ids, last.outputs[0].token_ids) == ([5, 6], [])
+    assert offline.executor.steps == 0
+    await idle(offline)
+
+
+async def test_an_id_is_taken_as_soon_as_it_is_given(offline, monkeypatch) -> None:
+    with held(offline, monkeypatch) as event:
+        task = asyncio.create_task(all_of(offline, [5, 6], LONG, request_id="mine"))
+        await asyncio.sleep(0.01)
+        with pytest.raises(QuireError, match="A request mine is running"):
+            await asyncio.wait_for(all_of(offline, [7], LONG, request_id="mine"), 5)
+        event.set()
+        assert (await task)[-1].outputs[0].token_ids == expected([5, 6], LONG)
+    assert (await all_of(offline, [7], LONG, request_id="mine"))[-1].finished
+
+
+async def test_who_leaves_while_his_prompt_is_prepared_leaves_nothing(offline, monkeypatch) -> None:
+    with held(offline, monkeypatch) as event:
+        task = asyncio.create_task(all_of(offline, [5, 6], LONG, request_id="mine"))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        event.set()
+        assert (await all_of(offline, [7], LONG, request_id="mine"))[-1].outputs[0].token_ids == expected([7], LONG)
+    assert not offline.llm._named
+    assert not offline.llm._streams
+    await idle(offline)
 
 
 def test_requests_of_a_loop_that_was_closed_are_in_nobodys_way(tmp_path: Path) -> None:
