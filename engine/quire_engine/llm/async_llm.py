@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+MAX_COMPLETING = 4
+"""Requests whose grammars are compiled, or whose adapters are read, at once."""
 
 
 class AsyncLLM:
@@ -62,6 +64,8 @@ class AsyncLLM:
         )
         self._core = self._engine.core
         self._preparing = ThreadPoolExecutor(1, "prompts")  # one thread: seeds are drawn in the order of the calls
+        # What may take seconds for one request is in no other one's way, but for those that wait for such too.
+        self._completing = ThreadPoolExecutor(MAX_COMPLETING, "grammars-and-adapters")
         # By the program's ids, and those that the core has by the engine's: what a step makes for a request that was
         # left is never taken for that of the next one with its name.
         self._named: dict[str, Stream] = {}
@@ -137,6 +141,7 @@ class AsyncLLM:
             self._core.send(Shutdown())
             self._thread.join()
             self._preparing.shutdown(cancel_futures=True)
+            self._completing.shutdown(cancel_futures=True)
             self._engine.close()
 
     async def __aenter__(self) -> Self:
@@ -178,9 +183,12 @@ class AsyncLLM:
 
     async def _start(self, stream: "Stream", prepare: Callable[[], PreparedRequest]) -> None:
         """Has the request prepared, and gives it to the core unless it was aborted meanwhile."""
+        loop = asyncio.get_running_loop()
         try:
-            prepared = await asyncio.get_running_loop().run_in_executor(self._preparing, prepare)
+            prepared = await loop.run_in_executor(self._preparing, prepare)
             stream.begin(OutputProcessor(prepared, self._engine.tokenizer))
+            if not (stream.is_aborted or prepared.is_complete):
+                prepared = await loop.run_in_executor(self._completing, self._engine.requests.complete, prepared)
             if not stream.is_aborted:
                 stream.key = prepared.request.request_id
                 self._streams[stream.key] = stream

@@ -177,7 +177,7 @@ class LLM:
         prepared = []
         for index, arguments in enumerate(zip(prompts, each_params, each_priority, each_lora, strict=True)):
             try:
-                prepared.append(prepare(*arguments))
+                prepared.append(self._requests.complete(prepare(*arguments)))
             except QuireError as error:
                 raise with_prompt_index(index, len(prompts), error) from None
         return self._run(prepared, use_tqdm)

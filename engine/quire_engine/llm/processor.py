@@ -5,8 +5,9 @@
 import json
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
+from threading import Lock
 from typing import Any, TypeVar
 
 from quire_proto import sampling
@@ -43,12 +44,19 @@ _MAX_LORA_ID = 2**63 - 1
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
     """A request that the scheduler will accept, with the prompt (None if it was token ids) and parameters given
-    for it.
+    for it. It is complete with its grammar, and with its adapter if it is for ``lora``.
     """
 
     request: Request
     prompt: str | None
     params: SamplingParams
+    lora: LoRARequest | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it can be run."""
+        lacks_grammar = self.request.sampling.structured is not None and self.request.grammar is None
+        return not lacks_grammar and (self.lora is None or self.request.lora is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +73,11 @@ class Conversation:
 
 
 class InputProcessor:
-    """Makes the requests of one engine: tokenised, with seed and grammar, and checked. ``draw_seed`` returns the seed
-    of a request without one, and ``check_lora`` the adapter of a request, its folder read and checked.
+    """Makes the requests of one engine: tokenised, with a seed, and checked; used by one thread at a time, as seeds are
+    drawn in the order of the calls. ``complete`` adds what may take seconds, and may be called from any thread.
+
+    ``draw_seed`` returns the seed of a request without one, and ``check_lora`` the adapter of a request, its folder
+    read and checked.
     """
 
     def __init__(
@@ -84,6 +95,7 @@ class InputProcessor:
         self._grammars = grammars
         self._check_lora = check_lora
         self._loras: dict[int, tuple[LoRARequest, LoRARequest]] = {}
+        self._reading_lora = Lock()
         self._ids = count()
         self._bad_words: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
 
@@ -124,31 +136,50 @@ class InputProcessor:
         if abs(priority := whole_number("priority", priority)) > _MAX_PRIORITY:
             raise invalid("priority", f"priority is {priority} and must be within {_MAX_PRIORITY} of 0.")
         sampling_params = self._sampling_params(len(token_ids), params)
-        structured = sampling_params.structured
         request = Request(
             request_id=str(next(self._ids)),
             prompt_token_ids=array("i", token_ids),
             sampling=sampling_params,
             priority=priority,
-            grammar=None if structured is None else self._grammars.submit(structured).result(),
-            lora=None if lora is None else self._checked_lora(lora),
+            lora=None if lora is None else self._known_lora(lora),
         )
-        check_request(request, self._limits, self._memory)
-        return PreparedRequest(request, prompt, params)
+        without_grammar = replace(request, sampling=replace(sampling_params, structured=None))  # none is compiled yet
+        check_request(without_grammar, self._limits, self._memory)
+        return PreparedRequest(request, prompt, params, lora)
 
-    def _checked_lora(self, lora: LoRARequest) -> LoRARequest:
-        """Each adapter is read when it comes first. Raises ``QuireError`` INVALID, also for another adapter with the
-        number of one that came before.
+    def complete(self, prepared: PreparedRequest) -> PreparedRequest:
+        """The request with its grammar compiled and its adapter read, which may take seconds if they are new. Raises
+        ``QuireError``.
+        """
+        request, structured = prepared.request, prepared.request.sampling.structured
+        if structured is not None:
+            request = replace(request, grammar=self._grammars.submit(structured).result())
+        if prepared.lora is not None and request.lora is None:
+            request = replace(request, lora=self._read_lora(prepared.lora))
+        return replace(prepared, request=request)
+
+    def _read_lora(self, lora: LoRARequest) -> LoRARequest:
+        """The adapter, which is read when it comes first. Raises ``QuireError`` INVALID."""
+        with self._reading_lora:
+            if lora.lora_int_id not in self._loras:
+                try:
+                    self._loras[lora.lora_int_id] = lora, self._check_lora(lora)
+                except LoRAError as error:
+                    raise invalid("lora_request", str(error)) from None
+        known = self._known_lora(lora)
+        assert known is not None, "it was read"
+        return known
+
+    def _known_lora(self, lora: LoRARequest) -> LoRARequest | None:
+        """The adapter if it was read before. Raises ``QuireError`` INVALID, also for another adapter with the number of
+        one that was.
         """
         if not isinstance(lora, LoRARequest) or not isinstance(lora.lora_name, str):
             raise invalid("lora_request", "lora_request must be a LoRARequest whose name is a text.")
         if not 0 < whole_number("lora_request", lora.lora_int_id) <= _MAX_LORA_ID:
             raise invalid("lora_request", f"The number of lora_request must be above 0 and at most {_MAX_LORA_ID}.")
         if lora.lora_int_id not in self._loras:
-            try:
-                self._loras[lora.lora_int_id] = lora, self._check_lora(lora)
-            except LoRAError as error:
-                raise invalid("lora_request", str(error)) from None
+            return None
         given, checked = self._loras[lora.lora_int_id]
         if given != lora:
             message = f"The number {lora.lora_int_id} is that of the adapter {given.lora_name} in {given.lora_path}."

@@ -2,16 +2,19 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from threading import Event
 from time import sleep
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from quire_engine import RequestOutput, SamplingParams
+from quire_engine import LoRARequest, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire_engine.core.executor import CopyError
 from quire_engine.core.step import SchedulerOutput
 from quire_proto.errors import ErrorCode, QuireError
@@ -274,6 +277,39 @@ async def test_who_leaves_while_his_prompt_is_prepared_leaves_nothing(offline, m
     assert not offline.llm._named
     assert not offline.llm._streams
     await idle(offline)
+
+
+async def test_a_grammar_or_an_adapter_that_takes_long_is_in_nobodys_way(tmp_path, monkeypatch) -> None:
+    """Seeds are those of the calls' order all the same."""
+    offline = OfflineAsync(tmp_path, seed=7)
+    requests, compiling, reading = offline.llm._engine.requests, Future[object](), Future[LoRARequest]()
+    bounded = SimpleNamespace(result=lambda: compiling.result(20))
+    monkeypatch.setattr(requests._grammars, "submit", lambda structured: bounded)
+    monkeypatch.setattr(requests, "_check_lora", lambda lora: reading.result(20))
+    structured = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    seeds, unseeded = Random(7), SamplingParams(max_tokens=20, ignore_eos=True)
+    async with offline.llm:
+        slow_ones = [
+            asyncio.create_task(all_of(offline, [5], structured, request_id="grammar")),
+            asyncio.create_task(all_of(offline, [6], unseeded, lora_request=LoRARequest("a", 1, "a"))),
+            asyncio.create_task(all_of(offline, [6], unseeded, lora_request=LoRARequest("a", 1, "a"))),
+        ]
+        drawn = [seeds.getrandbits(64) for _ in range(3)]
+        for prompt in ([7], [8, 9]):
+            drawn.append(seeds.getrandbits(64))
+            outputs = await asyncio.wait_for(all_of(offline, prompt, unseeded), 10)
+            assert outputs[-1].outputs[0].token_ids == expected_output(prompt, choice_seed(drawn[-1], 0), 20)
+        assert not any(task.done() for task in slow_ones)
+        await offline.llm.abort("grammar")
+        (aborted,) = await asyncio.wait_for(slow_ones[0], 10)
+        assert (aborted.outputs[0].finish_reason, aborted.outputs[0].token_ids) == ("abort", [])
+        reading.set_result(LoRARequest("a", 1, "/a", b"digest"))
+        for task, seed in zip(slow_ones[1:], drawn[1:3], strict=True):
+            assert (await task)[-1].outputs[0].token_ids == expected_output([6], choice_seed(seed, 0), 20)
+        compiling.set_exception(QuireError(ErrorCode.INVALID, "no grammar"))
+        with pytest.raises(QuireError, match="no grammar"):
+            await all_of(offline, [5], structured)
+        await idle(offline)
 
 
 def test_requests_of_a_loop_that_was_closed_are_in_nobodys_way(tmp_path: Path) -> None:
