@@ -222,10 +222,11 @@ class SchedulerArgs(_Frozen):
     """The limits and the order that a scheduler keeps.
 
     ``max_num_seqs``: sequences that hold device blocks. ``max_swapped``: a victim beyond is computed again.
-    ``max_overtakes``: how often a waiting request can be overtaken by a later one, under ``sjf`` by a shorter one, and
-    by one with an adapter that is in use where its own is not. With ``batching`` static, a batch is all that wait and
-    fit when it begins, and nothing is admitted until its last sequence has ended; phased, a step computes prompts
-    alone, as long as there are some that fit into memory, or else one token of each sequence.
+    ``max_overtakes``: how often a waiting request can be overtaken by a later one, under ``sjf`` by a shorter one, by
+    one with an adapter that is in use where its own is not, and by one that has room to load blocks from disk. With
+    ``batching`` static, a batch is all that wait and fit when it begins, and nothing is admitted until its last
+    sequence has ended; phased, a step computes prompts alone, as long as there are some that fit into memory, or else
+    one token of each sequence.
     """
 
     max_model_len: int | None = Field(
@@ -246,8 +247,8 @@ class SchedulerArgs(_Frozen):
     max_overtakes: int = Field(
         default=64,
         ge=1,
-        description="How often later requests can overtake one: shorter ones with --scheduling-policy sjf, and those "
-        "for adapters in use one whose adapter is not.",
+        description="How often later requests can overtake one: shorter ones with --scheduling-policy sjf, those "
+        "for adapters in use one whose adapter is not, and those with room to load from disk one that lacks it.",
     )
     max_swapped: int = Field(default=64, ge=0, description="Sequences that may be swapped out at once.")
     preemption_mode: PreemptionPolicy = Field(

@@ -80,7 +80,8 @@ class BatchScheduler:
         )
         self._gates: list[AdmissionGate] = [self._loras]
         if kv_cache_manager.disk is not None:
-            self._gates.append(DiskGate(kv_cache_manager.disk, kv_cache_manager, rates.tokens_per_second))
+            rate = rates.tokens_per_second
+            self._gates.append(DiskGate(kv_cache_manager.disk, kv_cache_manager, rate, config.max_overtakes))
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence."""

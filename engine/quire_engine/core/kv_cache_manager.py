@@ -200,10 +200,12 @@ class KVCacheManager:
         on_host = sum(hit.tier is Tier.HOST for hit in hits)
         return on_host, 0 if self.disk is None else self.disk.count_loaded(table.block_hashes[: len(hits)])
 
-    def load_from_disk(self, table: BlockTable, token_ids: Sequence[int], rate: float) -> tuple[list[bytes], int]:
+    def load_from_disk(
+        self, table: BlockTable, token_ids: Sequence[int], rate: float, *, may_begin: bool = True
+    ) -> tuple[list[bytes], int]:
         """Begins to load what continues the prefix of ``token_ids`` that the other tiers have, if that is faster than
         computing it at ``rate`` tokens a second. Returns the hashes of the blocks to wait for, and how many there is no
-        room for now, as ``DiskTier.load``.
+        room for now, as ``DiskTier.load``, which has ``may_begin``.
         """
         if self.disk is None or not self.disk.is_on:
             return [], 0
@@ -228,7 +230,7 @@ class KVCacheManager:
         # What the host has of the prefix is not given up for the rest of it.
         for block_id in on_host:
             self.host_pool.incref(block_id)
-        wanted = self.disk.load(self._pending_copies, missing)
+        wanted = self.disk.load(self._pending_copies, missing, may_begin=may_begin)
         for block_id in reversed(on_host):
             self.host_pool.decref(block_id)
         return wanted

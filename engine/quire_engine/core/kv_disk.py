@@ -218,13 +218,15 @@ class DiskTier:
         """
         return not self._loading or len(self._loading) + num_blocks <= self._max_loads
 
-    def load(self, copies: BlockCopies, block_hashes: Sequence[bytes]) -> tuple[list[bytes], int]:
+    def load(
+        self, copies: BlockCopies, block_hashes: Sequence[bytes], *, may_begin: bool = True
+    ) -> tuple[list[bytes], int]:
         """Begins to load blocks that the host pool does not have, but for those that are being loaded. Returns the
         blocks to wait for, the first of them if the host pool has no room for all, and 0; or none, and the number of
-        blocks that ``has_room_for`` denies room now: then it is to be tried again.
+        blocks that ``has_room_for`` denies room now, or all where none ``may_begin``: then it is to be tried again.
         """
         new = [block_hash for block_hash in block_hashes if block_hash not in self._loading]
-        if not self.has_room_for(len(new)):
+        if new and not (may_begin and self.has_room_for(len(new))):
             return [], len(new)
         room = min(self._max_loads - len(self._loading), self._host_pool.num_free)
         for block_hash in new[:room]:
@@ -326,29 +328,40 @@ class DiskGate:
     could be next, and it is admitted with what has come of them.
 
     A held sequence waits for the last of its blocks that is on its way, and is looked at again when that has come; one
-    that others leave no room to load for is when they have left it.
+    that others leave no room to load for is when they have left it. So that what needs much room does not wait for
+    ever, only ``max_overtakes`` others begin to load before the oldest of those that lack room: then nobody else does
+    until that has begun, or is to be computed.
     """
 
-    def __init__(self, disk: DiskTier, kv_cache_manager: "KVCacheManager", rate: float) -> None:
+    def __init__(self, disk: DiskTier, kv_cache_manager: "KVCacheManager", rate: float, max_overtakes: int) -> None:
         self._disk = disk
         self._kv_cache_manager = kv_cache_manager
         self._rate = rate
+        self._max_overtakes = max_overtakes
         # What is being loaded for a sequence, by its id, once that was looked for.
         self._awaited: dict[int, list[bytes]] = {}
-        # Held sequences by their ids: by the block that each waits for, and with the blocks that there is no room for.
+        # By their ids: those that are held by the block that each waits for, and those that lack room, the oldest
+        # first, which keep their places here while they are looked at again.
         self._waiting_for: dict[bytes, dict[int, request.Sequence]] = {}
-        self._lacking_room: dict[int, tuple[request.Sequence, int]] = {}
+        self._lacking_room: dict[int, _LackingRoom] = {}
+        self._num_overtakes = 0  # of the oldest of them
+        self._has_new_oldest = False
 
     def release(self) -> "Iterable[request.Sequence]":
         """Those that wait for a block that has come, or for room that there is now; all if the disk is off."""
         is_on = self._disk.is_on
         ended = self._disk.take_ended_loads() if is_on else list(self._waiting_for)
         released = [sequence for each in ended for sequence in self._waiting_for.pop(each, {}).values()]
-        if ended or not is_on:
-            for sequence, num_blocks in list(self._lacking_room.values()):
-                if not is_on or self._disk.has_room_for(num_blocks):
-                    del self._lacking_room[sequence.id]
-                    released.append(sequence)
+        if ended or self._has_new_oldest or not is_on:
+            self._has_new_oldest = False
+            for each in self._lacking_room.values():
+                # Of the oldest's blocks, others may have loaded some.
+                has_room = self._is_reserved_for(each.sequence) or self._disk.has_room_for(each.num_blocks)
+                if each.is_held and (has_room or not is_on):
+                    each.is_held = False
+                    released.append(each.sequence)
+                if is_on and self._is_reserved:
+                    break
         return released
 
     def admits(self, sequence: "request.Sequence") -> bool:
@@ -357,11 +370,19 @@ class DiskGate:
             return True
         awaited = self._awaited.get(sequence.id)
         if awaited is None:
-            awaited, num_lacking = self._kv_cache_manager.load_from_disk(sequence.table, sequence.token_ids, self._rate)
+            awaited, num_lacking = self._kv_cache_manager.load_from_disk(
+                sequence.table,
+                sequence.token_ids,
+                self._rate,
+                may_begin=not self._is_reserved or self._is_reserved_for(sequence),
+            )
             if num_lacking:
-                self._lacking_room[sequence.id] = sequence, num_lacking
+                self._lacking_room[sequence.id] = _LackingRoom(sequence, num_lacking)
                 return False
             self._awaited[sequence.id] = awaited
+            if awaited and self._lacking_room and not self._is_oldest(sequence):
+                self._num_overtakes += 1
+            self._forget_lack(sequence)
         if not self._disk.is_loading(awaited):
             return True
         self._waiting_for.setdefault(awaited[-1], {})[sequence.id] = sequence
@@ -373,10 +394,36 @@ class DiskGate:
 
     def on_abort(self, sequence: "request.Sequence") -> None:
         """Forgets it; what is on its way still comes to the host pool."""
-        self._lacking_room.pop(sequence.id, None)
+        self._forget_lack(sequence)
         awaited = self._awaited.pop(sequence.id, None)
         if awaited:
             waiting = self._waiting_for.get(awaited[-1], {})
             waiting.pop(sequence.id, None)
             if not waiting:
                 self._waiting_for.pop(awaited[-1], None)
+
+    @property
+    def _is_reserved(self) -> bool:
+        """Whether the oldest of those that lack room alone may begin to load."""
+        return bool(self._lacking_room) and self._num_overtakes >= self._max_overtakes
+
+    def _is_reserved_for(self, sequence: "request.Sequence") -> bool:
+        return self._is_reserved and self._is_oldest(sequence)
+
+    def _is_oldest(self, sequence: "request.Sequence") -> bool:
+        return next(iter(self._lacking_room), None) == sequence.id
+
+    def _forget_lack(self, sequence: "request.Sequence") -> None:
+        """It lacks room no more. If it was the oldest, the next one is from now on."""
+        if self._is_oldest(sequence):
+            self._num_overtakes, self._has_new_oldest = 0, True
+        self._lacking_room.pop(sequence.id, None)
+
+
+@dataclass(slots=True)
+class _LackingRoom:
+    """A sequence that so many blocks lack room for. It is held until it is to be looked at again."""
+
+    sequence: "request.Sequence"
+    num_blocks: int
+    is_held: bool = True

@@ -1,6 +1,8 @@
 """The disk tier of the prefix cache: what is stored and loaded when, who waits for it, and what fails without harm."""
 
 from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -9,12 +11,19 @@ from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
 from quire_engine.core.executor import Rates
 from quire_engine.core.kv_cache_manager import KVCacheManager
-from quire_engine.core.kv_disk import STALL_SECONDS, DiskContents, DiskFailure, DiskGate, TransferOutcome
+from quire_engine.core.kv_disk import (
+    STALL_SECONDS,
+    DiskContents,
+    DiskFailure,
+    DiskGate,
+    TransferOutcome,
+    TransferResult,
+)
 from quire_engine.core.request import Request, Sequence
 from quire_engine.core.scheduler import Scheduler
 from quire_proto.sampling import SamplingParams
 
-from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor, expected_output
+from tests.support.paged_executor import VOCAB_SIZE, PagedDisk, PagedExecutor, expected_output
 
 SIZE, PROMPT = 4, list(range(33))
 WHOLE_BLOCKS = len(PROMPT) // SIZE
@@ -23,7 +32,15 @@ WHOLE_BLOCKS = len(PROMPT) // SIZE
 class Engine:
     """An engine on paged memory of tokens, which may be restarted with the disk of an earlier one."""
 
-    def __init__(self, before: "Engine | None" = None, *, slots: int = 40, host: int = 40, **disk: float) -> None:
+    def __init__(
+        self,
+        before: "Engine | None" = None,
+        *,
+        slots: int = 40,
+        host: int = 40,
+        limits: Mapping[str, object] = MappingProxyType({}),
+        **disk: float,
+    ) -> None:
         capacity = KVCacheConfig(SIZE, 41, host, block_bytes=100)
         self.executor = PagedExecutor(capacity)
         if before is not None:
@@ -32,7 +49,7 @@ class Engine:
         self.memory = KVCacheManager(capacity, disk=DiskContents(slots, found.stored, **disk))
         assert self.memory.disk is not None
         self.disk = self.memory.disk
-        config = SchedulerConfig(max_model_len=100, vocab_size=VOCAB_SIZE, max_num_batched_tokens=64)
+        config = SchedulerConfig(max_model_len=100, vocab_size=VOCAB_SIZE, max_num_batched_tokens=64, **limits)
         self.scheduler = Scheduler(config, self.memory, rates=Rates(1e3, 1e9))
         self.core = EngineCore(self.scheduler, self.executor, self.receive)
         self.outputs: dict[str, list[int]] = {}
@@ -92,9 +109,9 @@ def count_looks(engine: Engine) -> tuple[Counter[str], Counter[str]]:
         looked_for[sequence.request.request_id] += len(loads) - before
         return admitted
 
-    def counted_load(*args: Any) -> tuple[list[bytes], int]:
+    def counted_load(*args: Any, **more: Any) -> tuple[list[bytes], int]:
         loads.append(None)
-        return load(*args)
+        return load(*args, **more)
 
     loads: list[None] = []
     gate.admits, engine.memory.load_from_disk = counted_admits, counted_load
@@ -251,6 +268,71 @@ def test_a_request_that_waits_for_room_is_looked_at_when_there_is_some() -> None
     later.finish()
     assert later.disk.num_loaded == 3 * WHOLE_BLOCKS
     assert [looked_for[each] for each in ids] == [1, 2, 3]
+
+
+MAX_OVERTAKES = 4
+
+
+def oldest_ends(disk: PagedDisk, count: int = 1) -> list[TransferResult]:
+    ending, disk.under_way = disk.under_way[:count], disk.under_way[count:]
+    return [TransferResult(transfer.transfer_id, disk._end(transfer, is_load)) for transfer, is_load in ending]
+
+
+def with_small_ones(policy: str) -> tuple[Engine, str, list[list[int]]]:
+    """An engine that is restarted with a large prompt and many small ones on its disk, of which one block comes in a
+    step. The large one waits, and takes all the room that there is for loads. The small ones that are left.
+    """
+    engine = Engine(slots=200)
+    small = [[number % 50, number // 50, 7, 7, *PROMPT[:5]] for number in range(60)]
+    for prompt in [PROMPT, *small]:
+        engine.run(prompt)
+        engine.run(prompt)
+    limits = {"max_overtakes": MAX_OVERTAKES, "scheduling_policy": policy}
+    later = Engine(engine, slots=200, host=2 * WHOLE_BLOCKS, limits=limits)
+    later.executor.disk.take = lambda timeout: oldest_ends(later.executor.disk)
+    later.add(small[0], max_tokens=1)
+    later.core.step()
+    large = later.add(PROMPT)
+    later.core.step()
+    assert disk_gate(later)._lacking_room
+    return later, large, small[1:]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])
+def test_what_needs_much_room_is_loaded_before_ever_more_that_needs_little(policy: str) -> None:
+    later, large, small = with_small_ones(policy)
+    ids, steps = [], 0
+    while not later.outputs[large]:
+        ids.append(later.add(small[steps], max_tokens=1))
+        later.core.step()
+        steps += 1
+        assert steps < 40, "it is overtaken for ever"
+    assert 1 <= sum(bool(later.outputs[each]) for each in ids) <= MAX_OVERTAKES + 1, "small ones go first, but not all"
+    later.finish()
+    assert later.outputs[large] == EXPECTED
+    assert all(later.outputs[each] == expected_output(prompt, 1, 1) for each, prompt in zip(ids, small, strict=False))
+    assert later.disk.num_loaded >= WHOLE_BLOCKS + 2 * len(ids)
+
+
+@pytest.mark.parametrize("end", ["aborted", "computed"])
+def test_room_that_is_kept_for_one_that_does_not_load_is_everybodys_again(end: str) -> None:
+    later, large, small = with_small_ones("fcfs")
+    ids = [later.add(prompt, max_tokens=1) for prompt in small[:MAX_OVERTAKES]]
+    gate = disk_gate(later)
+    while not gate._is_reserved:
+        later.core.step()
+    ids += [later.add(prompt, max_tokens=1) for prompt in small[MAX_OVERTAKES:9]]
+    later.core.step()
+    while later.disk._loading:  # nothing else will end that the others could wait for
+        later.core.step()
+    assert not any(later.outputs[each] for each in ids[MAX_OVERTAKES:])
+    if end == "aborted":
+        later.scheduler.abort_request(large)
+    else:
+        later.disk._first_block_seconds = later.disk._block_seconds = 1e9
+    later.finish()
+    assert all(later.outputs[each] for each in ids)
+    assert later.outputs[large] == ([] if end == "aborted" else EXPECTED)
 
 
 def test_a_gate_forgets_who_was_aborted() -> None:
