@@ -201,6 +201,7 @@ class ModelRunner:
         self, model: LoadedModel, sizes: CacheSizes, capture: GraphCapturer | None = None, *, alone: bool = True
     ) -> None:
         self._model = model.model
+        self._dtype = model.model.dtype
         self._stage = model.stage
         self._attention = model.attention
         self._vocab_size = model.config.vocab_size
@@ -222,7 +223,7 @@ class ModelRunner:
     @property
     def dtype(self) -> torch.dtype:
         """See ``Runner.dtype``."""
-        return self._model.dtype
+        return self._dtype
 
     def copy(self, copies: BlockCopies) -> None:
         """See ``Runner.copy``."""
