@@ -34,9 +34,9 @@ for seed, (width, dtype) in enumerate(SHAPES):
     logits = torch.randn(4, width + 3, generator=torch.Generator().manual_seed(seed)).mul_(3)[:, :width].to(dtype)
     logits[1] = logits[1].round()
     logits[2, :-1], logits[3, 0] = -math.inf, math.nan
-    count = 3 * len(STYLES)
-    rows = np.arange(count) % 3
-    params = [SamplingParams(**STYLES[i // 3]) for i in range(count)]
+    count = len(STYLES)
+    rows = (np.arange(count) + seed) % 3  # over the seeds, each style draws from each row
+    params = [SamplingParams(**style) for style in STYLES]
     metadata = SamplingMetadata.from_params(params, range(seed, seed + count), range(count))
     made = sample_rows_in_triton(gumbel_argmax, logits, rows, metadata)
     scores = logits[rows].float()
