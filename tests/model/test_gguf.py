@@ -113,6 +113,7 @@ def test_the_tokens_are_those_of_transformers(name: str) -> None:
     assert made == expected
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_that_share_a_model_make_the_same_tokens(name: str) -> None:
     made, expected = outputs_of(gguf(name), name, tensor_parallel_size=2)

@@ -102,6 +102,7 @@ def test_two_stages_on_two_machines_make_the_tokens_of_transformers(
     assert other.popen.returncode == 0, other.text
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("nnodes", [2, 4])
 def test_a_grid_over_machines_makes_the_tokens_of_one_process(
     small_models: SmallModels, deep: Path, tmp_path: Path, tls: list[str], nnodes: int

@@ -76,6 +76,7 @@ def test_tokens_and_logprobs_are_the_same_bits_however_the_work_is_cut(
         assert (counted.preemptions_by_swap > 0) == (pressure == "swap")
 
 
+@pytest.mark.soak
 @needs_kernel
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("model_name", OWN)

@@ -145,6 +145,7 @@ def test_all_engines_finish_their_requests_when_one_is_told_to_stop(group: Group
     assert not told[1 - works]
 
 
+@pytest.mark.soak
 def test_quire_serve_starts_a_group_and_starts_all_of_it_again(experts: Path, tmp_path: Path) -> None:
     """Whoever was killed is back before the other has ended, and finds no old engine 0."""
     tree = Tree(tmp_path / "tree.log", "--data-parallel-size", str(SIZE), *FLOAT32, model=experts, name=MODEL)

@@ -111,6 +111,7 @@ def test_streams_go_on_when_an_engine_is_killed_and_both_it_and_the_router_come_
         assert tree.end() == 130
 
 
+@pytest.mark.soak
 def test_two_trees_run_beside_each_other_and_each_ends_alone(tmp_path: Path) -> None:
     first, second = Tree(tmp_path / "first.log"), Tree(tmp_path / "second.log", "--host", "127.0.0.2")
     try:
