@@ -6,7 +6,7 @@ import pytest
 from quire_engine.core.lora import LoRARequest
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.kernels.bindings import library
-from quire_engine.layers.streamed import StreamedLayer
+from quire_engine.layers.streamed import StreamedLayer, WeightFile
 from quire_engine.lora.adapter import LoRAAdapter
 from quire_engine.models.loader import read_model_config
 from quire_engine.worker.model_runner import ModelRunner
@@ -24,7 +24,7 @@ def gib_of(layers: float, size: int) -> float:
     return (layers + 0.1) * size / GIB
 
 
-def streamed_layers(executor: TorchExecutor) -> list[StreamedLayer]:
+def streamed_layers(executor: TorchExecutor) -> list[StreamedLayer[WeightFile]]:
     """Those that are read from disk, on rank 0 if there are several."""
     runner = getattr(executor._runner, "_own_runner", executor._runner)
     assert isinstance(runner, ModelRunner)

@@ -360,7 +360,7 @@ def test_an_engine_that_is_to_end_takes_part_until_the_others_have_no_work(
         assert one._thread.is_alive()
 
 
-def test_an_engine_that_was_told_to_stop_tells_the_others(small_models: SmallModels) -> None:
+def test_a_terminated_engine_has_the_others_leave(small_models: SmallModels) -> None:
     with group(small_models.folder("mixtral"), 3) as engines, ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(engine.lockstep.wait_until_leaving) for engine in engines]
         engines[1].lockstep.leave()

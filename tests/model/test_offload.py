@@ -16,7 +16,7 @@ from quire_engine.executor.rank_worker import RankSettings
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.kernels.ops import silu_mul
 from quire_engine.kernels.packed_linear import in_arena
-from quire_engine.layers.offloaded import OffloadedLayer
+from quire_engine.layers.streamed import StreamedLayer
 from quire_engine.models import loader
 from quire_engine.models.loader import read_model_config
 from quire_engine.quantization.unquantized import UnquantizedMethod
@@ -96,7 +96,7 @@ def hidden_states_on(
     device = FakeDevice(seed)
     with offloads_on_the_cpu(5, device, left_out):
         model = load_plain(folder, **OFFLOAD)
-        assert sum(isinstance(layer, OffloadedLayer) for layer in model.model._layers) == 5  # type: ignore[attr-defined]
+        assert sum(isinstance(layer, StreamedLayer) for layer in model.model._layers) == 5  # type: ignore[attr-defined]
         return hidden_states(model, prompts, device)
 
 

@@ -164,7 +164,7 @@ def test_two_layers_of_the_file_are_in_memory_and_nothing_of_it_in_the_page_cach
         monkeypatch.setattr(streamed, "_bypass_page_cache", lambda _: None)  # as on a file system that cannot
     with closing(load(deep, 200, 0, weights_memory_gb=gib(3))) as executor:
         layers = streamed_layers(executor)
-        file = layers[0].file
+        file = layers[0].weights
         assert (len(layers), file.memory_bytes) == (LAYERS - 1, AT_ONCE * LAYER_BYTES)
         outputs(executor, small_models.prompts)
         settle(file)
@@ -182,7 +182,7 @@ def test_two_layers_of_the_file_are_in_memory_and_nothing_of_it_in_the_page_cach
 @needs_kernels
 def test_the_file_has_no_name_and_takes_the_disk_of_its_layers(deep: Path, cache_folder: Path) -> None:
     with closing(load(deep, 200, 0, weights_memory_gb=gib(4))) as executor:
-        file = streamed_layers(executor)[0].file
+        file = streamed_layers(executor)[0].weights
         assert list(cache_folder.iterdir()) == [], "nobody can change it, and nothing stays if the process is killed"
         status = os.fstat(file._file.fileno())
         assert status.st_size == len(streamed_layers(executor)) * LAYER_BYTES
@@ -244,8 +244,8 @@ def test_a_step_after_one_that_failed_is_right(
         with monkeypatch.context() as patch, torch.inference_mode():
             patch.setattr(fourth, "_layer", None)
             for layer in streamed_layers(executor)[:3]:
-                layer.file.acquire(layer._place)
-                layer.file.release(layer._place)
+                layer.weights.acquire(layer._place)
+                layer.weights.release(layer._place)
             with pytest.raises(TypeError):
                 fourth()
         assert outputs(executor, small_models.prompts).choices == expected
@@ -256,7 +256,7 @@ def test_a_layer_is_not_overwritten_by_what_was_read_ahead_before_a_failure(
     deep: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(load(deep, 200, 0, weights_memory_gb=gib(3))) as executor:
-        file = streamed_layers(executor)[0].file
+        file = streamed_layers(executor)[0].weights
         read = WeightFile._read_request
 
         def read_late(file: WeightFile, memory: memoryview, offset: int) -> None:
@@ -279,7 +279,7 @@ def test_a_disk_that_fails_ends_the_engine_with_a_sentence(
     small_models: SmallModels, deep: Path, cache_folder: Path
 ) -> None:
     with closing(load(deep, 200, 0, weights_memory_gb=gib(3))) as executor:
-        os.ftruncate(streamed_layers(executor)[0].file._file.fileno(), 4 * LAYER_BYTES)  # only this process could
+        os.ftruncate(streamed_layers(executor)[0].weights._file.fileno(), 4 * LAYER_BYTES)  # only this process could
         with pytest.raises(ExecutorError, match="weights of a layer cannot be read any more: the file ends"):
             outputs(executor, small_models.prompts)
 
@@ -291,7 +291,7 @@ def test_a_layer_that_was_read_is_there_whatever_the_disk_does(
     """Of mapped weights a page can be taken back before it is used, and a disk that has failed then is a signal."""
     run_layer, ran = StreamedLayer.__call__, []
     with closing(load(deep, 200, 0, weights_memory_gb=gib(3))) as executor:
-        file = streamed_layers(executor)[0].file
+        file = streamed_layers(executor)[0].weights
 
         def fail_when_the_fourth_is_read(layer: StreamedLayer, *args: object) -> torch.Tensor:
             if layer._place == 3:
@@ -335,7 +335,7 @@ def test_decode_steps_are_graphs_that_wait_for_their_layers(
         assert stats is not None
         layers, steps = stats.disk_bytes // LAYER_BYTES, (stats.read_bytes - read) // stats.disk_bytes
         assert len(acquired) < layers * steps / 2, "most steps are replayed"
-        os.ftruncate(streamed_layers(on_disk)[0].file._file.fileno(), 0)
+        os.ftruncate(streamed_layers(on_disk)[0].weights._file.fileno(), 0)
         with pytest.raises(ExecutorError, match="weights of a layer cannot be read any more"):
             outputs(on_disk, small_models.prompts)
 

@@ -132,7 +132,7 @@ def test_an_engine_that_is_stopped_is_lost_within_seconds(group: Group) -> None:
     assert gone.wait(20) == 1, gone.text
 
 
-def test_all_engines_finish_their_requests_when_one_is_told_to_stop(group: Group) -> None:
+def test_all_engines_finish_their_requests_when_one_is_terminated(group: Group) -> None:
     undisturbed = group.client.completions.create(**LONG, **IGNORE_EOS).choices[0].text
     stream = texts(group.client.completions.create(**LONG, **IGNORE_EOS, stream=True))
     seen = [next(stream) for _ in range(20)]
@@ -166,7 +166,7 @@ def test_quire_serve_starts_a_group_and_starts_all_of_it_again(experts: Path, tm
             tree.end(signal.SIGKILL)
 
 
-def test_engines_with_other_settings_are_told_what_differs(experts: Path, tmp_path: Path) -> None:
+def test_engines_with_other_settings_are_refused_with_what_differs(experts: Path, tmp_path: Path) -> None:
     flags = [*SMALL_POOLS, *FLOAT32, "--data-parallel-size", "2", "--data-parallel-rpc-port", str(free_port())]
     one = ForkedEngine(experts, tmp_path, *flags, "--dist-timeout", "60")
     other = ForkedEngine(

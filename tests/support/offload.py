@@ -12,7 +12,8 @@ import pytest
 import torch
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.layers import offloaded
-from quire_engine.layers.offloaded import HostWeights, OffloadedLayer
+from quire_engine.layers.offloaded import HostWeights
+from quire_engine.layers.streamed import StreamedLayer
 from quire_engine.models import loader
 from quire_engine.worker.model_runner import ModelRunner
 
@@ -94,9 +95,9 @@ def offloads_on_the_cpu(number: int, device: FakeDevice | None, left_out: Wait |
         yield
 
 
-def offloaded_layers(executor: TorchExecutor) -> list[OffloadedLayer]:
+def offloaded_layers(executor: TorchExecutor) -> list[StreamedLayer[HostWeights]]:
     """Those in host memory, on rank 0 if there are several."""
     runner = getattr(executor._runner, "_own_runner", executor._runner)
     assert isinstance(runner, ModelRunner)
     layers = runner._model._layers  # type: ignore[attr-defined]
-    return [layer for layer in layers if isinstance(layer, OffloadedLayer)]
+    return [layer for layer in layers if isinstance(layer, StreamedLayer)]

@@ -8,12 +8,11 @@ anything that was admitted is off the device: that is what keeps preemption from
 V1's idea, after Sarathi's chunked prefill.
 
 What else an admission may have to wait for is an ``AdmissionGate`` (``request_queue``): a slot for its adapter
-(``lora``), blocks that come from disk (``kv_disk``). How a victim leaves the device and returns is in ``preemption``,
-and how a pipeline's steps share the work in ``micro_batch``.
+(``lora``), blocks that come from disk (``kv_disk``). How a victim leaves the device and returns is in ``preemption``.
 """
 
 from collections import abc
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,6 @@ from quire_engine.core.executor import Rates
 from quire_engine.core.kv_cache_manager import CachedBlock, KVCacheManager
 from quire_engine.core.kv_disk import DiskGate
 from quire_engine.core.lora import LoRAGate, LoRAStats
-from quire_engine.core.micro_batch import micro_batch, share_of_tokens
 from quire_engine.core.outputs import SchedulerStats
 from quire_engine.core.preemption import Preemptor, copy_beside, preempted_with, running_beams
 from quire_engine.core.request import Sequence, SequenceGroup, SequenceStatus
@@ -32,6 +30,8 @@ from quire_engine.core.step_time_model import StepBudget, StepTimeEstimator
 
 if TYPE_CHECKING:
     from quire_engine.core.config import SchedulerConfig
+
+MIN_STAGE_TOKENS = 64
 
 
 class BatchScheduler:
@@ -111,7 +111,7 @@ class BatchScheduler:
         self._oldest_in_flight = min((each.step for each in in_flight), default=step)
         budget = self._make_budget()
         if self._is_pipeline:
-            share = share_of_tokens(self.running, self.waiting.uncomputed_tokens, in_flight, self._config.num_stages)
+            share = _share_of_tokens(self.running, self.waiting.uncomputed_tokens, in_flight, self._config.num_stages)
             budget.tokens = min(budget.tokens, share)
         self._draft_request_ids = count(-1, -1)
         if self._config.batching == "phased":
@@ -187,7 +187,7 @@ class BatchScheduler:
 
     def _running_of_step(self) -> list[Sequence]:
         """The running sequences that the step may compute: in a pipeline others are in the steps in flight."""
-        return micro_batch(self.running, self._config.num_stages) if self._is_pipeline else self.running
+        return _micro_batch(self.running, self._config.num_stages) if self._is_pipeline else self.running
 
     # Running
 
@@ -450,3 +450,25 @@ def _prefills(sequence: Sequence) -> bool:
 
 def _decodes(sequence: Sequence) -> bool:
     return sequence.num_unscheduled_tokens <= 1
+
+
+def _micro_batch(running: Collection[Sequence], num_stages: int) -> list[Sequence]:
+    """The running sequences that the next step may compute. Each stage is to have some that decode, so there are no
+    more of these in a step than their share.
+    """
+    share = -(-len(running) // num_stages)
+    ready = [sequence for sequence in running if sequence.num_unscheduled_tokens]
+    decoding = [sequence for sequence in ready if sequence.num_unscheduled_tokens == 1]
+    late = {sequence.id for sequence in decoding[share:]}
+    return [sequence for sequence in ready if sequence.id not in late]
+
+
+def _share_of_tokens(
+    running: Iterable[Sequence], waiting_tokens: int, in_flight: Iterable[SchedulerOutput], num_stages: int
+) -> int:
+    """The most tokens of the next step: its share of all that are known, those ``in_flight`` included, but not so few
+    that it takes as long as one with more.
+    """
+    known = waiting_tokens + sum(each.num_tokens for each in in_flight)
+    known += sum(sequence.num_unscheduled_tokens for sequence in running)
+    return max(MIN_STAGE_TOKENS, -(-known // num_stages))

@@ -14,7 +14,6 @@ import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from quire_engine.core.executor import WeightStats
 from quire_engine.device.accelerator import pin_pages
 from quire_engine.errors import ModelError
 from quire_engine.kernels.packed_linear import map_huge_pages, packed_into
-from quire_engine.layers.streamed import AT_ONCE, Layer, spread
+from quire_engine.layers.streamed import AT_ONCE, Layer, StreamedLayer, next_in_slot, spread
 
 log = logging.getLogger(__name__)
 
@@ -105,13 +104,14 @@ class _DeviceSlot:
 class HostWeights:
     """The weights of one GPU's ``number`` offloaded layers, of at most ``size`` bytes each, in pinned memory of the
     host; the slots that they are copied into, and the order of these copies among the work that computes with them.
-    Copies have a stream of their own, beside the current one that computes. Of the layers in the order in which they
-    were added, every ``AT_ONCE``-th has the same slot. They are used by one thread, in that order and then again from
-    the first; in any other order they are copied when they are asked for.
+    Copies have a stream of their own, beside the current one that computes. A ``SlotWeights``.
 
     A copy runs after all work that was launched before it: the layer that has its slot until then may still compute. A
     layer runs after its copy, and beside those of others.
     """
+
+    is_capturable = False
+    """A graph would have to begin with the copies of the step before."""
 
     def __init__(self, number: int, size: int, device: torch.device) -> None:
         self._device = device
@@ -123,7 +123,7 @@ class HostWeights:
         ]
         self.stats = WeightStats(memory_bytes=AT_ONCE * size)
 
-    def add(self, load: Callable[[], Layer]) -> "OffloadedLayer":
+    def add(self, load: Callable[[], Layer]) -> "StreamedLayer[HostWeights]":
         """The layer that ``load`` makes, whose weights are put into a slot, and copied to the host from there. Raises
         ``ModelError``.
         """
@@ -135,7 +135,7 @@ class HostWeights:
         self._layers[place, : arena.allocated].copy_(memory[: arena.allocated])
         self._sizes.append(arena.allocated)
         self.stats.host_bytes += arena.allocated
-        return OffloadedLayer(layer, self, place)
+        return StreamedLayer(layer, self, place)
 
     def acquire(self, place: int) -> None:
         """Makes what is launched from now on wait until the layer is in its slot."""
@@ -146,7 +146,7 @@ class HostWeights:
 
     def release(self, place: int) -> None:
         """Has the next layer of the slot copied into it."""
-        following = place + AT_ONCE if place + AT_ONCE < len(self._sizes) else place % AT_ONCE
+        following = next_in_slot(place, len(self._sizes))
         if following != place:
             self._copy(following)
 
@@ -165,41 +165,6 @@ class HostWeights:
 
     def _make_compute_wait(self, copied: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self._device).wait_event(copied)
-
-
-class OffloadedLayer:
-    """A layer of ``HostWeights``, at ``place`` of it."""
-
-    is_capturable = False
-    """A graph would have to begin with the copies of the step before."""
-
-    def __init__(self, layer: Layer, weights: HostWeights, place: int) -> None:
-        self._layer, self.weights, self._place = layer, weights, place
-
-    @property
-    def waits_for_device(self) -> bool:
-        """See ``Layer``."""
-        return self._layer.waits_for_device
-
-    def __call__(self, *args: Any) -> torch.Tensor:
-        """See ``Layer``."""
-        result: torch.Tensor = self._use(self._layer, args)
-        return result
-
-    def overlapped(self, *args: Any) -> Any:
-        """See ``Layer``."""
-        return self._use(self._layer.overlapped, args)
-
-    def experts_only(self, no_tokens: torch.Tensor) -> None:
-        """See ``Layer``."""
-        self._use(self._layer.experts_only, (no_tokens,))
-
-    def _use(self, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        self.weights.acquire(self._place)
-        try:
-            return work(*args)
-        finally:  # after a failure too: the next step waits for what was launched before it
-            self.weights.release(self._place)
 
 
 def _pinned(number: int, size: int, device: torch.device) -> torch.Tensor:

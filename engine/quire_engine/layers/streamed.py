@@ -24,7 +24,7 @@ from errno import EIO
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from quire_proto.folders import user_cache_folder
@@ -67,6 +67,34 @@ class Layer(Protocol):
     def experts_only(self, no_tokens: torch.Tensor) -> None:
         """Has its experts compute the tokens of other engines."""
         ...
+
+
+class SlotWeights(Protocol):
+    """The weights of layers that share ``AT_ONCE`` slots: of the layers in the order in which they were added, every
+    ``AT_ONCE``-th has the same one. They are used by one thread, in that order and then again from the first; in any
+    other order they are fetched when they are asked for.
+    """
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a graph can repeat layers that use them. Constant."""
+        ...
+
+    def acquire(self, place: int) -> None:
+        """Has the layer in its slot, for what is computed from now on."""
+        ...
+
+    def release(self, place: int) -> None:
+        """Has the next layer of the slot fetched into it."""
+        ...
+
+
+W = TypeVar("W", bound=SlotWeights)
+
+
+def next_in_slot(place: int, count: int) -> int:
+    """The layer, of ``count``, that has the slot of the one at ``place`` after it."""
+    return place + AT_ONCE if place + AT_ONCE < count else place % AT_ONCE
 
 
 def load_layers(
@@ -152,11 +180,11 @@ class _Slot:
 
 
 class WeightFile:
-    """The file of one engine's streamed layers, the slots that they are read into, and the threads that read them. Of
-    the layers in the order in which they were added, every ``AT_ONCE``-th has the same slot. They are used by one
-    thread, in that order and then again from the first; in any other order they are read when they are asked for.
-    ``stats`` are kept while it is used.
+    """The file of one engine's streamed layers, the slots that they are read into, and the threads that read them. A
+    ``SlotWeights``. ``stats`` are kept while it is used.
     """
+
+    is_capturable = True
 
     def __init__(self, descriptor: int, folder: Path, slot_bytes: int) -> None:
         self._file = os.fdopen(descriptor, "rb+", buffering=0)
@@ -191,7 +219,7 @@ class WeightFile:
         """What of the slots is used: each has room for the largest of its layers."""
         return sum(max((layer.nbytes for layer in self._layers[slot::AT_ONCE]), default=0) for slot in range(AT_ONCE))
 
-    def add(self, load: Callable[[], Layer]) -> "StreamedLayer":
+    def add(self, load: Callable[[], Layer]) -> "StreamedLayer[WeightFile]":
         """The layer that ``load`` makes, whose weights are packed into a slot, and written to the disk from there.
         Raises ``ModelError``.
         """
@@ -221,7 +249,7 @@ class WeightFile:
 
     def release(self, place: int) -> None:
         """Has the next layer of the slot read into it."""
-        following = place + AT_ONCE if place + AT_ONCE < len(self._layers) else place % AT_ONCE
+        following = next_in_slot(place, len(self._layers))
         if following != place:
             self._read(following)
 
@@ -258,16 +286,18 @@ class WeightFile:
         return _Piece(start, nbytes)
 
 
-class StreamedLayer:
-    """A layer of a ``WeightFile``, at ``place`` of it. A graph that repeats it waits for its weights too."""
+class StreamedLayer(Generic[W]):
+    """A layer whose weights are in a slot while it runs: that at ``place`` of ``weights``. A graph that repeats it
+    waits for its weights too. Calls raise ``ExecutorError`` where these cannot be read.
+    """
 
-    def __init__(self, layer: Layer, file: WeightFile, place: int) -> None:
-        self._layer, self.file, self._place = layer, file, place
+    def __init__(self, layer: Layer, weights: W, place: int) -> None:
+        self._layer, self.weights, self._place = layer, weights, place
 
     @property
     def is_capturable(self) -> bool:
         """See ``Layer``."""
-        return self._layer.is_capturable
+        return self.weights.is_capturable and self._layer.is_capturable
 
     @property
     def waits_for_device(self) -> bool:
@@ -275,24 +305,24 @@ class StreamedLayer:
         return self._layer.waits_for_device
 
     def __call__(self, *args: Any) -> torch.Tensor:
-        """See ``Layer``. Raises ``ExecutorError`` where its weights cannot be read."""
+        """See ``Layer``."""
         result: torch.Tensor = self._use(self._layer, args)
         return result
 
     def overlapped(self, *args: Any) -> Any:
-        """See ``Layer``. Raises ``ExecutorError`` where its weights cannot be read."""
+        """See ``Layer``."""
         return self._use(self._layer.overlapped, args)
 
     def experts_only(self, no_tokens: torch.Tensor) -> None:
-        """See ``Layer``. Raises ``ExecutorError`` where its weights cannot be read."""
+        """See ``Layer``."""
         self._use(self._layer.experts_only, (no_tokens,))
 
     def _use(self, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        host_call(partial(self.file.acquire, self._place))
+        host_call(partial(self.weights.acquire, self._place))
         try:
             return work(*args)
-        finally:
-            host_call(partial(self.file.release, self._place))
+        finally:  # after a failure too: the next step waits for what was launched before it
+            host_call(partial(self.weights.release, self._place))
 
 
 def _map_slot(nbytes: int) -> mmap.mmap:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from quire_engine.core import micro_batch
+from quire_engine.core import batch_scheduler
 from quire_engine.core.block_pool import BlockStored, KVCacheConfig, Tier
 from quire_engine.core.engine_core import GetSnapshot
 from quire_engine.core.kv_cache_manager import CachedBlock
@@ -158,7 +158,7 @@ TestPipelinedEngine = PipelineStateMachine.TestCase
 @pytest.fixture(autouse=True)
 def short_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """The short prompts of these tests are divided among the stages too."""
-    monkeypatch.setattr(micro_batch, "MIN_STAGE_TOKENS", 2)
+    monkeypatch.setattr(batch_scheduler, "MIN_STAGE_TOKENS", 2)
 
 
 @given(seed=st.integers(0, 2**32), pace=st.sampled_from([*PACES]), num_stages=st.integers(1, 4))

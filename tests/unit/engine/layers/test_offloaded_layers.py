@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from quire_engine.config import EngineArgs
 from quire_engine.errors import ModelError
 from quire_engine.kernels.packed_linear import in_arena
-from quire_engine.layers.offloaded import DeviceArena, HostWeights, OffloadedLayer, load_offloaded_layers
-from quire_engine.layers.streamed import AT_ONCE
+from quire_engine.layers.offloaded import DeviceArena, HostWeights, load_offloaded_layers
+from quire_engine.layers.streamed import AT_ONCE, StreamedLayer
 from quire_engine.worker.memory import GROWTH_RESERVE, CpuMemory, check_host_memory
 
 from tests.support.fake_streams import FakeDevice
@@ -152,7 +152,7 @@ def test_as_much_as_was_asked_for_is_moved_in_whole_layers_spread_evenly(count: 
                 load_plain([SIZE] * count, layers * SIZE / GIB, patch)
             return
         made, stats = load_plain([SIZE] * count, layers * SIZE / GIB, patch)
-    places = [place for place, layer in enumerate(made) if isinstance(layer, OffloadedLayer)]
+    places = [place for place, layer in enumerate(made) if isinstance(layer, StreamedLayer)]
     assert stats.host_bytes == len(places) * SIZE <= layers * SIZE < stats.host_bytes + SIZE
     assert stats.memory_bytes == (count - len(places) + AT_ONCE) * SIZE
     assert places[0] > 0
@@ -162,7 +162,7 @@ def test_as_much_as_was_asked_for_is_moved_in_whole_layers_spread_evenly(count: 
 
 def test_all_layers_of_a_slot_have_their_tensors_at_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
     made, _ = load_plain([SIZE] * 8, 5 * SIZE / GIB, monkeypatch)
-    moved = [layer for layer in made if isinstance(layer, OffloadedLayer)]
+    moved = [layer for layer in made if isinstance(layer, StreamedLayer)]
     addresses = [layer._layer.weights.data_ptr() for layer in moved]  # type: ignore[attr-defined]
     assert addresses[::2] == addresses[:1] * 3
     assert addresses[1::2] == addresses[1:2] * 2
