@@ -105,6 +105,8 @@ class Metric:
     QUEUE_SECONDS = "quire_queue_seconds"
     ADMISSION_REFUSALS = "quire_admission_refusals"
     LIMITS_SHARED = "quire_limits_shared"
+    TENANTS_FILE_CURRENT = "quire_tenants_file_current"
+    OIDC_KEYS_CURRENT = "quire_oidc_keys_current"
     TIME_TO_FIRST_TOKEN = "quire_time_to_first_token_seconds"  # noqa: S105 - the name of a metric
     INTER_TOKEN_LATENCY = "quire_inter_token_latency_seconds"  # noqa: S105 - the name of a metric
     REQUEST_DURATION = "quire_request_duration_seconds"

@@ -32,9 +32,16 @@ from quire_router.admission.fair_queue import QueueBounds
 from quire_router.admission.limits import RateLimiter
 from quire_router.admission.queue import AdmissionQueue, QueueSettings
 from quire_router.admission.redis_rate_limit import RedisRateLimiter
-from quire_router.admission.tenants_file import TenantsFile, TenantsFileError, read_tenants
-from quire_router.api.auth import StaticKeys
+from quire_router.admission.tenants_file import (
+    WATCH_PERIOD,
+    TenantsFile,
+    TenantsFileError,
+    TenantsFileWatch,
+    read_tenants,
+)
+from quire_router.api.auth import Authenticator
 from quire_router.api.fleet_feed import FleetFeed
+from quire_router.api.oidc import OidcVerifier
 from quire_router.api.request_limits import BodyBudget, ConcurrencyLimit
 from quire_router.api.rest.endpoints import FleetEndpoint
 from quire_router.api.rest.http_server import ConnectionLimits, HttpServer, listen
@@ -297,6 +304,8 @@ class Components:
             if redis is None
             else LoadSharing(redis, self.fleet.ledger, self.speculative_blocks, router_id=router_id)
         )
+        self._tenants = tenants.tenants
+        self.tokens = None if settings.oidc is None else OidcVerifier(settings.oidc)
         limits = RateLimiter(tenants.tenants, self.shared_limiter)
         self._fleet_log = FleetLog()
         self.runner = self._create_runner(settings, tokenizers, limits)
@@ -309,12 +318,13 @@ class Components:
             policy=settings.placement_policy,
         )
         self._allow_fleet = settings.allow_fleet
+        self._tenants_file = None if settings.tenants is None else TenantsFileWatch(settings.tenants, tenants)
         self.lora_updater = LoRAUpdater(self.fleet, list(tokenizers)) if settings.allow_lora_updates else None
         self.service = ApiService(
             tokenizers,
             self.fleet,
             self.runner,
-            StaticKeys((key.get_secret_value() for key in settings.api_key), tenants),
+            Authenticator((key.get_secret_value() for key in settings.api_key), tenants, self.tokens),
             ConcurrencyLimit(settings.max_concurrent_requests),
             allow_priority=settings.allow_priority,
             refuse_unknown=settings.unknown_parameters == "refuse",
@@ -332,7 +342,9 @@ class Components:
     async def start(self, stack: AsyncExitStack) -> None:
         """Begins to connect to engines and to Redis, and never waits for them; ``stack`` closes what was started."""
         stack.callback(self.service.close)
-        stack.push_async_callback(supervise("keys", self.service.keys.prepare).stop)
+        stack.push_async_callback(supervise("keys", self._keep_keys).stop)
+        if self.tokens is not None:
+            stack.push_async_callback(supervise("issuer", self.tokens.run).stop)
         stack.push_async_callback(self.journal.close)
         if self.shared_limiter is not None:
             stack.push_async_callback(self.shared_limiter.close)
@@ -351,6 +363,16 @@ class Components:
             stack.push_async_callback(self.lora_updater.close)
         stack.push_async_callback(self._background_jobs.stop)
         self._background_jobs.start()
+
+    async def _keep_keys(self) -> None:
+        """Derives callers' identities, again whenever the tenants' file was replaced."""
+        await self.service.keys.prepare()
+        while self._tenants_file is not None:
+            await asyncio.sleep(WATCH_PERIOD)
+            if (file := await self._tenants_file.look()) is not None:
+                self._tenants.replace_all(file.tenants)
+                self.service.keys.replace(file)
+                await self.service.keys.prepare()
 
     def fleet_endpoint(self, keepalive: KeepAlive) -> FleetEndpoint:
         """Returns the handler of the fleet's stream."""

@@ -30,6 +30,7 @@ from quire_proto.tls import (
 
 from quire_router.admission.tenants import check_key
 from quire_router.admission.tenants_file import TenantsFile, read_tenants
+from quire_router.api.oidc import OidcSettings, check_address
 from quire_router.clients.kube_client import KubeAccess
 from quire_router.clients.redis_client import RedisAccess, read_password
 from quire_router.discovery.base import KubernetesService, parse_source
@@ -132,6 +133,7 @@ Sources = Annotated[
 PasswordFile = Annotated[Path, AfterValidator(_password_file)]
 Origins = Annotated[list[Annotated[str, AfterValidator(_origin)]], NoDecode, BeforeValidator(_split)]
 Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
+IssuerUrl = Annotated[str, AfterValidator(check_address)]
 Keys = Annotated[list[Annotated[SecretStr, AfterValidator(_key)]], NoDecode, BeforeValidator(_split)]
 
 
@@ -178,6 +180,11 @@ class Settings(CliSettings):
         "--redis-password-file": "FILE",
         "--api-key": "KEY",
         "--tenants": "FILE",
+        "--oidc-issuer-url": "URL",
+        "--oidc-client-id": "NAME",
+        "--oidc-tenant-claim": "NAME",
+        "--oidc-jwks-url": "URL",
+        "--oidc-ca-file": "FILE",
     }
 
     model: Models = Field(min_length=1, description="Folder of a model that is served, and its name; repeatable.")
@@ -254,7 +261,22 @@ class Settings(CliSettings):
         default=None, description="File with the password of Redis, read for each connection; none: the one in the URL."
     )
     api_key: Keys = Field(default=[], description="A key that clients must send; repeatable; none: open to all.")
-    tenants: Path | None = Field(default=None, description="TOML or JSON that names tenants and their limits.")
+    tenants: Path | None = Field(
+        default=None, description="TOML or JSON that names tenants and their limits, read again when it is replaced."
+    )
+    oidc_issuer_url: IssuerUrl | None = Field(
+        default=None, description="Issuer of tokens (OpenID Connect) that are taken as keys are; none: keys alone."
+    )
+    oidc_client_id: str | None = Field(default=None, description="The audience that tokens must be for.")
+    oidc_tenant_claim: Annotated[str, Field(min_length=1)] = Field(
+        default="sub", description="Claim of tokens that says who a caller is."
+    )
+    oidc_jwks_url: IssuerUrl | None = Field(
+        default=None, description="Where the issuer's keys are; none: where its configuration says."
+    )
+    oidc_ca_file: CaFile | None = Field(
+        default=None, description="Authority of the issuer's certificate; none: those of the system."
+    )
     allow_priority: bool = Field(default=False, description="Let clients set the priority of their requests.")
     unknown_parameters: Literal["warn", "refuse"] = Field(
         default="warn", description="Whether unknown parameters are ignored and named in a header, or are a 400."
@@ -337,6 +359,27 @@ class Settings(CliSettings):
             labels_of(self.models)
         return self
 
+    @model_validator(mode="after")
+    def _tokens_can_be_checked(self) -> Self:
+        if self.oidc_issuer_url is not None and not self.oidc_client_id:
+            raise ValueError("--oidc-issuer-url needs --oidc-client-id: else tokens for anybody would be accepted.")
+        if self.oidc_issuer_url is None and (self.oidc_client_id or self.oidc_jwks_url or self.oidc_ca_file):
+            raise ValueError("--oidc-client-id, --oidc-jwks-url and --oidc-ca-file need --oidc-issuer-url.")
+        return self
+
+    @property
+    def oidc(self) -> OidcSettings | None:
+        """Whose tokens are accepted; None: nobody's."""
+        if self.oidc_issuer_url is None:
+            return None
+        return OidcSettings(
+            self.oidc_issuer_url,
+            self.oidc_client_id or "",
+            self.oidc_tenant_claim,
+            self.oidc_jwks_url,
+            self.oidc_ca_file,
+        )
+
     @property
     def scaling_identity(self) -> CertKeyFiles | None:
         """Certificate and key of ``--scaling-port``. Raises ``ValueError`` if one of them is missing."""
@@ -399,7 +442,8 @@ def labels_of(models: Iterable[str]) -> dict[str, str]:
 def log_startup_warnings(settings: Settings) -> None:
     """Logs warnings about the settings, once for all workers. Raises ``TenantsFileError``."""
     file = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
-    if not settings.api_key and settings.tenants is None and not _is_loopback(settings.host):
+    open_to_all = not settings.api_key and settings.tenants is None and settings.oidc is None
+    if open_to_all and not _is_loopback(settings.host):
         log.warning("no API key is configured: everyone who can reach this port may use the service")
     if not settings.engine:
         log.warning("no --engine is given: requests are held for one, and then refused")

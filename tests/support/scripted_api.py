@@ -14,7 +14,7 @@ from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 from quire_proto.text.chat_template import ChatTemplate
 from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.admission.tenants_file import TenantsFile
-from quire_router.api.auth import StaticKeys
+from quire_router.api.auth import Authenticator, TokenVerifier
 from quire_router.api.prepared_request import Runner
 from quire_router.api.request_limits import ConcurrencyLimit
 from quire_router.api.rest.endpoints import FleetEndpoint
@@ -368,6 +368,7 @@ async def open_stage(
     keepalive: float = 15.0,
     runner: Runner | None = None,
     file: TenantsFile | None = None,
+    tokens: TokenVerifier | None = None,
     origins: Sequence[str] = (),
     page: Page | None = None,
     fleet_endpoint: FleetEndpoint | None = None,
@@ -380,7 +381,12 @@ async def open_stage(
     tokenizers = {MODEL: ModelTokenizer(byte_level(), ChatTemplate(template, {}, "the test"))}
     fleet, scripted = ScriptedPool(), ScriptedRunner(script)
     service = ApiService(
-        tokenizers, fleet, runner or scripted, StaticKeys(keys, file), ConcurrencyLimit(concurrent), **settings
+        tokenizers,
+        fleet,
+        runner or scripted,
+        Authenticator(keys, file, tokens),
+        ConcurrencyLimit(concurrent),
+        **settings,
     )
     silence = KeepAlive(keepalive, heartbeat)
     app = build_api(

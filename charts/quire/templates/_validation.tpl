@@ -181,6 +181,13 @@
 {{- if and (eq $auth.mode "existing") (not $auth.existingSecret) -}}
 {{- fail "router.auth.mode is existing and router.auth.existingSecret is empty: name a Secret with a tenants.toml or with API keys." -}}
 {{- end -}}
+{{- $oidc := default dict $auth.oidc -}}
+{{- if and $oidc.issuerUrl (not $oidc.clientId) -}}
+{{- fail "router.auth.oidc.issuerUrl is set and router.auth.oidc.clientId is empty: tokens for anybody would be accepted. Set it to the audience that tokens for this service have." -}}
+{{- end -}}
+{{- if and (not $oidc.issuerUrl) (or $oidc.clientId $oidc.jwksUrl) -}}
+{{- fail "router.auth.oidc.clientId or jwksUrl is set and router.auth.oidc.issuerUrl is empty: name the issuer of tokens." -}}
+{{- end -}}
 {{- if and (ne $auth.mode "existing") $auth.existingSecret -}}
 {{- fail (printf "router.auth.existingSecret is %s and router.auth.mode is %s: the Secret is used with mode existing only." $auth.existingSecret $auth.mode) -}}
 {{- end -}}

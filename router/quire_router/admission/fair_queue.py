@@ -19,7 +19,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any, Generic, TypeVar
 
-from quire_router.admission.tenants import Tenant, Tenants
+from quire_router.admission.tenants import Tenants
 from quire_router.core.errors import RefusalReason, queue_full, tenant_queue_full
 
 Name = TypeVar("Name", bound=Hashable)
@@ -174,7 +174,7 @@ class FairQueue:
     def _insert(self, request: QueuedRequest) -> None:
         backlog = self._backlogs.get(request.tenant)
         if backlog is None:
-            backlog = self._backlogs[request.tenant] = _Backlog(self._tenants[request.tenant])
+            backlog = self._backlogs[request.tenant] = _Backlog(request.tenant)
             self._start_tags.put(request.tenant, self._start_tag(request.tenant))
         self._waiting[request.request_id] = request
         backlog.requests[request.request_id] = request
@@ -200,12 +200,13 @@ class FairQueue:
 
     def _update_sizes(self, backlog: "_Backlog", added_bytes: int) -> None:
         """Updates the sizes of a backlog that changed by ``added_bytes``, and deletes it if it is empty."""
-        tenant, name = backlog.tenant, backlog.tenant.id
+        name = backlog.tenant
+        weight = self._tenants[name].weight
         backlog.bytes += added_bytes
         self._bytes += added_bytes
         if backlog.requests:
-            self._most_requests.put(name, -len(backlog.requests) / tenant.weight)
-            self._most_bytes.put(name, -backlog.bytes / tenant.weight)
+            self._most_requests.put(name, -len(backlog.requests) / weight)
+            self._most_bytes.put(name, -backlog.bytes / weight)
             return
         del self._backlogs[name]
         for heap in (self._start_tags, self._most_requests, self._most_bytes):
@@ -280,7 +281,7 @@ class LazyHeap(Generic[Name]):
 class _Backlog:
     """The waiting requests of one tenant: ``requests`` as they came, ``order`` as they are taken."""
 
-    tenant: Tenant
+    tenant: str
     requests: dict[str, QueuedRequest] = field(default_factory=dict)
     order: LazyHeap[str] = field(default_factory=LazyHeap)
     bytes: int = 0

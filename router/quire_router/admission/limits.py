@@ -161,9 +161,11 @@ class RateLimiter:
         return usage.status(self._clock()) if usage.is_limited else None
 
     def _usage(self, tenant_id: str) -> TenantUsage:
-        usage = self._usages.get(tenant_id)
+        usage, tenant = self._usages.get(tenant_id), self._tenants[tenant_id]
         if usage is None:
-            usage = self._usages[tenant_id] = TenantUsage(self._tenants[tenant_id])
+            usage = self._usages[tenant_id] = TenantUsage(tenant)
+        elif usage.tenant is not tenant:  # the tenants' file was read again
+            usage.set_limits(tenant)
         return usage
 
     async def _reserve(self, usage: TenantUsage, request_id: str, tokens: int) -> ReserveResult | None:

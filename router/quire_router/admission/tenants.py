@@ -55,6 +55,12 @@ class Tenants(dict[str, Tenant]):
         tenant = self[tenant_id] = replace(self._default, id=tenant_id)
         return tenant
 
+    def replace_all(self, other: "Tenants") -> None:
+        """Takes over the tenants and the default of ``other``: whoever looks a tenant up again finds its new limits."""
+        self.clear()
+        self.update(other)
+        self._default = other._default
+
 
 def check_key(key: str) -> str:
     """Returns the key. Raises ``ValueError``, which does not contain it, if it is too short or no header value."""
@@ -144,14 +150,23 @@ class TenantUsage:
     """
 
     def __init__(self, tenant: Tenant) -> None:
+        self._requests: GcraBucket | None = None
+        self._tokens: GcraBucket | None = None
+        self._polls: GcraBucket | None = None
+        self._running: Counter[str] = Counter()
+        self.set_limits(tenant)
+
+    def set_limits(self, tenant: Tenant) -> None:
+        """Takes the limits of ``tenant`` from now on. A bucket stays as full as it is, in time until it is full; what
+        is in progress stays counted.
+        """
         self.tenant = tenant
         limits = (tenant.requests_per_minute, tenant.tokens_per_minute, tenant.max_concurrent)
         self.is_limited = any(limit is not None for limit in limits)
-        self._requests = _bucket(tenant.requests_per_minute)
-        self._tokens = _bucket(tenant.tokens_per_minute)
         polls = tenant.requests_per_minute and tenant.requests_per_minute * POLLS_A_REQUEST
-        self._polls = _bucket(polls)
-        self._running: Counter[str] = Counter()
+        self._requests = _bucket(tenant.requests_per_minute, self._requests)
+        self._tokens = _bucket(tenant.tokens_per_minute, self._tokens)
+        self._polls = _bucket(polls, self._polls)
 
     @property
     def running(self) -> int:
@@ -271,8 +286,8 @@ def rate_limit_headers(status: RateLimitStatus) -> dict[str, str]:
     return headers
 
 
-def _bucket(limit: int | None) -> GcraBucket | None:
-    return None if limit is None else GcraBucket(limit)
+def _bucket(limit: int | None, before: GcraBucket | None) -> GcraBucket | None:
+    return None if limit is None else GcraBucket(limit, 0 if before is None else before.full_at)
 
 
 def _cost(bucket: GcraBucket | None, amount: int) -> int:

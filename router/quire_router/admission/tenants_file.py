@@ -1,17 +1,36 @@
-"""The tenants file: TOML or JSON, with the tenants' limits and their keys, or the files in which keys are mounted."""
+"""The tenants file: TOML or JSON, with the tenants' limits, and their keys as they are, by their hashes or in files of
+their own; or the claims of those who have tokens instead. ``TenantsFileWatch`` reads it again when it was replaced.
+"""
 
+import asyncio
 import json
+import logging
+import os
 import re
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from quire_router.admission.tenants import Tenant, Tenants, check_key
+from quire_router.core import metrics
 
+log = logging.getLogger(__name__)
+
+WATCH_PERIOD = 2.0  # seconds between two looks at the file
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 _KEY_ID = re.compile(r"[0-9a-f]{12}")
 _MAX_BYTES = 4 * 2**20
@@ -24,12 +43,33 @@ class TenantsFileError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class ApiKey:
+    """One key, by its SHA-256: 32 ``digest`` bytes, by which nobody finds a key that is long and random. It is accepted
+    until ``expires``, in seconds since 1970; None for always. ``secret`` is what the tenant's salt is made from: the
+    key, or its hash where only that is known.
+    """
+
+    digest: bytes
+    secret: str = field(repr=False)
+    expires: float | None = None
+
+    @classmethod
+    def of(cls, key: str, expires: float | None = None) -> "ApiKey":
+        """Returns a key that is known itself."""
+        return cls(sha256(key.encode()).digest(), key, expires)
+
+
+@dataclass(frozen=True, slots=True)
 class TenantsFile:
-    """The content of the file: the tenants, and the ``keys`` of each by its id; its salt is made from the first key."""
+    """The content of the file: the tenants, the ``keys`` of each by its id (its salt is made from the first one), and
+    by each of the ``claims`` that tokens may have the id of its tenant. ``paths`` are the files that it was read from.
+    """
 
     tenants: Tenants = field(default_factory=Tenants)
-    keys: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False)
+    keys: dict[str, tuple[ApiKey, ...]] = field(default_factory=dict, repr=False)
+    claims: dict[str, str] = field(default_factory=dict)
     policies: tuple[Tenant, ...] = ()
+    paths: tuple[Path, ...] = ()
 
     def unknown_models(self, served: Collection[str]) -> list[tuple[str, str]]:
         """Returns the models that tenants may use and that are not ``served``: each with the tenant's name, empty for
@@ -70,15 +110,37 @@ class _Policy(BaseModel):
         return Tenant(tenant_id, **fields)
 
 
+class _Key(BaseModel):
+    """A key that ends, or of which only the hash is here. ``expires`` is a date with a zone."""
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+    key: Annotated[str, AfterValidator(check_key)] | None = None
+    sha256: Annotated[str, Field(pattern="^[0-9A-Fa-f]{64}$")] | None = None
+    file: str | None = None
+    expires: AwareDatetime | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "_Key":
+        if sum(each is not None for each in (self.key, self.sha256, self.file)) != 1:
+            raise ValueError("needs one of key, sha256 and file")
+        return self
+
+
+def _as_table(value: object) -> object:
+    return {"key": check_key(value)} if isinstance(value, str) else value
+
+
 class _Entry(_Policy):
     name: Annotated[str, AfterValidator(_check_name)]
-    keys: list[Annotated[str, AfterValidator(check_key)]] = []
+    keys: list[Annotated[_Key, BeforeValidator(_as_table)]] = []
     key_files: list[str] = []
+    claims: list[Annotated[str, Field(min_length=1, max_length=256)]] = []
 
     @model_validator(mode="after")
     def _has_a_key(self) -> "_Entry":
-        if not self.keys and not self.key_files:
-            raise ValueError("needs a key, in keys or key_files")
+        if not self.keys and not self.key_files and not self.claims:
+            raise ValueError("needs a key, in keys or key_files, or claims of tokens")
         return self
 
 
@@ -99,13 +161,21 @@ def read_tenants(path: Path) -> TenantsFile:
         problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
         raise TenantsFileError(f"{path}: {_format_location(problem['loc'])}{_format_problem(problem)}.") from None
     policies = tuple(entry.tenant(entry.name) for entry in content.tenants)
-    keys: dict[str, tuple[str, ...]] = {}
+    keys: dict[str, tuple[ApiKey, ...]] = {}
+    claims: dict[str, str] = {}
     for number, entry in enumerate(content.tenants):
+        where = f"{path}: tenants[{number}]"
         if entry.name in keys:
-            raise TenantsFileError(f"{path}: tenants[{number}].name: {entry.name} is there twice.")
-        keys[entry.name] = (*entry.keys, *_read_keys(path, number, entry))
+            raise TenantsFileError(f"{where}.name: {entry.name} is there twice.")
+        keys[entry.name] = tuple(_read_keys(path, where, entry))
+        for claim in entry.claims:
+            if claims.setdefault(claim, entry.name) != entry.name:
+                raise TenantsFileError(f"{where}.claims: {claim} is also one of {claims[claim]}.")
     _check_distinct(path, keys)
-    return TenantsFile(Tenants(policies, content.default.tenant("")), keys, policies)
+    files = [each.file for entry in content.tenants for each in entry.keys if each.file is not None]
+    files += [name for entry in content.tenants for name in entry.key_files]
+    paths = (path, *(path.parent / name for name in files))
+    return TenantsFile(Tenants(policies, content.default.tenant("")), keys, claims, policies, paths)
 
 
 def _parse(path: Path) -> Any:
@@ -116,18 +186,28 @@ def _parse(path: Path) -> Any:
         raise TenantsFileError(f"{path}: it cannot be read: {_format_parse_error(error)}.") from None
 
 
-def _read_keys(path: Path, number: int, entry: _Entry) -> list[str]:
-    """Reads one key from each file; white space around it is ignored."""
-    keys = []
+def _read_keys(path: Path, where: str, entry: _Entry) -> Iterable[ApiKey]:
+    for position, each in enumerate(entry.keys):
+        expires = None if each.expires is None else each.expires.timestamp()
+        if each.sha256 is not None:
+            digest = each.sha256.lower()
+            yield ApiKey(bytes.fromhex(digest), f"sha256:{digest}", expires)
+        elif each.file is not None:
+            yield ApiKey.of(_read_key(path.parent / each.file, f"{where}.keys[{position}].file"), expires)
+        else:
+            yield ApiKey.of(each.key or "", expires)
     for position, name in enumerate(entry.key_files):
-        where = f"{path}: tenants[{number}].key_files[{position}]"
-        try:
-            keys.append(check_key(_read(path.parent / name, where).strip()))
-        except TenantsFileError:
-            raise
-        except ValueError as error:
-            raise TenantsFileError(f"{where}: {error}.") from None
-    return keys
+        yield ApiKey.of(_read_key(path.parent / name, f"{where}.key_files[{position}]"))
+
+
+def _read_key(path: Path, where: str) -> str:
+    """Reads the one key in a file; white space around it is ignored."""
+    try:
+        return check_key(_read(path, where).strip())
+    except TenantsFileError:
+        raise
+    except ValueError as error:
+        raise TenantsFileError(f"{where}: {error}.") from None
 
 
 def _read(path: Path, where: str) -> str:
@@ -143,13 +223,13 @@ def _read(path: Path, where: str) -> str:
         raise TenantsFileError(f"{where}: it is not UTF-8 text.") from None
 
 
-def _check_distinct(path: Path, keys: dict[str, tuple[str, ...]]) -> None:
-    owners: dict[str, str] = {}
+def _check_distinct(path: Path, keys: dict[str, tuple[ApiKey, ...]]) -> None:
+    owners: dict[bytes, str] = {}
     for name, own in keys.items():
         for key in own:
-            if key in owners:
-                raise TenantsFileError(f"{path}: a key of {name} is there twice, also as one of {owners[key]}.")
-            owners[key] = name
+            if key.digest in owners:
+                raise TenantsFileError(f"{path}: a key of {name} is there twice, also as one of {owners[key.digest]}.")
+            owners[key.digest] = name
 
 
 def _format_location(location: tuple[int | str, ...]) -> str:
@@ -173,3 +253,53 @@ def _format_parse_error(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} in line {error.lineno}"
     return str(error).partition("\n")[0] if isinstance(error, tomllib.TOMLDecodeError) else type(error).__name__
+
+
+class TenantsFileWatch:
+    """Reads the tenants' file of ``path``, from which ``file`` was read, again when it or a file of a key was replaced.
+    One that cannot be used is logged once; what was read before stays in force.
+    """
+
+    def __init__(self, path: Path, file: TenantsFile) -> None:
+        self._path = path
+        self._paths = file.paths
+        self._seen: list[_Version] | None = _versions(self._paths)
+        self._problem = ""
+        metrics.TENANTS_FILE_CURRENT.set(1)
+
+    async def look(self) -> TenantsFile | None:
+        """Returns what is in the file now, None if that was returned before or cannot be used. Never raises."""
+        seen = await asyncio.to_thread(_versions, self._paths)
+        if seen == self._seen:
+            return None
+        try:
+            file = await asyncio.to_thread(read_tenants, self._path)
+        except TenantsFileError as error:
+            self._seen = None
+            metrics.TENANTS_FILE_CURRENT.set(0)
+            if str(error) != self._problem:
+                log.error("%s What was read before stays in force.", error)
+            self._problem = str(error)
+            return None
+        # What is replaced while it is read has another version the next time, and other files are read once more.
+        self._seen = seen if file.paths == self._paths else None
+        self._paths, self._problem = file.paths, ""
+        metrics.TENANTS_FILE_CURRENT.set(1)
+        log.info("%s was read again: it names %d tenants", self._path, len(file.policies))
+        return file
+
+
+_Version = tuple[int, int, int] | None
+
+
+def _versions(paths: Iterable[Path]) -> list[_Version]:
+    """Returns what differs once a file is replaced, also where that is a link, as in mounted Secrets."""
+    versions: list[_Version] = []
+    for path in paths:
+        try:
+            state = os.stat(path)
+        except OSError:
+            versions.append(None)
+        else:
+            versions.append((state.st_ino, state.st_mtime_ns, state.st_size))
+    return versions

@@ -1,16 +1,20 @@
-"""Authentication: API keys in ``authorization`` values, and the tenant (``Identity``) that follows from them."""
+"""Authentication: API keys and tokens (JWTs) in ``authorization`` values, and the tenant (``Identity``) that follows
+from them.
+"""
 
 import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b, scrypt
+from hashlib import blake2b, scrypt, sha256
 from secrets import token_bytes
+from time import time
+from typing import Protocol
 
 from quire_proto.errors import QuireError
 
 from quire_router.admission.tenants import Tenant, Tenants
-from quire_router.admission.tenants_file import TenantsFile
-from quire_router.core.errors import key_invalid, key_missing, model_forbidden, several_keys
+from quire_router.admission.tenants_file import ApiKey, TenantsFile
+from quire_router.core.errors import key_expired, key_invalid, key_missing, model_forbidden, several_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,79 +41,116 @@ ANONYMOUS = Identity()
 _TENANT_BYTES, _SALT_BYTES = 6, 16
 
 
-class _KeyEntry:
-    """One key. The caller's id and salt take a twentieth of a second to derive (``_derive``), on the thread that asks
-    first; two that ask at once derive the same.
+class _Caller:
+    """Who has a tenant's keys. Its id and salt take a twentieth of a second to derive (``_derive``), on the thread that
+    asks first; two that ask at once derive the same.
     """
 
-    __slots__ = ("_caller", "_first", "_policy", "_tenants")
+    __slots__ = ("_identity", "_policy", "_secret", "_tenants")
 
-    def __init__(self, first: str, policy: Tenant | None, tenants: Tenants) -> None:
-        """``first`` is the key that the salt is derived from; ``policy`` that of the tenant that the file names, or
-        None.
-        """
-        self._first = first
+    def __init__(self, secret: str, policy: Tenant | None, tenants: Tenants) -> None:
+        """``secret`` is what the salt is derived from; ``policy`` that of the tenant that the file names, or None."""
+        self._secret = secret
         self._policy = policy
         self._tenants = tenants
-        self._caller: Identity | None = None
+        self._identity: Identity | None = None
 
-    def caller(self) -> Identity:
-        """Returns the identity of the key."""
-        if self._caller is None:
-            tenant, salt = _derive(self._first.encode())
+    def identity(self) -> Identity:
+        """Returns the identity."""
+        if self._identity is None:
+            tenant, salt = _derive(self._secret.encode())
             policy = self._tenants[tenant] if self._policy is None else self._policy
-            self._caller = Identity(tenant if self._policy is None else policy.id, salt, policy)
-        return self._caller
+            self._identity = Identity(tenant if self._policy is None else policy.id, salt, policy)
+        return self._identity
 
 
-class StaticKeys:
-    """The configured keys; without any the API is open to all. ``prepare`` derives every identity ahead; a caller that
-    comes before waits a twentieth of a second, once.
+class TokenVerifier(Protocol):
+    """Checks tokens of an issuer; see ``oidc.OidcVerifier``."""
+
+    def verify(self, token: str) -> str:
+        """Returns the claim that names the tenant. Raises ``QuireError``."""
+        ...
+
+
+class Authenticator:
+    """The configured keys, and those who have tokens of an issuer that ``tokens`` verifies; without both the API is
+    open to all. ``prepare`` derives every identity ahead; a caller that comes before waits a twentieth of a second,
+    once. ``replace`` takes over a tenants' file that was read again.
 
     Each of ``keys`` is a tenant of its own, unless the ``file`` assigns it to one. A tenant of the file is identified
     by its name, so that its keys can change. Its salt is that of its first key: it cannot be derived from a name that
     others know, and a key that moves into the file keeps what is cached.
     """
 
-    def __init__(self, keys: Iterable[str], file: TenantsFile | None = None) -> None:
-        file = file or TenantsFile()
-        self._anyone = Identity(policy=file.tenants[""])
+    def __init__(
+        self, keys: Iterable[str], file: TenantsFile | None = None, tokens: TokenVerifier | None = None
+    ) -> None:
+        self._own = [ApiKey.of(key) for key in keys]
+        self._tokens = tokens
         self._secret = token_bytes(32)
-        self._entries: dict[bytes, _KeyEntry] = {}
+        self.replace(file or TenantsFile())
+
+    def replace(self, file: TenantsFile) -> None:
+        """Accepts the keys of ``file`` from now on, and no others but those that were given at the start."""
+        self._tenants = file.tenants
+        self._claims = file.claims
+        self._anyone = Identity(policy=file.tenants[""])
+        self._keys: dict[bytes, tuple[_Caller, float | None]] = {}
+        self._named: dict[str, _Caller] = {}
         for name, own in file.keys.items():
-            entry = _KeyEntry(own[0], file.tenants[name], file.tenants)  # all keys of one tenant share it
-            self._entries.update((self._digest(key), entry) for key in own)
-        for key in keys:
-            self._entries.setdefault(self._digest(key), _KeyEntry(key, None, file.tenants))
+            # All keys of one tenant share it. Where it has none, who has its tokens needs a salt as well.
+            secret = own[0].secret if own else f"tenant:{name}"
+            caller = self._named[name] = _Caller(secret, file.tenants[name], file.tenants)
+            self._keys.update((self._lookup(key.digest), (caller, key.expires)) for key in own)
+        for key in self._own:
+            caller = _Caller(key.secret, None, file.tenants)
+            self._keys.setdefault(self._lookup(key.digest), (caller, None))
 
     @property
     def required(self) -> bool:
-        """Whether each caller must have a key, because any is configured."""
-        return bool(self._entries)
+        """Whether each caller must have a key or a token, because any is configured."""
+        return bool(self._keys) or self._tokens is not None
 
     async def prepare(self) -> None:
         """Derives the identity of every key, on another thread, one after the other."""
-        for entry in set(self._entries.values()):
-            await asyncio.to_thread(entry.caller)
+        for caller in {*self._named.values(), *(caller for caller, _ in self._keys.values())}:
+            await asyncio.to_thread(caller.identity)
 
     def authenticate(self, *authorizations: str) -> Identity:
         """Returns who sent these ``authorization`` values, of which there must be one. Raises ``QuireError``
-        UNAUTHENTICATED.
+        UNAUTHENTICATED, and UNAVAILABLE for a token while the issuer's keys are not known.
 
         Looks up a hash of the key that only this process can compute: timing reveals something about that hash at most,
         and does not depend on the number of keys.
         """
-        if not self._entries:
+        if not self.required:
             return self._anyone
         authorization = authorizations[0] if len(authorizations) == 1 else ""
         scheme, _, key = authorization.partition(" ")
-        entry = self._entries.get(self._digest(key.strip()))
-        if scheme.lower() != "bearer" or entry is None:
+        key = key.strip()
+        if scheme.lower() != "bearer":
             raise _credentials_error(authorizations)
-        return entry.caller()
+        found = self._keys.get(self._lookup(sha256(key.encode()).digest()))
+        if found is None:
+            return self._identity_of_token(key, authorizations)
+        caller, expires = found
+        if expires is not None and time() >= expires:
+            raise key_expired()
+        return caller.identity()
 
-    def _digest(self, key: str) -> bytes:
-        return blake2b(key.encode(), key=self._secret, digest_size=32).digest()
+    def _identity_of_token(self, token: str, authorizations: Sequence[str]) -> Identity:
+        if self._tokens is None or token.count(".") != 2:
+            raise _credentials_error(authorizations)
+        claim = self._tokens.verify(token)
+        if (name := self._claims.get(claim)) is not None:
+            return self._named[name].identity()
+        label = claim.encode()
+        tenant = f"oidc-{blake2b(label, digest_size=_TENANT_BYTES, person=b'quire tenant').hexdigest()}"
+        salt = blake2b(label, digest_size=_SALT_BYTES, person=b"quire salt").digest()
+        return Identity(tenant, salt, self._tenants[tenant])
+
+    def _lookup(self, digest: bytes) -> bytes:
+        return blake2b(digest, key=self._secret, digest_size=32).digest()
 
 
 def _credentials_error(authorizations: Sequence[str]) -> QuireError:

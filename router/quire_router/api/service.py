@@ -33,7 +33,7 @@ from quire_proto.tracing import extract, is_recording
 
 from quire_router.admission.limits import RateLimiter
 from quire_router.admission.tenants import rate_limit_headers
-from quire_router.api.auth import ANONYMOUS, Identity, StaticKeys
+from quire_router.api.auth import ANONYMOUS, Authenticator, Identity
 from quire_router.api.multi_prompt import MultiPromptRunner
 from quire_router.api.prepared_request import (
     NO_OPTIONS,
@@ -114,7 +114,7 @@ class ApiService:
         tokenizers: Mapping[str, ModelTokenizer],
         fleet: EnginePoolView,
         runner: Runner,
-        keys: StaticKeys,
+        keys: Authenticator,
         concurrency: ConcurrencyLimit,
         *,
         allow_priority: bool = False,

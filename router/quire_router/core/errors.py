@@ -69,6 +69,22 @@ def key_invalid() -> QuireError:
     return QuireError(ErrorCode.UNAUTHENTICATED, "This API key is not valid.")
 
 
+def key_expired() -> QuireError:
+    """The API key was valid until a moment that has passed."""
+    return QuireError(ErrorCode.UNAUTHENTICATED, "This API key has expired.")
+
+
+def token_invalid(problem: str) -> QuireError:
+    """The token is not one that is accepted: ``problem`` says why, without its full stop."""
+    return QuireError(ErrorCode.UNAUTHENTICATED, f"This token is not valid: {problem}.")
+
+
+def issuer_unknown() -> QuireError:
+    """Tokens cannot be checked now, as the keys of their issuer are being read."""
+    message = "The keys that tokens are signed with are being read. Try again in a second."
+    return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=1.0)
+
+
 def model_forbidden(model: str) -> QuireError:
     """The caller's key does not open this model."""
     message = f"This API key may not use the model {model[:128]!r}."

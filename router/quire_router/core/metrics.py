@@ -115,6 +115,14 @@ DISCOVERY_HEARD = Gauge(
     multiprocess_mode="livemin",
 )
 ATTEMPTS_LOST = Counter(Metric.ATTEMPTS_LOST, "Attempts that came to nothing and are made again elsewhere.", ["reason"])
+TENANTS_FILE_CURRENT = Gauge(
+    Metric.TENANTS_FILE_CURRENT,
+    "1 while the tenants' file in force is the one that is there.",
+    multiprocess_mode="livemin",
+)
+OIDC_KEYS_CURRENT = Gauge(
+    Metric.OIDC_KEYS_CURRENT, "1 while the keys of the tokens' issuer can be read.", multiprocess_mode="livemin"
+)
 LOAD_SHARED = Gauge(Metric.LOAD_SHARED, "1 while routers tell each other their load.", multiprocess_mode="livemin")
 LOAD_ROUTERS = Gauge(Metric.LOAD_ROUTERS, "Other routers whose load is known.", multiprocess_mode="livemax")
 LOAD_SHARES_IGNORED = Counter(Metric.LOAD_SHARES_IGNORED, "Shares of load that were damaged, or of too many routers.")

@@ -69,6 +69,20 @@
   value: /etc/quire/tenants/tenants.toml
 {{- end }}
 {{- end }}
+{{- with default dict $auth.oidc }}
+{{- if .issuerUrl }}
+- name: QUIRE_ROUTER_OIDC_ISSUER_URL
+  value: {{ .issuerUrl | quote }}
+- name: QUIRE_ROUTER_OIDC_CLIENT_ID
+  value: {{ .clientId | quote }}
+- name: QUIRE_ROUTER_OIDC_TENANT_CLAIM
+  value: {{ default "sub" .tenantClaim | quote }}
+{{- with .jwksUrl }}
+- name: QUIRE_ROUTER_OIDC_JWKS_URL
+  value: {{ . | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{/* The env of the connection to Redis. The password is in a file, which routers read again for each connection. Takes the root. */}}

@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from quire_proto.errors import QuireError, invalid
 
-from quire_router.api.auth import ANONYMOUS, Identity, StaticKeys
+from quire_router.api.auth import ANONYMOUS, Authenticator, Identity
 from quire_router.api.fleet_feed import FleetFeed
 from quire_router.api.prepared_request import ResponseOptions, options_from_headers
 from quire_router.api.request_limits import ReservedBody
@@ -228,7 +228,7 @@ def _unknown() -> QuireError:
 class FleetEndpoint:
     """Handler of ``/v1/fleet/events``. With ``for_all`` every key shows the fleet; without keys everybody sees it."""
 
-    def __init__(self, feed: FleetFeed, keys: StaticKeys, keepalive: KeepAlive, *, for_all: bool) -> None:
+    def __init__(self, feed: FleetFeed, keys: Authenticator, keepalive: KeepAlive, *, for_all: bool) -> None:
         self._feed = feed
         self._keys = keys
         self._keepalive = keepalive

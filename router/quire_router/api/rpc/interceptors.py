@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from quire_proto.errors import QuireError
 
-from quire_router.api.auth import Identity, StaticKeys
+from quire_router.api.auth import Authenticator, Identity
 from quire_router.api.rpc.context import Context, abort, client_may_leave
 from quire_router.api.service import counting_rejections, new_request_id
 from quire_router.core import metrics
@@ -30,7 +30,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     too; only health is open.
     """
 
-    def __init__(self, keys: StaticKeys) -> None:
+    def __init__(self, keys: Authenticator) -> None:
         self._keys = keys
 
     async def intercept_service(self, continuation: Continue, details: grpc.HandlerCallDetails) -> Handler:
@@ -46,7 +46,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return handler
 
 
-def authenticate(keys: StaticKeys, metadata: Iterable[tuple[str, str | bytes]] | None) -> Identity:
+def authenticate(keys: Authenticator, metadata: Iterable[tuple[str, str | bytes]] | None) -> Identity:
     """Returns the caller. Raises ``QuireError`` UNAUTHENTICATED."""
     values = [value for name, value in metadata or () if name == "authorization"]
     return keys.authenticate(*(value.decode("latin-1") if isinstance(value, bytes) else value for value in values))

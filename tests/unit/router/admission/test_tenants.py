@@ -1,16 +1,21 @@
 """The tenants' file, and what keys become of it."""
 
 import json
+import os
+from hashlib import sha256
 
 import pytest
 from quire_proto.cli import read_settings
 from quire_proto.errors import ErrorCode, QuireError
-from quire_router.admission.tenants import Tenant, TenantUsage
-from quire_router.admission.tenants_file import TenantsFileError, read_tenants
-from quire_router.api.auth import Identity, StaticKeys
+from quire_router.admission.limits import RateLimiter
+from quire_router.admission.tenants import Tenant, Tenants, TenantUsage
+from quire_router.admission.tenants_file import ApiKey, TenantsFileError, TenantsFileWatch, read_tenants
+from quire_router.api.auth import Authenticator, Identity
 from quire_router.config import Settings, log_startup_warnings
+from quire_router.core import metrics
 
 KEY, OTHER, THIRD = "a-long-enough-key", "another-long-key", "third-key-of-many"
+HASH = sha256(KEY.encode()).hexdigest()
 TOML = f"""
 [default]
 requests_per_minute = 60
@@ -49,7 +54,7 @@ def test_a_file_names_tenants_their_keys_and_what_they_may_use(tmp_path):
     file = read_tenants(write(tmp_path, TOML))
     research, shop = file.tenants["research"], file.tenants["shop"]
 
-    assert file.keys == {"research": (KEY,), "shop": (OTHER,)}
+    assert file.keys == {"research": (ApiKey.of(KEY),), "shop": (ApiKey.of(OTHER),)}
     assert (research.weight, research.priority, research.allow_priority) == (2, -5, True)
     assert (research.requests_per_minute, research.tokens_per_minute) == (600, 100_000)
     assert (research.max_concurrent, research.max_queued) == (8, 16)
@@ -116,6 +121,15 @@ def test_json_and_toml_files_are_equivalent(tmp_path):
         ({"tenants": [entry(key_files=["short.key"])]}, "tenants[0].key_files[0]: a key must have"),
         ({"tenants": [entry(), entry()]}, "tenants[1].name: a is there twice"),
         ({"tenants": [entry(), entry(name="b")]}, "a key of b is there twice, also as one of a"),
+        ({"tenants": [entry(keys=[{"sha256": "ab"}])]}, "tenants[0].keys[0].sha256: "),
+        ({"tenants": [entry(keys=[{"key": KEY, "file": "x"}])]}, "tenants[0].keys[0]: needs one of key, sha256 and"),
+        ({"tenants": [entry(keys=[{"expires": "2027-01-01T00:00:00Z"}])]}, "tenants[0].keys[0]: needs one of"),
+        ({"tenants": [entry(keys=[{"key": KEY, "expires": "soon"}])]}, "tenants[0].keys[0].expires: "),
+        ({"tenants": [entry(keys=[{"key": KEY, "expires": "2027-01-01T00:00:00"}])]}, "tenants[0].keys[0].expires: "),
+        ({"tenants": [entry(keys=[{"file": "nowhere"}])]}, "tenants[0].keys[0].file: it cannot be read: No such"),
+        ({"tenants": [entry(), entry(name="b", keys=[{"sha256": HASH}])]}, "a key of b is there twice"),
+        ({"tenants": [entry(claims=[""])]}, "tenants[0].claims[0]: "),
+        ({"tenants": [entry(claims=["x"]), entry(name="b", keys=[], claims=["x"])]}, "tenants[1].claims: x is also"),
         ({"tenants": {"a": entry()}}, "tenants: "),
         ([], ""),
     ],
@@ -160,7 +174,7 @@ def test_a_file_that_is_missing_or_too_large_or_not_text_is_an_error(tmp_path):
 
 
 def keys_of(folder, tenants, *flags, **others):
-    return StaticKeys(flags, read_tenants(write(folder, {"tenants": tenants, **others}, "tenants.json")))
+    return Authenticator(flags, read_tenants(write(folder, {"tenants": tenants, **others}, "tenants.json")))
 
 
 def test_all_keys_of_a_tenant_open_the_same_and_it_keeps_its_name_when_they_change(tmp_path):
@@ -176,7 +190,7 @@ def test_all_keys_of_a_tenant_open_the_same_and_it_keeps_its_name_when_they_chan
 
 def test_a_key_keeps_its_salt_when_it_moves_into_the_file(tmp_path):
     before, after = (
-        StaticKeys([KEY]).authenticate(f"Bearer {KEY}"),
+        Authenticator([KEY]).authenticate(f"Bearer {KEY}"),
         keys_of(tmp_path, [entry()]).authenticate(f"Bearer {KEY}"),
     )
     assert before.cache_salt == after.cache_salt
@@ -193,7 +207,7 @@ def test_a_key_that_is_also_a_flag_is_the_tenants(tmp_path):
     keys = keys_of(tmp_path, [entry()], KEY, OTHER, default={"requests_per_minute": 7})
     assert keys.authenticate(f"Bearer {KEY}").tenant == "a"
     plain = keys.authenticate(f"Bearer {OTHER}")
-    assert plain == StaticKeys([OTHER]).authenticate(f"Bearer {OTHER}")
+    assert plain == Authenticator([OTHER]).authenticate(f"Bearer {OTHER}")
     assert plain.policy.requests_per_minute == 7
 
 
@@ -239,3 +253,102 @@ def test_a_router_warns_of_models_that_it_does_not_serve(tmp_path, caplog):
 
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert line == f"{path}: research may use 'big', which is not served here"
+
+
+# Keys that end, keys by their hash, and files that are replaced
+
+
+def test_a_key_by_its_hash_opens_and_the_file_does_not_show_it(tmp_path):
+    path = write(tmp_path, {"tenants": [entry(keys=[{"sha256": HASH.upper()}])]}, "tenants.json")
+    caller = Authenticator((), read_tenants(path)).authenticate(f"Bearer {KEY}")
+
+    assert caller.tenant == "a"
+    assert KEY not in path.read_text()
+    with pytest.raises(QuireError, match="not valid"):
+        Authenticator((), read_tenants(path)).authenticate(f"Bearer {HASH}")
+
+
+@pytest.mark.parametrize(("expires", "opens"), [("2020-01-01T00:00:00Z", False), ("2120-01-01T00:00:00+02:00", True)])
+def test_a_key_opens_until_it_expires(expires, opens, tmp_path):
+    path = tmp_path / "tenants.toml"
+    path.write_text(f'[[tenants]]\nname = "a"\nkeys = ["{OTHER}", {{ key = "{KEY}", expires = {expires} }}]\n')
+    keys = Authenticator((), read_tenants(path))
+
+    assert keys.authenticate(f"Bearer {OTHER}").tenant == "a"
+    if opens:
+        assert keys.authenticate(f"Bearer {KEY}").tenant == "a"
+    else:
+        with pytest.raises(QuireError, match="This API key has expired") as refusal:
+            keys.authenticate(f"Bearer {KEY}")
+        assert refusal.value.code is ErrorCode.UNAUTHENTICATED
+
+
+async def test_a_file_that_was_replaced_is_read_again_once(tmp_path):
+    path = write(tmp_path, {"tenants": [entry(key_files=["k"])]}, "tenants.json")
+    (tmp_path / "k").write_text(OTHER)
+    watch = TenantsFileWatch(path, read_tenants(path))
+    assert await watch.look() is None
+
+    (tmp_path / "next").write_text(THIRD)
+    os.replace(tmp_path / "next", tmp_path / "k")
+    of_key = await watch.look()
+    again = await watch.look()
+    write(tmp_path, {"tenants": [entry(keys=[THIRD], weight=3)]}, "tenants.json")
+    of_file = [await watch.look() for _ in range(3)]
+
+    assert of_key.keys["a"] == (ApiKey.of(KEY), ApiKey.of(THIRD))
+    assert again is None
+    assert of_file[0].tenants["a"].weight == 3
+    assert of_file[-1] is None
+
+
+async def test_a_file_that_cannot_be_used_changes_nothing_and_is_logged_once(tmp_path, caplog):
+    path = write(tmp_path, {"tenants": [entry()]}, "tenants.json")
+    watch = TenantsFileWatch(path, read_tenants(path))
+    path.write_text('{"tenants": [')
+    broken = [await watch.look() for _ in range(3)]
+    state = metrics.TENANTS_FILE_CURRENT._value.get()
+    write(tmp_path, {"tenants": [entry(key_files=["later"])]}, "tenants.json")
+    missing = await watch.look()
+    (tmp_path / "later").write_text(OTHER)
+    found = await watch.look()
+
+    assert (broken, missing, state) == ([None] * 3, None, 0)
+    assert [record.message.count("stays in force") for record in caplog.records if record.levelname == "ERROR"] == [
+        1,
+        1,
+    ]
+    assert found.keys["a"] == (ApiKey.of(KEY), ApiKey.of(OTHER))
+    assert metrics.TENANTS_FILE_CURRENT._value.get() == 1
+
+
+def test_a_replaced_file_takes_keys_away_and_gives_others(tmp_path):
+    keys = keys_of(tmp_path, [entry()], THIRD)
+    before = keys.authenticate(f"Bearer {KEY}")
+    keys.replace(read_tenants(write(tmp_path, {"tenants": [entry(keys=[OTHER], models=["m"])]}, "tenants.json")))
+    after = keys.authenticate(f"Bearer {OTHER}")
+
+    assert (before.tenant, after.tenant, after.policy.models) == ("a", "a", frozenset({"m"}))
+    assert keys.authenticate(f"Bearer {THIRD}").policy.id not in ("a", "")
+    with pytest.raises(QuireError):
+        keys.authenticate(f"Bearer {KEY}")
+
+
+async def test_limits_of_a_replaced_file_hold_for_what_was_counted_before():
+    tenants, now = Tenants([Tenant("a", requests_per_minute=2, max_concurrent=9)]), [0]
+    limiter = RateLimiter(tenants, clock=lambda: now[0])
+    first = await limiter.reserve("a", "1", 10)
+    await limiter.reserve("a", "2", 10)
+    with pytest.raises(QuireError, match="a minute"):
+        await limiter.reserve("a", "3", 10)
+    tenants.replace_all(Tenants([Tenant("a", requests_per_minute=600, max_concurrent=2)]))
+    now[0] = 1_000_000
+    with pytest.raises(QuireError, match=r"at once|in progress"):
+        await limiter.reserve("a", "3", 10)
+    first.settle()
+    await limiter.reserve("a", "3", 10)
+    tenants.replace_all(Tenants([Tenant("b")], default=Tenant(tokens_per_minute=5)))
+
+    assert limiter.status("b") is None
+    with pytest.raises(QuireError, match="tokens"):
+        await limiter.reserve("a", "4", 10)

@@ -12,7 +12,7 @@ from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import ErrorCode, QuireError
 from quire_router.admission.tenants_file import read_tenants
 from quire_router.api import auth as identity
-from quire_router.api.auth import ANONYMOUS, StaticKeys
+from quire_router.api.auth import ANONYMOUS, Authenticator
 
 from tests.support.scripted_api import ask, chat, open_stage, read_answer
 
@@ -175,7 +175,7 @@ def test_the_stored_form_of_a_key_is_slow_to_guess_from_and_the_same_in_every_ro
     derived = hashlib.scrypt(KEY.encode(), salt=b"quire caller", n=2**14, r=8, p=1, dklen=22)
 
     for _ in range(2):
-        caller = StaticKeys([KEY]).authenticate(f"Bearer {KEY}")
+        caller = Authenticator([KEY]).authenticate(f"Bearer {KEY}")
         assert (caller.tenant, caller.cache_salt) == (derived[:6].hex(), derived[6:])
 
 
@@ -188,7 +188,7 @@ async def test_a_thousand_keys_open_at_once_and_each_is_derived_once(monkeypatch
 
     monkeypatch.setattr(identity, "scrypt", slow)
     names = [f"the-right-key-{number}" for number in range(1000)]
-    keys = StaticKeys(names)
+    keys = Authenticator(names)
     assert derived == []
     early = keys.authenticate(f"Bearer {names[700]}")
     assert derived == [names[700]]
@@ -210,7 +210,7 @@ async def test_without_configured_keys_everyone_shares():
 
 
 def test_a_caller_is_known_by_the_key_alone():
-    keys = StaticKeys([KEY])
+    keys = Authenticator([KEY])
 
     assert keys.authenticate(f"Bearer {KEY}") != ANONYMOUS
     with pytest.raises(QuireError) as refusal:
@@ -229,7 +229,7 @@ async def unary(channel, method, metadata):
 @pytest.mark.parametrize("authorization", ["", KEY, f"Token {KEY}"])
 def test_a_key_in_another_form_is_refused_with_the_right_one(authorization):
     with pytest.raises(QuireError, match="Authorization: Bearer KEY"):
-        StaticKeys([KEY]).authenticate(authorization)
+        Authenticator([KEY]).authenticate(authorization)
 
 
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),), (("authorization", KEY),)])

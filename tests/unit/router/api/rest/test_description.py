@@ -6,7 +6,7 @@ from typing import cast
 
 import jsonschema
 import pytest
-from quire_router.api.auth import StaticKeys
+from quire_router.api.auth import Authenticator
 from quire_router.api.fleet_feed import FleetFeed
 from quire_router.api.rest.endpoints import FleetEndpoint
 from quire_router.api.rest.openapi import FLEET, LORA_UPDATES, openapi
@@ -33,7 +33,7 @@ async def described() -> dict:
 
 @pytest.mark.parametrize("page", [None, Page()], ids=["without the page", "with the page"])
 async def test_the_described_routes_are_those_that_the_application_has(page):
-    fleet = None if page is None else FleetEndpoint(NO_FEED, StaticKeys(()), KEEPALIVE, for_all=True)
+    fleet = None if page is None else FleetEndpoint(NO_FEED, Authenticator(()), KEEPALIVE, for_all=True)
     updater = None if page is None else NO_UPDATER
     async with open_stage(page=page, fleet_endpoint=fleet, lora_updater=updater) as stage:
         paths = (await ask(stage.port, "GET", "/openapi.json")).json["paths"]

@@ -1,0 +1,194 @@
+"""Tokens of an OpenID Connect issuer (RFC 7519): ``OidcVerifier`` checks them with the issuer's keys (RFC 7517), which
+it reads in the background, so that no request waits for the issuer. Settings have the names of Kubernetes' API server.
+"""
+
+import asyncio
+import json
+import logging
+import ssl
+from collections import OrderedDict
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from time import monotonic, time
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import aiohttp
+import jwt
+
+from quire_router.core import metrics
+from quire_router.core.errors import issuer_unknown, token_invalid
+from quire_router.core.retry import wait_at_most
+
+log = logging.getLogger(__name__)
+
+REFRESH_PERIOD = 600.0  # seconds between two readings of the issuer's keys
+RETRY_PERIOD = 10.0  # seconds at least between two, whoever asks for them
+LEEWAY = 60.0  # seconds that clocks may differ
+_TIMEOUT = aiohttp.ClientTimeout(total=10)
+_MAX_BYTES = 2**20
+_MAX_TOKEN_BYTES = 16 * 2**10
+_MAX_CLAIM_CHARACTERS = 256
+_CACHED_TOKENS = 4096
+# Asymmetric ones alone: with HS256 whoever has the issuer's public keys could sign, and with "none" everybody.
+ALGORITHMS: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
+
+
+@dataclass(frozen=True, slots=True)
+class OidcSettings:
+    """Whose tokens are accepted: those of ``issuer_url`` for ``client_id``, their audience. The claim ``tenant_claim``
+    says who a caller is. Keys are read from ``jwks_url``, or from where the issuer's configuration says; its
+    certificate has to be of the authorities in ``ca_file``, where that is given.
+    """
+
+    issuer_url: str
+    client_id: str
+    tenant_claim: str = "sub"
+    jwks_url: str | None = None
+    ca_file: Path | None = None
+
+
+class OidcVerifier:
+    """Checks tokens. ``run`` reads the issuer's keys, again and again, and when a token names one that is not known.
+    While the issuer cannot be reached the keys that were read stay in force.
+    """
+
+    def __init__(self, settings: OidcSettings) -> None:
+        self._settings = settings
+        self._keys: dict[str | None, jwt.PyJWK] = {}
+        self._read_at = -RETRY_PERIOD
+        self._wanted = asyncio.Event()
+        self._verified: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+        self._problem = ""
+        metrics.OIDC_KEYS_CURRENT.set(0)
+
+    def verify(self, token: str) -> str:
+        """Returns the claim of a token that names the tenant. Raises ``QuireError`` UNAUTHENTICATED, and UNAVAILABLE
+        while the key that it is signed with may just be being read.
+        """
+        if len(token) > _MAX_TOKEN_BYTES:
+            raise token_invalid(f"it has more than {_MAX_TOKEN_BYTES} bytes")
+        digest = blake2b(token.encode(), digest_size=16).digest()
+        known = self._verified.get(digest)
+        if known is not None and time() < known[1]:
+            return known[0]
+        claims = self._decode(token)
+        claim = claims.get(self._settings.tenant_claim)
+        if not isinstance(claim, str) or not 0 < len(claim) <= _MAX_CLAIM_CHARACTERS:
+            raise token_invalid(
+                f"its claim {self._settings.tenant_claim} is no text of 1 to {_MAX_CLAIM_CHARACTERS} characters"
+            )
+        self._verified[digest] = claim, float(claims["exp"]) + LEEWAY
+        if len(self._verified) > _CACHED_TOKENS:
+            self._verified.popitem(last=False)
+        return claim
+
+    def _decode(self, token: str) -> dict[str, Any]:
+        try:
+            header = jwt.get_unverified_header(token)
+        except jwt.InvalidTokenError:
+            raise token_invalid("it cannot be read") from None
+        key = self._find(header.get("kid"))
+        settings = self._settings
+        try:
+            return jwt.decode(
+                token,
+                key,
+                algorithms=[name for name in ALGORITHMS if name == header.get("alg")],
+                audience=settings.client_id,
+                issuer=settings.issuer_url,
+                leeway=LEEWAY,
+                options={"require": ["exp", "iss", "aud"]},
+            )
+        except jwt.ExpiredSignatureError:
+            raise token_invalid("it has expired") from None
+        except jwt.ImmatureSignatureError:
+            raise token_invalid("it is not valid yet") from None
+        except jwt.InvalidAudienceError:
+            raise token_invalid("it is for another audience") from None
+        except jwt.InvalidIssuerError:
+            raise token_invalid("it is of another issuer") from None
+        except jwt.MissingRequiredClaimError as error:
+            raise token_invalid(f"it has no claim {error.claim}") from None
+        except jwt.PyJWTError:
+            raise token_invalid("its signature is not one of the issuer") from None
+
+    def _find(self, key_id: object) -> jwt.PyJWK:
+        """Returns the key of this id, or the issuer's only one for a token that names none."""
+        if isinstance(key_id, str) and (key := self._keys.get(key_id)) is not None:
+            return key
+        if key_id is None and len(self._keys) == 1:
+            return next(iter(self._keys.values()))
+        if monotonic() >= self._read_at + RETRY_PERIOD:
+            self._wanted.set()
+            raise issuer_unknown()
+        if not self._keys:
+            raise issuer_unknown()
+        raise token_invalid("it is signed with none of the issuer's keys")
+
+    async def run(self) -> None:
+        """Keeps the issuer's keys current; never ends."""
+        while True:
+            await self.read_keys()
+            await asyncio.sleep(RETRY_PERIOD)
+            await wait_at_most(self._wanted, REFRESH_PERIOD if self._keys else 0)
+
+    async def read_keys(self) -> None:
+        """Reads the issuer's keys. What cannot be read is logged, once for each problem, and changes nothing."""
+        self._wanted.clear()
+        try:
+            keys = await self._fetch_keys()
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, jwt.PyJWTError) as error:
+            metrics.OIDC_KEYS_CURRENT.set(0)
+            problem = str(error) or type(error).__name__
+            if problem != self._problem:
+                log.error("the keys of %s cannot be read: %s", self._settings.issuer_url, problem)
+            self._problem = problem
+        else:
+            metrics.OIDC_KEYS_CURRENT.set(1)
+            if keys.keys() != self._keys.keys():
+                log.info("%s has %d keys", self._settings.issuer_url, len(keys))
+            self._keys, self._problem = keys, ""
+            self._verified.clear()  # what a key has signed that was withdrawn is not valid any more
+        self._read_at = monotonic()
+
+    async def _fetch_keys(self) -> dict[str | None, jwt.PyJWK]:
+        settings = self._settings
+        context = await asyncio.to_thread(ssl.create_default_context, cafile=settings.ca_file)
+        connector = aiohttp.TCPConnector(ssl=context)
+        async with aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT, trust_env=True) as session:
+            address = settings.jwks_url
+            if address is None:
+                found = await _fetch_json(
+                    session, settings.issuer_url.rstrip("/") + "/.well-known/openid-configuration"
+                )
+                if found.get("issuer") != settings.issuer_url:
+                    raise ValueError(f"its configuration is that of {str(found.get('issuer'))[:256]!r}")
+                address = check_address(str(found.get("jwks_uri")))
+            found = await _fetch_json(session, address)
+        keys = jwt.PyJWKSet.from_dict(found).keys
+        return {key.key_id: key for key in keys if key.public_key_use in (None, "sig")}
+
+
+async def _fetch_json(session: aiohttp.ClientSession, address: str) -> dict[str, Any]:
+    """Raises ``aiohttp.ClientError`` and ``ValueError``."""
+    async with session.get(address, allow_redirects=False, raise_for_status=True) as response:
+        body = await response.content.read(_MAX_BYTES + 1)
+        while len(body) <= _MAX_BYTES and (more := await response.content.read(_MAX_BYTES)):
+            body += more
+    if len(body) > _MAX_BYTES:
+        raise ValueError(f"{address} has more than {_MAX_BYTES} bytes")
+    found = json.loads(body)
+    if not isinstance(found, dict):
+        raise ValueError(f"{address} is no JSON object")
+    return found
+
+
+def check_address(address: str) -> str:
+    """Returns an issuer's address. Raises ``ValueError`` where keys would come unencrypted over a network."""
+    parts = urlsplit(address)
+    local = parts.scheme == "http" and parts.hostname in ("127.0.0.1", "::1", "localhost")
+    if not parts.hostname or (parts.scheme != "https" and not local):
+        raise ValueError(f"{address[:256]!r} must be an address that begins with https://")
+    return address
