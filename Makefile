@@ -51,10 +51,11 @@ up: $(READY)
 	@exec $(BIN)/python -m quire_cli.main serve "$(or $(MODEL),demo/model)" --engines "$(or $(ENGINES),2)" \
 	  $(if $(or $(NAME),$(if $(MODEL),,demo)),--served-model-name "$(or $(NAME),quire-demo)") $(ARGS)
 
-# Unit tests wait more than they compute, so three workers have two cores busy; for the others two do. With ARGS just those
-# tests run, one after the other. A test that fails gets a second chance, since real processes on a busy machine may be
-# late, and the summary names those that needed it: they are to be mended. It comes when routers trust a Redis again that
-# was late (4 s). The chaos run gets none.
+# Unit tests wait two thirds of their time, so five workers have two cores busy; for the others, whose processes compute
+# beside them, two do. The chaos run begins first, as it is one test that takes long. With ARGS just those tests run, one
+# after the other. A test that fails gets a second chance, since real processes on a busy machine may be late, and the
+# summary names those that needed it: they are to be mended. It comes when routers trust a Redis again that was late (4 s).
+# The chaos run gets none.
 AGAIN := --reruns 1 --reruns-delay 5 -rR
 
 test: $(READY) $(HELM_READY)
@@ -64,8 +65,8 @@ test: $(READY) $(HELM_READY)
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(BIN)/python -m pytest -n 3 --dist loadfile $(AGAIN) tests/unit tests/sim tests/kube
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(AGAIN) tests/service tests/chaos
+	$(BIN)/python -m pytest -n 5 --dist loadfile $(AGAIN) tests/unit tests/sim tests/kube
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(AGAIN) tests/chaos tests/service
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(AGAIN) --ignore tests/unit --ignore tests/sim --ignore tests/kube --ignore tests/service --ignore tests/chaos
 endif
 

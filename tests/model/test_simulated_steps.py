@@ -412,7 +412,7 @@ def read_no_folders(patch: pytest.MonkeyPatch) -> None:
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_simulator_and_the_real_executor_are_given_the_same_steps(
     real: TorchExecutor, kind: str, seed: int
 ) -> None:

@@ -24,7 +24,11 @@ def ask(router: Router) -> tuple[str, int]:
 
 @pytest.mark.parametrize(
     ("kind", "ranks"),
-    [(ForkedEngine, ()), (Engine, ("--tensor-parallel-size", "2")), (Engine, ("--pipeline-parallel-size", "2"))],
+    [
+        (ForkedEngine, ()),
+        (Engine, ("--tensor-parallel-size", "2")),
+        pytest.param(Engine, ("--pipeline-parallel-size", "2"), marks=pytest.mark.soak),
+    ],
     ids=["one rank", "two ranks", "two stages"],
 )
 def test_an_engine_that_is_killed_finds_its_prefixes_again(
