@@ -66,6 +66,7 @@ generations = st.builds(
     stream=st.booleans(),
     created=st.floats(0, 2e9),
     shape=st.text(max_size=9),
+    conversation=st.text(st.characters(), max_size=9),
     parts=st.lists(st.text(max_size=9), max_size=3).map(tuple),
     digest=st.text(max_size=9),
     background=st.booleans(),
@@ -125,6 +126,9 @@ usages = st.builds(Usage, *[st.integers(0, 2**20)] * 3)
 
 def stored(generation: GenerationRequest, log: bytes = b"", **others: bytes) -> dict[bytes, bytes]:
     """The fields of a record as Redis has them."""
-    request, prompt, seal = encode_request_fields(generation)
-    fields = {b"request": request, b"prompt": prompt, b"seal": b"%d" % seal, b"sum": b"%d" % crc32(log)}
+    sealed = encode_request_fields(generation)
+    fields = {b"request": sealed.request, b"prompt": sealed.prompt, b"seal": b"%d" % sealed.seal}
+    fields |= {b"sum": b"%d" % crc32(log)}
+    if sealed.conversation:
+        fields[b"conversation"] = sealed.conversation
     return fields | {b"owner": b"me", b"epoch": b"1"} | {name.encode(): value for name, value in others.items()}

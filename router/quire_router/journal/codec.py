@@ -1,7 +1,8 @@
 """How a record is stored: a hash of few fields, and its token log as packed little-endian int32.
 
 The request is JSON in one field of the hash. It is read field by field, so that each value has the type that it had;
-its prompt is packed in another field, and a checksum over both (``seal``) detects a damaged record.
+its prompt is packed in another field, its conversation, where it has one, is text in a third, and a checksum over all
+of them (``seal``) detects a damaged record.
 """
 
 import json
@@ -109,7 +110,7 @@ def unpack_tokens(packed: bytes) -> "array[int]":
 
 
 def encode_request(generation: GenerationRequest) -> bytes:
-    """Everything of a request but its prompt, as JSON. Equal requests give equal bytes."""
+    """Everything of a request but its prompt and its conversation, as JSON. Equal requests give equal bytes."""
     stored = {
         "request_id": generation.request_id,
         "model": generation.model,
@@ -136,15 +137,26 @@ def encode_request(generation: GenerationRequest) -> bytes:
     return json.dumps(stored, separators=(",", ":"), default=asdict).encode()
 
 
-def encode_request_fields(generation: GenerationRequest) -> tuple[bytes, bytes, int]:
-    """What never changes in a record: the request, its prompt and the checksum of both."""
+@dataclass(frozen=True, slots=True)
+class RequestFields:
+    """What never changes in a record: the request, its prompt, its conversation (empty: none), and their checksum."""
+
+    request: bytes
+    prompt: bytes
+    conversation: bytes
+    seal: int
+
+
+def encode_request_fields(generation: GenerationRequest) -> RequestFields:
+    """What never changes in a record."""
     request, prompt = encode_request(generation), pack_tokens(generation.prompt_token_ids)
-    return request, prompt, request_checksum(request, prompt)
+    conversation = generation.conversation.encode("utf-8", "surrogatepass")
+    return RequestFields(request, prompt, conversation, request_checksum(request, prompt, conversation))
 
 
-def request_checksum(request: bytes, prompt: bytes) -> int:
-    """The checksum of what never changes in a record."""
-    return crc32(prompt, crc32(request))
+def request_checksum(request: bytes, prompt: bytes, conversation: bytes = b"") -> int:
+    """The checksum of what never changes in a record. Without a conversation it is that of routers that know none."""
+    return crc32(conversation, crc32(prompt, crc32(request)))
 
 
 def verify_checksum(fields: Mapping[bytes, bytes], length: int, checksum: int) -> None:
@@ -160,12 +172,16 @@ def decode_record(
     database's time in ms. Raises ``CorruptRecordError``.
     """
     try:
-        request, prompt = fields[b"request"], fields[b"prompt"]
-        if fields[b"seal"] != b"%d" % request_checksum(request, prompt):
+        request, prompt, conversation = fields[b"request"], fields[b"prompt"], fields.get(b"conversation", b"")
+        if fields[b"seal"] != b"%d" % request_checksum(request, prompt, conversation):
             raise CorruptRecordError("the request is not the one that was written")
         verify_checksum(fields, length, checksum)
         generation = decode_request(json.loads(request), unpack_tokens(prompt))
-        generation = replace(generation, retention=decode_retention(fields.get(b"retention", b"")))
+        generation = replace(
+            generation,
+            retention=decode_retention(fields.get(b"retention", b"")),
+            conversation=conversation.decode("utf-8", "surrogatepass"),
+        )
         return _to_record(request_id, generation, fields, now)
     except _DECODE_ERRORS as error:
         raise CorruptRecordError(f"the record is damaged ({type(error).__name__})") from error

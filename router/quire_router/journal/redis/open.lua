@@ -1,5 +1,6 @@
 -- Creates a record, or renews its lease when the same request was opened before.
--- ARGV: owner, epoch, lease (ms), time to live (s), request, prompt, their seal, its own retention (s; empty: none).
+-- ARGV: owner, epoch, lease (ms), time to live (s), request, prompt, conversation (empty: none), the seal of all three,
+-- its own retention (s; empty: none).
 local record, epoch = stored(), tonumber(ARGV[2])
 if record then
   local same = epoch == record.epoch and ARGV[1] == record.owner
@@ -16,10 +17,13 @@ elseif epoch > record.epoch or ARGV[1] ~= record.owner then
   redis.call('DEL', TOKENS)
   redis.call('HDEL', RECORD, 'sum')
 end
-redis.call('HSET', RECORD, 'request', ARGV[5], 'prompt', ARGV[6], 'seal', ARGV[7])
+redis.call('HSET', RECORD, 'request', ARGV[5], 'prompt', ARGV[6], 'seal', ARGV[8])
+if ARGV[7] ~= '' then
+  redis.call('HSET', RECORD, 'conversation', ARGV[7])
+end
 redis.call('HSETNX', RECORD, 'opened', string.format('%.0f', now()))
-if ARGV[8] ~= '' then
-  redis.call('HSET', RECORD, 'retention', ARGV[8])
+if ARGV[9] ~= '' then
+  redis.call('HSET', RECORD, 'retention', ARGV[9])
 end
 hold(ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4])
 return DONE

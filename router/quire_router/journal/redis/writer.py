@@ -184,7 +184,9 @@ class CommandBuilder:
 def open_arguments(generation: GenerationRequest, settings: JournalSettings) -> tuple[str | int | bytes, ...]:
     """The arguments of ``open.lua`` after owner and epoch."""
     retention = "" if generation.retention is None else settings.retention_of(generation)
-    return settings.lease_ms, settings.running_ttl_of(generation), *encode_request_fields(generation), retention
+    stored = encode_request_fields(generation)
+    fields = stored.request, stored.prompt, stored.conversation, stored.seal
+    return settings.lease_ms, settings.running_ttl_of(generation), *fields, retention
 
 
 def enters_index(write: BufferedWrite) -> bool:

@@ -51,7 +51,7 @@ MIGRATIONS = (
         record INTEGER PRIMARY KEY REFERENCES records ON DELETE CASCADE,
         request BLOB NOT NULL,
         prompt BLOB NOT NULL,
-        seal INTEGER NOT NULL  -- the checksum of both
+        seal INTEGER NOT NULL  -- the checksum of all others
     ) STRICT;
     CREATE TABLE logs (
         record INTEGER NOT NULL REFERENCES records ON DELETE CASCADE,
@@ -62,6 +62,7 @@ MIGRATIONS = (
         PRIMARY KEY (record, start)
     ) STRICT, WITHOUT ROWID;
     """,
+    "ALTER TABLE requests ADD COLUMN conversation BLOB",  # NULL where it has none; covered by the seal
 )
 """What makes each version of the schema of the one before; ``PRAGMA user_version`` counts them."""
 

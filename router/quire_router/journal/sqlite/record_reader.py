@@ -32,9 +32,9 @@ class RecordReader:
             if fields is None:
                 return None
             record = fields.pop("record")
-            names = "request", "prompt", "seal"
+            names = "request", "prompt", "conversation", "seal"
             row = self._connection.execute(
-                "SELECT request, prompt, seal FROM requests WHERE record = ?", (record,)
+                "SELECT request, prompt, conversation, seal FROM requests WHERE record = ?", (record,)
             ).fetchone()
             fields |= dict(zip(names, row or (), strict=False))
             parts = self._connection.execute(

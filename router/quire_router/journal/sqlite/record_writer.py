@@ -205,14 +205,14 @@ class RecordWriter:
 
     def _open(self, generation: GenerationRequest, lease: Lease) -> WriteReply:
         stored = self._stored(lease.request_id)
-        request, prompt, seal = encode_request_fields(generation)
+        fields = encode_request_fields(generation)
         if stored is None:
             record = self._create(generation, lease)
         else:
             (before,) = self._connection.execute(
                 "SELECT request FROM requests WHERE record = ?", (stored.record,)
             ).fetchone() or (None,)
-            if before != request or not (stored.is_of(lease) or lease.epoch > stored.epoch):
+            if before != fields.request or not (stored.is_of(lease) or lease.epoch > stored.epoch):
                 return WriteReply.STALE
             if stored.ended:
                 return WriteReply.DONE if stored.is_of(lease) else WriteReply.STALE
@@ -220,8 +220,8 @@ class RecordWriter:
                 self._connection.execute("DELETE FROM logs WHERE record = ?", (stored.record,))
             self._hold(record := stored.record, lease)
         self._connection.execute(
-            "INSERT OR REPLACE INTO requests (record, request, prompt, seal) VALUES (?, ?, ?, ?)",
-            (record, request, prompt, seal),
+            "INSERT OR REPLACE INTO requests (record, request, prompt, conversation, seal) VALUES (?, ?, ?, ?, ?)",
+            (record, fields.request, fields.prompt, fields.conversation or None, fields.seal),
         )
         if generation.retention is not None:
             self._connection.execute(

@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 from hypothesis import HealthCheck, given, settings
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_router.core.generation import GenerationRequest
+from quire_router.core.generation import MAX_CONVERSATION_CHARACTERS, GenerationRequest
 from quire_router.journal.base import DeliveredChoice, Lease, RecordedDelta, RequestRecord
 
 from tests.support.journal_kinds import KINDS, AnyJournal, Databases, databases, journal_of
@@ -51,6 +51,33 @@ async def test_a_record_reads_as_it_was_written(kind: str, stores: Databases, fr
         assert seen(await journal.read(fresh)) == Seen(
             generation, "me", 1, [DeliveredChoice([10, 11, 12])], FinishReason.ERROR, "The engines were lost."
         )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_conversation_comes_back_with_its_record_and_not_with_its_status(
+    kind: str, stores: Databases, fresh: str
+) -> None:
+    async with journal_of(kind, stores) as journal:
+        generation = replace(request(fresh), conversation='{"items": ["wörld \ud800", "😀"]}' + "x" * 100_000)
+        lease = journal.open(generation)
+        read = await flushed(journal, fresh)
+        assert read.generation.conversation == generation.conversation
+        journal.release(lease)
+        await journal.flush()
+        claimed = await journal.claim(fresh)
+        assert claimed is not None
+        assert claimed[0].generation.conversation == generation.conversation
+        (status,) = await journal.statuses([fresh])
+        assert status is not None
+        assert kind == "memory" or status.generation.conversation == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_request_whose_conversation_is_too_long_is_not_kept(kind: str, stores: Databases, fresh: str) -> None:
+    async with journal_of(kind, stores) as journal:
+        journal.open(replace(request(fresh), conversation="x" * (MAX_CONVERSATION_CHARACTERS + 1)))
+        await journal.flush()
+        assert await journal.read(fresh) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -23,7 +23,7 @@ from tests.support.journals import by_choice
 from tests.support.redis_journals import flushed
 from tests.support.redis_server import redis_server
 
-FIELDS = ["request", "prompt", "seal", "owner", "epoch", "lease_expires", "sum", "claim", "cancelled"]
+FIELDS = ["request", "prompt", "conversation", "seal", "owner", "epoch", "lease_expires", "sum", "claim", "cancelled"]
 ENDED_FIELDS = ["reason", "error", "usage"]
 ROW = "the row"
 STATES = ["running", "expired", "released", "ended"]
@@ -140,7 +140,12 @@ class Scene:
 
     def generation(self, request_id: str, seed: int) -> GenerationRequest:
         return GenerationRequest(
-            request_id, "m", array("i", [seed, 2, 3]), SamplingParams(seed=seed, n=2), background=True
+            request_id,
+            "m",
+            array("i", [seed, 2, 3]),
+            SamplingParams(seed=seed, n=2),
+            background=True,
+            conversation=f"said {seed}",
         )
 
     async def whole(self, request_id: str) -> dict[str, bytes | None]:

@@ -122,7 +122,7 @@ class Scripts(RuleBasedStateMachine):
             log = before.log if epoch == before.epoch else b""
             self.model = replace(before.leased_by(owner, epoch), log=log)
         seal = crc32(request)
-        assert self.run_script(OPEN, owner, epoch, LEASE, RUNNING, request, b"p", seal, "") == expected
+        assert self.run_script(OPEN, owner, epoch, LEASE, RUNNING, request, b"p", b"", seal, "") == expected
 
     @rule(owner=anybody, age=ages, back=st.integers(-1, 4), packed=logs)
     def append(self, owner: str, age: int, back: int, packed: bytes) -> None:
@@ -287,7 +287,7 @@ def arguments(script: LuaScript) -> tuple[str | int | bytes, ...]:
     """What the owner of a record, whose log is ``told``, asks a script."""
     holder = "me", 2
     return {
-        OPEN: (*holder, LEASE, RUNNING, b"A", b"p", 0, ""),
+        OPEN: (*holder, LEASE, RUNNING, b"A", b"p", b"", 0, ""),
         APPEND: (*holder, LEASE, RUNNING, 2, b"x", 0, ""),
         FINISH: (*holder, RETENTION, "stop", "", "1 2 3", -1),
         RELEASE: (*holder, RELEASED, RETENTION),
@@ -305,7 +305,7 @@ def test_a_write_refused_for_lack_of_memory_changes_nothing(
         for script in (OPEN, APPEND, FINISH, RELEASE, CLAIM, CANCEL):
             client.flushall()
             if state != "a stray log":
-                client.eval(OPEN.source, 2, RECORD, TOKENS, "me", 2, LEASE, RUNNING, b"A", b"p", 0, "")
+                client.eval(OPEN.source, 2, RECORD, TOKENS, "me", 2, LEASE, RUNNING, b"A", b"p", b"", 0, "")
             client.set(TOKENS, b"told", ex=RUNNING)
             if state == "released":
                 client.eval(RELEASE.source, 2, RECORD, TOKENS, "me", 2, RELEASED, RETENTION)

@@ -36,7 +36,7 @@ POSITIONS = [0, 0, 2, 4]
 OTHER = [RecordedDelta(0, [50, 51, 52])]
 COLUMNS = {
     "records": ["owner", "epoch", "expires", "opened", "retention", "cancelled", "reason", "error", "usage", "length"],
-    "requests": ["request", "prompt", "seal"],
+    "requests": ["request", "prompt", "conversation", "seal"],
     "logs": ["start", "packed", "checksum", "num_tokens"],
 }
 places = st.sampled_from([(table, column) for table, columns in COLUMNS.items() for column in columns])
@@ -55,7 +55,8 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[asyncio.
 
 def request(request_id: str, seed: int) -> GenerationRequest:
     params = SamplingParams(seed=seed, n=2)
-    return GenerationRequest(request_id, "m", array("i", [seed, 2, 3]), params, background=True)
+    prompt = array("i", [seed, 2, 3])
+    return GenerationRequest(request_id, "m", prompt, params, background=True, conversation=f"said {seed}")
 
 
 async def write(journal: SqliteJournal, request_id: str, state: str) -> Lease:

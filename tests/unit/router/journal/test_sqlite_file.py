@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from time import time
 from typing import Any
 from zlib import crc32
 
@@ -21,7 +22,13 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 from quire_router.core.generation import GenerationRequest
 from quire_router.journal.base import Lease
-from quire_router.journal.codec import MIN_RETENTION, MIN_RUNNING_TTL, TOKEN_BYTES, JournalSettings
+from quire_router.journal.codec import (
+    MIN_RETENTION,
+    MIN_RUNNING_TTL,
+    TOKEN_BYTES,
+    JournalSettings,
+    encode_request_fields,
+)
 from quire_router.journal.sqlite import database, record_reader, record_writer, sqlite_journal
 from quire_router.journal.sqlite.database import MIGRATIONS, JournalFileError
 from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
@@ -125,6 +132,33 @@ def make_another_programs(path: Path) -> None:
         connection.execute("CREATE TABLE cookies (name TEXT)")
 
 
+async def test_a_file_of_the_first_version_is_brought_up_to_date(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its records are read as they were: their checksums cover no conversation."""
+    former = small_request("former")
+    with monkeypatch.context() as patched:
+        patched.setattr(database, "MIGRATIONS", MIGRATIONS[:1])
+        connection = database.JournalFile(path)
+        fields = encode_request_fields(former)
+        connection.writer.execute(
+            "INSERT INTO records (request_id, owner, epoch, expires, opened, running_ttl, background, reason, length) "
+            "VALUES ('former', 'me', 1, ?, 0, 60, 0, 'stop', 0)",
+            (int(time()) + 60,),
+        )
+        connection.writer.execute(
+            "INSERT INTO requests VALUES (1, ?, ?, ?)", (fields.request, fields.prompt, fields.seal)
+        )
+        connection.close()
+    async with journal_at(path) as journal:
+        read = await journal.read("former")
+        assert read is not None
+        assert read.generation == former
+        talked = replace(small_request("talked"), conversation="[]")
+        await write(journal, talked)
+        again = await journal.read("talked")
+        assert again is not None
+        assert again.generation == talked
+
+
 def make_newer(path: Path) -> None:
     asyncio.run(SqliteJournal(path).close())
     with sqlite3.connect(path) as connection:
@@ -144,7 +178,7 @@ def damage(path: Path) -> None:
         (lambda path: path.write_bytes(b"x" * 5000), "is damaged, or no database: move it away"),
         (damage, "is damaged, or no database: move it away"),
         (make_another_programs, "is a database of another program: name another file"),
-        (make_newer, r"was written by a newer Quire \(its version is 2, this one knows 1\)"),
+        (make_newer, r"was written by a newer Quire \(its version is 3, this one knows 2\)"),
         (lambda path: path.mkdir(), "is a folder: name a file"),
         (os.mkfifo, "is not a file"),
     ],
