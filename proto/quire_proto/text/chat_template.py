@@ -294,6 +294,7 @@ class SpecialTokenEscaper:
         self._ids = _add_tokens(self.tokenizer, dict(added), aliases)
         # A special token that the tokenizer finds only at the beginning of a text is text in a prompt.
         self._aliases = {name: alias for name, alias in aliases.items() if self._sees(alias)}
+        self._aliases_by_id = {special[name]: alias for name, alias in self._aliases.items()}
         self._named = frozenset(_id_of(self.tokenizer, alias) for alias in self._aliases.values())
         known = {_id_of(self.tokenizer, name) for name in special}
         self._forbidden = frozenset(known).difference(self._encoded(_RARE))
@@ -313,17 +314,24 @@ class SpecialTokenEscaper:
         except RecursionError:
             raise invalid("messages", "The messages are nested too deeply.") from None
 
-    def named(self, prompt: str, mark: str) -> tuple[str, int]:
-        """A rendered prompt for ``tokenizer``: aliases instead of the template's special tokens, and no marks; and the
-        number of aliases.
-        """
+    @property
+    def aliases(self) -> Mapping[int, str]:
+        """The aliases of special tokens, by their ids."""
+        return self._aliases_by_id
+
+    def count(self, text: str) -> int:
+        """The number of aliases in a text."""
+        return text.count(self._secret)
+
+    def named(self, prompt: str, mark: str) -> str:
+        """A rendered prompt for ``tokenizer``: aliases instead of the template's special tokens, and no marks."""
         prompt = prompt.replace(_escaped(mark), mark)  # if the template wrote JSON in ASCII
         for name in sorted(self._present(prompt), key=len, reverse=True):
             if name in self._words:
                 prompt = self._words[name].sub(self._aliases[name], prompt)
             elif name in self._aliases:
                 prompt = prompt.replace(name, self._aliases[name])
-        return prompt.replace(mark, ""), prompt.count(self._secret)
+        return prompt.replace(mark, "")
 
     def ids(self, token_ids: Sequence[int], names: int) -> list[int]:
         """The ids of ``tokenizer`` for a prompt with ``names`` aliases, as the first tokenizer's ids. Raises

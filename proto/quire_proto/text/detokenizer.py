@@ -56,6 +56,11 @@ class OutputTextStream:
         """The number of tokens of the output: after a stop, up to the one that completed the stop string."""
         return self._pushed
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no token waits for the rest of its character."""
+        return self._detokenizer.is_whole
+
     def push(self, token_ids: Sequence[int]) -> str:
         """Returns the text that is certain now: no part of a character, nor of a possible stop string. Empty after a
         stop.
@@ -100,6 +105,11 @@ class Detokenizer:
         self._window = _context(decode, prompt)
         self._settled = len(self._window)
         self._prefix = decode(self._window) if self._window else ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all text of the tokens was returned."""
+        return len(self._window) == self._settled
 
     def push(self, token_id: int) -> str:
         """Returns the text that this token completes: no part of a character."""

@@ -175,19 +175,60 @@ class ModelTokenizer:
         tools: Conversation = (),
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] = {},
+        earlier: Sequence[int] = (),
     ) -> list[int]:
         """The prompt of a conversation in tokens. Special tokens are those that the template writes; in messages they
         are text (see ``SpecialTokenEscaper``). Raises as ``render_chat_text`` and ``encode`` do.
+
+        ``earlier`` are the tokens that the conversation had before, a prompt and its answer. As many of them as the
+        prompt's text begins with are kept, and the rest is encoded: what a model wrote need not have the tokens that
+        the tokenizer chooses for its text, and a prefix cache has the model's.
         """
         mark, special = "", self._special_tokens
         if special is not None:
             messages, tools, mark = special.marked(messages, tools)
         prompt = self.render_chat_text(messages, tools, add_generation_prompt=add_generation_prompt, options=options)
         if special is None or not mark:
-            return self.encode_plain(prompt, limit)
-        prompt, names = special.named(prompt, mark)
-        self._check_length(special.tokenizer, prompt, limit)
-        return special.ids(_encoding(special.tokenizer, prompt).ids, names)
+            return self._continue(earlier, prompt, {}, partial(self.encode_plain, limit=limit))
+
+        def encode(text: str) -> list[int]:
+            self._check_length(special.tokenizer, text, limit)
+            return special.ids(_encoding(special.tokenizer, text).ids, special.count(text))
+
+        return self._continue(earlier, special.named(prompt, mark), special.aliases, encode)
+
+    def _continue(
+        self, earlier: Sequence[int], text: str, aliases: Mapping[int, str], encode: Callable[[str], list[int]]
+    ) -> list[int]:
+        """The tokens of a prompt's ``text``, in which special tokens have these ``aliases``, and which begins with as
+        many of the ``earlier`` tokens as have its text. What follows is given to ``encode``.
+        """
+        kept, end = self._kept(earlier, text, aliases) if earlier else (0, 0)
+        rest = encode(text[end:])
+        # Some decoders write no space before a first token, so encoders write one too many there.
+        before, behind = list(earlier[max(0, kept - _LAST_TOKENS) : kept]), rest[:_LAST_TOKENS]
+        if kept and self._decode(before + behind) != self._decode(before) + self._decode(behind):
+            return encode(text)
+        return [*earlier[:kept], *rest]
+
+    def _kept(self, earlier: Sequence[int], text: str, aliases: Mapping[int, str]) -> tuple[int, int]:
+        """How many of the ``earlier`` tokens a text begins with, up to a whole character, and how many characters it
+        has of them.
+        """
+        output = self.new_output_stream((), (), skip_special_tokens=False)
+        kept = end = read = 0
+        for number, token_id in enumerate(earlier, 1):
+            alias = aliases.get(token_id)
+            piece = output.push_token(token_id) if alias is None else output.finish() + alias
+            if not text.startswith(piece, read):
+                break
+            read += len(piece)
+            if alias is not None:
+                prompt = earlier[max(0, number - _LAST_TOKENS) : number]
+                output = self.new_output_stream(prompt, (), skip_special_tokens=False)
+            if output.is_whole:
+                kept, end = number, read
+        return kept, end
 
     def new_output_stream(
         self,
