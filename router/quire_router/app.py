@@ -332,6 +332,7 @@ class Components:
             durable=self.journal.is_durable,
             tenant_limits=limits,
             bodies=BodyBudget(settings.max_inflight_body_bytes),
+            responses_retention=settings.responses_retention,
         )
         self.queue.on_queued = self.service.bodies.release_queued
         local = LocalLoad(settings.models, self.runner.load)

@@ -318,6 +318,9 @@ class Settings(CliSettings):
     )
     shutdown_timeout: Seconds = Field(default=25, description="Seconds that running requests get when stopping.")
     retention: Seconds = Field(default=3600, description="Seconds that finished requests are stored.")
+    responses_retention: Seconds = Field(
+        default=21_600, description="Seconds that finished responses of the Responses API are stored."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")
 
     @model_validator(mode="after")

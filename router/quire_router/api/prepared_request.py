@@ -228,10 +228,17 @@ def options_from_metadata(values: Callable[[str], Sequence[str]], remaining: flo
 
 
 def apply_options(
-    request: GenerationBody, prepared: PreparedRequest, options: RequestOptions, caller: Identity, timeout: float | None
+    request: GenerationBody,
+    prepared: PreparedRequest,
+    options: RequestOptions,
+    caller: Identity,
+    *,
+    timeout: float | None,
+    retention: float | None,
 ) -> PreparedRequest:
     """Returns the request with its options, and with what is stored to write its response again. No request may take
-    more than ``timeout`` seconds. Raises ``QuireError``.
+    more than ``timeout`` seconds, and its record is kept for ``retention`` seconds, unless it is not to be stored.
+    Raises ``QuireError``.
     """
     several = len(prepared.generations) > 1
     if request.background and several:
@@ -249,7 +256,7 @@ def apply_options(
         background=bool(request.background),
         session=_opaque_id("session", caller, session) if session else "",
         deadline=prepared.first.created + seconds if math.isfinite(seconds) else None,
-        retention=0 if request.store is False else caller.policy.retention,
+        retention=0 if request.store is False else retention,
     )
     if options.key:
         first = replace(first, digest=_digest(first, prepared, request))

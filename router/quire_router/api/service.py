@@ -46,7 +46,7 @@ from quire_router.api.prepared_request import (
 )
 from quire_router.api.request_limits import BodyBudget, ConcurrencyLimit
 from quire_router.api.schemas.base import as_header_value
-from quire_router.api.schemas.openai import GenerationBody
+from quire_router.api.schemas.openai import Api, GenerationBody
 from quire_router.api.stored_requests import RequestStatus, RequestStore, StoredRequest, parse_cursor
 from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest, TokenizeResult, detokenize, tokenize
 from quire_router.api.tokenizer_pool import TokenizerPool
@@ -106,7 +106,8 @@ class Response:
 
 class ApiService:
     """The common half of both APIs. No request may take more than ``request_timeout`` seconds. ``durable`` returns
-    whether the requests of these ids are recorded in the journal.
+    whether the requests of these ids are recorded in the journal. Responses of the Responses API are kept for
+    ``responses_retention`` seconds, others as long as the journal keeps them; a tenant's own retention comes first.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class ApiService:
         durable: Callable[[Sequence[str]], bool] = lambda _request_ids: True,
         tenant_limits: RateLimiter | None = None,
         bodies: BodyBudget | None = None,
+        responses_retention: float | None = None,
     ) -> None:
         self.keys = keys
         self.concurrency = concurrency
@@ -133,6 +135,7 @@ class ApiService:
         self._store = RequestStore(runner, tokenizers)
         self.responses = ResponseOpener(runner, self._runner, self._store)
         self._request_timeout = request_timeout
+        self._responses_retention = responses_retention
         self._durable = durable
         self._tenant_limits = tenant_limits
         self._validator = Validator(
@@ -176,7 +179,11 @@ class ApiService:
             tokenizer = self._validator.tokenizer(request.model)
             response_options = ResponseOptions.from_request(request, generations[0].params.max_tokens)
             prepared = PreparedRequest(generations, response_options, tokenizer, ids, ignored)
-            return apply_options(request, prepared, options, caller, self._request_timeout)
+            retention = caller.policy.retention
+            if retention is None and request.api is Api.RESPONSES:
+                retention = self._responses_retention
+            timeout = self._request_timeout
+            return apply_options(request, prepared, options, caller, timeout=timeout, retention=retention)
 
         with counting_rejections(), _internal_span(Span.ADMIT):
             async with self._charging_refusals(caller):
@@ -185,6 +192,14 @@ class ApiService:
                     tokens = [generation.max_cost for generation in prepared.generations]
                     self._tenant_limits.check_size(caller.tenant, tokens)
                 return prepared
+
+    async def parse(self, read: Callable[[], SizedT], caller: Identity, *, size: int = 0) -> SizedT:
+        """Returns the request that ``read`` parses, where more is to be known before it is prepared. Raises as
+        ``prepare``.
+        """
+        with counting_rejections():
+            async with self._charging_refusals(caller):
+                return await self._run_or_offload(read, lambda request: request, caller, size)
 
     async def status(self, request_id: str, caller: Identity) -> StoredRequest:
         """See ``RequestStore.status``. Raises as ``find``."""
@@ -196,10 +211,16 @@ class ApiService:
         self._check_polls(caller)
         return await self._store.get(request_id, caller)
 
-    async def replay(self, stored: StoredRequest, caller: Identity) -> Response:
-        """Opens the whole response to a request whose status is known. Raises as ``find``."""
+    async def replay(self, stored: StoredRequest, caller: Identity, deadline: float | None = None) -> Response:
+        """Opens the whole response to a request whose status is known, until ``deadline`` in seconds since 1970. Raises
+        as ``find``.
+        """
         recorded = await self._store.get(stored.first.request_id, caller)
-        return await self.responses.resume(recorded, "", caller)
+        return await self.responses.resume(recorded, "", caller, deadline)
+
+    async def reread(self, stored: StoredRequest, caller: Identity) -> PreparedRequest:
+        """Returns what writing the response to a request needs, whose status is known. Raises as ``find``."""
+        return self._store.prepare(await self._store.get(stored.first.request_id, caller))
 
     async def resume(
         self, stored: StoredRequest, after: str, caller: Identity, options: RequestOptions = NO_OPTIONS

@@ -17,7 +17,7 @@ from quire_router.core.errors import prompts_lost, request_not_found, unknown_mo
 from quire_router.core.generation import NO_USAGE, GenerationRequest, StreamCursor, Usage
 from quire_router.journal.base import RequestRecord, decode_error
 
-_ID = re.compile(r"(?:chatcmpl-|cmpl-|msg_)?([A-Za-z0-9_-]{1,64})", re.ASCII)
+_ID = re.compile(r"(?:chatcmpl-|cmpl-|msg_|resp_)?([A-Za-z0-9_-]{1,64})", re.ASCII)
 _CURSOR_CHARACTERS = 11  # of one choice
 # Seconds. A client may arrive here before the router that it comes from has written its record. Requests of other
 # tenants take as long to refuse as unknown ones.
@@ -163,8 +163,13 @@ def parse_cursor(text: str, stored: StoredRequest, choices: int) -> StreamCursor
         cursor = StreamCursor.parse(text, choices)
         _check_within(cursor, stored)
     except ValueError:
-        raise invalid("after", "This is no place in the answer to this request.") from None
+        raise no_such_place() from None
     return cursor
+
+
+def no_such_place() -> QuireError:
+    """Returns the error of an event id that no event of the answer has."""
+    return invalid("after", "This is no place in the answer to this request.")
 
 
 def _check_within(cursor: StreamCursor, stored: StoredRequest) -> None:

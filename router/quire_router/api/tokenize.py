@@ -1,5 +1,5 @@
 """Text to tokens and back: the requests and results of ``/tokenize`` and ``/detokenize``, in vLLM's words, and what the
-Messages API asks for the same with (``to_tokenize``).
+Messages and the Responses API ask for the same with (``to_tokenize``, ``input_to_tokenize``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,8 @@ from quire_router.api.schemas.anthropic import CountTokensRequest, MadeFromMessa
 from quire_router.api.schemas.base import MAX_PROMPT_TOKENS, StrictModel, Unsupported
 from quire_router.api.schemas.conversation import ChatMessage, check_messages, check_tools, to_template_messages
 from quire_router.api.schemas.openai import MAX_MESSAGES, TemplatedBody
+from quire_router.api.schemas.response_items import History
+from quire_router.api.schemas.responses import InputTokensRequest, MadeFromResponses
 from quire_router.api.validation import template_options
 
 
@@ -67,6 +69,18 @@ def to_tokenize(request: CountTokensRequest) -> TokenizeRequest:
     if request.tool_choice is not None and request.tool_choice.type == "none":
         fields["tools"] = None
     return _Counted.from_fields(fields).made_from(request)
+
+
+class _CountedInput(MadeFromResponses, TokenizeRequest):
+    """A conversation of the Responses API whose tokens are counted."""
+
+
+def input_to_tokenize(request: InputTokensRequest, history: History) -> TokenizeRequest:
+    """Returns a request for the tokens of the prompt that a Responses request has. Raises ``QuireError``."""
+    fields = request.template_fields(request.conversation(history))
+    if fields.pop("tool_choice") == "none":
+        fields["tools"] = None
+    return _CountedInput.from_fields(fields).made_from(request, history.token_ids)
 
 
 class DetokenizeRequest(StrictModel):
@@ -129,6 +143,7 @@ def _tokens_of(request: TokenizeRequest, tokenizer: ModelTokenizer) -> list[int]
         tools=tools,
         add_generation_prompt=request.add_generation_prompt is not False,
         options=template_options(request.chat_template_kwargs, request.reasoning_effort, tokenizer),
+        earlier=request.earlier_token_ids,
     )
 
 

@@ -109,6 +109,7 @@ class Validator:
             tenant=caller.tenant,
             cache_salt=caller.cache_salt,
             stream=bool(request.stream),
+            conversation=request.conversation,
         )
         generations = tuple(_for_prompt(first, number, prompt) for number, prompt in enumerate(prompts))
         if request.seed is None:
@@ -176,7 +177,11 @@ def _conversation(
     options = template_options(request.chat_template_kwargs, request.reasoning_effort, tokenizer)
     with _naming_prompt("messages"):
         prompt = tokenizer.encode_chat(
-            to_template_messages(request.messages), limits.max_model_len, tools=tools, options=options
+            to_template_messages(request.messages),
+            limits.max_model_len,
+            tools=tools,
+            options=options,
+            earlier=request.earlier_token_ids,
         )
     rest = max(1, limits.max_model_len - len(prompt))
     return [array("i", prompt)], _output_limit(request, "messages", len(prompt), rest, limits)

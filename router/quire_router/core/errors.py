@@ -334,6 +334,40 @@ def prompt_forgotten() -> QuireError:
     return QuireError(ErrorCode.UNAVAILABLE, "A prompt of this request was forgotten just now.", retry_after=1)
 
 
+def response_not_found(response_id: str) -> QuireError:
+    """A response of the Responses API is not stored, or is another tenant's."""
+    message = f"Response with id {response_id[:128]!r} not found."
+    return QuireError(ErrorCode.NOT_FOUND, message, param="response_id")
+
+
+def previous_not_found(response_id: str) -> QuireError:
+    """A response cannot be gone on from: it is not stored, or is another tenant's. In OpenAI's words."""
+    message = f"Previous response with id {response_id[:128]!r} not found."
+    return _previous(message, reason="previous_response_not_found")
+
+
+def previous_in_progress(response_id: str) -> QuireError:
+    """A response cannot be gone on from yet."""
+    message = f"Previous response with id {response_id[:128]!r} is still in progress."
+    return _previous(message, reason="previous_response_in_progress")
+
+
+def previous_failed(response_id: str) -> QuireError:
+    """A response cannot be gone on from: it ended with an error."""
+    message = f"Previous response with id {response_id[:128]!r} has failed, so that there is nothing to go on from."
+    return _previous(message, reason="previous_response_failed")
+
+
+def _previous(message: str, *, reason: str) -> QuireError:
+    return QuireError(ErrorCode.INVALID, message, param="previous_response_id", reason=reason)
+
+
+def item_not_found(param: str, item_id: str) -> QuireError:
+    """An item that a request refers to is not stored, or is another tenant's."""
+    message = f"Item with id {item_id[:128]!r} not found: it was not stored, or has expired."
+    return QuireError(ErrorCode.NOT_FOUND, message, param=param, reason="item_not_found")
+
+
 def key_conflict() -> QuireError:
     """The idempotency key belongs to a request with another body."""
     message = "This idempotency key came with another request before."

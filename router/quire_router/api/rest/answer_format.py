@@ -74,7 +74,7 @@ class AnswerFormat(Protocol):
 
     def read_event_id(self, event_id: str) -> tuple[str, int]:
         """Returns the cursor in an event's id, and how much the client has behind it, 0 where each delta is one event
-        at most.
+        at most. May raise ``QuireError`` INVALID for what is no id.
         """
         ...
 
@@ -86,9 +86,11 @@ class AnswerFormat(Protocol):
         """Returns the response to a request that fails before anything of its answer was sent."""
         ...
 
-    def error_event(self, error: QuireError, request_id: str, *, resumable: bool) -> bytes:
+    def error_event(
+        self, error: QuireError, request_id: str, *, resumable: bool, encoder: EventEncoder | None = None
+    ) -> bytes:
         """Returns the last event of a stream that fails; ``resumable`` says whether it can be resumed, here or at
-        another router.
+        another router. ``encoder`` wrote the events before it, if there were any.
         """
         ...
 

@@ -29,6 +29,7 @@ from quire_router.api.rest.http import (
 from quire_router.api.rest.messages_format import MESSAGES
 from quire_router.api.rest.openai_format import CHAT, COMPLETION, model_object, request_object
 from quire_router.api.rest.openapi import openapi
+from quire_router.api.rest.responses_format import RESPONSES
 from quire_router.api.rest.sse import KeepAlive, SseStream, collect, stream
 from quire_router.api.schemas.anthropic import CountTokensRequest
 from quire_router.api.schemas.openai import Api
@@ -129,8 +130,9 @@ def format_of(generation: GenerationRequest) -> AnswerFormat:
     """Returns the format of the route that a stored request came by. Raises ``QuireError`` INTERNAL when its record is
     damaged.
     """
-    if ResponseOptions.from_record(generation).api is Api.MESSAGES:
-        return MESSAGES
+    api = ResponseOptions.from_record(generation).api
+    if api is not Api.OPENAI:
+        return MESSAGES if api is Api.MESSAGES else RESPONSES
     return CHAT if generation.operation == "chat" else COMPLETION
 
 

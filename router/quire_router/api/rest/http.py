@@ -20,7 +20,7 @@ from quire_router.api.auth import ANONYMOUS, Identity
 from quire_router.api.request_limits import ReservedBody, WriteTimeout
 
 if TYPE_CHECKING:
-    from quire_router.api.rest.answer_format import AnswerFormat
+    from quire_router.api.rest.answer_format import AnswerFormat, EventEncoder
 
 EXTENSION: Final = "quire"
 DIRECT: Final = "direct"
@@ -72,7 +72,8 @@ _CHAT = "use POST /v1/chat/completions"
 _COMPLETIONS = "use POST /v1/completions"
 _MESSAGES = "use POST /v1/messages"
 _INSTEAD = {
-    "/responses": f"{_CHAT}, as most clients can be told to",
+    "/conversations": "use POST /v1/responses, with previous_response_id",
+    "/v1/responses": "use POST /v1/responses; the base URL ends with /v1 already",
     "/messages": _MESSAGES,
     "/messages/batches": f"{_MESSAGES} for each of them",
     "/complete": _MESSAGES,
@@ -332,7 +333,7 @@ _STATE = "quire.exchange"
 class HttpExchange:
     """A request and its response, whose errors look as ``format`` says. ``caller`` is set once the key was checked.
     ``has_output`` is set with the first delta of a stream. ``resumable`` says that the client can resume the response
-    even before that. ``event_ids`` says whether the stream's events have ids.
+    even before that. ``event_ids`` says whether the stream's events have ids, and ``encoder`` writes them.
     """
 
     scope: Scope
@@ -343,6 +344,7 @@ class HttpExchange:
     has_output: bool = False
     resumable: bool = False
     event_ids: bool = False
+    encoder: "EventEncoder | None" = None
 
     @classmethod
     def from_scope(cls, scope: Scope) -> "HttpExchange":

@@ -22,7 +22,7 @@ from quire_proto.text.stream_scanner import Content, OutputPart, Reasoning, Tool
 
 from quire_router.api.output_parser import OutputParser, call_digest, choice_name, create_parsers
 from quire_router.api.prepared_request import PreparedRequest
-from quire_router.api.rest.answer_format import ErrorResponse, error_headers
+from quire_router.api.rest.answer_format import ErrorResponse, EventEncoder, error_headers
 from quire_router.api.rest.http import JSON_HEADERS, HttpError, json_text, to_json
 from quire_router.api.rest.logprobs import LogprobsRenderer
 from quire_router.api.schemas.anthropic import in_own_words
@@ -152,7 +152,14 @@ class MessageFormat:
             return error.status, to_json(fields), [*JSON_HEADERS, *error.headers]
         return error.status.http, to_json(error_object(error, request_id)), [*JSON_HEADERS, *error_headers(error)]
 
-    def error_event(self, error: QuireError, request_id: str, *, resumable: bool) -> bytes:
+    def error_event(
+        self,
+        error: QuireError,
+        request_id: str,
+        *,
+        resumable: bool,
+        encoder: EventEncoder | None = None,  # noqa: ARG002
+    ) -> bytes:
         """See ``AnswerFormat``."""
         fields = error_object(error, request_id)
         fields["error"]["details"]["resumable"] = resumable

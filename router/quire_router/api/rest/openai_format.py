@@ -13,7 +13,7 @@ from quire_proto.errors import QuireError, internal
 
 from quire_router.api.output_parser import ParsedDelta, ToolCallDelta, create_parsers
 from quire_router.api.prepared_request import PreparedRequest
-from quire_router.api.rest.answer_format import ErrorResponse, error_headers
+from quire_router.api.rest.answer_format import ErrorResponse, EventEncoder, error_headers
 from quire_router.api.rest.http import JSON_HEADERS, HttpError, json_text, to_json
 from quire_router.api.rest.logprobs import (
     ChatLogprobsFormat,
@@ -71,7 +71,14 @@ class OpenAiFormat:
         """See ``AnswerFormat``."""
         return error_response(error, request_id)
 
-    def error_event(self, error: QuireError, request_id: str, *, resumable: bool) -> bytes:
+    def error_event(
+        self,
+        error: QuireError,
+        request_id: str,
+        *,
+        resumable: bool,
+        encoder: EventEncoder | None = None,  # noqa: ARG002
+    ) -> bytes:
         """See ``AnswerFormat``."""
         fields = error_object(error, request_id)
         fields["error"]["resumable"] = resumable

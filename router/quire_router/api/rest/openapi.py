@@ -8,9 +8,10 @@ from pydantic import BaseModel
 from quire_router.api.rest.loras import LoadLoRABody, UnloadLoRABody
 from quire_router.api.schemas.anthropic import CountTokensRequest, MessagesRequest
 from quire_router.api.schemas.openai import ChatRequest, CompletionRequest
+from quire_router.api.schemas.responses import InputTokensRequest, ResponsesRequest
 from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest
 
-_DESCRIPTION = "OpenAI's API and Anthropic's Messages, served by Quire's router."
+_DESCRIPTION = "OpenAI's APIs and Anthropic's Messages, served by Quire's router."
 _SCHEMAS = "#/components/schemas/"
 _JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
 _ERROR = {
@@ -74,6 +75,16 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
         "post": Operation("Answers a conversation of the Messages API.", MessagesRequest, answers=(_JSON, _EVENTS))
     },
     "/v1/messages/count_tokens": {"post": Operation("Counts a conversation's tokens.", CountTokensRequest)},
+    "/v1/responses": {
+        "post": Operation("Answers a conversation of the Responses API.", ResponsesRequest, answers=(_JSON, _EVENTS))
+    },
+    "/v1/responses/input_tokens": {"post": Operation("Counts a conversation's tokens.", InputTokensRequest)},
+    "/v1/responses/{id}": {
+        "get": Operation("A stored response, or its events.", answers=(_JSON, _EVENTS)),
+        "delete": Operation("Ends and forgets a response."),
+    },
+    "/v1/responses/{id}/cancel": {"post": Operation("Ends a response.")},
+    "/v1/responses/{id}/input_items": {"get": Operation("The conversation that a response answers.")},
     "/v1/models": {"get": Operation("The models that the caller may use.")},
     "/v1/models/{model}": {"get": Operation("One model.")},
     "/v1/requests/{id}": {

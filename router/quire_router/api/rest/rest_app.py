@@ -1,9 +1,9 @@
 """The REST application: its routes, the check of keys, and the one place where errors become responses; and the handler
-of ``/v1/completions``, ``/v1/chat/completions`` and ``/v1/messages``.
+of the routes that generate.
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 
@@ -41,6 +41,9 @@ from quire_router.api.rest.messages_format import MESSAGES
 from quire_router.api.rest.openai_format import CHAT, COMPLETION, request_object
 from quire_router.api.rest.openapi import FLEET, LOAD_LORA, LORA_UPDATES, UNLOAD_LORA
 from quire_router.api.rest.page import FOLDER, HOME, Page
+from quire_router.api.rest.responses_endpoints import PATH as RESPONSES_PATH
+from quire_router.api.rest.responses_endpoints import ResponseEndpoints
+from quire_router.api.rest.responses_format import RESPONSES
 from quire_router.api.rest.sse import KEEPALIVE, RECONNECT, KeepAlive, send_whole, stream
 from quire_router.api.schemas.anthropic import MessagesRequest
 from quire_router.api.schemas.openai import ChatRequest, CompletionRequest, GenerationBody
@@ -52,6 +55,7 @@ log = logging.getLogger(__name__)
 
 PUBLIC_PATHS = frozenset({"/started", "/ready", "/health", "/live", "/ping"})
 _MESSAGES = "/v1/messages"
+_FORMATS: Mapping[str, AnswerFormat] = {_MESSAGES: MESSAGES, RESPONSES_PATH: RESPONSES}
 _NOT_FOR_CLIENTS = "this is the metrics port; the API is on the port of --http-port, 8000 by default"
 _CONNECTION_CLOSE = ((b"connection", b"close"),)
 Handler = Callable[[HttpExchange], Awaitable[None]]
@@ -138,25 +142,38 @@ class RestApp:
 
 def _format_of_errors(path: str) -> AnswerFormat:
     """Returns how errors look at a path, also where there is no route, and before the key is checked."""
-    return MESSAGES if f"{path}/".startswith(f"{_MESSAGES}/") else CHAT
+    for start, found in _FORMATS.items():
+        if f"{path}/".startswith(f"{start}/"):
+            return found
+    return CHAT
+
+
+Prepare = Callable[[HttpExchange, ReservedBody, RequestOptions], Awaitable[PreparedRequest]]
+"""Returns the request in a body. Raises ``QuireError``."""
+Start = Callable[[HttpExchange, PreparedRequest], Awaitable[None]]
+"""Starts a request in the background, and sends the response to that. Raises ``QuireError``."""
 
 
 class GenerateHandler:
-    """One of the routes that generate. ``path`` names its span, ``parse`` reads the request in its body."""
+    """One of the routes that generate. ``path`` names its span, ``prepare`` reads the request in its body, ``start``
+    takes one for the background, where the response is not the state of the request.
+    """
 
     def __init__(
         self,
         service: ApiService,
         path: str,
-        parse: Callable[[bytearray], GenerationBody],
+        prepare: Prepare,
         answer_format: AnswerFormat,
         *,
+        start: Start | None = None,
         limits: BodyLimits,
         keepalive: KeepAlive,
     ) -> None:
         self._service = service
         self._name = f"POST {path}"
-        self._parse = parse
+        self._prepare = prepare
+        self._start = start or self._start_request
         self._format = answer_format
         self._limits = limits
         self._keepalive = keepalive
@@ -178,9 +195,8 @@ class GenerateHandler:
             await cancel_on_disconnect(exchange.receive, self._answer(exchange, body, options))
 
     async def _answer(self, exchange: HttpExchange, body: ReservedBody, options: RequestOptions) -> None:
-        request_id, caller = exchange.request_id, exchange.caller
-        read = partial(self._read, body)
-        prepared = await self._service.prepare(read, request_id, caller, options, size=len(body))
+        caller = exchange.caller
+        prepared = await self._prepare(exchange, body, options)
         body.hold_until_queued(prepared.first.request_id)
         if prepared.first.background:
             await self._start(exchange, prepared)
@@ -195,16 +211,26 @@ class GenerateHandler:
         else:
             await send_whole(exchange, self._format, answer, headers)
 
-    async def _start(self, exchange: HttpExchange, prepared: PreparedRequest) -> None:
+    async def _start_request(self, exchange: HttpExchange, prepared: PreparedRequest) -> None:
         stored, replayed = await self._service.responses.start_background(prepared)
         location = (b"location", f"/v1/requests/{stored.first.request_id}".encode("ascii"))
         headers = x_headers(self._service.response_headers(prepared, replayed=replayed))
         await exchange.response.send(202, to_json(request_object(stored)), [*JSON_HEADERS, location, *headers])
 
-    def _read(self, body: ReservedBody) -> GenerationBody:
-        request = self._parse(body.detach())
+
+def _preparing(service: ApiService, parse: Callable[[bytearray], GenerationBody]) -> Prepare:
+    """Returns what prepares the requests that ``parse`` reads."""
+
+    def read(body: ReservedBody) -> GenerationBody:
+        request = parse(body.detach())
         check_stream(request)
         return request
+
+    async def prepare(exchange: HttpExchange, body: ReservedBody, options: RequestOptions) -> PreparedRequest:
+        size = len(body)
+        return await service.prepare(partial(read, body), exchange.request_id, exchange.caller, options, size=size)
+
+    return prepare
 
 
 def _resume_hint(request_id: str) -> QuireError:
@@ -234,17 +260,24 @@ def build_api(
         absent |= LORA_UPDATES
     status, requests = StatusEndpoints(service, absent), RequestEndpoints(service, keepalive)
     limits = BodyLimits(max_body_bytes, client_timeout)
-    tokens = TokenizeEndpoints(service, limits)
+    tokens, responses = TokenizeEndpoints(service, limits), ResponseEndpoints(service, limits, keepalive)
 
-    def generate(path: str, parse: Callable[[bytearray], GenerationBody], answer_format: AnswerFormat) -> Route:
-        handler = GenerateHandler(service, path, parse, answer_format, limits=limits, keepalive=keepalive)
+    def generate(path: str, prepare: Prepare, answer_format: AnswerFormat, start: Start | None = None) -> Route:
+        handler = GenerateHandler(
+            service, path, prepare, answer_format, start=start, limits=limits, keepalive=keepalive
+        )
         return _route(path, "POST", handler)
 
     routes = [
-        generate("/v1/completions", CompletionRequest.from_json, COMPLETION),
-        generate("/v1/chat/completions", ChatRequest.from_json, CHAT),
-        generate(_MESSAGES, MessagesRequest.chat_from_json, MESSAGES),
+        generate("/v1/completions", _preparing(service, CompletionRequest.from_json), COMPLETION),
+        generate("/v1/chat/completions", _preparing(service, ChatRequest.from_json), CHAT),
+        generate(_MESSAGES, _preparing(service, MessagesRequest.chat_from_json), MESSAGES),
         _route(f"{_MESSAGES}/count_tokens", "POST", tokens.count_tokens),
+        generate(RESPONSES_PATH, responses.prepare, RESPONSES, responses.start),
+        _route(f"{RESPONSES_PATH}/input_tokens", "POST", responses.input_tokens),
+        _route(f"{RESPONSES_PATH}/{{id}}", ("GET", "DELETE"), responses.show_or_delete),
+        _route(f"{RESPONSES_PATH}/{{id}}/cancel", "POST", responses.cancel),
+        _route(f"{RESPONSES_PATH}/{{id}}/input_items", "GET", responses.input_items),
         _route("/v1/requests/{id}", ("GET", "DELETE"), requests.show_or_delete),
         _route("/v1/requests/{id}/cancel", "POST", requests.cancel),
         _route("/v1/requests/{id}/events", "GET", requests.events),
@@ -319,5 +352,6 @@ async def _send_error(exchange: HttpExchange, error: HttpError | QuireError) -> 
         await exchange.response.send(*exchange.format.error_response(error, exchange.request_id))
     elif not exchange.response.ended and isinstance(error, QuireError):
         resumable = (exchange.has_output or exchange.resumable) and error.code in _TRANSIENT
-        event = exchange.format.error_event(error, exchange.request_id, resumable=resumable)
+        encoder = exchange.encoder
+        event = exchange.format.error_event(error, exchange.request_id, resumable=resumable, encoder=encoder)
         await exchange.response.end((RECONNECT if resumable and exchange.event_ids else b"") + event)

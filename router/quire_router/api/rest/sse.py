@@ -42,7 +42,7 @@ async def stream(
     INTERNAL for deltas that end without the usage: an incomplete response is never passed on as complete.
     """
     encoder = answer_format.encoder(answer.prepared, answer.cursor, answer.delivered)
-    exchange.event_ids = answer.prepared.event_ids
+    exchange.event_ids, exchange.encoder = answer.prepared.event_ids, encoder
     opening = SseStream(exchange.response, keepalive, ids=exchange.event_ids, heartbeat=answer_format.heartbeat)
     async with aclosing(answer.deltas) as deltas, opening as events:
         events.headers += x_headers(headers)

@@ -82,7 +82,7 @@ ToolChoice = Annotated[
 ]
 
 
-def _arguments(value: object) -> object:
+def arguments_text(value: object) -> object:
     """Returns arguments as text, also where a client library has parsed them, or has none."""
     if isinstance(value, dict):
         return json.dumps(value, ensure_ascii=False)
@@ -93,7 +93,7 @@ class CalledFunction(LenientModel):
     """A called function, with arguments as the model wrote them, which need not be JSON."""
 
     name: Name
-    arguments: Annotated[str, BeforeValidator(_arguments)] = ""
+    arguments: Annotated[str, BeforeValidator(arguments_text)] = ""
 
     @property
     def parsed(self) -> dict[str, Any]:

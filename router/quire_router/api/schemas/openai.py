@@ -264,6 +264,7 @@ class Api(StrEnum):
 
     OPENAI = "openai"
     MESSAGES = "messages"
+    RESPONSES = "responses"
 
 
 class StreamOptions(StrictModel):
@@ -329,6 +330,11 @@ class GenerationBody(SamplingBody, StructuredBody):
     def api(self) -> Api:
         """The API that its answer is written in."""
         return Api.OPENAI
+
+    @property
+    def conversation(self) -> str:
+        """What is stored beside the tokens of an answer, for a request that goes on from it; empty for nothing."""
+        return ""
 
     @property
     def fits_output(self) -> bool:
@@ -444,6 +450,11 @@ class TemplatedBody(StrictModel):
     def offered_tools(self) -> Sequence[Tool]:
         """The tools that the chat template renders into the prompt."""
         return self.tools or ()
+
+    @property
+    def earlier_token_ids(self) -> Sequence[int]:
+        """The tokens that the conversation had before, prompt and answer; empty where it begins, or is not known."""
+        return ()
 
     @property
     def call_required(self) -> bool:

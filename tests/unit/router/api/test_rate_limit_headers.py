@@ -39,13 +39,15 @@ class LimitedRunner(ScriptedRunner):
 
 
 @asynccontextmanager
-async def tenant_stage(script=ANSWER, **policy):
+async def tenant_stage(script=ANSWER, responses_retention=None, **policy):
     tenant = Tenant("a", **policy)
     tenants = Tenants([tenant, Tenant("b")])
     runner = LimitedRunner(script)
     runner.limits = RateLimiter(tenants)
     file = TenantsFile(tenants, {"a": (KEY,), "b": (OTHER,)}, (tenant,))
-    async with open_stage(runner=runner, file=file, tenant_limits=runner.limits) as stage:
+    async with open_stage(
+        runner=runner, file=file, tenant_limits=runner.limits, responses_retention=responses_retention
+    ) as stage:
         stage.runner = runner
         yield stage
 
@@ -77,6 +79,14 @@ async def test_log_probabilities_count_towards_the_tokens_of_a_minute():
         refused = await post(stage, body=chat(max_tokens=40, logprobs=True, top_logprobs=20))
     assert refused.status == 400, "40 tokens with 21 log-probabilities each are never admitted under 120 a minute"
     assert refused.json["error"]["param"] == "max_tokens"
+
+
+async def test_a_tenants_retention_comes_before_that_of_responses():
+    async with tenant_stage(retention=30.0, responses_retention=99) as stage:
+        asked = {"model": MODEL, "input": "hello"}
+        await ask(stage.port, "POST", "/v1/responses", asked, {"authorization": f"Bearer {KEY}"})
+        (generation,) = stage.runner.generations
+    assert generation.retention == 30.0
 
 
 @pytest.mark.parametrize(("store", "retention"), [(None, 30.0), (True, 30.0), (False, 0)])

@@ -200,7 +200,7 @@ async def test_the_metrics_port_sends_clients_to_the_port_of_the_api():
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("/v1/responses", "use POST /v1/chat/completions"),
+        ("/v1/conversations", "use POST /v1/responses"),
         ("/messages", "use POST /v1/messages"),
         ("/v1/v1/messages", "the base URL of Anthropic's clients ends without /v1"),
         ("/v1/complete", "use POST /v1/messages"),

@@ -1,0 +1,516 @@
+"""Answers of OpenAI's Responses API: lists of items, which are reasoning, messages and calls of functions, in the order
+in which the model wrote them. ``ItemWriter`` makes the events of items from the parts of an answer,
+``ResponseEncoder`` a stream of them, ``ResponseBuilder`` a whole response. Does no I/O.
+
+**Sequence numbers.** One delta may be several events here, and the next deltas may be cut in another way when they come
+again. So an event's ``sequence_number`` counts what the answer's text alone says: how many characters and marks
+(beginnings and ends of items and of their parts) there are up to its end, less one. Numbers grow and have gaps, and a
+client that has the number N is sent what is behind it, at any router: it has N + 1 of them. Event ids are the same
+numbers.
+"""
+
+import json
+import re
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii as _quote
+from typing import Any, Final
+
+from quire_proto.errors import ErrorCode, QuireError, internal
+from quire_proto.sampling import FinishReason
+from quire_proto.text.stream_scanner import Content, OutputPart, Reasoning, ToolCallStart
+
+from quire_router.api.output_parser import OutputParser, call_digest, choice_name, create_parsers
+from quire_router.api.prepared_request import PreparedRequest
+from quire_router.api.rest.answer_format import ErrorResponse, EventEncoder, error_headers
+from quire_router.api.rest.http import JSON_HEADERS, HttpError, json_text, to_json
+from quire_router.api.rest.logprobs import ChatLogprobsFormat, LogprobsRenderer, TextOffsets
+from quire_router.api.rest.openai_format import error_object, error_response
+from quire_router.api.schemas.response_items import sealed
+from quire_router.api.schemas.responses import ResponseState, in_own_words
+from quire_router.api.stored_requests import no_such_place
+from quire_router.core.generation import Delta, StreamCursor, Usage
+
+_NUMBER = re.compile(r"[0-9]{1,15}", re.ASCII)
+_MESSAGE, _REASONING, _CALL = "message", "reasoning", "function_call"
+_PREFIXES: Final = {_MESSAGE: "msg", _REASONING: "rs", _CALL: "fc"}
+_IN_PROGRESS, _COMPLETED, _INCOMPLETE = "in_progress", "completed", "incomplete"
+
+
+@dataclass(slots=True)
+class ResponseEvent:
+    """An event without its sequence number: a mark, which is ``head`` alone, or one with a ``text`` behind it, and of a
+    message with the ``logprobs`` of the tokens that begin in that.
+    """
+
+    head: str
+    text: str | None = None
+    logprobs: "Sequence[TokenEntry] | None" = None
+
+    @property
+    def size(self) -> int:
+        """What it counts for in sequence numbers."""
+        return 1 if self.text is None else len(self.text)
+
+    def encode(self, number: int, delivered: int = 0) -> str:
+        """Returns the event with its number, and without so many of the first characters of its text."""
+        text = "" if self.text is None else _quote(self.text[delivered:])
+        if self.logprobs is not None:
+            text += f',"logprobs":[{",".join(each.entry for each in self.logprobs if each.begin >= delivered)}]'
+        return f'{self.head}{text},"sequence_number":{number}}}\n\n'
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEntry:
+    """The log-probabilities of a token as JSON, and which character of its event's text the token begins with."""
+
+    begin: int
+    entry: str
+
+
+def _mark(fields: dict[str, Any]) -> ResponseEvent:
+    return ResponseEvent(f"event: {fields['type']}\ndata: {json_text(fields)[:-1]}")
+
+
+@dataclass(slots=True)
+class OutputItem:
+    """One item of an answer. ``texts`` are those of its deltas: text, reasoning, or a call's arguments."""
+
+    kind: str
+    id: str
+    name: str = ""
+    call_id: str = ""
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[str] = field(default_factory=list)
+    status: str = _IN_PROGRESS
+
+    @property
+    def text(self) -> str:
+        """All of its text so far."""
+        return "".join(self.texts)
+
+
+class ItemWriter:
+    """The items of one answer, of which at most the last is open. All ids follow from the request's."""
+
+    __slots__ = ("_calls", "_choice", "_request_id", "_state", "head", "items")
+
+    def __init__(self, request_id: str, state: ResponseState) -> None:
+        self.items: list[OutputItem] = []
+        self.head = ""
+        self._request_id = request_id
+        self._choice = choice_name(request_id, 0)
+        self._state = state
+        self._calls = 0
+
+    @property
+    def open_item(self) -> OutputItem | None:
+        """The item that is written now."""
+        return self.items[-1] if self.items and self.items[-1].status == _IN_PROGRESS else None
+
+    def write(self, part: OutputPart, logprobs: Sequence[TokenEntry] = ()) -> Iterator[ResponseEvent]:
+        """Yields the events of the next part, whose tokens have these log-probabilities."""
+        opened = self.open_item
+        if isinstance(part, ToolCallStart):
+            yield from self.close()
+            call_id = f"call_{call_digest(self._choice, self._calls)}"
+            self._calls += 1
+            yield from self._open(_CALL, part.name, call_id)
+            return
+        kind = _REASONING if isinstance(part, Reasoning) else _MESSAGE if isinstance(part, Content) else _CALL
+        if opened is None or opened.kind != kind:
+            yield from self.close()
+            yield from self._open(kind)
+        item = self.items[-1]
+        item.texts.append(part.text)
+        item.logprobs += [each.entry for each in logprobs]
+        yield ResponseEvent(self.head, part.text, logprobs if kind == _MESSAGE else None)
+
+    def close(self, status: str = _COMPLETED) -> Iterator[ResponseEvent]:
+        """Yields the events that end the open item, if there is one."""
+        item = self.open_item
+        if item is None:
+            return
+        item.status = status
+        place = {"item_id": item.id, "output_index": len(self.items) - 1}
+        if item.kind == _CALL:
+            done = {"type": "response.function_call_arguments.done", **place, "name": item.name}
+            yield _mark({**done, "arguments": item.text})
+        else:
+            prefix, names, part = self._part(item)
+            logprobs = f',"logprobs":[{",".join(item.logprobs)}]' if item.kind == _MESSAGE else ""
+            done_text = _mark({"type": f"response.{prefix}_text.done", **place, **names, "text": item.text})
+            done_text.head += logprobs
+            yield done_text
+            yield ResponseEvent(_unclosed_part(f"response.{_part_event(prefix)}.done", {**place, **names}, part))
+        ended = {"type": "response.output_item.done", "output_index": place["output_index"]}
+        yield ResponseEvent(f'event: {ended["type"]}\ndata: {json_text(ended)[:-1]},"item":{self.item_json(item)}')
+
+    def item_json(self, item: OutputItem) -> str:
+        """Returns an item as it is now."""
+        known = {"id": item.id, "type": item.kind}
+        if item.kind == _CALL:
+            called = {"call_id": item.call_id, "name": item.name, "arguments": item.text}
+            return json_text({**known, **called, "status": item.status})
+        begun = item.status != _IN_PROGRESS
+        parts = f"[{self._part(item)[2]}]" if begun else "[]"
+        if item.kind == _MESSAGE:
+            head = json_text({**known, "role": "assistant", "status": item.status})
+            return f'{head[:-1]},"content":{parts}}}'
+        summary, content = (parts, "[]") if self._state.summarizes else ("[]", parts)
+        head = json_text({**known, "status": item.status})
+        if self._state.encrypts:
+            head = f'{head[:-1]},"encrypted_content":{_quote(sealed(item.text)) if begun else "null"}}}'
+        return f'{head[:-1]},"summary":{summary},"content":{content}}}'
+
+    def output_json(self) -> str:
+        """Returns all items."""
+        return f"[{','.join(map(self.item_json, self.items))}]"
+
+    def _open(self, kind: str, name: str = "", call_id: str = "") -> Iterator[ResponseEvent]:
+        number = len(self.items)
+        item = OutputItem(kind, f"{_PREFIXES[kind]}_{self._request_id}_{number}", name, call_id)
+        self.items.append(item)
+        place = {"item_id": item.id, "output_index": number}
+        added = {"type": "response.output_item.added", "output_index": number}
+        yield ResponseEvent(f'event: {added["type"]}\ndata: {json_text(added)[:-1]},"item":{self.item_json(item)}')
+        if kind == _CALL:
+            delta = "response.function_call_arguments.delta"
+        else:
+            prefix, names, part = self._part(item)
+            place |= names
+            yield ResponseEvent(_unclosed_part(f"response.{_part_event(prefix)}.added", place, part))
+            delta = f"response.{prefix}_text.delta"
+        self.head = f'event: {delta}\ndata: {json_text({"type": delta, **place})[:-1]},"delta":'
+
+    def _part(self, item: OutputItem) -> tuple[str, dict[str, int], str]:
+        """Returns how the events of an item's one part are named, the number of the part in them, and the part."""
+        text = _quote(item.text)
+        if item.kind == _MESSAGE:
+            part = f'{{"type":"output_text","annotations":[],"logprobs":[{",".join(item.logprobs)}],"text":{text}}}'
+            return "output", {"content_index": 0}, part
+        if self._state.summarizes:
+            return "reasoning_summary", {"summary_index": 0}, f'{{"type":"summary_text","text":{text}}}'
+        return "reasoning", {"content_index": 0}, f'{{"type":"reasoning_text","text":{text}}}'
+
+
+def _part_event(prefix: str) -> str:
+    return "reasoning_summary_part" if prefix == "reasoning_summary" else "content_part"
+
+
+def _unclosed_part(kind: str, place: dict[str, Any], part: str) -> str:
+    return f'event: {kind}\ndata: {json_text({"type": kind, **place})[:-1]},"part":{part}'
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesFormat:
+    """The ``AnswerFormat`` of ``/v1/responses``."""
+
+    heartbeat: bytes | None = None
+    id_headers: tuple[bytes, ...] = (b"x-request-id",)
+
+    def encoder(self, prepared: PreparedRequest, cursor: StreamCursor, delivered: int = 0) -> "ResponseEncoder":
+        """See ``AnswerFormat``. The ``cursor`` is the beginning: all that the client has is in ``delivered``."""
+        return ResponseEncoder(prepared, cursor, delivered)
+
+    def builder(self, prepared: PreparedRequest) -> "ResponseBuilder":
+        """See ``AnswerFormat``."""
+        return ResponseBuilder(prepared)
+
+    def read_event_id(self, event_id: str) -> tuple[str, int]:
+        """See ``AnswerFormat``."""
+        if not event_id:
+            return "", 0
+        if not _NUMBER.fullmatch(event_id):
+            raise no_such_place()
+        return "", int(event_id) + 1
+
+    def error_response(self, error: HttpError | QuireError, request_id: str) -> ErrorResponse:
+        """See ``AnswerFormat``."""
+        if isinstance(error, HttpError):
+            return error_response(error, request_id)
+        own = in_own_words(error)
+        return error.status.http, to_json(error_object(own, request_id)), [*JSON_HEADERS, *error_headers(error)]
+
+    def error_event(
+        self, error: QuireError, request_id: str, *, resumable: bool, encoder: EventEncoder | None = None
+    ) -> bytes:
+        """See ``AnswerFormat``. A response that cannot be resumed has failed, which an event of its own says last:
+        there are clients that end with that event, and do not read its error.
+        """
+        own = in_own_words(error)
+        fields = error_object(own, request_id)["error"]
+        number, failed = 0, b""
+        if isinstance(encoder, ResponseEncoder):
+            number = encoder.position
+            failed = b"" if resumable else encoder.failed(own)
+        # What clients look for is in the object; the documents of the API have it beside that.
+        told = {"type": "error", "code": fields["code"], "message": fields["message"], "param": fields["param"]}
+        data = {**told, "sequence_number": number, "error": {**fields, "resumable": resumable}}
+        return f"event: error\ndata: {json_text(data)}\n\n".encode("ascii") + failed
+
+
+RESPONSES: Final = ResponsesFormat()
+
+
+def usage_object(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:
+    """Returns the ``usage`` of the Responses API."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def failure_object(error: QuireError) -> dict[str, Any]:
+    """Returns the ``error`` of a response that failed."""
+    codes = {ErrorCode.OVERLOADED: "rate_limit_exceeded", ErrorCode.INVALID: "invalid_prompt"}
+    return {"code": codes.get(error.code, "server_error"), "message": error.message, "param": error.param}
+
+
+def read_state(prepared: PreparedRequest) -> ResponseState:
+    """Returns what a response repeats of its request. Raises ``QuireError`` INTERNAL when its record is damaged."""
+    try:
+        return ResponseState.read_repeated(prepared.first.conversation)
+    except (ValueError, RecursionError):
+        raise internal() from None
+
+
+class Answer:
+    """Reads the deltas of the one choice of an answer into its items, and writes the response around them."""
+
+    __slots__ = ("_parser", "_pending", "_prepared", "_reason", "_state", "_token_ids", "logprobs", "writer")
+
+    def __init__(self, prepared: PreparedRequest) -> None:
+        self._prepared = prepared
+        self._state = read_state(prepared)
+        self._parser: OutputParser | None = create_parsers(prepared)[0] if prepared.is_parsed else None
+        self._reason: FinishReason | None = None
+        self._token_ids: list[int] = []
+        self.writer = ItemWriter(prepared.first.request_id, self._state)
+        self.logprobs: LogprobsRenderer | None = None
+        self._pending: LogprobQueue | None = None
+        if prepared.response_options.logprobs is not None:
+            self.logprobs = LogprobsRenderer(prepared, ChatLogprobsFormat)
+            self._pending = LogprobQueue(prepared, self.logprobs)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all of the answer is text."""
+        return self._parser is None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its last delta was read."""
+        return self._reason is not None
+
+    def read(self, delta: Delta) -> Iterator[ResponseEvent]:
+        """Yields the events of the next delta. Every one has to be read, also of those that the client has had."""
+        self._token_ids += delta.token_ids
+        if self._pending is not None:
+            self._pending.add(delta)
+        for part in self._parts(delta):
+            yield from self.writer.write(part, () if self._pending is None else self._pending.take(part))
+        if delta.finish_reason is not None:
+            self._reason = delta.finish_reason
+            opened = self.writer.open_item
+            if opened is not None and self._pending is not None and opened.kind == _MESSAGE:
+                opened.logprobs += self._pending.rest()
+            yield from self.writer.close(_COMPLETED if self._reason is FinishReason.STOP else _INCOMPLETE)
+
+    def read_token(self, token_id: int, text: str) -> bool:
+        """Reads a token whose ``text`` only continues the open message; returns False, and reads nothing, where it may
+        be more than that.
+        """
+        opened = self.writer.open_item
+        if self._parser is not None or self._pending is not None or opened is None:
+            return False
+        self._token_ids.append(token_id)
+        if text:
+            opened.texts.append(text)
+        return True
+
+    def _parts(self, delta: Delta) -> Sequence[OutputPart]:
+        if self._parser is not None:
+            return self._parser.parts(delta)
+        return (Content(delta.text),) if delta.text else ()
+
+    def json(self, status: str, usage: Usage | None, error: QuireError | None = None) -> str:
+        """Returns the response as it is now."""
+        first = self._prepared.first
+        cut = self._reason is FinishReason.LENGTH
+        fields = {
+            "id": f"resp_{first.request_id}",
+            "object": "response",
+            "created_at": int(first.created),
+            "status": status,
+            "error": None if error is None else failure_object(error),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "model": first.model_name,
+            **self._state.shown,
+            "usage": None if usage is None else usage_object(usage, self._reasoning_tokens()),
+        }
+        return f'{json_text(fields)[:-1]},"output":{self.writer.output_json()}}}'
+
+    def final_json(self, usage: Usage) -> tuple[str, str]:
+        """Returns the status and the whole response. Raises ``QuireError`` INTERNAL if it has not ended."""
+        if self._reason is None:
+            raise internal()
+        statuses = {FinishReason.LENGTH: _INCOMPLETE, FinishReason.ABORT: "cancelled"}
+        status = statuses.get(self._reason, _COMPLETED)
+        return status, self.json(status, usage)
+
+    def _reasoning_tokens(self) -> int:
+        """Returns how many tokens the reasoning has, with its marks: those up to its end, wherever that was cut."""
+        if not any(item.kind == _REASONING for item in self.writer.items):
+            return 0
+        tokenizer = self._prepared.tokenizer
+        end = None if tokenizer.reasoning is None else tokenizer.marker_tokens.get(tokenizer.reasoning.end)
+        if end in self._token_ids:
+            return self._token_ids.index(end) + 1
+        return _count_reasoning(self._prepared, self._token_ids)
+
+
+def _count_reasoning(prepared: PreparedRequest, token_ids: Sequence[int]) -> int:
+    """Counts the tokens before those that write something else, for models that write the end with several tokens."""
+    (parser,) = create_parsers(prepared)
+    first = prepared.first
+    text = prepared.tokenizer.new_output_stream(
+        first.prompt_token_ids, first.stop, skip_special_tokens=first.skip_special_tokens, keep_markers=True
+    )
+    for count, token_id in enumerate(token_ids):
+        if any(not isinstance(part, Reasoning) for part in parser.parts(Delta(text.push_token(token_id), [token_id]))):
+            return count
+    return len(token_ids)
+
+
+class LogprobQueue:
+    """The log-probabilities of tokens whose text has not been written yet.
+
+    Where the whole answer is text, a token's belong to the part of the text that the token begins in, however it is
+    cut. Where there is reasoning or calls as well, they belong to the text that comes with them or next.
+    """
+
+    __slots__ = ("_offsets", "_pending", "_plain", "_renderer", "_written")
+
+    def __init__(self, prepared: PreparedRequest, renderer: LogprobsRenderer) -> None:
+        first = prepared.first
+        output = prepared.tokenizer.new_output_stream(
+            first.prompt_token_ids, (), skip_special_tokens=first.skip_special_tokens
+        )
+        self._renderer = renderer
+        self._offsets = TextOffsets(output)
+        self._plain = not prepared.is_parsed
+        self._pending: deque[tuple[int, str]] = deque()
+        self._written = 0
+
+    def add(self, delta: Delta) -> None:
+        """Adds those of a delta."""
+        for token_id, logprobs in zip(delta.token_ids, delta.logprobs, strict=False):
+            (begin,) = self._offsets.of([token_id])
+            (entry,) = self._renderer.logprobs(Delta("", [token_id], logprobs=[logprobs]))
+            self._pending.append((begin, entry))
+
+    def take(self, part: OutputPart) -> list[TokenEntry]:
+        """Returns those that belong to the next part."""
+        if not self._plain:
+            taken = [TokenEntry(0, entry) for _, entry in self._pending]
+            self._pending.clear()
+            return taken if isinstance(part, Content) else []
+        start, taken = self._written, []
+        self._written += 0 if isinstance(part, ToolCallStart) else len(part.text)
+        while self._pending and self._pending[0][0] < self._written:
+            begin, entry = self._pending.popleft()
+            taken.append(TokenEntry(begin - start, entry))
+        return taken
+
+    def rest(self) -> list[str]:
+        """Returns those of tokens that have no text of their own."""
+        return [entry for _, entry in self._pending]
+
+
+class ResponseEncoder:
+    """Encodes the deltas of one answer as events of a stream (see ``EventEncoder``). Of all its characters and marks
+    the client has had the first ``delivered``.
+    """
+
+    __slots__ = ("_answer", "_cursor", "_delivered", "_has_ids", "logprobs", "position")
+
+    def __init__(self, prepared: PreparedRequest, cursor: StreamCursor, delivered: int = 0) -> None:
+        self._answer = Answer(prepared)
+        self.logprobs = self._answer.logprobs
+        self.position = 0
+        self._delivered = delivered
+        self._cursor = cursor
+        self._has_ids = prepared.event_ids
+
+    def opening(self) -> bytes:
+        """See ``EventEncoder``."""
+        self._cursor.open(0)
+        begun = self._answer.json(_IN_PROGRESS, None)
+        kinds = ("response.created", "response.in_progress")
+        return self._encode([_with_response(kind, begun) for kind in kinds])
+
+    def encode(self, delta: Delta) -> bytes:
+        """See ``EventEncoder``."""
+        data = self._encode(list(self._answer.read(delta)))
+        if delta.usage is None:
+            return data
+        status, response = self._answer.final_json(delta.usage)
+        kind = "response.completed" if status == _COMPLETED else "response.incomplete"
+        return data + self._encode([_with_response(kind, response)])
+
+    def encode_token(self, index: int, token_id: int, text: str) -> bytes:
+        """See ``EventEncoder``."""
+        if not self._answer.read_token(token_id, text):
+            return self.encode(Delta(text, [token_id], index=index))
+        if not text:
+            return b""
+        writer = self._answer.writer
+        return self._encode([ResponseEvent(writer.head, text, ())])
+
+    def failed(self, error: QuireError) -> bytes:
+        """Returns the event of a response that ends with an error, behind that of the error."""
+        self.position += 1
+        return self._encode([_with_response("response.failed", self._answer.json("failed", None, error))])
+
+    def _encode(self, pieces: Sequence[ResponseEvent]) -> bytes:
+        """Encodes what the client has not had."""
+        data = []
+        for piece in pieces:
+            begin = self.position
+            self.position += piece.size
+            if self.position > self._delivered:
+                number = self.position - 1
+                text = piece.encode(number, max(0, self._delivered - begin))
+                data.append(f"id: {number}\n{text}" if self._has_ids else text)
+        return "".join(data).encode("ascii")
+
+
+def _with_response(kind: str, response: str) -> ResponseEvent:
+    return ResponseEvent(f'event: {kind}\ndata: {{"type":"{kind}","response":{response}')
+
+
+class ResponseBuilder:
+    """Collects the deltas of an answer, and writes them as one response (see ``BodyBuilder``)."""
+
+    def __init__(self, prepared: PreparedRequest) -> None:
+        self._answer = Answer(prepared)
+        self.logprobs = self._answer.logprobs
+
+    def add(self, delta: Delta) -> None:
+        """See ``BodyBuilder``."""
+        for _ in self._answer.read(delta):
+            pass
+
+    async def body(self, usage: Usage) -> bytes:
+        """See ``BodyBuilder``."""
+        return self._answer.final_json(usage)[1].encode("ascii")
+
+    def output(self) -> list[dict[str, Any]]:
+        """Returns the items of the answer so far."""
+        items: list[dict[str, Any]] = json.loads(self._answer.writer.output_json())
+        return items

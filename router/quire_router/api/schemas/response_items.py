@@ -1,0 +1,217 @@
+"""The items of a conversation of OpenAI's Responses API: messages, reasoning, calls of functions and their outputs.
+What a model wrote in one answer are several of them, and one message of a chat (``to_messages``).
+"""
+
+import base64
+import binascii
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from quire_proto.errors import invalid
+
+from quire_router.api.schemas.base import Content, LenientModel
+from quire_router.api.schemas.conversation import (
+    MAX_CALLS,
+    CalledFunction,
+    CallId,
+    ChatMessage,
+    Name,
+    ToolCall,
+    arguments_text,
+)
+
+MAX_ITEM_ID_CHARACTERS = 160
+_SEALED = "quire-reasoning-1."
+ItemId = Annotated[str, Field(max_length=MAX_ITEM_ID_CHARACTERS)]
+
+MESSAGE, REASONING, CALL, OUTPUT = "message", "reasoning", "function_call", "function_call_output"
+REFERENCE = "item_reference"
+_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
+    MESSAGE: ("role", "content"),
+    REASONING: (),
+    CALL: ("call_id", "name"),
+    OUTPUT: ("call_id", "output"),
+    REFERENCE: ("id",),
+}
+"""The items of a conversation by their types, with the fields that each must have."""
+
+
+class ReasoningText(LenientModel):
+    """A part of reasoning, or of its summary."""
+
+    text: str
+
+
+def _item_type(kind: str | None) -> str:
+    if kind is None:
+        return MESSAGE
+    if kind not in _FIELDS:
+        known = ", ".join(_FIELDS)
+        raise ValueError(f"items of type {kind[:32]!r} are not supported; those of a conversation are {known}")
+    return kind
+
+
+class InputItem(LenientModel):
+    """An item of a conversation, with the fields of its ``type``; one without a type is a message. What clients give
+    back of an answer has more fields, such as ``status``, which change nothing.
+    """
+
+    type: Annotated[str, BeforeValidator(_item_type, json_schema_input_type=str | None)] = MESSAGE
+    id: ItemId | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Content | None = None
+    thoughts: list[ReasoningText] | None = None  # the content of reasoning
+    summary: list[ReasoningText] | None = None
+    encrypted_content: str | None = None
+    call_id: CallId | None = None
+    name: Name | None = None
+    arguments: Annotated[str, BeforeValidator(arguments_text)] = ""
+    output: Content | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_content(cls, value: Any) -> Any:
+        """Lets the type say what the content is: text of a message, or parts of reasoning."""
+        if not isinstance(value, dict) or value.get("type") != REASONING:
+            return value
+        return {**value, "content": None, "thoughts": value.get("content")}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in _FIELDS[self.type]:
+            if getattr(self, name) is None:
+                raise ValueError(f"an item of type {self.type} has the field {name}, which is missing")
+        return self
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning that it holds: its text, or else what it was sealed as, or else its summary."""
+        if self.thoughts:
+            return "".join(part.text for part in self.thoughts)
+        return unsealed(self.encrypted_content or "") or "".join(part.text for part in self.summary or ())
+
+    @property
+    def size(self) -> int:
+        """Its characters, about."""
+        return len(self.content or self.reasoning) + len(self.arguments) + len(self.output or "") + 64
+
+    def to_json(self, number: int, request_id: str) -> dict[str, Any]:
+        """Returns it as a response lists it; an id of its own follows from the request's where it has none."""
+        known: dict[str, Any] = {"id": self.id or f"{_PREFIXES[self.type]}_{request_id}_in{number}", "type": self.type}
+        if self.type == MESSAGE:
+            kind = "output_text" if self.role == "assistant" else "input_text"
+            part: dict[str, Any] = {"type": kind, "text": self.content}
+            if self.role == "assistant":
+                part["annotations"] = []
+            return {**known, "role": self.role, "status": "completed", "content": [part]}
+        if self.type == REASONING:
+            return {**known, "summary": [], "content": [{"type": "reasoning_text", "text": self.reasoning}]}
+        if self.type == CALL:
+            called = {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
+            return {**known, **called, "status": "completed"}
+        return {**known, "call_id": self.call_id, "output": self.output, "status": "completed"}
+
+
+_PREFIXES: Final = {MESSAGE: "msg", REASONING: "rs", CALL: "fc", OUTPUT: "fco"}
+
+
+def sealed(reasoning: str) -> str:
+    """Returns reasoning as the ``encrypted_content`` of an item, which a client that stores nothing here gives back.
+    It is not secret: the same item has it as text.
+    """
+    return _SEALED + base64.urlsafe_b64encode(reasoning.encode("utf-8", "surrogatepass")).decode("ascii")
+
+
+def unsealed(content: str) -> str:
+    """Returns the reasoning that ``sealed`` was given; empty for what another server has encrypted."""
+    if not content.startswith(_SEALED):
+        return ""
+    try:
+        return base64.b64decode(content.removeprefix(_SEALED), altchars="-_", validate=True).decode()
+    except (binascii.Error, ValueError):
+        return ""
+
+
+def to_messages(items: Sequence[InputItem]) -> Iterator[ChatMessage]:
+    """Yields the messages of a chat that say the same as ``items``: reasoning, text and calls that follow each other
+    are one message of the assistant. Two texts are two, unless a call stands between them.
+    """
+    written: list[InputItem] = []
+    for item in items:
+        if item.type in (REASONING, CALL) or item.role == "assistant":
+            kinds = [each.type for each in written]
+            if written and ((item.type == MESSAGE and kinds[-1] == MESSAGE) or (item.type, kinds[-1:]) in _APART):
+                yield _from_assistant(written)
+                written = []
+            written.append(item)
+            continue
+        if written:
+            yield _from_assistant(written)
+            written = []
+        if item.type == OUTPUT:
+            yield ChatMessage(role="tool", tool_call_id=item.call_id, content=item.output)
+        else:
+            assert item.role is not None
+            yield ChatMessage(role=item.role, content=item.content)
+    if written:
+        yield _from_assistant(written)
+
+
+_APART = ((REASONING, [MESSAGE]), (REASONING, [CALL]))
+"""Items that begin another message of the assistant behind an item of the other type."""
+
+
+def _from_assistant(items: Sequence[InputItem]) -> ChatMessage:
+    calls = [
+        ToolCall(id=item.call_id or "", function=CalledFunction(name=item.name or "", arguments=item.arguments))
+        for item in items
+        if item.type == CALL
+    ]
+    texts = [item.content or "" for item in items if item.type == MESSAGE]
+    reasoning = "".join(item.reasoning for item in items if item.type == REASONING)
+    return ChatMessage(
+        role="assistant", content="".join(texts), tool_calls=calls or None, reasoning_content=reasoning or None
+    )
+
+
+def check_conversation(items: Sequence[InputItem], known: int) -> None:
+    """Raises ``QuireError`` for outputs of no call, and for two calls of one id that are made together. The first
+    ``known`` items are those of an earlier response.
+    """
+    called: set[str | None] = set()
+    together: set[str | None] = set()
+    for number, item in enumerate(items):
+        where = f"input[{number - known}]"
+        if item.type == CALL:
+            if item.call_id in together:
+                raise invalid(f"{where}.call_id", f"{where}.call_id is that of another call before it.")
+            together.add(item.call_id)
+            called.add(item.call_id)
+            if len(together) > MAX_CALLS:
+                raise invalid(where, f"At most {MAX_CALLS} calls may be made together.")
+        elif item.type == OUTPUT or item.role != "assistant":
+            together = set() if item.type != REASONING else together
+        if item.type == OUTPUT and item.call_id not in called:
+            message = f"{where}.call_id: no function_call before it has the call_id {str(item.call_id)[:64]!r}."
+            raise invalid(f"{where}.call_id", message)
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What a request goes on from. ``items`` are the conversation of the response that it follows, ``token_ids`` the
+    tokens of that one's prompt and answer, and ``referenced`` the items that it names, by their ids.
+    """
+
+    items: Sequence[InputItem] = ()
+    token_ids: Sequence[int] = ()
+    referenced: Mapping[str, InputItem] = field(default_factory=dict)
+
+
+def read_items(items: Sequence[Mapping[str, Any]]) -> list[InputItem]:
+    """Returns items that were listed or written here. Raises ``ValueError`` for others."""
+    try:
+        return [InputItem.model_validate(item) for item in items]
+    except ValidationError as error:
+        raise ValueError("these are no items of a conversation") from error

@@ -1,0 +1,505 @@
+"""The bodies of ``POST /v1/responses`` and ``POST /v1/responses/input_tokens``, OpenAI's Responses API, as pydantic
+models, and the chat that each means (``ResponsesRequest.to_chat``): it is validated, rendered, run and recorded as if
+it had come as one. What OpenAI's servers would run, and what is no text, is refused. ``ResponseState`` is what is
+stored of a response beside its tokens, so that it can be written again, and the conversation go on.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
+from quire_proto.errors import QuireError, invalid
+from quire_proto.sampling import MAX_LOGPROBS
+
+from quire_router.api.schemas.base import (
+    Content,
+    Effort,
+    Integer,
+    Label,
+    Metadata,
+    Parsed,
+    Stops,
+    StopTokenIds,
+    StrictModel,
+    Unsupported,
+)
+from quire_router.api.schemas.conversation import (
+    MAX_DESCRIPTION_CHARACTERS,
+    MAX_TOOLS,
+    ChatMessage,
+    ChosenFunction,
+    ChosenTool,
+    Function,
+    Name,
+    Tool,
+    ToolChoice,
+)
+from quire_router.api.schemas.openai import (
+    MAX_MESSAGES,
+    Api,
+    ChatRequest,
+    NamedSchema,
+    ResponseFormat,
+    SamplingBody,
+    StreamOptions,
+)
+from quire_router.api.schemas.response_items import (
+    REFERENCE,
+    History,
+    InputItem,
+    ItemId,
+    check_conversation,
+    to_messages,
+)
+from quire_router.core.errors import in_other_words, item_not_found
+from quire_router.core.generation import MAX_CONVERSATION_CHARACTERS
+
+MAX_INCLUDED = 32
+LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+
+
+def _tool_type(kind: str) -> str:
+    if kind != "function":
+        raise ValueError(
+            f"tools of type {kind[:32]!r} are not supported: no tool runs on this server; describe it as a function, "
+            "and run it where the client is"
+        )
+    return kind
+
+
+class FunctionTool(StrictModel):
+    """A function that the client runs; ``parameters`` is a JSON Schema of an object."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "allowed_callers": Unsupported((["direct"],), "the model calls functions directly"),
+        "async": Unsupported((False,)),
+        "defer_loading": Unsupported((False,)),
+        "output_schema": Unsupported(),
+    }
+
+    type: Annotated[str, AfterValidator(_tool_type)]
+    name: Name
+    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARACTERS)] | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def to_chat(self) -> Tool:
+        """Returns the tool of a chat."""
+        function = Function(
+            name=self.name, description=self.description, parameters=self.parameters, strict=self.strict
+        )
+        return Tool(type="function", function=function)
+
+
+class NamedFunction(StrictModel):
+    """One function among the tools."""
+
+    type: Literal["function"]
+    name: Name
+
+
+class AllowedTools(StrictModel):
+    """Those of the tools that may be called now. All stay in the prompt, which so remains the same."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+ChoiceOfTools = Annotated[
+    Literal["none", "auto", "required"] | NamedFunction | AllowedTools,
+    Parsed(
+        Literal["none", "auto", "required"] | NamedFunction | AllowedTools,
+        'it must be "none", "auto", "required", {"type": "function", "name": ...} '
+        'or {"type": "allowed_tools", "mode": ..., "tools": [{"type": "function", "name": ...}]}',
+    ),
+]
+
+
+class TextFormat(StrictModel):
+    """The form of the text: any, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")] | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    def to_chat(self) -> ResponseFormat:
+        """Returns the form of a chat's answer. Raises ``QuireError``."""
+        if (self.schema_ is not None) != (self.type == "json_schema"):
+            raise invalid("text.format.schema", "text.format.schema and the type json_schema go together.")
+        if self.schema_ is None:
+            return ResponseFormat(type=self.type)
+        named = NamedSchema.model_validate({"name": self.name or "output", "schema": self.schema_})
+        return ResponseFormat(type="json_schema", json_schema=named)
+
+
+class TextOptions(StrictModel):
+    """What the text is to look like. No template reads ``verbosity``."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {"verbosity": Unsupported(("medium",))}
+
+    format: TextFormat | None = None
+
+
+class ReasoningOptions(StrictModel):
+    """How hard the model thinks, where its template reads that. With a ``summary`` its reasoning is told as its own
+    summary: many clients show only that.
+    """
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {"context": Unsupported(("auto",))}
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+    @property
+    def is_summarized(self) -> bool:
+        """Whether a summary is asked for, by its name or by its former one."""
+        return (self.summary or self.generate_summary) is not None
+
+
+_CHAT = "it is a field of /v1/chat/completions"
+_NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
+    "n": (1,), "best_of": (1,), "use_beam_search": (False,), "beam_width": (0, 1), "length_penalty": (1,),
+    "early_stopping": (False,), "include_stop_str_in_output": (False,), "logprobs": (False,),
+    "skip_special_tokens": (True,), "separate_reasoning": (True,), "include_reasoning": (True,),
+}  # fmt: skip
+_UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
+    **{name: Unsupported(known.neutral, known.instead and _CHAT) for name, known in ChatRequest.unsupported.items()},
+    **{name: Unsupported(_NEUTRAL.get(name, ()), _CHAT) for name in ChatRequest.model_fields},
+    "guided_decoding_backend": Unsupported(),
+    "max_completion_tokens": Unsupported((), "use max_output_tokens"),
+    "max_tokens": Unsupported((), "use max_output_tokens"),
+    "messages": Unsupported(([],), "use input"),
+    "reasoning_effort": Unsupported((), "use reasoning.effort"),
+    "response_format": Unsupported((), "use text.format"),
+    "verbosity": Unsupported(("medium",)),
+    # Those of the Responses API
+    "access_programs": Unsupported(),
+    "context_management": Unsupported(([],)),
+    "conversation": Unsupported((), "use previous_response_id, or send the whole conversation as input"),
+    "image": Unsupported(),
+    "moderation": Unsupported((), "nothing is moderated here"),
+    "prompt": Unsupported((), "there are no stored prompts; write its text into instructions or input"),
+    "prompt_cache_options": Unsupported(),
+    "prompt_cache_retention": Unsupported(),
+    "service_tier": Unsupported(("auto", "default")),
+    "truncation": Unsupported(("disabled",)),
+}
+
+
+def _items(value: object) -> object:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+class InputBody(StrictModel):
+    """What a request for a response and one that counts its input's tokens have in common."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = _UNSUPPORTED
+
+    model: Annotated[str, Field(min_length=1, max_length=128)]
+    input: Annotated[
+        Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True)],
+        BeforeValidator(_items, json_schema_input_type=str | list[InputItem]),
+    ] = []  # noqa: RUF012 - pydantic copies it
+    instructions: Content | None = None
+    previous_response_id: ItemId | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ChoiceOfTools | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+
+    @property
+    def size(self) -> int:
+        """Its characters, about."""
+        return sum(item.size for item in self.input) + len(self.instructions or "")
+
+    @property
+    def references(self) -> list[str]:
+        """The ids of items that it names instead of repeating them."""
+        return [item.id or "" for item in self.input if item.type == REFERENCE]
+
+    def conversation(self, history: "History") -> list[InputItem]:
+        """Returns the whole conversation: that of the response that this one follows, and the input. Raises
+        ``QuireError`` for an item that is not found.
+        """
+        items = list(history.items)
+        for number, item in enumerate(self.input):
+            if item.type == REFERENCE and item.id not in history.referenced:
+                raise item_not_found(f"input[{number}].id", item.id or "")
+            items.append(history.referenced[item.id or ""] if item.type == REFERENCE else item)
+        if not items:
+            raise invalid("input", "input is missing.")
+        check_conversation(items, len(history.items))
+        return items
+
+    def template_fields(self, items: Sequence[InputItem]) -> dict[str, Any]:
+        """Returns the fields of a chat that its template reads."""
+        system = [ChatMessage(role="system", content=self.instructions)] if self.instructions else []
+        return {
+            "model": self.model,
+            "messages": [*system, *to_messages(items)],
+            "tools": None if self.tools is None else [tool.to_chat() for tool in self.tools],
+            "tool_choice": self._tool_choice(),
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+        }
+
+    @property
+    def allowed(self) -> frozenset[str] | None:
+        """The names of the tools that may be called; None for all."""
+        choice = self.tool_choice
+        return frozenset(tool.name for tool in choice.tools) if isinstance(choice, AllowedTools) else None
+
+    def _tool_choice(self) -> ToolChoice | None:
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            unknown = sorted((self.allowed or frozenset()) - {tool.name for tool in self.tools or ()})
+            if unknown:
+                raise invalid("tool_choice", f"tool_choice names {unknown[0]}, which is not among the tools.")
+            return choice.mode
+        if isinstance(choice, NamedFunction):
+            return ChosenTool(type="function", function=ChosenFunction(name=choice.name))
+        return choice
+
+
+_OF_CHATS = ("min_tokens", "stop", "stop_token_ids", "ignore_eos", "background", "priority", "store")
+_LABELS = ("metadata", "user", "safety_identifier", "prompt_cache_key")
+_REPEATED = (
+    "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key",
+    "safety_identifier", "temperature", "top_p", "user",
+)  # fmt: skip
+"""What a response repeats of its request as it was sent, null where it was not."""
+
+
+class ResponsesRequest(SamplingBody, InputBody):
+    """The body of ``POST /v1/responses``. Besides the fields of the Responses API it has the sampling parameters of
+    chats, and some more of theirs (``_OF_CHATS``).
+    """
+
+    include: Annotated[list[str], Field(max_length=MAX_INCLUDED)] | None = None
+    max_output_tokens: Integer = None
+    max_tool_calls: Integer = None  # of tools that the server runs, of which there are none
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    background: bool | None = None
+    store: bool | None = None
+    metadata: Metadata | None = None
+    user: Label = None
+    safety_identifier: Label = None
+    prompt_cache_key: Label = None
+
+    min_tokens: Integer = None
+    stop: Stops = Field(default=[], validate_default=True)
+    stop_token_ids: StopTokenIds | None = None
+    ignore_eos: bool | None = None
+    priority: Integer = None
+
+    def to_chat(self, history: History, request_id: str) -> "ResponsesChat":
+        """Returns the chat that this request means. Raises ``QuireError`` INVALID for what no chat may be."""
+        if self.max_output_tokens is not None and self.max_output_tokens < 1:
+            raise invalid("max_output_tokens", "max_output_tokens must be at least 1.")
+        items = self.conversation(history)
+        form = None if self.text is None else self.text.format
+        copied = (*SamplingBody.model_fields, *_OF_CHATS, *_LABELS, "stream", "stream_options", "parallel_tool_calls")
+        shown = LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+        chat = ResponsesChat.from_fields(
+            {
+                **self.template_fields(items),
+                **{name: getattr(self, name) for name in copied},
+                "max_tokens": self.max_output_tokens,
+                "response_format": None if form is None else form.to_chat(),
+                "logprobs": shown or None,
+                "top_logprobs": (self.top_logprobs or 0) if shown else None,
+            }
+        )
+        stored = [item.to_json(number, request_id) for number, item in enumerate(items)]
+        state = ResponseState(self._repeated(), stored if self.store is not False else None)
+        chat = chat.made_from(self, history.token_ids).storing(state)
+        if len(chat.conversation) > MAX_CONVERSATION_CHARACTERS:
+            raise invalid("input", "The conversation is too long to be stored; it can be answered with store: false.")
+        return chat
+
+    def _repeated(self) -> dict[str, Any]:
+        """Returns what its response repeats of it."""
+        options, included = self.reasoning or ReasoningOptions(), self.include or ()
+        form = None if self.text is None or self.text.format is None else self.text.format
+        choice = self.tool_choice
+        return {
+            **{name: getattr(self, name) for name in _REPEATED},
+            "background": bool(self.background),
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "reasoning": {"effort": options.effort, "summary": options.summary or options.generate_summary},
+            "service_tier": "default",
+            "store": self.store is not False,
+            "text": {
+                "format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True),
+                "verbosity": "medium",
+            },
+            "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [tool.model_dump(include=_TOOL_FIELDS) for tool in self.tools or ()],
+            "top_logprobs": self.top_logprobs or 0,
+            "truncation": "disabled",
+            _ENCRYPTS: ENCRYPTED in included,
+        }
+
+
+_TOOL_FIELDS = {"type", "name", "description", "parameters", "strict"}
+_ENCRYPTS = "encrypts"
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseState:
+    """What is stored of a response beside its tokens. ``repeated`` are the fields of its request that it repeats, and
+    ``items`` its conversation without its own output; None where it is not to be gone on from.
+    """
+
+    repeated: Mapping[str, Any]
+    items: Sequence[Mapping[str, Any]] | None
+
+    def to_text(self) -> str:
+        """Returns two lines of JSON, the fields and the items: only who goes on from it reads the second."""
+        items = "" if self.items is None else _json(self.items)
+        return f"{_json(self.repeated)}\n{items}"
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Returns what was written as ``text``. Raises ``ValueError`` for what ``to_text`` has not written."""
+        fields, mark, items = text.partition("\n")
+        repeated = json.loads(fields) if mark else None
+        listed = json.loads(items) if items else None
+        if not isinstance(repeated, dict) or not isinstance(listed, list | None):
+            raise ValueError("this is no state of a response")
+        return cls(repeated, listed)
+
+    @classmethod
+    def read_repeated(cls, text: str) -> Self:
+        """As ``read``, without the items."""
+        fields, mark, _ = text.partition("\n")
+        return cls.read(fields + mark)
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether reasoning comes as ``encrypted_content`` too."""
+        return self.repeated.get(_ENCRYPTS) is True
+
+    @property
+    def summarizes(self) -> bool:
+        """Whether reasoning is told as its summary."""
+        options = self.repeated.get("reasoning")
+        return isinstance(options, dict) and options.get("summary") is not None
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The fields that the response has."""
+        return {name: value for name, value in self.repeated.items() if name != _ENCRYPTS}
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+class InputTokensRequest(InputBody):
+    """The body of ``POST /v1/responses/input_tokens``. What else a request for a response has does not change its
+    tokens, and is ignored.
+    """
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        **_UNSUPPORTED,
+        **dict.fromkeys(ResponsesRequest.model_fields, Unsupported()),
+    }
+
+
+NAMES: Final[Mapping[str, str]] = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
+"""Fields of a chat, and what those of a Responses request are called that they are made from."""
+_NAME = re.compile(
+    r"\b(?:max_tokens|reasoning_effort|response_format)\b|"
+    r"(?:^|(?<=in ))messages\b(?!\[)|\bmessages\[\d+\](?:\.\w+)*"  # and not where it is only a word
+)
+_TOOL_FIELD = re.compile(r"(tools\[\d+\])\.function\.(name|description|parameters|strict)")
+
+
+def in_own_words(error: QuireError) -> QuireError:
+    """Returns an error about a chat as one about the Responses request that it was made from."""
+    if error.message.startswith(f"{error.param} is not supported here"):
+        return error
+    return in_other_words(error, _in_own_words(error.message), error.param and _in_own_words(error.param))
+
+
+def _in_own_words(text: str) -> str:
+    text = _NAME.sub(lambda found: NAMES[found[0].partition("[")[0]], text)
+    return _TOOL_FIELD.sub(r"\1.\2", text)
+
+
+class MadeFromResponses(StrictModel):
+    """A request that was made from one of the Responses API."""
+
+    names: ClassVar[Mapping[str, str]] = NAMES
+    _source: InputBody | None = PrivateAttr(None)
+    _token_ids: Sequence[int] = PrivateAttr(())
+
+    @property
+    def as_sent(self) -> StrictModel:
+        """See ``StrictModel``."""
+        return self._source or self
+
+    @property
+    def earlier_token_ids(self) -> Sequence[int]:
+        """See ``TemplatedBody``."""
+        return self._token_ids
+
+    def made_from(self, source: InputBody, token_ids: Sequence[int]) -> Self:
+        """Returns this request, which was made from ``source``; its conversation had these tokens before."""
+        self._source, self._token_ids = source, token_ids
+        return self
+
+
+class ResponsesChat(MadeFromResponses, ChatRequest):
+    """A chat whose answer is written as a response. Where only some of its tools are allowed, all are in its prompt."""
+
+    _state: str = PrivateAttr("")
+
+    def storing(self, state: ResponseState) -> Self:
+        """Returns this chat, whose response is stored with ``state``."""
+        self._state = state.to_text()
+        return self
+
+    @property
+    def api(self) -> Api:
+        """See ``GenerationBody``."""
+        return Api.RESPONSES
+
+    @property
+    def conversation(self) -> str:
+        """See ``GenerationBody``."""
+        return self._state
+
+    @property
+    def fits_output(self) -> bool:
+        """See ``GenerationBody``. Its answer is incomplete then, and says so."""
+        return True
+
+    @property
+    def callable_tools(self) -> Sequence[Tool]:
+        """See ``ChatRequest``."""
+        allowed = None if self._source is None else self._source.allowed
+        tools = super().callable_tools
+        return tools if allowed is None else [tool for tool in tools if tool.function.name in allowed]
+
+    @property
+    def is_guided(self) -> bool:
+        """See ``ChatRequest``. A tool that is not allowed cannot be called."""
+        limited = len(self.callable_tools) < len(self.offered_tools)
+        return super().is_guided or limited

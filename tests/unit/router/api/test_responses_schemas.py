@@ -1,0 +1,226 @@
+"""Requests of the Responses API, and the chats that they mean."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quire_proto.errors import QuireError
+from quire_router.api.schemas.base import ignored_parameters
+from quire_router.api.schemas.conversation import ChatMessage
+from quire_router.api.schemas.response_items import History, InputItem, read_items, sealed, to_messages, unsealed
+from quire_router.api.schemas.responses import (
+    InputTokensRequest,
+    ResponsesChat,
+    ResponsesRequest,
+    ResponseState,
+    in_own_words,
+)
+from quire_router.core.generation import MAX_CONVERSATION_CHARACTERS
+
+USER = {"role": "user", "content": "hello"}
+CALL = {"type": "function_call", "call_id": "c1", "name": "get", "arguments": '{"a": 1}'}
+RESULT = {"type": "function_call_output", "call_id": "c1", "output": "sunny"}
+TOOLS = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("get", "now")]
+
+
+def said(text: str, kind: str = "output_text") -> dict[str, Any]:
+    return {"type": "message", "role": "assistant", "content": [{"type": kind, "text": text, "annotations": []}]}
+
+
+def thought(text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+
+def chat_of(**fields: Any) -> ResponsesChat:
+    body = json.dumps({"model": "m", "input": "hello", **fields}).encode()
+    return ResponsesRequest.from_json(body).to_chat(History(), "r")
+
+
+def messages_of(*items: dict[str, Any]) -> list[dict[str, Any]]:
+    chat = chat_of(input=[USER, *items])
+    return [message.model_dump(exclude_none=True) for message in chat.messages[1:]]
+
+
+def call(call_id: str = "c1") -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": "get", "arguments": '{"a": 1}'}}
+
+
+def refused(**fields: Any) -> tuple[str | None, str]:
+    with pytest.raises(QuireError) as caught:
+        chat_of(**fields)
+    error = in_own_words(caught.value)
+    return error.param, error.message
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "hello",
+        [USER],
+        [{**USER, "type": "message", "status": "completed", "id": "msg_1"}],
+        [{"role": "user", "content": [{"type": "input_text", "text": "hel"}, {"type": "input_text", "text": "lo"}]}],
+    ],
+)
+def test_input_is_a_text_or_items(given):
+    assert chat_of(input=given).messages == [ChatMessage(role="user", content="hello")]
+
+
+def test_instructions_come_first():
+    messages = chat_of(instructions="Be brief.", input=[{"role": "developer", "content": "d"}, USER]).messages
+    assert [(message.role, message.content) for message in messages] == [
+        ("system", "Be brief."),
+        ("developer", "d"),
+        ("user", "hello"),
+    ]
+
+
+def test_what_was_written_in_one_answer_is_one_message():
+    other = {**CALL, "call_id": "c2"}
+    assert messages_of(thought("hm"), said("so"), CALL, other, said(" then"), RESULT, {**RESULT, "call_id": "c2"}) == [
+        {"role": "assistant", "content": "so then", "reasoning_content": "hm", "tool_calls": [call(), call("c2")]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "c1"},
+        {"role": "tool", "content": "sunny", "tool_call_id": "c2"},
+    ]
+
+
+def test_answers_that_follow_each_other_are_messages_of_their_own():
+    one, two = {"role": "assistant", "content": "one"}, {"role": "assistant", "content": "two"}
+    assert messages_of(said("one"), said("two")) == [one, two]
+    assert messages_of(said("one"), thought("hm"), said("two")) == [one, {**two, "reasoning_content": "hm"}]
+    assert messages_of(thought("h"), thought("m"), said("one")) == [{**one, "reasoning_content": "hm"}]
+    assert messages_of(CALL, RESULT, CALL, RESULT) == [
+        {"role": "assistant", "content": "", "tool_calls": [call()]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "c1"},
+    ] * 2  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("item", "reasoning"),
+    [
+        (thought("hm"), "hm"),
+        ({"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}, "hm"),
+        ({"type": "reasoning", "summary": [], "encrypted_content": sealed("hm")}, "hm"),
+        ({"type": "reasoning", "summary": [], "content": None, "encrypted_content": "gAAAA of another server"}, ""),
+        ({"type": "reasoning", "summary": [], "encrypted_content": "quire-reasoning-1.%%%"}, ""),
+    ],
+)
+def test_reasoning_is_given_back_in_any_form(item, reasoning):
+    (message,) = messages_of(item, said("so"))
+    assert message.get("reasoning_content", "") == reasoning
+
+
+@given(st.text())
+@settings(max_examples=50)
+def test_sealed_reasoning_is_read_again(text: str) -> None:
+    assert unsealed(sealed(text)) == text
+
+
+items = st.one_of(
+    st.builds(lambda text: {"role": "user", "content": text}, st.text(max_size=5)),
+    st.builds(said, st.text(max_size=5)),
+    st.builds(thought, st.text(max_size=5)),
+    st.just(CALL),
+)
+
+
+@given(st.lists(items, max_size=8))
+@settings(max_examples=100, deadline=None)
+def test_items_that_are_stored_mean_the_same_when_they_are_read(given_items: list[dict[str, Any]]) -> None:
+    read = [InputItem.model_validate(item) for item in given_items]
+    listed = [item.to_json(number, "r") for number, item in enumerate(read)]
+    assert [*to_messages(read_items(listed))] == [*to_messages(read)]
+    assert [item.to_json(9, "s") for item in read_items(listed)] == listed
+    state = ResponseState({"a": 1}, listed)
+    assert ResponseState.read(state.to_text()) == state
+
+
+def test_tools_and_their_choice_are_those_of_a_chat():
+    chat = chat_of(tools=[{**TOOLS[0], "description": "d", "strict": True}, TOOLS[1]], parallel_tool_calls=False)
+    function = chat.tools[0].function
+    assert (function.name, function.description, function.strict) == ("get", "d", True)
+    assert (chat.parallel_tool_calls, chat.tool_choice, chat.is_guided) == (False, None, True)
+    for choice in ("none", "auto", "required"):
+        assert chat_of(tools=TOOLS, tool_choice=choice).tool_choice == choice
+    chosen = chat_of(tools=TOOLS, tool_choice={"type": "function", "name": "now"})
+    assert [tool.function.name for tool in chosen.callable_tools] == ["now"]
+    assert chosen.call_required
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_may_be_called_and_all_are_in_the_prompt(mode):
+    allowed = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "now"}]}
+    chat = chat_of(tools=TOOLS, tool_choice=allowed)
+    assert [tool.function.name for tool in chat.offered_tools] == ["get", "now"]
+    assert [tool.function.name for tool in chat.callable_tools] == ["now"]
+    assert (chat.call_required, chat.is_guided) == (mode == "required", True)
+    unknown = {**allowed, "tools": [{"type": "function", "name": "other"}]}
+    assert refused(tools=TOOLS, tool_choice=unknown)[0] == "tool_choice"
+
+
+def test_the_form_of_the_text_is_that_of_a_chat():
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+    chat = chat_of(text={"format": form})
+    assert json.loads(chat.structured.text) == schema
+    assert chat_of(text={"format": {"type": "text"}}).structured is None
+    assert chat_of(text={"format": {"type": "json_object"}}).structured is not None
+    assert json.loads(chat.conversation.partition("\n")[0])["text"]["format"] == form
+
+
+def test_reasoning_effort_and_limits_go_to_the_chat():
+    chat = chat_of(reasoning={"effort": "high"}, max_output_tokens=7, top_k=3, seed=5, prompt_cache_key="k")
+    assert (chat.reasoning_effort, chat.output_limit, chat.top_k, chat.seed) == ("high", 7, 3, 5)
+    assert (chat.prompt_cache_key, chat.output_logprobs, chat.fits_output) == ("k", None, True)
+    assert chat_of(include=["message.output_text.logprobs"]).output_logprobs == 0
+    assert chat_of(top_logprobs=4).output_logprobs == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content", "only text is"),
+        ({"input": [{"type": "web_search_call"}]}, "input[0].type", "not supported"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "assistant"),
+        ({"input": [{"type": "function_call"}]}, "input[0]", "call_id"),
+        ({"input": [USER, RESULT]}, "input[1].call_id", "'c1'"),
+        ({"input": [USER, CALL, CALL]}, "input[2].call_id", "another call"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id", "not found"),
+        ({"tools": [{"type": "mcp"}]}, "tools[0].type", "no tool runs on this server"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].name", "two tools"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice", "allowed_tools"),
+        ({"messages": [USER]}, "messages", "use input"),
+        ({"max_tokens": 3}, "max_tokens", "use max_output_tokens"),
+        ({"response_format": {"type": "text"}}, "response_format", "use text.format"),
+        ({"n": 2}, "n", "/v1/chat/completions"),
+        ({"prompt": {"id": "x"}}, "prompt", "no stored prompts"),
+        ({"moderation": {"model": "x"}}, "moderation", "moderated"),
+        ({"top_logprobs": 21}, "top_logprobs", "20"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_with_its_place(fields, param, words):
+    assert refused(**fields)[0] == param
+    assert words in refused(**fields)[1]
+
+
+def test_what_changes_nothing_is_accepted_and_named_where_it_is_not_known():
+    neutral = {"n": 1, "truncation": "disabled", "service_tier": "auto", "context_management": [], "logprobs": False}
+    assert [*ignored_parameters(chat_of(**neutral))] == []
+    named = {"truncation": "auto", "prompt_cache_retention": "24h", "access_programs": {"cyber": "x"}, "other": 1}
+    assert {name for name, _ in ignored_parameters(chat_of(**named))} == set(named)
+    tools = [{**TOOLS[0], "defer_loading": True}]
+    assert [*ignored_parameters(chat_of(tools=tools))] == [("tools[0].defer_loading", True)]
+
+
+def test_a_conversation_that_is_too_long_to_be_stored_is_refused_unless_it_is_not_to_be():
+    long = "x" * MAX_CONVERSATION_CHARACTERS
+    assert refused(input=long)[0] == "input"
+    assert len(chat_of(input=long, store=False).conversation) < 10_000
+
+
+def test_counting_takes_the_same_body():
+    body = {"model": "m", "input": [USER], "stream": True, "max_output_tokens": 3, "store": False, "other": 1}
+    request = InputTokensRequest.from_json(json.dumps(body).encode())
+    assert [name for name, _ in ignored_parameters(request) if name == "other"] == ["other"]
