@@ -106,6 +106,32 @@ def test_the_openai_package_of_python(server: Server, expected: dict[str, Any]) 
     assert loop["text"] == after_the_tool(server, loop["arguments"])
 
 
+@client("openai (Python), on Responses", f"{USUAL}, parsed answers, stored responses", "openai==")
+@client("openai-agents (Python), on Responses", f"{USUAL}, with the API that it speaks by default", "openai-agents==")
+@needs(AGENTS)
+def test_openais_packages_of_python_on_responses(server: Server, expected: dict[str, Any]) -> None:
+    found = run([AGENTS, PROGRAMS / "responses_client.py", server.url, server.slow_url])
+    check(found, expected)
+    seen = found["openai"]
+    assert seen["parsed_turn"]["total"] in (12, 7), seen["parsed_turn"]
+    assert seen["stored"] == {"text": expected["streamed"]["text"]}
+    for loop in (each["tool_loop"] for each in found.values()):
+        assert loop["text"] == after_the_tool(server, loop["arguments"])
+
+
+@client("openai (JavaScript), on Responses", USUAL, "openai@")
+@client(
+    "openai-agents (JavaScript), on Responses", f"{USUAL}, with the API that it speaks by default", "@openai/agents@"
+)
+@client("Vercel AI SDK, on Responses", f"{USUAL}, with the API that `openai(…)` speaks", "ai@", "@ai-sdk/openai@")
+@needs(VERCEL)
+def test_packages_of_node_on_responses(server: Server, expected: dict[str, Any]) -> None:
+    found = run(["node", PROGRAMS / "responses_client.mjs", server.url, server.slow_url, NODE.parent])
+    check(found, expected)
+    for loop in (each["tool_loop"] for each in found.values()):
+        assert loop["text"] == after_the_tool(server, loop["arguments"])
+
+
 @client("anthropic (Python)", f"{USUAL}, parsed answers, token counts", "anthropic==")
 @needs(ANTHROPIC)
 def test_anthropics_package_of_python(server: Server, expected: dict[str, Any]) -> None:
@@ -185,6 +211,15 @@ def test_frameworks_chat_stream_and_call_tools(server: Server, expected: dict[st
         assert seen["parsed_turn"]["total"] in (12, 7)
 
 
+@client(
+    "pydantic-ai, on Responses", f"{USUAL}, `NativeOutput`, with the API of `openai:`", "pydantic-ai-slim[openai]=="
+)
+def test_pydantic_ai_on_responses(server: Server, expected: dict[str, Any]) -> None:
+    seen = run_framework("pydantic-ai", server.url, server.slow_url, api="-responses")
+    check({"pydantic-ai": seen}, expected)
+    assert seen["parsed_turn"]["total"] in (12, 7)
+
+
 @client("smolagents", "streamed, second turn, error", "smolagents==")
 def test_smolagents_chats_and_streams(server: Server, expected: dict[str, Any]) -> None:
     seen = run_framework("smolagents", server.url, server.slow_url)
@@ -208,12 +243,14 @@ def test_dspy_chats(server: Server, expected: dict[str, Any]) -> None:
     assert seen["second_turn"] == expected["second_turn"]
 
 
-def run_framework(name: str, *urls: str) -> dict[str, Any]:
-    """What the program of one client saw, which has an environment of its name. Skips where it is not installed."""
+def run_framework(name: str, *urls: str, api: str = "") -> dict[str, Any]:
+    """What the program of one client saw on an ``api``; it has an environment of its name. Skips where it is not
+    installed.
+    """
     python = CLIENTS / name / "bin" / "python"
     if not python.exists():
         pytest.skip("make clients installs the clients and runs these tests")
-    found: dict[str, Any] = run([python, PROGRAMS / f"{name.replace('-', '_')}_client.py", *urls])[name]
+    found: dict[str, Any] = run([python, PROGRAMS / f"{name.replace('-', '_')}_client.py", *urls])[name + api]
     return found
 
 

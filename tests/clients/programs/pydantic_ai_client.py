@@ -1,4 +1,6 @@
-"""pydantic-ai's agents: ``pydantic_ai_client.py URL SLOW_URL``. Their history goes back as they keep it."""
+"""pydantic-ai's agents, on chat completions and on Responses: ``pydantic_ai_client.py URL SLOW_URL``. Their history
+goes back as they keep it.
+"""
 
 import asyncio
 import sys
@@ -7,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput
-from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from scenarios import CITIES, ENDLESS, FIRST, FORCED, PARAMETERS, RESULT, SECOND, run
 
@@ -20,7 +22,10 @@ class Sum(BaseModel):
     total: Literal[12, 7]
 
 
-def scenarios(model: OpenAIChatModel, slow: OpenAIChatModel) -> dict[str, Callable[[], object]]:
+AnyModel = OpenAIChatModel | OpenAIResponsesModel
+
+
+def scenarios(model: AnyModel, slow: AnyModel) -> dict[str, Callable[[], object]]:
     agent = Agent(model, model_settings=PARAMETERS)
 
     def streamed() -> object:
@@ -38,7 +43,10 @@ def scenarios(model: OpenAIChatModel, slow: OpenAIChatModel) -> dict[str, Callab
 
     def tool_loop() -> object:
         seen: list[str] = []
-        forced = {"logit_bias": FORCED["logit_bias"], "parallel_tool_calls": False}  # it requires the call itself
+        forced = {
+            "extra_body": {"logit_bias": FORCED["logit_bias"]},
+            "parallel_tool_calls": False,
+        }  # it requires the call itself
         caller = Agent(model, model_settings={**PARAMETERS, **forced}, output_type=[weather])
         found = caller.run_sync(CITY)
         seen.append(found.output)
@@ -52,7 +60,8 @@ def scenarios(model: OpenAIChatModel, slow: OpenAIChatModel) -> dict[str, Callab
 
     def streamed_error() -> object:
         async def ask() -> None:
-            settings = {**PARAMETERS, **ENDLESS}
+            bias = {"extra_body": {"logit_bias": ENDLESS["logit_bias"]}}
+            settings = {**PARAMETERS, "max_tokens": ENDLESS["max_tokens"], **bias}
             async with Agent(slow, model_settings=settings).run_stream(QUESTION) as answer:
                 async for _ in answer.stream_text():
                     pass
@@ -69,9 +78,10 @@ def weather(city: Literal["Rome", "Oslo"]) -> str:
     return city
 
 
-def connect(url: str) -> OpenAIChatModel:
-    return OpenAIChatModel("tools", provider=OpenAIProvider(base_url=f"{url}/v1", api_key="none"))
+def connected(kind: type[AnyModel]) -> list[AnyModel]:
+    return [kind("tools", provider=OpenAIProvider(base_url=f"{url}/v1", api_key="none")) for url in sys.argv[1:]]
 
 
 if __name__ == "__main__":
-    run({"pydantic-ai": scenarios(*map(connect, sys.argv[1:]))})
+    kinds = {"pydantic-ai": OpenAIChatModel, "pydantic-ai-responses": OpenAIResponsesModel}
+    run({name: scenarios(*connected(kind)) for name, kind in kinds.items()})
