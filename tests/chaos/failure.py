@@ -11,7 +11,7 @@ from quire.v1 import types_pb2
 from quire_proto.errors import STATUS, ErrorCode
 
 PASSING = (ErrorCode.OVERLOADED, ErrorCode.UNAVAILABLE)
-_WITH_REASONS = (ErrorCode.FORBIDDEN, *PASSING, ErrorCode.DEADLINE)
+_WITH_REASONS = (ErrorCode.INVALID, ErrorCode.FORBIDDEN, *PASSING, ErrorCode.DEADLINE)
 _KINDS = {status.kind: code for code, status in STATUS.items()}
 _BINARY = "quire-error-bin"
 
@@ -36,7 +36,8 @@ class Failure:
     @property
     def is_unknown_request(self) -> bool:
         """Whether it says that there is no such request; that there is no such model or route is something else."""
-        return self.code is ErrorCode.NOT_FOUND and self.param == "request_id"
+        is_gone = self.code is ErrorCode.NOT_FOUND and self.param in ("request_id", "response_id")
+        return is_gone or (self.code is ErrorCode.INVALID and self.param == "previous_response_id")
 
 
 def of_rest(body: Any, status: int | None = None) -> Failure:

@@ -21,13 +21,14 @@ from tests.chaos.faults import Fault
 from tests.chaos.leftovers import leftovers
 from tests.chaos.redis_faults import NO_CLOCK, set_back_redis
 from tests.chaos.report import Report
+from tests.chaos.responses_client import ConversationClient
 from tests.chaos.rpc_client import CrossingClient, RpcClient
 from tests.chaos.stack import PLAIN, Form, Stack, running_stack
-from tests.chaos.workload import BACKGROUND, CROSSING, POLLING, RPC, STREAM, WHOLE, Request, requests
+from tests.chaos.workload import BACKGROUND, CONVERSATION, CROSSING, POLLING, RPC, STREAM, WHOLE, Request, requests
 
 CLIENTS: dict[str, type[Client]] = {
     STREAM: StreamClient, WHOLE: WholeClient, RPC: RpcClient, BACKGROUND: BackgroundClient, POLLING: PollingClient,
-    CROSSING: CrossingClient,
+    CROSSING: CrossingClient, CONVERSATION: ConversationClient,
 }  # fmt: skip
 CALM = Manners(silence=60.0)  # who leaves because of a slow machine would not be undisturbed
 

@@ -19,7 +19,7 @@ from tests.chaos.answer import Answer
 from tests.chaos.client import Manners
 from tests.chaos.report import FOUND, Report
 from tests.chaos.run import CLIENTS
-from tests.chaos.workload import BACKGROUND, POLLING, RPC, STREAM, WHOLE, Request
+from tests.chaos.workload import BACKGROUND, CONVERSATION, POLLING, RPC, STREAM, WHOLE, Request
 
 MANNERS = Manners(silence=20.0, patience=0.5, limit=60.0, absence=0.0, later=0.0)
 PATH, BODY = "/v1/completions", {"model": "demo", "prompt": "x"}
@@ -239,6 +239,56 @@ async def test_one_that_is_attached_to_is_read_as_a_stream() -> None:
     right = await received([started(), events(*RIGHT)], request)
     assert judged(request, right, await received([started(), events(ONE, TWO, LAST)], request)) == "untyped"
     assert judged(request, right, await received([started(id="cd34"), events(*RIGHT)], request)) == "malformed"
+
+
+CONVERSING = Request(CONVERSATION, "conversation", "/v1/responses", {"model": "demo"}, turns=("Hi.", "And?"))
+TURN_IDS = ("resp_ab12", "resp_cd34")
+
+
+def told(number: int, kind: str, **fields: Any) -> str:
+    data = {"type": f"response.{kind}", "sequence_number": number, **fields}
+    return f"event: {data['type']}\ndata: {json.dumps(data)}\n\n"
+
+
+def response(turn: int, text: str, **fields: Any) -> dict[str, Any]:
+    known = {"id": TURN_IDS[turn], "model": "demo", "previous_response_id": TURN_IDS[0] if turn else None}
+    output = [{"type": "message", "content": [{"type": "output_text", "text": text}]}]
+    usage = {"input_tokens": 3, "output_tokens": 2}
+    return {**known, "status": "completed", "output": output, "usage": usage, **fields}
+
+
+def turn(number: int, text: str = "one two", **fields: Any) -> tuple[str, ...]:
+    """The events of a turn."""
+    created = told(0, "created", response=response(number, "", output=[], usage=None, **fields))
+    pieces = [told(5, "output_text.delta", delta=text[:3]), told(9, "output_text.delta", delta=text[3:])]
+    return created, *pieces, told(10, "completed", response=response(number, text, **fields))
+
+
+GONE = {"param": "previous_response_id", "type": "invalid_request_error", "code": "previous_response_not_found"}
+BAD_CONVERSATIONS: dict[str, tuple[list[httpx.Response], str]] = {
+    "right": ([events(*turn(0)), events(*turn(1))], ""),
+    "broken and read on": (
+        [events(*turn(0)[:2], ends=False), refusal(), events(*turn(0)[2:]), events(*turn(1))], ""),
+    "a piece lost at a break": (
+        [events(*turn(0)[:2], ends=False), events(turn(0)[3]), events(*turn(1))], "malformed"),
+    "a piece sent again": ([events(*turn(0)[:3], *turn(0)[2:]), events(*turn(1))], "malformed"),
+    "an answer that is another": ([events(*turn(0)), events(*turn(1, "two one"))], "changed"),
+    "an answer that goes on from another": (
+        [events(*turn(0)), events(*turn(1, previous_response_id="resp_ef56"))], "malformed"),
+    "another model": ([events(*turn(0)), events(*turn(1, model="other"))], "malformed"),
+    "another end": ([events(*turn(0)), events(*turn(1, status="incomplete"))], "changed"),
+    "no end": ([events(*turn(0)), events(*turn(1)[:3])], "untyped"),
+    "a first turn that is forgotten": ([events(*turn(0)), refusal(400, **GONE)], "errors"),
+    "an error": ([events(*turn(0)), refusal(500)], "errors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_CONVERSATIONS)
+async def test_a_bad_conversation_has_a_verdict(name: str) -> None:
+    replies, verdict = BAD_CONVERSATIONS[name]
+    right = await received([events(*turn(0)), events(*turn(1))], CONVERSING)
+    assert right.content()[1] == (6, 4)
+    assert judged(CONVERSING, right, await received(replies, CONVERSING)) == verdict
 
 
 def message(place: str, text: str = "", *tokens: int, **fields: Any) -> pb.GenerateResponse:

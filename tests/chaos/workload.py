@@ -1,5 +1,6 @@
 """The requests that clients make, mixed: sampled, penalised, structured, several choices and several prompts,
-log-probabilities, greedy, searched, tool calls, each in one of several ways, of one of two tenants.
+log-probabilities, greedy, searched, tool calls, conversations of responses, each in one of several ways, of one of two
+tenants.
 """
 
 import random
@@ -34,17 +35,21 @@ WEATHER = {
 
 STREAM, WHOLE, RPC, BACKGROUND, POLLING = "stream", "whole", "rpc", "background", "polling"
 CROSSING = "crossing"
+CONVERSATION = "conversation"
 UNWATCHED = (BACKGROUND, POLLING)
 _WAYS = (STREAM, RPC, STREAM, WHOLE, BACKGROUND, CROSSING, POLLING)
 _WAYS_OF_SEARCHES = (WHOLE, RPC, POLLING)  # nothing of them can be streamed over REST
 _WAYS_OF_LISTS = (STREAM, WHOLE, CROSSING)  # the gRPC API takes one prompt, but streams such a response to its end
+_WAYS_OF_CONVERSATIONS = (CONVERSATION,)
 _WITHOUT_KEY = 0.25
 Body = tuple[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Request:
-    """``way`` is how the client asks for it, and ``keyed`` whether with an idempotency key."""
+    """``way`` is how the client asks for it, ``keyed`` whether with an idempotency key, and ``turns`` the inputs of a
+    conversation.
+    """
 
     way: str
     kind: str
@@ -52,6 +57,7 @@ class Request:
     body: dict[str, Any]
     keyed: bool = True
     tenant: str = ""
+    turns: tuple[str, ...] = ()
 
     @property
     def credentials(self) -> dict[str, str]:
@@ -87,7 +93,7 @@ class Request:
     @property
     def choices(self) -> int:
         """How many the answer has to have."""
-        return self.prompts * int(self.body.get("n", 1))
+        return len(self.turns) or self.prompts * int(self.body.get("n", 1))
 
 
 def requests(count: int, seed: int) -> list[Request]:
@@ -99,10 +105,12 @@ def requests(count: int, seed: int) -> list[Request]:
 def _request(number: int, chance: random.Random) -> Request:
     turn, kind = divmod(number, len(_KINDS))
     make = _KINDS[kind]
-    ways = _WAYS_OF_SEARCHES if make in (_best_of, _beams) else _WAYS_OF_LISTS if make is _prompts else _WAYS
+    ways = _OTHER_WAYS.get(make, _WAYS)
     way = ways[(turn + kind) % len(ways)]
     keyed = way in UNWATCHED or chance.random() >= _WITHOUT_KEY
-    return Request(way, make.__name__.strip("_"), *make(chance), keyed, chance.choice(list(KEYS)))
+    path, body = make(chance)
+    turns = tuple(body.pop("turns", ()))
+    return Request(way, make.__name__.strip("_"), path, body, keyed, chance.choice(list(KEYS)), turns)
 
 
 def _completion(chance: random.Random, **more: Any) -> Body:
@@ -200,7 +208,25 @@ def _beams(chance: random.Random) -> Body:
     return _completion(chance, n=2, beam_width=3, temperature=0, max_tokens=chance.randint(20, 50))
 
 
+def _conversation(chance: random.Random) -> Body:
+    body = {
+        "model": MODEL,
+        "max_output_tokens": chance.randint(40, 120),
+        "temperature": 1.0,
+        "seed": chance.getrandbits(32),
+        "ignore_eos": True,
+        "turns": [f"Tell me a story about a {chance.choice(HEROES)}.", "And then?", chance.choice(PROMPTS)],
+    }
+    return "/v1/responses", body
+
+
+_OTHER_WAYS = {
+    _best_of: _WAYS_OF_SEARCHES,
+    _beams: _WAYS_OF_SEARCHES,
+    _prompts: _WAYS_OF_LISTS,
+    _conversation: _WAYS_OF_CONVERSATIONS,
+}
 _KINDS: tuple[Callable[[random.Random], Body], ...] = (
     _greedy, _forced, _sampled, _prompts, _penalised, _called, _several, _unlimited, _logprobs, _stopped, _structured,
-    _chat, _best_of, _beams,
+    _chat, _conversation, _best_of, _beams,
 )  # fmt: skip

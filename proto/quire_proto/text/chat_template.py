@@ -323,15 +323,23 @@ class SpecialTokenEscaper:
         """The number of aliases in a text."""
         return text.count(self._secret)
 
+    def find_alias(self, text: str, start: int) -> int:
+        """Where the next alias in a text begins; its end if there is none."""
+        found = text.find(f"<{self._secret}", start)
+        return len(text) if found < 0 else found
+
     def named(self, prompt: str, mark: str) -> str:
-        """A rendered prompt for ``tokenizer``: aliases instead of the template's special tokens, and no marks."""
-        prompt = prompt.replace(_escaped(mark), mark)  # if the template wrote JSON in ASCII
+        """A rendered prompt for ``tokenizer``: aliases instead of the template's special tokens, and no marks. An empty
+        ``mark`` is none.
+        """
+        if mark:
+            prompt = prompt.replace(_escaped(mark), mark)  # if the template wrote JSON in ASCII
         for name in sorted(self._present(prompt), key=len, reverse=True):
             if name in self._words:
                 prompt = self._words[name].sub(self._aliases[name], prompt)
             elif name in self._aliases:
                 prompt = prompt.replace(name, self._aliases[name])
-        return prompt.replace(mark, "")
+        return prompt.replace(mark, "") if mark else prompt
 
     def ids(self, token_ids: Sequence[int], names: int) -> list[int]:
         """The ids of ``tokenizer`` for a prompt with ``names`` aliases, as the first tokenizer's ids. Raises

@@ -188,22 +188,26 @@ class ModelTokenizer:
         if special is not None:
             messages, tools, mark = special.marked(messages, tools)
         prompt = self.render_chat_text(messages, tools, add_generation_prompt=add_generation_prompt, options=options)
-        if special is None or not mark:
-            return self._continue(earlier, prompt, {}, partial(self.encode_plain, limit=limit))
+        if special is None or not (mark or earlier):
+            return self._continue(earlier, prompt, None, partial(self.encode_plain, limit=limit))
 
         def encode(text: str) -> list[int]:
             self._check_length(special.tokenizer, text, limit)
             return special.ids(_encoding(special.tokenizer, text).ids, special.count(text))
 
-        return self._continue(earlier, special.named(prompt, mark), special.aliases, encode)
+        return self._continue(earlier, special.named(prompt, mark), special, encode)
 
     def _continue(
-        self, earlier: Sequence[int], text: str, aliases: Mapping[int, str], encode: Callable[[str], list[int]]
+        self,
+        earlier: Sequence[int],
+        text: str,
+        special: SpecialTokenEscaper | None,
+        encode: Callable[[str], list[int]],
     ) -> list[int]:
-        """The tokens of a prompt's ``text``, in which special tokens have these ``aliases``, and which begins with as
-        many of the ``earlier`` tokens as have its text. What follows is given to ``encode``.
+        """The tokens of a prompt's ``text``, in which special tokens have the aliases of ``special``, and which begins
+        with as many of the ``earlier`` tokens as have its text. What follows is given to ``encode``.
         """
-        kept, end = self._kept(earlier, text, aliases) if earlier else (0, 0)
+        kept, end = self._kept(earlier, text, special) if earlier else (0, 0)
         rest = encode(text[end:])
         # Some decoders write no space before a first token, so encoders write one too many there.
         before, behind = list(earlier[max(0, kept - _LAST_TOKENS) : kept]), rest[:_LAST_TOKENS]
@@ -211,19 +215,25 @@ class ModelTokenizer:
             return encode(text)
         return [*earlier[:kept], *rest]
 
-    def _kept(self, earlier: Sequence[int], text: str, aliases: Mapping[int, str]) -> tuple[int, int]:
+    def _kept(self, earlier: Sequence[int], text: str, special: SpecialTokenEscaper | None) -> tuple[int, int]:
         """How many of the ``earlier`` tokens a text begins with, up to a whole character, and how many characters it
-        has of them.
+        has of them. An alias in the text is the special token alone, whatever the text of others is.
         """
+        aliases: Mapping[int, str] = {} if special is None else special.aliases
         output = self.new_output_stream((), (), skip_special_tokens=False)
         kept = end = read = 0
+        next_alias = len(text) if special is None else special.find_alias(text, 0)
         for number, token_id in enumerate(earlier, 1):
             alias = aliases.get(token_id)
-            piece = output.push_token(token_id) if alias is None else output.finish() + alias
-            if not text.startswith(piece, read):
+            piece = output.push_token(token_id) if alias is None else output.finish()
+            if read + len(piece) > next_alias or not text.startswith(piece, read):
                 break
             read += len(piece)
-            if alias is not None:
+            if alias is not None and special is not None:
+                if not text.startswith(alias, read):
+                    break
+                read += len(alias)
+                next_alias = special.find_alias(text, read)
                 prompt = earlier[max(0, number - _LAST_TOKENS) : number]
                 output = self.new_output_stream(prompt, (), skip_special_tokens=False)
             if output.is_whole:

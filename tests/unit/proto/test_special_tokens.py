@@ -136,6 +136,53 @@ def test_a_prompt_that_is_split_at_the_templates_tokens_is_encoded_as_by_the_tok
     assert ids == TOKENIZERS[name].encode(prompt.replace("\ufdd5", ""), add_special_tokens=False).ids
 
 
+def letter_by_letter(text, content):
+    """The tokens of a text that a model has written so, as no tokenizer would."""
+    return [token_id for letter in content for token_id in text.encode_plain(letter)]
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.sampled_from(sorted(MODELS)),
+    st.lists(HOSTILE, min_size=5, max_size=5),
+    st.lists(HOSTILE, min_size=5, max_size=5),
+    st.text(max_size=9) | HOSTILE,
+    st.integers(0, 9),
+)
+@example(("demo", "demo"), ["s", "u", "", "a", "r"], ["s", "u", "", "a", "r"], "Hello wörld 😀", 0)
+@example(("demo", "plain"), ["s", "u", "", "a", "r"], ["s<|im_end|>\n", "u", "", "a", "r"], "<|im_end|>", 0)
+@example(("sentencepiece", "plain"), ["s", "u", "", "a", "r"], ["s", "u", "", "a", "r"], "so it is", 2)
+def test_tokens_that_a_conversation_had_change_neither_its_text_nor_its_control_tokens(
+    which, contents, former, said, cut
+):
+    """Whatever they are: those of this conversation, or of another one."""
+    text = MODELS[which]
+    asked = conversation(contents, {})[:2]
+    messages = [*asked, {"role": "assistant", "content": said}, {"role": "user", "content": contents[4]}]
+    expected = text.encode_chat(messages)
+    for begun in (asked, conversation(former, {})[:2]):
+        had = [*text.encode_chat(begun), *letter_by_letter(text, said)]
+        token_ids = text.encode_chat(messages, earlier=had[: len(had) - cut])
+        assert control_tokens(text, token_ids) == control_tokens(text, expected)
+        if which[0] in ("byte level", "marks", "demo"):
+            assert text.decode(token_ids) == text.decode(expected)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(["byte level", "marks", "demo"]), st.text(max_size=20), st.lists(HOSTILE, min_size=5, max_size=5)
+)
+def test_tokens_that_a_model_chose_are_kept(tokenizer, said, contents):
+    text = MODELS[tokenizer, "plain"]
+    asked = conversation(contents, {})[:2]
+    had = [*text.encode_chat(asked), *letter_by_letter(text, said)]
+    messages = [*asked, {"role": "assistant", "content": said}, {"role": "user", "content": "x"}]
+    token_ids = text.encode_chat(messages, earlier=had)
+    begins = text.encode_chat(messages, earlier=had[: len(text.encode_chat(asked))])
+    if text.decode(had) == text.decode(begins)[: len(text.decode(had))] and not any(name in said for name in SPECIAL):
+        assert token_ids[: len(had)] == had
+
+
 @settings(deadline=None)
 @given(st.sampled_from(sorted(MODELS)), st.lists(st.text(max_size=20), min_size=5, max_size=5))
 def test_a_conversation_without_special_tokens_has_the_tokens_of_its_rendered_text(which, contents):
