@@ -17,6 +17,7 @@ import pytest
 
 from tests.service.conftest import DEMO, FLOAT32, MODEL, SMALL_POOLS
 from tests.support.grammars import encode
+from tests.support.marked_demo import MARK_ID, write_marked_tokenizer
 from tests.support.processes import Engine, Router, eventually
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.response_streams import Event, response_events, response_of
@@ -32,6 +33,9 @@ SCHEMA = {
 TOOLS = [{"type": "function", "name": "weather", "description": "The weather of a city.", "parameters": SCHEMA}]
 # So that a small model comes to an end.
 ENDINGS = {str(token_id): 25 for mark in '"]}' for token_id in encode(mark)}
+THINKS = "{% if add_generation_prompt and reasoning_effort is defined %}{{- '<think>\\n' }}{% endif %}{# </think> #}"
+# So that it comes to the end of its thoughts, too.
+THOUGHT = {"reasoning": {"effort": "low"}, "logit_bias": {str(MARK_ID): 15}, "temperature": 1.0, "seed": 7}
 FORCED = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "logit_bias": ENDINGS}
 ASKED: dict[str, Any] = {
     "model": MODEL,
@@ -82,7 +86,9 @@ class Stack:
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = Path(shutil.copytree(DEMO, tmp_path_factory.mktemp("responses") / DEMO.name))
-    shutil.copy(DEMO.parent / "templates" / "hermes.jinja", folder / "chat_template.jinja")
+    template = (DEMO.parent / "templates" / "hermes.jinja").read_text()
+    (folder / "chat_template.jinja").write_text(template + THINKS)
+    write_marked_tokenizer(folder, "</think>")
     with redis_server(persistent=True) as redis:
         engine = Engine(folder, folder.parent, *SMALL_POOLS, *FLOAT32)
         routers = [Router(folder, [engine.address], folder.parent, "--redis-url", redis.url) for _ in range(2)]
@@ -163,6 +169,29 @@ def test_an_answer_in_a_form_beside_tools(stack: Stack) -> None:
     jsonschema.validate(json.loads(item.get("arguments") or item["content"][0]["text"]), SCHEMA)
 
 
+def test_thoughts_are_told_given_back_and_gone_on_from(stack: Stack) -> None:
+    thinking = {**THOUGHT, "max_output_tokens": 80, "ignore_eos": True}
+    first = stack.respond(**thinking, include=["reasoning.encrypted_content"])
+    thought, said = first["output"]
+    assert [item["type"] for item in (thought, said)] == ["reasoning", "message"]
+    (part,) = thought["content"]
+    assert part["type"] == "reasoning_text"
+    usage = first["usage"]
+    assert 0 < usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"]
+    events = response_events(stack.post({**ASKED, **thinking, "stream": True}).content)
+    assert (
+        "".join(event.data["delta"] for event in events if event.kind == "response.reasoning_text.delta")
+        == part["text"]
+    )
+    assert text_of(response_of(events)) == text_of(first)
+    asked = {"role": "user", "content": ASKED["input"]}
+    sealed = {name: value for name, value in thought.items() if name != "content"}
+    more = {"role": "user", "content": "And 5?"}
+    gone_on = stack.respond(router=1, input="And 5?", previous_response_id=first["id"])
+    for given in (thought, sealed):
+        assert text_of(stack.respond(input=[asked, given, said, more])) == text_of(gone_on)
+
+
 def test_a_turn_finds_all_that_was_computed_before_it_in_the_cache(stack: Stack) -> None:
     """Each at the other router, for twenty turns: the model's own tokens are kept, whatever their text would have."""
     previous, computed, shares = None, 0, []
@@ -222,23 +251,38 @@ def test_a_conversation_survives_a_router_an_engine_and_redis(stack: Stack) -> N
     first = response_of([*had, *stack.rest(response_id, had[-1].number, router=0)])
     assert text_of(first) == text_of(expected)
 
-    had = []
-    with httpx.stream(
-        "POST",
-        f"{stack.routers[1].url}{PATH}",
-        json={**ASKED, **more, "stream": True, "previous_response_id": response_id},
-        timeout=60,
-    ) as answer:
-        data, killed = b"", False
+    going_on = {**more, "previous_response_id": response_id}
+    second = response_of(events_over_a_dead_engine(stack, 20, router=1, **going_on))
+    assert text_of(second) == text_of(expected_next)
+
+
+def test_thoughts_and_the_form_behind_them_survive_an_engine(stack: Stack) -> None:
+    """The one that goes on has to know how far the grammar is: in a thought, whose end the form follows."""
+    form = {"format": {"type": "json_schema", "name": "answer", "schema": SCHEMA}}
+    asked = {**THOUGHT, "text": form, "max_output_tokens": 300}
+    expected = stack.respond(**asked)
+    assert [item["type"] for item in expected["output"]] == ["reasoning", "message"]
+    jsonschema.validate(json.loads(text_of(expected)), SCHEMA)
+    events = events_over_a_dead_engine(stack, 8, router=0, **asked)
+    seen = [event.kind for event in events[:8]]
+    assert "response.output_text.delta" not in seen, "it was killed in a thought"
+    response = response_of(events)
+    assert text_of(response) == text_of(expected)
+    assert response["output"][0]["content"] == expected["output"][0]["content"]
+
+
+def events_over_a_dead_engine(stack: Stack, events: int, *, router: int, **fields: Any) -> list[Event]:
+    """The events of a stream whose engine is killed after so many, and replaced."""
+    data, killed, body = b"", False, {**ASKED, **fields, "stream": True}
+    with httpx.stream("POST", f"{stack.routers[router].url}{PATH}", json=body, timeout=60) as answer:
         for piece in answer.iter_bytes():
             data += piece
-            if data.count(b"\n\n") >= 20 and not killed:
+            if data.count(b"\n\n") >= events and not killed:
                 killed = True
                 stack.engine.kill()
                 port = int(stack.engine.address.rpartition(":")[2])
                 stack.engine = Engine(stack.folder, stack.folder.parent, *SMALL_POOLS, *FLOAT32, port=port)
-    second = response_of(response_events(data))
-    assert text_of(second) == text_of(expected_next)
+    return response_events(data)
 
 
 def stack_until_killed(stack: Stack, router: Router, events: int, **fields: Any) -> list[Event]:
