@@ -51,7 +51,7 @@ if command -v npm >/dev/null; then
     ai@6.0.326 @ai-sdk/openai@3.0.141 @ai-sdk/openai-compatible@2.0.91 \
     langchain@1.5.14 @langchain/openai@1.6.0 @langchain/core@1.4.0 @anthropic-ai/sdk@1.14.0
   npm install --silent --no-fund --no-audit --prefix coding opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10 \
-    @continuedev/cli@1.5.47 cline@3.0.65 @anthropic-ai/claude-code@2.1.197
+    @continuedev/cli@1.5.47 cline@3.0.65 @anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0
 else
   echo "there is no npm: the clients of Node are left out"
 fi

@@ -18,7 +18,7 @@ from tests.clients.suite import CLIENTS, CODING_AGENTS, DEMO, MODEL, TIMEOUT
 LENGTH = 12
 """Tokens of each answer: the demo model goes on talking, and an answer that a limit cuts is an error to some agents."""
 EOS = json.loads((DEMO / "generation_config.json").read_text())["eos_token_id"]
-BRIEF = {"min_tokens": LENGTH, "max_tokens": 4 * LENGTH, "logit_bias": {str(EOS): 100}}
+BRIEF = {"min_tokens": LENGTH, "logit_bias": {str(EOS): 100}}
 
 
 @dataclass
@@ -31,15 +31,17 @@ class Exchange:
 
     @property
     def ended(self) -> bool:
-        """Whether its stream came to its end: that of a chat, or of a message of Anthropic's API."""
-        return self.events[-1] in ("[DONE]", '{"type":"message_stop"}')
+        """Whether its stream came to its end: that of a chat, of a message of Anthropic's API, or of a response."""
+        last = self.events[-1]
+        return last in ("[DONE]", '{"type":"message_stop"}') or json.loads(last).get("type") == "response.completed"
 
     @property
     def text(self) -> str:
         """The answer, with one space between its words."""
         chunks = [json.loads(event) for event in self.events if event != "[DONE]"]
         pieces = [choice["delta"].get("content") or "" for chunk in chunks for choice in chunk.get("choices", ())]
-        pieces += [chunk["delta"].get("text") or "" for chunk in chunks if "delta" in chunk]
+        deltas = [chunk["delta"] for chunk in chunks if "delta" in chunk]
+        pieces += [delta if isinstance(delta, str) else delta.get("text") or "" for delta in deltas]
         return " ".join("".join(pieces).split())
 
 
@@ -77,7 +79,8 @@ class _Recorder(BaseHTTPRequestHandler):
         if request is not None:
             self.exchanges.append(exchange)
             request.pop("max_completion_tokens", None)
-            request |= BRIEF
+            limit = "max_output_tokens" if self.path.endswith("/responses") else "max_tokens"
+            request |= BRIEF | {limit: 4 * LENGTH}
         left_out = ("host", "content-length", "accept-encoding", "connection")
         headers = {name: value for name, value in self.headers.items() if name.lower() not in left_out}
         connection = HTTPConnection(self.target)
@@ -183,10 +186,25 @@ def _claude_code(_: Agent, home: Path, url: str) -> None:
     _write(home / ".claude" / "settings.json", {"env": {**access, **models, **alone}})
 
 
+def _codex(_: Agent, home: Path, url: str) -> None:
+    """Its own web search would run at the server."""
+    provider = {"name": "Quire", "base_url": f"{url}/v1", "wire_api": "responses", "env_key": "OPENAI_API_KEY"}
+    own = {"model": MODEL, "model_provider": "quire", "web_search": "disabled", "check_for_update_on_startup": False}
+    lines = [*_toml(own), "[analytics]", "enabled = false", "[model_providers.quire]", *_toml(provider)]
+    path = home / ".codex" / "config.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines))
+
+
+def _toml(fields: dict[str, object]) -> list[str]:
+    return [f"{name} = {json.dumps(value)}" for name, value in fields.items()]
+
+
 OPENCODE = Agent("opencode", ("run",), _opencode)
 QWEN_CODE = Agent("qwen", ("-p",), _qwen_code)
 CONTINUE = Agent("cn", ("--config", "../config.yaml", "-p"), _continue)
 CLINE = Agent("cline", ("--retries", "1", "--auto-approve", "false"), _cline)
 CLAUDE_CODE = Agent("claude", ("--tools", "Bash,Edit,Read", "-p"), _claude_code)
 """With few of its tools: a prompt with all of them has 43,000 tokens of the demo model."""
+CODEX = Agent("codex", ("exec", "--skip-git-repo-check"), _codex)
 AIDER = Agent(str(CLIENTS / "aider" / "bin" / "aider"), ("--no-show-model-warnings", "--message"), _aider, False)

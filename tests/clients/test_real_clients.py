@@ -567,6 +567,11 @@ ASKED = "at the command line: its own requests with their tools, each stream to 
             id="claude",
         ),
         pytest.param(
+            coding_agents.CODEX,
+            marks=client("Codex CLI", f"{ASKED}, over `/v1/responses`", "@openai/codex@"),
+            id="codex",
+        ),
+        pytest.param(
             coding_agents.AIDER,
             marks=client("aider", ASKED.replace(" with their tools", ""), "aider-chat=="),
             id="aider",

@@ -31,11 +31,11 @@ from quire_router.api.rest.responses_format import RESPONSES, Answer, ResponseBu
 from quire_router.api.rest.sse import KeepAlive, collect, stream
 from quire_router.api.schemas.openai import Api
 from quire_router.api.schemas.response_items import REFERENCE, History, read_items
+from quire_router.api.schemas.response_state import ResponseState
 from quire_router.api.schemas.responses import (
     InputBody,
     InputTokensRequest,
     ResponsesRequest,
-    ResponseState,
 )
 from quire_router.api.service import ApiService, Response, counting_rejections, ignored_parameters_header
 from quire_router.api.stored_requests import RequestStatus, StoredRequest

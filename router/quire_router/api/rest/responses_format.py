@@ -28,7 +28,8 @@ from quire_router.api.rest.http import JSON_HEADERS, HttpError, json_text, to_js
 from quire_router.api.rest.logprobs import ChatLogprobsFormat, LogprobsRenderer, TextOffsets
 from quire_router.api.rest.openai_format import error_object, error_response
 from quire_router.api.schemas.response_items import sealed
-from quire_router.api.schemas.responses import ResponseState, in_own_words
+from quire_router.api.schemas.response_state import ResponseState
+from quire_router.api.schemas.responses import in_own_words
 from quire_router.api.stored_requests import no_such_place
 from quire_router.core.generation import Delta, StreamCursor, Usage
 
@@ -81,6 +82,7 @@ class OutputItem:
     id: str
     name: str = ""
     call_id: str = ""
+    namespace: str = ""
     texts: list[str] = field(default_factory=list)
     logprobs: list[str] = field(default_factory=list)
     status: str = _IN_PROGRESS
@@ -94,7 +96,7 @@ class OutputItem:
 class ItemWriter:
     """The items of one answer, of which at most the last is open. All ids follow from the request's."""
 
-    __slots__ = ("_calls", "_choice", "_request_id", "_state", "head", "items")
+    __slots__ = ("_calls", "_choice", "_namespaces", "_request_id", "_state", "head", "items")
 
     def __init__(self, request_id: str, state: ResponseState) -> None:
         self.items: list[OutputItem] = []
@@ -102,6 +104,7 @@ class ItemWriter:
         self._request_id = request_id
         self._choice = choice_name(request_id, 0)
         self._state = state
+        self._namespaces = state.namespaces
         self._calls = 0
 
     @property
@@ -152,7 +155,8 @@ class ItemWriter:
         known = {"id": item.id, "type": item.kind}
         if item.kind == _CALL:
             called = {"call_id": item.call_id, "name": item.name, "arguments": item.text}
-            return json_text({**known, **called, "status": item.status})
+            space = {"namespace": item.namespace} if item.namespace else {}
+            return json_text({**known, **called, **space, "status": item.status})
         begun = item.status != _IN_PROGRESS
         parts = f"[{self._part(item)[2]}]" if begun else "[]"
         if item.kind == _MESSAGE:
@@ -170,7 +174,8 @@ class ItemWriter:
 
     def _open(self, kind: str, name: str = "", call_id: str = "") -> Iterator[ResponseEvent]:
         number = len(self.items)
-        item = OutputItem(kind, f"{_PREFIXES[kind]}_{self._request_id}_{number}", name, call_id)
+        namespace, name = self._namespaces.get(name, ("", name))
+        item = OutputItem(kind, f"{_PREFIXES[kind]}_{self._request_id}_{number}", name, call_id, namespace)
         self.items.append(item)
         place = {"item_id": item.id, "output_index": number}
         added = {"type": "response.output_item.added", "output_index": number}

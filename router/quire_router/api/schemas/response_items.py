@@ -67,6 +67,7 @@ class InputItem(LenientModel):
     encrypted_content: str | None = None
     call_id: CallId | None = None
     name: Name | None = None
+    namespace: Name | None = None
     arguments: Annotated[str, BeforeValidator(arguments_text)] = ""
     output: Content | None = None
 
@@ -110,11 +111,17 @@ class InputItem(LenientModel):
             return {**known, "summary": [], "content": [{"type": "reasoning_text", "text": self.reasoning}]}
         if self.type == CALL:
             called = {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
-            return {**known, **called, "status": "completed"}
+            space = {"namespace": self.namespace} if self.namespace else {}
+            return {**known, **called, **space, "status": "completed"}
         return {**known, "call_id": self.call_id, "output": self.output, "status": "completed"}
 
 
 _PREFIXES: Final = {MESSAGE: "msg", REASONING: "rs", CALL: "fc", OUTPUT: "fco"}
+
+
+def name_in_template(namespace: str | None, name: str) -> str:
+    """Returns the name that a function of a namespace has in a template."""
+    return f"{namespace}__{name}" if namespace else name
 
 
 def sealed(reasoning: str) -> str:
@@ -165,7 +172,10 @@ _APART = ((REASONING, [MESSAGE]), (REASONING, [CALL]))
 
 def _from_assistant(items: Sequence[InputItem]) -> ChatMessage:
     calls = [
-        ToolCall(id=item.call_id or "", function=CalledFunction(name=item.name or "", arguments=item.arguments))
+        ToolCall(
+            id=item.call_id or "",
+            function=CalledFunction(name=name_in_template(item.namespace, item.name or ""), arguments=item.arguments),
+        )
         for item in items
         if item.type == CALL
     ]

@@ -1,16 +1,13 @@
 """The bodies of ``POST /v1/responses`` and ``POST /v1/responses/input_tokens``, OpenAI's Responses API, as pydantic
 models, and the chat that each means (``ResponsesRequest.to_chat``): it is validated, rendered, run and recorded as if
-it had come as one. What OpenAI's servers would run, and what is no text, is refused. ``ResponseState`` is what is
-stored of a response beside its tokens, so that it can be written again, and the conversation go on.
+it had come as one. What OpenAI's servers would run, and what is no text, is refused.
 """
 
-import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 from quire_proto.errors import QuireError, invalid
 from quire_proto.sampling import MAX_LOGPROBS
 
@@ -52,8 +49,10 @@ from quire_router.api.schemas.response_items import (
     InputItem,
     ItemId,
     check_conversation,
+    name_in_template,
     to_messages,
 )
+from quire_router.api.schemas.response_state import ENCRYPTS, ResponseState
 from quire_router.core.errors import in_other_words, item_not_found
 from quire_router.core.generation import MAX_CONVERSATION_CHARACTERS
 
@@ -62,7 +61,7 @@ LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_conte
 
 
 def _tool_type(kind: str) -> str:
-    if kind != "function":
+    if kind not in ("function", "namespace"):
         raise ValueError(
             f"tools of type {kind[:32]!r} are not supported: no tool runs on this server; describe it as a function, "
             "and run it where the client is"
@@ -71,7 +70,9 @@ def _tool_type(kind: str) -> str:
 
 
 class FunctionTool(StrictModel):
-    """A function that the client runs; ``parameters`` is a JSON Schema of an object."""
+    """A function that the client runs; ``parameters`` is a JSON Schema of an object. Or a ``namespace`` of some.
+    Templates have none, so that its name stands before those of its ``tools`` there.
+    """
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
         "allowed_callers": Unsupported((["direct"],), "the model calls functions directly"),
@@ -85,13 +86,29 @@ class FunctionTool(StrictModel):
     description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARACTERS)] | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    tools: Annotated[list["FunctionTool"], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
-    def to_chat(self) -> Tool:
-        """Returns the tool of a chat."""
-        function = Function(
-            name=self.name, description=self.description, parameters=self.parameters, strict=self.strict
-        )
-        return Tool(type="function", function=function)
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.type == "namespace") != (self.tools is not None):
+            raise ValueError("tools and the type namespace go together")
+        return self
+
+    def to_chat(self, namespace: str | None = None) -> Iterator[Tool]:
+        """Yields the tools of a chat."""
+        for tool in self.tools or ():
+            yield from tool.to_chat(self.name)
+        if self.tools is None:
+            name = name_in_template(namespace, self.name)
+            function = Function(name=name, description=self.description, parameters=self.parameters, strict=self.strict)
+            yield Tool(type="function", function=function)
+
+    def repeated(self) -> dict[str, Any]:
+        """Returns it as a response repeats it."""
+        known = {"type": self.type, "name": self.name, "description": self.description}
+        if self.tools is not None:
+            return {**known, "tools": [tool.repeated() for tool in self.tools]}
+        return {**known, "parameters": self.parameters, "strict": self.strict}
 
 
 class NamedFunction(StrictModel):
@@ -245,7 +262,7 @@ class InputBody(StrictModel):
         return {
             "model": self.model,
             "messages": [*system, *to_messages(items)],
-            "tools": None if self.tools is None else [tool.to_chat() for tool in self.tools],
+            "tools": None if self.tools is None else [each for tool in self.tools for each in tool.to_chat()],
             "tool_choice": self._tool_choice(),
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
         }
@@ -259,7 +276,8 @@ class InputBody(StrictModel):
     def _tool_choice(self) -> ToolChoice | None:
         choice = self.tool_choice
         if isinstance(choice, AllowedTools):
-            unknown = sorted((self.allowed or frozenset()) - {tool.name for tool in self.tools or ()})
+            known = {each.function.name for tool in self.tools or () for each in tool.to_chat()}
+            unknown = sorted((self.allowed or frozenset()) - known)
             if unknown:
                 raise invalid("tool_choice", f"tool_choice names {unknown[0]}, which is not among the tools.")
             return choice.mode
@@ -344,66 +362,11 @@ class ResponsesRequest(SamplingBody, InputBody):
                 "verbosity": "medium",
             },
             "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [tool.model_dump(include=_TOOL_FIELDS) for tool in self.tools or ()],
+            "tools": [tool.repeated() for tool in self.tools or ()],
             "top_logprobs": self.top_logprobs or 0,
             "truncation": "disabled",
-            _ENCRYPTS: ENCRYPTED in included,
+            ENCRYPTS: ENCRYPTED in included,
         }
-
-
-_TOOL_FIELDS = {"type", "name", "description", "parameters", "strict"}
-_ENCRYPTS = "encrypts"
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseState:
-    """What is stored of a response beside its tokens. ``repeated`` are the fields of its request that it repeats, and
-    ``items`` its conversation without its own output; None where it is not to be gone on from.
-    """
-
-    repeated: Mapping[str, Any]
-    items: Sequence[Mapping[str, Any]] | None
-
-    def to_text(self) -> str:
-        """Returns two lines of JSON, the fields and the items: only who goes on from it reads the second."""
-        items = "" if self.items is None else _json(self.items)
-        return f"{_json(self.repeated)}\n{items}"
-
-    @classmethod
-    def read(cls, text: str) -> Self:
-        """Returns what was written as ``text``. Raises ``ValueError`` for what ``to_text`` has not written."""
-        fields, mark, items = text.partition("\n")
-        repeated = json.loads(fields) if mark else None
-        listed = json.loads(items) if items else None
-        if not isinstance(repeated, dict) or not isinstance(listed, list | None):
-            raise ValueError("this is no state of a response")
-        return cls(repeated, listed)
-
-    @classmethod
-    def read_repeated(cls, text: str) -> Self:
-        """As ``read``, without the items."""
-        fields, mark, _ = text.partition("\n")
-        return cls.read(fields + mark)
-
-    @property
-    def encrypts(self) -> bool:
-        """Whether reasoning comes as ``encrypted_content`` too."""
-        return self.repeated.get(_ENCRYPTS) is True
-
-    @property
-    def summarizes(self) -> bool:
-        """Whether reasoning is told as its summary."""
-        options = self.repeated.get("reasoning")
-        return isinstance(options, dict) and options.get("summary") is not None
-
-    @property
-    def shown(self) -> dict[str, Any]:
-        """The fields that the response has."""
-        return {name: value for name, value in self.repeated.items() if name != _ENCRYPTS}
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 class InputTokensRequest(InputBody):

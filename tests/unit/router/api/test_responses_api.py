@@ -9,7 +9,7 @@ import openai
 import pytest
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
-from quire_router.api.schemas.responses import ResponseState
+from quire_router.api.schemas.response_state import ResponseState
 
 from tests.support.response_streams import response_events, response_of
 from tests.support.scripted_api import MODEL, TOKENIZER, Limits, ask, chat, open_stage, script_of

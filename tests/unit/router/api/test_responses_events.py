@@ -269,6 +269,15 @@ def test_reasoning_comes_as_text_as_summary_or_to_be_given_back():
         assert read_items([given_back])[0].reasoning == "hm, wöll"
 
 
+def test_a_call_of_a_function_in_a_namespace_tells_it():
+    space = {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "get"}]}
+    prepared = prepared_for(OPTIONS.model_copy(update={"tools": ("agents__get",)}), {"tools": [space]})
+    record = recorded(CALLS[0].replace('"get"', '"agents__get"'), [9], FinishReason.STOP)
+    (call,) = whole(prepared, record)["output"]
+    assert (call["namespace"], call["name"]) == ("agents", "get")
+    assert response_of(streamed(prepared, record))["output"] == [call]
+
+
 def test_an_answer_that_has_not_ended_is_never_passed_on_as_a_response():
     prepared = prepared_for()
     builder, encoder = RESPONSES.builder(prepared), RESPONSES.encoder(prepared, StreamCursor(1))

@@ -10,11 +10,11 @@ from quire_proto.errors import QuireError
 from quire_router.api.schemas.base import ignored_parameters
 from quire_router.api.schemas.conversation import ChatMessage
 from quire_router.api.schemas.response_items import History, InputItem, read_items, sealed, to_messages, unsealed
+from quire_router.api.schemas.response_state import ResponseState
 from quire_router.api.schemas.responses import (
     InputTokensRequest,
     ResponsesChat,
     ResponsesRequest,
-    ResponseState,
     in_own_words,
 )
 from quire_router.core.generation import MAX_CONVERSATION_CHARACTERS
@@ -146,6 +146,20 @@ def test_tools_and_their_choice_are_those_of_a_chat():
     chosen = chat_of(tools=TOOLS, tool_choice={"type": "function", "name": "now"})
     assert [tool.function.name for tool in chosen.callable_tools] == ["now"]
     assert chosen.call_required
+
+
+def test_functions_of_a_namespace_have_its_name_before_their_own_in_the_template():
+    space = {"type": "namespace", "name": "agents", "description": "d", "tools": TOOLS}
+    called = {**CALL, "namespace": "agents"}
+    chat = chat_of(input=[USER, called, RESULT], tools=[space, TOOLS[0]])
+    assert [tool.function.name for tool in chat.tools] == ["agents__get", "agents__now", "get"]
+    assert chat.messages[1].tool_calls[0].function.name == "agents__get"
+    state = ResponseState.read(chat.conversation)
+    assert state.namespaces == {"agents__get": ("agents", "get"), "agents__now": ("agents", "now")}
+    assert state.items[1]["namespace"] == read_items(state.items)[1].namespace == "agents"
+    assert [tool["name"] for tool in state.repeated["tools"][0]["tools"]] == ["get", "now"]
+    assert refused(tools=[{**space, "tools": [{"type": "custom", "name": "x"}]}])[0] == "tools[0].tools[0].type"
+    assert "namespace" in refused(tools=[{**TOOLS[0], "tools": []}])[1]
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
