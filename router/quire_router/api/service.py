@@ -211,6 +211,10 @@ class ApiService:
         self._check_polls(caller)
         return await self._store.get(request_id, caller)
 
+    async def recorded(self, request_id: str, caller: Identity) -> StoredRequest:
+        """As ``find``, for a request that needs it: it is charged, and not counted as reading."""
+        return await self._store.get(request_id, caller)
+
     async def replay(self, stored: StoredRequest, caller: Identity, deadline: float | None = None) -> Response:
         """Opens the whole response to a request whose status is known, until ``deadline`` in seconds since 1970. Raises
         as ``find``.

@@ -4,10 +4,9 @@ any router can: their conversations, and the tokens of their prompts and answers
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
 from time import time
 from typing import Final
 from urllib.parse import parse_qsl
@@ -82,19 +81,18 @@ class ConversationReader:
     def __init__(self, service: ApiService) -> None:
         self._service = service
 
-    async def read(self, request: InputBody, caller: Identity) -> Callable[[], History]:
-        """Returns a function that makes the history of a request; it may take long, and belongs into a thread for a
-        long conversation. Raises ``QuireError``, for a response that does not end soon, too.
-        """
+    async def read(self, request: InputBody, caller: Identity) -> "RecordedHistory":
+        """Returns what a request goes on from. Raises ``QuireError``, for a response that does not end soon, too."""
         previous = request.previous_response_id
         earlier = None if previous is None else await self._previous(previous, caller)
-        referenced = await self._referenced(request, caller) if request.references else []
-        return partial(_history, earlier, referenced)
+        return RecordedHistory(earlier, await self._referenced(request, caller) if request.references else [])
 
-    async def stored(self, response_id: str, caller: Identity) -> StoredRequest:
-        """Returns a stored response. Raises ``QuireError`` NOT_FOUND, also for what is no response."""
+    async def stored(self, response_id: str, caller: Identity, *, polled: bool = True) -> StoredRequest:
+        """Returns a stored response. Raises ``QuireError`` NOT_FOUND, also for what is no response, and OVERLOADED when
+        the caller reads too often; a request that goes on from one is not ``polled``, but charged as any other.
+        """
         try:
-            found = await self._service.find(response_id, caller)
+            found = await (self._service.find if polled else self._service.recorded)(response_id, caller)
         except QuireError as error:
             raise response_not_found(response_id) if error.code is ErrorCode.NOT_FOUND else error from None
         if ResponseOptions.from_record(found.first).api is not Api.RESPONSES:
@@ -103,7 +101,7 @@ class ConversationReader:
 
     async def _previous(self, response_id: str, caller: Identity) -> EarlierResponse:
         try:
-            stored = await self.stored(response_id, caller)
+            stored = await self.stored(response_id, caller, polled=False)
         except QuireError as error:
             raise previous_not_found(response_id) if error.code is ErrorCode.NOT_FOUND else error from None
         if not _keeps_items(stored):
@@ -136,7 +134,7 @@ class ConversationReader:
                 )
                 raise invalid("input", message)
             try:
-                stored = await self.stored(found[1], caller)
+                stored = await self.stored(found[1], caller, polled=False)
             except QuireError as error:
                 if error.code is ErrorCode.NOT_FOUND:
                     raise item_not_found(f"input[{number}].id", item_id) from None
@@ -159,14 +157,25 @@ class ConversationReader:
         return EarlierResponse(answer.prepared, token_ids, builder)
 
 
-def _history(earlier: EarlierResponse | None, referenced: Sequence[History]) -> History:
-    histories = [] if earlier is None else [earlier.history()]
-    histories += referenced
-    by_id = {item_id: item for history in reversed(histories) for item_id, item in history.referenced.items()}
-    items = histories[0].items if earlier is not None else ()
-    if not histories:
-        return History()
-    return History(items, histories[0].token_ids, by_id)
+@dataclass(frozen=True, slots=True)
+class RecordedHistory:
+    """The response that a request follows, and the histories that hold the items which it refers to."""
+
+    earlier: EarlierResponse | None
+    referenced: Sequence[History]
+
+    @property
+    def size(self) -> int:
+        """How many characters are to be read, about."""
+        return 0 if self.earlier is None else len(self.earlier.prepared.first.conversation)
+
+    def read(self) -> History:
+        """Returns the history. Belongs into a thread where it is long."""
+        histories = [*([] if self.earlier is None else [self.earlier.history()]), *self.referenced]
+        if not histories:
+            return History()
+        by_id = {item_id: item for history in reversed(histories) for item_id, item in history.referenced.items()}
+        return History(() if self.earlier is None else histories[0].items, histories[0].token_ids, by_id)
 
 
 def _keeps_items(stored: StoredRequest) -> bool:
@@ -201,7 +210,7 @@ class ResponseEndpoints:
         request = await self._service.parse(lambda: ResponsesRequest.from_json(body.detach()), caller, size=size)
         history = await self._conversations.read(request, caller)
         return await self._service.prepare(
-            lambda: request.to_chat(history(), request_id), request_id, caller, options, size=size
+            lambda: request.to_chat(history.read(), request_id), request_id, caller, options, size=size + history.size
         )
 
     async def start(self, exchange: HttpExchange, prepared: PreparedRequest) -> None:
@@ -275,7 +284,7 @@ class ResponseEndpoints:
             request = await self._service.parse(lambda: InputTokensRequest.from_json(body.detach()), caller, size=size)
             history = await self._conversations.read(request, caller)
             result = await self._service.tokenize(
-                lambda: input_to_tokenize(request, history()), caller, _result, size=size
+                lambda: input_to_tokenize(request, history.read()), caller, _result, size=size + history.size
             )
             counted = {"object": "response.input_tokens", "input_tokens": len(result.tokens)}
             headers = [*JSON_HEADERS, *x_headers(ignored_parameters_header(result.ignored))]
