@@ -41,6 +41,7 @@ from quire_router.api.stored_requests import RequestStatus, StoredRequest
 from quire_router.api.tokenize import TokenizeResult, input_to_tokenize
 from quire_router.core.errors import (
     item_not_found,
+    key_conflict,
     previous_failed,
     previous_in_progress,
     previous_not_found,
@@ -216,6 +217,8 @@ class ResponseEndpoints:
     async def start(self, exchange: HttpExchange, prepared: PreparedRequest) -> None:
         """Starts a response in the background, and sends its state, or its events if they are asked for."""
         stored, replayed = await self._service.responses.start_background(prepared)
+        if ResponseOptions.from_record(stored.first).api is not Api.RESPONSES:
+            raise key_conflict()  # the first request of this key came by another route
         headers = self._service.response_headers(prepared, replayed=replayed)
         if prepared.first.stream:
             exchange.resumable = True

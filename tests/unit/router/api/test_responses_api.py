@@ -382,6 +382,26 @@ async def test_a_repeated_key_has_the_first_response():
     assert (changed.status, changed.error["type"]) == (409, "conflict_error")
 
 
+async def test_a_key_that_came_by_another_route_has_its_answer_in_the_form_that_is_asked_for():
+    asked = {"model": MODEL, "input": "hello", "max_output_tokens": 20}
+    async with stage_with() as stage:
+        first = await ask(stage.port, "POST", "/v1/chat/completions", chat(max_tokens=20), ONCE)
+        again = await ask(stage.port, "POST", PATH, {**asked, "stream": True}, ONCE)
+        twice = {"idempotency-key": "twice"}
+        whole = await ask(stage.port, "POST", PATH, asked, twice)
+        other = await ask(stage.port, "POST", "/v1/chat/completions", chat(max_tokens=20), twice)
+        thrice = {"idempotency-key": "thrice"}
+        await ask(stage.port, "POST", "/v1/chat/completions", chat(max_tokens=20, background=True), thrice)
+        started = await ask(stage.port, "POST", PATH, {**asked, "background": True}, thrice)
+        assert len(stage.runner.generations) == 3
+    text = first.json["choices"][0]["message"]["content"]
+    messages = [item for item in response_of(response_events(again.body))["output"] if item["type"] == "message"]
+    assert "".join(part["text"] for item in messages for part in item["content"]) == text
+    assert other.json["choices"][0]["message"]["content"] == text
+    assert whole.json["output"][0]["type"] == "reasoning"
+    assert (started.status, started.error["type"]) == (409, "conflict_error")
+
+
 # Errors
 
 
