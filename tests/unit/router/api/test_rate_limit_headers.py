@@ -15,7 +15,7 @@ from quire_proto.sampling import FinishReason
 from quire_proto.telemetry import Metric
 from quire_router.admission.limits import RateLimiter
 from quire_router.admission.tenants import Tenant, Tenants
-from quire_router.admission.tenants_file import TenantsFile
+from quire_router.admission.tenants_file import ApiKey, TenantsFile
 from quire_router.core.errors import RefusalReason
 from quire_router.core.generation import Delta, GenerationRequest
 
@@ -44,7 +44,7 @@ async def tenant_stage(script=ANSWER, responses_retention=None, **policy):
     tenants = Tenants([tenant, Tenant("b")])
     runner = LimitedRunner(script)
     runner.limits = RateLimiter(tenants)
-    file = TenantsFile(tenants, {"a": (KEY,), "b": (OTHER,)}, (tenant,))
+    file = TenantsFile(tenants, {"a": (ApiKey.of(KEY),), "b": (ApiKey.of(OTHER),)}, (tenant,))
     async with open_stage(
         runner=runner, file=file, tenant_limits=runner.limits, responses_retention=responses_retention
     ) as stage:
