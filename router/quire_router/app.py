@@ -39,9 +39,8 @@ from quire_router.admission.tenants_file import (
     TenantsFileWatch,
     read_tenants,
 )
-from quire_router.api.auth import Authenticator
+from quire_router.api.auth import Authenticator, OidcSettings
 from quire_router.api.fleet_feed import FleetFeed
-from quire_router.api.oidc import OidcVerifier
 from quire_router.api.request_limits import BodyBudget, ConcurrencyLimit
 from quire_router.api.rest.endpoints import FleetEndpoint
 from quire_router.api.rest.http_server import ConnectionLimits, HttpServer, listen
@@ -79,6 +78,7 @@ from quire_router.requests.runner import RequestRunner
 from quire_router.requests.state import FLUSH_PERIOD, flush_token_metrics
 
 if TYPE_CHECKING:
+    from quire_router.api.oidc import OidcVerifier
     from quire_router.workers.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -305,7 +305,7 @@ class Components:
             else LoadSharing(redis, self.fleet.ledger, self.speculative_blocks, router_id=router_id)
         )
         self._tenants = tenants.tenants
-        self.tokens = None if settings.oidc is None else OidcVerifier(settings.oidc)
+        self.tokens = None if settings.oidc is None else _token_verifier(settings.oidc)
         limits = RateLimiter(tenants.tenants, self.shared_limiter)
         self._fleet_log = FleetLog()
         self.runner = self._create_runner(settings, tokenizers, limits)
@@ -408,6 +408,12 @@ class Components:
             expose_route=settings.debug_route,
             fleet_log=self._fleet_log,
         )
+
+
+def _token_verifier(settings: OidcSettings) -> "OidcVerifier":
+    from quire_router.api.oidc import OidcVerifier  # imports an HTTP client and cryptography, which take 20 MiB
+
+    return OidcVerifier(settings)
 
 
 def _queue_settings(settings: Settings) -> QueueSettings:

@@ -30,7 +30,7 @@ from quire_proto.tls import (
 
 from quire_router.admission.tenants import check_key
 from quire_router.admission.tenants_file import TenantsFile, read_tenants
-from quire_router.api.oidc import OidcSettings, check_address
+from quire_router.api.auth import OidcSettings, check_issuer_address
 from quire_router.clients.kube_client import KubeAccess
 from quire_router.clients.redis_client import RedisAccess, read_password
 from quire_router.discovery.base import KubernetesService, parse_source
@@ -133,7 +133,7 @@ Sources = Annotated[
 PasswordFile = Annotated[Path, AfterValidator(_password_file)]
 Origins = Annotated[list[Annotated[str, AfterValidator(_origin)]], NoDecode, BeforeValidator(_split)]
 Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
-IssuerUrl = Annotated[str, AfterValidator(check_address)]
+IssuerUrl = Annotated[str, AfterValidator(check_issuer_address)]
 Keys = Annotated[list[Annotated[SecretStr, AfterValidator(_key)]], NoDecode, BeforeValidator(_split)]
 
 

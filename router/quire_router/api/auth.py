@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b, scrypt, sha256
+from pathlib import Path
 from secrets import token_bytes
 from time import time
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from quire_proto.errors import QuireError
 
@@ -62,6 +64,29 @@ class _Caller:
             policy = self._tenants[tenant] if self._policy is None else self._policy
             self._identity = Identity(tenant if self._policy is None else policy.id, salt, policy)
         return self._identity
+
+
+@dataclass(frozen=True, slots=True)
+class OidcSettings:
+    """Whose tokens are accepted: those of ``issuer_url`` for ``client_id``, their audience. The claim ``tenant_claim``
+    says who a caller is. Keys are read from ``jwks_url``, or from where the issuer's configuration says; its
+    certificate has to be of the authorities in ``ca_file``, where that is given.
+    """
+
+    issuer_url: str
+    client_id: str
+    tenant_claim: str = "sub"
+    jwks_url: str | None = None
+    ca_file: Path | None = None
+
+
+def check_issuer_address(address: str) -> str:
+    """Returns an issuer's address. Raises ``ValueError`` where keys would come unencrypted over a network."""
+    parts = urlsplit(address)
+    local = parts.scheme == "http" and parts.hostname in ("127.0.0.1", "::1", "localhost")
+    if not parts.hostname or (parts.scheme != "https" and not local):
+        raise ValueError(f"{address[:256]!r} must be an address that begins with https://")
+    return address
 
 
 class TokenVerifier(Protocol):

@@ -7,16 +7,14 @@ import json
 import logging
 import ssl
 from collections import OrderedDict
-from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 from time import monotonic, time
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import aiohttp
 import jwt
 
+from quire_router.api.auth import OidcSettings, check_issuer_address
 from quire_router.core import metrics
 from quire_router.core.errors import issuer_unknown, token_invalid
 from quire_router.core.retry import wait_at_most
@@ -33,20 +31,6 @@ _MAX_CLAIM_CHARACTERS = 256
 _CACHED_TOKENS = 4096
 # Asymmetric ones alone: with HS256 whoever has the issuer's public keys could sign, and with "none" everybody.
 ALGORITHMS: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
-
-
-@dataclass(frozen=True, slots=True)
-class OidcSettings:
-    """Whose tokens are accepted: those of ``issuer_url`` for ``client_id``, their audience. The claim ``tenant_claim``
-    says who a caller is. Keys are read from ``jwks_url``, or from where the issuer's configuration says; its
-    certificate has to be of the authorities in ``ca_file``, where that is given.
-    """
-
-    issuer_url: str
-    client_id: str
-    tenant_claim: str = "sub"
-    jwks_url: str | None = None
-    ca_file: Path | None = None
 
 
 class OidcVerifier:
@@ -165,7 +149,7 @@ class OidcVerifier:
                 )
                 if found.get("issuer") != settings.issuer_url:
                     raise ValueError(f"its configuration is that of {str(found.get('issuer'))[:256]!r}")
-                address = check_address(str(found.get("jwks_uri")))
+                address = check_issuer_address(str(found.get("jwks_uri")))
             found = await _fetch_json(session, address)
         keys = jwt.PyJWKSet.from_dict(found).keys
         return {key.key_id: key for key in keys if key.public_key_use in (None, "sig")}
@@ -183,12 +167,3 @@ async def _fetch_json(session: aiohttp.ClientSession, address: str) -> dict[str,
     if not isinstance(found, dict):
         raise ValueError(f"{address} is no JSON object")
     return found
-
-
-def check_address(address: str) -> str:
-    """Returns an issuer's address. Raises ``ValueError`` where keys would come unencrypted over a network."""
-    parts = urlsplit(address)
-    local = parts.scheme == "http" and parts.hostname in ("127.0.0.1", "::1", "localhost")
-    if not parts.hostname or (parts.scheme != "https" and not local):
-        raise ValueError(f"{address[:256]!r} must be an address that begins with https://")
-    return address

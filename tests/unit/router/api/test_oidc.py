@@ -16,8 +16,8 @@ from quire_proto.cli import read_settings
 from quire_proto.errors import ErrorCode, QuireError
 from quire_router.admission.tenants_file import read_tenants
 from quire_router.api import oidc
-from quire_router.api.auth import Authenticator
-from quire_router.api.oidc import OidcSettings, OidcVerifier, check_address
+from quire_router.api.auth import Authenticator, OidcSettings, check_issuer_address
+from quire_router.api.oidc import OidcVerifier
 from quire_router.config import Settings
 from quire_router.core import metrics
 
@@ -270,7 +270,7 @@ async def test_without_keys_tokens_alone_open():
 @pytest.mark.parametrize("address", ["http://issuer.example", "http://127.0.0.1.evil.example", "issuer", "ftp://x", ""])
 def test_an_address_that_is_not_encrypted_is_refused(address):
     with pytest.raises(ValueError, match="https"):
-        check_address(address)
+        check_issuer_address(address)
 
 
 @pytest.mark.parametrize(
