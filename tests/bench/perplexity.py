@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from quire_engine.attention.base import AttentionBatch, AttentionShape
+from quire_engine.attention.base import AttentionBatch
 from quire_engine.attention.cpu import CpuAttention
+from quire_engine.attention.kv_cache_spec import block_elements, kv_cache_specs
+from quire_engine.attention.mixed import attention_of
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import ExecutorConfig, Quantization
 from quire_engine.models.loader import load_model, read_model_config
@@ -146,12 +148,12 @@ def logits_of(folder: Path, dtype: str, quantization: Quantization | None) -> to
     """Logits [T, vocabulary] of a sequence of random tokens."""
     config = read_model_config(folder)
     model = load_model(config, folder, LoadOptions(ExecutorConfig(dtype=dtype, quantization=quantization)))
-    layout = model.layout
-    attention = CpuAttention(AttentionShape(layout.num_heads, layout.num_kv_heads, layout.head_dim, 16, layout.scale))
+    attention = attention_of(model.attention_layers, 16, CpuAttention)
     batch = one_sequence(RANDOM_TOKENS)
     attention.prepare(batch)
-    blocks = len(batch.page_ids) + 1
-    kv = torch.zeros(blocks, layout.num_layers, 2, layout.num_kv_heads, 16, layout.head_dim, dtype=model.dtype)
+    specs = kv_cache_specs(model.attention_layers, 16, model.dtype)
+    blocks = torch.zeros(len(batch.page_ids) + 1, block_elements(specs), dtype=model.dtype)
+    kv = [spec.view(blocks) for spec in specs]
     tokens = torch.randint(config.vocab_size, (RANDOM_TOKENS,), generator=torch.Generator().manual_seed(0))
     return model.logits(model.forward(tokens, batch.positions, kv, attention)).float()
 

@@ -61,6 +61,31 @@ def test_steps_over_kv_memory_in_fp8_are_as_the_reference_computes_them(gpu, sha
             assert torch.equal(mine.view(torch.uint8), reference.view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@torch.inference_mode()
+def test_steps_with_a_soft_cap_are_as_the_reference_computes_them(gpu, dtype):
+    shape = AttentionShape(8, 4, 256, 16, 0.125, soft_cap=5.0)  # Gemma 2's heads, and a cap that is felt
+    backend = FlashInferAttention(shape, gpu, dtype)
+    for seed, lengths in enumerate((DECODE, PREFILL, MIXED)):
+        step = make_step(shape, lengths, dtype, seed).to(gpu)
+        assert_agrees(step, step.run(backend, None, 100), None, 100)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@torch.inference_mode()
+def test_steps_with_sinks_are_as_the_reference_computes_them(gpu, dtype):
+    shape = AttentionShape(64, 8, 64, 16, 0.125)  # gpt-oss
+    sinks = (torch.randn(64, generator=torch.Generator().manual_seed(0)) * 3).to(gpu, dtype)
+    backend, reference = FlashInferAttention(shape, gpu, dtype), ReferenceAttention(shape)
+    for seed, lengths in enumerate((DECODE, PREFILL, MIXED, DECODE)):
+        step = make_step(shape, lengths, dtype, seed).to(gpu)
+        for each in (backend, reference):
+            each.prepare(step.batch)
+        for window in (None, 100):
+            made, expected = (step.forward(each, window, sinks)[0] for each in (backend, reference))
+            torch.testing.assert_close(made, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
 @pytest.mark.parametrize("block_size", [1, 8, 32])
 @torch.inference_mode()
 def test_blocks_may_have_other_sizes(gpu, block_size):

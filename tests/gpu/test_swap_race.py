@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from quire_engine.checkpoint.config import AttentionLayout
+from quire_engine.attention.base import LayerAttention
 from quire_engine.core.block_pool import BlockCopies, BlockCopy
 from quire_engine.worker.kv_cache import KVCache
 from quire_engine.worker.memory import CacheSizes
@@ -16,7 +16,7 @@ from tests.support.swap_streams import SwapStreamWithout, Wait
 pytestmark = pytest.mark.gpu
 NEEDS_FLASHINFER = False
 # Of 2 MiB, as those of a model of 8 B parameters: copying all of them takes milliseconds.
-LAYOUT = AttentionLayout(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, scale=0.1)
+LAYERS = [LayerAttention(num_heads=32, num_kv_heads=8, head_dim=128, scale=0.1)] * 32
 BLOCK_BYTES, BLOCKS = 2 << 20, 100
 OUT = BlockCopies([BlockCopy(1 + block, block) for block in range(BLOCKS - 1)])
 INTO = BlockCopies(blocks_to_swap_in=[BlockCopy(block, 1 + block) for block in range(BLOCKS - 1)])
@@ -29,7 +29,7 @@ class Pool:
     def __init__(self, device: torch.device, left_out: Wait | None) -> None:
         pools = CacheSizes(BLOCKS * BLOCK_BYTES, BLOCKS * BLOCK_BYTES)
         self.swap_stream = SwapStreamWithout(device, left_out)
-        self.cache = KVCache(LAYOUT, 16, pools, torch.bfloat16, device, swap_stream=self.swap_stream)
+        self.cache = KVCache(LAYERS, 16, pools, torch.bfloat16, device, swap_stream=self.swap_stream)
         self._factor = torch.randn(4096, 4096, device=device)
         torch.cuda.synchronize()
 
@@ -45,7 +45,7 @@ class Pool:
 
     def read(self) -> torch.Tensor:
         """A number of each device block but the null page, as it is now on the compute stream."""
-        read = self.cache.blocks[1:, -1, -1, -1, -1, -1].clone()
+        read = self.cache.blocks[1:, -1].clone()
         self.swap_stream.record_compute()
         return read
 
@@ -143,5 +143,5 @@ def test_a_chain_of_copies_keeps_its_order(pools) -> None:
         BlockCopies([BlockCopy(5, 0), BlockCopy(6, 1)], [BlockCopy(7, 5), BlockCopy(5, 6)], [BlockCopy(0, 7)])
     )
     torch.cuda.synchronize()
-    assert pool.cache.blocks[5:8, 0, 0, 0, 0, 0].tolist() == [7, 7, 5]
+    assert pool.cache.blocks[5:8, 0].tolist() == [7, 7, 5]
     assert pool.on_host()[:2].tolist() == [5, 6]

@@ -19,6 +19,7 @@ from quire_engine.executor.torch_executor import TorchExecutor
 from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
 from transformers import AutoConfig
 
+from tests.model.models import ROWS
 from tests.support.executors import load_executor
 
 BLOCK_SIZE = 16
@@ -77,21 +78,22 @@ def load(folder: Path, device_blocks: int, host_blocks: int, dtype: str = "float
 
 def numbers_a_token(folder: Path) -> int:
     """How many numbers the keys and values of one token are, by transformers' reading of the model."""
-    rows, head_dim = _rows_a_token(folder)
-    return rows * head_dim
+    return sum(rows * size for rows, size in _rows_a_token(folder))
 
 
 def int8_bytes_a_token(folder: Path) -> int:
     """Bytes of the keys and values of one token in int8: a byte for each number, and a scale for each row."""
-    rows, head_dim = _rows_a_token(folder)
-    return rows * (head_dim + 4)
+    return sum(rows * (size + 4) for rows, size in _rows_a_token(folder))
 
 
-def _rows_a_token(folder: Path) -> tuple[int, int]:
+def _rows_a_token(folder: Path) -> Sequence[tuple[int, int]]:
+    """How many rows of which size."""
+    if folder.name in ROWS:
+        return ROWS[folder.name]
     config = AutoConfig.from_pretrained(folder)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return 2 * config.num_hidden_layers * getattr(config, "num_key_value_heads", heads), head_dim
+    return [(2 * config.num_hidden_layers * getattr(config, "num_key_value_heads", heads), head_dim)]
 
 
 def run(

@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -93,6 +97,63 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             "final_logit_softcapping": 30.0,
         },
     ),
+    "gemma2": (
+        Gemma2Config,
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 20,
+            "attn_logit_softcapping": 5.0,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    # Global layers have other heads than local ones, and the last two layers read the keys and values of two others.
+    "gemma4": (
+        Gemma4TextConfig,
+        {
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 2,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention", "full_attention"],
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "hidden_size_per_layer_input": 16,
+        },
+    ),
+    "gpt-oss": (
+        GptOssConfig,
+        {
+            "head_dim": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    # Latent attention: keys of 24 numbers, and values of 16.
+    "deepseek-v3": (
+        DeepseekV3Config,
+        {
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 3,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 48,
+        },
+    ),
     "gpt-neox": (GPTNeoXConfig, {"num_key_value_heads": 4}),
     "gpt2": (GPT2Config, {"num_key_value_heads": 4}),
     "granite": (
@@ -106,8 +167,10 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
 }
 NAMES = tuple(CONFIGS)
+# Rows of KV memory for each token, and the numbers of a row, where not all layers have what the configuration says.
+ROWS = {"gemma4": ((2 * 2 * 2, 16), (2 * 1 * 1, 32)), "deepseek-v3": ((2 * 3 * 4, 24),)}
 # Those that run as transformers' own classes.
-FALLBACK = ("gemma3", "gpt-neox", "gpt2", "granite")
+FALLBACK = ("gemma2", "gemma3", "gemma4", "gpt-oss", "deepseek-v3", "gpt-neox", "gpt2", "granite")
 OWN = tuple(name for name in NAMES if name not in FALLBACK)
 SHARDED = ("llama3", "qwen3")
 # Those whose experts are written as transformers holds them, instead of as they are published.

@@ -301,7 +301,7 @@ def recorded_step(folder: Path, tokens: int, *, waits_at_once: bool = False) -> 
             mlp._experts = Recorded("mlp", events, down)
         else:
             down._local = Recorded("mlp", events, down._local)
-    kv = torch.empty(1, config.num_layers, 1)
+    kv = [torch.empty(1)] * config.num_layers
     with torch.inference_mode():
         inputs = model.inputs(torch.arange(tokens), torch.arange(tokens))
         model.layers(inputs, kv, RecordedAttention(events))  # type: ignore[arg-type]

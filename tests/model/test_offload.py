@@ -75,7 +75,7 @@ def hidden_states(model: LoadedModel, prompts: list[list[int]], device: FakeDevi
     """Of three steps, each launched before the device has begun with the one before: a chunk of the prompts, and two of
     single tokens.
     """
-    made, kv = [], model.make_kv_cache(model.cache_sizes(40, 0)).blocks
+    made, kv = [], model.make_kv_cache(model.cache_sizes(40, 0)).layers
     for start, end in ((0, 8), (8, 9), (9, 10)):
         chunks = [
             ScheduledChunk(number, prompt[start:end], start, [1 + number]) for number, prompt in enumerate(prompts)

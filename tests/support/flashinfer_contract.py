@@ -23,7 +23,7 @@ class Call:
 
 
 _PLAN_OPTIONS = (
-    *("sm_scale", "window_left", "q_data_type", "kv_data_type"),
+    *("sm_scale", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type"),
     *("non_blocking", "seq_lens", "disable_split_kv"),
 )
 _PREFILL, _DECODE = "BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"
@@ -58,6 +58,12 @@ CONTRACT = (
         taken_by="_plan_impl",
     ),
     Call("decode.py", f"{_DECODE}.run", ("q", "paged_kv_cache"), ("out",)),
+    Call(
+        "attention/_core.py",
+        "BatchAttentionWithAttentionSinkWrapper.__init__",
+        ("float_workspace_buffer", "kv_layout"),
+        ("backend", "q_data_type", "kv_data_type", "head_dim_qk", "head_dim_vo", "window_left"),
+    ),
     Call(
         "page.py",
         "append_paged_kv_cache",

@@ -133,6 +133,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         causal=False,
         sm_scale=None,
         window_left=-1,
+        logits_soft_cap=None,
         q_data_type="float16",
         kv_data_type=None,
         non_blocking=True,
@@ -151,6 +152,34 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         if q.shape[0] != self._rows:
             raise ValueError(f"q.shape[0] ({q.shape[0]}) does not match qo_indptr[-1] ({self._rows})")
         return self._run(q, paged_kv_cache, out, None, causal=self.settings["causal"])
+
+
+class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
+    def __init__(
+        self,
+        float_workspace_buffer,
+        kv_layout="NHD",
+        *,
+        backend="auto",
+        q_data_type=torch.bfloat16,
+        kv_data_type=torch.bfloat16,
+        head_dim_qk=128,
+        head_dim_vo=128,
+        window_left=-1,
+    ):
+        super().__init__(float_workspace_buffer, kv_layout, backend=backend)
+        # The kernel is compiled for these, and a plan cannot change them.
+        self._made_for = (q_data_type, kv_data_type, head_dim_qk, window_left >= 0)
+        assert head_dim_qk == head_dim_vo
+
+    def run(self, q, paged_kv_cache, sink, sm_scale, *, out=None):
+        settings = self.settings
+        asked = (settings["q_data_type"], settings["kv_data_type"], settings["head_dim"], settings["window_left"] >= 0)
+        assert asked == self._made_for
+        assert settings["soft_cap"] is None
+        assert (sink.dtype, sink.shape) == (torch.float32, (settings["num_qo_heads"],))
+        settings |= {"sm_scale": sm_scale, "sink": sink}
+        return super().run(q, paged_kv_cache, out=out)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
@@ -192,6 +221,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         *,
         sm_scale=None,
         window_left=-1,
+        logits_soft_cap=None,
         q_data_type="float16",
         kv_data_type=None,
         non_blocking=True,
@@ -304,7 +334,12 @@ def attend(
             hidden |= key_at > at
         if settings["window_left"] >= 0:
             hidden |= key_at + settings["window_left"] < at
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        if settings["soft_cap"] is not None:
+            scores = torch.tanh(scores / settings["soft_cap"]) * settings["soft_cap"]
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if "sink" in settings:
+            scores = torch.cat((scores, settings["sink"].double().view(-1, 1, 1).expand(*scores.shape[:2], 1)), -1)
+        weights = scores.softmax(-1)[..., :count]
         out[queries] = torch.einsum("htn,hnd->thd", weights, values.repeat_interleave(group, 0)).to(out.dtype)
 
 
@@ -361,7 +396,8 @@ def _settings(given: dict, head_dim: int) -> dict:
     names = ("num_qo_heads", "num_kv_heads", "page_size", "sm_scale", "window_left", "q_data_type", "kv_data_type")
     assert given["non_blocking"]
     assert given["num_qo_heads"] % given["num_kv_heads"] == 0
-    return {name: given[name] for name in names} | {"head_dim": head_dim, "causal": given.get("causal", False)}
+    settings = {name: given[name] for name in names} | {"head_dim": head_dim, "causal": given.get("causal", False)}
+    return settings | {"soft_cap": given["logits_soft_cap"]}
 
 
 @contextmanager

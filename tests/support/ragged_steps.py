@@ -25,10 +25,12 @@ class RaggedStep:
         backend.prepare(self.batch)
         return [result for window in windows for result in self.forward(backend, window)]
 
-    def forward(self, backend: AttentionBackend, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, backend: AttentionBackend, window: int | None, sinks: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         kv = self.kv.clone()
         parts = (self.shape.num_heads, self.shape.num_kv_heads, self.shape.num_kv_heads)
-        return backend.forward(*self.heads.split(parts, dim=1), kv[:, LAYER], window), kv
+        return backend.forward(*self.heads.split(parts, dim=1), kv[:, LAYER], window, sinks=sinks), kv
 
     def to(self, device: torch.device) -> "RaggedStep":
         return replace(self, heads=self.heads.to(device), kv=self.kv.to(device))

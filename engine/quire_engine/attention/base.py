@@ -1,8 +1,9 @@
 """The attention interface: prepare once a step, then store and attend once a layer.
 
-KV memory is block-major, ``kv[blocks, layers, 2, kv_heads, block_size, head_dim]``: a block of all layers is one
-contiguous copy, which is what makes swapping pay. The view of one layer, ``kv[:, layer]``, is FlashInfer's HND paged
-form with a larger page stride. The index arrays are FlashInfer's too, so that every backend reads the same plan.
+KV memory is block-major: a block has the keys and values of all layers (see ``kv_cache_spec``) and is one contiguous
+copy, which is what makes swapping pay. The view of one layer, ``[blocks, 2, kv_heads, block_size, head_dim]``, is
+FlashInfer's HND paged form with a larger page stride. The index arrays are FlashInfer's too, so that every backend
+reads the same plan.
 """
 
 from dataclasses import dataclass
@@ -17,14 +18,36 @@ long enough to hide their launches.
 
 
 @dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """The attention of one layer of a model. ``scale`` multiplies the scores, and those that it makes larger than
+    ``soft_cap`` approach that from below: ``soft_cap * tanh(score / soft_cap)`` (Gemma 2); None for no cap. ``window``
+    is as in ``AttentionBackend.forward``. ``kv_layer`` is the layer whose keys and values it reads: itself, or one
+    before it that has made them for both (Gemma 4); None for itself.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    kv_layer: int | None = None
+
+    def shape(self, block_size: int) -> "AttentionShape":
+        """What a backend for this layer is made of."""
+        return AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, block_size, self.scale, self.soft_cap)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What is constant over the life of a backend."""
+    """What is constant over the life of a backend: see ``LayerAttention``."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     scale: float
+    soft_cap: float | None = None
 
 
 @dataclass(slots=True)
@@ -59,13 +82,16 @@ class AttentionBackend(Protocol):
         value: torch.Tensor,
         kv: torch.Tensor,
         window: int | None,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Stores this step's keys and values into one layer's pages, then attends causally.
 
         ``query`` [T, heads, head_dim], ``key`` and ``value`` [T, kv_heads, head_dim], after rotation; ``kv`` is the
         layer's view [blocks, 2, kv_heads, block_size, row_size] of the same dtype, or of one with eight bits (see
         ``kv_rows``). ``window`` limits each token to
-        the last ``window`` tokens, itself included. Returns [T, heads, head_dim].
+        the last ``window`` tokens, itself included. ``sinks`` [heads] are scores that take part in the softmax of each
+        head as if of one more key, which has no value (gpt-oss). Returns [T, heads, head_dim].
         """
         ...
 

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from quire_engine.attention.base import AttentionBatch, AttentionShape
 from quire_engine.attention.kv_rows import load_pages, row_size, store_rows
+from quire_engine.attention.reference import softmax_weights
 from quire_engine.kernels.bindings import DTYPES, AttentionCall, AttentionPlan, library
 
 _NO_WINDOW = 2**62
@@ -72,7 +73,14 @@ class CpuAttention:
         _require(self._plan.last_page < kv.shape[0], f"kv has no page {self._plan.last_page}", kv)
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, window: int | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv: torch.Tensor,
+        window: int | None,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As ``AttentionBackend.forward``: stores, then attends.
 
@@ -82,7 +90,10 @@ class CpuAttention:
         if self._plan is None:
             raise ValueError("attention: prepare comes before forward")
         _require(window is None or window > 0, f"a window of {window}")
-        plan, layer = self._plan, _LayerTensors(query, key, value, kv, window)
+        if sinks is not None:
+            _require(sinks.shape == (self._shape.num_heads,), "sinks have another shape", sinks)
+            sinks = sinks.float().contiguous()
+        plan, layer = self._plan, _LayerTensors(query, key, value, kv, window, sinks)
         form = layer.form()
         if form != plan.checked:
             self._check(layer, plan)
@@ -90,7 +101,7 @@ class CpuAttention:
             plan.checked = form
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         if self._kernels is None or not plan.suits_kernel:
-            _forward_in_torch(layer, plan, self._shape.scale, out)
+            _forward_in_torch(layer, plan, self._shape, out)
         else:
             plan.set_pointers(layer, out)
             self._kernels.quire_attention(plan.reference)
@@ -118,10 +129,11 @@ class _LayerTensors(NamedTuple):
     value: torch.Tensor
     kv: torch.Tensor
     window: int | None
+    sinks: torch.Tensor | None
 
     def form(self) -> tuple[object, ...]:
         """All that is checked of the tensors: layers of equal form need one check."""
-        query, key, value, kv, _ = self
+        query, key, value, kv, *_ = self
         shapes = query.shape, key.shape, value.shape, kv.shape
         strides = query.stride(), key.stride(), value.stride(), kv.stride()
         dtypes = query.dtype, key.dtype, value.dtype, kv.dtype
@@ -176,11 +188,12 @@ class _Plan:
             block_size=shape.block_size,
             threads=torch.get_num_threads(),
             scale=shape.scale,
+            soft_cap=shape.soft_cap or 0.0,
         )
 
     def set_layout(self, layer: _LayerTensors) -> None:
         """Takes what layers of one form have in common."""
-        call, (query, key, value, kv, _) = self.call, layer
+        call, (query, key, value, kv, *_) = self.call, layer
         self.suits_kernel = key.dtype in DTYPES and key.shape[2] * key.element_size() % 4 == 0
         call.query_token, call.query_head, _ = query.stride()
         call.key_token, call.key_head, _ = key.stride()
@@ -190,8 +203,9 @@ class _Plan:
 
     def set_pointers(self, layer: _LayerTensors, out: torch.Tensor) -> None:
         """Points the call at the tensors of one layer."""
-        call, (query, key, value, kv, window) = self.call, layer
+        call, (query, key, value, kv, window, sinks) = self.call, layer
         call.window = window or _NO_WINDOW
+        call.sinks = None if sinks is None else sinks.data_ptr()
         call.query, call.key, call.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
         call.kv, call.out = kv.data_ptr(), out.data_ptr()
 
@@ -219,8 +233,8 @@ class _Plan:
         return self._slots
 
 
-def _forward_in_torch(layer: _LayerTensors, plan: _Plan, scale: float, out: torch.Tensor) -> None:
-    query, key, value, kv, window = layer
+def _forward_in_torch(layer: _LayerTensors, plan: _Plan, shape: AttentionShape, out: torch.Tensor) -> None:
+    query, key, value, kv, window, sinks = layer
     pages, slots = plan.token_slots()
     store_rows(kv, 0, pages, slots, key)
     store_rows(kv, 1, pages, slots, value)
@@ -233,7 +247,14 @@ def _forward_in_torch(layer: _LayerTensors, plan: _Plan, scale: float, out: torc
         seen = _seen(past, first, plan.context_of(chunk), window)
         gathered = load_pages(kv, plan.pages_of(chunk), query.shape[2])
         keys, values = _select(gathered, slice(first, plan.context_of(chunk)))
-        out[tokens] = _attend(query[tokens].to(keys.dtype), keys, values, seen, scale)
+        rows = query[tokens].to(keys.dtype)
+        if shape.soft_cap is None and sinks is None:
+            out[tokens] = _attend(rows, keys, values, seen, shape.scale)
+        else:
+            scores = _scores(rows, keys, shape)
+            hidden = torch.zeros_like(scores[0], dtype=torch.bool) if seen is None else ~seen
+            weights = softmax_weights(scores, hidden, shape.soft_cap, sinks)
+            out[tokens] = (weights @ _of_each_head(values, shape)).transpose(0, 1)
 
 
 def _select(pages: torch.Tensor, span: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -274,6 +295,18 @@ def _attend(
         scale=scale,
     )
     return result.permute(2, 0, 1, 3).reshape(query.shape)
+
+
+def _scores(query: torch.Tensor, keys: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+    """[heads, tokens, keys] in float32: where they are capped or have sinks beside them, torch's own attention does not
+    do.
+    """
+    return query.float().transpose(0, 1) @ _of_each_head(keys, shape).transpose(1, 2) * shape.scale
+
+
+def _of_each_head(rows: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+    """Rows [kv_heads, tokens, head_dim] in float32 for each of the heads."""
+    return rows.float().repeat_interleave(shape.num_heads // shape.num_kv_heads, 0)
 
 
 def _page_shape(shape: AttentionShape, dtype: torch.dtype) -> tuple[int, ...]:

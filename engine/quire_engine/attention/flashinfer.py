@@ -1,5 +1,5 @@
 """Attention on a GPU, through FlashInfer (Ye et al. 2025): a decode kernel for steps of single tokens and a prefill
-kernel for all others, both on tensor cores.
+kernel for all others, both on tensor cores. Layers with sinks take a prefill kernel of their own for every step.
 
 Each wrapper plans once a step, on the host: how the step's work is cut into tiles. The plan goes through a pinned
 staging buffer of the wrapper, from which it is copied asynchronously; hence the fence.
@@ -82,13 +82,20 @@ class _PreparedStep(NamedTuple):
     read: PageArrays
 
 
+class _Kind(NamedTuple):
+    """What layers of one shape may differ in. One plan serves all layers of a kind."""
+
+    window: int | None
+    has_sinks: bool
+
+
 class _PlannedAttention:
-    """An ``AttentionBackend`` that plans each step once for each window."""
+    """An ``AttentionBackend`` that plans each step once for each kind of layers."""
 
     def __init__(self, shared: "_SharedState") -> None:
         self._shared = shared
         self._step: _PreparedStep | None = None
-        self._planned: dict[int | None, Any] = {}
+        self._planned: dict[_Kind, Any] = {}
 
     def prepare(self, batch: AttentionBatch) -> None:
         """See ``AttentionBackend.prepare``. Waits for the copies of the previous plans, and for nothing else."""
@@ -96,14 +103,21 @@ class _PlannedAttention:
         self._shared.fence.wait()
         try:
             self._step = step = self._stage(batch)
-            for window in self._shared.windows:
-                self._plan(step, window)
+            for kind in self._shared.kinds:
+                self._plan(step, kind)
         finally:
             # When one plan fails, those before it are being copied all the same.
             self._shared.fence.record()
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, window: int | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv: torch.Tensor,
+        window: int | None,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``AttentionBackend.forward``.
 
@@ -112,8 +126,9 @@ class _PlannedAttention:
         """
         if self._step is None:
             raise ValueError("attention: prepare comes before forward")
-        if window not in self._planned:
-            self._add_window(self._step, window)
+        kind = _Kind(window, sinks is not None)
+        if kind not in self._planned:
+            self._add_kind(self._step, kind)
         read = self._step.read
         self._shared.flashinfer.append_paged_kv_cache(
             *(encode_rows(key, kv.dtype), encode_rows(value, kv.dtype), read.chunk_ids, read.positions),
@@ -122,25 +137,27 @@ class _PlannedAttention:
         )
         # Allocated here, as FlashInfer would fill its own with zeros first.
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        self._planned[window].run(query, kv, out=out)
+        # The kernel with sinks was made for them, and takes what it needs in this order.
+        extra = () if sinks is None else (sinks.float(), self._shared.shape.scale)
+        self._planned[kind].run(query, kv, *extra, out=out)
         return out
 
-    def _add_window(self, step: _PreparedStep, window: int | None) -> None:
-        """Plans a window that is used for the first time; from the next step on ``prepare`` does."""
-        if window not in self._shared.windows:
-            self._shared.windows.append(window)
-        self._plan(step, window)
+    def _add_kind(self, step: _PreparedStep, kind: _Kind) -> None:
+        """Plans a kind that is used for the first time; from the next step on ``prepare`` does."""
+        if kind not in self._shared.kinds:
+            self._shared.kinds.append(kind)
+        self._plan(step, kind)
         self._shared.fence.record()
 
-    def _plan(self, step: _PreparedStep, window: int | None) -> None:
-        wrapper = self._wrapper(step, window)
-        self._shared.plan(wrapper, window, step.host, step.device)
-        self._planned[window] = wrapper
+    def _plan(self, step: _PreparedStep, kind: _Kind) -> None:
+        wrapper = self._wrapper(step, kind)
+        self._shared.plan(wrapper, kind, step.host, step.device)
+        self._planned[kind] = wrapper
 
     def _stage(self, batch: AttentionBatch) -> _PreparedStep:
         raise NotImplementedError
 
-    def _wrapper(self, step: _PreparedStep, window: int | None) -> Any:
+    def _wrapper(self, step: _PreparedStep, kind: _Kind) -> Any:
         raise NotImplementedError
 
 
@@ -163,7 +180,7 @@ class FlashInferAttention(_PlannedAttention):
         deterministic: bool = False,
     ) -> None:
         super().__init__(_SharedState(shape, device, dtype, kv_dtype or dtype, deterministic))
-        self._wrappers: dict[tuple[bool, int | None], Any] = {}
+        self._wrappers: dict[tuple[bool, _Kind], Any] = {}
 
     def for_graph(self, batch_size: int, max_pages: int) -> AttentionBackend:
         """See ``GraphAttention.for_graph``."""
@@ -175,11 +192,13 @@ class FlashInferAttention(_PlannedAttention):
         host, device = self._shared.stage(batch)
         return _PreparedStep(host, device, device)
 
-    def _wrapper(self, step: _PreparedStep, window: int | None) -> Any:
-        kind = (step.host.is_decode, window)
-        if kind not in self._wrappers:
-            self._wrappers[kind] = self._shared.make_wrapper(decode=step.host.is_decode)
-        return self._wrappers[kind]
+    def _wrapper(self, step: _PreparedStep, kind: _Kind) -> Any:
+        decode = step.host.is_decode and not kind.has_sinks
+        if (decode, kind) not in self._wrappers:
+            shared = self._shared
+            made = shared.make_sink_wrapper(kind) if kind.has_sinks else shared.make_wrapper(decode=decode)
+            self._wrappers[decode, kind] = made
+        return self._wrappers[decode, kind]
 
 
 class _GraphDecode(_PlannedAttention):
@@ -188,7 +207,7 @@ class _GraphDecode(_PlannedAttention):
     def __init__(self, shared: "_SharedState", batch_size: int, max_pages: int) -> None:
         super().__init__(shared)
         self._fixed = shared.graph_arrays(batch_size, max_pages)
-        self._wrappers: dict[int | None, Any] = {}
+        self._wrappers: dict[_Kind, Any] = {}
 
     def _stage(self, batch: AttentionBatch) -> _PreparedStep:
         """Copies the positions to their fixed array. The wrappers copy the arrays that they have buffers for."""
@@ -199,16 +218,18 @@ class _GraphDecode(_PlannedAttention):
         self._fixed.positions.copy_(device.positions)
         return _PreparedStep(host, device, self._fixed)
 
-    def _wrapper(self, step: _PreparedStep, window: int | None) -> Any:
+    def _wrapper(self, step: _PreparedStep, kind: _Kind) -> Any:
         del step
-        if window not in self._wrappers:
-            self._wrappers[window] = self._shared.make_graph_wrapper(window, self._fixed)
-        return self._wrappers[window]
+        if kind.has_sinks:
+            raise ValueError("attention: FlashInfer's kernel with sinks is in no graph")
+        if kind not in self._wrappers:
+            self._wrappers[kind] = self._shared.make_graph_wrapper(kind, self._fixed)
+        return self._wrappers[kind]
 
 
 class _SharedState:
-    """The state that the backends of one model share: its shape, the workspace, the fence, and the windows of its
-    layers. One plan serves all layers of a window.
+    """The state that the backends of one model share: its shape, the workspace, the fence, and the kinds of its
+    layers.
     """
 
     def __init__(
@@ -226,27 +247,30 @@ class _SharedState:
         # Zeros, because kernels count arrivals in it and reset the counts themselves.
         self.workspace = torch.zeros(_workspace_bytes(shape, device), dtype=torch.uint8, device=device)
         self.fence = StagingFence(device)
-        self.windows: list[int | None] = []
+        self.kinds: list[_Kind] = []
         self._dtype, self._kv_dtype = dtype, kv_dtype
         self._graph_memory: PageArrays | None = None
-        self._graph_plans: dict[int | None, torch.Tensor] = {}
+        self._graph_plans: dict[_Kind, torch.Tensor] = {}
 
     def stage(self, batch: AttentionBatch) -> tuple[PageArrays, PageArrays]:
         """The batch on the host and on the device, with a chunk for each token if ``deterministic``."""
         return stage(split_tokens(batch, self.shape.block_size) if self.deterministic else batch, self.device)
 
-    def plan(self, wrapper: Any, window: int | None, host: PageArrays, device: PageArrays) -> None:
+    def plan(self, wrapper: Any, kind: _Kind, host: PageArrays, device: PageArrays) -> None:
         """Has the wrapper plan the step. Page ids are copied on the device, all other arrays are read on the host, so
         that the device is never waited for.
         """
         pages = (host.page_indptr, device.page_ids, host.last_page_len)
         shape = self.shape
-        options: dict[str, Any] = {} if host.is_decode else {"causal": True}
+        decode = host.is_decode and not kind.has_sinks
+        options: dict[str, Any] = {} if decode else {"causal": True}
+        if shape.soft_cap is not None:
+            options["logits_soft_cap"] = shape.soft_cap
         wrapper.plan(
-            *(pages if host.is_decode else (host.query_indptr, *pages)),
+            *(pages if decode else (host.query_indptr, *pages)),
             *(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size),
             sm_scale=shape.scale,
-            window_left=-1 if window is None else window - 1,
+            window_left=_window_left(kind),
             q_data_type=self._dtype,
             kv_data_type=self._kv_dtype,
             seq_lens=host.context_lens,
@@ -263,8 +287,21 @@ class _SharedState:
             )
         return self.flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, LAYOUT, backend=_BACKEND)
 
-    def make_graph_wrapper(self, window: int | None, fixed: PageArrays) -> Any:
-        """A wrapper for the layers of one window in a graph, whose plans are copied to ``fixed``."""
+    def make_sink_wrapper(self, kind: _Kind) -> Any:
+        """A wrapper for steps of any size, for layers of one kind with sinks."""
+        return self.flashinfer.BatchAttentionWithAttentionSinkWrapper(
+            self.workspace,
+            LAYOUT,
+            backend=_BACKEND,
+            q_data_type=self._dtype,
+            kv_data_type=self._kv_dtype,
+            head_dim_qk=self.shape.head_dim,
+            head_dim_vo=self.shape.head_dim,
+            window_left=_window_left(kind),
+        )
+
+    def make_graph_wrapper(self, kind: _Kind, fixed: PageArrays) -> Any:
+        """A wrapper for the layers of one kind in a graph, whose plans are copied to ``fixed``."""
         wrapper = self.flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self.workspace,
             LAYOUT,
@@ -275,9 +312,9 @@ class _SharedState:
             paged_kv_indices_buffer=fixed.page_ids,
             paged_kv_last_page_len_buffer=fixed.last_page_len,
         )
-        if window not in self._graph_plans:
-            self._graph_plans[window] = torch.empty(_GRAPH_PLAN_BYTES, dtype=torch.uint8, device=self.device)
-        wrapper.reset_workspace_buffer(self.workspace, self._graph_plans[window])
+        if kind not in self._graph_plans:
+            self._graph_plans[kind] = torch.empty(_GRAPH_PLAN_BYTES, dtype=torch.uint8, device=self.device)
+        wrapper.reset_workspace_buffer(self.workspace, self._graph_plans[kind])
         return wrapper
 
     def graph_arrays(self, batch_size: int, max_pages: int) -> PageArrays:
@@ -296,6 +333,11 @@ class _SharedState:
             positions=memory.positions[:batch_size],
             chunk_ids=memory.chunk_ids[:batch_size],
         )
+
+
+def _window_left(kind: _Kind) -> int:
+    """The tokens before itself that a token sees, as FlashInfer counts them; -1 for all."""
+    return -1 if kind.window is None else kind.window - 1
 
 
 class StagingFence:

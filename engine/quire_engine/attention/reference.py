@@ -34,7 +34,14 @@ class ReferenceAttention:
         self._slot_offsets = self._positions % size
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, window: int | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv: torch.Tensor,
+        window: int | None,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``AttentionBackend.forward``."""
         pages, offsets = self._slot_pages.to(kv.device), self._slot_offsets.to(kv.device)
@@ -42,8 +49,9 @@ class ReferenceAttention:
         store_rows(kv, 1, pages, offsets, value)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for chunk, tokens in enumerate(self._queries):
-            keys, values = self._gather(chunk, kv)
-            output[tokens] = self._attend(query[tokens], keys, values, self._positions[tokens], window)
+            rows = self._gather(chunk, kv)
+            hidden = ~_visible(self._positions[tokens], rows.shape[2], window).to(rows.device)
+            output[tokens] = self._attend(query[tokens], rows, hidden, sinks)
         return output
 
     def _gather(self, chunk: int, kv: torch.Tensor) -> torch.Tensor:
@@ -52,15 +60,30 @@ class ReferenceAttention:
         return pages.flatten(2, 3)[:, :, : self._context_lens[chunk]].float()
 
     def _attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, window: int | None
+        self, query: torch.Tensor, rows: torch.Tensor, hidden: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attention of ``query`` [T, heads, head_dim] at ``positions`` [T] to one sequence's keys and values."""
-        group = self._shape.num_heads // self._shape.num_kv_heads
-        keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+        """Attention of ``query`` [T, heads, head_dim] to one sequence's keys and values but for those ``hidden``
+        [T, context].
+        """
+        keys, values = rows.repeat_interleave(self._shape.num_heads // self._shape.num_kv_heads, 1)
         scores = query.float().transpose(0, 1) @ keys.transpose(1, 2) * self._shape.scale
-        hidden = ~_visible(positions, keys.shape[1], window).to(scores.device)
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        weights = softmax_weights(scores, hidden, self._shape.soft_cap, sinks)
         return (weights @ values).transpose(0, 1).to(query.dtype)
+
+
+def softmax_weights(
+    scores: torch.Tensor, hidden: torch.Tensor, soft_cap: float | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """The weights of keys, [heads, T, context], of their ``scores`` before the cap, those that are ``hidden`` being 0.
+    With ``sinks`` [heads], weights add up to less than 1.
+    """
+    if soft_cap is not None:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1)
+    sink = sinks.to(scores).view(-1, 1, 1).expand(*scores.shape[:2], 1)
+    return torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
 
 
 def _visible(positions: torch.Tensor, context: int, window: int | None) -> torch.Tensor:

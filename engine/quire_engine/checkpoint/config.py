@@ -66,19 +66,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionLayout:
-    """The heads of a model's attention, equal in all layers, from which KV blocks and attention backends are made.
-    ``scale`` multiplies the scores.
-    """
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-
-
-@dataclass(frozen=True, slots=True)
 class MoEConfig:
     """A mixture of experts, in the layers where ``is_moe_layer``.
 

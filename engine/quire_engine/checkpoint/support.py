@@ -105,24 +105,9 @@ def _check_kind(path: Path, architecture: str, raw: dict[str, Any]) -> None:
             f"{path} describes a model of more than text ({architecture}), which is not supported.",
             f"take one for text alone {_FAMILIES}",
         )
-    if reason := _unserved_attention(raw):
-        raise UnsupportedModelError(
-            f"{path} names {architecture}, which cannot be served: {reason}.", f"take another model, {_FAMILIES}"
-        )
     for kind in raw.get("layer_types") or ():
         if kind not in SUPPORTED_LAYER_TYPES:
             raise UnsupportedModelError(
                 f"{path} has layers of type {kind!r}, and supported are {', '.join(SUPPORTED_LAYER_TYPES)}.",
                 f"take a model whose layers all have attention, {_FAMILIES}",
             )
-
-
-def _unserved_attention(raw: dict[str, Any]) -> str | None:
-    """What no attention backend does, of what a configuration says in so many words."""
-    if raw.get("attn_logit_softcapping") is not None:
-        return "its attention has a soft cap (attn_logit_softcapping)"
-    keys = [raw.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
-    sizes = [size for size in keys if isinstance(size, int)]
-    if len(sizes) == 2 and raw.get("v_head_dim") not in (None, sum(sizes)):
-        return "keys and values are of different sizes (v_head_dim)"
-    return None

@@ -15,6 +15,7 @@ constexpr int kRows = 4;
 constexpr int kMostFew = 8;     // query rows that take their keys and values straight from the pages
 constexpr int kTileRows = 128;  // query rows that share the work of rearranging a key tile
 constexpr float kHidden = -1e30f;
+constexpr double kLog2e = 1.4426950408889634;
 
 // A product that is rounded before anything is added to it: compilers may fuse the two in one copy of a sum and not in
 // another.
@@ -135,6 +136,14 @@ inline Floats power(Floats x) {
 #endif
 }
 
+// cap * tanh(x / cap), for x and cap in powers of two.
+inline Floats capped(Floats x, float cap) {
+  const Floats far = x < 0.f ? x : -x;
+  const Floats e = power(far * float(2 * kLog2e) / cap);
+  const Floats most = settled((1.f - e) / (1.f + e) * cap);
+  return x < 0.f ? -most : most;
+}
+
 // Rows of KV memory in int8, as `kv_rows.py` defines them: integers, and behind them the float that they are to be
 // multiplied by. The integers are exact in bf16 too, so a tile holds them as numbers of T, and their scales go into the
 // scores and the probabilities.
@@ -186,10 +195,11 @@ inline float widen_row(const char* row, int64_t dim, T* to) {
 
 // One row of scores -> unnormalised probabilities of the keys first <= key <= last. Returns what the row's sums so far
 // are to be multiplied by. A row that sees none of the keys changes nothing, so any further tiles may be passed to it.
-// Scores are multiplied by the keys' own scales first, and probabilities by the values' last, where there are any.
+// Scores are multiplied by the keys' own scales first, and probabilities by the values' last, where there are any. Those
+// beyond `cap` approach it, unless it is 0.
 template <typename T, bool all>
-inline float soften(float* scores, const float* key_scales, const float* value_scales, float scale, int64_t first,
-                    int64_t last, float& peak, Floats& sum) {
+inline float soften(float* scores, const float* key_scales, const float* value_scales, float scale, float cap,
+                    int64_t first, int64_t last, float& peak, Floats& sum) {
   constexpr int n = kKeys / kLanes;
   Ints lane;
   for (int i = 0; i < kLanes; ++i) lane[i] = i;
@@ -201,6 +211,7 @@ inline float soften(float* scores, const float* key_scales, const float* value_s
     s[v] = read(scores + v * kLanes);
     if (key_scales) s[v] = settled(s[v] * read(key_scales + v * kLanes));
     s[v] = settled(s[v] * scale);
+    if (cap > 0.f) s[v] = capped(s[v], cap);
     if (!all) s[v] = seen[v] ? s[v] : Floats{} + kHidden;
     highest = larger(highest, s[v]);
   }
@@ -233,7 +244,8 @@ struct AttentionCall {
   int64_t query_token, query_head, key_token, key_head, value_token, value_head, kv_page, kv_plane, kv_head;
   const AttentionPlan* plan;
   int64_t heads, kv_heads, head_dim, block_size, window, bf16, int8, threads;
-  double scale;
+  double scale, soft_cap;  // a soft cap of 0 is none
+  const float* sinks;      // a score of each head without a key; null for none
 };
 
 // Tokens of a chunk that one KV head serves together. Its rows are these tokens times the query heads of the KV head.
@@ -381,15 +393,19 @@ struct Attention {
   // Rows of queries, and nothing seen yet.
   void begin(const Item& item, int64_t rows, int64_t padded, const Scratch& at) const {
     const int64_t token = call.plan->query_indptr[item.chunk] + item.token;
+    std::memset(at.masses, 0, 4 * padded * kLanes);
     for (int64_t r = 0; r < padded; ++r) {
       const int64_t from = (token + r / group) * call.query_token + (item.head * group + r % group) * call.query_head;
       if (r < rows) std::memcpy(at.query + r * words, call.query + from * int64_t(sizeof(T)), row_bytes);
       else std::memset(at.query + r * words, 0, row_bytes);
       at.peaks[r] = kHidden;
+      if (call.sinks && r < rows) {  // as if a key without a value had been seen
+        at.peaks[r] = call.sinks[item.head * group + r % group] * kLog2e;
+        at.masses[r * kLanes] = 1;
+      }
       at.positions[r] = int32_t(past(item.chunk) + item.token + r / group);
     }
     std::memset(at.sums, 0, 4 * columns * padded);
-    std::memset(at.masses, 0, 4 * padded * kLanes);
   }
 
   void finish(const Item& item, int64_t rows, const Scratch& at) const {
@@ -408,10 +424,10 @@ struct Attention {
     const int64_t position = at.positions[r];
     const int64_t first = first_seen(position) - begin, last = position - begin;
     const bool all = first <= 0 && last >= kKeys - 1;
-    const float scale = float(call.scale * 1.4426950408889634);  // softmax in powers of two
+    const float scale = float(call.scale * kLog2e), cap = float(call.soft_cap * kLog2e);  // softmax in powers of two
     Floats mass = read(at.masses + r * kLanes);
     const auto work = all ? soften<T, true> : soften<T, false>;
-    const float keep = work(scores, at.key_scales, at.value_scales, scale, first, last, at.peaks[r], mass);
+    const float keep = work(scores, at.key_scales, at.value_scales, scale, cap, first, last, at.peaks[r], mass);
     write(at.masses + r * kLanes, mass);
     return keep;
   }

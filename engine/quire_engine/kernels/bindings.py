@@ -37,6 +37,8 @@ class AttentionCall(ctypes.Structure):
         *((name, _INTEGER) for name in ("heads", "kv_heads", "head_dim", "block_size")),
         *((name, _INTEGER) for name in ("window", "bf16", "int8", "threads")),
         ("scale", ctypes.c_double),
+        ("soft_cap", ctypes.c_double),
+        ("sinks", _POINTER),
     )
 
 

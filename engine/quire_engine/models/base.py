@@ -1,19 +1,19 @@
-"""The interface of models: a KV layout, a dtype, and the functions ``forward`` and ``logits``."""
+"""The interface of models: the attention of their layers, a dtype, and the functions ``forward`` and ``logits``."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from quire_engine.attention.base import AttentionBackend
-from quire_engine.checkpoint.config import AttentionLayout
+from quire_engine.attention.base import AttentionBackend, LayerAttention
 
 
 class Model(Protocol):
     """A decoder with its weights, of one dtype on one device."""
 
     @property
-    def layout(self) -> AttentionLayout:
-        """The heads and sizes of its attention. Constant."""
+    def attention_layers(self) -> Sequence[LayerAttention]:
+        """The attention of each layer. Constant."""
         ...
 
     @property
@@ -29,12 +29,13 @@ class Model(Protocol):
         ...
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, attention: AttentionBackend
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: Sequence[torch.Tensor], attention: AttentionBackend
     ) -> torch.Tensor:
         """Hidden states [T, hidden] of tokens [T] at positions [T], both integers.
 
-        ``kv`` [blocks, layers, 2, kv_heads, block_size, head_dim] is read and written by ``attention``, which was
-        prepared for this batch. Raises ``IndexError`` for a token id outside of the vocabulary.
+        ``kv`` is the KV memory of each layer, [blocks, 2, kv_heads, block_size, head_dim], read and written by
+        ``attention``, which was prepared for this batch. Raises ``IndexError`` for a token id outside of the
+        vocabulary.
         """
         ...
 

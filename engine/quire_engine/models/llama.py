@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from quire_engine.attention.base import MAX_GRAPH_BATCH_SIZE, AttentionBackend
-from quire_engine.checkpoint.config import AttentionLayout, DecoderConfig
+from quire_engine.attention.base import MAX_GRAPH_BATCH_SIZE, AttentionBackend, LayerAttention
+from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.core.executor import WeightStats
 from quire_engine.distributed.communicator import PendingSum, shard
 from quire_engine.distributed.pipeline import divide, is_first, is_last
@@ -55,7 +55,10 @@ class Llama:
         self._token_communicator = weights.token_communicator
         heads, kv_heads = (count // weights.communicator.size for count in (config.num_heads, config.num_kv_heads))
         indices = range(config.num_layers) if stage is None else stage_layers(config, stage.count)[stage.index]
-        self.layout = AttentionLayout(len(indices), heads, kv_heads, config.head_dim, config.head_dim**-0.5)
+        scale, windows = config.head_dim**-0.5, config.sliding_windows
+        self.attention_layers = tuple(
+            LayerAttention(heads, kv_heads, config.head_dim, scale, windows[index]) for index in indices
+        )
         self._embedding: Embedding | None = None
         self._hidden_size = config.hidden_size
         if is_first(stage):
@@ -79,7 +82,7 @@ class Llama:
         return any(layer.waits_for_device for layer in self._layers)
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, attention: AttentionBackend
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: Sequence[torch.Tensor], attention: AttentionBackend
     ) -> torch.Tensor:
         """See ``Model.forward``."""
         return self.layers(self.inputs(token_ids, positions), kv, attention)
@@ -96,7 +99,7 @@ class Llama:
             states = self._stage.receive(empty)
         return LayerInputs(states, *self._rope.cos_sin(positions))
 
-    def layers(self, inputs: LayerInputs, kv: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+    def layers(self, inputs: LayerInputs, kv: Sequence[torch.Tensor], attention: AttentionBackend) -> torch.Tensor:
         """Hidden states [T, hidden], as ``forward`` returns them; of a stage that is not the last one, as the next one
         takes them.
         """
@@ -104,7 +107,7 @@ class Llama:
         if tokens > self._split_above and self._can_overlap():
             return self._overlapped_layers(inputs, kv, attention)
         residual, update, angles = inputs.hidden_states[shard(tokens, ranks)], None, (inputs.cos, inputs.sin)
-        for layer, layer_kv in zip(self._layers, kv.unbind(1), strict=True):
+        for layer, layer_kv in zip(self._layers, kv, strict=True):
             update = layer(residual, update, angles, layer_kv, attention)
         # The norm adds the update to the stream. What it returns is made again by the next stage, from that sum.
         normed = self._norm(residual, update)
@@ -117,11 +120,13 @@ class Llama:
         has_loras = self.loras is not None and self.loras.is_active
         return self.communicator.overlaps_sums and not has_loras
 
-    def _overlapped_layers(self, inputs: LayerInputs, kv: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+    def _overlapped_layers(
+        self, inputs: LayerInputs, kv: Sequence[torch.Tensor], attention: AttentionBackend
+    ) -> torch.Tensor:
         """``layers`` of a step whose rows are computed in two halves (dual batch overlap)."""
         residuals, angles = inputs.hidden_states.chunk(2), (inputs.cos, inputs.sin)
         updates: Sequence[PendingSum | None] = (None, None)
-        for layer, layer_kv in zip(self._layers, kv.unbind(1), strict=True):
+        for layer, layer_kv in zip(self._layers, kv, strict=True):
             updates = layer.overlapped(residuals, updates, angles, layer_kv, attention)
         normed = [self._norm(*half) for half in _updated(residuals, updates)]
         return torch.cat(normed) if is_last(self._stage) else inputs.hidden_states

@@ -7,18 +7,18 @@
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
-from quire_engine.attention.base import AttentionBackend
+from quire_engine.attention.base import AttentionBackend, LayerAttention
 from quire_engine.checkpoint.config import (
     SUPPORTED_ARCHITECTURES,
-    AttentionLayout,
     ModelConfig,
     architecture_of,
     compute_revision,
@@ -157,33 +157,31 @@ def _rope_length(length: int, rope: dict[str, Any]) -> int:
 
 @dataclass(slots=True)
 class PagedAttentionContext:
-    """The KV memory and attention of one step, passed through the model's keyword arguments. ``sliding_windows`` has
+    """The KV memory and attention of one step, passed through the model's keyword arguments. ``kv`` and ``layers`` have
     one entry a layer.
     """
 
-    kv: torch.Tensor
+    kv: Sequence[torch.Tensor]
     attention: AttentionBackend
-    sliding_windows: tuple[int | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionRequirements:
-    """The attention that one layer needs. ``window`` is as in ``AttentionBackend.forward``."""
-
-    layer: int
-    dtype: torch.dtype
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None
+    layers: Sequence[LayerAttention]
 
 
 @dataclass(slots=True)
 class AttentionProbe:
-    """Collects the requirements of the layers, in the order of their calls."""
+    """Collects the attention of the layers, in the order of their calls: each layer's index, its attention and its
+    keys, which it may have from another layer.
+    """
 
-    requirements: list[AttentionRequirements] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    layers: list[LayerAttention] = field(default_factory=list)
+    keys: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, index: int, layer: LayerAttention, key: torch.Tensor) -> None:
+        """Adds the next layer. Its keys are those of an earlier one where they are the very same tensor."""
+        shared = next((place for place, other in enumerate(self.keys) if other is key), None)
+        self.indices.append(index)
+        self.layers.append(replace(layer, kv_layer=shared))
+        self.keys.append(key)
 
 
 class TransformersModel:
@@ -201,22 +199,20 @@ class TransformersModel:
         self._decoder: Any = causal.base_model.get_decoder()
         if self._decoder is causal:
             raise ModelError("It is not divided into a body and a head.")
-        requirements = self._probe()
-        self.layout = _common_layout(requirements)
-        self.dtype = requirements[0].dtype
-        self._sliding_windows = tuple(each.window for each in requirements)
+        probe = self._probe()
+        self.attention_layers = _checked_layers(probe)
+        self.dtype = probe.keys[0].dtype
         self._output_class: Any = None
         replacement = torch.nn.Module()
         replacement.forward = self._pass_through
         causal.set_submodule(next(name for name, part in causal.named_modules() if part is self._decoder), replacement)
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, attention: AttentionBackend
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: Sequence[torch.Tensor], attention: AttentionBackend
     ) -> torch.Tensor:
         """See ``Model.forward``."""
-        output = self._run_decoder(
-            token_ids, positions, quire_step=PagedAttentionContext(kv, attention, self._sliding_windows)
-        )
+        context = PagedAttentionContext(kv, attention, self.attention_layers)
+        output = self._run_decoder(token_ids, positions, quire_step=context)
         self._output_class = type(output)
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
@@ -238,26 +234,30 @@ class TransformersModel:
             input_ids=token_ids[None].long(), position_ids=positions[None].long(), use_cache=False, **context
         )
 
-    def _probe(self) -> list[AttentionRequirements]:
-        """The attention requirements of each layer, in the order of the layers."""
+    def _probe(self) -> AttentionProbe:
+        """What the layers ask of their attention."""
         probe, positions = AttentionProbe(), torch.arange(NUM_PROBE_TOKENS, device=self._causal.device)
         self._causal.set_attn_implementation(PROBE_ATTENTION)
         self._run_decoder(positions, positions, quire_probe=probe)
         self._causal.set_attn_implementation(PAGED_ATTENTION)
-        return probe.requirements
+        return probe
 
 
-def _common_layout(requirements: list[AttentionRequirements]) -> AttentionLayout:
-    """The layout that all layers share. Raises ``ModelError`` when they differ."""
-    if not requirements or [each.layer for each in requirements] != list(range(len(requirements))):
+def _checked_layers(probe: AttentionProbe) -> tuple[LayerAttention, ...]:
+    """The attention of each layer. Raises ``ModelError`` for what KV blocks and backends cannot hold."""
+    layers = probe.layers
+    if not layers or probe.indices != list(range(len(layers))):
         raise ModelError("Not every layer has exactly one attention.")
-    first, *others = [(one.num_heads, one.num_kv_heads, one.head_dim, one.scale, one.dtype) for one in requirements]
-    if any(other != first for other in others):
-        raise ModelError("Its layers differ in heads, sizes or scales, which KV blocks and backends cannot hold.")
-    layout = AttentionLayout(len(requirements), *first[:-1])
-    if layout.num_heads % layout.num_kv_heads:
-        raise ModelError(f"Its {layout.num_heads} heads cannot share {layout.num_kv_heads} KV heads evenly.")
-    return layout
+    if any(key.dtype != probe.keys[0].dtype for key in probe.keys):
+        raise ModelError("Its layers have keys of different types.")
+    scales: dict[tuple[int, int, int], tuple[float, float | None]] = {}
+    for layer in layers:
+        if layer.num_heads % layer.num_kv_heads:
+            raise ModelError(f"Its {layer.num_heads} heads cannot share {layer.num_kv_heads} KV heads evenly.")
+        heads, scale = (layer.num_heads, layer.num_kv_heads, layer.head_dim), (layer.scale, layer.soft_cap)
+        if scales.setdefault(heads, scale) != scale:
+            raise ModelError("Its layers differ in scales or soft caps where they have the same heads.")
+    return tuple(layers)
 
 
 def load_transformers_model(
@@ -340,17 +340,27 @@ def paged_attention(
     value: torch.Tensor,
     *_: object,
     quire_step: PagedAttentionContext,
+    s_aux: torch.Tensor | None = None,
     **__: object,
 ) -> AttentionOutput:
-    """``query`` [1, heads, T, head_dim], ``key`` and ``value`` [1, kv_heads, T, head_dim] -> [1, T, heads, head_dim].
+    """``query`` and ``key`` [1, (kv_)heads, T, head_dim], ``value`` [1, kv_heads, T, value_dim] -> [1, T, heads,
+    value_dim]. ``s_aux`` are sinks, as transformers calls them.
 
-    transformers makes no mask for an attention function without a mask function of the same name. None is needed, as
-    the attention backend has the bounds of the sequences.
+    KV memory has rows of one size: those of values, or of queries and keys, are filled up with zeros, which change
+    neither scores nor the first ``value_dim`` numbers of a result. transformers makes no mask for an attention function
+    without a mask function of the same name. None is needed, as the attention backend has the bounds of the sequences.
     """
-    layer = module.layer_idx
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    mixed = quire_step.attention.forward(query, key, value, quire_step.kv[:, layer], quire_step.sliding_windows[layer])
-    return mixed[None], None
+    index, size = module.layer_idx, value.shape[-1]
+    layer = quire_step.layers[index]
+    query, key, value = (_rows(tensor, layer.head_dim) for tensor in (query, key, value))
+    mixed = quire_step.attention.forward(query, key, value, quire_step.kv[index], layer.window, sinks=s_aux)
+    return mixed[None, :, :, :size], None
+
+
+def _rows(heads: torch.Tensor, size: int) -> torch.Tensor:
+    """[1, heads, T, n] as rows [T, heads, size]."""
+    rows = heads[0].transpose(0, 1)
+    return rows if rows.shape[-1] == size else pad(rows, (0, size - rows.shape[-1]))
 
 
 def probe_attention(
@@ -362,28 +372,31 @@ def probe_attention(
     *,
     quire_probe: AttentionProbe | None = None,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> AttentionOutput:
     """Records what the layer requires, and returns zeros. Raises ``ModelError`` if no backend supports it."""
     if quire_probe is None:
         raise ModelError("Its layers do not hand on what their attention is called with.")
     _check_extra_arguments(others)
-    if value.shape != key.shape:
-        raise ModelError("Its keys and values are of different sizes, which KV blocks cannot hold.")
+    if value.shape[:-1] != key.shape[:-1]:
+        raise ModelError("It has other heads of keys than of values.")
+    if s_aux is not None and (softcap is not None or s_aux.shape != query.shape[1:2]):
+        raise ModelError("It has sinks beside a soft cap, or not one a head, which the attention backends cannot do.")
     if not query.dtype == key.dtype == value.dtype:
         raise ModelError("Its queries, keys and values are of different types.")
     _, heads, tokens, size = query.shape
-    requirements = AttentionRequirements(
-        layer=module.layer_idx,
-        dtype=key.dtype,
+    layer = LayerAttention(
         num_heads=heads,
         num_kv_heads=key.shape[1],
-        head_dim=size,
+        head_dim=max(size, value.shape[-1]),
         scale=size**-0.5 if scaling is None else float(scaling),
         window=sliding_window_of(attention_mask),
+        soft_cap=softcap,
     )
-    quire_probe.requirements.append(requirements)
-    return query.new_zeros(1, tokens, heads, size), None
+    quire_probe.add(module.layer_idx, layer, key)
+    return query.new_zeros(1, tokens, heads, value.shape[-1]), None
 
 
 def _check_extra_arguments(others: dict[str, Any]) -> None:

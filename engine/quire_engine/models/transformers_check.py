@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire_engine.attention.base import AttentionBatch, AttentionShape
+from quire_engine.attention.base import AttentionBatch
+from quire_engine.attention.kv_cache_spec import block_elements, kv_cache_specs
+from quire_engine.attention.mixed import attention_of
 from quire_engine.attention.reference import ReferenceAttention
 from quire_engine.errors import ModelError
 from quire_engine.models.base import Model
@@ -84,12 +86,10 @@ def _paged_logits(
     model: Model, sequences: Sequence[torch.Tensor], steps: Sequence[Sequence[TokenRange]], device: torch.device
 ) -> torch.Tensor:
     """Logits of all tokens of the first sequence, then of the second, in float32."""
-    layout = model.layout
-    shape = (NUM_BLOCKS, layout.num_layers, 2, layout.num_kv_heads, BLOCK_SIZE, layout.head_dim)
-    kv = torch.zeros(shape, dtype=model.dtype, device=device)
-    attention = ReferenceAttention(
-        AttentionShape(layout.num_heads, layout.num_kv_heads, layout.head_dim, BLOCK_SIZE, layout.scale)
-    )
+    specs = kv_cache_specs(model.attention_layers, BLOCK_SIZE, model.dtype)
+    blocks = torch.zeros(NUM_BLOCKS, block_elements(specs), dtype=model.dtype, device=device)
+    kv = [spec.view(blocks) for spec in specs]
+    attention = attention_of(model.attention_layers, BLOCK_SIZE, ReferenceAttention)
     by_sequence: list[list[torch.Tensor]] = [[], []]
     for spans in steps:
         batch = _attention_batch(spans)

@@ -12,7 +12,7 @@ import struct
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -224,7 +224,7 @@ class _CapturedStep(NamedTuple):
     inputs: LayerInputs
 
 
-def make_cpu_graphs(model: Model, kv: torch.Tensor, attention: AttentionBackend) -> "CpuGraphRunner | None":
+def make_cpu_graphs(model: Model, kv: Sequence[torch.Tensor], attention: AttentionBackend) -> "CpuGraphRunner | None":
     """The graphs of ``model`` over ``kv``; None where it computes with more than the compiled kernels."""
     if not (isinstance(model, Llama) and model.capturable and model.communicator.is_capturable):
         return None
@@ -236,7 +236,7 @@ def make_cpu_graphs(model: Model, kv: torch.Tensor, attention: AttentionBackend)
 class CpuGraphRunner:
     """The graphs of one model over one KV memory. Used by one thread, in inference mode."""
 
-    def __init__(self, model: Llama, kv: torch.Tensor, attention: CpuAttention) -> None:
+    def __init__(self, model: Llama, kv: Sequence[torch.Tensor], attention: CpuAttention) -> None:
         self._model = model
         self._ranks = model.communicator if model.communicator.size > 1 else None
         self._kv = kv
@@ -262,7 +262,7 @@ class CpuGraphRunner:
         self._graphs.move_to_end(kind)
         for captured, new in zip(known.inputs, fresh, strict=True):
             captured.copy_(new)
-        self._attention.check_pages(self._kv)
+        self._attention.check_pages(self._kv[0])
         known.graph.replay()
         if self._ranks is not None:
             self._ranks.raise_if_lost()

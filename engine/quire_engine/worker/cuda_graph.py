@@ -54,7 +54,7 @@ class CudaGraphRunner:
     def __init__(
         self,
         model: Model,
-        kv: torch.Tensor,
+        kv: Sequence[torch.Tensor],
         attention: GraphAttention,
         *,
         sizes: Sequence[int],
@@ -65,7 +65,7 @@ class CudaGraphRunner:
         ``RuntimeError``, ``ValueError`` or ``NotImplementedError`` for work that cannot be captured.
         """
         self._sizes = sorted(sizes)
-        self._inputs = torch.zeros(2 * self._sizes[-1], dtype=torch.int64, device=kv.device)
+        self._inputs = torch.zeros(2 * self._sizes[-1], dtype=torch.int64, device=kv[0].device)
         self._hidden: torch.Tensor | None = None
         self._graphs: dict[int, tuple[AttentionBackend, CapturedGraph]] = {}
         # The largest first: the memory that it needs is enough for all others.
@@ -97,7 +97,12 @@ class CudaGraphRunner:
         return self._hidden[:count]
 
     def _capture(
-        self, size: int, model: Model, kv: torch.Tensor, attention: AttentionBackend, capture: GraphCapturer
+        self,
+        size: int,
+        model: Model,
+        kv: Sequence[torch.Tensor],
+        attention: AttentionBackend,
+        capture: GraphCapturer,
     ) -> tuple[AttentionBackend, CapturedGraph]:
         token_ids, positions = self._inputs_of(size)
         attention.prepare(dummy_decode(size))
@@ -113,7 +118,7 @@ class CudaGraphRunner:
 
 def capture_graphs(
     model: Model,
-    kv: torch.Tensor,
+    kv: Sequence[torch.Tensor],
     attention: AttentionBackend,
     *,
     sizes: Sequence[int],

@@ -1,7 +1,8 @@
 """The KV memory itself: the device's blocks, the host's blocks, and copies between them.
 
-Both pools are ``[blocks, layers, 2, kv_heads, block_size, row_size]``, with rows as ``attention.kv_rows`` has them, so
-that a block of all layers is one contiguous copy, and so are neighbouring blocks that move to neighbouring places.
+Both pools are ``[blocks, elements]``: a block has what the ``KVCacheSpec`` of each layer says, one layer behind the
+other, so that a block of all layers is one contiguous copy, and so are neighbouring blocks that move to neighbouring
+places.
 """
 
 import math
@@ -12,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from quire_engine.attention.kv_rows import row_size
-from quire_engine.checkpoint.config import AttentionLayout
+from quire_engine.attention.base import LayerAttention
+from quire_engine.attention.kv_cache_spec import KVCacheSpec, block_elements, kv_cache_specs
 from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig
 from quire_engine.core.executor import CopyError
 from quire_engine.core.kv_disk import DiskContents, TransferResult
@@ -98,7 +99,8 @@ def _nothing() -> None:
 
 
 class KVCache:
-    """Device and host pool of one model, of the sizes that were decided in bytes, with rows of ``dtype``.
+    """Device and host pool of one model, of the sizes that were decided in bytes, with rows of ``dtype``. ``layers``
+    are the views of its layers on the device's pool, ``blocks``.
 
     ``swap_stream`` orders block copies among the work of a GPU; None on the CPU. On CUDA the host pool is pinned.
     ``transfers`` are those to and from the disk, where there is one.
@@ -106,7 +108,7 @@ class KVCache:
 
     def __init__(
         self,
-        layout: AttentionLayout,
+        layers: Sequence[LayerAttention],
         block_size: int,
         sizes: CacheSizes,
         dtype: torch.dtype,
@@ -114,8 +116,9 @@ class KVCache:
         *,
         swap_stream: CudaSwapStream | None = None,
     ) -> None:
-        shape = _block_shape(layout, block_size, dtype)
-        block_bytes = math.prod(shape) * dtype.itemsize
+        specs = _specs(layers, block_size, dtype)
+        elements = block_elements(specs)
+        block_bytes = elements * dtype.itemsize
         blocks, host_blocks = sizes.kv_cache_bytes // block_bytes, max(0, sizes.swap_bytes) // block_bytes
         if blocks < MIN_BLOCKS:
             raise ModelError(
@@ -123,8 +126,9 @@ class KVCache:
                 f"of {block_size} tokens, which take {block_bytes} bytes each for this model."
             )
         self.capacity = KVCacheConfig(block_size, blocks, host_blocks, block_bytes)
-        self.blocks = _lazy_zeros((blocks, *shape), dtype, device)
-        self._host_blocks = _lazy_zeros((host_blocks, *shape), dtype, torch.device("cpu"))
+        self.blocks = _lazy_zeros((blocks, elements), dtype, device)
+        self.layers = [spec.view(self.blocks) for spec in specs]
+        self._host_blocks = _lazy_zeros((host_blocks, elements), dtype, torch.device("cpu"))
         self._unpin_host: Callable[[], object] | None = None
         if device.type == "cuda" and host_blocks:
             self._unpin_host = pin_pages(self._host_blocks, device, "--swap-space")
@@ -165,7 +169,7 @@ class KVCache:
         seconds = measure_block_seconds(folder, self.capacity.block_bytes)
         file = BlockFile(folder, fingerprint, num_slots, self.capacity.block_bytes)
         contents = disk_contents(file, seconds)
-        pool = self._host_blocks.flatten(1).view(torch.uint8).numpy()
+        pool = self._host_blocks.view(torch.uint8).numpy()
         self.transfers = DiskTransfers(file, lambda block_id: memoryview(pool[block_id]).cast("B"), report)
         return contents
 
@@ -175,19 +179,20 @@ class KVCache:
             self.transfers.close()
         if self._unpin_host is not None:
             self._unpin_host()
+        self.layers = []
         self.blocks = self.blocks.new_empty(0)
         self._host_blocks = self._host_blocks.new_empty(0)
 
 
-def min_cache_sizes(layout: AttentionLayout, block_size: int, dtype: torch.dtype) -> CacheSizes:
+def min_cache_sizes(layers: Sequence[LayerAttention], block_size: int, dtype: torch.dtype) -> CacheSizes:
     """The least that an executor can be made with. Raises ``ModelError`` for an impossible block size."""
-    return CacheSizes(MIN_BLOCKS * math.prod(_block_shape(layout, block_size, dtype)) * dtype.itemsize, 0)
+    return CacheSizes(MIN_BLOCKS * block_elements(_specs(layers, block_size, dtype)) * dtype.itemsize, 0)
 
 
-def _block_shape(layout: AttentionLayout, block_size: int, dtype: torch.dtype) -> tuple[int, ...]:
+def _specs(layers: Sequence[LayerAttention], block_size: int, dtype: torch.dtype) -> tuple[KVCacheSpec, ...]:
     if block_size < 1:
         raise ModelError(f"The block size is {block_size} tokens, and it must be at least 1.")
-    return layout.num_layers, 2, layout.num_kv_heads, block_size, row_size(layout.head_dim, dtype)
+    return kv_cache_specs(layers, block_size, dtype)
 
 
 def _copy_blocks(sources: torch.Tensor, targets: torch.Tensor, copies: Sequence[BlockCopy]) -> None:

@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 
 from quire_engine.attention.base import AttentionBackend, AttentionShape
-from quire_engine.checkpoint.config import AttentionLayout, DecoderConfig, ModelConfig
+from quire_engine.attention.mixed import attention_of
+from quire_engine.checkpoint.config import DecoderConfig, ModelConfig
 from quire_engine.checkpoint.support import check_max_model_len
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import EngineArgs
@@ -82,11 +83,11 @@ class LoadedModel:
     @property
     def min_cache_sizes(self) -> CacheSizes:
         """The least KV memory that anything can be run with. Raises ``ModelError`` for an impossible block size."""
-        return min_cache_sizes(self.model.layout, self.block_size, self.kv_cache_dtype)
+        return min_cache_sizes(self.model.attention_layers, self.block_size, self.kv_cache_dtype)
 
     def make_kv_cache(self, pools: CacheSizes) -> KVCache:
         """KV memory for this model. Raises ``ModelError`` where it cannot be had."""
-        return KVCache(self.model.layout, self.block_size, pools, self.kv_cache_dtype, self.device)
+        return KVCache(self.model.attention_layers, self.block_size, pools, self.kv_cache_dtype, self.device)
 
 
 def load_model_and_attention(
@@ -110,19 +111,18 @@ def load_model_and_attention(
     num_lora_slots = config.max_loras if config.enable_lora else 0
     options = LoadOptions(config, device, ranks, stage, num_lora_slots, expert_ranks)
     model = load_model(model_config, config.model, options, check)
-    shape = _attention_shape(model.layout, config.block_size)
     kv_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, model.dtype, device)
-    backend = make_attention(config.attention, shape, device, model.dtype, kv_dtype, deterministic=deterministic)
+
+    def make(shape: AttentionShape) -> AttentionBackend:
+        return make_attention(config.attention, shape, device, model.dtype, kv_dtype, deterministic=deterministic)
+
+    backend = attention_of(model.attention_layers, config.block_size, make)
     graph_sizes = () if config.enforce_eager else capture_sizes(config.max_num_seqs)
     loras = None
     if isinstance(model, Llama) and isinstance(model_config, DecoderConfig) and model.loras is not None:
         loras = LoRAManager(model_config, model.loras)
     block_size = config.block_size
     return LoadedModel(model_config, model, backend, kv_dtype, block_size, length, device, graph_sizes, stage, loras)
-
-
-def _attention_shape(layout: AttentionLayout, block_size: int) -> AttentionShape:
-    return AttentionShape(layout.num_heads, layout.num_kv_heads, layout.head_dim, block_size, layout.scale)
 
 
 class Runner(Protocol):
@@ -211,7 +211,7 @@ class ModelRunner:
             capture = CudaGraphCapturer()
         self._cuda_graphs = self._cpu_graphs = None
         if capture is None and model.device.type == "cpu" and model.graph_sizes:
-            self._cpu_graphs = make_cpu_graphs(model.model, self._kv_cache.blocks, model.attention)
+            self._cpu_graphs = make_cpu_graphs(model.model, self._kv_cache.layers, model.attention)
         if capture is not None:
             self._cuda_graphs = self._capture_graphs(model, capture, alone)
 
@@ -246,13 +246,13 @@ class ModelRunner:
         if self._cuda_graphs is not None and self._cuda_graphs.can_run(batch):
             return self._cuda_graphs.forward(batch, pending)
         self._attention.prepare(batch.attention)
-        kv = self._kv_cache.blocks
-        token_ids, positions = upload(batch.token_ids, kv.device), upload(batch.attention.positions, kv.device)
+        device = self._kv_cache.blocks.device
+        token_ids, positions = upload(batch.token_ids, device), upload(batch.attention.positions, device)
         if pending is not None:
             scatter_pending(token_ids, batch.pending_rows, pending)
         if self._cpu_graphs is not None and batch.is_drawn_from_whole and self._cpu_graphs.can_run(len(token_ids)):
             return self._cpu_graphs.forward(token_ids, positions)
-        return self._model.forward(token_ids, positions, kv, self._attention)
+        return self._model.forward(token_ids, positions, self._kv_cache.layers, self._attention)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """See ``Runner.logits``."""
@@ -285,7 +285,7 @@ class ModelRunner:
 
     def _capture_graphs(self, model: LoadedModel, capture: GraphCapturer, alone: bool) -> CudaGraphRunner | None:
         pages = -(-model.max_model_len // model.block_size)
-        kv, sizes = self._kv_cache.blocks, model.graph_sizes
+        kv, sizes = self._kv_cache.layers, model.graph_sizes
         try:
             with torch.inference_mode():
                 return capture_graphs(model.model, kv, model.attention, sizes=sizes, max_pages=pages, capture=capture)

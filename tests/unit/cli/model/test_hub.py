@@ -97,14 +97,6 @@ VISION = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "ge
 HYBRID = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
 MAMBA = {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
 BITSANDBYTES = {"quantization_config": {"quant_method": "bitsandbytes"}}
-SOFT_CAPS = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "attn_logit_softcapping": 50.0}
-LATENT = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
 CODE = {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}
 
 
@@ -120,8 +112,6 @@ CODE = {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}
         (HYBRID, "has layers of type 'conv', and supported are full_attention, sliding_attention: take a model"),
         (MAMBA, "org/wrong/config.json has layers of type 'linear_attention'"),  # only transformers knows
         (BITSANDBYTES, "The weights are quantised by 'bitsandbytes', and read are awq, gptq"),
-        (SOFT_CAPS, "which cannot be served: its attention has a soft cap (attn_logit_softcapping): take another"),
-        (LATENT, "which cannot be served: keys and values are of different sizes (v_head_dim): take another"),
         (CODE, "has auto_map, but code from a model folder is never run: take another model."),
         ({"hidden_size": None}, "org/wrong/config.json says that hidden_size is None"),
     ],
@@ -132,8 +122,6 @@ CODE = {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}
         "hybrid",
         "by transformers",
         "scheme",
-        "caps",
-        "latent",
         "code",
         "sizes",
     ],

@@ -59,6 +59,7 @@ class Case:
     batch: AttentionBatch
     kv: torch.Tensor
     window: int | None = None
+    sinks: torch.Tensor | None = None
 
     def run(self, backend) -> torch.Tensor:
         backend.prepare(self.batch)
@@ -66,10 +67,11 @@ class Case:
         key, value = (
             torch.cat([getattr(s, n)[s.context - s.tokens :] for s in self.sequences]) for n in ("keys", "values")
         )
-        return backend.forward(query, key, value, self.kv[:, 1], self.window)
+        return backend.forward(query, key, value, self.kv[:, 1], self.window, sinks=self.sinks)
 
     def expected(self) -> torch.Tensor:
-        return torch.cat([by_the_formula(self._as_stored(s), self.shape, self.window) for s in self.sequences])
+        stored = [self._as_stored(sequence) for sequence in self.sequences]
+        return torch.cat([by_the_formula(one, self.shape, self.window, self.sinks) for one in stored])
 
     def _as_stored(self, sequence: Sequence) -> Sequence:
         keys, values = (
@@ -79,7 +81,9 @@ class Case:
         return Sequence(sequence.query, keys, values)
 
 
-def by_the_formula(sequence: Sequence, shape: AttentionShape, window: int | None) -> torch.Tensor:
+def by_the_formula(
+    sequence: Sequence, shape: AttentionShape, window: int | None, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """Softmax attention, one token and one head at a time, in float64."""
     rows = []
     past = sequence.context - sequence.tokens
@@ -89,7 +93,12 @@ def by_the_formula(sequence: Sequence, shape: AttentionShape, window: int | None
         for head in range(shape.num_heads):
             kv_head = head // (shape.num_heads // shape.num_kv_heads)
             keys = sequence.keys[first : last + 1, kv_head].double()
-            weights = torch.softmax(keys @ token[head] * shape.scale, 0)
+            scores = keys @ token[head] * shape.scale
+            if shape.soft_cap is not None:
+                scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1].double()))
+            weights = torch.softmax(scores, 0)[: len(keys)]
             rows.append(weights @ sequence.values[first : last + 1, kv_head].double())
     return torch.stack(rows).view(sequence.tokens, shape.num_heads, shape.head_dim)
 
@@ -104,7 +113,13 @@ def random_sequence(shape: AttentionShape, tokens: int, context: int, dtype: tor
 
 
 def place(
-    shape: AttentionShape, sequences: list[Sequence], seed: int, window: int | None = None, *, int8: bool = False
+    shape: AttentionShape,
+    sequences: list[Sequence],
+    seed: int,
+    window: int | None = None,
+    *,
+    int8: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> Case:
     """Lays sequences out on random pages of a KV tensor with three layers; the layer in the middle is used."""
     dtype = torch.int8 if int8 else sequences[0].keys.dtype
@@ -117,7 +132,7 @@ def place(
         for position in range(sequence.context - sequence.tokens):
             slot = kv[pages[position // shape.block_size], 1, :, :, position % shape.block_size]
             slot[0], slot[1] = (encode_rows(rows[position], dtype) for rows in (sequence.keys, sequence.values))
-    return Case(shape, sequences, plan_of(shape, sequences, ids), kv, window)
+    return Case(shape, sequences, plan_of(shape, sequences, ids), kv, window, sinks)
 
 
 def plan_of(shape: AttentionShape, sequences: list[Sequence], ids: torch.Tensor) -> AttentionBatch:
@@ -133,8 +148,15 @@ def plan_of(shape: AttentionShape, sequences: list[Sequence], ids: torch.Tensor)
     )
 
 
-def shape_of(group: int, kv_heads: int, head_dim: int, block_size: int) -> AttentionShape:
-    return AttentionShape(group * kv_heads, kv_heads, head_dim, block_size, scale=head_dim**-0.5)
+def shape_of(
+    group: int, kv_heads: int, head_dim: int, block_size: int, soft_cap: float | None = None
+) -> AttentionShape:
+    return AttentionShape(group * kv_heads, kv_heads, head_dim, block_size, head_dim**-0.5, soft_cap)
+
+
+def sinks_of(shape: AttentionShape, size: float) -> torch.Tensor:
+    """Sinks of all heads, some of them larger than any score, and some smaller."""
+    return torch.randn(shape.num_heads, generator=torch.Generator().manual_seed(1)) * size
 
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -144,7 +166,9 @@ SHAPES = st.builds(
     kv_heads=st.integers(1, 3),
     head_dim=st.sampled_from([32, 64, 80, 128]),
     block_size=st.sampled_from([1, 5, 16, 32]),
+    soft_cap=st.sampled_from([None, None, 0.7, 30.0]),
 )
+SINKS = st.sampled_from([0.0, 2.0, 40.0])
 LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 150)), min_size=1, max_size=4)
 WINDOWS = st.none() | st.integers(1, 100)
 
@@ -155,7 +179,9 @@ def cases(draw: st.DrawFn, shapes: st.SearchStrategy[AttentionShape] = SHAPES, d
     sequences = [
         random_sequence(shape, tokens, past + tokens, dtype, seed + i) for i, (tokens, past) in enumerate(draw(LENGTHS))
     ]
-    return place(shape, sequences, seed, draw(WINDOWS), int8=draw(st.booleans()))
+    size = draw(SINKS)
+    sinks = sinks_of(shape, size) if size else None
+    return place(shape, sequences, seed, draw(WINDOWS), int8=draw(st.booleans()), sinks=sinks)
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -174,7 +200,7 @@ def test_any_ragged_batch_equals_the_reference(use_kernel, case):
 @settings(max_examples=15, deadline=None)
 @given(case=cases())
 def test_the_backends_agree_and_store_the_same(use_kernel, case):
-    other = Case(case.shape, case.sequences, case.batch, case.kv.clone(), case.window)
+    other = Case(case.shape, case.sequences, case.batch, case.kv.clone(), case.window, case.sinks)
     assert_close(case.run(CpuAttention(case.shape, use_kernel=use_kernel)), other.run(ReferenceAttention(case.shape)))
     assert torch.equal(case.kv.nan_to_num(7.0), other.kv.nan_to_num(7.0))
 
@@ -199,7 +225,7 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_any_batch(use_kernel, case, 
     together = case.run(backend)
     start = int(case.batch.query_indptr[at % len(case.sequences)])
     int8 = case.kv.dtype == torch.int8
-    alone = place(case.shape, [needle], seed=5, window=case.window, int8=int8).run(backend)
+    alone = place(case.shape, [needle], seed=5, window=case.window, int8=int8, sinks=case.sinks).run(backend)
     assert torch.equal(together[start : start + needle.tokens], alone)
 
 
@@ -212,15 +238,17 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_any_batch(use_kernel, case, 
     cut=st.integers(1, 299),
     window=WINDOWS,
     int8=st.booleans(),
+    sink=SINKS,
 )
-def test_the_kernel_gives_the_same_bits_however_a_prompt_is_chunked(shape, dtype, context, cut, window, int8):
+def test_the_kernel_gives_the_same_bits_however_a_prompt_is_chunked(shape, dtype, context, cut, window, int8, sink):
     whole = random_sequence(shape, context, context, dtype, seed=context)
-    first = place(shape, [whole], seed=1, window=window, int8=int8)
+    options = {"window": window, "int8": int8, "sinks": sinks_of(shape, sink) if sink else None}
+    first = place(shape, [whole], seed=1, **options)
     backend = CpuAttention(shape, use_kernel=True)
     expected = first.run(backend)
     cut = min(cut, context - 1)
     rest = Sequence(whole.query[cut:], whole.keys, whole.values)
-    assert torch.equal(place(shape, [rest], seed=2, window=window, int8=int8).run(backend), expected[cut:])
+    assert torch.equal(place(shape, [rest], seed=2, **options).run(backend), expected[cut:])
 
 
 @needs_kernel
@@ -232,15 +260,17 @@ def test_the_kernel_gives_the_same_bits_however_a_prompt_is_chunked(shape, dtype
     past=st.integers(16, 300),
     window=WINDOWS,
     int8=st.booleans(),
+    sink=SINKS,
 )
-def test_a_decode_gets_the_same_bits_as_the_rows_of_a_prefill(shape, dtype, tokens, past, window, int8):
+def test_a_decode_gets_the_same_bits_as_the_rows_of_a_prefill(shape, dtype, tokens, past, window, int8, sink):
     """Few rows take another way through the kernel than many."""
     whole = random_sequence(shape, past + tokens, past + tokens, dtype, seed=past)
     backend = CpuAttention(shape, use_kernel=True)
-    expected = place(shape, [whole], seed=1, window=window, int8=int8).run(backend)[past:]
+    options = {"window": window, "int8": int8, "sinks": sinks_of(shape, sink) if sink else None}
+    expected = place(shape, [whole], seed=1, **options).run(backend)[past:]
     few = Sequence(whole.query[past:], whole.keys, whole.values)
     other = random_sequence(shape, 1, 70, dtype, seed=past + 1)
-    made = place(shape, [other, few, other], seed=2, window=window, int8=int8).run(backend)
+    made = place(shape, [other, few, other], seed=2, **options).run(backend)
     assert torch.equal(made[1 : 1 + tokens], expected)
 
 
@@ -427,6 +457,14 @@ def test_a_layer_that_does_not_fit_is_refused_after_others_that_did(change, comp
     with pytest.raises(ValueError, match="a window of 0"):
         backend.forward(query, rows, rows, case.kv[:, 1], 0)
     assert case.kv[:, 1].isnan().sum() > 0
+
+
+@pytest.mark.parametrize("sinks", [torch.zeros(3), torch.zeros(4, 1)])
+def test_sinks_of_another_number_of_heads_are_refused(sinks):
+    case = sound_case()
+    case.sinks = sinks
+    with pytest.raises(ValueError, match="sinks have another shape"):
+        case.run(CpuAttention(case.shape))
 
 
 @needs_kernel

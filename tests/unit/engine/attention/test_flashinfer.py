@@ -30,8 +30,10 @@ SHAPE = AttentionShape(4, 2, 64, 16, 0.125)
 TOLERANCES = {torch.float16: 4e-3, BF16: 3e-2}
 
 
-def shape_of(group: int, kv_heads: int, head_dim: int, block_size: int, scale: float) -> AttentionShape:
-    return AttentionShape(group * kv_heads, kv_heads, head_dim, block_size, scale)
+def shape_of(
+    group: int, kv_heads: int, head_dim: int, block_size: int, scale: float, soft_cap: float | None
+) -> AttentionShape:
+    return AttentionShape(group * kv_heads, kv_heads, head_dim, block_size, scale, soft_cap)
 
 
 SHAPES = st.builds(
@@ -41,6 +43,7 @@ SHAPES = st.builds(
     head_dim=st.sampled_from([64, 128]),
     block_size=st.sampled_from([1, 5, 16, 32]),
     scale=st.sampled_from([0.125, 0.3]),
+    soft_cap=st.sampled_from([None, None, 5.0]),
 )
 PASTS = st.integers(0, 90)
 DECODES = st.lists(st.tuples(st.just(1), PASTS), min_size=1, max_size=5)
@@ -102,6 +105,33 @@ def test_a_captured_graph_computes_whatever_was_prepared_last(shape, first, seco
         torch.testing.assert_close(mine, reference[: len(second)], atol=3e-2, rtol=3e-2)
     for mine, reference in zip(results[1::2], expected[1::2], strict=True):
         torch.testing.assert_close(mine[1 : len(reference)], reference[1:], equal_nan=True)
+
+
+@settings(max_examples=20, deadline=None)
+@given(SHAPES, st.lists(DECODES | MIXED, min_size=1, max_size=2), WINDOWS, DTYPES, st.integers(0, 999))
+def test_layers_with_sinks_and_without_equal_the_reference(shape, steps, windows, dtype, seed):
+    shape = replace(shape, soft_cap=None)
+    sinks = (torch.randn(shape.num_heads, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
+    with installed():
+        backend, reference = backend_of(shape, dtype), ReferenceAttention(shape)
+        for lengths in steps:
+            step = make_step(shape, lengths, dtype, seed)
+            for each in (backend, reference):
+                each.prepare(step.batch)
+            for window in windows:
+                for given_sinks in (sinks, None):
+                    mine, _ = step.forward(backend, window, given_sinks)
+                    expected, _ = step.forward(reference, window, given_sinks)
+                    torch.testing.assert_close(mine, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+def test_no_graph_is_made_of_layers_with_sinks():
+    with installed():
+        graph = backend_of(SHAPE, BF16).for_graph(2, 4)
+        step = make_step(SHAPE, [(1, 5)] * 2, BF16, 0)
+        graph.prepare(step.batch)
+        with pytest.raises(ValueError, match="in no graph"):
+            step.forward(graph, None, torch.zeros(SHAPE.num_heads))
 
 
 def test_a_graph_accepts_its_own_batch_size_and_no_more_pages_than_it_was_captured_for():

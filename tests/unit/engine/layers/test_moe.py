@@ -132,7 +132,7 @@ def logits(folder: Path) -> torch.Tensor:
     batch = prepare_inputs([ScheduledChunk(0, list(range(3, 33)), 0, [1, 2])], 16).model_input
     parts.attention.prepare(batch.attention)
     with torch.inference_mode():
-        hidden = parts.model.forward(batch.token_ids, batch.attention.positions, kv.blocks, parts.attention)
+        hidden = parts.model.forward(batch.token_ids, batch.attention.positions, kv.layers, parts.attention)
         return parts.model.logits(hidden)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from quire_engine.checkpoint.config import AttentionLayout
+from quire_engine.attention.base import LayerAttention
 from quire_engine.core.block_pool import BlockCopies, BlockCopy
 from quire_engine.core.executor import CopyError
 from quire_engine.errors import ModelError
@@ -16,7 +16,7 @@ from quire_engine.worker.kv_cache import KVCache
 from quire_engine.worker.memory import CacheSizes
 from torch.overrides import TorchFunctionMode
 
-LAYOUT = AttentionLayout(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=2, scale=1.0)
+LAYERS = [LayerAttention(num_heads=2, num_kv_heads=1, head_dim=2, scale=1.0)] * 2
 BLOCK_BYTES = 2 * 2 * 1 * 4 * 2 * 4
 DEVICE, HOST = 7, 5
 MOVES = ("blocks_to_swap_out", "blocks_to_copy", "blocks_to_swap_in")
@@ -24,16 +24,16 @@ MOVES = ("blocks_to_swap_out", "blocks_to_copy", "blocks_to_swap_in")
 
 def numbered() -> KVCache:
     """A cache whose device block ``i`` is full of ``i``, and host block ``i`` of ``100 + i``."""
-    cache = KVCache(LAYOUT, 4, CacheSizes(DEVICE * BLOCK_BYTES, HOST * BLOCK_BYTES), torch.float32, torch.device("cpu"))
+    cache = KVCache(LAYERS, 4, CacheSizes(DEVICE * BLOCK_BYTES, HOST * BLOCK_BYTES), torch.float32, torch.device("cpu"))
     for pool, first in ((cache.blocks, 0), (cache._host_blocks, 100)):
-        pool.copy_(torch.arange(first, first + len(pool)).view(-1, 1, 1, 1, 1, 1).expand(pool.shape))
+        pool.copy_(torch.arange(first, first + len(pool))[:, None].expand(pool.shape))
     return cache
 
 
 def contents(pool: torch.Tensor) -> list[float]:
     """The number that each block is full of."""
-    assert torch.equal(pool, pool[:, :1, :1, :1, :1, :1].expand(pool.shape))
-    return pool[:, 0, 0, 0, 0, 0].tolist()
+    assert torch.equal(pool, pool[:, :1].expand(pool.shape))
+    return pool[:, 0].tolist()
 
 
 def copies(sources: int, targets: int) -> st.SearchStrategy[list[BlockCopy]]:
@@ -153,7 +153,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Cudart], KVCache]:
         monkeypatch.setattr(kv_cache, "_lazy_zeros", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype))
         monkeypatch.setattr(kv_cache, "CudaSwapStream", lambda _: None)
         pools = CacheSizes(DEVICE * BLOCK_BYTES, HOST * BLOCK_BYTES)
-        return KVCache(LAYOUT, 4, pools, torch.float32, GPU)
+        return KVCache(LAYERS, 4, pools, torch.float32, GPU)
 
     return make
 

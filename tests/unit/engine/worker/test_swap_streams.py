@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from quire_engine.checkpoint.config import AttentionLayout
+from quire_engine.attention.base import LayerAttention
 from quire_engine.core.block_pool import BlockCopies, BlockCopy
 from quire_engine.core.executor import CopyError
 from quire_engine.worker.kv_cache import CudaSwapStream, KVCache, StepEvent
@@ -18,7 +18,7 @@ from quire_engine.worker.memory import CacheSizes
 from tests.support.fake_streams import FakeDevice
 from tests.support.swap_streams import SwapStreamWithout, Wait
 
-LAYOUT = AttentionLayout(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0)
+LAYERS = [LayerAttention(num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0)]
 BLOCK_BYTES = 2 * 4
 DEVICE, HOST = 5, 3
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ def outcome_on(seed: int, plan: list[Step], left_out: Wait | None = None) -> Out
         fake.install(patch)
         order = SwapStreamWithout(CPU, left_out)
         cache = KVCache(
-            LAYOUT, 1, CacheSizes(DEVICE * BLOCK_BYTES, HOST * BLOCK_BYTES), torch.float32, CPU, swap_stream=order
+            LAYERS, 1, CacheSizes(DEVICE * BLOCK_BYTES, HOST * BLOCK_BYTES), torch.float32, CPU, swap_stream=order
         )
 
         def forward(number: int, step: Step) -> None:
@@ -103,7 +103,7 @@ def outcome_on(seed: int, plan: list[Step], left_out: Wait | None = None) -> Out
             order.record_compute()
             fake.launch(lambda: None)  # the draws, which copies need not wait for
         fake.run()
-        return (*((pool[:, 0, 0, 0, 0, 0].tolist()) for pool in (cache.blocks, cache._host_blocks)), read)
+        return (*((pool[:, 0].tolist()) for pool in (cache.blocks, cache._host_blocks)), read)
 
 
 @given(st.integers(0, 1 << 30), steps)
@@ -190,7 +190,7 @@ def test_a_mark_waits_for_what_was_launched_before_it_and_for_nothing_else() -> 
 
 
 def test_on_the_cpu_nothing_is_ordered() -> None:
-    assert KVCache(LAYOUT, 1, CacheSizes(DEVICE * BLOCK_BYTES, 0), torch.float32, CPU).swap_stream is None
+    assert KVCache(LAYERS, 1, CacheSizes(DEVICE * BLOCK_BYTES, 0), torch.float32, CPU).swap_stream is None
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,0 +1,51 @@
+"""Attention of models whose layers differ in heads: a backend for each shape, on one plan."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from quire_engine.attention.base import AttentionBackend, AttentionBatch, AttentionShape, LayerAttention
+
+
+class MixedAttention:
+    """An ``AttentionBackend`` of several, told apart by the heads of the queries and keys that they are given. Each
+    plans every step.
+    """
+
+    def __init__(self, backends: dict[tuple[int, int, int], AttentionBackend]) -> None:
+        self._backends = backends
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        """See ``AttentionBackend.prepare``."""
+        for backend in self._backends.values():
+            backend.prepare(batch)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv: torch.Tensor,
+        window: int | None,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See ``AttentionBackend.forward``."""
+        backend = self._backends[query.shape[1], key.shape[1], query.shape[2]]
+        return backend.forward(query, key, value, kv, window, sinks=sinks)
+
+
+def attention_of(
+    layers: Sequence[LayerAttention], block_size: int, make: Callable[[AttentionShape], AttentionBackend]
+) -> AttentionBackend:
+    """The backend for ``layers``, made by ``make``: one alone where all have the same heads, else a ``MixedAttention``.
+
+    Raises ``ValueError`` where layers of the same heads differ in scale or soft cap, which nothing tells apart.
+    """
+    shapes = list(dict.fromkeys(layer.shape(block_size) for layer in layers))
+    if len(shapes) == 1:
+        return make(shapes[0])
+    kinds = [(shape.num_heads, shape.num_kv_heads, shape.head_dim) for shape in shapes]
+    if len(set(kinds)) < len(kinds):
+        raise ValueError("layers of the same heads differ in scale or soft cap")
+    return MixedAttention({kind: make(shape) for kind, shape in zip(kinds, shapes, strict=True)})
