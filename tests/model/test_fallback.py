@@ -44,6 +44,9 @@ SIZES: dict[str, Any] = {
 }
 
 
+LLAMA4: dict[str, Any] = {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48}
+
+
 def write(folder: Path, model_type: str, *, weights: bool = True, **special: Any) -> Path:
     """A small random model of any type, or only its configuration."""
     config = CONFIG_MAPPING[model_type](**{**SIZES, **special})
@@ -86,10 +89,9 @@ def refusal(folder: Path) -> str:
         ("mamba", "MambaForCausalLM", {}, "linear_attention"),
         ("jamba", "JambaForCausalLM", {"num_hidden_layers": 8}, "linear_attention"),
         ("rwkv", "RwkvForCausalLM", {}, "a state that KV blocks cannot hold"),
-        ("llama4_text", "Llama4ForCausalLM", {}, "chunked_attention"),
         ("t5", "T5ForConditionalGeneration", {}, "an encoder with a decoder"),
         ("bert", "BertForMaskedLM", {}, "makes no text"),
-        ("gemma3", "Gemma3ForConditionalGeneration", {}, "more than text"),
+        ("mllama", "MllamaForConditionalGeneration", {}, "more than text"),
         ("llama", "GPT2LMHeadModel", {}, "no causal language model"),
         ("mistral", "LlamaForCausalLM", {}, "no causal language model"),
     ],
@@ -226,6 +228,7 @@ def test_each_layer_has_the_window_of_its_mask(
     [
         ("gpt2", {}, 64),
         ("gemma3_text", {}, 64),
+        ("llama4_text", {"attention_chunk_size": 16, **LLAMA4}, 16),
         ("granite", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, 64),
         ("granite", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, 256),
         (

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire_engine.checkpoint.config import read_config_json
+from quire_engine.checkpoint.config import architecture_of, read_config_json
+from quire_engine.checkpoint.stored_schemes import NUMBERS_A_BYTE, is_dequantized
 from quire_engine.checkpoint.support import UnsupportedModelError, check_support, checked_by_transformers
 from quire_engine.errors import ModelError
 
@@ -110,12 +111,15 @@ def disk_sentence(error: BaseException, folder: Path) -> str | None:
     return None
 
 
-def check_fits_memory(name: str, elements: Mapping[str, int], raw: Mapping[str, Any], need: MemoryNeed | None) -> None:
+def check_fits_memory(name: str, elements: Mapping[str, int], raw: dict[str, Any], need: MemoryNeed | None) -> None:
     """Raises ``ModelNotFoundError`` if weights, of which ``elements`` counts those of each safetensors type, do not fit
     into memory together with keys and values of a few thousand tokens.
     """
     if need is None:
         return
+    stored = raw.get("quantization_config")
+    if stored and is_dequantized(architecture_of(Path(CONFIG_FILE), raw), stored):
+        elements = {**elements, "U8": 0, "BF16": elements.get("BF16", 0) + NUMBERS_A_BYTE * elements.get("U8", 0)}
     weights = loaded_bytes(elements, need.dtype, need.quantization) + _kv_bytes(raw)
     if sentence := memory_shortage(name, weights, need.engines, need.quantization):
         raise ModelNotFoundError(sentence)

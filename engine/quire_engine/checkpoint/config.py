@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire_engine.checkpoint.gguf import GGUF_SUFFIX, GgufFile, find_gguf, gguf_config
 from quire_engine.checkpoint.plain_config import plain_config
+from quire_engine.checkpoint.text_part import text_config
 from quire_engine.errors import ModelError
 
 if TYPE_CHECKING:
@@ -310,8 +311,8 @@ def config_path(folder: Path) -> Path:
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-    """The object in ``config.json``, or what a GGUF file says in its place. Raises ``ModelError`` when there is none,
-    or when it needs code.
+    """The object in ``config.json``, or what a GGUF file says in its place; of a model of more than text what it says
+    of its text part. Raises ``ModelError`` when there is none, or when it needs code.
     """
     path = config_path(folder)
     if path.suffix == GGUF_SUFFIX:
@@ -319,7 +320,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     raw = read_json(path)
     if raw.get("auto_map"):
         raise ModelError(f"{path} has auto_map, but code from a model folder is never run.")
-    return raw
+    return text_config(raw)
 
 
 def quantization_of(folder: Path, raw: dict[str, Any]) -> dict[str, Any] | None:

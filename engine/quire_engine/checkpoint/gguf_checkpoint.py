@@ -37,7 +37,7 @@ class GgufCheckpoint(Checkpoint):
         self._file = GgufFile.read(path)
         self._stored = {_hugging_face_name(name): tensor for name, tensor in self._file.tensors.items()}
         self._orders = self._row_orders()
-        self._list(path, {name: TensorInfo(path, each.shape, each.kind) for name, each in self._stored.items()})
+        self._list(path, {name: TensorInfo(path, name, each.shape, each.kind) for name, each in self._stored.items()})
         self.mark_used([ROPE_FACTORS])
 
     def dtype(self, name: str) -> torch.dtype:

@@ -18,6 +18,7 @@ COMPRESSED_FORMATS = (
 )
 SUPPORTED_BITS = (4, 8)
 DEFAULT_BLOCK = (128, 128)
+NUMBERS_A_BYTE = 2  # of weights in MXFP4, which are held as plain numbers
 
 
 def check_stored_scheme(config: Mapping[str, Any]) -> None:
@@ -27,6 +28,11 @@ def check_stored_scheme(config: Mapping[str, Any]) -> None:
     if check is None:
         raise ModelError(f"The weights are quantised by {name!r}, and read are {', '.join(STORED_CHECKS)}.")
     check(config)
+
+
+def is_dequantized(architecture: str, config: Mapping[str, Any]) -> bool:
+    """Whether the weights of a model that runs through transformers are made plain numbers when they are loaded."""
+    return config.get("quant_method") == "mxfp4" and architecture == "GptOssForCausalLM"
 
 
 def check_awq(config: Mapping[str, Any]) -> None:

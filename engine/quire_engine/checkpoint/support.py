@@ -16,10 +16,10 @@ from quire_engine.checkpoint.config import (
     rope_max_length,
 )
 from quire_engine.checkpoint.plain_config import plain_config
-from quire_engine.checkpoint.stored_schemes import check_stored_scheme
+from quire_engine.checkpoint.stored_schemes import check_stored_scheme, is_dequantized
 from quire_engine.errors import ModelError
 
-SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
+SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 # The ends of the names of classes that continue a text; those of others that transformers has are no model of language.
 _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ModelWithLMHead", "Decoder")
 _OTHER_INPUTS = ("vision_config", "audio_config", "speech_config")
@@ -40,6 +40,8 @@ def check_support(path: Path, raw: dict[str, Any], quantization: str | None = No
     """
     architecture = architecture_of(path, raw)
     stored = quantization_of(path.parent, raw)
+    if stored is not None and is_dequantized(architecture, stored):
+        stored = None
     if stored is not None:
         _check_stored(path, stored)
     if is_supported(architecture, raw):
@@ -102,7 +104,7 @@ def _check_kind(path: Path, architecture: str, raw: dict[str, Any]) -> None:
         )
     if architecture.endswith("ForConditionalGeneration") or any(key in raw for key in _OTHER_INPUTS):
         raise UnsupportedModelError(
-            f"{path} describes a model of more than text ({architecture}), which is not supported.",
+            f"{path} describes a model of more than text ({architecture}), of whose text part nothing is known here.",
             f"take one for text alone {_FAMILIES}",
         )
     for kind in raw.get("layer_types") or ():

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from quire_engine.checkpoint.config import read_json
+from quire_engine.checkpoint.text_part import text_names
 from quire_engine.config import ExecutorConfig
 from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, shard
 from quire_engine.distributed.pipeline import PipelineStage
@@ -33,19 +34,26 @@ IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """The file, shape and safetensors dtype of a stored tensor."""
+    """The file, the name there, shape and safetensors dtype of a stored tensor."""
 
     path: Path
+    name: str
     shape: tuple[int, ...]
     dtype: str
 
 
 class Checkpoint:
-    """The tensors of one folder, by name. All methods raise ``ModelError``, which names the file."""
+    """The tensors of one folder, by name; of a model of more than text those of its text part, by the names that they
+    have in a model of text alone. All methods raise ``ModelError``, which names the file.
+    """
 
     def __init__(self, folder: Path) -> None:
         listing = folder / SINGLE_FILE if (folder / SINGLE_FILE).is_file() else folder / INDEX_FILE
-        self._list(listing, _read_tensor_infos(listing))
+        stored = _read_tensor_infos(listing)
+        names = text_names(stored)
+        if len(names) < len(stored):
+            log.info("%s: %d tensors are not of the text part, and are left unread", folder, len(stored) - len(names))
+        self._list(listing, {names[name]: info for name, info in stored.items() if name in names})
 
     def _list(self, source: Path, tensors: Mapping[str, TensorInfo]) -> None:
         self._source_path, self._tensors, self._unused = source, tensors, set(tensors)
@@ -53,13 +61,20 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        return list(self._tensors)
+
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that a tensor is stored in."""
         return SAFETENSORS_DTYPES[_supported(name, self._entry(name)).dtype]
 
     def dominant_dtype(self) -> torch.dtype:
-        """The dtype that the largest tensor is stored in."""
-        return self.dtype(max(sorted(self._tensors), key=lambda name: math.prod(self._tensors[name].shape)))
+        """The dtype that the largest tensor is stored in, but for those that are packed or quantised."""
+        plain = [name for name, entry in sorted(self._tensors.items()) if entry.dtype in SAFETENSORS_DTYPES]
+        largest = max(plain or sorted(self._tensors), key=lambda name: math.prod(self._tensors[name].shape))
+        return self.dtype(largest)
 
     def load_fused(
         self,
@@ -103,8 +118,13 @@ class Checkpoint:
         if entry.dtype not in dtypes:
             raise ModelError(f"{entry.path} stores {name} as {entry.dtype}, and it must be {' or '.join(dtypes)}.")
         self._check_shape(name, shape)
+        return self.load_part(name)
+
+    def load_part(self, name: str, index: int | None = None) -> torch.Tensor:
+        """A tensor as it is stored, on the CPU: all of it, or its part at ``index`` of the first dimension."""
+        entry = self._entry(name)
         with _open_safetensors(entry.path) as file:
-            tensor: torch.Tensor = file.get_tensor(name)
+            tensor: torch.Tensor = file.get_tensor(entry.name) if index is None else file.get_slice(entry.name)[index]
         self._unused.discard(name)
         return tensor
 
@@ -140,7 +160,7 @@ class Checkpoint:
         entry = _supported(name, self._entry(name))
         with _open_safetensors(entry.path) as file:
             whole = tuple(target.shape) == entry.shape
-            target.copy_(file.get_tensor(name) if whole else file.get_slice(name)[slices])
+            target.copy_(file.get_tensor(entry.name) if whole else file.get_slice(entry.name)[slices])
 
 
 def _supported(name: str, entry: TensorInfo) -> TensorInfo:
@@ -208,7 +228,7 @@ def _file_tensors(path: Path) -> Iterator[tuple[str, TensorInfo]]:
     with _open_safetensors(path) as file:
         for name in file.keys():  # noqa: SIM118 - not a mapping, and not iterable
             view = file.get_slice(name)
-            yield name, TensorInfo(path, tuple(view.get_shape()), view.get_dtype())
+            yield name, TensorInfo(path, name, tuple(view.get_shape()), view.get_dtype())
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from quire_engine.checkpoint.config import (
 )
 from quire_engine.checkpoint.gguf import find_gguf
 from quire_engine.checkpoint.gguf_checkpoint import GgufCheckpoint
+from quire_engine.checkpoint.stored_schemes import is_dequantized
 from quire_engine.checkpoint.support import check_support
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions, resolve_dtype
 from quire_engine.errors import ModelError, first_line
@@ -62,7 +63,7 @@ def load_model(
     if check is not None:
         check(dtype)
     if isinstance(config, TransformersConfig):
-        return load_transformers_model(config, folder, dtype, options.device)
+        return load_transformers_model(config, folder, checkpoint, dtype, options.device)
     assert isinstance(config, DecoderConfig)
     num_slots, max_rank = options.num_lora_slots, options.config.max_lora_rank
     with torch.inference_mode():
@@ -133,6 +134,8 @@ def _check_cpu_offload(config: ModelConfig, options: LoadOptions) -> None:
 
 def _check_quantization(config: ModelConfig, options: LoadOptions, quantized: dict[str, Any] | None) -> None:
     """Raises ``ModelError`` when the weights, stored as ``quantized`` says, cannot be held as ``options`` do."""
+    if quantized is not None and is_dequantized(config.architecture, quantized):
+        quantized = None
     check_quantization(options, quantized)
     name = options.config.quantization or (quantized and quantized["quant_method"])
     if name is not None and isinstance(config, TransformersConfig):

@@ -30,8 +30,10 @@ from quire_engine.checkpoint.config import (
     to_hf_config,
 )
 from quire_engine.checkpoint.support import SUPPORTED_LAYER_TYPES
+from quire_engine.checkpoint.weights import Checkpoint
 from quire_engine.errors import ModelError
 from quire_engine.models.transformers_check import check_paged_logits, reference_logits, sample_sequences
+from quire_engine.models.transformers_weights import lazy_state_dict
 
 log = logging.getLogger(__name__)
 # Masks are probed up to this length (see ``sliding_window_of``), so no sequence may be longer.
@@ -66,7 +68,9 @@ class TransformersConfig(ModelConfig):
         path = folder / "config.json"
         raw = read_config_json(folder)
         architecture = architecture_of(path, raw)
-        parsed = to_hf_config(path, raw, _config_class(path, architecture, raw))
+        # Weights that are quantised are made plain numbers before transformers has them.
+        plain = {key: value for key, value in raw.items() if key != "quantization_config"}
+        parsed = to_hf_config(path, plain, _config_class(path, architecture, raw))
         _check_text_only(path, parsed)
         return cls(
             architecture=architecture,
@@ -135,9 +139,12 @@ def _max_length(path: Path, parsed: Any) -> int:
 def max_sequence_length(parsed: Any) -> int:
     """The longest sequence in tokens, for the rope of every kind of layer.
 
-    With LongRoPE it is the original length: the frequencies change there, for all keys.
+    With LongRoPE it is the original length: the frequencies change there, for all keys. With chunked attention (Llama
+    4) it is a chunk, in which such attention is causal.
     """
     length = int(parsed.max_position_embeddings)
+    if "chunked_attention" in (getattr(parsed, "layer_types", None) or ()):
+        length = min(length, int(parsed.attention_chunk_size))
     return min([MAX_PROBED_LENGTH, *(_rope_length(length, rope) for rope in _rope_parameters(parsed))])
 
 
@@ -197,6 +204,8 @@ class TransformersModel:
     def __init__(self, causal: Any) -> None:
         self._causal = causal
         self._decoder: Any = causal.base_model.get_decoder()
+        if self._decoder is causal:  # Llama 4's text part, whose prefix is that of the whole model
+            self._decoder = getattr(causal, "model", causal)
         if self._decoder is causal:
             raise ModelError("It is not divided into a body and a head.")
         probe = self._probe()
@@ -261,13 +270,13 @@ def _checked_layers(probe: AttentionProbe) -> tuple[LayerAttention, ...]:
 
 
 def load_transformers_model(
-    config: TransformersConfig, folder: Path, dtype: torch.dtype, device: torch.device
+    config: TransformersConfig, folder: Path, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
 ) -> TransformersModel:
-    """The model of ``folder``. Raises ``ModelError`` for weights that cannot be loaded, and for a model that paged
-    attention cannot serve.
+    """The model of ``folder``, whose tensors are those of ``checkpoint``. Raises ``ModelError`` for weights that cannot
+    be loaded, and for a model that paged attention cannot serve.
     """
     register_attention()
-    causal = _load_weights(config, folder, dtype).to(device).eval()
+    causal = _load_weights(config, folder, checkpoint, dtype).to(device).eval()
     try:
         with torch.inference_mode():
             return _make_checked(causal, config)
@@ -287,17 +296,15 @@ def _make_checked(causal: Any, config: TransformersConfig) -> TransformersModel:
     return model
 
 
-def _load_weights(config: TransformersConfig, folder: Path, dtype: torch.dtype) -> Any:
-    """transformers' model with all of its weights, from safetensors files only."""
+def _load_weights(config: TransformersConfig, folder: Path, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    """transformers' model with all of its weights, which are those of ``checkpoint``."""
     try:
         with _without_progress_bar():
             causal, report = config.model_class.from_pretrained(
-                folder,
+                None,  # no folder: what transformers would read there is given
                 config=config.hf_config,
+                state_dict=lazy_state_dict(checkpoint, dtype),
                 dtype=dtype,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
                 output_loading_info=True,
             )
     except Exception as error:  # noqa: BLE001 - any error means that there is no model

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from quire_cli.model import check
 
 from tests.support.hub_server import GRANTED
 from tests.unit.cli.model.conftest import WEIGHT_FILE, User, model_files
@@ -93,7 +94,7 @@ def test_a_gated_model_asks_for_the_licence(user: User) -> None:
 
 BERT = {"architectures": ["BertForMaskedLM"], "model_type": "bert"}
 T5 = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True}
-VISION = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "vision_config": {}}
+VISION = {"architectures": ["MllamaForConditionalGeneration"], "model_type": "mllama", "vision_config": {}}
 HYBRID = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
 MAMBA = {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
 BITSANDBYTES = {"quantization_config": {"quant_method": "bitsandbytes"}}
@@ -107,9 +108,12 @@ CODE = {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}
         (T5, "describes an encoder with a decoder"),
         (
             VISION,
-            "describes a model of more than text (Gemma3ForConditionalGeneration), which is not supported: take one",
+            "describes a model of more than text (MllamaForConditionalGeneration), of whose text part nothing is known",
         ),
-        (HYBRID, "has layers of type 'conv', and supported are full_attention, sliding_attention: take a model"),
+        (
+            HYBRID,
+            "has layers of type 'conv', and supported are full_attention, sliding_attention, chunked_attention: take a",
+        ),
         (MAMBA, "org/wrong/config.json has layers of type 'linear_attention'"),  # only transformers knows
         (BITSANDBYTES, "The weights are quantised by 'bitsandbytes', and read are awq, gptq"),
         (CODE, "has auto_map, but code from a model folder is never run: take another model."),
@@ -172,6 +176,14 @@ def test_too_large_for_memory_is_refused_before_the_download(user: User) -> None
     assert "try --engines 1 or --quantization int8 or --quantization int4 or a smaller model" in sentence
     assert weights_sent(user) == 0
     user.find("org/huge")  # whose weights are small, to nobody who asks for memory
+
+
+def test_experts_in_mxfp4_are_counted_as_the_numbers_that_they_become(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(check, "memory_shortage", lambda name, weights, *_: counted.append(weights))
+    raw = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
+    check.check_fits_memory("org/oss", {"U8": 1000, "BF16": 10}, raw, check.MemoryNeed(dtype="bfloat16"))
+    assert counted == [2 * (2 * 1000 + 10)]
 
 
 def test_too_large_for_the_disk_is_refused_before_the_download(user: User, small_disk: Path) -> None:

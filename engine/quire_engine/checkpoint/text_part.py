@@ -1,0 +1,92 @@
+"""The text part of a model of more than text (``…ForConditionalGeneration``): its configuration and its weights are
+those of a causal language model, which is served alone. What sees and hears is left unread.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+# The classes of text parts, by the ``model_type`` of ``text_config``. The Qwen-VL models turn queries and keys by three
+# positions, of time, height and width, which are one and the same for text: there they are Qwen2 and Qwen3.
+TEXT_PARTS = {
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
+    "gemma3_text": ("gemma3_text", "Gemma3ForCausalLM"),
+    "gemma3n_text": ("gemma3n_text", "Gemma3nForCausalLM"),
+    "gemma4_text": ("gemma4_text", "Gemma4ForCausalLM"),
+    "llama": ("llama", "LlamaForCausalLM"),
+    "llama4_text": ("llama4_text", "Llama4ForCausalLM"),
+    "ministral3": ("ministral3", "Ministral3ForCausalLM"),
+    "mistral": ("mistral", "MistralForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen2_5_vl_text": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen2_vl_text": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "qwen3_vl_moe_text": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
+}
+# What is constant in the code of a text part, and a setting in that of its class.
+_CONSTANTS = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+# Those whose older files have what is of text beside ``vision_config``, and not in ``text_config``.
+_FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
+# Those whose embeddings are tied if either the whole model or its text part says so; of others the whole model counts.
+_EITHER_TIES = ("llava", "llava_next", "llava_next_video", "llava_onevision", "qwen2_vl", "qwen2_5_vl")
+_OF_ALL_PARTS = ("eos_token_id", "quantization_config", "compression_config")
+_MROPE = {"mrope_section", "mrope_interleaved"}
+# What names of the text part begin with, and what they begin with in the model of text alone.
+_PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("lm_head.", "lm_head."),
+)
+
+
+def text_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the text part of the model of ``raw``, in the form of ``config.json``; ``raw`` itself where
+    it is of text alone, and where its text part is none of ``TEXT_PARTS``.
+    """
+    names = raw.get("architectures")
+    if not (isinstance(names, list) and names and str(names[0]).endswith("ForConditionalGeneration")):
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        flat = _FLAT.get(str(raw.get("model_type")))
+        text = {**raw, "model_type": flat} if flat else {}
+    part = TEXT_PARTS.get(str(text.get("model_type")))
+    if part is None or raw.get("is_encoder_decoder"):
+        return raw
+    made = {key: value for key, value in text.items() if key not in ("vision_config", "audio_config")}
+    made |= {key: raw[key] for key in _OF_ALL_PARTS if raw.get(key) is not None}
+    tied = [each["tie_word_embeddings"] for each in (raw, text) if "tie_word_embeddings" in each]
+    if tied:
+        made["tie_word_embeddings"] = any(tied) if raw.get("model_type") in _EITHER_TIES else tied[0]
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(made.get(name), dict):
+            made[name] = _without_sections(made[name])
+    model_type, architecture = part
+    made |= _CONSTANTS.get(text["model_type"], {})
+    return {**made, "model_type": model_type, "architectures": [architecture]}
+
+
+def _without_sections(rope: dict[str, Any]) -> dict[str, Any]:
+    """Rope parameters without those of three positions."""
+    if not _MROPE & rope.keys():
+        return rope
+    plain = {key: value for key, value in rope.items() if key not in _MROPE}
+    kinds = {key: "default" for key in ("type", "rope_type") if plain.get(key) == "mrope"}
+    return plain | kinds
+
+
+def text_names(stored: Iterable[str]) -> dict[str, str]:
+    """The names of tensors in a model of text alone, by those that are ``stored``: their own where they are of such a
+    model, and else those of the text part without what they begin with.
+    """
+    names = list(stored)
+    if not any(name.startswith(before) for name in names for before, _ in _PREFIXES[:2]):
+        return dict(zip(names, names, strict=True))
+    return {
+        name: after + name.removeprefix(before)
+        for name in names
+        for before, after in _PREFIXES
+        if name.startswith(before)
+    }

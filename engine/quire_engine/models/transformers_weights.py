@@ -1,0 +1,65 @@
+"""The weights of a folder as transformers takes them: tensors that are read when it asks for them.
+
+It loads each tensor by ``tensor[...]``, on threads of its own, and converts and places one after the other, so a load
+needs the memory of the weights and of a few tensors.
+"""
+
+from types import EllipsisType
+from typing import Protocol
+
+import torch
+
+from quire_engine.checkpoint.weights import Checkpoint
+from quire_engine.errors import ModelError
+from quire_engine.quantization.mxfp4 import GROUP, dequantize_mxfp4
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+
+
+class LazyTensor(Protocol):
+    """A tensor that is read by ``tensor[...]``."""
+
+    def __getitem__(self, index: EllipsisType) -> torch.Tensor:
+        """All of it. Raises ``ModelError``."""
+        ...
+
+
+class _Stored:
+    """A tensor as it is stored."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._checkpoint, self._name = checkpoint, name
+
+    def __getitem__(self, index: EllipsisType) -> torch.Tensor:
+        return self._checkpoint.load_part(self._name)
+
+
+class _Mxfp4Experts:
+    """The matrices of a layer's experts [experts, in, out], which are stored in MXFP4 [experts, out, in]."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> None:
+        self._checkpoint, self._name, self._dtype = checkpoint, name, dtype
+
+    def __getitem__(self, index: EllipsisType) -> torch.Tensor:
+        blocks, scales = self._name + _BLOCKS, self._name + _SCALES
+        packed, shape = self._checkpoint.shape(blocks), self._checkpoint.shape(scales)
+        if len(shape) != 3 or packed != (*shape, GROUP // 2):
+            raise ModelError(f"{self._name} has blocks {list(packed)} for scales {list(shape)}, which is not MXFP4.")
+        experts, outputs, groups = shape
+        matrices = torch.empty(experts, groups * GROUP, outputs, dtype=self._dtype)
+        load = self._checkpoint.load_part
+        for expert in range(experts):  # one by one, as what is unpacked takes many times as much as what is packed
+            matrices[expert] = dequantize_mxfp4(load(blocks, expert), load(scales, expert), self._dtype).T
+        return matrices
+
+
+def lazy_state_dict(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, LazyTensor]:
+    """All tensors by name, those in MXFP4 as the numbers of ``dtype`` that they are."""
+    tensors: dict[str, LazyTensor] = {}
+    for name in checkpoint.names:
+        base = name.removesuffix(_BLOCKS).removesuffix(_SCALES)
+        if base != name and base + _BLOCKS in checkpoint and base + _SCALES in checkpoint:
+            tensors[base] = _Mxfp4Experts(checkpoint, base, dtype)
+        else:
+            tensors[name] = _Stored(checkpoint, name)
+    return tensors
