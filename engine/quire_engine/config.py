@@ -54,7 +54,7 @@ Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 ModelFolder = Annotated[Path, Field(description="Folder of the model, as Hugging Face lays it out, or a GGUF file.")]
 MaxNumSeqs = Annotated[int, Field(ge=1, le=65536, description="Sequences that run at once.")]
 MaxWaiting = Annotated[int, Field(ge=1, description="Requests that may wait; more are refused.")]
-BlockSize = Annotated[int, Field(ge=1, le=256, description="Tokens of one KV block.")]
+BlockSize = Annotated[int, Field(ge=1, le=2048, description="Tokens of one KV block.")]
 KVCacheMemory = Annotated[
     int | None,
     Field(ge=1, description="Bytes of the device's KV pool, instead of what measuring finds room for."),

@@ -19,7 +19,7 @@ from typing import Any, get_args
 import torch
 from quire_engine.attention.base import AttentionBatch
 from quire_engine.attention.cpu import CpuAttention
-from quire_engine.attention.kv_cache_spec import block_elements, kv_cache_specs
+from quire_engine.attention.kv_cache_spec import BlockLayout
 from quire_engine.attention.mixed import attention_of
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import ExecutorConfig, Quantization
@@ -151,9 +151,8 @@ def logits_of(folder: Path, dtype: str, quantization: Quantization | None) -> to
     attention = attention_of(model.attention_layers, 16, CpuAttention)
     batch = one_sequence(RANDOM_TOKENS)
     attention.prepare(batch)
-    specs = kv_cache_specs(model.attention_layers, 16, model.dtype)
-    blocks = torch.zeros(len(batch.page_ids) + 1, block_elements(specs), dtype=model.dtype)
-    kv = [spec.view(blocks) for spec in specs]
+    layout = BlockLayout.of(model.attention_layers, 16, model.dtype)
+    kv = layout.views(torch.zeros(len(batch.page_ids) + 1, layout.elements, dtype=model.dtype))
     tokens = torch.randint(config.vocab_size, (RANDOM_TOKENS,), generator=torch.Generator().manual_seed(0))
     return model.logits(model.forward(tokens, batch.positions, kv, attention)).float()
 

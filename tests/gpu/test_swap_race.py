@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from quire_engine.attention.base import LayerAttention
+from quire_engine.attention.kv_cache_spec import BlockLayout
 from quire_engine.core.block_pool import BlockCopies, BlockCopy
 from quire_engine.worker.kv_cache import KVCache
 from quire_engine.worker.memory import CacheSizes
@@ -16,7 +17,9 @@ from tests.support.swap_streams import SwapStreamWithout, Wait
 pytestmark = pytest.mark.gpu
 NEEDS_FLASHINFER = False
 # Of 2 MiB, as those of a model of 8 B parameters: copying all of them takes milliseconds.
-LAYERS = [LayerAttention(num_heads=32, num_kv_heads=8, head_dim=128, scale=0.1)] * 32
+LAYOUT = BlockLayout.of(
+    [LayerAttention(num_heads=32, num_kv_heads=8, head_dim=128, scale=0.1)] * 32, 16, torch.bfloat16
+)
 BLOCK_BYTES, BLOCKS = 2 << 20, 100
 OUT = BlockCopies([BlockCopy(1 + block, block) for block in range(BLOCKS - 1)])
 INTO = BlockCopies(blocks_to_swap_in=[BlockCopy(block, 1 + block) for block in range(BLOCKS - 1)])
@@ -29,7 +32,7 @@ class Pool:
     def __init__(self, device: torch.device, left_out: Wait | None) -> None:
         pools = CacheSizes(BLOCKS * BLOCK_BYTES, BLOCKS * BLOCK_BYTES)
         self.swap_stream = SwapStreamWithout(device, left_out)
-        self.cache = KVCache(LAYERS, 16, pools, torch.bfloat16, device, swap_stream=self.swap_stream)
+        self.cache = KVCache(LAYOUT, pools, device, swap_stream=self.swap_stream)
         self._factor = torch.randn(4096, 4096, device=device)
         torch.cuda.synchronize()
 

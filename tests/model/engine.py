@@ -19,7 +19,7 @@ from quire_engine.executor.torch_executor import TorchExecutor
 from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
 from transformers import AutoConfig
 
-from tests.model.models import ROWS
+from tests.model.models import ROWS, STATES
 from tests.support.executors import load_executor
 
 BLOCK_SIZE = 16
@@ -60,7 +60,7 @@ def load(folder: Path, device_blocks: int, host_blocks: int, dtype: str = "float
         bytes_a_token = int8_bytes_a_token(folder)
     elif settings.get("kv_cache_dtype") == "fp8":
         bytes_a_token = numbers_a_token(folder)
-    block_bytes = bytes_a_token * BLOCK_SIZE
+    block_bytes = bytes_a_token * BLOCK_SIZE + STATES.get(folder.name, 0)
     executor = load_executor(
         folder,
         dtype=dtype,

@@ -20,12 +20,14 @@ from transformers import (
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -154,6 +156,27 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             "moe_intermediate_size": 48,
         },
     ),
+    # Layers with a state: gated delta nets, and short convolutions.
+    "qwen3.5": (
+        Qwen3_5TextConfig,
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    ),
+    "lfm2": (
+        Lfm2Config,
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
     "gpt-neox": (GPTNeoXConfig, {"num_key_value_heads": 4}),
     "gpt2": (GPT2Config, {"num_key_value_heads": 4}),
     "granite": (
@@ -168,9 +191,18 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 }
 NAMES = tuple(CONFIGS)
 # Rows of KV memory for each token, and the numbers of a row, where not all layers have what the configuration says.
-ROWS = {"gemma4": ((2 * 2 * 2, 16), (2 * 1 * 1, 32)), "deepseek-v3": ((2 * 3 * 4, 24),)}
+ROWS = {
+    "gemma4": ((2 * 2 * 2, 16), (2 * 1 * 1, 32)),
+    "deepseek-v3": ((2 * 3 * 4, 24),),
+    "qwen3.5": ((2 * 1 * 2, 32),),
+    "lfm2": ((2 * 1 * 2, 16),),
+}
+# Bytes of the state of two layers in a block, in float32, with the number of tokens that it has seen, in whole
+# multiples of 16: a convolution over the last 4 of 2 * 2 * 16 + 4 * 16 numbers and 4 matrices of 16 * 16; a convolution
+# over the last 3 of 64 numbers.
+STATES = {"qwen3.5": 16 + 2 * 4 * (4 * 128 + 4 * 16 * 16), "lfm2": 16 + 2 * 4 * 3 * 64}
 # Those that run as transformers' own classes.
-FALLBACK = ("gemma2", "gemma3", "gemma4", "gpt-oss", "deepseek-v3", "gpt-neox", "gpt2", "granite")
+FALLBACK = ("gemma2", "gemma3", "gemma4", "gpt-oss", "deepseek-v3", "qwen3.5", "lfm2", "gpt-neox", "gpt2", "granite")
 OWN = tuple(name for name in NAMES if name not in FALLBACK)
 SHARDED = ("llama3", "qwen3")
 # Those whose experts are written as transformers holds them, instead of as they are published.

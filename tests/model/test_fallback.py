@@ -86,8 +86,8 @@ def refusal(folder: Path) -> str:
     [
         ("bloom", "BloomForCausalLM", {}, "attention cannot be replaced"),
         ("falcon", "FalconForCausalLM", {"alibi": True}, "attention cannot be replaced"),
-        ("mamba", "MambaForCausalLM", {}, "linear_attention"),
-        ("jamba", "JambaForCausalLM", {"num_hidden_layers": 8}, "linear_attention"),
+        ("mamba", "MambaForCausalLM", {}, "a state that KV blocks cannot hold"),
+        ("jamba", "JambaForCausalLM", {"num_hidden_layers": 8}, "a state that KV blocks cannot hold"),
         ("rwkv", "RwkvForCausalLM", {}, "a state that KV blocks cannot hold"),
         ("t5", "T5ForConditionalGeneration", {}, "an encoder with a decoder"),
         ("bert", "BertForMaskedLM", {}, "makes no text"),

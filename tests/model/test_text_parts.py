@@ -51,6 +51,19 @@ MODELS: dict[str, tuple[type, dict[str, Any], dict[str, Any], dict[str, Any]]] =
     ),
     "qwen3_vl": (Llama, {"rope_parameters": SECTIONS}, QWEN_VISION, PLACES),
     "qwen3_vl_moe": (Llama, {"rope_parameters": SECTIONS, **EXPERTS}, QWEN_VISION, PLACES),
+    "qwen3_5": (
+        TransformersModel,
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "rope_parameters": {**SECTIONS, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
+        },
+        {**QWEN_VISION, "deepstack_visual_indexes": []},
+        PLACES,
+    ),
     "mistral3": (Llama, {"model_type": "mistral", "sliding_window": 24}, VISION, {"image_token_index": 250}),
     "gemma3": (
         TransformersModel,

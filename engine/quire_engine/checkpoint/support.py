@@ -19,7 +19,8 @@ from quire_engine.checkpoint.plain_config import plain_config
 from quire_engine.checkpoint.stored_schemes import check_stored_scheme, is_dequantized
 from quire_engine.errors import ModelError
 
-SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+STATE_LAYER_TYPES = ("linear_attention", "conv")
+SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", *STATE_LAYER_TYPES)
 # The ends of the names of classes that continue a text; those of others that transformers has are no model of language.
 _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ModelWithLMHead", "Decoder")
 _OTHER_INPUTS = ("vision_config", "audio_config", "speech_config")

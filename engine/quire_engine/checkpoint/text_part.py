@@ -20,6 +20,8 @@ TEXT_PARTS = {
     "qwen2_5_vl_text": ("qwen2", "Qwen2ForCausalLM"),
     "qwen2_vl_text": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+    "qwen3_5_text": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
     "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "qwen3_vl_moe_text": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
@@ -60,10 +62,10 @@ def text_config(raw: dict[str, Any]) -> dict[str, Any]:
     tied = [each["tie_word_embeddings"] for each in (raw, text) if "tie_word_embeddings" in each]
     if tied:
         made["tie_word_embeddings"] = any(tied) if raw.get("model_type") in _EITHER_TIES else tied[0]
-    for name in ("rope_scaling", "rope_parameters"):
-        if isinstance(made.get(name), dict):
-            made[name] = _without_sections(made[name])
     model_type, architecture = part
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(made.get(name), dict) and model_type != text["model_type"]:
+            made[name] = _without_sections(made[name])
     made |= _CONSTANTS.get(text["model_type"], {})
     return {**made, "model_type": model_type, "architectures": [architecture]}
 

@@ -181,7 +181,8 @@ class TorchExecutor:
             )
             run_largest = partial(cls._run_largest_step, make_smallest, config, profiled)
             work = run_largest if budget.kv_cache_bytes is None else None
-            profiles = [profiler.profile(work)] if leader is None else leader.profile_memory(profiler, work)
+            kept = model.kept_bytes(config.max_num_seqs)
+            profiles = [profiler.profile(work, kept)] if leader is None else leader.profile_memory(profiler, work)
         num_layers = settings.num_layers()
         decided = compute_rank_cache_sizes(budget, profiles, model.min_cache_sizes, num_layers, settings.nnodes)
         depth, held = _depth(config, model), config.num_loras_held
@@ -369,8 +370,10 @@ def _depth(config: EngineArgs, model: LoadedModel) -> int:
     overlaps = config.async_scheduling
     if overlaps is None:
         # A draft can only be looked up behind a token that is known. And where launching a step takes as long as the
-        # step, what the one before has made would be published as much later.
+        # step, what the one before has made would be published as much later. A state is never computed ahead: it could
+        # not be taken back.
         waits = isinstance(model.model, Llama) and model.model.waits_for_device
+        waits = waits or model.model.state_bytes > 0
         overlaps = model.device.type == "cuda" and config.speculative_method == "none" and not waits
     return 2 if overlaps else 1
 

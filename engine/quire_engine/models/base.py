@@ -17,6 +17,13 @@ class Model(Protocol):
         ...
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of every block of KV memory that hold the state of layers without keys and values, behind its last
+        token; 0 without such layers. Its attention is then a ``BatchAttention``. Constant.
+        """
+        ...
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of its weights and activations. Constant."""
         ...
@@ -33,9 +40,9 @@ class Model(Protocol):
     ) -> torch.Tensor:
         """Hidden states [T, hidden] of tokens [T] at positions [T], both integers.
 
-        ``kv`` is the KV memory of each layer, [blocks, 2, kv_heads, block_size, head_dim], read and written by
-        ``attention``, which was prepared for this batch. Raises ``IndexError`` for a token id outside of the
-        vocabulary.
+        ``kv`` are the views of KV memory as ``BlockLayout.views`` has them, [blocks, 2, kv_heads, block_size, head_dim]
+        of each layer. They are read and written by ``attention``, which was prepared for this batch. Raises
+        ``IndexError`` for a token id outside of the vocabulary.
         """
         ...
 

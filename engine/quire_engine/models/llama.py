@@ -47,6 +47,8 @@ class Llama:
     from the host's memory; None if all stay.
     """
 
+    state_bytes = 0
+
     def __init__(self, config: DecoderConfig, weights: WeightLoader) -> None:
         self.dtype = weights.dtype
         self.loras = weights.loras

@@ -7,7 +7,7 @@
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import pad
 
 from quire_engine.attention.base import AttentionBackend, LayerAttention
+from quire_engine.attention.mixed import BatchAttention
 from quire_engine.checkpoint.config import (
     SUPPORTED_ARCHITECTURES,
     ModelConfig,
@@ -29,10 +30,11 @@ from quire_engine.checkpoint.config import (
     rope_max_length,
     to_hf_config,
 )
-from quire_engine.checkpoint.support import SUPPORTED_LAYER_TYPES
+from quire_engine.checkpoint.support import STATE_LAYER_TYPES, SUPPORTED_LAYER_TYPES
 from quire_engine.checkpoint.weights import Checkpoint
 from quire_engine.errors import ModelError
 from quire_engine.models.transformers_check import check_paged_logits, reference_logits, sample_sequences
+from quire_engine.models.transformers_state import STATE_MODEL_TYPES, StateLayers, state_modules
 from quire_engine.models.transformers_weights import lazy_state_dict
 
 log = logging.getLogger(__name__)
@@ -79,7 +81,7 @@ class TransformersConfig(ModelConfig):
             eos_token_ids=eos_token_ids(folder, raw),
             model_revision=compute_revision(folder),
             hf_config=parsed,
-            model_class=_model_class(path, architecture),
+            model_class=_model_class(path, architecture, parsed),
         )
 
 
@@ -96,13 +98,16 @@ def _config_class(path: Path, architecture: str, raw: dict[str, Any]) -> Any:
     return CONFIG_MAPPING[model_type]
 
 
-def _model_class(path: Path, architecture: str) -> Any:
+def _model_class(path: Path, architecture: str, parsed: Any) -> Any:
     import transformers
 
     model_class = getattr(transformers, architecture)
-    if getattr(model_class, "_is_stateful", False):
+    kinds = getattr(parsed, "layer_types", None) or ()
+    keeps_state = getattr(model_class, "_is_stateful", False) or any(kind in STATE_LAYER_TYPES for kind in kinds)
+    if keeps_state and parsed.model_type not in STATE_MODEL_TYPES:
         raise ModelError(f"{path} names {architecture}, which keeps a state that KV blocks cannot hold.")
-    if not model_class._supports_attention_backend:
+    # The hybrids do not say that it can, and the probe finds out.
+    if not (model_class._supports_attention_backend or keeps_state):
         raise ModelError(f"{path} names {architecture}, whose attention cannot be replaced by a paged one.")
     return model_class
 
@@ -164,13 +169,12 @@ def _rope_length(length: int, rope: dict[str, Any]) -> int:
 
 @dataclass(slots=True)
 class PagedAttentionContext:
-    """The KV memory and attention of one step, passed through the model's keyword arguments. ``kv`` and ``layers`` have
-    one entry a layer.
+    """The attention of one step, passed through the model's keyword arguments, and for the index of each layer that has
+    attention what that is and its KV memory.
     """
 
-    kv: Sequence[torch.Tensor]
     attention: AttentionBackend
-    layers: Sequence[LayerAttention]
+    layers: dict[int, tuple[LayerAttention, torch.Tensor]]
 
 
 @dataclass(slots=True)
@@ -208,8 +212,10 @@ class TransformersModel:
             self._decoder = getattr(causal, "model", causal)
         if self._decoder is causal:
             raise ModelError("It is not divided into a body and a head.")
+        self._states = StateLayers(state_modules(self._decoder))
         probe = self._probe()
-        self.attention_layers = _checked_layers(probe)
+        self.attention_layers = _checked_layers(probe, self._states.indices)
+        self._indices = probe.indices
         self.dtype = probe.keys[0].dtype
         self._output_class: Any = None
         replacement = torch.nn.Module()
@@ -220,11 +226,23 @@ class TransformersModel:
         self, token_ids: torch.Tensor, positions: torch.Tensor, kv: Sequence[torch.Tensor], attention: AttentionBackend
     ) -> torch.Tensor:
         """See ``Model.forward``."""
-        context = PagedAttentionContext(kv, attention, self.attention_layers)
-        output = self._run_decoder(token_ids, positions, quire_step=context)
+        layers = zip(self.attention_layers, kv, strict=False)  # the states come last
+        context = PagedAttentionContext(attention, dict(zip(self._indices, layers, strict=True)))
+        if not self.state_bytes:
+            output = self._run_decoder(token_ids, positions, quire_step=context)
+        else:
+            assert isinstance(attention, BatchAttention)
+            assert attention.batch is not None
+            with self._states.step(attention.batch, kv[0].shape[3], kv[-1]):
+                output = self._run_decoder(token_ids, positions, quire_step=context)
         self._output_class = type(output)
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
+
+    @property
+    def state_bytes(self) -> int:
+        """See ``Model.state_bytes``."""
+        return self._states.num_bytes
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See ``Model.logits``."""
@@ -252,10 +270,12 @@ class TransformersModel:
         return probe
 
 
-def _checked_layers(probe: AttentionProbe) -> tuple[LayerAttention, ...]:
-    """The attention of each layer. Raises ``ModelError`` for what KV blocks and backends cannot hold."""
+def _checked_layers(probe: AttentionProbe, others: Set[int]) -> tuple[LayerAttention, ...]:
+    """The attention of each layer but for the ``others``. Raises ``ModelError`` for what KV blocks and backends cannot
+    hold.
+    """
     layers = probe.layers
-    if not layers or probe.indices != list(range(len(layers))):
+    if not layers or probe.indices != [index for index in range(len(layers) + len(others)) if index not in others]:
         raise ModelError("Not every layer has exactly one attention.")
     if any(key.dtype != probe.keys[0].dtype for key in probe.keys):
         raise ModelError("Its layers have keys of different types.")
@@ -358,9 +378,9 @@ def paged_attention(
     without a mask function of the same name. None is needed, as the attention backend has the bounds of the sequences.
     """
     index, size = module.layer_idx, value.shape[-1]
-    layer = quire_step.layers[index]
+    layer, kv = quire_step.layers[index]
     query, key, value = (_rows(tensor, layer.head_dim) for tensor in (query, key, value))
-    mixed = quire_step.attention.forward(query, key, value, quire_step.kv[index], layer.window, sinks=s_aux)
+    mixed = quire_step.attention.forward(query, key, value, kv, layer.window, sinks=s_aux)
     return mixed[None, :, :, :size], None
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quire_engine.attention.base import AttentionBatch
-from quire_engine.attention.kv_cache_spec import block_elements, kv_cache_specs
+from quire_engine.attention.kv_cache_spec import BlockLayout
 from quire_engine.attention.mixed import attention_of
 from quire_engine.attention.reference import ReferenceAttention
 from quire_engine.errors import ModelError
@@ -86,10 +86,10 @@ def _paged_logits(
     model: Model, sequences: Sequence[torch.Tensor], steps: Sequence[Sequence[TokenRange]], device: torch.device
 ) -> torch.Tensor:
     """Logits of all tokens of the first sequence, then of the second, in float32."""
-    specs = kv_cache_specs(model.attention_layers, BLOCK_SIZE, model.dtype)
-    blocks = torch.zeros(NUM_BLOCKS, block_elements(specs), dtype=model.dtype, device=device)
-    kv = [spec.view(blocks) for spec in specs]
-    attention = attention_of(model.attention_layers, BLOCK_SIZE, ReferenceAttention)
+    layers, states = model.attention_layers, model.state_bytes
+    layout = BlockLayout.of(layers, BLOCK_SIZE, model.dtype, states)
+    kv = layout.views(torch.zeros(NUM_BLOCKS, layout.elements, dtype=model.dtype, device=device))
+    attention = attention_of(layers, BLOCK_SIZE, ReferenceAttention, keeps_batch=states > 0)
     by_sequence: list[list[torch.Tensor]] = [[], []]
     for spans in steps:
         batch = _attention_batch(spans)

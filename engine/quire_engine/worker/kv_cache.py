@@ -1,8 +1,7 @@
 """The KV memory itself: the device's blocks, the host's blocks, and copies between them.
 
-Both pools are ``[blocks, elements]``: a block has what the ``KVCacheSpec`` of each layer says, one layer behind the
-other, so that a block of all layers is one contiguous copy, and so are neighbouring blocks that move to neighbouring
-places.
+Both pools are ``[blocks, elements]``: a block has what its ``BlockLayout`` says, one layer behind the other, so that a
+block of all layers is one contiguous copy, and so are neighbouring blocks that move to neighbouring places.
 """
 
 import math
@@ -13,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from quire_engine.attention.base import LayerAttention
-from quire_engine.attention.kv_cache_spec import KVCacheSpec, block_elements, kv_cache_specs
+from quire_engine.attention.kv_cache_spec import BlockLayout
 from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig
 from quire_engine.core.executor import CopyError
 from quire_engine.core.kv_disk import DiskContents, TransferResult
@@ -99,8 +97,8 @@ def _nothing() -> None:
 
 
 class KVCache:
-    """Device and host pool of one model, of the sizes that were decided in bytes, with rows of ``dtype``. ``layers``
-    are the views of its layers on the device's pool, ``blocks``.
+    """Device and host pool of one model, of the sizes that were decided in bytes. ``layers`` are the views of its
+    layers on the device's pool, ``blocks``.
 
     ``swap_stream`` orders block copies among the work of a GPU; None on the CPU. On CUDA the host pool is pinned.
     ``transfers`` are those to and from the disk, where there is one.
@@ -108,17 +106,13 @@ class KVCache:
 
     def __init__(
         self,
-        layers: Sequence[LayerAttention],
-        block_size: int,
+        layout: BlockLayout,
         sizes: CacheSizes,
-        dtype: torch.dtype,
         device: torch.device,
         *,
         swap_stream: CudaSwapStream | None = None,
     ) -> None:
-        specs = _specs(layers, block_size, dtype)
-        elements = block_elements(specs)
-        block_bytes = elements * dtype.itemsize
+        block_size, block_bytes, dtype = layout.block_size, layout.block_bytes, layout.dtype
         blocks, host_blocks = sizes.kv_cache_bytes // block_bytes, max(0, sizes.swap_bytes) // block_bytes
         if blocks < MIN_BLOCKS:
             raise ModelError(
@@ -126,9 +120,9 @@ class KVCache:
                 f"of {block_size} tokens, which take {block_bytes} bytes each for this model."
             )
         self.capacity = KVCacheConfig(block_size, blocks, host_blocks, block_bytes)
-        self.blocks = _lazy_zeros((blocks, elements), dtype, device)
-        self.layers = [spec.view(self.blocks) for spec in specs]
-        self._host_blocks = _lazy_zeros((host_blocks, elements), dtype, torch.device("cpu"))
+        self.blocks = _lazy_zeros((blocks, layout.elements), dtype, device)
+        self.layers = layout.views(self.blocks)
+        self._host_blocks = _lazy_zeros((host_blocks, layout.elements), dtype, torch.device("cpu"))
         self._unpin_host: Callable[[], object] | None = None
         if device.type == "cuda" and host_blocks:
             self._unpin_host = pin_pages(self._host_blocks, device, "--swap-space")
@@ -184,15 +178,9 @@ class KVCache:
         self._host_blocks = self._host_blocks.new_empty(0)
 
 
-def min_cache_sizes(layers: Sequence[LayerAttention], block_size: int, dtype: torch.dtype) -> CacheSizes:
-    """The least that an executor can be made with. Raises ``ModelError`` for an impossible block size."""
-    return CacheSizes(MIN_BLOCKS * block_elements(_specs(layers, block_size, dtype)) * dtype.itemsize, 0)
-
-
-def _specs(layers: Sequence[LayerAttention], block_size: int, dtype: torch.dtype) -> tuple[KVCacheSpec, ...]:
-    if block_size < 1:
-        raise ModelError(f"The block size is {block_size} tokens, and it must be at least 1.")
-    return kv_cache_specs(layers, block_size, dtype)
+def min_cache_sizes(layout: BlockLayout) -> CacheSizes:
+    """The least that an executor can be made with."""
+    return CacheSizes(MIN_BLOCKS * layout.block_bytes, 0)
 
 
 def _copy_blocks(sources: torch.Tensor, targets: torch.Tensor, copies: Sequence[BlockCopy]) -> None:

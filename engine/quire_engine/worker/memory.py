@@ -93,9 +93,9 @@ class MemoryProfiler:
         self._host = None if isinstance(self._memory, CpuMemory) else CpuMemory()
         self._used_before = self._memory.used()
 
-    def profile(self, largest_step: Callable[[], object] | None) -> MemoryProfile:
-        """Measures with the model loaded, and during ``largest_step`` unless that is None. Raises ``ModelError`` when
-        the step fails.
+    def profile(self, largest_step: Callable[[], object] | None, kept_bytes: int = 0) -> MemoryProfile:
+        """Measures with the model loaded, and during ``largest_step`` unless that is None. ``kept_bytes`` are what
+        later steps keep on the device and this one does not. Raises ``ModelError`` when the step fails.
         """
         loaded, available = self._memory.used(), self._memory.available()
         reserve, host = GROWTH_RESERVE + self._lora_bytes, self._host
@@ -107,7 +107,7 @@ class MemoryProfiler:
             used_loaded=loaded,
             available=available,
             peak=None if largest_step is None else self._peak(largest_step),
-            growth_reserve=reserve if host is None else 0,
+            growth_reserve=kept_bytes + (reserve if host is None else 0),
             host_available=None if host is None else host.available() - reserve,
             host_used=0 if host is None else host.used(),
             host_limit=0 if host is None else host.limit - reserve,

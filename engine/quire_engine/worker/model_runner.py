@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from quire_engine.attention.base import AttentionBackend, AttentionShape
+from quire_engine.attention.kv_cache_spec import BlockLayout
 from quire_engine.attention.mixed import attention_of
 from quire_engine.checkpoint.config import DecoderConfig, ModelConfig
 from quire_engine.checkpoint.support import check_max_model_len
@@ -24,6 +25,7 @@ from quire_engine.core.lora import LoRARequest
 from quire_engine.device.accelerator import upload
 from quire_engine.distributed.communicator import SINGLE_RANK, Communicator
 from quire_engine.distributed.pipeline import PipelineStage
+from quire_engine.errors import ModelError
 from quire_engine.lora.manager import LoRAManager
 from quire_engine.models.base import Model
 from quire_engine.models.llama import Llama
@@ -49,6 +51,7 @@ from quire_engine.worker.kv_cache import MIN_BLOCKS, KVCache, min_cache_sizes
 from quire_engine.worker.memory import CacheSizes
 
 log = logging.getLogger(__name__)
+STATE_IN_BLOCKS = "each block has the state behind its last token, %.1f MiB: a --block-size above %d has fewer of them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,12 @@ class LoadedModel:
         """What a block of KV memory takes."""
         return self.min_cache_sizes.kv_cache_bytes // MIN_BLOCKS
 
+    def kept_bytes(self, max_num_seqs: int) -> int:
+        """What steps of so many sequences keep on the device beside KV memory: the states that they begin with, in the
+        step and until the next.
+        """
+        return 2 * max_num_seqs * self.model.state_bytes
+
     def cache_sizes(self, num_blocks: int, num_host_blocks: int) -> CacheSizes:
         """The KV memory of so many blocks on the device and on the host."""
         return CacheSizes(num_blocks * self.block_bytes, num_host_blocks * self.block_bytes)
@@ -83,11 +92,19 @@ class LoadedModel:
     @property
     def min_cache_sizes(self) -> CacheSizes:
         """The least KV memory that anything can be run with. Raises ``ModelError`` for an impossible block size."""
-        return min_cache_sizes(self.model.attention_layers, self.block_size, self.kv_cache_dtype)
+        return min_cache_sizes(self.block_layout)
+
+    @property
+    def block_layout(self) -> BlockLayout:
+        """What a block of KV memory holds. Raises ``ModelError`` for an impossible block size."""
+        if self.block_size < 1:
+            raise ModelError(f"The block size is {self.block_size} tokens, and it must be at least 1.")
+        model = self.model
+        return BlockLayout.of(model.attention_layers, self.block_size, self.kv_cache_dtype, model.state_bytes)
 
     def make_kv_cache(self, pools: CacheSizes) -> KVCache:
         """KV memory for this model. Raises ``ModelError`` where it cannot be had."""
-        return KVCache(self.model.attention_layers, self.block_size, pools, self.kv_cache_dtype, self.device)
+        return KVCache(self.block_layout, pools, self.device)
 
 
 def load_model_and_attention(
@@ -111,18 +128,31 @@ def load_model_and_attention(
     num_lora_slots = config.max_loras if config.enable_lora else 0
     options = LoadOptions(config, device, ranks, stage, num_lora_slots, expert_ranks)
     model = load_model(model_config, config.model, options, check)
+    if model.state_bytes:
+        _check_state(config)
+        log.info(STATE_IN_BLOCKS, model.state_bytes / 2**20, config.block_size)
     kv_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, model.dtype, device)
 
     def make(shape: AttentionShape) -> AttentionBackend:
         return make_attention(config.attention, shape, device, model.dtype, kv_dtype, deterministic=deterministic)
 
-    backend = attention_of(model.attention_layers, config.block_size, make)
+    backend = attention_of(model.attention_layers, config.block_size, make, keeps_batch=model.state_bytes > 0)
     graph_sizes = () if config.enforce_eager else capture_sizes(config.max_num_seqs)
     loras = None
     if isinstance(model, Llama) and isinstance(model_config, DecoderConfig) and model.loras is not None:
         loras = LoRAManager(model_config, model.loras)
     block_size = config.block_size
     return LoadedModel(model_config, model, backend, kv_dtype, block_size, length, device, graph_sizes, stage, loras)
+
+
+def _check_state(config: EngineArgs) -> None:
+    """Raises ``ModelError`` for settings under which the layers of a model would compute tokens that are taken back, as
+    a state that has seen them cannot forget them.
+    """
+    if config.speculative_method != "none":
+        raise ModelError("--speculative-method is for models whose layers keep no state, and this one's do.")
+    if config.async_scheduling:
+        raise ModelError("--async-scheduling is for models whose layers keep no state, and this one's do.")
 
 
 class Runner(Protocol):

@@ -95,7 +95,7 @@ def test_a_gated_model_asks_for_the_licence(user: User) -> None:
 BERT = {"architectures": ["BertForMaskedLM"], "model_type": "bert"}
 T5 = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True}
 VISION = {"architectures": ["MllamaForConditionalGeneration"], "model_type": "mllama", "vision_config": {}}
-HYBRID = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
+HYBRID = {"architectures": ["BambaForCausalLM"], "model_type": "bamba", "layer_types": ["mamba", "attention"]}
 MAMBA = {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
 BITSANDBYTES = {"quantization_config": {"quant_method": "bitsandbytes"}}
 CODE = {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}
@@ -112,9 +112,9 @@ CODE = {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}
         ),
         (
             HYBRID,
-            "has layers of type 'conv', and supported are full_attention, sliding_attention, chunked_attention: take a",
+            "has layers of type 'mamba', and supported are full_attention, sliding_attention, chunked_attention, ",
         ),
-        (MAMBA, "org/wrong/config.json has layers of type 'linear_attention'"),  # only transformers knows
+        (MAMBA, "org/wrong/config.json names MambaForCausalLM, which keeps a state"),  # only transformers knows
         (BITSANDBYTES, "The weights are quantised by 'bitsandbytes', and read are awq, gptq"),
         (CODE, "has auto_map, but code from a model folder is never run: take another model."),
         ({"hidden_size": None}, "org/wrong/config.json says that hidden_size is None"),

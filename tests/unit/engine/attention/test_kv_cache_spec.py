@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.attention.base import LayerAttention
 from quire_engine.attention.cpu import CpuAttention
-from quire_engine.attention.kv_cache_spec import block_elements, kv_cache_specs
+from quire_engine.attention.kv_cache_spec import BlockLayout
 from quire_engine.attention.mixed import MixedAttention, attention_of
 from quire_engine.attention.reference import ReferenceAttention
 
@@ -34,33 +34,42 @@ LAYERS = st.lists(
 def test_each_layer_has_a_part_of_every_block_and_no_element_belongs_to_two(
     layers: list[LayerAttention], dtype: torch.dtype
 ) -> None:
-    specs = kv_cache_specs(layers, BLOCK_SIZE, dtype)
-    blocks = torch.zeros(3, block_elements(specs), dtype=dtype)
-    for number, (spec, layer) in enumerate(zip(specs, layers, strict=True), start=1):
-        view = spec.view(blocks)
+    layout = BlockLayout.of(layers, BLOCK_SIZE, dtype)
+    blocks = torch.zeros(3, layout.elements, dtype=dtype)
+    for number, (view, layer) in enumerate(zip(layout.views(blocks), layers, strict=True), start=1):
         row = layer.head_dim + (4 if dtype == torch.int8 else 0)
         assert view.shape == (3, 2, layer.num_kv_heads, BLOCK_SIZE, row)
         assert (view == 0).all()
         view.fill_(number)
     assert (blocks != 0).all()
-    assert sum(math.prod(spec.shape) for spec in specs) == block_elements(specs)
+    assert sum(math.prod(spec.shape) for spec in layout.specs) == layout.elements
 
 
 def test_layers_that_are_equal_lie_as_one_tensor_of_them_would() -> None:
-    specs = kv_cache_specs([LOCAL] * 3, BLOCK_SIZE, torch.float32)
-    blocks = torch.arange(2 * block_elements(specs)).view(2, -1)
+    layout = BlockLayout.of([LOCAL] * 3, BLOCK_SIZE, torch.float32)
+    blocks = torch.arange(2 * layout.elements).view(2, -1)
     whole = blocks.view(2, 3, 2, LOCAL.num_kv_heads, BLOCK_SIZE, LOCAL.head_dim)
-    for layer, spec in enumerate(specs):
-        view = spec.view(blocks)
+    for layer, view in enumerate(layout.views(blocks)):
         assert torch.equal(view, whole[:, layer])
         assert view.stride() == whole[:, layer].stride()
 
 
 def test_a_layer_that_reads_the_keys_of_another_has_no_room_of_its_own() -> None:
     shared = LayerAttention(num_heads=8, num_kv_heads=2, head_dim=8, scale=0.3, kv_layer=0)
-    specs = kv_cache_specs([LOCAL, GLOBAL, shared], BLOCK_SIZE, torch.float32)
-    assert specs[2] is specs[0]
-    assert block_elements(specs) == specs[1].end
+    layout = BlockLayout.of([LOCAL, GLOBAL, shared], BLOCK_SIZE, torch.float32)
+    assert layout.specs[2] is layout.specs[0]
+    assert layout.elements == layout.specs[1].end
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_states_lie_where_numbers_of_any_size_can_be_read_and_in_no_layer(dtype: torch.dtype) -> None:
+    layout = BlockLayout.of([LOCAL, GLOBAL], 1, dtype, state_bytes=40)
+    blocks = torch.zeros(3, layout.elements, dtype=dtype)
+    *layers, states = layout.views(blocks)
+    assert states.shape == (3, 40)
+    states.view(torch.int64).fill_(-1)
+    assert all((layer == 0).all() for layer in layers)
+    assert layout.block_bytes % 16 == 0
 
 
 @pytest.mark.parametrize("make", [ReferenceAttention, CpuAttention])

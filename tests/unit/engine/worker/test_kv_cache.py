@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.attention.base import LayerAttention
+from quire_engine.attention.kv_cache_spec import BlockLayout
 from quire_engine.core.block_pool import BlockCopies, BlockCopy
 from quire_engine.core.executor import CopyError
 from quire_engine.errors import ModelError
@@ -16,7 +17,7 @@ from quire_engine.worker.kv_cache import KVCache
 from quire_engine.worker.memory import CacheSizes
 from torch.overrides import TorchFunctionMode
 
-LAYERS = [LayerAttention(num_heads=2, num_kv_heads=1, head_dim=2, scale=1.0)] * 2
+LAYOUT = BlockLayout.of([LayerAttention(num_heads=2, num_kv_heads=1, head_dim=2, scale=1.0)] * 2, 4, torch.float32)
 BLOCK_BYTES = 2 * 2 * 1 * 4 * 2 * 4
 DEVICE, HOST = 7, 5
 MOVES = ("blocks_to_swap_out", "blocks_to_copy", "blocks_to_swap_in")
@@ -24,7 +25,7 @@ MOVES = ("blocks_to_swap_out", "blocks_to_copy", "blocks_to_swap_in")
 
 def numbered() -> KVCache:
     """A cache whose device block ``i`` is full of ``i``, and host block ``i`` of ``100 + i``."""
-    cache = KVCache(LAYERS, 4, CacheSizes(DEVICE * BLOCK_BYTES, HOST * BLOCK_BYTES), torch.float32, torch.device("cpu"))
+    cache = KVCache(LAYOUT, CacheSizes(DEVICE * BLOCK_BYTES, HOST * BLOCK_BYTES), torch.device("cpu"))
     for pool, first in ((cache.blocks, 0), (cache._host_blocks, 100)):
         pool.copy_(torch.arange(first, first + len(pool))[:, None].expand(pool.shape))
     return cache
@@ -153,7 +154,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Cudart], KVCache]:
         monkeypatch.setattr(kv_cache, "_lazy_zeros", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype))
         monkeypatch.setattr(kv_cache, "CudaSwapStream", lambda _: None)
         pools = CacheSizes(DEVICE * BLOCK_BYTES, HOST * BLOCK_BYTES)
-        return KVCache(LAYERS, 4, pools, torch.float32, GPU)
+        return KVCache(LAYOUT, pools, GPU)
 
     return make
 

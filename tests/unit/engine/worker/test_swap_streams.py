@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.attention.base import LayerAttention
+from quire_engine.attention.kv_cache_spec import BlockLayout
 from quire_engine.core.block_pool import BlockCopies, BlockCopy
 from quire_engine.core.executor import CopyError
 from quire_engine.worker.kv_cache import CudaSwapStream, KVCache, StepEvent
@@ -18,7 +19,7 @@ from quire_engine.worker.memory import CacheSizes
 from tests.support.fake_streams import FakeDevice
 from tests.support.swap_streams import SwapStreamWithout, Wait
 
-LAYERS = [LayerAttention(num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0)]
+LAYOUT = BlockLayout.of([LayerAttention(num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0)], 1, torch.float32)
 BLOCK_BYTES = 2 * 4
 DEVICE, HOST = 5, 3
 CPU = torch.device("cpu")
@@ -87,9 +88,7 @@ def outcome_on(seed: int, plan: list[Step], left_out: Wait | None = None) -> Out
     with pytest.MonkeyPatch.context() as patch, fake:
         fake.install(patch)
         order = SwapStreamWithout(CPU, left_out)
-        cache = KVCache(
-            LAYERS, 1, CacheSizes(DEVICE * BLOCK_BYTES, HOST * BLOCK_BYTES), torch.float32, CPU, swap_stream=order
-        )
+        cache = KVCache(LAYOUT, CacheSizes(DEVICE * BLOCK_BYTES, HOST * BLOCK_BYTES), CPU, swap_stream=order)
 
         def forward(number: int, step: Step) -> None:
             read.extend(cache.blocks[block].flatten()[0].item() for block in step.reads)
@@ -190,7 +189,7 @@ def test_a_mark_waits_for_what_was_launched_before_it_and_for_nothing_else() -> 
 
 
 def test_on_the_cpu_nothing_is_ordered() -> None:
-    assert KVCache(LAYERS, 1, CacheSizes(DEVICE * BLOCK_BYTES, 0), torch.float32, CPU).swap_stream is None
+    assert KVCache(LAYOUT, CacheSizes(DEVICE * BLOCK_BYTES, 0), CPU).swap_stream is None
 
 
 @pytest.mark.parametrize("seed", range(20))
