@@ -74,6 +74,7 @@ class TransformersConfig(ModelConfig):
         plain = {key: value for key, value in raw.items() if key != "quantization_config"}
         parsed = to_hf_config(path, plain, _config_class(path, architecture, raw))
         _check_text_only(path, parsed)
+        model_class = _model_class(path, architecture, parsed)
         return cls(
             architecture=architecture,
             vocab_size=_positive_int(path, parsed, "vocab_size"),
@@ -81,7 +82,7 @@ class TransformersConfig(ModelConfig):
             eos_token_ids=eos_token_ids(folder, raw),
             model_revision=compute_revision(folder),
             hf_config=parsed,
-            model_class=_model_class(path, architecture, parsed),
+            model_class=model_class,
         )
 
 
