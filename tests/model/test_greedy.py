@@ -5,7 +5,7 @@ import torch
 from quire_engine.executor.torch_executor import TorchExecutor
 
 from tests.model.driver import Driver, Sequence
-from tests.model.models import OUTPUT_TOKENS, SmallModels, oracle_model
+from tests.model.models import NAMES, OUTPUT_TOKENS, OWN, SmallModels, oracle_model
 from tests.support.executors import load_executor
 
 POOL = 4 << 20
@@ -20,7 +20,14 @@ def sequences(models: SmallModels, count: int = 20) -> list[Sequence]:
     return [Sequence(index, prompt, OUTPUT_TOKENS) for index, prompt in enumerate(models.prompts[:count])]
 
 
-@pytest.mark.parametrize("attention", ["reference", "auto"])
+BACKENDS = [
+    pytest.param(name, attention, marks=() if name in OWN or attention == "auto" else pytest.mark.soak)
+    for name in NAMES
+    for attention in ("reference", "auto")
+]
+
+
+@pytest.mark.parametrize(("model_name", "attention"), BACKENDS)
 def test_output_is_transformers_own_under_random_chunks_blocks_and_swaps(
     small_models: SmallModels, model_name: str, attention: str
 ) -> None:

@@ -52,11 +52,17 @@ def test_greedy_output_is_transformers_own(
         check_greedy_output(small_models, model_name, pressure, chunk, caching, path)
 
 
-@pytest.mark.parametrize(
-    ("pressure", "chunk", "caching"),
-    [("no pressure", UNLIMITED, "none"), ("recompute", 64, "device"), ("swap", 7, "host")],
-)
-@pytest.mark.parametrize("model_name", FALLBACK)
+def fallback_matrix() -> Iterator[Any]:
+    """Models without own code with schedules of every kind: all of those whose memory is unlike that of the others, and
+    of the rest one that goes round; the rest of them is for `make soak`.
+    """
+    schedules = [("no pressure", UNLIMITED, "none"), ("recompute", 64, "device"), ("swap", 7, "host")]
+    for (row, model), (column, schedule) in product(enumerate(FALLBACK), enumerate(schedules)):
+        always = model in {"gemma4", "qwen3.5"} or column == row % len(schedules)
+        yield pytest.param(model, *schedule, marks=() if always else pytest.mark.soak)
+
+
+@pytest.mark.parametrize(("model_name", "pressure", "chunk", "caching"), list(fallback_matrix()))
 def test_greedy_output_of_models_without_own_code_is_transformers_own(
     small_models: SmallModels, model_name: str, pressure: str, chunk: int, caching: str
 ) -> None:
