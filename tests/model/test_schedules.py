@@ -149,6 +149,24 @@ def test_a_seed_makes_the_same_draws_alone_and_in_any_batch_and_after_any_preemp
     assert other.outputs[0] != alone[0], "the seed changes nothing"
 
 
+@pytest.mark.parametrize("model_name", ["gemma4", "gpt-oss", "qwen3.5"])
+def test_draws_of_models_without_own_code_are_the_same_alone_and_after_any_preemption(
+    small_models: SmallModels, model_name: str
+) -> None:
+    folder, prompts = small_models.folder(model_name), small_models.prompts[3:11]
+    params = [
+        SamplingParams(temperature=0.7, top_k=20, seed=number, max_tokens=40, ignore_eos=True)
+        for number in range(len(prompts))
+    ]
+    roomy, small = executor_of(folder, "no pressure"), load(folder, 10, 100)
+    alone = [run(roomy, [prompt], [wanted]).outputs[0] for prompt, wanted in zip(prompts, params, strict=True)]
+    for mode in ("swap", "recompute"):
+        together = run(small, prompts, params, chunk=7, preemption_mode=mode)
+        assert together.outputs == alone
+        counted = together.statistics
+        assert (counted.preemptions_by_swap if mode == "swap" else counted.preemptions_by_recompute) > 0
+
+
 def test_prefixes_that_left_the_device_come_back_from_the_host(small_models: SmallModels) -> None:
     folder = small_models.folder("qwen3")
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
