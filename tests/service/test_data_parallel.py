@@ -146,8 +146,13 @@ def test_all_engines_finish_their_requests_when_one_is_terminated(group: Group) 
 
 
 @pytest.mark.soak
-def test_quire_serve_starts_a_group_and_starts_all_of_it_again(experts: Path, tmp_path: Path) -> None:
-    """Whoever was killed is back before the other has ended, and finds no old engine 0."""
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_quire_serve_starts_a_group_and_starts_all_of_it_again(
+    experts: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """One that was killed is back before the other has ended, and finds no old engine 0. One that was stopped is killed
+    some time after the other has ended.
+    """
     tree = Tree(tmp_path / "tree.log", "--data-parallel-size", str(SIZE), *FLOAT32, model=experts, name=MODEL)
     try:
         client = tree.wait_ready().client
@@ -156,7 +161,7 @@ def test_quire_serve_starts_a_group_and_starts_all_of_it_again(experts: Path, tm
         assert len(engines) == SIZE
         stream = texts(client.completions.create(**LONG, **IGNORE_EOS, stream=True))
         seen = [next(stream) for _ in range(20)]
-        engines[1].kill()
+        engines[0 if number == signal.SIGSTOP else 1].send_signal(number)
         seen += stream
         assert "".join(seen) == undisturbed
         assert {engine.pid for engine in engines}.isdisjoint(process.pid for process in tree.processes)

@@ -194,9 +194,9 @@ def test_a_model_that_the_engine_refuses_ends_all_with_its_sentence(tmp_path: Pa
     (folder / "config.json").write_text(json.dumps(config | {"head_dim": 15}))
     tree = Tree(tmp_path / "tree.log", model=folder)
     assert tree.wait(120) == 1
-    assert "engine-1 | quire-engine: " in tree.text
+    assert "engine-0 | quire-engine: " in tree.text
     assert "has a head dimension of 15" in tree.text
-    assert "engine-1 ended with status 1; the others are stopped" in tree.text
+    assert "engine-0 ended with status 1; the others are stopped" in tree.text
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:

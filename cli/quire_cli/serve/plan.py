@@ -131,13 +131,14 @@ def _engine_program(
     where = [f"--host={LOCALHOST}", f"--port={ports[0]}", f"--metrics-port={ports[1]}"]
     where += [f"--data-parallel-rank={index}"] if config.data_parallel_size > 1 else []
     return Program(
-        f"engine-{index + 1}",
+        f"engine-{index}",
         "engine",
         "quire_engine.cli",
         [*arguments, *where],
         (ports[1], "/started"),
         config.shutdown_delay + config.shutdown_timeout + GRACE,
         environment,
+        grouped=config.data_parallel_size > 1,
     )
 
 
@@ -173,7 +174,7 @@ def _engine_ports(flags: ServeFlags, config: EngineConfig, ports: Ports) -> list
     places: list[tuple[int, int]] = []
     next_port = 9000
     for index in range(flags.engines):
-        owner = f"engine {index + 1}"
+        owner = f"engine {index}"
         if first:
             port = ports.named(first + ENGINE_STEP * index, owner, "--engine-port")
         else:

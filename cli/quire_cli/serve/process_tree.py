@@ -2,7 +2,8 @@
 
 All of it runs in one event loop. A process counts as ready once its health probe answers 200. One that ends before
 that has failed to start: where it ended by itself and was never ready, it would do so again, and all end; otherwise
-it is started again after a growing delay, ``MAX_FAILED_STARTS`` times.
+it is started again after a growing delay, ``MAX_FAILED_STARTS`` times. Programs that cannot run without each other
+are ``grouped``: they end together by themselves, and one that does not, as a stopped process cannot, is killed.
 """
 
 import asyncio
@@ -30,6 +31,8 @@ PROBE_PERIOD = 0.05  # seconds
 _PROBE_TIMEOUT = 2.0  # seconds
 _FIRST_DELAY, _LAST_DELAY = 0.25, 10.0  # seconds before a process that died is started again
 _STABLE = 30.0  # seconds of life after which the delay is the first one again
+# Seconds in which the others of a group end that lost one: they notice it after 10 seconds of silence at the latest.
+GROUP_END_TIMEOUT = 15.0
 _OUTPUT_TIMEOUT = 2.0  # seconds in which the output of a process that ended is read
 _PIECE = 1 << 16  # bytes
 _WARNING = re.compile(r"\S+ \S+ WARNING ")  # behind the date and the time
@@ -40,7 +43,7 @@ class Program:
     """What one process of the tree runs: a module and its arguments.
 
     ``kind`` is stopped together. ``probe`` is the port and path of its health, at ``host``. It may take
-    ``stop_timeout`` seconds to end after SIGTERM.
+    ``stop_timeout`` seconds to end after SIGTERM. ``grouped`` ones of a kind cannot run without each other.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Program:
     stop_timeout: float = 8.0
     environment: dict[str, str] = field(default_factory=dict)
     host: str = LOCALHOST
+    grouped: bool = False
 
 
 class End(NamedTuple):
@@ -74,6 +78,7 @@ class ProcessTree:
         self._running: dict[str, asyncio.subprocess.Process] = {}
         self._end: asyncio.Future[End] | None = None
         self._stopping = False
+        self._killed: set[str] = set()  # names of those that did not end with their group, until they have
         self._warnings: dict[tuple[str, str], str] = {}  # of each kind's starts, and who gave each first
         self.ready: set[str] = set()
         """Names of the programs that are ready now."""
@@ -137,6 +142,10 @@ class ProcessTree:
             status, ready, last_lines = await self._run_once(program)
             if self._stopping:
                 return
+            if program.name in self._killed:
+                self._killed.remove(program.name)
+            elif program.grouped:
+                self._end_group(program)
             was_ready, failed_starts = was_ready or ready, 0 if ready else failed_starts + 1
             told = f"{program.name} {_describe_end(status)}"
             if failed_starts == MAX_FAILED_STARTS or (status > 0 and not was_ready):
@@ -147,6 +156,25 @@ class ProcessTree:
                 backoff.reset()
             self._say(f"{told} and is started again", SELF)
             await asyncio.sleep(backoff.next())
+
+    def _end_group(self, ended: Program) -> None:
+        """Kills the others of the group that still run after ``GROUP_END_TIMEOUT``. Those that are not ready now are
+        left alone: they have been started again, and are of the next group.
+        """
+        others = [
+            (other.name, self._running[other.name])
+            for other in self._programs
+            if other.grouped and other.kind == ended.kind and other.name in self.ready
+        ]
+
+        def kill() -> None:
+            for name, process in others:
+                if process.returncode is None and name not in self._killed and not self._stopping:
+                    self._killed.add(name)
+                    self._say(f"{name} does not end although {ended.name} has, and is killed", SELF)
+                    _signal_group(process, signal.SIGKILL)
+
+        asyncio.get_running_loop().call_later(GROUP_END_TIMEOUT, kill)
 
     async def _run_once(self, program: Program) -> tuple[int, bool, str]:
         """Runs a program to its end. Returns its status, whether it was ready at any time, and its last lines."""

@@ -41,7 +41,7 @@ def router(plan: Plan) -> Settings:
 
 def test_the_router_knows_every_engine_by_its_address() -> None:
     made = plan("--engines", "3")
-    assert [program.name for program in made.programs] == ["engine-1", "engine-2", "engine-3", "router"]
+    assert [program.name for program in made.programs] == ["engine-0", "engine-1", "engine-2", "router"]
     assert router(made).engine == [f"127.0.0.1:{engine.port}" for engine in engines(made)]
     assert len({port for engine in engines(made) for port in (engine.port, engine.metrics_port)}) == 6
 
@@ -50,12 +50,15 @@ def test_engines_that_share_experts_have_a_rank_each_and_one_place_to_meet() -> 
     made = plan("--data-parallel-size", "3", "--all2all-backend", "alltoall")
     assert [engine.data_parallel_rank for engine in engines(made)] == [0, 1, 2]
     assert {engine.data_parallel_size for engine in engines(made)} == {3}
+    assert [program.grouped for program in made.programs] == [True, True, True, False]
     (port,) = {engine.data_parallel_rpc_port for engine in engines(made)}
     assert port not in {port for engine in engines(made) for port in (engine.port, engine.metrics_port)}
     assert router(made).engine == [f"127.0.0.1:{engine.port}" for engine in engines(made)]
     assert made.engine.kv_cache_memory == 512 << 20
     assert plan("--data-parallel-size", "2", "--engines", "2").engines == 2
-    assert plan("--data-parallel-size", "1", "--engines", "2").engine.data_parallel_size == 1
+    alone = plan("--data-parallel-size", "1", "--engines", "2")
+    assert alone.engine.data_parallel_size == 1
+    assert not any(program.grouped for program in alone.programs)
 
 
 def test_a_variable_does_not_make_engines_a_group(monkeypatch: pytest.MonkeyPatch) -> None:

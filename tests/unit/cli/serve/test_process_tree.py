@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from quire_cli.serve import child
+from quire_cli.serve import child, process_tree
 from quire_cli.serve.process_tree import ProcessTree, Program, answers
 
 from tests.support.ports import free_port
@@ -23,12 +23,11 @@ from tests.support.small_service import Behaviour
 from tests.support.waiting import until
 
 
-def program(name: str, *, stop_timeout: float = 20.0, **behaviour: Any) -> Program:
+def program(name: str, *, stop_timeout: float = 20.0, grouped: bool = False, **behaviour: Any) -> Program:
     service = Behaviour(port=free_port(), **behaviour)
     kind = name.partition("-")[0]
-    return Program(
-        name, kind, "tests.support.small_service", service.arguments(), (service.port, "/health"), stop_timeout
-    )
+    probe = service.port, "/health"
+    return Program(name, kind, "tests.support.small_service", service.arguments(), probe, stop_timeout, grouped=grouped)
 
 
 class Lines:
@@ -96,6 +95,24 @@ async def test_what_is_killed_is_started_again_and_the_others_stay() -> None:
         assert lines.lines.count(("quire", "engine-1 was killed with SIGKILL (by the system, if memory ran out) "
                                   "and is started again")) == 1  # fmt: skip
         assert not task.done()
+
+
+async def test_of_a_group_that_lost_one_those_that_do_not_end_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a stopped process does not; what was started again meanwhile is left alone, and so is what is in no group."""
+    monkeypatch.setattr(process_tree, "GROUP_END_TIMEOUT", 1.0)
+    names = ["engine-0", "engine-1", "engine-2"]
+    others = program("engine-9"), program("router")
+    async with running(*(program(name, grouped=True) for name in names), *others) as (tree, lines, _):
+        await until(lambda: len(tree.ready) == 5)
+        before = {name: process_of(tree, name) for name in tree.ready}
+        before["engine-1"].suspend()
+        before["engine-2"].kill()
+        before["engine-0"].kill()
+        await until(lambda: lines.lines.count(("engine-1", "began")) == 2 and len(tree.ready) == 5)
+        after = {name: process_of(tree, name) for name in before}
+        assert {name for name in before if after[name] != before[name]} == set(names)
+        assert [lines.lines.count((name, "began")) for name in names] == [2, 2, 2]
+        assert lines.count("does not end although") == 1
 
 
 @pytest.mark.parametrize(("status", "exit_status", "starts"), [(7, 7, 1), (-signal.SIGKILL, 137, 3)])
