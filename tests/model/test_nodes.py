@@ -137,7 +137,7 @@ def test_another_model_or_another_setting_is_refused(small_models: SmallModels, 
             assert other.wait(SECONDS_TO_END) == 1
             assert said in other.text
         loading.join()
-        assert [str(error) for error in refused] == ["Nodes 1 have not joined within 25 seconds."]
+        assert [str(error) for error in refused] == ["Node 1 has not joined within 25 seconds."]
 
 
 @pytest.fixture(params=["killed", "stopped", "its rank killed"])

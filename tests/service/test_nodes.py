@@ -83,7 +83,7 @@ def test_a_node_without_the_certificate_does_not_join_and_learns_why(tmp_path: P
     wrong = tls_flags(theirs.issue(NODE_NAME, files="foreign"), theirs)
     where = (*SMALL_POOLS, *FLOAT32, *SPLIT, "--master-port", str(free_port()))
     engine = Engine(DEMO, tmp_path, *where, *right)
-    while "waiting for nodes 1 to join" not in engine.text:
+    while "waiting for node 1 to join" not in engine.text:
         assert engine.popen.poll() is None, engine.text
         time.sleep(0.1)
     node = Node(tmp_path, "--model", str(DEMO), "--served-model-name", "quire-demo", *where, *wrong)

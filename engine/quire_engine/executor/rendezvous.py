@@ -155,10 +155,15 @@ class RendezvousHub(Generic[M]):
             while not all_joined():
                 names, left = ", ".join(map(str, missing)), deadline - time.monotonic()
                 if left <= 0:
-                    late = f"{noun.capitalize()}s {names}"
-                    raise ModelError(f"{late} have not joined within {self._place.timeout:g} seconds.")
+                    late = (
+                        f"{noun.capitalize()} {names} has"
+                        if len(missing) == 1
+                        else f"{noun.capitalize()}s {names} have"
+                    )
+                    raise ModelError(f"{late} not joined within {self._place.timeout:g} seconds.")
                 # A warning, as what is started by hand shows nothing less, and nothing else can be seen meanwhile.
-                log.warning("waiting for %ss %s to join at %s, for up to %.0f seconds", noun, names, address, left)
+                who = noun if len(missing) == 1 else f"{noun}s"
+                log.warning("waiting for %s %s to join at %s, for up to %.0f seconds", who, names, address, left)
                 self._changed.wait_for(all_joined, min(left, WAITING_SECONDS))
             return [member for _, member in sorted(self._joined.items())]
 

@@ -259,7 +259,7 @@ def test_one_that_joined_hears_that_the_group_did_not_come_together(place: Rende
     brief = replace(place, timeout=1.0)
     with ThreadPoolExecutor(2) as pool:
         ends = [pool.submit(join, brief, rank) for rank in (0, 1)]
-        with pytest.raises(ModelError, match=r"^Engines 2 have not joined within 1 seconds\.$"):
+        with pytest.raises(ModelError, match=r"^Engine 2 has not joined within 1 seconds\.$"):
             ends[0].result(10)
         with pytest.raises(ModelError, match=r"^Engine 0 \(.*\) has closed the connection, and this engine ends\.$"):
             ends[1].result(10)
