@@ -129,7 +129,7 @@ class EngineServer:
         await self._drain_delay()
         await self._drain()
         await heartbeats.stop()
-        await server.stop(grace=1.0)
+        await server.stop(grace=1.0 if self._failure is None else None)
         self._core.send(Shutdown())
         await asyncio.to_thread(thread.join, self._end_timeout)
         await asyncio.to_thread(self._grammars.close)
@@ -139,14 +139,19 @@ class EngineServer:
 
     async def _until_leaving(self) -> None:
         """Waits for a signal, the end of the core, or until another engine of the group was told to stop."""
-        ends = self._stop_requested.wait(), self._core_ended.wait()
         if self._lockstep is None:
-            await _first_completed(*ends)
+            await self._until_stopped()
             return
-        await _first_completed(*ends, asyncio.to_thread(self._lockstep.wait_until_leaving))
-        if not (self._stop_requested.is_set() or self._core_ended.is_set()):
+        await _first_completed(self._until_stopped(), asyncio.to_thread(self._lockstep.wait_until_leaving))
+        if self._lockstep.wait_for_loss(0) is not None:  # nobody leaves in order: the core fails with it
+            await self._until_stopped()
+        elif not (self._stop_requested.is_set() or self._core_ended.is_set()):
             log.info("another engine of the group was told to stop: this one leaves with it")
         self._lockstep.leave()
+
+    async def _until_stopped(self) -> None:
+        """Waits for a signal or the end of the core."""
+        await _first_completed(self._stop_requested.wait(), self._core_ended.wait())
 
     @property
     def _end_timeout(self) -> float:
@@ -207,8 +212,10 @@ class EngineServer:
 
     async def _drain(self) -> None:
         """Refuses new requests and waits for running ones to end, for at most ``shutdown_timeout`` and while the core
-        runs.
+        runs. Where it has failed, nothing ends in order, and routers are not told so.
         """
+        if self._failure is not None:
+            return
         log.info("stopping: %d requests in progress", self._sessions.in_progress)
         self._sessions.drain()
         with suppress(TimeoutError):

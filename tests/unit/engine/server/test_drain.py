@@ -8,12 +8,14 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from threading import Event
 
 import pytest
 from quire.v1 import engine_pb2, types_pb2
 from quire_engine.config import EngineConfig
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
+from quire_engine.core.data_parallel import DataParallel, DPMessage, DPMessageKind, Lockstep
 from quire_engine.core.executor import ExecutorError
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.scheduler import Scheduler
@@ -39,17 +41,24 @@ class Executor(PagedExecutor):
 
     broken = False
 
+    def __init__(self, capacity: KVCacheConfig) -> None:
+        super().__init__(capacity)
+        self.held = Event()  # a step takes until it is set
+        self.held.set()
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         if self.broken:
             raise ExecutorError("a block copy failed")
         time.sleep(0.001)
+        if not self.held.wait(20) or self.broken:
+            raise ExecutorError("the others are gone")
         return super().execute_model(scheduler_output)
 
 
 class Served:
     """An engine's service in this process, with a router's link to it."""
 
-    def __init__(self, *, shutdown_delay: float) -> None:
+    def __init__(self, *, shutdown_delay: float, data_parallel: DataParallel | None = None) -> None:
         self.executor = Executor(CAPACITY)
         self.port, self.metrics_port = free_port(), free_port()
         config = EngineConfig(
@@ -65,7 +74,9 @@ class Served:
         )
         scheduler = Scheduler(SchedulerConfig(max_model_len=4000, vocab_size=VOCAB_SIZE), KVCacheManager(CAPACITY))
         description = engine_pb2.DescribeResponse(served_model_names=["m"], max_model_len=4000, vocab_size=VOCAB_SIZE)
-        self.server = EngineServer(config, self.executor, scheduler, description, SlowSource())
+        self.server = EngineServer(
+            config, self.executor, scheduler, description, SlowSource(), data_parallel=data_parallel
+        )
         self.serving = self.server.serve()
         self.load = engine_pb2.Load()
         self.link = EngineConnection(f"127.0.0.1:{self.port}", on_load=self.load.CopyFrom)
@@ -83,9 +94,11 @@ class Served:
 
 
 @asynccontextmanager
-async def served(*, shutdown_delay: float = 0.0) -> AsyncIterator[tuple[Served, asyncio.Task[None]]]:
+async def served(
+    *, shutdown_delay: float = 0.0, data_parallel: DataParallel | None = None
+) -> AsyncIterator[tuple[Served, asyncio.Task[None]]]:
     """One that is ready, and the task that ends with it."""
-    engine = Served(shutdown_delay=shutdown_delay)
+    engine = Served(shutdown_delay=shutdown_delay, data_parallel=data_parallel)
     serving = asyncio.create_task(engine.serving)
     engine.link.start()
     try:
@@ -149,6 +162,29 @@ async def test_an_engine_whose_core_fails_during_shutdown_does_not_wait_for_requ
         await engine.link.close()
         await asyncio.wait([running])
         assert running.exception() is not None
+
+
+async def test_an_engine_whose_group_has_lost_another_does_not_say_that_it_leaves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It hears of the loss in the middle of a step, which fails later."""
+    caplog.set_level("INFO")
+    lockstep = Lockstep(lambda _: None)
+    async with served(data_parallel=DataParallel(lockstep, lambda: None)) as (engine, serving):
+        engine.executor.held.clear()
+        running = asyncio.create_task(engine.tokens("a", 3000))
+        await until(lambda: engine.server._sessions.in_progress > 0)
+        lockstep.receive(DPMessage(DPMessageKind.LOST, reason="Engine 1 is gone."))
+        await asyncio.to_thread(lockstep.wait_until_leaving)
+        await asyncio.wait([serving], timeout=0.2)  # in which it would have begun to leave
+        engine.executor.broken = True
+        engine.executor.held.set()
+        with pytest.raises(ExecutorError):
+            await serving
+        await engine.link.close()
+        await asyncio.gather(running, return_exceptions=True)
+    assert "leaves with it" not in caplog.text
+    assert "is leaving" not in caplog.text
 
 
 async def until_probes(engine: Served, expected: list[int]) -> None:
