@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 import sys
 from collections import Counter
 from contextlib import closing
@@ -23,7 +24,7 @@ from quire_engine.config import OTHER_VARIABLES, EngineConfig
 from quire_engine.errors import LoRAError, ModelError, quit_with
 from quire_engine.factory import block_revision, load_executor, make_scheduler, model_grammars
 from quire_engine.server.loras import LoRARegistry
-from quire_engine.server.metrics import ProbeServer
+from quire_engine.server.metrics import ProbeServer, describe_listen_error
 from quire_engine.server.server import EngineServer
 
 if TYPE_CHECKING:
@@ -70,9 +71,9 @@ def _run_node(config: EngineConfig) -> None:
         }
         with closing(ProbeServer(config.host, config.metrics_port, CollectorRegistry(), probes)):
             agent.run()
-    except (ModelError, OSError) as error:
+    except ModelError as error:
         quit_with(1, str(error))
-    except TlsError as error:
+    except (OSError, TlsError) as error:
         quit_with(1, f"{error}.")
 
 
@@ -90,12 +91,23 @@ def _run_engine(config: EngineConfig) -> None:
 def _serve(config: EngineConfig, dropped_spans: Counter[DropReason] | None) -> None:
     import uvloop
 
+    _check_ports(config)
     with closing(_load_executor(config)) as executor:
         server = _make_server(config, executor, dropped_spans)
         try:
             uvloop.run(server.serve())
         except OSError as error:
             quit_with(1, f"{error}.")
+
+
+def _check_ports(config: EngineConfig) -> None:
+    """Tries to listen before the model is loaded and others are waited for, either of which may take long."""
+    for flag, port in (("--port", config.port), ("--metrics-port", config.metrics_port)):
+        try:
+            family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+            socket.create_server((config.host, port), family=family).close()
+        except OSError as error:
+            quit_with(1, f"{describe_listen_error(flag, config.host, port, error)}.")
 
 
 def _make_server(

@@ -103,6 +103,9 @@ def test_a_port_that_is_taken_is_named_also_when_another_engine_has_it(tmp_path:
         code, sentence = sentence_of(DEMO, tmp_path, port=first.port)
         assert code == 1
         assert str(first.port) in sentence
+        code, sentence = sentence_of(DEMO, tmp_path, "--metrics-port", str(first.metrics_port))
+        assert code == 1
+        assert f"--metrics-port: 127.0.0.1:{first.metrics_port} cannot be listened on: " in sentence
     finally:
         assert first.stop() == 0
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, MetricsHandler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
+from quire_proto.cli import join_host_port
 from quire_proto.telemetry import DropReason, Metric
 
 from quire_engine.core.data_parallel import DPStats
@@ -353,7 +354,7 @@ class ProbeServer:
         try:
             self._server = ThreadingHTTPServer((host, port), Handler)
         except OSError as error:
-            raise OSError(f"{host}:{port} cannot be listened on: {error.strerror}") from error
+            raise OSError(describe_listen_error("--metrics-port", host, port, error)) from error
         self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
         Thread(target=self._server.serve_forever, name="probes", daemon=True).start()
@@ -362,6 +363,11 @@ class ProbeServer:
         """Stops serving."""
         self._server.shutdown()
         self._server.server_close()
+
+
+def describe_listen_error(flag: str, host: str, port: int, error: OSError) -> str:
+    """Why nobody can listen where ``flag`` says."""
+    return f"{flag}: {join_host_port(host, port)} cannot be listened on: {error.strerror}"
 
 
 def _respond(handler: MetricsHandler, status: HTTPStatus, content: Mapping[str, str]) -> None:
