@@ -46,6 +46,21 @@ PREFIX = "QUIRE_ENGINE_"
 OTHER_VARIABLES = ("cpu_kernels",)  # QUIRE_ENGINE_CPU_KERNELS is read by ``kernels``, which may not import this
 _SEEN = "tool calls and thoughts are read as the model's chat template writes them"
 _AN_ENGINE_EACH = "each engine of a group is a command of its own, with its --data-parallel-rank, behind a router"
+_WITHOUT_RAY = "engines of a group meet without Ray"
+_SHARED_EXPERTS = "--tensor-parallel-size and --data-parallel-size share experts among ranks"
+_SPECULATION = "--speculative-method and --num-speculative-tokens set it; there are no draft models"
+# vLLM's short flags for what is a flag here.
+_SHORT = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-dpn": "--data-parallel-rank",
+    "-dpa": "--data-parallel-address",
+    "-dpp": "--data-parallel-rpc-port",
+    "-q": "--quantization",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
+}
 _OF_A_REQUEST = "each request says that for itself, as a parameter"
 Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 
@@ -543,6 +558,11 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         "--kv-disk-path": "FOLDER",
     }
     foreign_flags: ClassVar[Mapping[str, str]] = {
+        **{short: f"{flag} is one" for short, flag in _SHORT.items()},
+        **dict.fromkeys(("-dpl", "-dpr", "-dpe", "-dph"), _AN_ENGINE_EACH),
+        "-dpb": _WITHOUT_RAY,
+        "-ep": _SHARED_EXPERTS,
+        "-sc": _SPECULATION,
         "--api-key": "keys are the router's, which has this flag",
         "--chat-template": "a template is part of the model's folder, as chat_template.jinja",
         "--tokenizer": "the tokenizer is part of the model's folder",
@@ -553,7 +573,7 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         "--enable-chunked-prefill": "prompts are always computed in chunks, of --max-num-batched-tokens",
         **dict.fromkeys(("--data-parallel-size-local", "--data-parallel-start-rank"), _AN_ENGINE_EACH),
         **dict.fromkeys(("--data-parallel-external-lb", "--data-parallel-hybrid-lb"), _AN_ENGINE_EACH),
-        "--data-parallel-backend": "engines of a group meet without Ray",
+        "--data-parallel-backend": _WITHOUT_RAY,
         "--dp-size": "--data-parallel-size is one",
         "--enable-dp-attention": "--data-parallel-size does it",
         "--dist-init-addr": "--master-addr and --master-port are the two parts of it",
@@ -562,10 +582,10 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         "--context-length": "--max-model-len is one",
         "--kv-cache-memory-bytes": "--kv-cache-memory is one",
         "--num-gpu-blocks-override": "--kv-cache-memory sets the memory of KV blocks",
-        "--speculative-config": "--speculative-method and --num-speculative-tokens set it; there are no draft models",
+        "--speculative-config": _SPECULATION,
         "--dbo-decode-token-threshold": "--dbo-prefill-token-threshold is for all steps",
         "--enable-two-batch-overlap": "--enable-dbo is one",
-        "--enable-expert-parallel": "--tensor-parallel-size and --data-parallel-size share experts among ranks",
+        "--enable-expert-parallel": _SHARED_EXPERTS,
         "--limit-mm-per-prompt": "models are served for text only",
         "--kv-transfer-config": "prefill and decode are not separated",
         "--guided-decoding-backend": "there is one way to structured output, which needs no choice",

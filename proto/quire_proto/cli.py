@@ -8,7 +8,8 @@ import os
 import re
 import sys
 from argparse import Action, ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn, TypeVar
@@ -41,6 +42,7 @@ _KINDS = {"int": "N", "float": "NUMBER", "str": "TEXT", "Path": "PATH"}
 _CLOSE = 0.8  # how alike a misspelt name is; other words for a thing are not
 _Value = TypeVar("_Value", bound=str | None)
 _UNKNOWN = "unrecognized arguments: "  # the beginning of argparse's message
+_PAIR = re.compile(r"[^-=/][^=/]*=")  # the beginning of NAME=VALUE, and of no path
 _DEFAULT = re.compile(r" \(default: (.*)\)$")
 
 
@@ -123,7 +125,8 @@ class FlagParser(ArgumentParser):
 
     ``metavars`` are the placeholders of flags' values in the help, by flag; others are named by their type. Defaults
     are shown as a user would write them, and empty ones are not shown. An unknown flag ends the process with one line;
-    ``foreign`` are flags of other servers, each with what to use instead.
+    ``foreign`` are flags of other servers, each with what to use instead. A flag whose placeholder is ``NAME=…`` may
+    have several such values behind it, as with vLLM.
     """
 
     def __init__(
@@ -132,6 +135,7 @@ class FlagParser(ArgumentParser):
         self._metavars = dict(metavars)
         self._foreign = dict(foreign or {})
         self._flags: list[str] = []
+        self._pair_flags: set[str] = set()
         super().__init__(
             prog=program,
             description=cleandoc(description),
@@ -153,9 +157,28 @@ class FlagParser(ArgumentParser):
     def _prepare(self, names: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
         if "metavar" in options:
             options["metavar"] = self._metavars.get(names[0]) or _kind(options["metavar"])
+            if str(options["metavar"]).startswith("NAME="):
+                self._pair_flags.update(names)
         self._flags += names
         options["help"] = _DEFAULT.sub(_format_default, options.get("help") or "")
         return options
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As ``ArgumentParser.parse_known_args``, which ``parse_args`` calls."""
+        return super().parse_known_args(list(self._join_pairs(sys.argv[1:] if args is None else args)), namespace)
+
+    def _join_pairs(self, arguments: Iterable[str]) -> Iterator[str]:
+        """The arguments, where ``--flag a=1 b=2`` is ``--flag=a=1,b=2``."""
+        rest = deque(arguments)
+        while rest:
+            flag, equals, value = rest.popleft().partition("=")
+            if flag not in self._pair_flags or (not equals and not rest):
+                yield flag + equals + value
+                continue
+            values = [value if equals else rest.popleft()]
+            while rest and _PAIR.match(rest[0]):
+                values.append(rest.popleft())
+            yield f"{flag}={','.join(values)}"
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with one line, without the usage, whose many flags would hide it."""

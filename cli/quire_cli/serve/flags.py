@@ -44,6 +44,7 @@ dies is started again.
 
 The flags of quire-engine and quire-router are taken too, by their own names, and so are their variables,
 QUIRE_ENGINE_... and QUIRE_ROUTER_...."""
+_SETS_IT = "quire serve sets it itself, for each engine of a group"
 FOREIGN = {
     **Settings.foreign_flags,
     **EngineConfig.foreign_flags,
@@ -53,6 +54,8 @@ FOREIGN = {
     "--tp": "--tensor-parallel-size is one",
     "--pp": "--pipeline-parallel-size is one",
     "--uvicorn-log-level": "--log-level is one",
+    **dict.fromkeys(("--data-parallel-rank", "--data-parallel-address", "--data-parallel-rpc-port"), _SETS_IT),
+    **dict.fromkeys(("-dpn", "-dpa", "-dpp"), _SETS_IT),
 }
 
 

@@ -172,6 +172,13 @@ def test_a_misspelt_flag_gets_a_suggestion(capsys):
         ("quire-router", "--port", "--http-port and --grpc-port are the ports that clients use"),
         ("quire-engine", "--api-key", "keys are the router's, which has this flag"),
         ("quire-engine", "--trust-remote-code=true", "no code of a model's folder is run"),
+        ("quire-engine", "-tp", "--tensor-parallel-size is one"),
+        ("quire-engine", "-dpn=1", "--data-parallel-rank is one"),
+        (
+            "quire-engine",
+            "-dpr",
+            "each engine of a group is a command of its own, with its --data-parallel-rank, behind a router",
+        ),
     ],
 )
 def test_a_flag_of_another_server_names_the_flag_to_use_instead(program, flag, instead, capsys):
@@ -181,6 +188,28 @@ def test_a_flag_of_another_server_names_the_flag_to_use_instead(program, flag, i
     name = flag.partition("=")[0]
     assert end.value.code == 2
     assert capsys.readouterr().err == f"{program}: {name} is no flag; {instead}. {program} --help tells them all.\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--lora-modules", "a=/x", "b=/y=z", "c=w", "--max-loras", "3"],
+        ["--lora-modules=a=/x", "b=/y=z", "--lora-modules", "c=w", "--max-loras=3"],
+        ["--max-loras", "3", "--lora-modules", "a=/x,b=/y=z", "c=w"],
+    ],
+)
+def test_several_adapters_may_follow_one_flag_as_with_vllm(arguments):
+    config = command.read_settings(EngineConfig, ["--model=m", "--enable-lora", *arguments])
+
+    assert config.lora_folders == {"a": Path("/x"), "b": Path("/y=z"), "c": Path("w")}
+    assert config.max_loras == 3
+
+
+def test_what_is_no_adapter_is_not_taken_for_one(capsys):
+    with pytest.raises(SystemExit):
+        command.read_settings(EngineConfig, ["--model=m", "--enable-lora", "--lora-modules", "a=/x", "/models/b=c"])
+
+    assert "/models/b is no flag" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("settings", COMMANDS.values())

@@ -31,6 +31,14 @@ def test_names_may_have_slashes_and_be_several() -> None:
     assert flags.names == ["Qwen/Qwen3-0.6B", "small", "other"]
 
 
+@pytest.mark.parametrize(
+    "arguments", [["m", "--lora-modules", "a=/x", "b=/y"], ["--lora-modules", "a=/x", "b=/y", "m"]]
+)
+def test_several_adapters_may_follow_one_flag(arguments: list[str]) -> None:
+    flags = read_flags(arguments)
+    assert (flags.model, flags.engine) == ("m", ["--lora-modules=a=/x,b=/y"])
+
+
 def test_the_port_of_rest_has_two_names() -> None:
     assert read_flags(["m", "--http-port", "81"]).port == read_flags(["m", "--port=81"]).port == 81
 
@@ -51,7 +59,11 @@ def test_the_port_of_rest_has_two_names() -> None:
         (["m", "--max_model_len", "9"], "--max_model_len is no flag; --max-model-len is one"),
         (["m", "--engines", "0"], "invalid number of engines value: '0'"),
         (["m", "--engines", "3", "--data-parallel-size", "2"], "--engines is 3, and --data-parallel-size 2: either"),
-        (["m", "--data-parallel-rank", "1"], "--data-parallel-rank is no flag"),
+        (["m", "--data-parallel-rank", "1"], "--data-parallel-rank is no flag; quire serve sets it itself, for each"),
+        (["m", "--data-parallel-address=h"], "--data-parallel-address is no flag; quire serve sets it itself, for"),
+        (["m", "-dpp", "1"], "-dpp is no flag; quire serve sets it itself, for each engine of a group. "),
+        (["m", "-tp", "2"], "-tp is no flag; --tensor-parallel-size is one. "),
+        (["-dp", "2", "m"], "-dp is no flag; --data-parallel-size is one. "),
         (["m", "--port", "70000"], "invalid port value: '70000'"),
         ([], "the following arguments are required: MODEL"),
     ],
