@@ -257,7 +257,7 @@ class EngineConnection:
     ) -> None:
         self.address = address
         self.settings = settings or ConnectionSettings()
-        self.session = Session(self.settings, on_kv_event, on_load, on_change)
+        self.session = Session(self.settings, on_kv_event, on_load, on_change, address=address)
         self.description: engine_pb2.DescribeResponse | None = None
         self._liveness = LivenessMonitor(self.settings)
         self._on_change = on_change

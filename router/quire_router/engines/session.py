@@ -3,6 +3,7 @@
 """
 
 import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from uuid import uuid4
@@ -24,6 +25,8 @@ from quire_router.engines.output_stream import (
     OutputStream,
 )
 from quire_router.engines.settings import ConnectionSettings
+
+log = logging.getLogger(__name__)
 
 OUTPUTS_PER_YIELD = 4
 TOKENS_PER_YIELD = 8
@@ -132,7 +135,7 @@ class Session:
     runs already. At most ``settings.max_unconfirmed`` are kept; others are cancelled and end with ``EngineLost``.
 
     ``loras`` are the engine's adapters by name, of which its requests use those that ``active_loras`` names.
-    ``on_loras`` is called when there are others.
+    ``on_loras`` is called when there are others. ``address`` is the engine's, for the log.
     """
 
     def __init__(
@@ -141,7 +144,10 @@ class Session:
         on_kv_event: KvListener | None = None,
         on_load: LoadListener | None = None,
         on_loras: Callable[[], None] = lambda: None,
+        *,
+        address: str = "",
     ) -> None:
+        self.address = address
         self.id = uuid4().hex
         self.engine_generation = 0
         self.sequence = 0
@@ -269,6 +275,9 @@ class Session:
         what was known of the engine's cache is lost too.
         """
         self.sequence = 0
+        if count := self.in_flight:
+            what = "a request goes" if count == 1 else f"{count} requests go"
+            log.warning("engine %s is lost, and %s on without it: %s", self.address, what, reason)
         for stream in list(self._streams.values()):
             self._remember_cancel(stream)
             stream.lose(self._loss(reason))

@@ -304,7 +304,7 @@ class RequestRunner:
             state.count_refusal(engine_id, problem)
             self._fleet_log.add("engine_full", engine_id, state.id, reason=str(problem))
             return
-        log.warning("attempt %d of request %s lost engine %s: %s", state.attempt, state.id, engine_id, problem)
+        log.info("attempt %d of request %s lost engine %s: %s", state.attempt, state.id, engine_id, problem)
         self._fleet_log.add("attempt_lost", engine_id, state.id, attempt=state.attempt, reason=str(problem))
         state.count_loss()
         if state.losses >= self._max_attempts:

@@ -220,6 +220,18 @@ async def test_an_engine_that_stays_away_longer_than_the_grace_is_lost() -> None
             link.submit(submit("b"))
 
 
+async def test_a_lost_engine_is_one_warning_with_the_number_of_its_requests(caplog: pytest.LogCaptureFixture) -> None:
+    async with linked(ConnectionSettings(grace=0.05, backoff=0.01)) as (engine, link):
+        streams = [await submitted(engine, link, submit(name)) for name in "abc"]
+        await engine.stop()
+        for stream in streams:
+            with pytest.raises(EngineLost):
+                await anext(stream)
+    lost = [record for record in caplog.records if "is lost" in record.getMessage()]
+    assert [record.levelno for record in lost] == [logging.WARNING]
+    assert lost[0].getMessage().startswith(f"engine {link.address} is lost, and 3 requests go on without it: ")
+
+
 async def test_an_engine_that_refuses_connections_is_lost_without_the_grace() -> None:
     async with linked(ConnectionSettings(grace=3600, refused_grace=0.05, backoff=0.01)) as (engine, link):
         stream = await submitted(engine, link, submit("a"))
