@@ -57,11 +57,20 @@ class ApiClient:
         self._patience = patience
 
     def models(self) -> list[str]:
-        """The names of the models that are served. Raises ``ApiError`` and ``OSError``."""
+        """The names of the models that are served, without those of their adapters, which have a ``parent``. Raises
+        ``ApiError`` and ``OSError``.
+        """
         try:
             with self._response(Ask("GET", "/models")) as response:
-                return [str(entry["id"]) for entry in json.loads(response.read())["data"]]
-        except (ValueError, KeyError, TypeError, HTTPException):  # also of servers that do not speak HTTP
+                entries = json.loads(response.read())["data"]
+                return [str(entry["id"]) for entry in entries if not entry.get("parent")]
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            HTTPException,
+        ):  # also of servers that do not speak HTTP
             raise ApiError(f"{self.url}/v1/models is not a list of models.") from None
         except _CutError as error:
             raise ApiError(str(error)) from None

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -44,6 +44,7 @@ class Server:
     port: int
     cuts: list[int] = field(default_factory=list)
     models: tuple[str, ...] = ("demo",)
+    adapters: Mapping[str, str] = field(default_factory=dict)  # and the model of each
     ids: bool = True
     error: dict[str, Any] | None = None  # sent in the place of a cut
     forgets: bool = False
@@ -66,7 +67,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.note({})
         if self.path == "/v1/models":
-            self.whole(200, {"data": [{"id": name} for name in self.script.models]})
+            adapters = [{"id": name, "parent": parent} for name, parent in self.script.adapters.items()]
+            self.whole(200, {"data": [{"id": name, "parent": None} for name in self.script.models] + adapters})
         elif self.script.forgets:
             self.whole(404, {"error": {"message": "There is no such request."}})
         else:
@@ -213,6 +215,12 @@ def test_a_message_is_answered_by_the_only_model() -> None:
             "messages": [{"role": "user", "content": "Tell me a story\n\nabout foxes"}],
             "stream": True,
         }
+
+
+def test_an_adapter_is_no_other_model() -> None:
+    with serving(adapters={"polite": "demo"}) as server:
+        assert run(server, "complete", "It was so:").returncode == 0
+        assert server.of("/completions")[0].body["model"] == "demo"
 
 
 def test_a_text_is_printed_with_its_continuation() -> None:
