@@ -166,6 +166,10 @@ class ConnectFailureLog:
         """Seconds until the next try; they grow up to ``spacing`` where that is more than the settings say."""
         return self._backoff.next(spacing)
 
+    def reset_delay(self) -> None:
+        """The next tries follow each other closely again, as there is reason to think that the engine is back."""
+        self._backoff.reset()
+
 
 TICKS = 6  # in the shorter of the two times, so that each is kept to a sixth
 
@@ -295,8 +299,9 @@ class EngineConnection:
         self._task = supervise("link", self._run, of=self.address, vital=False)
 
     def retry_now(self) -> None:
-        """Ends the pause between two tries to connect, because discovery reports the engine as ready. Once a second at
-        most, as that can be reported again and again.
+        """Ends the pause between two tries to connect, and lets the next tries follow closely, because discovery
+        reports the engine as ready or others that left with it are back. Once a second at most, as that can be reported
+        again and again.
         """
         self._retry_requested.set()
 
@@ -362,16 +367,20 @@ class EngineConnection:
             if problem.refused:
                 self._shorten_grace(self.settings.refused_grace)
             failures.record(problem)
-            await self._pause(failures.next_delay(self._reconnect_limiter.spacing))
+            if await self._pause(failures.next_delay(self._reconnect_limiter.spacing)):
+                failures.reset_delay()
 
-    async def _pause(self, seconds: float) -> None:
+    async def _pause(self, seconds: float) -> bool:
+        """Waits so long, or until ``retry_now``, which returns True."""
         loop = asyncio.get_running_loop()
         with self._reconnect_limiter.waiting(), suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._retry_requested.wait()
                 await asyncio.sleep(self._last_early_retry + _MIN_RETRY_INTERVAL - loop.time())
                 self._last_early_retry = loop.time()
+        requested = self._retry_requested.is_set()
         self._retry_requested.clear()
+        return requested
 
     def _new_failure_log(self) -> ConnectFailureLog:
         """Returns the log for a stream that broke. An engine that was draining is expected to end, and its successor to

@@ -149,6 +149,14 @@ class Dispatch:
         self._on_release(self._engine)
 
 
+GATHER_SECONDS = 0.5
+"""How long a model's first engine waits for others that were there before, so that requests that were held while there
+was none are not all given to the one that comes back a moment earlier.
+"""
+
+MAX_RETRIED = 32
+"""Engines that are tried again at once for that: a try costs about 2 ms of CPU."""
+
 _KEPT_PART = 4
 """One engine in so many is kept mostly idle, for tenants who use less than their share. In the fleet simulator, one in
 two hardly helps them more, and makes the others wait several times as long.
@@ -189,6 +197,9 @@ class EnginePool:
     known engine, with the load of all routers that ``ledger`` knows of. ``assumed`` are the limits of models until an
     engine reports some. Engines whose tokens are not those of ``vocabularies`` do not serve the model. Requests may
     also name ``expected_loras``, as an engine is going to have them: they wait for it.
+
+    Where no engine of a model was ready and one is, but others are known to have it that are not, none counts as ready
+    before all are or ``GATHER_SECONDS`` have passed.
     """
 
     def __init__(
@@ -218,6 +229,8 @@ class EnginePool:
         self._by_row: dict[int, Engine] = {}
         self._candidates_cache: dict[tuple[str, LoRA | None], _Candidates] = {}
         self._loras: Mapping[str, ServedLoRA] = {}
+        self._gathered: set[str] = set()  # the models with engines that are ready
+        self._gathering: dict[str, asyncio.TimerHandle] = {}
         self._limits = dict(assumed or {})
         self._stale_limits: set[str] = set()  # the models whose limits may have changed
         self._changed = asyncio.Event()
@@ -241,6 +254,8 @@ class EnginePool:
         for engine in engines:
             self._remove_if_idle(engine)
         await asyncio.gather(*self._closing)
+        for timer in self._gathering.values():
+            timer.cancel()
         self._candidates_cache.clear()
         self._throttled_notify.run_now()
 
@@ -364,6 +379,12 @@ class EnginePool:
         candidates = self._candidates_cache.get((model, lora))
         if candidates is None:
             engines = tuple(engine for engine in self._engines.values() if engine.can_run(model, lora))
+            if lora is not None:
+                self._candidates(model)  # which may begin to gather
+            elif model in self._models:
+                self._gather(model, any_ready=bool(engines))
+            if model in self._gathering:
+                engines = ()
             rows = np.array([engine.row for engine in engines], dtype=np.intp)
             rows.flags.writeable = False
             candidates = _Candidates(engines, tuple(engine.load for engine in engines), rows)
@@ -456,9 +477,42 @@ class EnginePool:
         self._stale_limits.update(self._models)
         self._throttled_notify.request()
 
+    def _gather(self, model: str, *, any_ready: bool) -> None:
+        """Begins to wait for the others of the model where the first one is ready, or ends it where none is."""
+        if not any_ready:
+            self._gathered.discard(model)
+            self._end_gathering(model)
+        elif model not in self._gathered:
+            self._gathered.add(model)
+            if missing := self._missing(model):
+                timer = asyncio.get_running_loop().call_later(GATHER_SECONDS, self._on_gathered, model)
+                self._gathering[model] = timer
+                for engine in missing[:MAX_RETRIED]:
+                    engine.connection.retry_now()
+
+    def _missing(self, model: str) -> list[Engine]:
+        """The engines that ran the model before, and may come back."""
+        return [
+            engine
+            for engine in self._engines.values()
+            if model in engine.models
+            and not (engine.retired or engine.connection.ready or engine.connection.condition == "leaving")
+        ]
+
+    def _end_gathering(self, model: str) -> None:
+        if (timer := self._gathering.pop(model, None)) is not None:
+            timer.cancel()
+            self._candidates_cache.clear()
+
+    def _on_gathered(self, model: str) -> None:
+        self._end_gathering(model)
+        self._throttled_notify.request()
+
     def _notify(self) -> None:
         self.refresh_loras()
         for model in self._models:
+            if model in self._gathering and not self._missing(model):
+                self._end_gathering(model)
             self._update_limits(model)
             metrics.ENGINES_READY.labels(model).set(self.ready(model))
         # All that wait check again; the next ones wait for a new event.

@@ -1,5 +1,6 @@
 """The fleet's tables for placement and the API; requests in flight are counted exactly as long as they run."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 from quire.v1 import engine_pb2, types_pb2
 from quire_router.discovery.base import Endpoint
 from quire_router.discovery.combined import StaticDiscovery
+from quire_router.engines import pool
 from quire_router.engines.output_stream import EngineLost
 from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ConnectionSettings
@@ -84,6 +86,50 @@ async def test_waiting_ends_when_an_engine_is_ready_or_the_time_is_over() -> Non
         assert await fleet.wait_ready(10)
         assert await fleet.wait_ready(10, "m")
         assert not await fleet.wait_ready(0.01, "other")
+
+
+async def test_the_first_engine_that_is_back_waits_for_those_that_left_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "GATHER_SECONDS", 600.0)
+    first, second = ScriptedEngine(), ScriptedEngine()
+    async with fleet_of(first, second) as fleet:
+        await all_ready(fleet, 2)
+        await first.stop()
+        await second.stop()
+        await all_ready(fleet, 0)
+        held = asyncio.create_task(fleet.wait_ready(20, "m"))
+        await first.start()
+        await until(lambda: first_of(fleet).connection.ready)
+        assert (fleet.ready("m"), len(fleet.rows("m")), fleet.has_capacity("m")) == (0, 0, False)
+        await second.start()
+        assert await held
+        assert fleet.ready("m") == 2
+
+
+async def test_an_engine_does_not_wait_for_long_for_one_that_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "GATHER_SECONDS", 0.05)
+    first, second = ScriptedEngine(), ScriptedEngine()
+    async with fleet_of(first, second) as fleet:
+        await all_ready(fleet, 2)
+        await first.stop()
+        await second.stop()
+        await all_ready(fleet, 0)
+        await first.start()
+        assert await fleet.wait_ready(20, "m")
+        assert fleet.ready("m") == 1
+        await first.stop()
+        await all_ready(fleet, 0)
+        monkeypatch.setattr(pool, "GATHER_SECONDS", 600.0)
+        await first.start()
+        await until(lambda: first_of(fleet).connection.ready)
+        await first.stop()  # it waits no more for the other, and what comes next begins anew
+        await until(lambda: not first_of(fleet).connection.ready)
+        await second.start()
+        await first.start()
+        await all_ready(fleet, 2)
+
+
+def first_of(fleet: EnginePool) -> pool.Engine:
+    return fleet.engines()[0]
 
 
 async def test_rows_are_the_same_array_until_an_engine_comes_or_goes() -> None:
