@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quire_engine.llm import (
         LLM,
+        AsyncEngineArgs,
         AsyncLLM,
+        AsyncLLMEngine,
         CompletionOutput,
+        EngineArgs,
         Logprob,
         LoRARequest,
         RequestMetrics,
         RequestOutput,
+        RequestOutputKind,
         SamplingParams,
         StructuredOutputsParams,
         destroy_model_parallel,
@@ -23,12 +27,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "CompletionOutput",
+    "EngineArgs",
     "LoRARequest",
     "Logprob",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
     "destroy_model_parallel",

@@ -7,24 +7,33 @@ same request with the same seed gives the same text. Torch is imported when a mo
 from quire_engine.core.lora import LoRARequest
 from quire_engine.llm.async_llm import AsyncLLM
 from quire_engine.llm.llm import LLM
-from quire_engine.llm.offline_engine import destroy_model_parallel
+from quire_engine.llm.offline_engine import AsyncEngineArgs, destroy_model_parallel
 from quire_engine.llm.types import (
     CompletionOutput,
     Logprob,
     RequestMetrics,
     RequestOutput,
+    RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
 )
 
+# The other names that programs for vLLM have for these.
+EngineArgs = AsyncEngineArgs
+AsyncLLMEngine = AsyncLLM
+
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "CompletionOutput",
+    "EngineArgs",
     "LoRARequest",
     "Logprob",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
     "destroy_model_parallel",

@@ -9,7 +9,7 @@ from asyncio import AbstractEventLoop
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
@@ -33,7 +33,7 @@ from quire_engine.llm.processor import (
     read_conversations,
     read_prompts,
 )
-from quire_engine.llm.types import RequestOutput, SamplingParams
+from quire_engine.llm.types import RequestOutput, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,6 +77,11 @@ class AsyncLLM:
         self._thread.start()
         OPEN.add(self)
 
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> Self:
+        """The model that an ``AsyncEngineArgs`` describes."""
+        return cls(**asdict(engine_args))
+
     def generate(
         self,
         prompt: Prompt,
@@ -87,8 +92,10 @@ class AsyncLLM:
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continues ``prompt``, a text or token ids: yields all that is known of the outputs whenever there is more,
-        and at last the ``finished`` ones. With ``best_of`` or beams only the last is yielded. A consumer that is slow
-        gets fewer, longer ones. ``aclose``, cancellation and the end of the generator's life abort the request.
+        and at last the ``finished`` ones; or what is new, or only the last, as the ``output_kind`` of
+        ``sampling_params`` says. With ``best_of`` or beams only the last is yielded. A consumer that is slow gets
+        fewer, longer ones. Without ``sampling_params`` they are those that the model recommends, as with ``LLM``.
+        ``aclose``, cancellation and the end of the generator's life abort the request.
 
         Raises ``QuireError``: INVALID for what is wrong with the request, or a ``request_id`` that is running; the
         error of a request that fails; and UNAVAILABLE once closed.
@@ -144,6 +151,10 @@ class AsyncLLM:
             self._completing.shutdown(cancel_futures=True)
             self._engine.close()
 
+    def shutdown(self) -> None:
+        """As ``close``, which is the name of it in ``LLM``; this one is vLLM's."""
+        self.close()
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -167,7 +178,9 @@ class AsyncLLM:
         if name in self._named:
             raise invalid("request_id", f"A request {name} is running.")
         self._named[name] = stream = Stream()
-        starting = loop.create_task(self._start(stream, partial(prepare, prompt, params or SamplingParams(), priority)))
+        starting = loop.create_task(
+            self._start(stream, partial(prepare, prompt, params or self._engine.default_params, priority))
+        )
         try:
             self._check_usable()  # again: who has closed this meanwhile may not have seen the stream
             while not stream.is_finished:
@@ -260,7 +273,8 @@ class Stream:
     def begin(self, outputs: OutputProcessor) -> None:
         """The prompt is prepared. What was aborted meanwhile ends."""
         params = outputs.prepared.request.sampling
-        self._outputs, self._only_last = outputs, params.beam_width > 0 or params.best_of > params.n
+        is_final = outputs.prepared.params.output_kind is RequestOutputKind.FINAL_ONLY
+        self._outputs, self._only_last = outputs, is_final or params.beam_width > 0 or params.best_of > params.n
         if self.is_aborted:
             self.abort()
 

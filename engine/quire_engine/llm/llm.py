@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from inspect import Parameter, Signature
 from pathlib import Path
 from threading import Lock
@@ -104,7 +105,8 @@ class LLM:
         priority: Priority = None,
     ) -> list[RequestOutput]:
         """Continues each of ``prompts``, in their order: a text, a list of token ids, or a list of those.
-        ``sampling_params``, ``lora_request`` and ``priority`` are one for all prompts, or one for each.
+        ``sampling_params``, ``lora_request`` and ``priority`` are one for all prompts, or one for each. Without
+        ``sampling_params`` they are ``get_default_sampling_params``.
 
         All prompts are checked before any is run; ``QuireError`` names the first that is wrong. A request that fails
         while it runs does not end the others: its ``RequestOutput`` has the ``error``. Ctrl-C ends all of them between
@@ -139,6 +141,12 @@ class LLM:
         prepare = self._requests.from_messages
         return self._generate(conversations, prepare, sampling_params, priority, lora_request, use_tqdm=use_tqdm)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's ``generation_config.json`` recommends of ``temperature``, ``top_p``, ``top_k``, ``min_p``,
+        ``repetition_penalty`` and ``max_tokens``, and the defaults for the rest; a copy that can be changed.
+        """
+        return replace(self._engine.default_params)
+
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
         """The model's tokenizer, or that which was given for it, as transformers loads it."""
         self._check_usable()
@@ -171,7 +179,7 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         self._check_usable()
-        each_params = broadcast("sampling_params", params, SamplingParams(), len(prompts))
+        each_params = broadcast("sampling_params", params, self._engine.default_params, len(prompts))
         each_priority = broadcast("priority", priority, 0, len(prompts))
         each_lora = broadcast("lora_request", lora_request, None, len(prompts))
         prepared = []

@@ -1,15 +1,16 @@
 """``OfflineEngine``: a model in this process, and all that ``LLM`` and ``AsyncLLM`` run it with."""
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from functools import partial
 from pathlib import Path
 from random import Random, SystemRandom
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 from weakref import WeakSet
 
 from pydantic import ValidationError
-from quire_proto.errors import invalid
+from quire_proto.errors import QuireError, invalid
 from quire_proto.text.tokenizer import ModelTokenizer
 
 from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder
@@ -20,6 +21,7 @@ from quire_engine.errors import ModelError
 from quire_engine.factory import load_executor, make_grammar_compiler, make_scheduler
 from quire_engine.llm.model_folder import find_model_folder
 from quire_engine.llm.processor import InputProcessor
+from quire_engine.llm.types import SamplingParams
 from quire_engine.structured_output.compiler import GrammarCompiler
 
 if TYPE_CHECKING:
@@ -29,6 +31,25 @@ if TYPE_CHECKING:
 
 # What ``LLM`` takes as keyword arguments: all that concerns the engine itself but the model, which is an argument.
 LLM_SETTINGS = tuple(name for name in EngineArgs.model_fields if name not in ServedModel.model_fields)
+
+AsyncEngineArgs = make_dataclass(
+    "AsyncEngineArgs",
+    [
+        ("model", str | Path),
+        ("tokenizer", str | Path | None, None),
+        ("seed", int | None, None),
+        ("allow_download", bool, False),
+        *((name, Any, None) for name in LLM_SETTINGS),
+    ],
+)
+"""The arguments of ``LLM`` and ``AsyncLLM`` as one object, as vLLM has them: ``AsyncLLM.from_engine_args(args)``,
+``LLM(**asdict(args))``. A setting that is None is not given.
+"""
+# What ``generation_config.json`` says of sampling, and its name here; as vLLM reads it.
+_DEFAULT_PARAMS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
 
 
 class Closable(Protocol):
@@ -50,7 +71,9 @@ def destroy_model_parallel() -> None:
 
 @dataclass(frozen=True, slots=True)
 class OfflineEngine:
-    """``requests`` makes the requests that ``core`` runs. ``tokenizer`` was read from ``tokenizer_folder``."""
+    """``requests`` makes the requests that ``core`` runs. ``tokenizer`` was read from ``tokenizer_folder``, and
+    ``default_params`` are those that the model's ``generation_config.json`` recommends.
+    """
 
     tokenizer: ModelTokenizer
     tokenizer_folder: Path
@@ -58,6 +81,7 @@ class OfflineEngine:
     core: EngineCore
     grammars: GrammarCompiler
     requests: InputProcessor
+    default_params: SamplingParams
 
     @classmethod
     def load(
@@ -74,10 +98,12 @@ class OfflineEngine:
         config = engine_config(find_model_folder(model, allow_download=allow_download), settings)
         other = None if tokenizer is None else find_model_folder(tokenizer, allow_download=allow_download)
         folder = tokenizer_folder(config.model) if other is None else other
-        loaded_tokenizer = ModelTokenizer.load(folder)
+        loaded_tokenizer, params = ModelTokenizer.load(folder), read_default_params(config.model)
         executor = load_executor(config)
         try:
-            return cls._around(executor, config, publish, loaded_tokenizer, folder, other=other, seed=seed)
+            return cls._around(
+                executor, config, publish, loaded_tokenizer, folder, default_params=params, other=other, seed=seed
+            )
         except BaseException:
             executor.close()
             raise
@@ -91,6 +117,7 @@ class OfflineEngine:
         tokenizer: ModelTokenizer,
         folder: Path,
         *,
+        default_params: SamplingParams,
         other: Path | None,
         seed: int | None,
     ) -> Self:
@@ -105,7 +132,8 @@ class OfflineEngine:
         grammars = make_grammar_compiler(config, executor, other)
         seeds = partial(random.getrandbits, 64)
         requests = InputProcessor(tokenizer, scheduler, seeds, grammars, executor.check_lora)
-        return cls(tokenizer, folder, executor, EngineCore(scheduler, executor, publish), grammars, requests)
+        core = EngineCore(scheduler, executor, publish)
+        return cls(tokenizer, folder, executor, core, grammars, requests, default_params)
 
     def load_transformers_tokenizer(self) -> "PreTrainedTokenizerBase":
         """The tokenizer as transformers loads it: nothing is downloaded, and no code of a folder is run."""
@@ -120,15 +148,32 @@ class OfflineEngine:
         self.executor.close()
 
 
+def read_default_params(model: Path) -> SamplingParams:
+    """What the model's ``generation_config.json`` recommends for sampling, and the defaults for the rest. Raises
+    ``ModelError`` for a file that cannot be used.
+    """
+    path = model / "generation_config.json"
+    try:
+        config = json.loads(path.read_text()) if path.is_file() else {}
+        if not isinstance(config, dict):
+            raise TypeError("it is no object")
+        given = {ours: config[name] for name, ours in _DEFAULT_PARAMS.items() if config.get(name) is not None}
+        return SamplingParams(**given)
+    except (OSError, ValueError, TypeError, QuireError) as error:
+        raise ModelError(f"{path} cannot be used: {error}") from None
+
+
 def engine_config(model: Path, settings: Mapping[str, object]) -> EngineConfig:
-    """The checked settings. Those not given come from ``QUIRE_ENGINE_…`` in the environment, or are the defaults.
-    Raises ``QuireError`` INVALID that names the first one at fault.
+    """The checked settings. Those not given, or None, come from ``QUIRE_ENGINE_…`` in the environment, or are the
+    defaults. Raises ``QuireError`` INVALID that names the first one at fault.
     """
     for name in settings:
         if name not in LLM_SETTINGS:
-            raise invalid(name, f"LLM has no setting named {name}.")
+            instead = EngineConfig.foreign_flags.get(f"--{name.replace('_', '-')}")
+            raise invalid(name, f"LLM has no setting named {name}{f': {instead}' if instead else ''}.")
+    given = {name: value for name, value in settings.items() if value is not None}
     try:
-        return EngineConfig.model_validate({"model": model, **settings})
+        return EngineConfig.model_validate({"model": model, **given})
     except ValidationError as error:
         problem = error.errors()[0]
         name = str(problem["loc"][0]) if problem["loc"] else "settings"

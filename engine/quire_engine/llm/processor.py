@@ -27,12 +27,13 @@ from quire_engine.llm.types import (
     PositionLogprobs,
     RequestMetrics,
     RequestOutput,
+    RequestOutputKind,
     SamplingParams,
     whole_number,
 )
 from quire_engine.structured_output.compiler import GrammarCompiler
 
-TokenText = Callable[[int], str]
+TokenText = Callable[[int], str | None]
 T = TypeVar("T")
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -133,6 +134,7 @@ class InputProcessor:
     ) -> PreparedRequest:
         if not isinstance(params, SamplingParams):
             raise invalid("sampling_params", "sampling_params must be SamplingParams.")
+        params = replace(params)  # checked again, as it can be assigned to, and of this request alone
         if abs(priority := whole_number("priority", priority)) > _MAX_PRIORITY:
             raise invalid("priority", f"priority is {priority} and must be within {_MAX_PRIORITY} of 0.")
         sampling_params = self._sampling_params(len(token_ids), params)
@@ -193,7 +195,7 @@ class InputProcessor:
         return params.resolve(
             seed=self._draw_seed(),
             max_output=max(1, self._limits.max_model_len - num_prompt),
-            bad_words=self._bad_word_tokens(tuple(params.bad_words)),
+            bad_words=self._bad_word_tokens(tuple(params.bad_words or ())),
         )
 
     def _bad_word_tokens(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -220,10 +222,14 @@ class OutputProcessor:
                     include_stop=params.include_stop_str_in_output,
                     skip_special_tokens=params.skip_special_tokens,
                 )
+                if params.detokenize
+                else None
             )
             for _ in range(request.sampling.num_returned)
         ]
+        self._is_delta = params.output_kind is RequestOutputKind.DELTA
         self._prompt_logprobs: list[TokenLogprobs] = []
+        self._num_prompt_logprobs_told = 0
         self._num_cached_tokens = 0
         self._timings: dict[int, SequenceTimings] = {}
         self.error: QuireError | None = None
@@ -252,19 +258,22 @@ class OutputProcessor:
         return was_running and choice.finish_reason is not None and output.finish_reason is None
 
     def result(self) -> RequestOutput:
-        """The request with the outputs that it asked for, as far as they are known."""
+        """The request with the outputs that it asked for, as far as they are known; of ``RequestOutputKind.DELTA`` what
+        is new since the last call.
+        """
         request = self.prepared.request
-        prompt = list(request.prompt_token_ids)
         token_text = None if request.sampling.logprobs is None else self._token_text
-        prompt_logprobs: list[PositionLogprobs | None] | None = None
-        if request.sampling.prompt_logprobs is not None:
-            tokens = prompt[1 : len(self._prompt_logprobs) + 1]
-            prompt_logprobs = [None, *_by_position(tokens, self._prompt_logprobs, self._token_text)]
+        choices = list(enumerate(self._best_choices()))
+        outputs = [
+            choice.completion(index, token_text, delta=self._is_delta)
+            for index, choice in choices
+            if choice.has_news or not self._is_delta
+        ]
         return RequestOutput(
             prompt=self.prepared.prompt,
-            prompt_token_ids=prompt,
-            outputs=[choice.completion(index, token_text) for index, choice in enumerate(self._best_choices())],
-            prompt_logprobs=prompt_logprobs,
+            prompt_token_ids=list(request.prompt_token_ids),
+            outputs=outputs,
+            prompt_logprobs=None if request.sampling.prompt_logprobs is None else self._take_prompt_logprobs(),
             num_cached_tokens=self._num_cached_tokens,
             error=self.error,
             request_id=request.request_id,
@@ -272,12 +281,23 @@ class OutputProcessor:
             metrics=_metrics(self._timings.values()) if self._timings else None,
         )
 
+    def _take_prompt_logprobs(self) -> list[PositionLogprobs | None] | None:
+        tokens = self.prepared.request.prompt_token_ids[1 : len(self._prompt_logprobs) + 1]
+        known = [None, *_by_position(tokens, self._prompt_logprobs, self._token_text)]
+        if not self._is_delta:
+            return known
+        new = known[self._num_prompt_logprobs_told :]
+        self._num_prompt_logprobs_told = len(known)
+        return new or None
+
     def abort(self) -> None:
         """Ends the outputs that have not ended."""
         for choice in self._choices:
             choice.end(FinishReason.ABORT)
 
-    def _token_text(self, token_id: int) -> str:
+    def _token_text(self, token_id: int) -> str | None:
+        if not self.prepared.params.detokenize:
+            return None
         return (self._tokenizer.token_bytes(token_id) or b"").decode(errors="replace")
 
     def _best_choices(self) -> "list[CompletionBuilder]":
@@ -289,48 +309,65 @@ class OutputProcessor:
 
 
 class CompletionBuilder:
-    """Builds one output while its tokens arrive. ``finish_reason`` is set once the engine or a stop string has
-    ended it.
+    """Builds one output while its tokens arrive, without a text where there is no stream of it. ``finish_reason`` is
+    set once the engine or a stop string has ended it.
     """
 
-    def __init__(self, text: OutputTextStream) -> None:
+    def __init__(self, text: OutputTextStream | None) -> None:
         self._text = text
         self._pieces: list[str] = []
+        self._num_told = 0  # tokens of earlier deltas
+        self._end_told = False
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
         self.score: float | None = None
 
+    @property
+    def has_news(self) -> bool:
+        """Whether there is more than what the last delta had."""
+        ended = self.finish_reason is not None and not self._end_told
+        return ended or len(self.token_ids) > self._num_told or any(self._pieces)
+
     def add_output(self, output: EngineCoreOutput) -> None:
         """Adds new tokens. Those after a stop string are not part of the output."""
         if self.finish_reason is not None:
             return
-        self._pieces.append(self._text.push(output.token_ids))
-        kept = self._text.stop_token_count - len(self.token_ids)
+        kept, finish_reason = len(output.token_ids), output.finish_reason
+        if self._text is not None:
+            self._pieces.append(self._text.push(output.token_ids))
+            kept = self._text.stop_token_count - len(self.token_ids)
+            if self._text.stopped:
+                finish_reason = FinishReason.STOP
+            elif finish_reason is not None:
+                self._pieces.append(self._text.finish())
+                finish_reason = FinishReason.STOP if self._text.stopped else finish_reason
         self.token_ids += output.token_ids[:kept]
         self.logprobs += output.logprobs[:kept]
-        self.score = output.score
-        if not self._text.stopped and output.finish_reason is not None:
-            self._pieces.append(self._text.finish())
-        self.finish_reason = FinishReason.STOP if self._text.stopped else output.finish_reason
+        self.score, self.finish_reason = output.score, finish_reason
 
     def end(self, reason: FinishReason) -> None:
         """Ends the output, unless it has ended."""
         if self.finish_reason is None:
             self.add_output(EngineCoreOutput("", finish_reason=reason))
 
-    def completion(self, index: int, token_text: TokenText | None) -> CompletionOutput:
-        """The output so far as choice ``index``; with log-probabilities if ``token_text`` is given."""
-        logprobs = self.logprobs
-        self._pieces = ["".join(self._pieces)]
+    def completion(self, index: int, token_text: TokenText | None, *, delta: bool) -> CompletionOutput:
+        """The output so far as choice ``index``, or what is new of it; with log-probabilities if ``token_text`` is
+        given.
+        """
+        start = self._num_told if delta else 0
+        token_ids, logprobs, text = self.token_ids[start:], self.logprobs[start:], "".join(self._pieces)
+        self._pieces = [] if delta else [text]
+        self._num_told, self._end_told = len(self.token_ids), self.finish_reason is not None
+        known = self.logprobs
         return CompletionOutput(
             index=index,
-            text=self._pieces[0],
-            token_ids=list(self.token_ids),
+            text=text,
+            token_ids=token_ids,
             finish_reason=self.finish_reason,
-            stop_reason=self._text.stop_string,
-            logprobs=None if token_text is None else _by_position(self.token_ids, logprobs, token_text),
-            cumulative_logprob=sum(each.logprob for each in logprobs) if logprobs or token_text else None,
+            stop_reason=None if self._text is None else self._text.stop_string,
+            logprobs=None if token_text is None else _by_position(token_ids, logprobs, token_text),
+            cumulative_logprob=sum(each.logprob for each in known) if known or token_text else None,
             score=self.score,
         )
 

@@ -3,6 +3,7 @@
 import json as json_text
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from numbers import Integral, Real
 from typing import Any
 
@@ -47,7 +48,17 @@ class StructuredOutputsParams:
         return Structured(StructuredKind.JSON_OBJECT)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutputKind(Enum):
+    """What each ``RequestOutput`` of ``AsyncLLM.generate`` has: all so far, what is new since the last one, or all, in
+    one that comes when the request has ended. Named as in vLLM.
+    """
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """How the outputs of one prompt are sampled, where they end, and what becomes text.
 
@@ -56,10 +67,12 @@ class SamplingParams:
     and both of their tokenised forms (at the beginning, after a space) are banned.
 
     An output also ends with the first of ``stop``; its text has that string only with
-    ``include_stop_str_in_output``. Special tokens have no text, unless ``skip_special_tokens`` is off.
+    ``include_stop_str_in_output``. Special tokens have no text, unless ``skip_special_tokens`` is off. Without
+    ``detokenize`` outputs have no text at all, nor have the tokens of their log-probabilities. ``output_kind`` is for
+    ``AsyncLLM``; ``LLM`` returns whole outputs.
 
     Numbers may be NumPy's. Raises ``QuireError`` INVALID for a value of another kind or out of range, and for
-    parameters that exclude each other.
+    parameters that exclude each other. What is assigned later is checked when a request is made with it.
     """
 
     n: int = 1
@@ -72,7 +85,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
-    bad_words: Sequence[str] = ()
+    bad_words: Sequence[str] | None = None
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -81,6 +94,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
@@ -93,6 +108,10 @@ class SamplingParams:
             raise invalid("stop", "stop must be a string or a list of strings, none of them empty.")
         if self.stops and self.beam_width:
             raise invalid("stop", "beam_width and stop exclude each other.")
+        if self.stops and not self.detokenize:
+            raise invalid("stop", "stop needs detokenize: it is looked for in the text.")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise invalid("output_kind", "output_kind must be a RequestOutputKind.")
         if isinstance(self.bad_words, str):
             raise invalid("bad_words", "bad_words must be a list of strings.")
         if not (self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputsParams)):
@@ -163,12 +182,12 @@ def _number(param: str, value: object) -> float:
 @dataclass(frozen=True, slots=True)
 class Logprob:
     """One token's natural log-probability, of the model's own distribution. ``rank`` is 1 for the most probable token;
-    None for a token that is not among the top ones asked for.
+    None for a token that is not among the top ones asked for. ``decoded_token`` is None without ``detokenize``.
     """
 
     logprob: float
     rank: int | None
-    decoded_token: str
+    decoded_token: str | None
 
 
 PositionLogprobs = dict[int, Logprob]
@@ -184,7 +203,8 @@ class CompletionOutput:
     up to the token that completed the stop string. They do not have the end-of-sequence or stop token, with which
     vLLM's ``token_ids`` and ``logprobs`` end. ``logprobs`` has one entry for each of ``token_ids`` if asked for,
     ``cumulative_logprob`` is their sum (also known with ``best_of``). ``score`` is a beam's: the sum of its tokens'
-    log-probabilities, divided by its length to the power of ``length_penalty``.
+    log-probabilities, divided by its length to the power of ``length_penalty``. With ``RequestOutputKind.DELTA``
+    ``text``, ``token_ids`` and ``logprobs`` are what is new.
     """
 
     index: int
@@ -226,7 +246,8 @@ class RequestOutput:
     ``prompt_logprobs`` has one entry for each of ``prompt_token_ids`` if asked for, None for the first.
     ``num_cached_tokens`` of the prompt were found in the prefix cache. With an ``error``, ``outputs`` are incomplete,
     and those that had not ended have the finish reason ``error``. ``AsyncLLM`` gives outputs that are not ``finished``
-    before the last one. ``metrics`` are there once the engine has made any output.
+    before the last one; with ``RequestOutputKind.DELTA`` ``outputs`` are those with anything new, and
+    ``prompt_logprobs`` come once. ``metrics`` are there once the engine has made any output.
     """
 
     prompt: str | None

@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from itertools import pairwise
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from itertools import chain, pairwise
 from pathlib import Path
 from random import Random
 from threading import Event
@@ -14,14 +15,24 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from quire_engine import LoRARequest, RequestOutput, SamplingParams, StructuredOutputsParams
+from quire_engine import (
+    AsyncEngineArgs,
+    AsyncLLMEngine,
+    LoRARequest,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.executor import CopyError
 from quire_engine.core.step import SchedulerOutput
+from quire_engine.llm import offline_engine
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import choice_seed
 
-from tests.support.model_folders import byte_level
-from tests.support.offline import EOS, OfflineAsync
+from tests.support.model_folders import byte_level, write_model_folder
+from tests.support.offline import BLOCK_SIZE, EOS, OfflineAsync, OfflineExecutor
 from tests.support.paged_executor import expected_output
 
 LONG = SamplingParams(seed=1, max_tokens=200, ignore_eos=True)
@@ -101,6 +112,54 @@ async def test_of_best_of_only_the_last_output_is_told(offline: OfflineAsync) ->
     (output,) = await all_of(offline, [5, 6], SamplingParams(seed=1, max_tokens=9, n=2, best_of=4))
     assert output.finished
     assert len(output.outputs) == 2
+
+
+@given(REQUESTS)
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+def test_deltas_together_are_the_outputs(tmp_path_factory, requests):
+    offline = OfflineAsync(tmp_path_factory.mktemp("offline"), max_num_seqs=4, max_num_batched_tokens=32)
+
+    async def check(prompt: list[int], seed: int, n: int) -> None:
+        more = {"seed": seed, "n": n, "max_tokens": 12, "stop": ["e", "a5"], "logprobs": 1, "prompt_logprobs": 1}
+        *_, whole = await all_of(offline, prompt, SamplingParams(**more))
+        deltas = await all_of(offline, prompt, SamplingParams(**more, output_kind=RequestOutputKind.DELTA))
+        assert [delta.finished for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+        parts = [each for delta in deltas for each in delta.outputs]
+        assert all(each.token_ids or each.text or each.finish_reason for each in parts)
+        assert [*chain.from_iterable(delta.prompt_logprobs or [] for delta in deltas)] == whole.prompt_logprobs
+        for output in whole.outputs:
+            of_it = [each for each in parts if each.index == output.index]
+            assert "".join(each.text for each in of_it) == output.text
+            assert [*chain.from_iterable(each.token_ids for each in of_it)] == output.token_ids
+            assert [*chain.from_iterable(each.logprobs for each in of_it)] == output.logprobs
+            assert [each.finish_reason for each in of_it] == [None] * (len(of_it) - 1) + [output.finish_reason]
+            assert of_it[-1].cumulative_logprob == output.cumulative_logprob
+
+    async def all_at_once() -> None:
+        await asyncio.gather(*(check(*request) for request in requests))
+
+    with closing(offline.llm):
+        asyncio.run(all_at_once())
+
+
+async def test_of_final_only_there_is_one_output(offline: OfflineAsync) -> None:
+    (output,) = await all_of(offline, [5, 6], replace(LONG, n=2, output_kind=RequestOutputKind.FINAL_ONLY))
+    assert output.finished
+    assert [each.token_ids for each in output.outputs] == [expected([5, 6], LONG, index) for index in range(2)]
+
+
+async def test_it_is_made_and_ended_as_vllms(tmp_path: Path) -> None:
+    executor = OfflineExecutor(KVCacheConfig(BLOCK_SIZE, 400, 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offline_engine, "load_executor", lambda config: executor)
+        llm = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model=write_model_folder(tmp_path), max_num_seqs=4))
+    assert llm._core.scheduler.config.max_num_seqs == 4
+    *_, output = [each async for each in llm.generate([5, 6], LONG, "a")]
+    assert output.outputs[0].token_ids == expected([5, 6], LONG)
+    llm.shutdown()
+    assert executor.closed
+    with pytest.raises(QuireError):
+        await anext(llm.generate([5, 6], LONG, "b"))
 
 
 async def test_a_conversation_is_answered(offline: OfflineAsync) -> None:

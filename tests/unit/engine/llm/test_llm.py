@@ -2,12 +2,14 @@
 
 import gc
 import inspect
+import json
 import math
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
 from time import time
@@ -24,6 +26,7 @@ from quire_engine import (
     StructuredOutputsParams,
     destroy_model_parallel,
 )
+from quire_engine import EngineArgs as EngineArgsOfVllm
 from quire_engine.config import EngineArgs, EngineConfig
 from quire_engine.core.executor import CopyError
 from quire_engine.core.lora import DUMMY_LORA
@@ -193,6 +196,18 @@ def test_log_probabilities_have_each_tokens_text_and_rank(offline):
     assert result.prompt_logprobs[1][8].rank == 1
 
 
+def test_without_detokenize_there_are_tokens_and_no_text(offline):
+    prompt, more = [5, 6, 7], {"n": 2, "max_tokens": 9, "ignore_eos": True, "logprobs": 2, "prompt_logprobs": 1}
+    (whole,) = quiet(offline.llm, [prompt], seeded(3, **more))
+    (result,) = quiet(offline.llm, [prompt], seeded(3, **more, detokenize=False))
+    for told, output in zip(whole.outputs, result.outputs, strict=True):
+        assert (output.token_ids, output.text) == (told.token_ids, "")
+        assert output.finish_reason == "length"
+        assert [entry.keys() for entry in output.logprobs] == [entry.keys() for entry in told.logprobs]
+    entries = [*result.outputs[0].logprobs, *result.prompt_logprobs[1:]]
+    assert {each.decoded_token for entry in entries for each in entry.values()} == {None}
+
+
 def test_a_text_is_tokenized_and_decoded(offline):
     (result,) = quiet(offline.llm, "hello world", seeded(1))
 
@@ -243,6 +258,52 @@ def test_cached_tokens_of_a_repeated_prompt_are_counted(offline):
     quiet(offline.llm, prompt)
 
     assert quiet(offline.llm, prompt)[0].num_cached_tokens == 40
+
+
+RECOMMENDED = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 7, "min_p": None, "eos_token_id": 2}
+
+
+def with_generation_config(folder: Path, config: object) -> Offline:
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    return Offline(folder, seed=11)
+
+
+def test_the_default_parameters_are_those_that_the_model_recommends(tmp_path):
+    offline = with_generation_config(tmp_path, RECOMMENDED)
+    params = offline.llm.get_default_sampling_params()
+    assert params == SamplingParams(temperature=0.6, top_k=20, top_p=0.95, max_tokens=7)
+    (unset,) = quiet(offline.llm, [[5, 6]])
+    assert len(unset.outputs[0].token_ids) in range(8)
+    params.max_tokens, params.seed, params.ignore_eos = 12, 5, True
+    (result,) = quiet(offline.llm, [[5, 6]], params)
+    assert len(result.outputs[0].token_ids) == 12
+    assert offline.llm.get_default_sampling_params().max_tokens == 7
+
+
+@pytest.mark.parametrize("config", [[], {"temperature": "warm"}, {"top_p": 7}])
+def test_recommended_parameters_that_are_none_are_refused(tmp_path, config):
+    with pytest.raises(ModelError, match=r"generation_config\.json cannot be used: "):
+        with_generation_config(tmp_path, config)
+
+
+def test_a_parameter_that_is_assigned_is_checked_with_the_request(offline):
+    params = SamplingParams(seed=1, max_tokens=3)
+    params.temperature = -1.0
+    with pytest.raises(QuireError) as refused:
+        quiet(offline.llm, [[5, 6]], params)
+    assert refused.value.param == "temperature"
+
+
+def test_arguments_may_come_as_one_object(tmp_path, monkeypatch):
+    monkeypatch.setenv("QUIRE_ENGINE_BLOCK_SIZE", "8")
+    arguments = asdict(EngineArgsOfVllm("demo", max_num_seqs=3, enable_prefix_caching=False))
+    assert arguments.pop("model") == "demo"
+    assert arguments.keys() == {"tokenizer", "seed", "allow_download", *LLM_SETTINGS}
+    settings = {name: value for name, value in arguments.items() if name in LLM_SETTINGS}
+    assert engine_config(tmp_path, settings) == engine_config(
+        tmp_path, {"max_num_seqs": 3, "enable_prefix_caching": False}
+    )
+    assert engine_config(tmp_path, settings).block_size == 8
 
 
 def test_a_seed_of_the_engine_makes_runs_repeatable_and_prompts_different(tmp_path):
@@ -297,6 +358,8 @@ def test_all_prompts_are_checked_before_any_is_run(offline, prompts, params, par
         ({"stop": ["a", ""]}, "stop"),
         ({"stop": [7]}, "stop"),
         ({"stop": "x", "beam_width": 4}, "stop"),
+        ({"stop": "x", "detokenize": False}, "stop"),
+        ({"output_kind": 1}, "output_kind"),
         ({"bad_words": "word"}, "bad_words"),
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"seed": -1}, "seed"),
