@@ -82,13 +82,13 @@ class LoRAUpdater:
         self._loading_for_clients.update(ids)
         try:
             digests = await _at_all(engines, lambda connection: connection.load_lora(name, path))
+            loras = [LoRA(name, digest, path) for digest in digests]
+            served = next(each for each in self._models if each in engines[0].models)
+            self._forgotten.pop(loras[0], None)
+            self._pool.expected_loras[name] = ServedLoRA(served, loras[0])
+            await self._wait_seen(engines, loras)  # before that they seem to lack it
         finally:
             self._loading_for_clients.subtract(ids)
-        loras = [LoRA(name, digest, path) for digest in digests]
-        served = next(each for each in self._models if each in engines[0].models)
-        self._forgotten.pop(loras[0], None)
-        self._pool.expected_loras[name] = ServedLoRA(served, loras[0])
-        await self._wait_seen(engines, loras)
 
     async def unload(self, name: str) -> None:
         """Unloads an adapter wherever it is; returns once requests may not name it any more. Those that run with it go
