@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 from quire.v1 import engine_pb2 as pb
 from quire_proto import __version__
 from quire_proto.cli import read_settings, reject_unknown_env
+from quire_proto.convert import TASK_TO_PROTO
 from quire_proto.errors import QuireError
 from quire_proto.telemetry import DropReason
 from quire_proto.text.tokenizer import folder_config_digest, folder_vocabulary_digest
@@ -22,13 +23,13 @@ from quire_proto.tracing import setup_tracing, shutdown_tracing
 from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder_if_any
 from quire_engine.config import OTHER_VARIABLES, EngineConfig
 from quire_engine.errors import LoRAError, ModelError, quit_with
-from quire_engine.factory import block_revision, load_executor, make_scheduler, model_grammars
+from quire_engine.factory import block_revision, load_executor, make_scheduler, model_grammars, supported_tasks
 from quire_engine.server.loras import LoRARegistry
 from quire_engine.server.metrics import ProbeServer, describe_listen_error
 from quire_engine.server.server import EngineServer
 
 if TYPE_CHECKING:
-    from quire_engine.executor.torch_executor import TorchExecutor
+    from quire_engine.factory import ModelExecutor
 
 log = logging.getLogger("quire_engine")
 
@@ -111,7 +112,7 @@ def _check_ports(config: EngineConfig) -> None:
 
 
 def _make_server(
-    config: EngineConfig, executor: "TorchExecutor", dropped_spans: Counter[DropReason] | None
+    config: EngineConfig, executor: "ModelExecutor", dropped_spans: Counter[DropReason] | None
 ) -> EngineServer:
     disable_created_metrics()  # type: ignore[no-untyped-call]  # drops the unused _created sample of each counter
     scheduler = make_scheduler(config, executor)
@@ -137,7 +138,7 @@ def _make_server(
         quit_with(1, f"{error}.")
 
 
-def _load_executor(config: EngineConfig) -> "TorchExecutor":
+def _load_executor(config: EngineConfig) -> "ModelExecutor":
     try:
         return load_executor(config, _exit_on_lost_rank, owns_process=True, nodes=config)
     except ModelError as error:
@@ -157,8 +158,9 @@ def _exit_on_lost_rank(sentence: str) -> None:
     os._exit(1)
 
 
-def _describe(config: EngineConfig, executor: "TorchExecutor", max_model_len: int) -> pb.DescribeResponse:
+def _describe(config: EngineConfig, executor: "ModelExecutor", max_model_len: int) -> pb.DescribeResponse:
     folder = tokenizer_folder_if_any(config.model)
+    pooler = executor.config.pooler_config
     return pb.DescribeResponse(
         served_model_names=config.names,
         model_revision=block_revision(config, executor),
@@ -177,6 +179,9 @@ def _describe(config: EngineConfig, executor: "TorchExecutor", max_model_len: in
         config_digest=folder_config_digest(folder),
         unbounded_steps=config.max_step_seconds == 0,
         max_loras=config.max_loras if config.enable_lora else 0,
+        supported_tasks=[TASK_TO_PROTO[task] for task in supported_tasks(executor)],
+        pooled_size=0 if pooler is None else pooler.pooled_size,
+        matryoshka_dimensions=() if pooler is None else pooler.matryoshka_dimensions,
     )
 
 

@@ -20,6 +20,9 @@ from quire_proto.tls import CaFile, CertificateFile, KeyFile, ServerTls, check_c
 
 Policy = Literal["fcfs", "sjf", "priority"]
 PreemptionPolicy = Literal["auto", "swap", "recompute"]
+Runner = Literal["auto", "generate", "pooling"]
+Convert = Literal["auto", "none", "embed", "classify"]
+PoolingMode = Literal["auto", "last", "mean", "cls"]
 Batching = Literal["continuous", "static", "phased"]
 Quantization = Literal["int8", "int4"]
 SpeculativeMethod = Literal["none", "ngram", "suffix"]
@@ -124,6 +127,21 @@ class ExecutorConfig(_Frozen):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Element type of weights, and of KV memory by default; auto is the checkpoint's."
+    )
+    runner: Runner = Field(
+        default="auto",
+        description="Whether prompts are continued (generate) or pooled, into embeddings or scores; auto is what the "
+        "model was made for, pooling where its folder is one of sentence-transformers.",
+    )
+    convert: Convert = Field(
+        default="auto",
+        description="What a model that was made for something else is to do with prompts instead: embed or classify; "
+        "none continues them although the folder is one of sentence-transformers.",
+    )
+    pooling_type: PoolingMode = Field(
+        default="auto",
+        description="Which hidden states of a prompt are pooled: the last, the mean of all, or the first (cls); auto "
+        "is what the folder says, else the last of a decoder and the first of an encoder.",
     )
     kv_cache_dtype: KVCacheDtype = Field(
         default="auto",
@@ -370,6 +388,20 @@ class EngineArgs(CoreArgs, ExecutorConfig, ServedModel):
         return self
 
     @model_validator(mode="after")
+    def _pools_in_one_piece(self) -> Self:
+        pools = self.runner == "pooling" or self.convert in ("embed", "classify")
+        if self.runner == "generate" and self.convert in ("embed", "classify"):
+            raise ValueError(f"--runner generate and --convert {self.convert} exclude each other.")
+        if self.runner == "pooling" and self.convert == "none":
+            raise ValueError("--runner pooling and --convert none exclude each other.")
+        if self.pipeline_parallel_size > 1 and pools:
+            raise ValueError(
+                "--pipeline-parallel-size is for models that continue prompts: hidden states are pooled where the "
+                "layers end."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _disk_has_a_host_pool(self) -> Self:
         if bool(self.kv_disk_space) != (self.kv_disk_path is not None):
             raise ValueError("--kv-disk-space and --kv-disk-path belong together.")
@@ -582,6 +614,10 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         "--context-length": "--max-model-len is one",
         "--kv-cache-memory-bytes": "--kv-cache-memory is one",
         "--num-gpu-blocks-override": "--kv-cache-memory sets the memory of KV blocks",
+        "--task": "--runner and --convert say it",
+        "--pooler-config": "--pooling-type sets it; requests choose use_activation and dimensions",
+        "--override-pooler-config": "--pooling-type sets it; requests choose use_activation and dimensions",
+        "--is-embedding": "--convert embed is one",
         "--speculative-config": _SPECULATION,
         "--dbo-decode-token-threshold": "--dbo-prefill-token-threshold is for all steps",
         "--enable-two-batch-overlap": "--enable-dbo is one",

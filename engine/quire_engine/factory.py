@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire_proto.pooling import Task
+
 from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder_if_any
 from quire_engine.config import EngineArgs, NodeArgs
 from quire_engine.core.block_pool import KVCacheConfig
@@ -16,7 +18,10 @@ from quire_engine.core.scheduler import Scheduler
 from quire_engine.structured_output.compiler import GrammarCompiler, ModelGrammars
 
 if TYPE_CHECKING:
+    from quire_engine.executor.encoder_executor import EncoderExecutor
     from quire_engine.executor.torch_executor import TorchExecutor
+
+    ModelExecutor = TorchExecutor | EncoderExecutor
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +34,7 @@ def load_executor(
     *,
     owns_process: bool = False,
     nodes: NodeArgs | None = None,
-) -> "TorchExecutor":
+) -> "ModelExecutor":
     """Loads the model onto its device and allocates its KV memory. ``on_lost`` is called, on another thread, with the
     reason why a model that several processes share cannot run any more. The others are as in ``TorchExecutor.load``; if
     the engine ``owns_process`` and torch was not imported before, oneDNN's caches are limited too. Raises
@@ -39,12 +44,18 @@ def load_executor(
         from quire_engine.device.host import limit_onednn_caches
 
         limit_onednn_caches()
+    from quire_engine.executor.encoder_executor import EncoderExecutor
     from quire_engine.executor.torch_executor import TorchExecutor
+    from quire_engine.models.encoder import EncoderConfig
+    from quire_engine.models.loader import read_model_config
 
+    model_config = read_model_config(config.model, config)
+    if isinstance(model_config, EncoderConfig):
+        return EncoderExecutor.load(config, model_config, owns_process=owns_process)
     return TorchExecutor.load(config, on_lost, owns_process=owns_process, nodes=nodes)
 
 
-def make_scheduler(config: EngineArgs, executor: "TorchExecutor") -> Scheduler:
+def make_scheduler(config: EngineArgs, executor: "ModelExecutor") -> Scheduler:
     """A scheduler for this executor, with empty pools."""
     limits = SchedulerConfig.of(
         config,
@@ -53,6 +64,9 @@ def make_scheduler(config: EngineArgs, executor: "TorchExecutor") -> Scheduler:
         vocab_size=executor.config.vocab_size,
         model_revision=block_revision(config, executor),
         num_stages=config.pipeline_parallel_size,
+        supported_tasks=supported_tasks(executor),
+        pooler_config=executor.config.pooler_config,
+        enable_chunked_prefill=executor.config.is_causal,
     )
     memory = KVCacheManager(
         executor.kv_cache_config,
@@ -63,7 +77,13 @@ def make_scheduler(config: EngineArgs, executor: "TorchExecutor") -> Scheduler:
     return Scheduler(limits, memory, rates=executor.rates)
 
 
-def block_revision(config: EngineArgs, executor: "TorchExecutor") -> str:
+def supported_tasks(executor: "ModelExecutor") -> frozenset[Task]:
+    """What requests may ask this executor's model for."""
+    pooler = executor.config.pooler_config
+    return frozenset({Task.GENERATE if pooler is None else pooler.task})
+
+
+def block_revision(config: EngineArgs, executor: "ModelExecutor") -> str:
     """What the hashes of KV blocks name as the model's revision: blocks whose rows are held in another dtype than the
     model's own are other blocks.
     """
@@ -71,7 +91,7 @@ def block_revision(config: EngineArgs, executor: "TorchExecutor") -> str:
     return revision if config.kv_cache_dtype == "auto" else f"{revision}+kv-{config.kv_cache_dtype}"
 
 
-def model_grammars(config: EngineArgs, executor: "TorchExecutor", tokenizer: Path | None = None) -> ModelGrammars:
+def model_grammars(config: EngineArgs, executor: "ModelExecutor", tokenizer: Path | None = None) -> ModelGrammars:
     """The grammar backend of this executor's model, with the model's tokenizer, or that of another folder. Costs
     nothing before the first grammar.
     """
@@ -80,7 +100,7 @@ def model_grammars(config: EngineArgs, executor: "TorchExecutor", tokenizer: Pat
 
 
 def make_grammar_compiler(
-    config: EngineArgs, executor: "TorchExecutor", tokenizer: Path | None = None
+    config: EngineArgs, executor: "ModelExecutor", tokenizer: Path | None = None
 ) -> GrammarCompiler:
     """The grammar compiler of the offline API, whose callers may submit many grammars at once. ``tokenizer`` as of
     ``model_grammars``.

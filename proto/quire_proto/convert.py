@@ -3,6 +3,7 @@
 from quire.v1 import types_pb2 as pb
 
 from quire_proto.errors import ErrorCode, QuireError, internal, invalid
+from quire_proto.pooling import PoolingParams, Task
 from quire_proto.sampling import EarlyStopping, FinishReason, SamplingParams, StopToken, TokenLogprobs
 from quire_proto.structured_output import Structured, StructuredKind, choice
 
@@ -60,6 +61,34 @@ def structured_from_proto(message: pb.Structured) -> Structured:
             return choice(list(message.choice.options))
         case kind:
             return Structured(StructuredKind(kind), getattr(message, kind))
+
+
+def pooling_to_proto(params: PoolingParams) -> pb.PoolingParams:
+    """The inverse of ``pooling_from_proto``."""
+    return pb.PoolingParams(
+        task=TASK_TO_PROTO[params.task],
+        dimensions=params.dimensions or 0,
+        use_activation=params.use_activation,
+        second_text_start=params.second_text_start,
+    )
+
+
+def pooling_from_proto(message: pb.PoolingParams) -> PoolingParams:
+    """Raises ``QuireError`` INVALID for a value out of range, and for a task that is none of pooling."""
+    task = task_from_proto(message.task)
+    if task is None:
+        raise invalid("task", "The task of a prompt that is pooled must be to embed or to classify.")
+    return PoolingParams(
+        task=task,
+        dimensions=message.dimensions or None,
+        use_activation=message.use_activation if message.HasField("use_activation") else None,
+        second_text_start=message.second_text_start,
+    )
+
+
+def task_from_proto(task: pb.Task.ValueType) -> Task | None:
+    """None for UNSPECIFIED, and for a task that this version does not know."""
+    return _TASK_FROM_PROTO.get(task)
 
 
 def logprobs_to_proto(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
@@ -129,6 +158,12 @@ _EARLY_TO_PROTO: dict[EarlyStopping, pb.EarlyStopping.ValueType] = {
     "never": pb.EARLY_STOPPING_NEVER,
 }
 _EARLY_FROM_PROTO = {number: meaning for meaning, number in _EARLY_TO_PROTO.items()}
+TASK_TO_PROTO = {
+    Task.GENERATE: pb.TASK_GENERATE,
+    Task.EMBED: pb.TASK_EMBED,
+    Task.CLASSIFY: pb.TASK_CLASSIFY,
+}
+_TASK_FROM_PROTO = {number: task for task, number in TASK_TO_PROTO.items()}
 _FINISH_TO_PROTO = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,

@@ -27,6 +27,8 @@ class PagedModel:
 
     eos_token_ids: tuple[int, ...] = (EOS,)
     vocab_size: int = byte_level().get_vocab_size()
+    pooler_config = None
+    is_causal = True
     model_revision: str = "paged"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import openai
 from quire_proto.errors import QuireError
+from quire_proto.pooling import Task
 from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 from quire_proto.text.chat_template import ChatTemplate
 from quire_proto.text.tokenizer import ModelTokenizer
@@ -52,6 +53,9 @@ ANSWER: Script = ("Hel", "lo ", "", "wörld", FinishReason.STOP)
 class Limits:
     max_model_len: int = MAX_MODEL_LEN
     vocab_size: int = VOCAB_SIZE
+    supported_tasks: tuple[Task, ...] | None = None
+    pooled_size: int = 0
+    matryoshka_dimensions: tuple[int, ...] = ()
 
 
 @dataclass

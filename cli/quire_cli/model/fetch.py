@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from quire_engine.checkpoint.pooler_config import MODULES_FILE
+
 from quire_cli.model.check import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -69,11 +71,20 @@ def fetch_folder(repository: Repository, need: MemoryNeed | None) -> Path:
     weights = _weight_files(repository, name)
     size = sum(files[file] for file in weights)
     check_fits_memory(name, repository.elements or stored_elements(size, raw), raw, need)
-    small = [file for file in files if "/" not in file and file.endswith(SMALL_FILES)]
+    small = [file for file in files if _is_small(file, files)]
     folder = repository.download([*small, *weights])
     if wrong := missing_files(folder) or repository.broken_files():
         raise ModelNotFoundError(broken_copy(name, folder, wrong))
     return folder
+
+
+def _is_small(file: str, files: Mapping[str, int]) -> bool:
+    """Whether it is one of the JSON files and templates of the root, or says what a module of sentence-transformers
+    does, in the module's own folder.
+    """
+    if "/" not in file:
+        return file.endswith(SMALL_FILES)
+    return MODULES_FILE in files and file.count("/") == 1 and file.endswith(f"/{CONFIG_FILE}")
 
 
 def broken_copy(name: str, folder: Path, files: list[str]) -> str:

@@ -40,11 +40,16 @@ class Quire:
     latencies: Sequence[float] = ()
 
     def __init__(self, config: BenchConfig) -> None:
+        from quire_engine.executor.torch_executor import TorchExecutor
+
         self._config = config
         try:
-            self._executor: TorchExecutor = load_executor(config, owns_process=True)
+            executor = load_executor(config, owns_process=True)
         except ModelError as error:
             raise SystemFailedError(str(error)) from None
+        if executor.config.pooler_config is not None or not isinstance(executor, TorchExecutor):
+            raise SystemFailedError(f"{config.model} pools prompts, and what is measured here is to continue them.")
+        self._executor = executor
         self._traces: list[StepTrace] = []
         # CUDA graphs are of certain batch sizes, and smaller batches are filled up.
         is_exact = config.enforce_eager or resolve_device(config.device).type == "cpu"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from quire_engine.checkpoint.gguf import GGUF_SUFFIX, GgufFile, find_gguf, gguf_config
 from quire_engine.checkpoint.plain_config import plain_config
 from quire_engine.checkpoint.text_part import text_config
+from quire_engine.core.pooling import PoolerConfig
 from quire_engine.errors import ModelError
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ SUPPORTED_ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 UNIFORM_SLIDING_WINDOW = ("mistral", "mixtral", "qwen3_moe")
+POOLED_FORMS = ("Model", "ForSequenceClassification")
+"""How the names of a supported architecture end where its model pools prompts, in place of ForCausalLM."""
 OPTIONAL_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe")
 QK_NORM_MODEL_TYPES = ("qwen3", "qwen3_moe")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -56,7 +59,8 @@ class ModelConfig:
     """A model's configuration, known before its weights are read.
 
     ``max_length`` is the longest sequence in tokens. ``eos_token_ids`` end an output. ``model_revision`` identifies the
-    folder's contents: it is equal for equal folders.
+    folder's contents: it is equal for equal folders. ``pooler_config`` says how it pools prompts; None if it continues
+    them.
     """
 
     architecture: str
@@ -64,6 +68,12 @@ class ModelConfig:
     max_length: int
     eos_token_ids: tuple[int, ...]
     model_revision: str
+    pooler_config: PoolerConfig | None = field(default=None, kw_only=True)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a token sees only those before it, so that a prompt can be computed in parts."""
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +162,9 @@ class DecoderConfig(ModelConfig):
 
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> "DecoderConfig":
-        """The configuration whose ``asdict`` went through JSON, which makes lists of its tuples."""
+        """The configuration whose ``asdict`` went through JSON, which makes lists of its tuples. Rank 0 alone pools."""
         moe = values["moe"]
-        return cls(**{**_with_tuples(values), "moe": moe and MoEConfig(**_with_tuples(moe))})
+        return cls(**{**_with_tuples(values), "moe": moe and MoEConfig(**_with_tuples(moe)), "pooler_config": None})
 
 
 def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
@@ -165,8 +175,17 @@ def is_supported(architecture: str, raw: dict[str, Any]) -> bool:
     """Whether there is own code for the model of a ``config.json``. Some models have another's architecture, and a
     model type of their own: those are not supported.
     """
-    model_type = SUPPORTED_ARCHITECTURES.get(architecture)
-    return model_type is not None and raw.get("model_type", model_type) == model_type
+    model_type = own_model_type(architecture)
+    bidirectional = raw.get("is_causal") is False or bool(raw.get("use_bidirectional_attention"))
+    return model_type is not None and raw.get("model_type", model_type) == model_type and not bidirectional
+
+
+def own_model_type(architecture: str) -> str | None:
+    """The model type of an architecture that has own code, also in the forms that pool prompts; None for others."""
+    for form in POOLED_FORMS:
+        if architecture.endswith(form):
+            architecture = f"{architecture.removesuffix(form)}ForCausalLM"
+    return SUPPORTED_ARCHITECTURES.get(architecture)
 
 
 def check_sizes(path: Path, raw: dict[str, Any]) -> None:
@@ -185,7 +204,8 @@ def check_sizes(path: Path, raw: dict[str, Any]) -> None:
 
 
 def _parse_config(path: Path, architecture: str, raw: dict[str, Any]) -> Any:
-    model_type = SUPPORTED_ARCHITECTURES[architecture]
+    model_type = own_model_type(architecture)
+    assert model_type is not None, "it is supported"
     if plain := plain_config(model_type, raw):
         return plain
     from transformers import CONFIG_MAPPING
@@ -375,20 +395,25 @@ def eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ``ModelError`` when there is none, or when it holds NaN or Infinity."""
+    """The object in a JSON file. Raises ``ModelError`` as ``read_json_value``, and when it holds something else."""
+    value = read_json_value(path)
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds no JSON object.")
+    return value
+
+
+def read_json_value(path: Path) -> Any:
+    """What a JSON file holds. Raises ``ModelError`` when there is none, or when it holds NaN or Infinity."""
     if not path.parent.is_dir():
         raise ModelError(f"The model folder {path.parent} does not exist.")
     try:
-        value = json.loads(path.read_bytes(), parse_constant=lambda name: _refuse_not_finite(path, name))
+        return json.loads(path.read_bytes(), parse_constant=lambda name: _refuse_not_finite(path, name))
     except FileNotFoundError:
         raise ModelError(f"The model folder {path.parent} has no {path.name}.") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError):
         raise ModelError(f"{path} is not valid JSON.") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds no JSON object.")
-    return value
 
 
 def _refuse_not_finite(path: Path, name: str) -> NoReturn:

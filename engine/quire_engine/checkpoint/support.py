@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.checkpoint.config import (
-    SUPPORTED_ARCHITECTURES,
     architecture_of,
     check_sizes,
     is_supported,
+    own_model_type,
     quantization_of,
     rope_max_length,
 )
@@ -23,6 +23,8 @@ STATE_LAYER_TYPES = ("linear_attention", "conv")
 SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", *STATE_LAYER_TYPES)
 # The ends of the names of classes that continue a text; those of others that transformers has are no model of language.
 _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ModelWithLMHead", "Decoder")
+# Those of classes that pool prompts: encoders, with or without a head that classifies.
+_POOLING = ("Model", "ForSequenceClassification")
 _OTHER_INPUTS = ("vision_config", "audio_config", "speech_config")
 _FAMILIES = "such as Qwen 3, Llama 3 or Mistral"
 
@@ -66,9 +68,10 @@ def checked_by_transformers(path: Path, raw: dict[str, Any]) -> bool:
 def plain_max_length(path: Path, raw: dict[str, Any]) -> int | None:
     """The longest sequence in tokens, which ``raw`` of ``config.json`` says; None where only transformers can tell."""
     architecture = architecture_of(path, raw)
-    if not is_supported(architecture, raw):
+    model_type = own_model_type(architecture)
+    if model_type is None or not is_supported(architecture, raw):
         return None
-    plain = plain_config(SUPPORTED_ARCHITECTURES[architecture], raw)
+    plain = plain_config(model_type, raw)
     return rope_max_length(plain.max_position_embeddings, plain.rope_parameters) if plain else None
 
 
@@ -98,9 +101,12 @@ def _check_kind(path: Path, architecture: str, raw: dict[str, Any]) -> None:
             f"{path} describes an encoder with a decoder ({architecture}); only decoders can be served.",
             f"take a decoder {_FAMILIES}",
         )
+    if architecture.endswith(_POOLING):
+        return
     if not architecture.endswith(_GENERATING):
         raise UnsupportedModelError(
-            f"{path} names {architecture}, which makes no text (an encoder, an embedding model or a classifier).",
+            f"{path} names {architecture}, which makes no text (nor embeddings or scores, as classes do whose names "
+            "end in Model or ForSequenceClassification).",
             f"take a causal language model {_FAMILIES}",
         )
     if architecture.endswith("ForConditionalGeneration") or any(key in raw for key in _OTHER_INPUTS):

@@ -28,6 +28,9 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# What a causal language model calls the body of its layers. A body that was saved alone, as embedding models are, has
+# tensors without it.
+BODY, EMBEDDING, HEADS = "model.", "embed_tokens.weight", ("lm_head.", "score.")
 # Old exports carry this buffer, which is computed from config.json.
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
@@ -57,6 +60,9 @@ class Checkpoint:
 
     def _list(self, source: Path, tensors: Mapping[str, TensorInfo]) -> None:
         self._source_path, self._tensors, self._unused = source, tensors, set(tensors)
+        if f"{BODY}{EMBEDDING}" not in tensors and EMBEDDING in tensors:
+            self._tensors = {_in_model(name): info for name, info in tensors.items()}
+            self._unused = set(self._tensors)
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -161,6 +167,10 @@ class Checkpoint:
         with _open_safetensors(entry.path) as file:
             whole = tuple(target.shape) == entry.shape
             target.copy_(file.get_tensor(entry.name) if whole else file.get_slice(entry.name)[slices])
+
+
+def _in_model(name: str) -> str:
+    return name if name.startswith(HEADS) else f"{BODY}{name}"
 
 
 def _supported(name: str, entry: TensorInfo) -> TensorInfo:

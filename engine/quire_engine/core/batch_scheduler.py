@@ -270,6 +270,8 @@ class BatchScheduler:
         sample_requests = sequence.sample_requests if end >= len(known) else ()
         chunk = ScheduledChunk(sequence.id, token_ids, start, sequence.table.block_ids, sample_requests)
         chunk.lora = sequence.group.request.lora
+        chunk.pooling = sequence.group.request.pooling
+        chunk.is_last = chunk.pooling is not None and end >= len(known)
         if drafts:
             chunk.num_draft_tokens = len(drafts)
             chunk.sample_requests = with_draft_requests(sample_requests[0], drafts, self._draft_request_ids)
@@ -357,6 +359,8 @@ class BatchScheduler:
         is_batch = self._config.batching == "static"
         while self.waiting.has_ready and (budget.allows_prompts or is_batch):
             sequence = self.waiting.next()
+            if not self._config.enable_chunked_prefill and sequence.num_tokens > budget.tokens:
+                break
             if not all(gate.admits(sequence) for gate in self._gates):
                 self.waiting.hold(sequence)
                 continue
@@ -383,11 +387,16 @@ class BatchScheduler:
             return None
         hits = (
             []
-            if sequence.group.needs_prompt_logprobs
+            if sequence.group.needs_prompt_logprobs or self._is_pooled_whole(sequence)
             else self._kv_cache_manager.get_cached_blocks(sequence.table, sequence.token_ids)
         )
         free = self._kv_cache_manager.num_free_blocks_after(sequence.table, hits, sequence.num_tokens)
         return hits if free >= self._reserve(sequence) else None
+
+    def _is_pooled_whole(self, sequence: Sequence) -> bool:
+        """Whether hidden states are pooled that cached blocks do not hold."""
+        pooler = self._config.pooler_config
+        return sequence.request.pooling is not None and pooler is not None and pooler.skip_reading_prefix_cache
 
     def _waits_for_other_choice(self, sequence: Sequence) -> bool:
         """Whether another output of the same request is computing what this one could then share."""

@@ -3,8 +3,10 @@
 from typing import Any, Self
 
 from pydantic import Field
+from quire_proto.pooling import Task
 
 from quire_engine.config import SchedulerArgs
+from quire_engine.core.pooling import PoolerConfig
 
 
 class SchedulerConfig(SchedulerArgs):
@@ -14,6 +16,8 @@ class SchedulerConfig(SchedulerArgs):
     so that running sequences can grow for a while. ``max_step_seconds`` is 0 here unless it is given, so that what a
     step computes does not depend on a clock. ``num_stages``: stages of the pipeline that the model is divided into. As
     many steps are in flight then, and none has a token of a sequence before the one before it is known.
+    ``supported_tasks``: what requests may ask for. ``pooler_config``: how prompts are pooled, None where none are.
+    Without ``enable_chunked_prefill`` a step computes a prompt as a whole or not at all.
     """
 
     max_model_len: int = Field(default=2048, ge=1)
@@ -23,6 +27,9 @@ class SchedulerConfig(SchedulerArgs):
     vocab_size: int = 2**31 - 1
     model_revision: str = ""
     num_stages: int = 1
+    supported_tasks: frozenset[Task] = frozenset({Task.GENERATE})
+    pooler_config: PoolerConfig | None = None
+    enable_chunked_prefill: bool = True
 
     @classmethod
     def of(cls, args: SchedulerArgs, **facts: Any) -> Self:

@@ -25,8 +25,8 @@ class EngineCoreOutput:
     part of the output; it is ``stop_token`` where log-probabilities were asked for. ``timings`` are the sequence's own,
     which change until its end.
     ``logprobs`` has one entry for each of ``token_ids`` where they were asked for, and ``prompt_logprobs`` those of the
-    prompt's tokens from ``prompt_position`` on. ``score`` is a beam's, at its end. ``ends_request`` is set on the last
-    output of the request.
+    prompt's tokens from ``prompt_position`` on. ``score`` is a beam's, at its end. ``pooled`` is what a prompt was
+    pooled to, as little-endian float32, at its end. ``ends_request`` is set on the last output of the request.
     """
 
     request_id: str
@@ -42,6 +42,7 @@ class EngineCoreOutput:
     prompt_position: int = 0
     score: float | None = None
     stop_token: StopToken | None = None
+    pooled: bytes = b""
     ends_request: bool = False
 
 

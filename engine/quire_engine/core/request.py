@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from quire_proto.errors import ErrorCode, QuireError, invalid
 from quire_proto.hashing import extra_key
+from quire_proto.pooling import PoolingParams, Task, check_dimensions, check_prompt_length
 from quire_proto.sampling import SamplingParams, check_length, choice_seed
 
 from quire_engine.core.beam_search import BeamSearch
@@ -38,6 +39,7 @@ class Request:
     and the next token is drawn for the position after them. ``resumed_outputs`` says the same of each choice, and takes
     precedence. With the priority policy, smaller numbers go first. ``grammar`` is ``sampling.structured``, compiled.
     ``traceparent`` is carried for the service's traces and means nothing here. ``lora`` is the adapter to run it with.
+    With ``pooling`` the prompt is pooled, and nothing is sampled: ``sampling`` and what was delivered are not read.
     """
 
     request_id: str
@@ -50,6 +52,12 @@ class Request:
     priority: int = 0
     grammar: Grammar | None = None
     lora: LoRARequest | None = None
+    pooling: PoolingParams | None = None
+
+    @property
+    def task(self) -> Task:
+        """What it asks for."""
+        return Task.GENERATE if self.pooling is None else self.pooling.task
 
     @property
     def all_resumed_outputs(self) -> abc.Sequence[ResumedOutput]:
@@ -154,8 +162,8 @@ class Sequence:
     ``token_ids``: all known tokens, prompt and output. ``num_computed_tokens`` of them are in KV memory, and
     ``num_scheduled_tokens`` will be once the steps in flight are done. Everything the scheduler decides follows
     from these three: there is no prefill phase and no decode phase. ``index``: the choice that it is an output of.
-    ``sample_requests``: how its next token is sampled, one for each output that is forked from it then. At
-    ``limit`` tokens it ends. ``num_seqs``: how many it counts as against ``max_num_seqs``.
+    ``sample_requests``: how its next token is sampled, one for each output that is forked from it then; none for a
+    prompt that is pooled. At ``limit`` tokens it ends. ``num_seqs``: how many it counts as against ``max_num_seqs``.
     ``num_output_sent``: output tokens that were published. ``preemption_key`` orders admitted sequences: the
     largest is preempted first. ``absence``: its preemption, until it is back where it was. ``last_step``: the
     last step that it has a chunk in. ``proposer`` guesses its next tokens, where there is speculation.
@@ -268,6 +276,8 @@ class SequenceRegistry:
         """The sequences that a request begins with: one for all its choices, or one for each that an earlier attempt
         left unfinished.
         """
+        if request.pooling is not None:
+            return [self._new_pooled(request)]
         stops = self._stop_token_ids(request)
         beams = BeamSearch(request.sampling, stops) if request.sampling.beam_width else None
         group = SequenceGroup(request, beams, runs_ahead=beams is None and self._config.num_stages == 1)
@@ -310,22 +320,31 @@ class SequenceRegistry:
     def free(self, sequence: Sequence) -> None:
         """Forgets a sequence, all that it draws for, and its request with the last one."""
         del self.sequences[sequence.id]
-        self.finished_seq_ids += [request.sequence_id for request in sequence.sample_requests]
+        self.finished_seq_ids += [request.sequence_id for request in sequence.sample_requests] or [sequence.id]
         group = sequence.group
         del group.sequences[sequence.id]
         if not group.sequences:
             del self.groups[group.request.request_id]
 
     def take_finished(self, in_flight: Iterable[SchedulerOutput]) -> list[int]:
-        """Ids of the sequences that finished since the last call, but for those that a step in flight draws for: they
-        are returned later, because that draw would make anew what the executor drops.
+        """Ids of the sequences that finished since the last call, but for those that a step in flight draws for or
+        pools: they are returned later, because that would make anew what the executor drops.
         """
-        drawn = {
-            request.sequence_id for step in in_flight for chunk in step.chunks for request in chunk.sample_requests
-        }
-        ended = [each for each in self.finished_seq_ids if each not in drawn]
-        self.finished_seq_ids = [each for each in self.finished_seq_ids if each in drawn]
+        chunks = [chunk for step in in_flight for chunk in step.chunks]
+        in_use = {request.sequence_id for chunk in chunks for request in chunk.sample_requests}
+        in_use.update(chunk.sequence_id for chunk in chunks if chunk.pooling is not None)
+        ended = [each for each in self.finished_seq_ids if each not in in_use]
+        self.finished_seq_ids = [each for each in self.finished_seq_ids if each in in_use]
         return ended
+
+    def _new_pooled(self, request: Request) -> Sequence:
+        """The one sequence of a prompt that is pooled. It ends with its last chunk."""
+        group = SequenceGroup(request, None, runs_ahead=False)
+        self.groups[request.request_id] = group
+        group.unfinished = {0: None}
+        sequence = self._new_sequence(group, 0, [])
+        sequence.sample_requests = ()
+        return sequence
 
     def _new_root(self, group: SequenceGroup, width: int) -> Sequence:
         """One sequence for all choices, whose ids it reserves."""
@@ -343,7 +362,8 @@ class SequenceRegistry:
         request = group.request
         lora_digest = b"" if request.lora is None else request.lora.digest
         tokens = [*request.prompt_token_ids, *output]
-        limit = min(group.num_prompt_tokens + request.sampling.max_tokens, self._config.max_model_len)
+        max_output = 0 if request.pooling is not None else request.sampling.max_tokens
+        limit = min(group.num_prompt_tokens + max_output, self._config.max_model_len)
         table = BlockTable(extra_key(self._config.model_revision, request.cache_salt, lora_digest))
         table.num_prompt_tokens, table.max_tokens = group.num_prompt_tokens, limit
         timings = SequenceTimings(arrived=self._clock())
@@ -381,6 +401,12 @@ class SequenceRegistry:
 
 
 MAX_SALT_BYTES = 32
+_UNSUPPORTED = {
+    Task.GENERATE: "This model makes no text: it was loaded to pool prompts.",
+    Task.EMBED: "This model makes no embeddings: start its engine with --convert embed for that.",
+    Task.CLASSIFY: "This model classifies no texts.",
+}
+"""What a request is refused with whose task the engine does not have."""
 
 
 def check_request(request: Request, config: "SchedulerConfig", kv_cache_manager: KVCacheManager) -> None:
@@ -389,14 +415,31 @@ def check_request(request: Request, config: "SchedulerConfig", kv_cache_manager:
     """
     if len(request.cache_salt) > MAX_SALT_BYTES:
         raise invalid("cache_salt", f"A cache salt has at most {MAX_SALT_BYTES} bytes.")
+    if request.task not in config.supported_tasks:
+        raise invalid("model", _UNSUPPORTED[request.task])
     sampling = request.sampling
     limit = min(config.max_model_len, kv_cache_manager.device_pool.num_blocks * kv_cache_manager.block_size)
+    if request.pooling is not None:
+        _check_pooling(request, request.pooling, config, limit)
+        return
     check_length(len(request.prompt_token_ids), sampling.max_tokens, limit)
     _check_tokens(request, config.vocab_size)
     _check_history(request)
     _check_width(request, config, kv_cache_manager)
     if sampling.structured is not None and request.grammar is None:
         raise QuireError(ErrorCode.INVALID, "This engine knows no grammars.", param=sampling.structured.param)
+
+
+def _check_pooling(request: Request, pooling: PoolingParams, config: "SchedulerConfig", limit: int) -> None:
+    prompt, pooler = request.prompt_token_ids, config.pooler_config
+    assert pooler is not None, "an engine that pools says how"
+    check_prompt_length(
+        len(prompt), limit if config.enable_chunked_prefill else min(limit, config.max_num_batched_tokens)
+    )
+    _check_ids("prompt", prompt, config.vocab_size)
+    check_dimensions(pooling.dimensions, pooler.pooled_size, pooler.matryoshka_dimensions)
+    if pooling.second_text_start >= len(prompt):
+        raise invalid("second_text_start", "The second text must begin within the prompt.")
 
 
 def _check_tokens(request: Request, vocab_size: int) -> None:

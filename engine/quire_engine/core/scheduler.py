@@ -274,6 +274,7 @@ class Scheduler:
         if chunk.prompt_logprob_targets:
             self._emit_prompt_logprobs(sequence.group, chunk.start + 1, model_output.prompt_logprobs[sequence.id])
         if not chunk.sample_requests:
+            self._end_if_pooled(sequence, chunk, model_output)
             return
         if sequence.group.beam_search is not None:
             self._collect(sequence, model_output.candidates[sequence.id])
@@ -433,6 +434,15 @@ class Scheduler:
         delta = _output_delta(sequence, logprobs)
         output.token_ids, output.position, output.logprobs = delta.token_ids, delta.position, delta.logprobs
         output.stop_token = stop_token
+        self._finish_choice(output, sequence.group)
+        self._remove(sequence)
+
+    def _end_if_pooled(self, sequence: Sequence, chunk: ScheduledChunk, model_output: ModelOutput) -> None:
+        """Ends a prompt that is pooled, with its last chunk."""
+        if not chunk.is_last:
+            return
+        output = self._finish_output(sequence, sequence.index, FinishReason.STOP)
+        output.pooled = model_output.pooled[sequence.id]
         self._finish_choice(output, sequence.group)
         self._remove(sequence)
 

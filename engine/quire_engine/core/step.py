@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from quire_proto.errors import QuireError
+from quire_proto.pooling import PoolingParams
 from quire_proto.sampling import SamplingParams, TokenLogprobs
 
 from quire_engine.core.block_pool import BlockCopies
@@ -110,6 +111,10 @@ class ScheduledChunk:
     ``num_prompt_logprobs`` most probable tokens are returned beside each.
 
     ``lora`` is the adapter that the tokens are computed with; None for the model alone.
+
+    Where a prompt is pooled, every chunk of it has the ``pooling`` params, and no sample requests; with the one that
+    ``is_last``, all that was computed since the chunk with ``start`` 0 is pooled. Chunks of a prompt follow each other
+    without gaps, except that the same chunk, or all from the first on, may be computed again.
     """
 
     sequence_id: int
@@ -121,6 +126,8 @@ class ScheduledChunk:
     num_prompt_logprobs: int = 0
     num_draft_tokens: int = 0
     lora: LoRARequest | None = None
+    pooling: PoolingParams | None = None
+    is_last: bool = False
 
     @property
     def lora_int_id(self) -> int:
@@ -152,8 +159,8 @@ class SchedulerOutput:
     """What one step does, in this order: the copies, then the chunks, then the sample requests.
 
     ``finished_seq_ids`` are sequences that have ended: nothing needs to be kept for them any more, and no step in
-    flight draws for them. ``num_preempted`` counts the sequences that were preempted. ``max_seconds`` is what a step
-    that computes prompts beside sequences that decode is planned to take at most; 0 without a bound.
+    flight draws for them or pools them. ``num_preempted`` counts the sequences that were preempted. ``max_seconds`` is
+    what a step that computes prompts beside sequences that decode is planned to take at most; 0 without a bound.
     """
 
     step: int
@@ -215,15 +222,16 @@ class ModelOutput:
     """What a step made, keyed by sequence id.
 
     For each sample request, one of: a token (with its log-probabilities, where ``params.wants_logprobs``), candidates,
-    or an error. For each chunk with targets, one entry of ``prompt_logprobs`` for each target. If it
-    ``waited_for_others``, as another engine of a group had more tokens in its forward pass, that decided how long it
-    took.
+    or an error. For each chunk with targets, one entry of ``prompt_logprobs`` for each target. For each last chunk of a
+    prompt that is pooled, its numbers as little-endian float32 (``pooled``), or an error. If it ``waited_for_others``,
+    as another engine of a group had more tokens in its forward pass, that decided how long it took.
     """
 
     token_ids: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     candidates: dict[int, BeamCandidates] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    pooled: dict[int, bytes] = field(default_factory=dict)
     errors: dict[int, QuireError] = field(default_factory=dict)
     timings: StepTimings = field(default_factory=StepTimings)
     waited_for_others: bool = False
@@ -234,6 +242,7 @@ class ModelOutput:
         self.logprobs.update(other.logprobs)
         self.candidates.update(other.candidates)
         self.prompt_logprobs.update(other.prompt_logprobs)
+        self.pooled.update(other.pooled)
         self.errors.update(other.errors)
         self.timings.add(other.timings)
         self.waited_for_others |= other.waited_for_others

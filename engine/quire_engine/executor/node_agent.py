@@ -36,7 +36,7 @@ class NodeAgent:
         self.is_ready = False
         self._config = config
         self._place = node_rendezvous(config)
-        model_config, device = read_model_config(config.model), resolve_device(config.device)
+        model_config, device = read_model_config(config.model, config), resolve_device(config.device)
         check_parallel_sizes(config, model_config, device, config.nnodes)
         self._facts = node_facts(config, model_config, device, config.nnodes)
         self._processes: dict[int, RankProcess] = {}

@@ -397,6 +397,10 @@ def check_parallel_sizes(engine: EngineArgs, config: ModelConfig, device: torch.
             raise ModelError(
                 f"The tensor parallel size is {tensor_size}, which does not divide the model's {count} {name}."
             )
+    if num_stages > 1 and config.pooler_config is not None:
+        raise ModelError(
+            f"The pipeline parallel size is {num_stages}, and models that pool prompts are not divided into stages."
+        )
     if num_stages > config.num_layers:
         raise ModelError(f"The pipeline parallel size is {num_stages}, and the model has {config.num_layers} layers.")
     if size > MAX_RANKS:

@@ -14,6 +14,7 @@ from time import perf_counter
 import torch
 from quire_proto import __version__
 from quire_proto.errors import ErrorCode, QuireError, internal
+from quire_proto.pooling import PoolingParams
 
 from quire_engine.config import EngineArgs, NodeArgs
 from quire_engine.core.block_pool import KVCacheConfig
@@ -27,6 +28,7 @@ from quire_engine.device.host import tune_malloc
 from quire_engine.errors import LoRAError, ModelError
 from quire_engine.executor.engine_group import EngineGroup, join_engines
 from quire_engine.executor.multiproc import MultiprocLeader, compute_rank_cache_sizes
+from quire_engine.executor.pooler import Pooler, PoolerOutput
 from quire_engine.executor.rank_worker import RankSettings, check_parallel_sizes
 from quire_engine.models.llama import Llama
 from quire_engine.models.loader import read_model_config
@@ -81,6 +83,8 @@ class TorchExecutor:
             self._runner = make_runner(model, cache_sizes)
         self._block_size = self._runner.kv_cache_config.block_size
         self._sampler = Sampler(model.config.vocab_size)
+        pooler = model.config.pooler_config
+        self._pooler = None if pooler is None else Pooler(pooler, model.classifier)
         self._lora_manager = model.loras
         self._num_loras_held = num_loras_held
         self._previous_step: AsyncStep | None = None
@@ -116,7 +120,7 @@ class TorchExecutor:
         """
         nnodes = 1 if nodes is None else nodes.nnodes
         threads = (configure_threads if owns_process else usable_threads)(config.num_ranks // nnodes)
-        model_config, device = read_model_config(config.model), resolve_device(config.device)
+        model_config, device = read_model_config(config.model, config), resolve_device(config.device)
         check_parallel_sizes(config, model_config, device, nnodes)
         settings = RankSettings(config, model_config, str(device), threads, nnodes)
         with ExitStack() as opened:
@@ -212,7 +216,10 @@ class TorchExecutor:
         num_tokens, num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
         length = executor.max_model_len
         lora = DUMMY_LORA if limits.enable_lora else None
-        executor.execute_model(largest_step(num_tokens, num_seqs, length, block_size, vocab_size, lora=lora))
+        pooler = executor.config.pooler_config
+        pooling = None if pooler is None else PoolingParams(pooler.task)
+        step = largest_step(num_tokens, num_seqs, length, block_size, vocab_size, lora=lora, pooling=pooling)
+        executor.execute_model(step)
         if lora is not None:
             executor.remove_lora(lora.lora_int_id)
 
@@ -250,9 +257,11 @@ class TorchExecutor:
         wait for the step, whatever it is that takes long there.
         """
         forward = self._runner.forward if self._engines is None else self._forward_together
-        step = AsyncStep(self._runner, forward, self._sampler, self._device)
+        step = AsyncStep(self._runner, forward, self._sampler, self._pooler, self._device)
         if scheduler_output.finished_seq_ids:
             self._sampler.remove_finished(scheduler_output.finished_seq_ids)
+            if self._pooler is not None:
+                self._pooler.remove_finished(scheduler_output.finished_seq_ids)
         with device_errors(), inference_on(self._device):
             start = perf_counter()
             if not scheduler_output.copies.is_empty:
@@ -409,15 +418,19 @@ class AsyncStep:
     What ``sample_tokens`` raises is raised by ``get_output``, so that a step ends in one place.
     """
 
-    def __init__(self, runner: Runner, forward: Forward, sampler: Sampler, device: torch.device) -> None:
+    def __init__(
+        self, runner: Runner, forward: Forward, sampler: Sampler, pooler: Pooler | None, device: torch.device
+    ) -> None:
         self.output = ModelOutput()
         self._runner = runner
         self._run_forward = forward
         self._sampler = sampler
+        self._pooler = pooler
         self._device = device
         self._forward: ForwardPass | None = None
         self._sampled: list[SamplerOutput] = []
         self._sampled_seq_ids: list[int] = []
+        self._pooled: PoolerOutput | None = None
         self._event: StepEvent | None = None
         self._error: Exception | None = None
 
@@ -465,6 +478,8 @@ class AsyncStep:
             done = perf_counter()
             for sampled in self._sampled:
                 sampled.fetch_into(self.output)
+            if self._pooled is not None:
+                self._pooled.fetch_into(self.output)
         timings.forward += done - start
         timings.sample += perf_counter() - done
         return self.output
@@ -486,6 +501,9 @@ class AsyncStep:
     def _sample(self, forward: ForwardPass) -> None:
         batch, prepared = forward.batch, forward.prepared
         sample_requests, logits = batch.sample_requests, None
+        if batch.pooled:
+            assert self._pooler is not None, "a step pools prompts, and the model says not how"
+            self._pooled = self._pooler.pool(forward.hidden, batch.pooled)
         if sample_requests:
             start = perf_counter()
             logits = self._runner.logits(forward.hidden, batch.model_input.sampled_rows)

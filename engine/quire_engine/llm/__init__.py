@@ -4,10 +4,13 @@ It runs the same scheduler, pools and executor as the service, and tokenises and
 same request with the same seed gives the same text. Torch is imported when a model is loaded.
 """
 
+from quire_proto.pooling import PoolingParams
+
 from quire_engine.core.lora import LoRARequest
 from quire_engine.llm.async_llm import AsyncLLM
 from quire_engine.llm.llm import LLM
 from quire_engine.llm.offline_engine import AsyncEngineArgs, destroy_model_parallel
+from quire_engine.llm.pooling_outputs import ClassificationRequestOutput, EmbeddingRequestOutput, ScoringRequestOutput
 from quire_engine.llm.types import (
     CompletionOutput,
     Logprob,
@@ -27,14 +30,18 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "LoRARequest",
     "Logprob",
+    "PoolingParams",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "destroy_model_parallel",
 ]

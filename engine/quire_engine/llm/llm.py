@@ -12,21 +12,38 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from inspect import Parameter, Signature
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from quire_proto.errors import ErrorCode, QuireError
-from quire_proto.text.tokenizer import ModelTokenizer
+from quire_proto.pooling import PoolingParams, Task
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from quire_engine.config import EngineArgs
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
 from quire_engine.core.lora import LoRARequest
+from quire_engine.core.outputs import EngineCoreOutput
+from quire_engine.core.request import Request
 from quire_engine.llm.offline_engine import LLM_SETTINGS, OPEN, OfflineEngine
+from quire_engine.llm.pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingProcessor,
+    PoolingPrompt,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+    classification_output,
+    embedding_output,
+    pair_output,
+    read_pairs,
+    read_params,
+    scored_output,
+)
 from quire_engine.llm.processor import (
     Message,
     OutputProcessor,
@@ -45,6 +62,42 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _LOOKAHEAD = 4  # waiting requests for each that may run: enough to choose from under any policy
 T = TypeVar("T")
+
+
+class Prepared(Protocol):
+    """A request that the scheduler will accept."""
+
+    @property
+    def request(self) -> Request: ...  # noqa: D102
+
+
+class Result(Protocol):
+    """What became of a request; with an ``error`` it has failed."""
+
+    @property
+    def error(self) -> QuireError | None: ...  # noqa: D102
+
+
+PreparedT = TypeVar("PreparedT", bound=Prepared)
+PreparedT_co = TypeVar("PreparedT_co", bound=Prepared, covariant=True)
+ResultT = TypeVar("ResultT", bound=Result)
+ResultT_co = TypeVar("ResultT_co", bound=Result, covariant=True)
+
+
+class Processor(Protocol[PreparedT_co, ResultT_co]):
+    """Builds the result of a request while its outputs arrive; see ``OutputProcessor``."""
+
+    @property
+    def prepared(self) -> PreparedT_co: ...  # noqa: D102
+
+    @property
+    def is_finished(self) -> bool: ...  # noqa: D102
+
+    def add_output(self, output: EngineCoreOutput) -> bool: ...  # noqa: D102
+
+    def result(self) -> ResultT_co: ...  # noqa: D102
+
+
 Params = SamplingParams | Sequence[SamplingParams] | None
 Priority = int | Sequence[int] | None
 LoRA = LoRARequest | Sequence[LoRARequest | None] | None
@@ -91,7 +144,7 @@ class LLM:
         )
         self._core, self._requests = self._engine.core, self._engine.requests
         self._lock = Lock()
-        self._current_run: OfflineRun | None = None
+        self._current_run: OfflineRun[Any, Any] | None = None
         self._usable = True
         OPEN.add(self)
 
@@ -147,6 +200,53 @@ class LLM:
         """
         return replace(self._engine.default_params)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+        lora_request: LoRA = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of each of ``prompts``, in their order, which are given as to ``generate``; otherwise as that
+        does. Raises ``QuireError`` INVALID for a model that makes none.
+        """
+        params = read_params(pooling_params, Task.EMBED)
+        return [*map(embedding_output, self._pool(read_prompts(prompts), params, lora_request, use_tqdm=use_tqdm))]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+        lora_request: LoRA = None,
+    ) -> list[ClassificationRequestOutput]:
+        """As ``embed``, of a model that classifies: the scores of each prompt."""
+        params = read_params(pooling_params, Task.CLASSIFY)
+        return [*map(classification_output, self._pool(read_prompts(prompts), params, lora_request, use_tqdm=use_tqdm))]
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+        lora_request: LoRA = None,
+    ) -> list[ScoringRequestOutput]:
+        """The score of one text with each of several, or of each with the one in its place: by a model that classifies
+        pairs, or by the cosine of the embeddings of one that makes these. Otherwise as ``embed``.
+        """
+        pairs = read_pairs(text_1, text_2)
+        if Task.EMBED not in self._core.scheduler.config.supported_tasks:
+            params = read_params(pooling_params, Task.CLASSIFY)
+            return [*map(scored_output, self._pool(pairs, params, lora_request, use_tqdm=use_tqdm))]
+        texts = [*dict.fromkeys(text for pair in pairs for text in pair)]
+        params = replace(read_params(pooling_params, Task.EMBED), use_activation=True)
+        outputs = dict(zip(texts, self._pool(texts, params, lora_request, use_tqdm=use_tqdm), strict=True))
+        return [pair_output(outputs[one], outputs[other]) for one, other in pairs]
+
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
         """The model's tokenizer, or that which was given for it, as transformers loads it."""
         self._check_usable()
@@ -188,12 +288,35 @@ class LLM:
                 prepared.append(self._requests.complete(prepare(*arguments)))
             except QuireError as error:
                 raise with_prompt_index(index, len(prompts), error) from None
-        return self._run(prepared, use_tqdm)
+        return self._run(prepared, partial(OutputProcessor, tokenizer=self._engine.tokenizer), use_tqdm)
 
-    def _run(self, requests: Sequence[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
+    def _pool(
+        self,
+        prompts: Sequence[PoolingPrompt],
+        params: PoolingParams,
+        lora_request: LoRA,
+        *,
+        use_tqdm: bool,
+    ) -> list[PoolingRequestOutput]:
+        self._check_usable()
+        prepared = []
+        each_lora = broadcast("lora_request", lora_request, None, len(prompts))
+        for index, (prompt, lora) in enumerate(zip(self._requests.encode_pooled(prompts), each_lora, strict=True)):
+            try:
+                prepared.append(self._requests.pooled(prompt, params, lora))
+            except QuireError as error:
+                raise with_prompt_index(index, len(prompts), error) from None
+        return self._run(prepared, PoolingProcessor, use_tqdm)
+
+    def _run(
+        self,
+        requests: Sequence[PreparedT],
+        process: Callable[[PreparedT], Processor[PreparedT, ResultT]],
+        use_tqdm: bool,
+    ) -> list[ResultT]:
         with self._lock, Progress(len(requests), shown=use_tqdm) as progress, defer_sigint() as release:
             self._check_usable()  # again: a call that held the lock may have closed or broken the engine
-            self._current_run = run = OfflineRun(requests, self._core, self._engine.tokenizer, progress)
+            self._current_run = run = OfflineRun(requests, self._core, process, progress)
             try:
                 results = run.run(release)
             finally:
@@ -211,34 +334,38 @@ class LLM:
             self._current_run.on_step(step)
 
 
-def _log_failures(results: Sequence[RequestOutput]) -> None:
+def _log_failures(results: Sequence[Result]) -> None:
     failed = [result.error for result in results if result.error is not None]
     if failed:
         log.warning("%d of %d prompts failed, the first one with: %s", len(failed), len(results), failed[0])
 
 
-class OfflineRun:
+class OfflineRun(Generic[PreparedT, ResultT]):
     """Runs ``requests`` on ``core``, which must publish its steps to ``on_step``. A bounded number of requests is in
-    the scheduler at a time, so that memory does not grow with their number. ``broken`` is set when a step did not
-    complete: then the core cannot be used any more.
+    the scheduler at a time, so that memory does not grow with their number. ``process`` makes what builds a request's
+    result. ``broken`` is set when a step did not complete: then the core cannot be used any more.
     """
 
     def __init__(
-        self, requests: Sequence[PreparedRequest], core: EngineCore, tokenizer: ModelTokenizer, progress: "Progress"
+        self,
+        requests: Sequence[PreparedT],
+        core: EngineCore,
+        process: Callable[[PreparedT], Processor[PreparedT, ResultT]],
+        progress: "Progress",
     ) -> None:
         self.broken = False
         self._core = core
         self._scheduler = core.scheduler
-        self._tokenizer = tokenizer
+        self._process = process
         self._progress = progress
         self._pending = deque(self._in_order(requests))
-        self._live: dict[str, tuple[int, OutputProcessor]] = {}
+        self._live: dict[str, tuple[int, Processor[PreparedT, ResultT]]] = {}
         self._to_abort: list[tuple[str, int]] = []
-        self._results: dict[int, RequestOutput] = {}
+        self._results: dict[int, ResultT] = {}
         limits = self._scheduler.config
         self._window = min(limits.max_waiting, _LOOKAHEAD * limits.max_num_seqs)
 
-    def run(self, between_steps: Callable[[], None]) -> list[RequestOutput]:
+    def run(self, between_steps: Callable[[], None]) -> list[ResultT]:
         """Returns the outputs, in the order of the requests. If ``between_steps``, which is called before each step,
         raises, running requests are aborted. The core is idle afterwards, unless it is broken.
         """
@@ -273,7 +400,7 @@ class OfflineRun:
         while self._pending and len(self._scheduler.waiting) < self._window:
             index, prepared = self._pending.popleft()
             self._scheduler.add_request(prepared.request)
-            self._live[prepared.request.request_id] = index, OutputProcessor(prepared, self._tokenizer)
+            self._live[prepared.request.request_id] = index, self._process(prepared)
 
     def _step(self) -> None:
         self.broken = True
@@ -290,7 +417,7 @@ class OfflineRun:
         while self._scheduler.has_work:
             self._step()
 
-    def _in_order(self, requests: Sequence[PreparedRequest]) -> list[tuple[int, PreparedRequest]]:
+    def _in_order(self, requests: Sequence[PreparedT]) -> list[tuple[int, PreparedT]]:
         """The requests with their indexes, by priority under that policy: not all are in the scheduler at once."""
         numbered = list(enumerate(requests))
         if self._scheduler.config.scheduling_policy == "priority":

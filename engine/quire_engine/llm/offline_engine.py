@@ -27,7 +27,7 @@ from quire_engine.structured_output.compiler import GrammarCompiler
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from quire_engine.executor.torch_executor import TorchExecutor
+    from quire_engine.factory import ModelExecutor
 
 # What ``LLM`` takes as keyword arguments: all that concerns the engine itself but the model, which is an argument.
 LLM_SETTINGS = tuple(name for name in EngineArgs.model_fields if name not in ServedModel.model_fields)
@@ -111,7 +111,7 @@ class OfflineEngine:
     @classmethod
     def _around(
         cls,
-        executor: "TorchExecutor",
+        executor: "ModelExecutor",
         config: EngineConfig,
         publish: Callable[[EngineCoreOutputs], None],
         tokenizer: ModelTokenizer,

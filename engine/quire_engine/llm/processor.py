@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 
 from quire_proto import sampling
 from quire_proto.errors import QuireError, invalid
+from quire_proto.pooling import PoolingParams
 from quire_proto.sampling import FinishReason, TokenLogprobs, best_of, mean_logprob
 from quire_proto.text.detokenizer import OutputTextStream
+from quire_proto.text.pooled_prompt import PooledPrompt
 from quire_proto.text.tokenizer import ModelTokenizer, encode_bad_words
 
 from quire_engine.core.lora import LoRARequest
@@ -21,6 +23,7 @@ from quire_engine.core.outputs import EngineCoreOutput
 from quire_engine.core.request import Request, SequenceTimings, check_request
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.errors import LoRAError
+from quire_engine.llm.pooling_outputs import PoolingPrompt, PreparedPooling, encode
 from quire_engine.llm.types import (
     CompletionOutput,
     Logprob,
@@ -40,6 +43,7 @@ Message = Mapping[str, Any]
 _SECONDS = 1e-9  # of a nanosecond
 _MAX_PRIORITY = 2**31 - 1  # as in the service
 _MAX_LORA_ID = 2**63 - 1
+_POOLED = sampling.SamplingParams(max_tokens=1)  # nobody reads them
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,22 @@ class InputProcessor:
         without_grammar = replace(request, sampling=replace(sampling_params, structured=None))  # none is compiled yet
         check_request(without_grammar, self._limits, self._memory)
         return PreparedRequest(request, prompt, params, lora)
+
+    def encode_pooled(self, prompts: Sequence[PoolingPrompt]) -> list[PooledPrompt]:
+        """The tokens of prompts that are pooled. Raises ``QuireError``."""
+        return encode(self._tokenizer, prompts, self._limits.max_model_len)
+
+    def pooled(self, encoded: PooledPrompt, params: PoolingParams, lora: LoRARequest | None) -> PreparedPooling:
+        """A request that pools a prompt. Raises ``QuireError``."""
+        request = Request(
+            request_id=str(next(self._ids)),
+            prompt_token_ids=array("i", encoded.token_ids),
+            sampling=_POOLED,
+            pooling=replace(params, second_text_start=encoded.second_text_start),
+            lora=None if lora is None else self._read_lora(lora),
+        )
+        check_request(request, self._limits, self._memory)
+        return PreparedPooling(request)
 
     def complete(self, prepared: PreparedRequest) -> PreparedRequest:
         """The request with its grammar compiled and its adapter read, which may take seconds if they are new. Raises

@@ -1,10 +1,14 @@
 """Loads the model of a folder: a ``Llama`` for supported architectures, else transformers' own code."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from quire_proto.pooling import Task
+from torch.nn.functional import linear
 
 from quire_engine.checkpoint.config import (
     DecoderConfig,
@@ -17,27 +21,44 @@ from quire_engine.checkpoint.config import (
 )
 from quire_engine.checkpoint.gguf import find_gguf
 from quire_engine.checkpoint.gguf_checkpoint import GgufCheckpoint
+from quire_engine.checkpoint.pooler_config import is_causal, max_seq_length, read_pooler_config, read_sentence_modules
 from quire_engine.checkpoint.stored_schemes import is_dequantized
 from quire_engine.checkpoint.support import check_support
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions, resolve_dtype
+from quire_engine.config import ExecutorConfig
 from quire_engine.errors import ModelError, first_line
 from quire_engine.layers.weight_loader import WeightLoader
 from quire_engine.lora.layers import LoRALayers
 from quire_engine.models.base import Model
+from quire_engine.models.encoder import EncoderConfig
 from quire_engine.models.llama import Llama
 from quire_engine.models.transformers_backend import TransformersConfig, load_transformers_model
 from quire_engine.quantization.schemes import check_quantization
 
 EMBEDDING_WEIGHT = "model.embed_tokens.weight"
+_SCORE, _HEAD = "score.weight", "lm_head.weight"
+_HEADS = (_SCORE, _HEAD)
+Classifier = Callable[[torch.Tensor], torch.Tensor]
+"""Scores [S, classes] of pooled hidden states [S, hidden], both float32."""
 
 
-def read_model_config(folder: Path) -> ModelConfig:
-    """Reads and checks ``config.json``. Raises ``ModelError`` for a model that cannot be served."""
+def read_model_config(folder: Path, settings: ExecutorConfig | None = None) -> ModelConfig:
+    """Reads and checks ``config.json``, for an engine with these ``settings``. Raises ``ModelError`` for a model that
+    cannot be served.
+    """
     raw = read_config_json(folder)
     check_support(config_path(folder), raw)
-    if is_supported(architecture_of(config_path(folder), raw), raw):
-        return DecoderConfig.read(folder)
-    return TransformersConfig.read(folder)
+    pooler = read_pooler_config(folder, raw, settings or ExecutorConfig())
+    supported = is_supported(architecture_of(config_path(folder), raw), raw)
+    if pooler is None:
+        return DecoderConfig.read(folder) if supported else TransformersConfig.read(folder)
+    config: ModelConfig
+    if supported:
+        # No logits are made, and there may be no head for them.
+        config = replace(DecoderConfig.read(folder), tie_word_embeddings=True)
+    else:
+        config = TransformersConfig.read(folder) if is_causal(raw) else EncoderConfig.read(folder)
+    return replace(config, pooler_config=pooler, max_length=max_seq_length(folder, config.max_length))
 
 
 def load_model(
@@ -74,8 +95,28 @@ def load_model(
             reason = f"The weights do not fit into the GPU's memory: {first_line(error)}"
             raise ModelError(f"{reason}; --cpu-offload-gb keeps some in the host's.") from None
     if options.communicator.rank == 0 and options.stage is None:
+        checkpoint.mark_used(_HEADS if config.pooler_config is not None else ())
         checkpoint.log_unused()
     return model
+
+
+def load_classifier(config: ModelConfig, folder: Path, device: torch.device) -> Classifier | None:
+    """What scores the pooled hidden states of the decoder in ``folder``: its ``score`` layer, or the rows of its head
+    for the tokens that sentence-transformers' ``LogitScore`` compares, of which the second one counts against the
+    first. None where it makes embeddings. Raises ``ModelError``.
+    """
+    pooler = config.pooler_config
+    if pooler is None or pooler.task is not Task.CLASSIFY or not isinstance(config, DecoderConfig):
+        return None
+    checkpoint, modules = Checkpoint(folder), read_sentence_modules(folder)
+    if modules is None or not modules.score_tokens:
+        shape = (pooler.pooled_size, config.hidden_size)
+        weight = checkpoint.load_fused([_SCORE], [shape], torch.float32, device)
+        return partial(linear, weight=weight)
+    head = _HEAD if _HEAD in checkpoint else EMBEDDING_WEIGHT
+    shape = (config.vocab_size, config.hidden_size)
+    first, *others = [checkpoint.load_row(head, shape, token, torch.float32, device) for token in modules.score_tokens]
+    return partial(linear, weight=(first - others[0] if others else first)[None])
 
 
 def _model_dtype(config: ModelConfig, checkpoint: Checkpoint, options: LoadOptions) -> torch.dtype:

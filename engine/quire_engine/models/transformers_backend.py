@@ -297,7 +297,7 @@ def load_transformers_model(
     be loaded, and for a model that paged attention cannot serve.
     """
     register_attention()
-    causal = _load_weights(config, folder, checkpoint, dtype).to(device).eval()
+    causal = load_weights(config, folder, checkpoint, dtype).to(device).eval()
     try:
         with torch.inference_mode():
             return _make_checked(causal, config)
@@ -317,8 +317,10 @@ def _make_checked(causal: Any, config: TransformersConfig) -> TransformersModel:
     return model
 
 
-def _load_weights(config: TransformersConfig, folder: Path, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """transformers' model with all of its weights, which are those of ``checkpoint``."""
+def load_weights(config: Any, folder: Path, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    """transformers' model of ``config.model_class`` with all of its weights, which are those of ``checkpoint``. Raises
+    ``ModelError``.
+    """
     try:
         with _without_progress_bar():
             causal, report = config.model_class.from_pretrained(

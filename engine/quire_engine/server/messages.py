@@ -9,6 +9,7 @@ from quire_proto.convert import (
     error_to_proto,
     finish_to_proto,
     logprobs_to_proto,
+    pooling_from_proto,
     sampling_from_proto,
     stop_token_to_proto,
 )
@@ -42,6 +43,7 @@ def request_from_proto(message: pb.Submit, key: str) -> Request:
             ResumedOutput(each.index, tuple(each.token_ids), each.finished) for each in message.delivered
         ),
         priority=message.priority,
+        pooling=pooling_from_proto(message.pooling) if message.HasField("pooling") else None,
     )
 
 
@@ -56,6 +58,7 @@ def output_to_proto(output: EngineCoreOutput, request_id: str) -> list[pb.Sequen
     last.finish_reason = finish_to_proto(output.finish_reason)
     last.cached_tokens = output.cached_tokens
     last.logprobs.extend(map(logprobs_to_proto, output.logprobs))
+    last.pooled = output.pooled
     if output.score is not None:
         last.score = output.score
     if output.stop_token is not None:

@@ -73,7 +73,7 @@ class InputBatch:
     ``sample_requests`` are all of the step's; ``logits_rows`` says from which of the S sampled rows each one draws, and
     ``awaits_token`` whether a token before it is pending. ``prompt_logprob_chunks`` are those with
     targets. ``pending_sequence_ids`` are the sequences whose last token is pending, in the order of ``ModelInput``'s
-    ``pending_rows``.
+    ``pending_rows``. ``pooled`` are the chunks of prompts that are pooled.
     """
 
     model_input: ModelInput
@@ -82,6 +82,20 @@ class InputBatch:
     awaits_token: list[bool]
     prompt_logprob_chunks: list[ScheduledChunk]
     pending_sequence_ids: list[int]
+    pooled: "list[PooledChunk]"
+
+
+@dataclass(frozen=True, slots=True)
+class PooledChunk:
+    """A chunk of a prompt that is pooled, and the row of its first token among the step's hidden states."""
+
+    chunk: ScheduledChunk
+    row: int
+
+    @property
+    def rows(self) -> slice:
+        """The rows of its tokens."""
+        return slice(self.row, self.row + len(self.chunk.token_ids))
 
 
 def prepare_inputs(chunks: Sequence[ScheduledChunk], block_size: int) -> InputBatch:
@@ -116,6 +130,11 @@ def prepare_inputs(chunks: Sequence[ScheduledChunk], block_size: int) -> InputBa
         awaits_token=[chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID for chunk in sampled for _ in chunk.sample_requests],
         prompt_logprob_chunks=prompt_logprob_chunks,
         pending_sequence_ids=[chunk.sequence_id for chunk in pending],
+        pooled=[
+            PooledChunk(chunk, row)
+            for chunk, row in zip(chunks, query_indptr[:-1].tolist(), strict=True)
+            if chunk.pooling is not None
+        ],
     )
 
 

@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Protocol
 
 import torch
+from quire_proto.pooling import PoolingParams
 from quire_proto.sampling import MAX_LOGPROBS, SamplingParams
 
 from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig
@@ -375,12 +376,23 @@ def largest_step(
     vocab: int,
     *,
     lora: LoRARequest | None = None,
+    pooling: PoolingParams | None = None,
 ) -> SchedulerOutput:
     """A step of as many tokens and sequences as can be, each of which samples a token and returns prompt
-    log-probabilities. ``length`` is the longest sequence in tokens, and all have the adapter ``lora``. All tokens lie
-    in block 1, so that a pool of two blocks is enough.
+    log-probabilities, or is pooled where ``pooling`` is given. ``length`` is the longest sequence in tokens, and all
+    have the adapter ``lora``. All tokens lie in block 1, so that a pool of two blocks is enough.
     """
     sizes = _chunk_lengths(max_num_batched_tokens, max_num_seqs, length)
+    if pooling is not None:
+        return SchedulerOutput(
+            0,
+            [
+                ScheduledChunk(
+                    number, _sample_tokens(size, vocab), 0, [1] * -(-size // block_size), pooling=pooling, is_last=True
+                )
+                for number, size in enumerate(sizes)
+            ],
+        )
     chunks = [_costliest_chunk(number, size, block_size, vocab, lora) for number, size in enumerate(sizes)]
     return SchedulerOutput(0, chunks)
 

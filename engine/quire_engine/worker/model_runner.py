@@ -29,7 +29,7 @@ from quire_engine.errors import ModelError
 from quire_engine.lora.manager import LoRAManager
 from quire_engine.models.base import Model
 from quire_engine.models.llama import Llama
-from quire_engine.models.loader import load_model
+from quire_engine.models.loader import Classifier, load_classifier, load_model
 from quire_engine.worker.attention_selector import (
     check_attention,
     check_kv_cache_dtype,
@@ -60,7 +60,8 @@ class LoadedModel:
     is the longest sequence in tokens. ``graph_sizes`` are the batch sizes of decode steps that are captured as CUDA
     graphs, where model and attention allow it; where there are any, the CPU captures CPU graphs of the sizes that come.
     Rows of KV memory are held in ``kv_cache_dtype``. ``stage`` is the part of a pipeline that ``model`` is. ``loras``
-    holds its adapters; None if it has no slots for any.
+    holds its adapters; None if it has no slots for any. ``classifier`` scores what was pooled; None for a model that
+    does not.
     """
 
     config: ModelConfig
@@ -73,6 +74,7 @@ class LoadedModel:
     graph_sizes: Sequence[int] = ()
     stage: PipelineStage | None = None
     loras: LoRAManager | None = None
+    classifier: Classifier | None = None
 
     @property
     def block_bytes(self) -> int:
@@ -141,8 +143,19 @@ def load_model_and_attention(
     loras = None
     if isinstance(model, Llama) and isinstance(model_config, DecoderConfig) and model.loras is not None:
         loras = LoRAManager(model_config, model.loras)
-    block_size = config.block_size
-    return LoadedModel(model_config, model, backend, kv_dtype, block_size, length, device, graph_sizes, stage, loras)
+    return LoadedModel(
+        config=model_config,
+        model=model,
+        attention=backend,
+        kv_cache_dtype=kv_dtype,
+        block_size=config.block_size,
+        max_model_len=length,
+        device=device,
+        graph_sizes=graph_sizes,
+        stage=stage,
+        loras=loras,
+        classifier=load_classifier(model_config, config.model, device) if ranks.rank == 0 else None,
+    )
 
 
 def _check_state(config: EngineArgs) -> None:

@@ -123,6 +123,7 @@ class Submit(_message.Message):
     HANDLE_FIELD_NUMBER: _builtins.int
     LORA_NAME_FIELD_NUMBER: _builtins.int
     LORA_DIGEST_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Opaque, `[A-Za-z0-9_-]{1,64}`, unique among the session's live requests."""
     cache_salt: _builtins.bytes
@@ -159,6 +160,13 @@ class Submit(_message.Message):
     def delivered(self) -> _containers.RepeatedCompositeFieldContainer[Global___Delivered]:
         """What an earlier attempt delivered of each choice. A choice that is not named has nothing yet."""
 
+    @_builtins.property
+    def pooling(self) -> _types_pb2.PoolingParams:
+        """Pools the prompt instead of continuing it: nothing is drawn, and the one SequenceOutput that ends the request has `pooled`. `sampling`
+        is then ignored, and so is what was delivered. An engine that lists another task than this one's refuses the request with
+        INVALID_ARGUMENT.
+        """
+
     def __init__(
         self,
         *,
@@ -173,10 +181,11 @@ class Submit(_message.Message):
         handle: _builtins.int = ...,
         lora_name: _builtins.str = ...,
         lora_digest: _builtins.bytes = ...,
+        pooling: _types_pb2.PoolingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pooling", b"pooling", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "delivered", b"delivered", "handle", b"handle", "lora_digest", b"lora_digest", "lora_name", b"lora_name", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "delivered", b"delivered", "handle", b"handle", "lora_digest", b"lora_digest", "lora_name", b"lora_name", "output_token_ids", b"output_token_ids", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -545,6 +554,7 @@ class SequenceOutput(_message.Message):
     PROMPT_POSITION_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_FIELD_NUMBER: _builtins.int
+    POOLED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     position: _builtins.int
     """Index in the choice's output of token_ids[0]; counts the tokens that the Submit named as delivered."""
@@ -556,6 +566,8 @@ class SequenceOutput(_message.Message):
     prompt_position: _builtins.int
     score: _builtins.float
     """Of a beam, with its end: the sum of its tokens' log-probabilities, divided by its length to the power of length_penalty."""
+    pooled: _builtins.bytes
+    """Of a request with `pooling`, with FINISH_REASON_STOP: the embedding, or a score for each class, as little-endian float32."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -589,10 +601,11 @@ class SequenceOutput(_message.Message):
         prompt_position: _builtins.int = ...,
         score: _builtins.float | None = ...,
         stop_token: _types_pb2.StopToken | None = ...,
+        pooled: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "_stop_token", b"_stop_token", "error", b"error", "score", b"score", "stop_token", b"stop_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "_stop_token", b"_stop_token", "cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "position", b"position", "prompt_logprobs", b"prompt_logprobs", "prompt_position", b"prompt_position", "request_id", b"request_id", "score", b"score", "stop_token", b"stop_token", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "_stop_token", b"_stop_token", "cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "pooled", b"pooled", "position", b"position", "prompt_logprobs", b"prompt_logprobs", "prompt_position", b"prompt_position", "request_id", b"request_id", "score", b"score", "stop_token", b"stop_token", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
     _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
@@ -914,6 +927,9 @@ class DescribeResponse(_message.Message):
     CONFIG_DIGEST_FIELD_NUMBER: _builtins.int
     UNBOUNDED_STEPS_FIELD_NUMBER: _builtins.int
     MAX_LORAS_FIELD_NUMBER: _builtins.int
+    SUPPORTED_TASKS_FIELD_NUMBER: _builtins.int
+    POOLED_SIZE_FIELD_NUMBER: _builtins.int
+    MATRYOSHKA_DIMENSIONS_FIELD_NUMBER: _builtins.int
     model_revision: _builtins.str
     """Identifies the weights; part of every block hash."""
     max_model_len: _builtins.int
@@ -944,12 +960,22 @@ class DescribeResponse(_message.Message):
     """Whether no step is bounded in time (--max-step-seconds 0): a router then gives a whole step's prompts at once."""
     max_loras: _builtins.int
     """Different adapters that a step may have; 0 where the engine serves none."""
+    pooled_size: _builtins.int
+    """Numbers of what is pooled: those of an embedding, or the classes. 0 where nothing is."""
     @_builtins.property
     def served_model_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names under which clients may ask for the model, the preferred one first."""
 
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def supported_tasks(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.Task.ValueType]:
+        """What requests may ask for. Empty where the engine does not report it: it continues prompts."""
+
+    @_builtins.property
+    def matryoshka_dimensions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The only `PoolingParams.dimensions` beside all, where the model's folder lists some (matryoshka_dimensions)."""
+
     def __init__(
         self,
         *,
@@ -971,10 +997,13 @@ class DescribeResponse(_message.Message):
         config_digest: _builtins.bytes = ...,
         unbounded_steps: _builtins.bool = ...,
         max_loras: _builtins.int = ...,
+        supported_tasks: _abc.Iterable[_types_pb2.Task.ValueType] | None = ...,
+        pooled_size: _builtins.int = ...,
+        matryoshka_dimensions: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "blocks_total", b"blocks_total", "config_digest", b"config_digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation", b"generation", "host_blocks_total", b"host_blocks_total", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_revision", b"model_revision", "prefix_caching", b"prefix_caching", "served_model_names", b"served_model_names", "tokenizer_digest", b"tokenizer_digest", "unbounded_steps", b"unbounded_steps", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "blocks_total", b"blocks_total", "config_digest", b"config_digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation", b"generation", "host_blocks_total", b"host_blocks_total", "matryoshka_dimensions", b"matryoshka_dimensions", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_revision", b"model_revision", "pooled_size", b"pooled_size", "prefix_caching", b"prefix_caching", "served_model_names", b"served_model_names", "supported_tasks", b"supported_tasks", "tokenizer_digest", b"tokenizer_digest", "unbounded_steps", b"unbounded_steps", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -69,6 +69,16 @@ class InferenceStub:
                 request_serializer=quire_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/quire.v1.Inference/Embed',
+                request_serializer=quire_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/quire.v1.Inference/Score',
+                request_serializer=quire_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/quire.v1.Inference/ListModels',
                 request_serializer=quire_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -131,6 +141,22 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Makes one vector of each input, with a model whose tasks have TASK_EMBED. Nothing of it is kept: a call that broke off is made again.
+        Errors: as Generate.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Scores a query with each document, with a model whose tasks have TASK_CLASSIFY, or TASK_EMBED: then a score is the cosine of their
+        embeddings. Errors: as Generate.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """The models that are configured, whether or not an engine is ready.
         """
@@ -175,6 +201,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=quire_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
                     response_serializer=quire_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=quire_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=quire_dot_v1_dot_inference__pb2.ScoreRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_inference__pb2.ScoreResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -371,6 +407,60 @@ class Inference:
             '/quire.v1.Inference/Detokenize',
             quire_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
             quire_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Inference/Embed',
+            quire_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            quire_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Inference/Score',
+            quire_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+            quire_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

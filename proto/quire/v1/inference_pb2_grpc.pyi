@@ -59,6 +59,14 @@ class InferenceStub:
     """The tokens of a text or of a conversation, as Generate and Chat would make them. Errors: INVALID_ARGUMENT, NOT_FOUND (model)."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
     """The text of tokens. Errors: as Tokenize."""
+    Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
+    """Makes one vector of each input, with a model whose tasks have TASK_EMBED. Nothing of it is kept: a call that broke off is made again.
+    Errors: as Generate.
+    """
+    Score: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ScoreRequest, _inference_pb2.ScoreResponse]
+    """Scores a query with each document, with a model whose tasks have TASK_CLASSIFY, or TASK_EMBED: then a score is the cosine of their
+    embeddings. Errors: as Generate.
+    """
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """The models that are configured, whether or not an engine is ready."""
 
@@ -84,6 +92,14 @@ class InferenceAsyncStub(InferenceStub):
     """The tokens of a text or of a conversation, as Generate and Chat would make them. Errors: INVALID_ARGUMENT, NOT_FOUND (model)."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
     """The text of tokens. Errors: as Tokenize."""
+    Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Makes one vector of each input, with a model whose tasks have TASK_EMBED. Nothing of it is kept: a call that broke off is made again.
+    Errors: as Generate.
+    """
+    Score: _aio.UnaryUnaryMultiCallable[_inference_pb2.ScoreRequest, _inference_pb2.ScoreResponse]  # type: ignore[assignment]
+    """Scores a query with each document, with a model whose tasks have TASK_CLASSIFY, or TASK_EMBED: then a score is the cosine of their
+    embeddings. Errors: as Generate.
+    """
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """The models that are configured, whether or not an engine is ready."""
 
@@ -148,6 +164,26 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.DetokenizeResponse, _abc.Awaitable[_inference_pb2.DetokenizeResponse]]:
         """The text of tokens. Errors: as Tokenize."""
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _inference_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.EmbedResponse, _abc.Awaitable[_inference_pb2.EmbedResponse]]:
+        """Makes one vector of each input, with a model whose tasks have TASK_EMBED. Nothing of it is kept: a call that broke off is made again.
+        Errors: as Generate.
+        """
+
+    @_abc_1.abstractmethod
+    def Score(
+        self,
+        request: _inference_pb2.ScoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ScoreResponse, _abc.Awaitable[_inference_pb2.ScoreResponse]]:
+        """Scores a query with each document, with a model whose tasks have TASK_CLASSIFY, or TASK_EMBED: then a score is the cosine of their
+        embeddings. Errors: as Generate.
+        """
 
     @_abc_1.abstractmethod
     def ListModels(

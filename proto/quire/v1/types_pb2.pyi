@@ -22,6 +22,32 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Task:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TaskEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Task.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TASK_UNSPECIFIED: _Task.ValueType  # 0
+    TASK_GENERATE: _Task.ValueType  # 1
+    """Continue it."""
+    TASK_EMBED: _Task.ValueType  # 2
+    """Make one vector of it."""
+    TASK_CLASSIFY: _Task.ValueType  # 3
+    """Score it for each class that the model knows; one class is the relevance of a document to a query."""
+
+class Task(_Task, metaclass=_TaskEnumTypeWrapper):
+    """What an engine can do with a prompt, in vLLM's words."""
+
+TASK_UNSPECIFIED: Task.ValueType  # 0
+TASK_GENERATE: Task.ValueType  # 1
+"""Continue it."""
+TASK_EMBED: Task.ValueType  # 2
+"""Make one vector of it."""
+TASK_CLASSIFY: Task.ValueType  # 3
+"""Score it for each class that the model knows; one class is the relevance of a document to a query."""
+Global___Task: _TypeAlias = Task  # noqa: Y015
+
 class _EarlyStopping:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -338,6 +364,42 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class PoolingParams(_message.Message):
+    """How the hidden states of a prompt become one list of numbers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    USE_ACTIVATION_FIELD_NUMBER: _builtins.int
+    SECOND_TEXT_START_FIELD_NUMBER: _builtins.int
+    task: Global___Task.ValueType
+    """TASK_EMBED or TASK_CLASSIFY."""
+    dimensions: _builtins.int
+    """So many numbers of an embedding, the first ones, which are normalised after they were taken; 0: all."""
+    use_activation: _builtins.bool
+    """Normalise an embedding, or make probabilities of scores. Absent: as the model's folder says."""
+    second_text_start: _builtins.int
+    """Index of the first token of the second text of a pair, for models with token types; 0: there is one text."""
+    def __init__(
+        self,
+        *,
+        task: Global___Task.ValueType = ...,
+        dimensions: _builtins.int = ...,
+        use_activation: _builtins.bool | None = ...,
+        second_text_start: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_use_activation", b"_use_activation", "use_activation", b"use_activation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_use_activation", b"_use_activation", "dimensions", b"dimensions", "second_text_start", b"second_text_start", "task", b"task", "use_activation", b"use_activation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__use_activation: _TypeAlias = _typing.Literal["use_activation"]  # noqa: Y015
+    _WhichOneofArgType__use_activation: _TypeAlias = _typing.Literal["_use_activation", b"_use_activation"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__use_activation) -> _WhichOneofReturnType__use_activation | None: ...
+
+Global___PoolingParams: _TypeAlias = PoolingParams  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):

@@ -20,6 +20,14 @@ from quire_proto.sampling import MAX_BAD_WORDS
 from quire_proto.text.chat_template import ChatTemplate, SpecialTokenEscaper
 from quire_proto.text.detokenizer import REPLACEMENT, Decode, OutputTextStream, StopMatcher
 from quire_proto.text.harmony import MARKS
+from quire_proto.text.pooled_prompt import (
+    MAX_TRUNCATED,
+    SENTENCE_CONFIG,
+    PooledPrompt,
+    SentencePrompts,
+    Texts,
+    encode_pooled,
+)
 from quire_proto.text.reasoning import ReasoningFormat
 from quire_proto.text.tool_formats import ToolFormat
 
@@ -50,6 +58,7 @@ class ModelTokenizer:
         self._special_tokens: SpecialTokenEscaper | None = None
         if template is not None and not allow_special_tokens_in_content:
             self._special_tokens = SpecialTokenEscaper(tokenizer, template.reasoning)
+        self.prompts = SentencePrompts()
         self._special = frozenset(
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
@@ -78,11 +87,13 @@ class ModelTokenizer:
             )
         config = _read_config(folder / "tokenizer_config.json")
         tokenizer = _read_tokenizer(folder / "tokenizer.json")
-        return cls(
+        loaded = cls(
             tokenizer,
             _read_template(folder, config, tokenizer),
             allow_special_tokens_in_content=allow_special_tokens_in_content,
         )
+        loaded.prompts = SentencePrompts.read(folder / SENTENCE_CONFIG, _read_config(folder / SENTENCE_CONFIG))
+        return loaded
 
     def encode(self, text: str, limit: int | None = None) -> list[int]:
         """The tokens of ``text`` with those that the tokenizer adds, such as a beginning of sequence. Raises
@@ -101,6 +112,19 @@ class ModelTokenizer:
     def encode_text(self, text: str, limit: int | None = None, *, add_special_tokens: bool = True) -> list[int]:
         """``encode``, or ``encode_plain`` without ``add_special_tokens``."""
         return self.encode(text, limit) if add_special_tokens else self.encode_plain(text, limit)
+
+    def encode_pooled(
+        self, texts: Sequence[Texts], limit: int, *, truncate: int | None = None, add_special_tokens: bool = True
+    ) -> list[PooledPrompt]:
+        """The prompts of texts, or of pairs of texts, that are pooled. With ``truncate`` each has so many tokens at
+        most, with those that the tokenizer adds: a text keeps its beginning, and of a pair the longer text is cut
+        first, as transformers does (``longest_first``). Raises as ``encode`` does.
+        """
+        for text in texts:
+            for part in (text,) if isinstance(text, str) else text:
+                # A text that is cut may be long, but is not read whole where it is much too long.
+                self._check_length(self._tokenizer, part, limit if truncate is None else MAX_TRUNCATED * limit)
+        return encode_pooled(self._tokenizer, texts, truncate, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""

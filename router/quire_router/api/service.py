@@ -25,6 +25,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, StatusCode
 from quire_proto.errors import ErrorCode, QuireError, internal
+from quire_proto.pooling import Task
 from quire_proto.structured_output import StructuredKind
 from quire_proto.telemetry import Attribute, Span
 from quire_proto.text.detokenizer import REPLACEMENT, OutputTextStream
@@ -35,6 +36,7 @@ from quire_router.admission.limits import RateLimiter
 from quire_router.admission.tenants import rate_limit_headers
 from quire_router.api.auth import ANONYMOUS, Authenticator, Identity
 from quire_router.api.multi_prompt import MultiPromptRunner
+from quire_router.api.pooled_requests import PooledAnswer, PreparedPooling, collect
 from quire_router.api.prepared_request import (
     NO_OPTIONS,
     EnginePoolView,
@@ -47,6 +49,7 @@ from quire_router.api.prepared_request import (
 from quire_router.api.request_limits import BodyBudget, ConcurrencyLimit
 from quire_router.api.schemas.base import as_header_value
 from quire_router.api.schemas.openai import Api, GenerationBody
+from quire_router.api.schemas.pooling import PoolingBody
 from quire_router.api.stored_requests import RequestStatus, RequestStore, StoredRequest, parse_cursor
 from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest, TokenizeResult, detokenize, tokenize
 from quire_router.api.tokenizer_pool import TokenizerPool
@@ -77,17 +80,21 @@ class SizedRequest(Protocol):
 
 
 SizedT = TypeVar("SizedT", bound=SizedRequest)
+PreparedT = TypeVar("PreparedT", PreparedRequest, PreparedPooling)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """One configured model, or an adapter of the model ``parent``. ``max_model_len`` is 0 while it is unknown."""
+    """One configured model, or an adapter of the model ``parent``. ``max_model_len`` is 0 while it is unknown, and
+    ``supported_tasks`` are empty.
+    """
 
     name: str
     created: int
     ready_engines: int
     max_model_len: int
     parent: str = ""
+    supported_tasks: tuple[Task, ...] = ()
 
 
 @dataclass(slots=True)
@@ -185,6 +192,38 @@ class ApiService:
             timeout = self._request_timeout
             return apply_options(request, prepared, options, caller, timeout=timeout, retention=retention)
 
+        return await self._admit(read, validated, caller, size)
+
+    async def prepare_pooling(
+        self,
+        read: Callable[[], PoolingBody],
+        request_id: str,
+        caller: Identity,
+        options: RequestOptions = NO_OPTIONS,
+        *,
+        size: int = 0,
+    ) -> PreparedPooling:
+        """As ``prepare``, for prompts that are pooled. Of ``options`` only the timeout counts: a request that comes
+        again is answered the same, by an engine.
+        """
+
+        def validated(request: PoolingBody) -> PreparedPooling:
+            request, ignored = self._validator.drop_ignored(request, request.model)
+            prepared = self._validator.pooling(request, request_id, caller)
+            seconds = min((each for each in (options.timeout, self._request_timeout) if each), default=None)
+            deadline = None if seconds is None else prepared.first.created + seconds
+            generations = tuple(replace(each, deadline=deadline) for each in prepared.generations)
+            return replace(prepared, generations=generations, ignored=ignored)
+
+        return await self._admit(read, validated, caller, size)
+
+    async def pool(self, prepared: PreparedPooling) -> PooledAnswer:
+        """Returns what became of all prompts of a request. Raises ``QuireError``."""
+        return await collect(prepared.generations, await self.responses.run(prepared.generations))
+
+    async def _admit(
+        self, read: Callable[[], SizedT], validated: Callable[[SizedT], PreparedT], caller: Identity, size: int
+    ) -> PreparedT:
         with counting_rejections(), _internal_span(Span.ADMIT):
             async with self._charging_refusals(caller):
                 prepared = await self._run_or_offload(read, validated, caller, size)
@@ -365,7 +404,12 @@ class ApiService:
         model, lora = self._validator.resolve(name)
         limits, ready = self._engine_pool.limits(model), self._engine_pool.ready(model, lora)
         return ModelCard(
-            name, self._created, ready, limits.max_model_len if limits else 0, "" if lora is None else model
+            name,
+            self._created,
+            ready,
+            limits.max_model_len if limits else 0,
+            "" if lora is None else model,
+            (limits.supported_tasks or ()) if limits else (),
         )
 
 
@@ -435,8 +479,7 @@ class ResponseOpener:
         ``QuireError`` CONFLICT when the first one was another request.
         """
         if not prepared.first.digest:
-            single = len(prepared.generations) == 1
-            deltas = self._runner.run(prepared.first) if single else await self._prompts.run(prepared.generations)
+            deltas = await self.run(prepared.generations)
             return _response(prepared, deltas, StreamCursor(prepared.num_choices))
         for _ in range(_ATTEMPTS):
             new = await self._prompts.run_once(prepared.generations)
@@ -447,6 +490,10 @@ class ResponseOpener:
                 return await self._replay(prepared, stored, caller)
             await asyncio.sleep(_RETRY_INTERVAL)  # its record expires just now
         raise key_unavailable()
+
+    async def run(self, generations: Sequence[GenerationRequest]) -> AsyncGenerator[Delta]:
+        """Returns the deltas of all prompts of a new request."""
+        return self._runner.run(generations[0]) if len(generations) == 1 else await self._prompts.run(generations)
 
     async def start_background(self, prepared: PreparedRequest) -> tuple[StoredRequest, bool]:
         """Starts a background request, unless its idempotency key came before. Returns the request, and whether it came

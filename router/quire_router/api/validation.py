@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from quire_proto.errors import QuireError, invalid
 from quire_proto.json_schema import min_properties_is_ambiguous, unsupported
+from quire_proto.pooling import Task
 from quire_proto.sampling import SamplingParams, check_length
 from quire_proto.structured_output import MAX_TEXT, Structured, StructuredKind
 from quire_proto.text.tokenizer import ModelTokenizer, encode_bad_words
@@ -29,6 +30,7 @@ from quire_proto.text.tool_grammar import (
 )
 
 from quire_router.api.auth import Identity
+from quire_router.api.pooled_requests import PreparedPooling, pooled_requests, wrong_task
 from quire_router.api.request_limits import check_response_size
 from quire_router.api.schemas.base import StrictModel, ignored_parameters, unknown_parameter
 from quire_router.api.schemas.conversation import Tool, grammar_too_large, to_template_messages
@@ -39,6 +41,7 @@ from quire_router.api.schemas.openai import (
     TemplatedBody,
     TemplateOptions,
 )
+from quire_router.api.schemas.pooling import EmbeddingRequest, PoolingBody
 from quire_router.core.errors import model_not_ready, unknown_model
 from quire_router.core.generation import Delta, GenerationRequest, LoRA, prompt_request_id
 from quire_router.engines.settings import ServedLoRA, ServedModelLimits
@@ -46,6 +49,7 @@ from quire_router.engines.settings import ServedLoRA, ServedModelLimits
 BodyT = TypeVar("BodyT", bound=StrictModel)
 
 COMPLETION_MAX_TOKENS = 16
+_POOLED = SamplingParams(max_tokens=1)  # nobody reads them
 _MAX_PRIORITY = 2**31
 
 
@@ -93,6 +97,8 @@ class Validator:
         limits = self._limits(model)
         if limits is None:
             raise model_not_ready(model)
+        if Task.GENERATE not in (limits.supported_tasks or (Task.GENERATE,)):
+            raise wrong_task(request.model, limits, Task.GENERATE)
         prompts, output_limit = _prompts(request, tokenizer, limits)
         first = GenerationRequest(
             request_id=request_id,
@@ -104,7 +110,7 @@ class Validator:
             include_stop=bool(request.include_stop_str_in_output),
             skip_special_tokens=request.skip_special_tokens is not False,
             echo=isinstance(request, CompletionRequest) and bool(request.echo),
-            priority=self._priority(request, caller),
+            priority=self._priority(request.priority, caller),
             operation="chat" if isinstance(request, ChatRequest) else "text_completion",
             tenant=caller.tenant,
             cache_salt=caller.cache_salt,
@@ -116,6 +122,25 @@ class Validator:
             generations = tuple(map(_with_random_seed, generations))
         check_response_size(generations)
         return generations
+
+    def pooling(self, request: PoolingBody, request_id: str, caller: Identity) -> PreparedPooling:
+        """Returns one generation for each prompt that is pooled, in tokens. Raises ``QuireError``."""
+        model, lora = self.resolve(request.model)
+        limits = self._limits(model)
+        if limits is None:
+            raise model_not_ready(model)
+        template = GenerationRequest(
+            request_id=request_id,
+            model=model,
+            lora=lora,
+            prompt_token_ids=(),
+            params=_POOLED,
+            priority=self._priority(request.priority, caller),
+            operation="embeddings" if isinstance(request, EmbeddingRequest) else "score",
+            tenant=caller.tenant,
+            cache_salt=caller.cache_salt,
+        )
+        return pooled_requests(request, template, self._tokenizers[model], limits)
 
     def resolve(self, name: str) -> tuple[str, LoRA | None]:
         """Returns the configured model that a request names, and the adapter. Raises ``QuireError`` NOT_FOUND."""
@@ -130,9 +155,9 @@ class Validator:
         """Returns the tokenizer of a configured model or of an adapter. Raises ``QuireError`` NOT_FOUND."""
         return self._tokenizers[self.resolve(model)[0]]
 
-    def _priority(self, request: GenerationBody, caller: Identity) -> int:
-        """Returns the tenant's priority plus the request's. Raises ``QuireError``."""
-        own = request.priority or 0
+    def _priority(self, given: int | None, caller: Identity) -> int:
+        """Returns the tenant's priority plus the one ``given`` in a request. Raises ``QuireError``."""
+        own = given or 0
         if own and not (self._allow_priority or caller.policy.allow_priority):
             raise invalid("priority", "priority is not taken from clients here; only 0 is.")
         priority = own + caller.policy.priority

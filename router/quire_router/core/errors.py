@@ -228,6 +228,11 @@ def model_not_ready(model: str) -> QuireError:
     return _none_ready(f"No engine is ready for the model {model!r}.", RETRY_NOT_READY)
 
 
+def request_cancelled() -> QuireError:
+    """Somebody has cancelled a request whose answer is one piece, so that there is none."""
+    return QuireError(ErrorCode.UNAVAILABLE, "The request was cancelled.", retry_after=_RETRY_BUSY)
+
+
 def no_engine_ready() -> QuireError:
     """No engine became ready for another attempt."""
     return _none_ready("No engine is ready to run this model.", _RETRY_AFTER[ErrorCode.UNAVAILABLE])

@@ -10,6 +10,7 @@ from time import time
 from typing import Any, Protocol, Self
 
 from opentelemetry.context import Context
+from quire_proto.pooling import PoolingParams
 from quire_proto.sampling import FinishReason, SamplingParams, StopToken, TokenLogprobs
 
 PROMPT_SEPARATOR = "_"
@@ -42,8 +43,9 @@ class GenerationRequest:
     asks, the empty string when keys are not configured; ``cache_salt`` (0 to 32 bytes) keeps tenants' prefix caches
     apart. ``include_stop`` leaves the stop string that was found in the text, ``skip_special_tokens`` leaves special
     tokens out of it. ``echo`` is the API's: it begins each choice's text with the prompt's. Requests with a smaller
-    ``priority`` go first where engines run by priority. ``operation`` is ``chat`` or
-    ``text_completion``, for traces and metrics.
+    ``priority`` go first where engines run by priority. ``operation`` is ``chat``,
+    ``text_completion``, ``embeddings`` or ``score``, for traces and metrics. With ``pooling`` the prompt is pooled
+    instead of continued, and ``params`` are not read.
 
     ``shape`` is what the API has to know to write the answer again for a client that comes back: JSON that only the API
     reads. ``conversation`` is, for an API whose next request may go on from this one's answer, what that needs besides
@@ -78,6 +80,7 @@ class GenerationRequest:
     deadline: float | None = None
     retention: float | None = None
     lora: LoRA | None = None
+    pooling: PoolingParams | None = None
 
     @property
     def model_name(self) -> str:
@@ -112,7 +115,8 @@ class GenerationRequest:
     @property
     def max_cost(self) -> int:
         """What the request counts for at most (``cost``): with the longest output of all choices that are drawn."""
-        return self.cost(len(self.prompt_token_ids), self.params.max_tokens * self.params.num_sequences)
+        max_output = 0 if self.pooling is not None else self.params.max_tokens * self.params.num_sequences
+        return self.cost(len(self.prompt_token_ids), max_output)
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> int:
         """What so many tokens of this request count for, in limits and fair shares: themselves, and their
@@ -164,9 +168,9 @@ class Delta:
     ``prompt_logprobs`` are those of the prompt's tokens from the second on, all of them, in the answer's first delta.
     ``score`` is a beam's, with its finish reason. ``stop_token`` is the token that ended the choice, which is none of
     ``token_ids``, with the finish reason where ``logprobs`` were asked for. ``stop_string`` is the one of the request's
-    stop strings that ended the choice. A ``replayed`` delta the client has had before: it only brings the encoder of
-    the answer to the client's cursor. ``route`` is where the request runs and why, in the first delta of an attempt, if
-    the operator asked for that.
+    stop strings that ended the choice. ``pooled`` is what a prompt was pooled to, as little-endian float32. A
+    ``replayed`` delta the client has had before: it only brings the encoder of the answer to the client's cursor.
+    ``route`` is where the request runs and why, in the first delta of an attempt, if the operator asked for that.
     """
 
     text: str
@@ -181,6 +185,7 @@ class Delta:
     route: str = ""
     stop_token: StopToken | None = None
     stop_string: str | None = None
+    pooled: bytes = b""
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from typing import Self
 
 from quire.v1 import engine_pb2, types_pb2
 from quire_proto.errors import QuireError, internal
+from quire_proto.pooling import FLOAT_BYTES, MAX_DIMENSIONS
 from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 
 from quire_router.core.errors import output_unread
@@ -110,7 +111,8 @@ class Output:
     the prompt were in the engine's prefix cache. ``logprobs`` has one entry for each token if they were asked for.
     ``prompt_logprobs`` are those of the prompt's tokens from ``prompt_position`` on, as the engine sends them in
     parts; a reader gets all of them with its first output. ``score`` is a beam's, with its end. ``stop_token``
-    ended the choice, where log-probabilities were asked for. ``deltas`` were made of
+    ended the choice, where log-probabilities were asked for. ``pooled`` is what a prompt was pooled to, with its end.
+    ``deltas`` were made of
     it before it was queued, if a stop string in them ended its choice: what follows is dropped.
     """
 
@@ -125,6 +127,7 @@ class Output:
     prompt_position: int = 0
     score: float | None = None
     stop_token: StopToken | None = None
+    pooled: bytes = b""
     deltas: list[Delta] | None = None
 
     def drop(self, count: int) -> None:
@@ -137,7 +140,7 @@ class Output:
         self.token_ids += following.token_ids
         self.logprobs += following.logprobs
         self.finish_reason, self.score = following.finish_reason, following.score
-        self.stop_token = following.stop_token
+        self.stop_token, self.pooled = following.stop_token, following.pooled
 
 
 class PromptLogprobsBuffer:
@@ -179,7 +182,8 @@ _ANY = 1 << 31
 class ExpectedOutput:
     """What the engine's outputs are validated against: the choices that run and the position of each; each has at most
     ``max_tokens``, each below ``vocabulary``. ``logprobs`` is whether tokens come with log-probabilities, and
-    ``prompt_logprobs`` for how many of the prompt's tokens they come: all but the first, or none.
+    ``prompt_logprobs`` for how many of the prompt's tokens they come: all but the first, or none. A prompt that is
+    ``pooled`` ends with its numbers, or early, and has no tokens.
     """
 
     positions: dict[int, int]
@@ -187,6 +191,7 @@ class ExpectedOutput:
     logprobs: bool = False
     prompt_logprobs: int = 0
     vocabulary: int = _ANY
+    pooled: bool = False
 
     @property
     def is_resumed(self) -> bool:
@@ -199,10 +204,11 @@ class ExpectedOutput:
         sampling = message.sampling
         return cls(
             positions=_positions(message),
-            max_tokens=sampling.max_tokens,
+            max_tokens=0 if message.HasField("pooling") else sampling.max_tokens,
             logprobs=sampling.HasField("logprobs") or sampling.best_of > max(1, sampling.n),
             prompt_logprobs=len(message.prompt_token_ids) - 1 if sampling.HasField("prompt_logprobs") else 0,
             vocabulary=vocabulary or _ANY,
+            pooled=message.HasField("pooling"),
         )
 
 
@@ -225,6 +231,14 @@ def _positions(message: engine_pb2.Submit) -> dict[int, int]:
 def _num_choices(sampling: types_pb2.SamplingParams) -> int:
     """Returns how many choices the engine sends: of a beam search only the best, of draws every one."""
     return max(1, sampling.n) if sampling.beam_width else sampling.best_of or max(1, sampling.n)
+
+
+MAX_POOLED_BYTES = FLOAT_BYTES * MAX_DIMENSIONS
+
+
+def _is_pooled(pooled: bytes) -> bool:
+    """Whether these are the numbers of a prompt that was pooled."""
+    return 0 < len(pooled) <= MAX_POOLED_BYTES and len(pooled) % FLOAT_BYTES == 0
 
 
 OnCancel = Callable[[str, int | None], None]
@@ -457,6 +471,8 @@ class OutputStream:
         if output.token_ids and not (min(output.token_ids) >= 0 and max(output.token_ids) < self.expected.vocabulary):
             self.fail(internal())  # a text would just lack it
         if output.stop_token is not None and not 0 <= output.stop_token.token_id < self.expected.vocabulary:
+            self.fail(internal())
+        if self.expected.pooled and output.finish_reason is FinishReason.STOP and not _is_pooled(output.pooled):
             self.fail(internal())
         return self.end is None
 

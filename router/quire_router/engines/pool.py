@@ -528,11 +528,7 @@ class EnginePool:
             if model in each.models and each.connection.description is not None
         ]
         if described:
-            self._limits[model] = ServedModelLimits(
-                max_model_len=min(d.max_model_len for d in described),
-                vocab_size=min(d.vocab_size for d in described),
-                eos_token_ids=tuple(described[0].eos_token_ids),
-            )
+            self._limits[model] = ServedModelLimits.of(described)
 
 
 @contextmanager

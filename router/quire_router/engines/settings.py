@@ -2,10 +2,14 @@
 their models.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
+from quire.v1 import engine_pb2
+from quire_proto.convert import task_from_proto
+from quire_proto.pooling import Task
 from quire_proto.text.tokenizer import read_config
 from quire_proto.tls import ClientTls
 
@@ -54,11 +58,31 @@ class ConnectionSettings:
 
 @dataclass(frozen=True, slots=True)
 class ServedModelLimits:
-    """What a model's engines have in common: the smallest length and vocabulary among them, in tokens."""
+    """What a model's engines have in common: the smallest length and vocabulary among them, in tokens; what they do
+    with prompts, None while that is unknown; and the numbers of what they pool, with those that embeddings can be cut
+    to.
+    """
 
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+    supported_tasks: tuple[Task, ...] | None = None
+    pooled_size: int = 0
+    matryoshka_dimensions: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, described: Sequence[engine_pb2.DescribeResponse]) -> Self:
+        """The limits of a model whose engines have ``described`` themselves, at least one."""
+        first = described[0]
+        tasks = tuple(task for each in first.supported_tasks if (task := task_from_proto(each)) is not None)
+        return cls(
+            max_model_len=min(each.max_model_len for each in described),
+            vocab_size=min(each.vocab_size for each in described),
+            eos_token_ids=tuple(first.eos_token_ids),
+            supported_tasks=tasks or (Task.GENERATE,),
+            pooled_size=first.pooled_size,
+            matryoshka_dimensions=tuple(first.matryoshka_dimensions),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,11 @@ class DeliveredChoice:
     finish_reason: FinishReason | None = None
 
 
+def unrecorded(request_id: str) -> Lease:
+    """A lease on no record, for a request of which nothing is kept: what is written with it is dropped."""
+    return Lease(request_id, "", REFUSED_EPOCH)
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """All that is needed to replay a request's answer, and to continue it at another router.

@@ -68,20 +68,24 @@ def attempt_span(state: RequestState, engine_id: str, zone: str | None = None) -
 
 
 def _attributes(request: GenerationRequest, engine_id: str, attempt: int) -> dict[str, str | int | float]:
-    return {
+    attributes: dict[str, str | int | float] = {
         Attribute.OPERATION: request.operation,
         Attribute.PROVIDER: PROVIDER_NAME,
         Attribute.REQUEST_MODEL: request.model_name,
-        Attribute.REQUEST_MAX_TOKENS: request.params.max_tokens,
-        Attribute.REQUEST_TEMPERATURE: request.params.temperature,
-        Attribute.REQUEST_TOP_P: request.params.top_p,
-        Attribute.REQUEST_TOP_K: request.params.top_k,
-        Attribute.REQUEST_STREAM: request.stream,
         Attribute.SERVER_ADDRESS: engine_id,
         Attribute.ENGINE: engine_id,
         Attribute.REQUEST_ID: request.request_id,
         Attribute.ATTEMPT: attempt,
     }
+    if request.pooling is None:
+        attributes |= {
+            Attribute.REQUEST_MAX_TOKENS: request.params.max_tokens,
+            Attribute.REQUEST_TEMPERATURE: request.params.temperature,
+            Attribute.REQUEST_TOP_P: request.params.top_p,
+            Attribute.REQUEST_TOP_K: request.params.top_k,
+            Attribute.REQUEST_STREAM: request.stream,
+        }
+    return attributes
 
 
 def _describe_end(span: Span, state: RequestState) -> None:

@@ -11,7 +11,7 @@ from time import monotonic
 from uuid import uuid4
 
 from quire.v1 import engine_pb2
-from quire_proto.convert import sampling_to_proto
+from quire_proto.convert import pooling_to_proto, sampling_to_proto
 from quire_proto.errors import QuireError
 from quire_proto.sampling import FinishReason, TokenLogprobs
 from quire_proto.text.detokenizer import OutputTextStream
@@ -84,6 +84,7 @@ class Choice:
             output.score,
             stop_token=stop_token,
             stop_string=stop_string,
+            pooled=output.pooled,
         )
 
     def finish(self, reason: FinishReason) -> Delta:
@@ -250,6 +251,7 @@ class RequestState:
             priority=request.priority,
             lora_name="" if request.lora is None else request.lora.name,
             lora_digest=b"" if request.lora is None else request.lora.digest,
+            pooling=None if request.pooling is None else pooling_to_proto(request.pooling),
         )
 
     def attach_stream(self, outputs: OutputStream) -> None:

@@ -148,6 +148,8 @@ def model_object(card: ModelCard) -> dict[str, Any]:
     known: dict[str, Any] = {"max_model_len": card.max_model_len} if card.max_model_len else {}
     if card.parent:
         known["parent"] = card.parent
+    if card.supported_tasks:
+        known["supported_tasks"] = card.supported_tasks
     return {"id": card.name, "object": "model", "created": card.created, "owned_by": "quire", **known}
 
 

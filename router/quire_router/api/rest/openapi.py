@@ -6,8 +6,10 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from quire_router.api.rest.loras import LoadLoRABody, UnloadLoRABody
+from quire_router.api.rest.pooling_routes import EMBEDDINGS, RERANK, SCORE
 from quire_router.api.schemas.anthropic import CountTokensRequest, MessagesRequest
 from quire_router.api.schemas.openai import ChatRequest, CompletionRequest
+from quire_router.api.schemas.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from quire_router.api.schemas.responses import InputTokensRequest, ResponsesRequest
 from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest
 
@@ -85,6 +87,9 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
     },
     "/v1/responses/{id}/cancel": {"post": Operation("Ends a response.")},
     "/v1/responses/{id}/input_items": {"get": Operation("The conversation that a response answers.")},
+    EMBEDDINGS: {"post": Operation("Makes embeddings of texts or of tokens.", EmbeddingRequest)},
+    **{path: {"post": Operation("Scores pairs of texts.", ScoreRequest)} for path in SCORE},
+    **{path: {"post": Operation("Orders documents by their relevance to a query.", RerankRequest)} for path in RERANK},
     "/v1/models": {"get": Operation("The models that the caller may use.")},
     "/v1/models/{model}": {"get": Operation("One model.")},
     "/v1/requests/{id}": {

@@ -41,6 +41,7 @@ from quire_router.api.rest.messages_format import MESSAGES
 from quire_router.api.rest.openai_format import CHAT, COMPLETION, request_object
 from quire_router.api.rest.openapi import FLEET, LOAD_LORA, LORA_UPDATES, UNLOAD_LORA
 from quire_router.api.rest.page import FOLDER, HOME, Page
+from quire_router.api.rest.pooling_routes import pooling_handlers
 from quire_router.api.rest.responses_endpoints import PATH as RESPONSES_PATH
 from quire_router.api.rest.responses_endpoints import ResponseEndpoints
 from quire_router.api.rest.responses_format import RESPONSES
@@ -278,6 +279,7 @@ def build_api(
         _route(f"{RESPONSES_PATH}/{{id}}", ("GET", "DELETE"), responses.show_or_delete),
         _route(f"{RESPONSES_PATH}/{{id}}/cancel", "POST", responses.cancel),
         _route(f"{RESPONSES_PATH}/{{id}}/input_items", "GET", responses.input_items),
+        *[_route(path, "POST", handler) for path, handler in pooling_handlers(service, limits).items()],
         _route("/v1/requests/{id}", ("GET", "DELETE"), requests.show_or_delete),
         _route("/v1/requests/{id}/cancel", "POST", requests.cancel),
         _route("/v1/requests/{id}/events", "GET", requests.events),

@@ -10,15 +10,23 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
-from quire_proto.convert import error_to_proto, finish_to_proto, logprobs_to_proto, stop_token_to_proto
+from quire_proto.convert import (
+    TASK_TO_PROTO,
+    error_to_proto,
+    finish_to_proto,
+    logprobs_to_proto,
+    stop_token_to_proto,
+)
 from quire_proto.errors import invalid
 from quire_proto.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKEN_IDS
 from quire_proto.structured_output import MAX_OPTIONS
 
 from quire_router.api.output_parser import TOOL_CALLS, ParsedDelta
-from quire_router.api.schemas.base import MAX_PROMPT_TOKENS, MAX_STOPS
+from quire_router.api.pooled_requests import PooledAnswer, vector_of
+from quire_router.api.schemas.base import MAX_INPUTS, MAX_PROMPT_TOKENS, MAX_STOPS
 from quire_router.api.schemas.conversation import MAX_CALLS, MAX_TOOLS, MAX_TOOLS_CHARACTERS, tools_too_large
 from quire_router.api.schemas.openai import MAX_MESSAGES, ChatRequest, CompletionRequest
+from quire_router.api.schemas.pooling import EmbeddingRequest, RerankRequest
 from quire_router.api.service import ModelCard
 from quire_router.api.stored_requests import RequestStatus, StoredRequest
 from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest, TokenizeResult
@@ -114,6 +122,44 @@ def _choice(text: str) -> Any:
     return {"type": "function", "function": {"name": text.removeprefix(_FUNCTION)}}
 
 
+def embed_request(message: pb.EmbedRequest) -> EmbeddingRequest:
+    """Returns the request. Raises ``QuireError`` as the REST API would for the same one."""
+    kinds = [each.WhichOneof("input") for each in message.inputs[: MAX_INPUTS + 1]]
+    inputs: list[Any] = [
+        each.text if kind == "text" else _first(each.token_ids.ids, MAX_PROMPT_TOKENS)
+        for each, kind in zip(message.inputs, kinds, strict=False)
+    ]
+    fields: dict[str, Any] = {"model": message.model, "input": inputs, "priority": message.priority}
+    if message.dimensions:
+        fields["dimensions"] = message.dimensions
+    return EmbeddingRequest.from_fields(
+        fields | _given(message, "use_activation", "prompt_name", "truncate_prompt_tokens")
+    )
+
+
+def score_request(message: pb.ScoreRequest) -> RerankRequest:
+    """Returns the request. Raises as ``embed_request``."""
+    fields: dict[str, Any] = {"model": message.model, "query": message.query, "priority": message.priority}
+    fields["documents"] = _first(message.documents, MAX_INPUTS)
+    return RerankRequest.from_fields(fields | _given(message, "use_activation", "truncate_prompt_tokens"))
+
+
+def embed_response(request_id: str, answer: PooledAnswer) -> pb.EmbedResponse:
+    """Returns the embeddings of a request."""
+    embeddings = [pb.Embedding(values=vector_of(pooled)) for pooled in answer.pooled]
+    return pb.EmbedResponse(request_id=request_id, embeddings=embeddings, usage=_usage(answer.usage))
+
+
+def score_response(request_id: str, scores: Sequence[float], answer: PooledAnswer) -> pb.ScoreResponse:
+    """Returns the scores of a request."""
+    return pb.ScoreResponse(request_id=request_id, scores=scores, usage=_usage(answer.usage))
+
+
+def _given(message: Message, *names: str) -> dict[str, Any]:
+    """Returns the optional fields that are set."""
+    return {name: getattr(message, name) for name in names if message.HasField(name)}
+
+
 Item = TypeVar("Item")
 _SCALARS = {
     "temperature", "top_p", "top_k", "seed", "max_tokens", "ignore_eos", "min_p", "presence_penalty",
@@ -193,6 +239,7 @@ def model(card: ModelCard) -> pb.Model:
         ready_engines=card.ready_engines,
         max_model_len=card.max_model_len,
         parent=card.parent,
+        supported_tasks=[TASK_TO_PROTO[task] for task in card.supported_tasks],
     )
 
 

@@ -15,6 +15,7 @@ from quire.v1.inference_pb2_grpc import InferenceServicer
 from quire_proto.errors import QuireError, internal
 
 from quire_router.api.output_parser import create_parsers
+from quire_router.api.pooled_requests import PooledAnswer, PreparedPooling, scores_of
 from quire_router.api.prepared_request import NO_OPTIONS, RequestOptions
 from quire_router.api.request_limits import WriteTimeout
 from quire_router.api.rpc import messages
@@ -22,6 +23,7 @@ from quire_router.api.rpc.context import Context, RpcCall, abort
 from quire_router.api.rpc.interceptors import authenticate
 from quire_router.api.rpc.messages import add_parsed
 from quire_router.api.schemas.openai import GenerationBody
+from quire_router.api.schemas.pooling import PoolingBody
 from quire_router.api.service import (
     ApiService,
     Response,
@@ -152,12 +154,43 @@ class InferenceService(InferenceServicer):
                 response = pb.DetokenizeResponse(text=text)
         return response
 
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:  # noqa: N802
+        """Returns the embeddings of texts or of tokens."""
+        response = pb.EmbedResponse()
+        async with _errors_as_status(context) as call:
+            read = partial(messages.embed_request, request)
+            async with self._pooled("Embed", read, call, size=request.ByteSize()) as (prepared, answer):
+                response = messages.embed_response(prepared.first.request_id, answer)
+        return response
+
+    async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:  # noqa: N802
+        """Returns the scores of documents for a query."""
+        response = pb.ScoreResponse()
+        async with _errors_as_status(context) as call:
+            read = partial(messages.score_request, request)
+            async with self._pooled("Score", read, call, size=request.ByteSize()) as (prepared, answer):
+                scores = await scores_of(prepared, answer)
+                response = messages.score_response(prepared.first.request_id, scores, answer)
+        return response
+
     async def ListModels(  # noqa: N802
         self, _request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:
         """Returns the configured models that the caller may use."""
         caller = authenticate(self._service.keys, context.invocation_metadata())
         return pb.ListModelsResponse(models=map(messages.model, self._service.models(caller)))
+
+    @asynccontextmanager
+    async def _pooled(
+        self, method: str, read: Callable[[], PoolingBody], call: RpcCall, *, size: int
+    ) -> AsyncIterator[tuple[PreparedPooling, PooledAnswer]]:
+        """Yields a request whose prompts are pooled, with what became of them."""
+        options = call.options(has_deadline=True)
+        with self._request_scope(method, call), self._service.bodies.reserve(call.caller.tenant, size):
+            prepared = await self._service.prepare_pooling(read, call.request_id, call.caller, options, size=size)
+            await call.begin(ignored_parameters_header(prepared.ignored))
+            yield prepared, await self._service.pool(prepared)
+            call.end(self._service.rate_limit_headers(call.caller))
 
     async def _answer(
         self,

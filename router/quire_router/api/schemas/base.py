@@ -209,6 +209,7 @@ MAX_LABEL_CHARACTERS = 512
 MAX_METADATA, MAX_METADATA_KEY_CHARACTERS = 16, 64
 MAX_PROMPT_TOKENS = 2**18  # so many ids are read in ten milliseconds; a longer prompt can come as text
 MAX_PROMPTS = 128
+MAX_INPUTS = 2048  # of prompts that are pooled, as OpenAI has it
 _MAX_ABS = 2**64
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _TOKEN_ID = re.compile("0|-?[1-9][0-9]{0,9}")  # one way to write each, so that none comes twice
@@ -304,22 +305,26 @@ def unsupported_part(kind: str) -> ValueError:
 
 _Token = Annotated[int, Field(ge=0, lt=2**31)]
 _Tokens = Annotated[list[_Token], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
-_ListBounds = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 _Word = Annotated[list[_Token], Field(max_length=MAX_BAD_WORD_TOKENS)]
 _MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY_CHARACTERS)]
 _MetadataValue = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
 
-Prompts = Annotated[
-    list[str | list[int]],
-    Parsed(
-        Annotated[
-            str | _Tokens | Annotated[list[str], _ListBounds] | Annotated[list[_Tokens], _ListBounds],
-            AfterValidator(_as_list),
-        ],
+
+def _prompts(most: int) -> Parsed:
+    """One text or list of tokens, or a list of at most ``most`` of either."""
+    bounds = Field(min_length=1, max_length=most, fail_fast=True)
+    either = Annotated[
+        str | _Tokens | Annotated[list[str], bounds] | Annotated[list[_Tokens], bounds], AfterValidator(_as_list)
+    ]
+    refusal = (
         f"it must be one text, or one list of at most {MAX_PROMPT_TOKENS} token ids, "
-        f"or a list of at most {MAX_PROMPTS} of the one or of the other",
-    ),
-]
+        f"or a list of at most {most} of the one or of the other"
+    )
+    return Parsed(either, refusal)
+
+
+Prompts = Annotated[list[str | list[int]], _prompts(MAX_PROMPTS)]
+Inputs = Annotated[list[str | list[int]], _prompts(MAX_INPUTS)]
 Metadata = Annotated[
     dict[str, str],
     Parsed(

@@ -110,9 +110,9 @@ def test_an_index_beside_a_single_file_is_not_read(index: bytes, tmp_path: Path)
 
 
 def test_a_folder_with_a_model_that_is_not_served_is_refused(tmp_path: Path) -> None:
-    folder = write(tmp_path, model_files(architectures=["BertModel"], model_type="bert"))
+    folder = write(tmp_path, model_files(architectures=["BertForMaskedLM"], model_type="bert"))
     with pytest.raises(
-        ModelNotFoundError, match=r"names BertModel, which makes no text .*: take a causal language model"
+        ModelNotFoundError, match=r"names BertForMaskedLM, which makes no text .*: take a causal language model"
     ):
         find_model(str(folder))
 

@@ -20,9 +20,9 @@ def test_the_check_imports_neither_torch_nor_transformers() -> None:
 
 
 def test_the_engine_answers_for_a_configuration(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"], "model_type": "bert"}')
+    (tmp_path / "config.json").write_text('{"architectures": ["BertForMaskedLM"], "model_type": "bert"}')
     command = [sys.executable, "-m", "quire_engine.models.check_config", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"{tmp_path}/config.json names BertModel, which makes no text")
+    assert done.stderr.startswith(f"{tmp_path}/config.json names BertForMaskedLM, which makes no text")
     assert "full_attention" in SUPPORTED_LAYER_TYPES

@@ -1,0 +1,137 @@
+"""``EncoderExecutor``: runs an encoder, whose prompts are computed whole in one step and leave no KV memory behind."""
+
+from collections.abc import Sequence
+from time import perf_counter
+
+import torch
+
+from quire_engine.config import EngineArgs
+from quire_engine.core.block_pool import KVCacheConfig
+from quire_engine.core.data_parallel import DataParallel
+from quire_engine.core.executor import Rates, WeightStats
+from quire_engine.core.kv_disk import DiskContents, TransferResult
+from quire_engine.core.lora import LoRARequest
+from quire_engine.core.step import ModelOutput, ScheduledChunk, SchedulerOutput
+from quire_engine.device.accelerator import configure_threads, inference_on, resolve_device
+from quire_engine.errors import LoRAError, ModelError
+from quire_engine.executor.pooler import Pooler
+from quire_engine.executor.torch_executor import device_errors
+from quire_engine.models.encoder import EncoderConfig, EncoderModel, PackedPrompts, load_encoder
+from quire_engine.worker.input_batch import PooledChunk
+
+_TIMED_TOKENS = 128
+
+
+class EncoderExecutor:
+    """Executes one step after the other. Used by one thread. An ``Executor`` of depth 1.
+
+    An encoder has no KV memory, so ``kv_cache_config`` has blocks for the tokens of one step that take no memory: the
+    scheduler gives them to prompts as it does everywhere, and they are free again when the step ends.
+    """
+
+    depth = 1
+    disk_contents: DiskContents | None = None
+    data_parallel: DataParallel | None = None
+    weight_stats: WeightStats | None = None
+
+    def __init__(self, model: EncoderModel, config: EncoderConfig, args: EngineArgs) -> None:
+        assert config.pooler_config is not None, "an encoder pools"
+        self.config = config
+        self.max_model_len = min(args.max_model_len or config.max_length, args.max_num_batched_tokens)
+        blocks = -(-args.max_num_batched_tokens // args.block_size) + args.max_num_seqs + 1
+        self.kv_cache_config = KVCacheConfig(args.block_size, blocks, 0)
+        self._model = model
+        self._pooler = Pooler(config.pooler_config, model.classifier)
+        self.rates = Rates(self._measure(), 1e9)
+
+    @classmethod
+    def load(cls, args: EngineArgs, config: EncoderConfig, *, owns_process: bool = False) -> "EncoderExecutor":
+        """Loads the model of ``args``, described by ``config``. An engine that ``owns_process`` sets the number of
+        torch's threads for all of it. Raises ``ModelError``.
+        """
+        _check_settings(args, config)
+        if owns_process:
+            configure_threads()
+        return cls(load_encoder(config, args.model, args.dtype, resolve_device(args.device)), config, args)
+
+    @property
+    def dtype_name(self) -> str:
+        """What weights and activations are held in."""
+        return str(self._model.dtype).removeprefix("torch.")
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
+        """See ``Executor.execute_model``."""
+        output = ModelOutput()
+        self._pooler.remove_finished(scheduler_output.finished_seq_ids)
+        if not scheduler_output.chunks:
+            return output
+        with device_errors(), inference_on(self._model.device):
+            begun = perf_counter()
+            hidden = self._model.forward(_packed(scheduler_output.chunks, self.config.vocab_size))
+            computed = perf_counter()
+            self._pooler.pool(hidden, _with_rows(scheduler_output.chunks)).fetch_into(output)
+        output.timings.forward, output.timings.sample = computed - begun, perf_counter() - computed
+        return output
+
+    def take_transfers(self, timeout: float) -> Sequence[TransferResult]:
+        """See ``Executor.take_transfers``. There is no disk tier."""
+        del timeout
+        return ()
+
+    def check_lora(self, lora: LoRARequest) -> LoRARequest:
+        """Raises ``LoRAError``: encoders serve no adapters."""
+        raise LoRAError(f"This engine serves no adapters, so not {lora.lora_name}: its model is an encoder.")
+
+    def remove_lora(self, lora_id: int) -> None:
+        """See ``Executor.remove_lora``. There is none."""
+
+    def close(self) -> None:
+        """Gives the memory of the weights back. May be called again."""
+        self.__dict__.pop("_model", None)
+
+    def _measure(self) -> float:
+        """Tokens that it computes a second."""
+        count = min(_TIMED_TOKENS, self.max_model_len)
+        tokens = torch.arange(count) * 7919 % self.config.vocab_size
+        with inference_on(self._model.device):
+            begun = perf_counter()
+            self._model.forward(PackedPrompts(tokens, [count], [0])).sum().item()
+        return count / max(perf_counter() - begun, 1e-6)
+
+
+def _check_settings(args: EngineArgs, config: EncoderConfig) -> None:
+    length = args.max_model_len
+    if length is not None and length > config.max_length:
+        raise ModelError(f"--max-model-len is {length}, and this model's prompts have 1 to {config.max_length} tokens.")
+    name = config.architecture
+    refused = {
+        "--tensor-parallel-size": args.tensor_parallel_size > 1,
+        "--pipeline-parallel-size": args.pipeline_parallel_size > 1,
+        "--data-parallel-size": args.data_parallel_size > 1,
+        "--quantization": args.quantization is not None,
+        "--weights-memory-gb": args.weights_memory_gb is not None,
+        "--cpu-offload-gb": bool(args.cpu_offload_gb),
+        "--enable-lora": args.enable_lora,
+        "--deterministic": args.deterministic,
+    }
+    for flag, is_given in refused.items():
+        if is_given:
+            raise ModelError(f"{flag} is for decoders, and {name} is an encoder, which runs through transformers.")
+
+
+def _packed(chunks: Sequence[ScheduledChunk], vocab_size: int) -> PackedPrompts:
+    token_ids = [token for chunk in chunks for token in chunk.token_ids]
+    if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        raise IndexError(
+            f"A token between {min(token_ids)} and {max(token_ids)} is none of the vocabulary's {vocab_size}."
+        )
+    starts = [0 if chunk.pooling is None else chunk.pooling.second_text_start for chunk in chunks]
+    return PackedPrompts(torch.tensor(token_ids), [len(chunk.token_ids) for chunk in chunks], starts)
+
+
+def _with_rows(chunks: Sequence[ScheduledChunk]) -> list[PooledChunk]:
+    rows, row = [], 0
+    for chunk in chunks:
+        rows.append(PooledChunk(chunk, row))
+        row += len(chunk.token_ids)
+    return rows

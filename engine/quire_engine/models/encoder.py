@@ -1,0 +1,223 @@
+"""Encoders: models whose tokens see those before and after them, which pool prompts and continue none.
+
+``EncoderModel`` runs transformers' own code, unmodified, on the prompts of a step packed one behind the other, so that
+none is padded: transformers calls attention through a function that is registered under an own name, and that knows
+where each prompt begins. When a model is loaded, its hidden states are compared with those of transformers' own
+attention on each prompt alone, so that one which does more than this knows is refused.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from quire_engine.checkpoint.config import (
+    ModelConfig,
+    architecture_of,
+    compute_revision,
+    config_path,
+    is_positive_int,
+    one_line,
+    read_config_json,
+    to_hf_config,
+)
+from quire_engine.checkpoint.weights import Checkpoint, resolve_dtype
+from quire_engine.errors import ModelError
+from quire_engine.models.transformers_backend import load_weights
+
+PACKED_ATTENTION = "quire-packed"
+MAX_DIFFERENCE, MAX_DIFFERENCE_FLOAT32 = 0.1, 1e-3
+"""The most that hidden states may differ from transformers' own, in parts of the root of their mean square."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderConfig(ModelConfig):
+    """``hf_config`` is transformers' configuration and ``model_class`` its class. The first token is at
+    ``position_offset``, and there are ``num_token_types``.
+    """
+
+    hf_config: Any = field(repr=False)
+    model_class: Any = field(repr=False)
+    position_offset: int = 0
+    num_token_types: int = 1
+
+    @property
+    def is_causal(self) -> bool:
+        """See ``ModelConfig``."""
+        return False
+
+    @classmethod
+    def read(cls, folder: Path) -> "EncoderConfig":
+        """Reads ``config.json``. Raises ``ModelError``, also for a class that transformers does not have."""
+        import transformers
+
+        path, raw = config_path(folder), read_config_json(folder)
+        architecture = architecture_of(path, raw)
+        model_class, model_type = getattr(transformers, architecture, None), raw.get("model_type")
+        if model_class is None or model_type not in transformers.CONFIG_MAPPING:
+            raise ModelError(f"{path} names {architecture} of type {model_type!r}, which transformers does not have.")
+        parsed = to_hf_config(path, raw, transformers.CONFIG_MAPPING[model_type])
+        length, vocabulary = parsed.max_position_embeddings, parsed.vocab_size
+        if not (is_positive_int(length) and is_positive_int(vocabulary)):
+            raise ModelError(f"{path} has no max_position_embeddings, or no vocab_size.")
+        offset = _position_offset(model_class, parsed)
+        return cls(
+            architecture=architecture,
+            vocab_size=vocabulary,
+            max_length=length - offset,
+            eos_token_ids=(),
+            model_revision=compute_revision(folder),
+            hf_config=parsed,
+            model_class=model_class,
+            position_offset=offset,
+            num_token_types=getattr(parsed, "type_vocab_size", 0) or 1,
+        )
+
+
+def _position_offset(model_class: Any, parsed: Any) -> int:
+    """RoBERTa and its descendants count positions from behind the padding's."""
+    modules = __import__(model_class.__module__, fromlist=["_"])
+    counts = any(hasattr(part, "create_position_ids_from_input_ids") for part in vars(modules).values())
+    return int(parsed.pad_token_id) + 1 if counts else 0
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPrompts:
+    """The prompts of a step, one behind the other: ``token_ids`` [T] int64, the length of each, and where its second
+    text begins, 0 for a prompt of one text.
+    """
+
+    token_ids: torch.Tensor
+    lengths: Sequence[int]
+    second_text_starts: Sequence[int]
+
+
+class EncoderModel:
+    """An encoder with its weights, and its layer that classifies, where it has one."""
+
+    def __init__(self, model: Any, config: EncoderConfig) -> None:
+        self._model = model
+        self._config = config
+        self._body = model.base_model
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self.classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
+        if self._body is not model:
+            self._replace_body()
+
+    def forward(self, prompts: PackedPrompts) -> torch.Tensor:
+        """Hidden states [T, hidden], on the device."""
+        positions = torch.cat([torch.arange(length) for length in prompts.lengths]) + self._config.position_offset
+        inputs = {"input_ids": prompts.token_ids, "position_ids": positions}
+        if self._config.num_token_types > 1:
+            inputs["token_type_ids"] = _token_types(prompts)
+        on_device = {name: tensor[None].to(self.device) for name, tensor in inputs.items()}
+        output = self._body(**on_device, quire_lengths=prompts.lengths)
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def _replace_body(self) -> None:
+        """Has the model's own head classify hidden states that were pooled before: its body is replaced by one that
+        returns them, each as a sequence of one token.
+        """
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+        pooler = getattr(self._body, "pooler", None)
+
+        def pass_through(*_: object, inputs_embeds: torch.Tensor, **__: object) -> Any:
+            pooled = None if pooler is None else pooler(inputs_embeds)
+            return BaseModelOutputWithPooling(last_hidden_state=inputs_embeds, pooler_output=pooled)
+
+        def classify(states: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = self._model(inputs_embeds=states[:, None].to(self.dtype)).logits
+            return logits.float()
+
+        replacement = torch.nn.Module()
+        replacement.forward = pass_through
+        setattr(self._model, self._model.base_model_prefix, replacement)
+        self.classifier = classify
+
+
+def _token_types(prompts: PackedPrompts) -> torch.Tensor:
+    """The type of each token [T] int64: 1 for those of a second text."""
+    parts = []
+    for length, start in zip(prompts.lengths, prompts.second_text_starts, strict=True):
+        part = torch.zeros(length, dtype=torch.int64)
+        if start:
+            part[start:] = 1
+        parts.append(part)
+    return torch.cat(parts)
+
+
+def load_encoder(config: EncoderConfig, folder: Path, dtype_name: str, device: torch.device) -> EncoderModel:
+    """The model of ``folder``. Raises ``ModelError`` for weights that cannot be loaded, and for a model whose prompts
+    cannot be packed.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    checkpoint = Checkpoint(folder)
+    dtype = resolve_dtype(dtype_name, checkpoint.dominant_dtype(), device)
+    model = load_weights(config, folder, checkpoint, dtype).to(device).eval()
+    try:
+        with torch.inference_mode():
+            return _make_checked(model, config)
+    except ModelError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a model's code raises whatever it likes
+        reason = f"It does not run: {one_line(error)}."
+    raise ModelError(f"{folder} holds a {config.architecture}, which cannot be served. {reason}")
+
+
+def _make_checked(model: Any, config: EncoderConfig) -> EncoderModel:
+    """The encoder, after a check that packed prompts have the hidden states of transformers' own attention."""
+    lengths = [min(length, config.max_length) for length in (5, 17, 3)]
+    prompts = [[(7 + 31 * (first + each)) % config.vocab_size for each in range(n)] for first, n in enumerate(lengths)]
+    padding = getattr(config.hf_config, "pad_token_id", None)
+    prompts = [[token for token in prompt if token != padding] for prompt in prompts]
+    alone = [model.base_model(input_ids=_row(each, model.device)).last_hidden_state[0] for each in prompts]
+    expected = torch.cat(alone)
+    model.set_attn_implementation(PACKED_ATTENTION)
+    encoder = EncoderModel(model, config)
+    lengths = [len(prompt) for prompt in prompts]
+    packed = PackedPrompts(torch.tensor([token for prompt in prompts for token in prompt]), lengths, [0] * len(lengths))
+    difference = (encoder.forward(packed) - expected).float().abs().max()
+    scale = expected.float().square().mean().sqrt()
+    if not difference <= (MAX_DIFFERENCE_FLOAT32 if encoder.dtype == torch.float32 else MAX_DIFFERENCE) * scale:
+        raise ModelError(
+            f"{config.architecture} has other hidden states where prompts are packed: its attention does more than to "
+            "look at all tokens, or at those of a window."
+        )
+    return encoder
+
+
+def _row(token_ids: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([token_ids], device=device)
+
+
+def packed_attention(
+    _module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: object,
+    quire_lengths: Sequence[int],
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **__: object,
+) -> tuple[torch.Tensor, None]:
+    """``query``, ``key`` and ``value`` [1, heads, T, head_dim] -> [1, T, heads, head_dim]: each token sees those of its
+    own prompt, and of these the ones that are fewer than ``sliding_window`` away, where there is one.
+    """
+    parts = []
+    queries, keys, values = (tensor.split(list(quire_lengths), dim=2) for tensor in (query, key, value))
+    for length, own, own_keys, own_values in zip(quire_lengths, queries, keys, values, strict=True):
+        mask = None
+        if sliding_window is not None and length > sliding_window:
+            places = torch.arange(length, device=query.device)
+            mask = (places[:, None] - places).abs() < sliding_window
+        parts.append(scaled_dot_product_attention(own, own_keys, own_values, attn_mask=mask, scale=scaling))
+    return torch.cat(parts, dim=2).transpose(1, 2), None

@@ -1,0 +1,208 @@
+"""Prompts that are pooled, as both APIs have them: the generations of a request for embeddings or scores
+(``pooled_requests``), and what becomes of their answers (``collect``, ``scores_of``).
+
+A model that classifies scores a query and a document as one prompt. One that makes embeddings scores them by the cosine
+of theirs, as in vLLM: each text is embedded once, in however many pairs it is.
+"""
+
+import asyncio
+from array import array
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+from quire_proto.errors import QuireError, invalid
+from quire_proto.pooling import PoolingParams, Task, check_dimensions, check_prompt_length
+from quire_proto.text.pooled_prompt import PooledPrompt, Texts
+from quire_proto.text.tokenizer import ModelTokenizer
+
+from quire_router.api.request_limits import MAX_VALUES
+from quire_router.api.schemas.pooling import EmbeddingRequest, PoolingBody, ScoringBody
+from quire_router.core.errors import model_not_ready, request_cancelled
+from quire_router.core.generation import Delta, GenerationRequest, Usage, prompt_request_id
+from quire_router.engines.settings import ServedModelLimits
+
+_VECTORS_PER_TURN = 64
+_UNSUPPORTED = {
+    Task.GENERATE: "The model {} makes no text, only {}.",
+    Task.EMBED: "The model {} makes no embeddings; its engine would with --convert embed.",
+    Task.CLASSIFY: "The model {} scores no texts.",
+}
+_OUTPUTS = {Task.GENERATE: "text", Task.EMBED: "embeddings", Task.CLASSIFY: "scores"}
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPooling:
+    """One generation for each prompt of a request, at least one. ``pairs`` are the indexes of the two embeddings of
+    each pair of texts that is scored by them; None where each prompt is an answer of its own. ``ignored`` are the
+    parameters that change nothing.
+    """
+
+    generations: tuple[GenerationRequest, ...]
+    pairs: Sequence[tuple[int, int]] | None = None
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def first(self) -> GenerationRequest:
+        """The generation of the first prompt."""
+        return self.generations[0]
+
+
+@dataclass(frozen=True, slots=True)
+class PooledAnswer:
+    """What each prompt was pooled to, as little-endian float32, and what all of them took."""
+
+    pooled: Sequence[bytes]
+    usage: Usage
+
+
+def check_task(model: str, limits: ServedModelLimits, task: Task) -> None:
+    """Raises ``QuireError`` INVALID for a task that the engines of the model do not have, as far as they are known."""
+    if limits.supported_tasks is not None and task not in limits.supported_tasks:
+        raise wrong_task(model, limits, task)
+
+
+def wrong_task(model: str, limits: ServedModelLimits, task: Task) -> QuireError:
+    """The error of a task that the engines of the model do not have."""
+    outputs = " and ".join(_OUTPUTS[each] for each in limits.supported_tasks or ())
+    return invalid("model", _UNSUPPORTED[task].format(model, outputs))
+
+
+def pooled_requests(
+    request: PoolingBody, template: GenerationRequest, tokenizer: ModelTokenizer, limits: ServedModelLimits
+) -> PreparedPooling:
+    """The generations of a request; each is ``template`` with a prompt. Raises ``QuireError``."""
+    if isinstance(request, EmbeddingRequest):
+        return _embeddings(request, template, tokenizer, limits)
+    assert isinstance(request, ScoringBody), "a request for embeddings or for scores"
+    return _scores(request, template, tokenizer, limits)
+
+
+def _embeddings(
+    request: EmbeddingRequest, template: GenerationRequest, tokenizer: ModelTokenizer, limits: ServedModelLimits
+) -> PreparedPooling:
+    check_task(template.model_name, limits, Task.EMBED)
+    params = PoolingParams(Task.EMBED, request.dimensions, request.use_activation)
+    if limits.pooled_size:
+        check_dimensions(params.dimensions, limits.pooled_size, limits.matryoshka_dimensions)
+        _check_size("input", len(request.input) * params.output_size(limits.pooled_size))
+    cut = _cut(request, limits)
+    texts = [each for each in request.input if isinstance(each, str)]
+    if len(texts) == len(request.input):
+        before = tokenizer.prompts.text(request.prompt_name)
+        with _naming_prompt("input"):
+            prompts = tokenizer.encode_pooled(
+                [f"{before}{text}" for text in texts],
+                limits.max_model_len,
+                truncate=cut,
+                add_special_tokens=request.add_special_tokens is not False,
+            )
+    elif request.prompt_name is not None:
+        raise invalid("prompt_name", "prompt_name is put before texts, and input holds tokens.")
+    else:
+        prompts = [PooledPrompt(each[:cut]) for each in request.input if not isinstance(each, str)]
+    return PreparedPooling(_generations(template, "input", prompts, params, limits))
+
+
+def _scores(
+    request: ScoringBody, template: GenerationRequest, tokenizer: ModelTokenizer, limits: ServedModelLimits
+) -> PreparedPooling:
+    tasks, cut, pairs = limits.supported_tasks, _cut(request, limits), request.pairs
+    if tasks is None:
+        raise model_not_ready(template.model)
+    if Task.EMBED in tasks:
+        numbers: dict[str, int] = {}
+        indexes = [
+            (numbers.setdefault(one, len(numbers)), numbers.setdefault(other, len(numbers))) for one, other in pairs
+        ]
+        before = tokenizer.prompts.text(None)
+        texts: list[Texts] = [f"{before}{text}" for text in numbers]
+        params = PoolingParams(Task.EMBED, use_activation=True)
+    else:
+        check_task(template.model_name, limits, Task.CLASSIFY)
+        if limits.pooled_size > 1:
+            message = f"The model {template.model_name} knows {limits.pooled_size} classes, and a score has one."
+            raise invalid("model", message)
+        indexes, texts = None, [*pairs]
+        params = PoolingParams(Task.CLASSIFY, use_activation=request.use_activation)
+    with _naming_prompt("documents"):
+        prompts = tokenizer.encode_pooled(texts, limits.max_model_len, truncate=cut)
+    return PreparedPooling(_generations(template, "documents", prompts, params, limits), indexes)
+
+
+def _cut(request: PoolingBody, limits: ServedModelLimits) -> int | None:
+    """To how many tokens a prompt is cut; None for a request whose long prompts are refused."""
+    cut = request.truncate_prompt_tokens
+    if cut == 0 or (cut is not None and cut > limits.max_model_len):
+        message = f"truncate_prompt_tokens is {cut} and must be -1, or between 1 and {limits.max_model_len}."
+        raise invalid("truncate_prompt_tokens", message)
+    return limits.max_model_len if cut == -1 else cut
+
+
+def _generations(
+    template: GenerationRequest,
+    param: str,
+    prompts: Sequence[PooledPrompt],
+    params: PoolingParams,
+    limits: ServedModelLimits,
+) -> tuple[GenerationRequest, ...]:
+    generations = []
+    for number, prompt in enumerate(prompts):
+        name = f"{param}[{number}]" if len(prompts) > 1 else param
+        ids = prompt.token_ids
+        with _naming_prompt(name):
+            check_prompt_length(len(ids), limits.max_model_len)
+        if not 0 <= min(ids) <= max(ids) < limits.vocab_size:
+            raise invalid(name, f"{name} holds a token id outside of this model's vocabulary of {limits.vocab_size}.")
+        own = replace(params, second_text_start=prompt.second_text_start)
+        request_id = prompt_request_id(template.request_id, number) if number else template.request_id
+        generations.append(replace(template, request_id=request_id, prompt_token_ids=array("i", ids), pooling=own))
+    return tuple(generations)
+
+
+@contextmanager
+def _naming_prompt(name: str) -> Iterator[None]:
+    """Lets errors about the prompt name the parameter ``name``."""
+    try:
+        yield
+    except QuireError as error:
+        raise invalid(name if error.param == "prompt" else error.param or name, error.message) from None
+
+
+def _check_size(param: str, values: int) -> None:
+    if values > MAX_VALUES:
+        message = f"The answer would hold {values} numbers, and at most {MAX_VALUES} are allowed: send fewer inputs."
+        raise invalid(param, message)
+
+
+async def collect(generations: Sequence[GenerationRequest], deltas: AsyncGenerator[Delta]) -> PooledAnswer:
+    """Waits for all prompts of a request. Raises ``QuireError``: the first error, or that somebody cancelled it."""
+    pooled, usage = [b""] * len(generations), Usage(0, 0)
+    async with aclosing(deltas):
+        async for delta in deltas:
+            pooled[delta.index] = delta.pooled or pooled[delta.index]
+            usage = delta.usage or usage
+    if not all(pooled):
+        raise request_cancelled()
+    return PooledAnswer(pooled, usage)
+
+
+def vector_of(pooled: bytes) -> np.ndarray:
+    """The numbers of one prompt, [size] float32."""
+    return np.frombuffer(pooled, "<f4")
+
+
+async def scores_of(prepared: PreparedPooling, answer: PooledAnswer) -> list[float]:
+    """The score of each pair: of two embeddings, which are normalised, the product. Lets the event loop run in
+    between.
+    """
+    if prepared.pairs is None:
+        return [float(vector_of(each)[0]) for each in answer.pooled]
+    vectors = [vector_of(each) for each in answer.pooled]
+    scores = []
+    for number, (one, other) in enumerate(prepared.pairs, 1):
+        scores.append(float(vectors[one] @ vectors[other]))
+        if number % _VECTORS_PER_TURN == 0:
+            await asyncio.sleep(0)
+    return scores
