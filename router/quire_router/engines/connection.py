@@ -1,11 +1,11 @@
-"""``EngineConnection``: keeps the Session stream to one engine open and moves messages over it; ``Session`` interprets
-them. With the channel, plain or over TLS, and its errors in words of the settings.
+"""``EngineConnection``: keeps the Session stream to one of Quire's engines open and moves messages over it; ``Session``
+interprets them. With the channel, plain or over TLS, and its errors in words of the settings.
 """
 
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,9 +20,11 @@ from quire_proto.supervise import Backoff, SupervisedTask
 from quire_proto.tls import ClientTls, Contents, TlsError, read_ca, read_cert_key
 
 from quire_router.core.fleet_view import EngineCondition
+from quire_router.core.generation import LoRA
 from quire_router.core.retry import first_error, supervise
+from quire_router.engines.base import KvListener, LoadListener
 from quire_router.engines.output_stream import EngineLost, OutputStream
-from quire_router.engines.session import KvListener, LoadListener, SequenceGap, Session
+from quire_router.engines.session import SequenceGap, Session
 from quire_router.engines.settings import ConnectionSettings
 
 if TYPE_CHECKING:
@@ -240,7 +242,7 @@ class StreamBroken(Exception):  # noqa: N818 - handled here, never shown
 
 
 class EngineConnection:
-    """One engine at ``address`` (``host:port``), connected for as long as it is started.
+    """One of Quire's engines at ``address`` (``host:port``), an ``EngineClient``.
 
     A stream that breaks is opened again at once; while that takes less than ``settings.grace`` seconds, and the engine
     still knows the session, running requests do not notice. ``on_change`` is called when ``ready`` may have changed,
@@ -277,6 +279,21 @@ class EngineConnection:
         self._last_early_retry = -inf
         self._task: SupervisedTask | None = None
         self._stub: EngineAsyncStub | None = None
+
+    @property
+    def generation(self) -> int:
+        """That of the engine, which is new with each of its starts; 0 before the first connection."""
+        return self.session.engine_generation
+
+    @property
+    def loras(self) -> Mapping[str, LoRA]:
+        """The engine's adapters by name."""
+        return self.session.loras
+
+    @property
+    def active_loras(self) -> set[str]:
+        """The adapters that requests there run with or wait for."""
+        return self.session.active_loras
 
     @property
     def condition(self) -> EngineCondition:

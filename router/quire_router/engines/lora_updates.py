@@ -24,7 +24,7 @@ from quire_router.core.errors import (
 )
 from quire_router.core.generation import LoRA
 from quire_router.core.retry import supervise
-from quire_router.engines.connection import EngineConnection
+from quire_router.engines.base import EngineClient
 from quire_router.engines.output_stream import EngineLost
 from quire_router.engines.pool import Engine, EnginePool
 from quire_router.engines.settings import ServedLoRA
@@ -94,7 +94,7 @@ class LoRAUpdater:
         """Unloads an adapter wherever it is; returns once requests may not name it any more. Those that run with it go
         on. Raises ``QuireError``.
         """
-        engines = [engine for engine in self._pool.engines() if name in engine.connection.session.loras]
+        engines = [engine for engine in self._pool.engines() if name in engine.connection.loras]
         if not engines and name not in self._pool.expected_loras:
             raise unknown_lora(name)
         self._forget(name)
@@ -127,7 +127,7 @@ class LoRAUpdater:
         """
 
         def said(engine: Engine, lora: LoRA | None) -> bool:
-            known = engine.connection.session.loras.get(name if lora is None else lora.name)
+            known = engine.connection.loras.get(name if lora is None else lora.name)
             return known == lora or not engine.connection.ready
 
         with suppress(TimeoutError):
@@ -156,12 +156,12 @@ class LoRAUpdater:
         before, self._seen = self._seen, {}
         for engine in self._pool.engines():
             model = next((name for name in self._models if name in engine.models), None)
-            session = engine.connection.session
+            connection = engine.connection
             if model is None:
                 continue
-            now = {name: lora for name, lora in session.loras.items() if lora.path and name not in self._models}
+            now = {name: lora for name, lora in connection.loras.items() if lora.path and name not in self._models}
             generation, had = before.get(engine.id, (0, {}))
-            if generation != session.engine_generation:
+            if generation != connection.generation:
                 had = {}
             for name in had.keys() - now.keys():
                 if self._remembers(name, had[name]):
@@ -169,7 +169,7 @@ class LoRAUpdater:
             for name in now.keys() - had.keys():
                 if self._forgotten.get(now[name], -inf) <= monotonic() - _FORGET_SECONDS:
                     self._pool.expected_loras.setdefault(name, ServedLoRA(model, now[name]))
-            self._seen[engine.id] = session.engine_generation, now
+            self._seen[engine.id] = connection.generation, now
         self._pool.refresh_loras()
 
     def _forget(self, name: str) -> None:
@@ -179,8 +179,8 @@ class LoRAUpdater:
         if name in self._pool.expected_loras:
             self._forgotten[self._pool.expected_loras[name].lora] = now
         for engine in self._pool.engines():
-            if name in engine.connection.session.loras:
-                self._forgotten[engine.connection.session.loras[name]] = now
+            if name in engine.connection.loras:
+                self._forgotten[engine.connection.loras[name]] = now
         self._pool.forget_lora(name)
 
     def _remembers(self, name: str, lora: LoRA) -> bool:
@@ -188,14 +188,14 @@ class LoRAUpdater:
         return expected is not None and expected.lora == lora
 
     def _missing_at(self, engine: Engine) -> list[LoRA]:
-        session, until = engine.connection.session, monotonic() - _RETRY_SECONDS
+        connection, until = engine.connection, monotonic() - _RETRY_SECONDS
         return [
             served.lora
             for name, served in self._pool.expected_loras.items()
             if engine.serves_loras
             and engine.can_run(served.model)
-            and name not in session.loras
-            and self._failed.get((engine.id, session.engine_generation, served.lora), until) <= until
+            and name not in connection.loras
+            and self._failed.get((engine.id, connection.generation, served.lora), until) <= until
         ]
 
     def _on_loaded(self, engine_id: str, task: asyncio.Task[None]) -> None:
@@ -205,7 +205,7 @@ class LoRAUpdater:
 
     async def _load_at(self, engine: Engine, loras: Sequence[LoRA]) -> None:
         """Loads at one engine the adapters that others have and it lacks. What fails is tried again later."""
-        generation = engine.connection.session.engine_generation
+        generation = engine.connection.generation
         for lora in loras:
             try:
                 await engine.connection.load_lora(lora.name, lora.path, lora.digest)
@@ -220,7 +220,7 @@ class LoRAUpdater:
         await self._wait_seen([engine], [lora for lora in loras if self._remembers(lora.name, lora)][-1:])
 
 
-async def _at_all(engines: Sequence[Engine], update: Callable[[EngineConnection], Awaitable[T]]) -> list[T]:
+async def _at_all(engines: Sequence[Engine], update: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
     """Updates all engines. Raises the error of the first that failed, and says at how many it did not."""
     outcomes = await asyncio.gather(*(update(engine.connection) for engine in engines), return_exceptions=True)
     failed = [(each, error) for each, error in zip(engines, outcomes, strict=True) if isinstance(error, BaseException)]

@@ -20,6 +20,7 @@ from quire_router.core import metrics
 from quire_router.core.generation import LoRA
 from quire_router.core.retry import CpuThrottle, supervise
 from quire_router.discovery.base import Discovery, Endpoint
+from quire_router.engines.base import EngineClient
 from quire_router.engines.connection import EngineConnection, ReconnectLimiter
 from quire_router.engines.load import ASSUMED_BLOCK_SIZE, CAPACITY_SECONDS, EngineLoad, LedgerEntry, LoadLedger
 from quire_router.engines.model_matcher import ModelIdentity, ModelMatcher
@@ -37,7 +38,7 @@ class Engine:
     ended. ``served`` decides under which of its names it gets requests.
     """
 
-    def __init__(self, connection: EngineConnection, load: EngineLoad, served: ModelMatcher | None = None) -> None:
+    def __init__(self, connection: EngineClient, load: EngineLoad, served: ModelMatcher | None = None) -> None:
         self.connection = connection
         self.load = load
         self._model_matcher = served
@@ -84,7 +85,7 @@ class Engine:
     def can_run(self, model: str, lora: LoRA | None = None) -> bool:
         """Whether it would run a request for the model, or for an adapter of it, now."""
         ready = self.connection.ready and not self.retired and model in self.models
-        return ready and (lora is None or self.connection.session.loras.get(lora.name) == lora)
+        return ready and (lora is None or self.connection.loras.get(lora.name) == lora)
 
     @property
     def serves_loras(self) -> bool:
@@ -95,7 +96,7 @@ class Engine:
     def lacks_lora_slot(self) -> bool:
         """Whether as many adapters are in use there as can be at once."""
         most = 0 if self._description is None else self._description.max_loras
-        return len(self.connection.session.active_loras) >= most
+        return len(self.connection.active_loras) >= most
 
     def _refresh(self) -> None:
         description = self.connection.description
@@ -114,7 +115,7 @@ class Dispatch:
     """One attempt of a request at one engine. Entering submits it and counts it with ``begin``; leaving, on every
     path, ends the count, cancels what has not ended and calls ``on_release``.
 
-    Entering raises what ``EngineConnection.submit`` raises, and then nothing is counted.
+    Entering raises what ``EngineClient.submit`` raises, and then nothing is counted.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Dispatch:
     def __enter__(self) -> OutputStream:
         self._outputs = self._engine.connection.submit(self._message)
         if self._message.lora_name:  # until the engine says so itself
-            self._engine.connection.session.active_loras.add(self._message.lora_name)
+            self._engine.connection.active_loras.add(self._message.lora_name)
         self._entry = self._begin()
         self._outputs.on_first = self._entry.on_first_output
         return self._outputs
@@ -297,12 +298,12 @@ class EnginePool:
         if self.expected_loras.get(lora.name) == ServedLoRA(model, lora):
             return True
         engines = [engine for engine in self._engines.values() if model in engine.models]
-        return not engines or any(engine.connection.session.loras.get(lora.name) == lora for engine in engines)
+        return not engines or any(engine.connection.loras.get(lora.name) == lora for engine in engines)
 
     def lora_columns(self, rows: Rows, lora: LoRA) -> LoRAColumns:
         """What the engines of ``rows`` do with adapters now."""
         engines = [self._by_row[row] for row in rows.tolist()]
-        active = np.array([lora.name in engine.connection.session.active_loras for engine in engines])
+        active = np.array([lora.name in engine.connection.active_loras for engine in engines])
         return LoRAColumns(active, np.array([engine.lacks_lora_slot() for engine in engines]))
 
     def namespace(self, row: int) -> BlockNamespace:
@@ -404,7 +405,7 @@ class EnginePool:
             model = next((name for name in self._models if name in engine.models), None)
             if model is not None:
                 with_engines.add(model)
-                loras = engine.connection.session.loras
+                loras = engine.connection.loras
                 for name in loras.keys() - self._models:
                     found.setdefault(name, Counter())[ServedLoRA(model, loras[name])] += 1 + engine.connection.ready
         kept = {name: served for name, served in self._loras.items() if served.model not in with_engines}

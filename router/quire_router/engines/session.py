@@ -14,6 +14,7 @@ from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
 
 from quire_router.core.generation import LoRA
+from quire_router.engines.base import KvListener, LoadListener
 from quire_router.engines.output_stream import (
     DrainExceeded,
     EngineDraining,
@@ -112,12 +113,6 @@ class CommandQueue:
             return engine_pb2.SessionRequest(ack=engine_pb2.Ack(sequence=sequence))
         return None
 
-
-KvListener = Callable[[engine_pb2.Snapshot | engine_pb2.KvEvent], None]
-"""Is called with every change of an engine's prefix cache; a Snapshot replaces all that was known."""
-
-LoadListener = Callable[[engine_pb2.Load], None]
-"""Is called with each report of an engine's load; must not keep the message."""
 
 MAX_PENDING_CANCELS = 65_536
 

@@ -1,0 +1,98 @@
+"""``EngineClient``: what the rest of a router needs of an engine, whoever has written it.
+
+Implementation: ``connection.EngineConnection``, for Quire's engines. What goes in and is reported are the messages of
+``quire.v1``: requests, load, changes of a prefix cache.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from quire.v1 import engine_pb2
+
+from quire_router.core.fleet_view import EngineCondition
+from quire_router.core.generation import LoRA
+from quire_router.engines.output_stream import OutputStream
+
+KvListener = Callable[[engine_pb2.Snapshot | engine_pb2.KvEvent], None]
+"""Is called with every change of an engine's prefix cache; a Snapshot replaces all that was known."""
+
+LoadListener = Callable[[engine_pb2.Load], None]
+"""Is called with each report of an engine's load; must not keep the message."""
+
+
+class EngineClient(Protocol):
+    """One engine, connected for as long as it is started.
+
+    Implementations are made with callbacks for what comes without being asked for: that ``ready`` may have changed, the
+    engine's load, changes of its prefix cache, and that all it reported before is void. They call none of them after
+    ``close``, and never at once from within ``submit``.
+    """
+
+    address: str
+
+    @property
+    def description(self) -> engine_pb2.DescribeResponse | None:
+        """What the engine serves and how large it is, as it said last; None until it has. Another object where that has
+        changed. Sizes of 0 are not known.
+        """
+        ...
+
+    @property
+    def generation(self) -> int:
+        """Another number after each start of the engine; 0 until it is connected."""
+        ...
+
+    @property
+    def condition(self) -> EngineCondition:
+        """How the connection is, in a word."""
+        ...
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request that is submitted now would be run."""
+        ...
+
+    @property
+    def loras(self) -> Mapping[str, LoRA]:
+        """The engine's adapters by name."""
+        ...
+
+    @property
+    def active_loras(self) -> set[str]:
+        """The adapters that requests there run with or wait for; dispatches add to it."""
+        ...
+
+    def start(self) -> None:
+        """Starts to connect; never waits, never fails."""
+        ...
+
+    def retry_now(self) -> None:
+        """Ends the pause between two tries to connect, because discovery reports the engine as ready."""
+        ...
+
+    async def close(self) -> None:
+        """Disconnects; what is in flight ends with ``EngineLost``."""
+        ...
+
+    def submit(self, message: engine_pb2.Submit) -> OutputStream:
+        """Sends a request; does not wait. Closing the stream cancels it at the engine. Raises ``EngineLost`` if the
+        engine is not connected, ``EngineFull`` if too many requests wait to be sent.
+        """
+        ...
+
+    async def inspect(self) -> engine_pb2.InspectResponse | None:
+        """Asks the engine what its blocks hold. Returns None if it cannot say."""
+        ...
+
+    async def load_lora(self, name: str, path: str, digest: bytes = b"") -> bytes:
+        """Loads an adapter at the engine, that with the ``digest`` if one is given. Returns its digest. Raises
+        ``grpc.aio.AioRpcError``, or ``EngineLost`` if it is not connected. Not called where ``max_loras`` of the
+        ``description`` is 0.
+        """
+        ...
+
+    async def unload_lora(self, name: str) -> None:
+        """Unloads an adapter, as far as new requests are concerned; one that is not there is unloaded. Raises as
+        ``load_lora``.
+        """
+        ...
