@@ -283,12 +283,13 @@ class Components:
         self.fleet = EnginePool(
             create_discovery(settings.engine, dns_period=settings.engine_dns_period),
             settings.models,
-            ConnectionSettings(slow_client_timeout=settings.slow_client_timeout, tls=settings.engine_tls),
+            _connection_settings(settings),
             assumed=assumed_limits(settings.models),
             vocabularies={
                 name: ModelIdentity.of(folder, tokenizers[name].vocabulary_digest)
                 for name, folder in settings.models.items()
             },
+            tokenizers=tokenizers,
         )
         self.fleet.on_kv_event = CacheEvents(self.index, self.fleet.table)
         self.queue = AdmissionQueue(settings.models, self.fleet, tenants.tenants, _queue_settings(settings))
@@ -414,6 +415,11 @@ def _token_verifier(settings: OidcSettings) -> "OidcVerifier":
     from quire_router.api.oidc import OidcVerifier  # imports an HTTP client and cryptography, which take 20 MiB
 
     return OidcVerifier(settings)
+
+
+def _connection_settings(settings: Settings) -> ConnectionSettings:
+    key = None if settings.engine_api_key is None else settings.engine_api_key.get_secret_value()
+    return ConnectionSettings(slow_client_timeout=settings.slow_client_timeout, tls=settings.engine_tls, api_key=key)
 
 
 def _queue_settings(settings: Settings) -> QueueSettings:

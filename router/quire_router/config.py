@@ -47,6 +47,7 @@ _MIN_CONNECTIONS = 16  # of a port
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9.\[\]:_-]{1,260}")
+_ENGINE_KEY = re.compile(r"[!-~]{1,512}")
 _SERVER_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 
 
@@ -86,6 +87,12 @@ def _once(entries: list[str]) -> list[str]:
 
 def _key(entry: SecretStr) -> SecretStr:
     check_key(entry.get_secret_value())
+    return entry
+
+
+def _engine_key(entry: SecretStr) -> SecretStr:
+    if not _ENGINE_KEY.fullmatch(entry.get_secret_value()):
+        raise ValueError("it has a character that no key has: only printable ASCII without spaces can be sent")
     return entry
 
 
@@ -134,6 +141,7 @@ PasswordFile = Annotated[Path, AfterValidator(_password_file)]
 Origins = Annotated[list[Annotated[str, AfterValidator(_origin)]], NoDecode, BeforeValidator(_split)]
 Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 IssuerUrl = Annotated[str, AfterValidator(check_issuer_address)]
+EngineKey = Annotated[SecretStr, AfterValidator(_engine_key)]
 Keys = Annotated[list[Annotated[SecretStr, AfterValidator(_key)]], NoDecode, BeforeValidator(_split)]
 
 
@@ -179,6 +187,7 @@ class Settings(CliSettings):
         "--redis-username": "NAME",
         "--redis-password-file": "FILE",
         "--api-key": "KEY",
+        "--engine-api-key": "KEY",
         "--tenants": "FILE",
         "--oidc-issuer-url": "URL",
         "--oidc-client-id": "NAME",
@@ -191,7 +200,11 @@ class Settings(CliSettings):
     engine: Sources = Field(
         default=[],
         description="HOST:PORT of an engine, or where engines are found: dns://NAME:PORT or "
-        "kubernetes://[NAMESPACE/]SERVICE[:PORT]; repeatable.",
+        "kubernetes://[NAMESPACE/]SERVICE[:PORT]; of another's with vllm+, sglang+ or openai+ before it, as "
+        "vllm+http://HOST:PORT; repeatable.",
+    )
+    engine_api_key: EngineKey | None = Field(
+        default=None, description="The key that vLLM, SGLang and other servers ask for; none: none is sent."
     )
     engine_dns_period: Annotated[float, Field(gt=0, le=60)] = Field(
         default=1, description="Seconds at most between two lookups of a dns:// name."

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Final
 
-from quire_proto.errors import STATUS, ErrorCode, QuireError, internal
+from quire_proto.errors import STATUS, ErrorCode, QuireError, internal, invalid
 
 
 class RefusalReason(StrEnum):
@@ -262,6 +262,23 @@ def from_engine(error: QuireError) -> QuireError:
         return internal()
     wait = _RETRY_AFTER.get(error.code)
     return QuireError(error.code, error.message, param=error.param, retry_after=wait, reason=error.reason)
+
+
+def engine_refused(message: str) -> QuireError:
+    """A server that others have written finds the request wrong, in its own words."""
+    return QuireError(ErrorCode.INVALID, f"The engine refuses the request: {message or 'it does not say why'}")
+
+
+def needs_quire(param: str, what: str, server: str) -> QuireError:
+    """No ``server``, and so no engine of this model, can do ``what`` the parameter asks for."""
+    return invalid(param, f"{what[0].upper()}{what[1:]} need an engine of Quire, and this model runs on {server}.")
+
+
+def structured_cannot_resume(server: str) -> QuireError:
+    """The engine that began a structured output was lost, and all others are such servers."""
+    code = ErrorCode.UNAVAILABLE
+    message = "The engine that wrote the beginning of this structured output was lost, and "
+    return QuireError(code, f"{message}{server} cannot go on in the middle of one.", retry_after=_RETRY_AFTER[code])
 
 
 def in_other_words(error: QuireError, message: str, param: str | None) -> QuireError:

@@ -8,7 +8,7 @@ import logging
 import re
 import socket
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import time
 from typing import Protocol
 
@@ -25,7 +25,8 @@ _MAX_PROBLEM = 200  # characters of a problem that are logged: a source may answ
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An engine at ``address`` (``host:port``).
+    """An engine at ``address``: ``host:port``, or the URL of a server that is not Quire's, with its kind before it
+    (``vllm+http://host:port``).
 
     One that is ``terminating`` gets nothing new, and what runs there goes on. ``ready`` is a hint: the connection knows
     sooner and better whether an engine would run a request, as the engine reports every step, than a probe that asks
@@ -89,10 +90,23 @@ _KUBERNETES = re.compile(
 )
 DEFAULT_PORT_NAME = "grpc"
 
+EXTERNAL_KINDS = ("vllm", "sglang", "openai")
+"""Servers that others have written, which speak HTTP."""
+
+_EXTERNAL = re.compile(rf"(?P<kind>{'|'.join(EXTERNAL_KINDS)})\+(?P<rest>.*)")
+_URL = re.compile(
+    r"(?P<scheme>https?)://(\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+))(:(?P<port>[0-9]{1,5}))?"
+    r"(?P<path>(/[A-Za-z0-9._~-]+)*)/?"
+)
+_EXTERNAL_PORT_NAME = "http"
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """One engine, ``HOST:PORT``."""
+    """One engine, ``HOST:PORT``, or ``KIND+http(s)://HOST[:PORT][/PATH]``, where ``PATH`` is what stands before the
+    server's own paths.
+    """
 
     address: str
 
@@ -102,40 +116,69 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class DnsName:
-    """All addresses of a name: ``dns://NAME:PORT``."""
+    """All addresses of a name: ``[KIND+]dns://NAME:PORT``. ``kind`` is empty for Quire's engines."""
 
     name: str
     port: int
+    kind: str = ""
 
     def __str__(self) -> str:
-        return f"dns://{self.name}:{self.port}"
+        return f"{_prefix(self.kind)}dns://{self.name}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
 class KubernetesService:
-    """The endpoints of a Service: ``kubernetes://[NAMESPACE/]SERVICE[:PORT]``. ``port`` is the name that the Service
-    gives it or a number; without ``namespace`` it is the pod's own.
+    """The endpoints of a Service: ``[KIND+]kubernetes://[NAMESPACE/]SERVICE[:PORT]``. ``port`` is the name that the
+    Service gives it or a number; without ``namespace`` it is the pod's own. ``kind`` is empty for Quire's engines.
     """
 
     namespace: str | None
     service: str
     port: str | int = DEFAULT_PORT_NAME
+    kind: str = ""
 
     def __str__(self) -> str:
         namespace = "" if self.namespace is None else f"{self.namespace}/"
-        return f"kubernetes://{namespace}{self.service}:{self.port}"
+        return f"{_prefix(self.kind)}kubernetes://{namespace}{self.service}:{self.port}"
+
+
+def _prefix(kind: str) -> str:
+    return f"{kind}+" if kind else ""
 
 
 EngineSource = Address | DnsName | KubernetesService
 
 
 def parse_source(entry: str) -> EngineSource:
-    """What an entry of ``--engine`` names. Raises ``ValueError`` if it is none of the three kinds."""
+    """What an entry of ``--engine`` names. Raises ``ValueError`` if it is nothing that can be one."""
+    external = _EXTERNAL.fullmatch(entry)
     try:
-        return _parse(entry)
+        return _parse(entry) if external is None else _parse_external(external["kind"], external["rest"])
     except ValueError:
-        kinds = "HOST:PORT, dns://NAME:PORT or kubernetes://[NAMESPACE/]SERVICE[:PORT]"
-        raise ValueError(f"{entry!r} is not {kinds}") from None
+        forms = "HOST:PORT, dns://NAME:PORT or kubernetes://[NAMESPACE/]SERVICE[:PORT]"
+        if external is not None:
+            forms = "http(s)://HOST[:PORT][/PATH], dns://NAME:PORT or kubernetes://[NAMESPACE/]SERVICE[:PORT]"
+            forms = f"{external['kind']}+ before {forms}"
+        raise ValueError(f"{entry!r} is not {forms}") from None
+
+
+def split_external(address: str) -> tuple[str, str]:
+    """Kind and URL of a server that is not Quire's, as ``Endpoint.address`` has it; both empty for Quire's engines."""
+    match = _EXTERNAL.fullmatch(address)
+    return ("", "") if match is None else (match["kind"], match["rest"])
+
+
+def _parse_external(kind: str, rest: str) -> EngineSource:
+    if match := _URL.fullmatch(rest):
+        port = _port(match["port"]) if match["port"] else _DEFAULT_PORTS[match["scheme"]]
+        host = format_address(match["six"], port, six=True) if match["six"] else f"{match['host']}:{port}"
+        return Address(f"{kind}+{match['scheme']}://{host}{match['path']}")
+    source = _parse(rest)
+    if isinstance(source, Address):
+        raise ValueError(rest)
+    if isinstance(source, KubernetesService) and source.port == DEFAULT_PORT_NAME:
+        source = replace(source, port=_EXTERNAL_PORT_NAME)
+    return replace(source, kind=kind)
 
 
 def _parse(entry: str) -> EngineSource:

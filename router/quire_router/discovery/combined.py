@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from time import thread_time
@@ -17,7 +18,6 @@ from quire_router.discovery.base import (
     Discovery,
     DnsName,
     Endpoint,
-    EngineSource,
     KubernetesService,
     merge_endpoints,
     parse_source,
@@ -88,7 +88,7 @@ class CombinedDiscovery:
 
 
 class StaticDiscovery:
-    """Finds the engines of a fixed list of ``host:port``."""
+    """Finds the engines of a fixed list of addresses."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._endpoints = tuple(Endpoint(address) for address in dict.fromkeys(addresses))
@@ -96,6 +96,20 @@ class StaticDiscovery:
     async def watch(self) -> AsyncGenerator[Sequence[Endpoint]]:
         """Yields the list once."""
         yield self._endpoints
+
+
+class ExternalDiscovery:
+    """Finds servers that are not Quire's where ``source`` finds addresses: of the ``kind``, over HTTP."""
+
+    def __init__(self, source: Discovery, kind: str) -> None:
+        self._source = source
+        self._kind = kind
+
+    async def watch(self) -> AsyncGenerator[Sequence[Endpoint]]:
+        """Yields what the source does."""
+        async with aclosing(self._source.watch()) as views:
+            async for view in views:
+                yield [replace(endpoint, address=f"{self._kind}+http://{endpoint.address}") for endpoint in view]
 
 
 def create_discovery(entries: Iterable[str], *, dns_period: float) -> CombinedDiscovery:
@@ -109,13 +123,18 @@ def create_discovery(entries: Iterable[str], *, dns_period: float) -> CombinedDi
     return CombinedDiscovery(sources)
 
 
-def _create(source: EngineSource, dns_period: float) -> Discovery:
+def _create(source: DnsName | KubernetesService, dns_period: float) -> Discovery:
+    """Raises ``ValueError``."""
+    discovery = _create_source(source, dns_period)
+    return ExternalDiscovery(discovery, source.kind) if source.kind else discovery
+
+
+def _create_source(source: DnsName | KubernetesService, dns_period: float) -> Discovery:
     """Imports only what is used: the library for Kubernetes takes half a second and 20 MB. Raises ``ValueError``."""
     if isinstance(source, DnsName):
         from quire_router.discovery.dns import DnsDiscovery
 
         return DnsDiscovery(source, period=dns_period)
-    assert isinstance(source, KubernetesService)
     require_library(str(source))
     from quire_router.discovery.kubernetes import KubernetesDiscovery
 

@@ -1,7 +1,7 @@
 """``EngineClient``: what the rest of a router needs of an engine, whoever has written it.
 
-Implementation: ``connection.EngineConnection``, for Quire's engines. What goes in and is reported are the messages of
-``quire.v1``: requests, load, changes of a prefix cache.
+Implementations: ``connection.EngineConnection``, for Quire's engines, and ``external.client.ExternalEngine``, for
+servers that speak HTTP. Both take and report the messages of ``quire.v1``: requests, load, changes of a prefix cache.
 """
 
 from collections.abc import Callable, Mapping
@@ -76,7 +76,8 @@ class EngineClient(Protocol):
 
     def submit(self, message: engine_pb2.Submit) -> OutputStream:
         """Sends a request; does not wait. Closing the stream cancels it at the engine. Raises ``EngineLost`` if the
-        engine is not connected, ``EngineFull`` if too many requests wait to be sent.
+        engine is not connected, ``EngineFull`` if too many requests wait to be sent, and ``RequestUnsupported`` if it
+        cannot run this one.
         """
         ...
 

@@ -63,7 +63,8 @@ class EngineLoad:
     """The load of the engine in ``row`` of ``table``. ``on_local_change`` is called when what this router has there has
     changed. ``on_capacity`` is called when the engine got capacity: it has fewer requests than it runs at once, and
     less than ``capacity_seconds`` of prompts to compute, or a step's where steps are not bounded in time; and when it
-    became mostly idle, with hardly any. Once ``closed``, it ignores reports.
+    became mostly idle, with hardly any. Once ``closed``, it ignores reports. An engine that is not ``reports_tokens``
+    does not say what it has to compute: the routers' counts are all that is known of it.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class EngineLoad:
         row: int,
         *,
         capacity_seconds: float,
+        reports_tokens: bool = True,
         on_local_change: Callable[[], None] = lambda: None,
         on_capacity: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = monotonic,
@@ -85,6 +87,7 @@ class EngineLoad:
         self._table = table
         self._capacity_seconds = capacity_seconds
         self._capacity_tokens = 0
+        self._reports_tokens = reports_tokens
         self._on_local_change = on_local_change
         self._on_capacity = on_capacity
         self._clock = clock
@@ -164,6 +167,8 @@ class EngineLoad:
 
     def _pending(self) -> int:
         counted = self.local[1] + self.remote[1]
+        if not self._reports_tokens:
+            return counted
         return min(max(counted, self._reported), self._reported + self._unreported.tokens)
 
     def _write_row(self) -> None:
@@ -326,12 +331,13 @@ class LoadLedger:
 
     # Engines
 
-    def add(self, engine_id: str) -> EngineLoad:
+    def add(self, engine_id: str, *, reports_tokens: bool = True) -> EngineLoad:
         """Creates a new engine's load, which includes what the other routers have in flight there already."""
         load = self._engines[engine_id] = EngineLoad(
             self._table,
             self._table.add(engine_id),
             capacity_seconds=self._capacity_seconds,
+            reports_tokens=reports_tokens,
             on_local_change=self._on_local_change,
             on_capacity=self._on_capacity,
             clock=self._clock,

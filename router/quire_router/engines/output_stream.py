@@ -91,6 +91,14 @@ class EngineFull(AttemptFailed):
     kind = "engine_full"
 
 
+class RequestUnsupported(EngineFull):
+    """The engine cannot run this request, as ``error`` says; one of another kind may."""
+
+    def __init__(self, error: QuireError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
 class LoRAMissing(EngineFull):
     """The engine does not have the request's adapter any more, or cannot read it, as ``error`` says."""
 
@@ -203,7 +211,7 @@ class ExpectedOutput:
         """What the engine will answer to ``message``; 0 tokens are a vocabulary that is not known."""
         sampling = message.sampling
         return cls(
-            positions=_positions(message),
+            positions=positions_of(message),
             max_tokens=0 if message.HasField("pooling") else sampling.max_tokens,
             logprobs=sampling.HasField("logprobs") or sampling.best_of > max(1, sampling.n),
             prompt_logprobs=len(message.prompt_token_ids) - 1 if sampling.HasField("prompt_logprobs") else 0,
@@ -214,10 +222,11 @@ class ExpectedOutput:
 
 def max_sequences(message: engine_pb2.Submit) -> int:
     """How many sequences the engine decodes for the request at once."""
-    return message.sampling.beam_width or len(_positions(message))
+    return message.sampling.beam_width or len(positions_of(message))
 
 
-def _positions(message: engine_pb2.Submit) -> dict[int, int]:
+def positions_of(message: engine_pb2.Submit) -> dict[int, int]:
+    """The choices that are to be run, and how many tokens of each an earlier engine has written."""
     positions = dict.fromkeys(range(_num_choices(message.sampling)), 0)
     positions[0] = len(message.output_token_ids)
     for delivered in message.delivered:

@@ -15,17 +15,18 @@ from typing import Protocol
 import numpy as np
 from quire.v1 import engine_pb2
 from quire_proto.supervise import SupervisedTask
+from quire_proto.text.tokenizer import ModelTokenizer
 
 from quire_router.core import metrics
 from quire_router.core.generation import LoRA
 from quire_router.core.retry import CpuThrottle, supervise
-from quire_router.discovery.base import Discovery, Endpoint
+from quire_router.discovery.base import Discovery, Endpoint, split_external
 from quire_router.engines.base import EngineClient
 from quire_router.engines.connection import EngineConnection, ReconnectLimiter
 from quire_router.engines.load import ASSUMED_BLOCK_SIZE, CAPACITY_SECONDS, EngineLoad, LedgerEntry, LoadLedger
 from quire_router.engines.model_matcher import ModelIdentity, ModelMatcher
 from quire_router.engines.output_stream import EngineLost, OutputStream, max_sequences
-from quire_router.engines.settings import ConnectionSettings, ServedLoRA, ServedModelLimits
+from quire_router.engines.settings import ConnectionSettings, KnownModel, ServedLoRA, ServedModelLimits
 from quire_router.placement.engine_table import EngineTable, Rows
 from quire_router.placement.policies import LoRAColumns
 from quire_router.placement.prefix_index import BlockNamespace
@@ -196,8 +197,9 @@ class EnginePool:
     An engine has capacity while it runs fewer requests than it can at once and its prompts take less than
     ``capacity_seconds`` to compute; ``on_capacity`` is called when one may have got some. ``table`` has a row for each
     known engine, with the load of all routers that ``ledger`` knows of. ``assumed`` are the limits of models until an
-    engine reports some. Engines whose tokens are not those of ``vocabularies`` do not serve the model. Requests may
-    also name ``expected_loras``, as an engine is going to have them: they wait for it.
+    engine reports some. Engines whose tokens are not those of ``vocabularies`` do not serve the model. ``tokenizers``
+    are for engines that do not say which one they have, or know only text. Requests may also name ``expected_loras``,
+    as an engine is going to have them: they wait for it.
 
     Where no engine of a model was ready and one is, but others are known to have it that are not, none counts as ready
     before all are or ``GATHER_SECONDS`` have passed.
@@ -215,6 +217,7 @@ class EnginePool:
         table: EngineTable | None = None,
         assumed: Mapping[str, ServedModelLimits] | None = None,
         vocabularies: Mapping[str, ModelIdentity] | None = None,
+        tokenizers: Mapping[str, ModelTokenizer] | None = None,
     ) -> None:
         self.table = EngineTable() if table is None else table
         self.on_capacity = on_capacity
@@ -222,6 +225,9 @@ class EnginePool:
         self._discovery = discovery
         self._settings = settings or ConnectionSettings()
         self._models = tuple(models)
+        self._known_models = {
+            name: KnownModel((tokenizers or {}).get(name), (assumed or {}).get(name)) for name in self._models
+        }
         self._model_matcher = ModelMatcher(self._models, vocabularies)
         self.on_kv_event = on_kv_event
         self.expected_loras: dict[str, ServedLoRA] = {}
@@ -436,8 +442,14 @@ class EnginePool:
             engine.update(endpoint)
 
     def _connect(self, address: str) -> None:
-        load = self.ledger.add(address)
-        connection = EngineConnection(
+        kind, url = split_external(address)
+        load = self.ledger.add(address, reports_tokens=not kind)
+        create: Callable[..., EngineClient] = EngineConnection
+        if kind:
+            from quire_router.engines.external.client import ExternalEngine  # an HTTP client takes 12 MiB
+
+            create = partial(ExternalEngine, url=url, kind=kind, models=self._known_models)
+        connection = create(
             address,
             self._settings,
             on_change=self._on_change,

@@ -10,7 +10,7 @@ from typing import Self
 from quire.v1 import engine_pb2
 from quire_proto.convert import task_from_proto
 from quire_proto.pooling import Task
-from quire_proto.text.tokenizer import read_config
+from quire_proto.text.tokenizer import ModelTokenizer, read_config
 from quire_proto.tls import ClientTls
 
 from quire_router.core.generation import LoRA
@@ -35,7 +35,7 @@ class ConnectionSettings:
     acknowledgement costs as much as a batch, and only frees the engine's memory of batches that came. Between two tries
     to connect a connection waits from ``backoff`` up to ``max_backoff``, doubling. At most ``max_unsent`` requests wait
     to be sent, and ``max_unconfirmed`` that were sent are kept until the engine answers. ``tls`` encrypts the
-    connections.
+    connections. ``api_key`` is what servers that are not Quire's ask for.
     """
 
     grace: float = 5.0
@@ -54,6 +54,7 @@ class ConnectionSettings:
     max_unsent: int = 1024
     max_unconfirmed: int = 1024
     tls: ClientTls | None = None
+    api_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,14 @@ class ServedLoRA:
 
     model: str
     lora: LoRA
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """What a router knows of a model itself, for engines that do not say it: None where its folder does not."""
+
+    tokenizer: ModelTokenizer | None = None
+    limits: ServedModelLimits | None = None
 
 
 def assumed_limits(models: Mapping[str, Path]) -> dict[str, ServedModelLimits]:

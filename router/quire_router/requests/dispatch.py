@@ -23,7 +23,7 @@ from quire_router.core import metrics
 from quire_router.core.errors import engines_full, from_engine, no_engine_ready, unknown_model
 from quire_router.core.fleet_view import FleetLog
 from quire_router.core.generation import GenerationRequest
-from quire_router.engines.output_stream import AttemptFailed, LoRAMissing
+from quire_router.engines.output_stream import AttemptFailed, LoRAMissing, RequestUnsupported
 from quire_router.engines.pool import EnginePool
 from quire_router.placement.engine_table import Rows
 from quire_router.placement.placer import PlacementDecision, Placer, route_attributes
@@ -147,7 +147,7 @@ class Dispatcher:
             if decision is not None:
                 return decision
             in_vain = bool(state.refused_by) or self._lora_is_gone(state)
-            if monotonic() >= until or (in_vain and not state.has_output):
+            if monotonic() >= until or (in_vain and not state.has_output) or _unsupported(state) is not None:
                 raise self._no_engine_error(state)
             await self._wait_for_engine(state, until - monotonic())
         return None
@@ -228,7 +228,10 @@ class Dispatcher:
         refusals = [*state.refused_by.values()]
         missing = [each.error for each in refusals if isinstance(each, LoRAMissing)]
         all_miss = len(missing) == len(refusals) > 0
-        if self._lora_is_gone(state) or (all_miss and missing[-1].code is ErrorCode.NOT_FOUND):
+        unsupported = _unsupported(state)
+        if unsupported is not None:
+            error = unsupported
+        elif self._lora_is_gone(state) or (all_miss and missing[-1].code is ErrorCode.NOT_FOUND):
             error = unknown_model(state.generation.model_name)
         elif all_miss:
             error = from_engine(missing[-1])
@@ -236,6 +239,12 @@ class Dispatcher:
             error = engines_full() if refusals else no_engine_ready()
         metrics.REJECTIONS.labels(error.code.name.lower()).inc()
         return error
+
+
+def _unsupported(state: RequestState) -> QuireError | None:
+    """Why none of the engines can run the request, if that is so of each of them."""
+    errors = [each.error for each in state.refused_by.values() if isinstance(each, RequestUnsupported)]
+    return errors[-1] if len(errors) == len(state.refused_by) > 0 else None
 
 
 def record_placement(log: FleetLog, state: RequestState, decision: PlacementDecision) -> None:

@@ -213,6 +213,7 @@ SHORT_TASKS = {
     "router/quire_router/autoscale/scaling_server.py": {"TlsServer._accept"},  # a handshake, within its time
     "router/quire_router/requests/resume.py": {"BackgroundRequests.run"},
     "router/quire_router/engines/pool.py": {"EnginePool._remove_if_idle"},  # closes a link
+    "router/quire_router/engines/external/client.py": {"ExternalEngine.submit"},  # a request's, which it ends with
     "router/quire_router/engines/lora_updates.py": {"LoRAUpdater._watch"},  # an engine's, each call within its time
     "router/quire_router/journal/buffered_journal.py": {"BufferedJournal.open_if_absent"},
     "router/quire_router/requests/dispatch.py": {"Dispatcher._wait"},

@@ -16,7 +16,7 @@ from quire_router.config import Settings
 from quire_router.core.retry import CpuThrottle
 from quire_router.discovery import combined
 from quire_router.discovery.base import Address, DnsName, Endpoint, KubernetesService, merge_endpoints, parse_source
-from quire_router.discovery.combined import CombinedDiscovery, StaticDiscovery, create_discovery
+from quire_router.discovery.combined import CombinedDiscovery, ExternalDiscovery, StaticDiscovery, create_discovery
 
 from tests.support.scripted_discovery import ScriptedDiscovery
 from tests.support.waiting import until
@@ -35,6 +35,13 @@ from tests.support.waiting import until
         ("kubernetes://engines:rpc", KubernetesService(None, "engines", "rpc")),
         ("kubernetes://engines:9000", KubernetesService(None, "engines", 9000)),
         ("kubernetes://prod/engines:9000", KubernetesService("prod", "engines", 9000)),
+        ("vllm+http://host:8000", Address("vllm+http://host:8000")),
+        ("sglang+http://[FD00:0::1]:30000/", Address("sglang+http://[fd00::1]:30000")),
+        ("openai+https://api.example.com/base/path", Address("openai+https://api.example.com:443/base/path")),
+        ("vllm+http://host", Address("vllm+http://host:80")),
+        ("vllm+dns://engines:8000", DnsName("engines", 8000, "vllm")),
+        ("sglang+kubernetes://prod/engines", KubernetesService("prod", "engines", "http", "sglang")),
+        ("vllm+kubernetes://engines:8000", KubernetesService(None, "engines", 8000, "vllm")),
     ],
 )
 def test_an_entry_names_an_engine_or_where_engines_are_found(entry: str, source: object) -> None:
@@ -54,6 +61,32 @@ def test_an_entry_names_an_engine_or_where_engines_are_found(entry: str, source:
 def test_an_unknown_kind_of_source_is_refused_with_those_that_exist(entry: str) -> None:
     with pytest.raises(ValueError, match="is not HOST:PORT, dns://NAME:PORT or kubernetes://"):
         parse_source(entry)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "vllm+", "vllm+host:1", "vllm+http://", "vllm+http://host:0", "vllm+http://host:1?a=b", "vllm+http://u:p@host:1",
+        "vllm+http://host:1/a b", "vllm+ftp://host:1", "vllm+vllm+http://host:1", "sglang+kubernetes://a/b/c",
+    ],
+)  # fmt: skip
+def test_a_server_that_is_not_quires_is_named_by_a_plain_url(entry: str) -> None:
+    with pytest.raises(ValueError, match=rf"is not {entry.partition('+')[0]}\+ before http"):
+        parse_source(entry)
+
+
+@pytest.mark.parametrize("entry", ["tgi+http://host:1", "VLLM+http://host:1"])
+def test_an_unknown_kind_of_server_is_refused(entry: str) -> None:
+    with pytest.raises(ValueError, match="is not HOST:PORT"):
+        parse_source(entry)
+
+
+async def test_a_source_of_servers_that_are_not_quires_finds_urls() -> None:
+    source = ScriptedDiscovery()
+    source.publish(Endpoint("10.0.0.1:8000", ready=False, zone="a"))
+    views = ExternalDiscovery(source, "vllm").watch()
+    assert await anext(views) == [Endpoint("vllm+http://10.0.0.1:8000", ready=False, zone="a")]
+    await views.aclose()
 
 
 def test_settings_take_all_kinds_and_each_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,473 @@
+"""``ExternalEngine``: a server that others have written, as an ``EngineClient``: asked at intervals how it is, with a
+request of HTTP for each choice that it runs.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from time import monotonic
+
+from quire.v1 import engine_pb2
+from quire_proto.convert import sampling_from_proto
+from quire_proto.errors import internal
+from quire_proto.hashing import TOKEN_BYTES, extra_key, hash_chain, pack
+from quire_proto.sampling import FinishReason
+from quire_proto.supervise import SupervisedTask
+from quire_proto.tls import TlsError
+
+from quire_router.core.errors import engine_refused
+from quire_router.core.fleet_view import EngineCondition
+from quire_router.core.generation import LoRA
+from quire_router.core.retry import supervise
+from quire_router.engines.base import KvListener, LoadListener
+from quire_router.engines.connection import ConnectFailure, ConnectFailureLog, LivenessMonitor, ReconnectLimiter
+from quire_router.engines.external.estimates import ObservedPace, PredictedCache
+from quire_router.engines.external.http_client import (
+    TRANSPORT_ERRORS,
+    BadAnswer,
+    HttpClient,
+    ServerError,
+    explain,
+    is_refusal,
+)
+from quire_router.engines.external.openai_server import OpenAIServer
+from quire_router.engines.external.server_kind import ChoiceRequest, ServerKind, split_choices
+from quire_router.engines.external.sglang_server import SglangServer
+from quire_router.engines.external.vllm_server import VllmServer
+from quire_router.engines.output_stream import (
+    EngineFull,
+    EngineLost,
+    ExpectedOutput,
+    Output,
+    OutputStream,
+    RequestUnsupported,
+)
+from quire_router.engines.settings import ConnectionSettings, KnownModel
+
+log = logging.getLogger(__name__)
+
+POLL_PERIOD = 1.0
+"""Seconds between two questions how busy a server is. Writing its metrics takes vLLM some milliseconds of the process
+that streams; and what this router sends there, it counts itself at once.
+"""
+
+MAX_CHOICES = 4096
+"""That run at one server: each has a connection."""
+
+_ASSUMED_BLOCKS = 1 << 16
+_OTHER_TOKENIZER = b"not the router's"
+_BAD_REQUEST = (400, 413, 422)
+_FULL = (429, 503)
+_MIN_RETRY_INTERVAL = 1.0  # seconds between two tries for which ``retry_now`` ends a pause
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A request at the server: the tasks of its choices, and what is needed to say what it leaves in the cache."""
+
+    stream: OutputStream
+    message: engine_pb2.Submit
+    began: float
+    hashes: list[bytes]
+    uncached: int
+    was_alone: bool
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    started: bool = False
+
+
+_KINDS: dict[str, type[VllmServer | SglangServer | OpenAIServer]] = {
+    kind.name: kind for kind in (VllmServer, SglangServer, OpenAIServer)
+}
+_PROBE = "The quick brown fox: 1,234.5 × (x + y)\n\tZwölf Boxkämpfer, Съешь ещё, 敏捷的棕色狐狸, 👋🏽 {'a': null}"
+"""A text that two tokenizers hardly read alike."""
+
+
+class ExternalEngine:
+    """The server at ``url``, which is of the ``kind``; ``address`` is how ``--engine`` names it, and ``models`` are
+    those that this router serves, by their names. It runs one of them.
+
+    A request whose connection breaks off is lost: ``EngineLost``. One that the server refuses as wrong ends with that
+    error, if no other engine has begun it. Whether the server is ready is known from polls, and no connection outlives
+    a request: where one breaks off, the server is asked at once, and gets nothing until it has answered.
+
+    What is cached at the server, and how fast it is, are estimates.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        settings: ConnectionSettings | None = None,
+        *,
+        url: str,
+        kind: str,
+        models: Mapping[str, KnownModel],
+        on_change: Callable[[], None] = lambda: None,
+        on_kv_event: KvListener | None = None,
+        on_load: LoadListener | None = None,
+        on_lost: Callable[[], None] = lambda: None,
+        reconnect_limiter: ReconnectLimiter | None = None,
+        poll_period: float = POLL_PERIOD,
+    ) -> None:
+        self.address = address
+        self.settings = settings or ConnectionSettings()
+        self.description: engine_pb2.DescribeResponse | None = None
+        self.generation = 0
+        self.loras: Mapping[str, LoRA] = {}
+        self.active_loras: set[str] = set()
+        self._url = url
+        self._kind: ServerKind = _KINDS[kind]()
+        self._models = models
+        self._on_change = on_change
+        self._on_kv_event = on_kv_event
+        self._on_load = on_load
+        self._on_lost = on_lost
+        self._reconnect_limiter = reconnect_limiter or ReconnectLimiter()
+        self._poll_period = poll_period
+        self._http: HttpClient | None = None
+        self._liveness = LivenessMonitor(self.settings)
+        self._pace = ObservedPace()
+        self._cache = PredictedCache(_ASSUMED_BLOCKS, self._report_kv_event)
+        self._running: dict[str, _Running] = {}
+        self._connected = self._broken = False
+        self._closing = False
+        self._wake = asyncio.Event()  # to poll, or to connect, now
+        self._last_early_retry = -inf
+        self._tasks: list[SupervisedTask] = []
+
+    @property
+    def condition(self) -> EngineCondition:
+        """How the server is, in a word. One that answers no polls and still streams is ``reconnecting``."""
+        if not self._connected:
+            if self._running:
+                return "reconnecting"
+            return "connecting" if self.description is None else "lost"
+        return "ready" if self.ready else "silent"
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request that is submitted now would be run."""
+        return self._connected and not self._broken and not self._liveness.suspect
+
+    def start(self) -> None:
+        """Starts to connect; never waits, never fails."""
+        self._tasks = [
+            supervise("server", self._run, of=self.address, vital=False),
+            supervise("server's liveness", self._watch_liveness, of=self.address, vital=False),
+        ]
+
+    def retry_now(self) -> None:
+        """Ends the pause between two tries to connect, once a second at most."""
+        now = monotonic()
+        if not self._connected and now - self._last_early_retry >= _MIN_RETRY_INTERVAL:
+            self._last_early_retry = now
+            self._wake.set()
+
+    async def close(self) -> None:
+        """Ends every request there with ``EngineLost``."""
+        self._closing = True
+        await asyncio.gather(*(task.stop() for task in self._tasks))
+        self._disconnect()
+        choices = self._lose_all("the engine is not used any more")
+        await asyncio.gather(*choices, return_exceptions=True)
+        await self._close_http()
+
+    async def inspect(self) -> engine_pb2.InspectResponse | None:
+        """None: such servers do not say what each block holds."""
+        return None
+
+    async def load_lora(self, name: str, path: str, digest: bytes = b"") -> bytes:  # noqa: ARG002 - of the protocol
+        """Raises ``EngineLost``: adapters are loaded at Quire's engines only."""
+        raise EngineLost(f"{self._kind.title} gets no adapters from this router")
+
+    async def unload_lora(self, name: str) -> None:  # noqa: ARG002 - of the protocol
+        """Raises ``EngineLost``, as ``load_lora``."""
+        raise EngineLost(f"{self._kind.title} gets no adapters from this router")
+
+    # Requests
+
+    def submit(self, message: engine_pb2.Submit) -> OutputStream:
+        """Begins a request of HTTP for each choice. Raises as ``EngineClient.submit``."""
+        http, description = self._http, self.description
+        if not self._connected or http is None or description is None:
+            raise EngineLost("the engine is not connected")
+        if message.request_id in self._running:
+            raise internal()
+        stream = OutputStream(
+            message.request_id,
+            ExpectedOutput.of(message, description.vocab_size),
+            on_cancel=self._cancel,
+            slow_client_timeout=self.settings.slow_client_timeout,
+        )
+        error = self._kind.unsupported(sampling_from_proto(message.sampling), resumed=stream.expected.is_resumed)
+        if error is not None:
+            raise RequestUnsupported(error)
+        choices = list(split_choices(message, description.served_model_names[0]))
+        if len(choices) + self._num_choices() > MAX_CHOICES:
+            raise EngineFull("too many requests run there")
+        hashes = self._hashes(choices[0].token_ids, message.cache_salt)
+        running = _Running(
+            stream,
+            message,
+            monotonic(),
+            hashes,
+            uncached=len(choices[0].token_ids) - self._cache.count(hashes) * description.block_size,
+            was_alone=all(other.started for other in self._running.values()),
+        )
+        self._running[message.request_id] = running
+        for choice in choices:
+            task = running.tasks[choice.index] = asyncio.create_task(self._run_choice(http, running, choice))
+            task.add_done_callback(partial(self._on_choice_end, running, choice.index))  # also if it never ran
+        return stream
+
+    async def _run_choice(self, http: HttpClient, running: _Running, choice: ChoiceRequest) -> None:
+        stream = running.stream
+        try:
+            await self._stream_choice(http, running, choice)
+        except ServerError as error:
+            self._on_server_error(stream, error)
+        except EngineLost as loss:
+            stream.lose(loss)
+        except BadAnswer as error:
+            log.error("engine %s answers what cannot be used: %s", self.address, error)
+            stream.lose(EngineLost(f"the engine answers what cannot be used: {error}"))
+        except TRANSPORT_ERRORS as error:
+            stream.lose(EngineLost(explain(error)))
+            self._on_broken()
+        except Exception:
+            log.exception("request %s failed at engine %s", stream.request_id, self.address)
+            stream.fail(internal())
+
+    async def _stream_choice(self, http: HttpClient, running: _Running, choice: ChoiceRequest) -> None:
+        """Passes a choice's outputs on until it has ended. Raises ``EngineLost`` if the server ends before it."""
+        stream, reader = running.stream, self._kind.reader(choice)
+        headers = {"X-Request-Id": choice.request_id}
+        if running.message.traceparent:
+            headers["traceparent"] = running.message.traceparent
+        last, written = None, list(choice.token_ids)
+        try:
+            async with aclosing(http.stream(self._kind.path, self._kind.body(choice), headers)) as events:
+                async for event in events:
+                    self._liveness.on_message()
+                    output = reader.read(event)
+                    if output is None:
+                        continue
+                    now = monotonic()
+                    if last is not None and len(output.token_ids) == 1:
+                        self._pace.on_gap(now - last, len(self._running))
+                    elif not running.started:
+                        self._on_first_output(running, now)
+                    last = now
+                    written += output.token_ids
+                    _push(stream, output)
+                    if reader.ended or stream.end is not None or not stream.is_open(choice.index):
+                        return
+        finally:
+            if len(written) > len(choice.token_ids):
+                self._cache.add(self._hashes(written, running.message.cache_salt))
+        self._on_broken()
+        raise EngineLost(f"the engine ended the stream at token {reader.position}, before the answer was complete")
+
+    def _on_first_output(self, running: _Running, now: float) -> None:
+        running.started = True
+        if running.was_alone and len(running.tasks) == 1:
+            self._pace.on_prompt(now - running.began, running.uncached)
+        self._cache.add(running.hashes)
+
+    def _on_server_error(self, stream: OutputStream, error: ServerError) -> None:
+        if error.status in _FULL and not stream.confirmed:
+            stream.refuse(EngineFull(f"it cannot take it now: {error}"))
+        elif error.status in _BAD_REQUEST and not stream.confirmed and not stream.expected.is_resumed:
+            stream.push(Output([], 0, FinishReason.ERROR, engine_refused(error.message)))
+        else:
+            stream.lose(EngineLost(f"the engine failed: {error}"))
+
+    def _on_choice_end(self, running: _Running, index: int, _: asyncio.Task[None]) -> None:
+        running.tasks.pop(index, None)
+        running.stream.on_engine_end(index, FinishReason.STOP)
+        if not running.tasks and self._running.get(running.stream.request_id) is running:
+            del self._running[running.stream.request_id]
+
+    def _cancel(self, request_id: str, index: int | None) -> None:
+        """Closes the connections of a request, or of one choice."""
+        running = self._running.get(request_id)
+        if running is None:
+            return
+        tasks = list(running.tasks.values()) if index is None else [running.tasks[index]] * (index in running.tasks)
+        for task in tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    def _lose_all(self, reason: str) -> list[asyncio.Task[None]]:
+        """Ends all requests. Returns the tasks that end with them."""
+        tasks: list[asyncio.Task[None]] = []
+        for running in list(self._running.values()):
+            tasks += running.tasks.values()
+            running.stream.lose(EngineLost(reason))
+            for task in running.tasks.values():
+                task.cancel()
+        return tasks
+
+    def _num_choices(self) -> int:
+        return sum(len(running.tasks) for running in self._running.values())
+
+    # The server's state
+
+    async def _run(self) -> None:
+        failures = ConnectFailureLog(self.address, self.settings, self.settings.start_patience)
+        while not self._closing:
+            try:
+                await self._connect()
+                await self._poll()
+            except ServerError as error:
+                problem = ConnectFailure(str(error))
+            except BadAnswer as error:
+                problem = ConnectFailure(str(error), lasting=True)
+            except TRANSPORT_ERRORS as error:
+                problem = ConnectFailure(explain(error), refused=is_refusal(error))
+            except TlsError as error:
+                problem = ConnectFailure(str(error), lasting=True)
+            if self._connected:
+                self._disconnect()
+                failures = ConnectFailureLog(self.address, self.settings)
+            failures.record(problem)
+            with self._reconnect_limiter.waiting():
+                await self._pause(failures.next_delay(self._reconnect_limiter.spacing))
+
+    async def _connect(self) -> None:
+        """Asks the server what it is. Its TLS files are read again, unless requests still run."""
+        if self._http is None or not self._running:
+            await self._close_http()
+            self._http = HttpClient(self._url, api_key=self.settings.api_key, tls=self.settings.tls)
+        async with asyncio.timeout(self.settings.connect_timeout):
+            description = await self._kind.describe(self._http, self._models)
+            await self._compare(self._http, description)
+            load = await self._kind.load(self._http)
+        self.generation += 1
+        self.description = description
+        capacity = (description.blocks_total or _ASSUMED_BLOCKS) if description.prefix_caching else 0
+        self._cache = PredictedCache(capacity, self._report_kv_event)
+        self._connected, self._broken = True, False
+        self._liveness.on_message()
+        log.info("engine %s is connected (%s %s)", self.address, self._kind.title, description.version)
+        self._on_change()
+        if self._on_kv_event is not None:  # the first snapshot says how many blocks there can be
+            self._on_kv_event(engine_pb2.Snapshot(load=engine_pb2.Load(blocks_total=capacity)))
+        self._report(load)
+
+    async def _compare(self, http: HttpClient, description: engine_pb2.DescribeResponse) -> None:
+        """Adds to the description what the server does not say: the model's sizes, and whether it has its tokenizer."""
+        name = description.served_model_names[0]
+        model = self._models.get(name, KnownModel())
+        if model.limits is not None:
+            description.vocab_size = description.vocab_size or model.limits.vocab_size
+            description.max_model_len = description.max_model_len or model.limits.max_model_len
+        tokens = None if model.tokenizer is None else await self._kind.tokenize(http, name, _PROBE)
+        if model.tokenizer is not None and tokens is not None:
+            alike = tokens == model.tokenizer.encode_plain(_PROBE)
+            description.tokenizer_digest = model.tokenizer.vocabulary_digest if alike else _OTHER_TOKENIZER
+
+    async def _poll(self) -> None:
+        """Asks the server how it is until it does not answer. Raises as ``ServerKind.load``."""
+        assert self._http is not None, "it is connected"
+        while True:
+            await self._pause(self._poll_period)
+            try:
+                async with asyncio.timeout(self.settings.silence):
+                    load = await self._kind.load(self._http)
+            except TimeoutError:
+                if self._liveness.stalled:
+                    raise
+                continue
+            self._set_healthy()
+            self._report(load)
+
+    def _set_healthy(self) -> None:
+        was_ready, self._broken = self.ready, False
+        self._liveness.on_message()
+        if not was_ready:
+            self._on_change()
+
+    def _on_broken(self) -> None:
+        """A connection broke: nothing new goes there until the server has answered."""
+        if self._connected and not self._broken:
+            self._broken = True
+            self._wake.set()
+            self._on_change()
+
+    async def _watch_liveness(self) -> None:
+        """A server is silent that answers no polls and streams nothing; after a time its requests are lost."""
+        while True:
+            await asyncio.sleep(self._liveness.period)
+            was_ready = self.ready
+            self._liveness.tick(expecting=self._connected or bool(self._running))
+            if self._liveness.stalled and self._running:
+                self._lose_all(f"the engine said nothing for {self.settings.stall:g} seconds")
+            if was_ready != self.ready:
+                self._on_change()
+
+    def _disconnect(self) -> None:
+        """What was known of the server's load and cache is void: it may have started anew. Requests that run go on for
+        as long as their connections do, as a server that shuts down lets them end.
+        """
+        if self._connected:
+            self._connected = False
+            self._cache.clear()
+            self._on_change()
+        self._on_lost()
+
+    async def _pause(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        self._wake.clear()
+
+    async def _close_http(self) -> None:
+        http, self._http = self._http, None
+        if http is not None:
+            await http.close()
+
+    # What is reported
+
+    def _report(self, load: engine_pb2.Load) -> None:
+        self._learn_max_num_seqs(load)
+        pace = self._pace.pace()
+        if pace is not None:
+            load.pace.CopyFrom(pace)
+        if self._on_load is not None and not self._closing:
+            self._on_load(load)
+
+    def _learn_max_num_seqs(self, load: engine_pb2.Load) -> None:
+        """A server that lets requests wait runs as many as it can: the most that were seen to run then are its limit,
+        where it does not say it.
+        """
+        known = self.description
+        if known is None or not load.waiting or load.running <= known.max_num_seqs:
+            return
+        self.description = engine_pb2.DescribeResponse()
+        self.description.CopyFrom(known)
+        self.description.max_num_seqs = load.running
+        self._on_change()
+
+    def _report_kv_event(self, event: engine_pb2.KvEvent) -> None:
+        if self._on_kv_event is not None and not self._closing and self._connected:
+            self._on_kv_event(event)
+
+    def _hashes(self, token_ids: Sequence[int], salt: bytes) -> list[bytes]:
+        """The names of the full blocks of some tokens, as placement computes them for this server."""
+        known = self.description
+        if known is None or not known.prefix_caching or not known.block_size:
+            return []
+        size = known.block_size * TOKEN_BYTES
+        return list(hash_chain(pack(token_ids), size, extra_key(known.model_revision, salt)))
+
+
+def _push(stream: OutputStream, output: Output) -> None:
+    """Passes an output on, quickly where it is a token and nothing else."""
+    if len(output.token_ids) == 1 and output.finish_reason is None and not output.logprobs:
+        stream.push_token(output.index, output.token_ids[0], output.position)
+    else:
+        stream.push(output)

@@ -1,0 +1,224 @@
+"""``ServerKind``: what differs between the servers that others have written: how one is asked, what it answers, what it
+cannot do, and how it says what it is and how busy.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from prometheus_client.parser import text_string_to_metric_families
+from quire.v1 import engine_pb2
+from quire_proto.convert import sampling_from_proto
+from quire_proto.errors import QuireError
+from quire_proto.sampling import SamplingParams, StopToken, choice_seed
+
+from quire_router.core.errors import needs_quire, structured_cannot_resume
+from quire_router.engines.external.http_client import BadAnswer, HttpClient, Json, ServerError
+from quire_router.engines.output_stream import Output, positions_of
+from quire_router.engines.settings import KnownModel
+
+MAX_SEED = 2**63 - 1
+"""Others' seeds are signed."""
+
+_MIX = 0xBF58476D1CE4E5B9  # odd, so that no two positions have one multiple
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceRequest:
+    """One choice of a request, as a request of its own: choices that an earlier engine has begun differ in what was
+    delivered of them. ``token_ids`` are the prompt's and what was ``delivered``; of ``params`` are ``seed``,
+    ``max_tokens`` and ``min_tokens`` those of this choice from here on, and ``logprobs`` is set where ``best_of`` needs
+    them. ``salt`` separates prefix caches.
+    """
+
+    model: str
+    request_id: str
+    index: int
+    token_ids: Sequence[int]
+    delivered: int
+    params: SamplingParams
+    salt: bytes
+    priority: int
+
+    @property
+    def fresh_seed(self) -> int:
+        """A seed for a sampler whose random numbers begin anew with each request. Where an earlier engine has begun the
+        choice it is another one: with the same numbers again, what is drawn would depend on how the choice began.
+        """
+        return (self.params.seed ^ (self.delivered * _MIX)) & MAX_SEED
+
+
+def split_choices(message: engine_pb2.Submit, model: str) -> Iterator[ChoiceRequest]:
+    """Yields each choice that is to be run, of the ``model`` as the server calls it."""
+    params = sampling_from_proto(message.sampling)
+    written: dict[int, Sequence[int]] = {0: message.output_token_ids}
+    written |= {each.index: each.token_ids for each in message.delivered}
+    prompt = list(message.prompt_token_ids)
+    logprobs = params.logprobs if params.logprobs is not None or not params.wants_logprobs else 0
+    positions = positions_of(message)
+    for index, position in positions.items():
+        own = replace(
+            params,
+            n=1,
+            best_of=0,
+            seed=choice_seed(params.seed, index) & MAX_SEED,
+            max_tokens=params.max_tokens - position,
+            min_tokens=max(0, params.min_tokens - position),
+            logprobs=logprobs,
+        )
+        request_id = message.request_id if len(positions) == 1 else f"{message.request_id}-{index}"
+        tokens = [*prompt, *written.get(index, ())]
+        yield ChoiceRequest(model, request_id, index, tokens, position, own, message.cache_salt, message.priority)
+
+
+class ChoiceReader(ABC):
+    """Turns the events of one choice into outputs. ``position`` is that of its next token, and ``ended`` whether its
+    end has come.
+    """
+
+    def __init__(self, choice: ChoiceRequest) -> None:
+        self.index = choice.index
+        self.position = choice.delivered
+        self.wants_logprobs = choice.params.logprobs is not None
+        self.num_top = choice.params.logprobs or 0
+        self.ended = False
+
+    def read(self, event: Json) -> Output | None:
+        """Returns what is new in an event, None if nothing is. Raises ``BadAnswer``, and ``AttemptFailed`` where the
+        server gave the request up.
+        """
+        try:
+            output = self._read(event)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise BadAnswer(f"an event lacks what it should have: {error!r}") from None
+        if output is not None:
+            if any(type(token_id) is not int for token_id in output.token_ids):
+                raise BadAnswer("a token id is no number")
+            self.position += len(output.token_ids)
+            self.ended = output.finish_reason is not None
+        return output
+
+    @abstractmethod
+    def _read(self, event: Json) -> Output | None:
+        """As ``read``; may raise what follows from a wrong shape."""
+
+
+class ServerKind(ABC):
+    """One kind of server. ``name`` is the one in ``--engine``, ``title`` the one in messages; requests are posted to
+    ``path``.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    path: ClassVar[str]
+
+    @abstractmethod
+    def body(self, choice: ChoiceRequest) -> dict[str, Any]:
+        """What is posted for a choice. Nothing is left to the server's defaults, which may be those of the model."""
+
+    @abstractmethod
+    def reader(self, choice: ChoiceRequest) -> ChoiceReader:
+        """Reads the answer to it."""
+
+    @abstractmethod
+    async def describe(self, http: HttpClient, models: Mapping[str, KnownModel]) -> engine_pb2.DescribeResponse:
+        """Asks what the server is, of whose models ``models`` are wanted. What it does not say is left out. Raises as
+        ``HttpClient.get``.
+        """
+
+    @abstractmethod
+    async def load(self, http: HttpClient) -> engine_pb2.Load:
+        """Asks how busy the server is, as far as it says. Raises as ``HttpClient.get``: it is not healthy then."""
+
+    @abstractmethod
+    async def tokenize(self, http: HttpClient, model: str, text: str) -> list[int] | None:
+        """The server's tokens of a text without those that begin a prompt, None if it cannot say."""
+
+    def unsupported(self, params: SamplingParams, *, resumed: bool) -> QuireError | None:
+        """Why no server of this kind can run a request, None if it can. ``resumed``: another engine has begun it."""
+        if params.structured is not None and resumed:  # grammars are compiled for what a server writes itself
+            return structured_cannot_resume(self.title)
+        if params.beam_width:
+            return self._cannot("beam_width", "beam searches")
+        if params.prompt_logprobs is not None:
+            return self._cannot("prompt_logprobs", "log-probabilities of prompts")
+        if params.bad_words:
+            return self._cannot("bad_words", "bad_words")
+        return None
+
+    def _cannot(self, param: str, what: str) -> QuireError:
+        return needs_quire(param, what, self.title)
+
+
+def read_metrics(text: bytes, names: Mapping[str, str]) -> dict[str, float]:
+    """The sums over all series of the metrics ``names``, each by its value there; those that are missing are left out.
+    Raises ``BadAnswer``.
+
+    Lines of other metrics are dropped first: a server has hundreds, and parsing them would take longer than anything
+    else here.
+    """
+    totals: dict[str, float] = {}
+    for name, _, value in iter_samples(text, names):
+        totals[names[name]] = totals.get(names[name], 0.0) + value
+    return totals
+
+
+def iter_samples(text: bytes, names: Mapping[str, str]) -> Iterator[tuple[str, Mapping[str, str], float]]:
+    """Yields name, labels and value of each sample of these metrics. Raises ``BadAnswer``."""
+    prefixes = tuple(f"{name}{end}" for name in names for end in "{ ")
+    try:
+        lines = [line for line in text.decode().splitlines() if line.startswith(prefixes)]
+        for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+            for sample in family.samples:
+                if sample.value == sample.value:  # a number
+                    yield sample.name, sample.labels, sample.value
+    except ValueError as error:
+        raise BadAnswer(f"its metrics cannot be parsed: {error}") from None
+
+
+async def ask_tokenize(http: HttpClient, model: str, text: str) -> list[int] | None:
+    """As ``ServerKind.tokenize``, of servers with ``/tokenize`` in vLLM's form; None if it is missing or fails."""
+    try:
+        answer = await http.post_json("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
+    except ServerError:
+        return None
+    tokens = answer.get("tokens")
+    return tokens if isinstance(tokens, list) else None
+
+
+def served_model(listed: Json, models: Mapping[str, KnownModel]) -> tuple[Json, list[str]]:
+    """The entry of ``/v1/models`` that is one of ``models``, or the first if none is, and all names of the same model.
+    Adapters, which have a ``parent``, do not count. Raises ``BadAnswer``.
+    """
+    data = listed.get("data")
+    entries = [entry for entry in data if isinstance(entry, dict)] if isinstance(data, list) else []
+    bases = [entry for entry in entries if not entry.get("parent") and isinstance(entry.get("id"), str)]
+    if not bases:
+        raise BadAnswer("it lists no model")
+    chosen = next((entry for model in models for entry in bases if entry["id"] == model), bases[0])
+    root = chosen.get("root")
+    aliases = [entry["id"] for entry in bases if root and entry.get("root") == root and entry is not chosen]
+    return chosen, [chosen["id"], *aliases]
+
+
+def positive(value: Any) -> int:
+    """The value if it is a number above 0 that a message can hold; otherwise 0, which is unknown."""
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return 0
+    return number if 0 < number < 2**32 else 0
+
+
+def drop_stop_token(output: Output) -> Output:
+    """The output without its last token, which ended it and is not one of its tokens: no stop string was asked for."""
+    last = output.token_ids.pop()
+    if output.logprobs:
+        output.stop_token = StopToken(last, output.logprobs.pop())
+    return output
+
+
+def most_probable(pairs: Sequence[tuple[int, float]], count: int) -> tuple[tuple[int, float], ...]:
+    """The ``count`` most probable of some tokens with their log-probabilities, best first."""
+    return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count])

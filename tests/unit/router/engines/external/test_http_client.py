@@ -1,0 +1,124 @@
+"""Requests of HTTP to servers: events that come in pieces, errors in every shape, and answers without an end."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from quire_router.engines.external.http_client import (
+    MAX_ANSWER_BYTES,
+    MAX_EVENT_BYTES,
+    BadAnswer,
+    HttpClient,
+    Json,
+    ServerError,
+    explain,
+    is_refusal,
+)
+
+from tests.support.ports import free_port
+
+OK = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n"
+
+
+@asynccontextmanager
+async def answering(*pieces: bytes) -> AsyncIterator[HttpClient]:
+    """A client of a server that sends these bytes, one write each, and closes."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        try:
+            yield client
+        finally:
+            await client.close()
+
+
+async def events(client: HttpClient) -> list[Json]:
+    return [event async for event in client.stream("/", {}, {})]
+
+
+async def test_events_may_come_in_any_pieces() -> None:
+    stream = b': keep-alive\n\ndata: {"a": 1}\r\n\r\ndata:{"a": 2}\n\ndata: [DONE]\n\n'
+    async with answering(OK, *(bytes([byte]) for byte in stream)) as client:
+        assert await events(client) == [{"a": 1}, {"a": 2}]
+
+
+async def test_a_stream_may_end_without_saying_so() -> None:
+    async with answering(OK, b'data: {"a": 1}\n\ndata: {"a"') as client:
+        assert await events(client) == [{"a": 1}]
+
+
+async def test_an_event_without_an_end_is_not_kept() -> None:
+    async with answering(OK, b"data: " + b"x" * (MAX_EVENT_BYTES + 1)) as client:
+        with pytest.raises(BadAnswer, match="too long"):
+            await events(client)
+
+
+async def test_an_answer_without_an_end_is_not_kept() -> None:
+    async with answering(OK, b"x" * (MAX_ANSWER_BYTES + 1)) as client:
+        with pytest.raises(BadAnswer, match="too long"):
+            await client.get("/metrics")
+
+
+@pytest.mark.parametrize("body", [b"data: nonsense\n\n", b"data: [1]\n\n"])
+async def test_what_is_no_object_of_json_is_no_event(body: bytes) -> None:
+    async with answering(OK, body) as client:
+        with pytest.raises(BadAnswer):
+            await events(client)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"error": {"message": "too\n long", "code": 400}}, 400, "too long"),
+        ({"error": {"message": "busy", "code": 503}}, 503, "busy"),
+        ({"error": {"message": "odd", "code": "x"}}, 500, "odd"),
+        ({"error": "Unauthorized"}, 500, "Unauthorized"),
+        ({"error": {}}, 500, ""),
+    ],
+)
+def test_errors_within_a_stream_have_the_status_that_they_name(body: Any, status: int, message: str) -> None:
+    error = ServerError.of(200, body)
+    assert (error.status, error.message) == (status, message)
+
+
+def test_errors_are_read_whatever_their_shape() -> None:
+    assert ServerError.of(404, {"detail": "Not Found"}).message == "Not Found"
+    assert ServerError.of(422, {"object": "error", "message": "no"}).message == "no"
+    assert ServerError.of(400, [1]).status == 400
+    assert len(ServerError.of(400, {"message": "x" * 10_000}).message) == 300
+
+
+async def test_an_error_that_is_no_json_has_its_status() -> None:
+    async with answering(b"HTTP/1.1 502 Bad Gateway\r\nconnection: close\r\n\r\n<html>") as client:
+        with pytest.raises(ServerError, match="502"):
+            await events(client)
+
+
+async def test_redirects_are_not_followed() -> None:
+    async with answering(b"HTTP/1.1 302 Found\r\nlocation: http://169.254.1.1/\r\nconnection: close\r\n\r\n") as client:
+        with pytest.raises(ServerError, match="302"):
+            await client.get("/health")
+
+
+async def test_an_address_where_nobody_listens_is_told_from_a_broken_connection() -> None:
+    client = HttpClient(f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(Exception) as refused:
+        await client.get("/health")
+    await client.close()
+    assert is_refusal(refused.value)
+    assert explain(refused.value) == "nobody listens there"
+    async with answering(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nabc") as client:
+        with pytest.raises(Exception) as broken:
+            await client.get("/health")
+    assert not is_refusal(broken.value)
+    assert explain(broken.value) == "the connection broke"
