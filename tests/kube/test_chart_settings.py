@@ -68,6 +68,15 @@ def test_routers_look_for_every_models_engines(example: Examples, reader: Reader
         assert service["spec"]["clusterIP"] == "None", "a router chooses the engine, not a Service"
 
 
+def test_routers_look_for_engines_that_others_have_written_too(helm: Helm, reader: Reader) -> None:
+    others = ["vllm+kubernetes://vllm-llama:8000", "sglang+http://10.0.0.7:30000"]
+    release = helm.render(with_values(example_values("cpu-demo"), router__engines=others))
+    (router,) = components(release, "router")
+    engines = reader.read(release, router).engine
+    assert engines[1:] == others
+    assert len(engines) == 2 + 1
+
+
 def test_a_flag_with_a_digit_in_it_reaches_the_engine(helm: Helm, reader: Reader) -> None:
     changes = {"flags": {"all2AllBackend": "alltoall"}, "tensorParallelSize": 2, "sharedMemory": "64Mi"}
     values = example_values("cpu-demo")

@@ -22,7 +22,7 @@
 {{- $entries = append $entries (printf "dns://%s.%s.svc.%s.:9000" $name $.Release.Namespace $.Values.clusterDomain) -}}
 {{- end -}}
 {{- end -}}
-{{- join "," $entries -}}
+{{- join "," (concat $entries (default (list) .Values.router.engines)) -}}
 {{- end -}}
 
 {{/* Fewest routers, where they are scaled. Takes the root. */}}
