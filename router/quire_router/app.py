@@ -300,6 +300,7 @@ class Components:
         self.journal = _journal(settings, router_id)
         self.shared_limiter = None if redis is None else RedisRateLimiter(redis)
         self.speculative_blocks = SpeculativeBlocks(self.fleet.table, self.index)
+        self.speculative_blocks.on_remote = self.fleet.expect_cached
         self.load_sharing = (
             None
             if redis is None

@@ -4,7 +4,7 @@ Implementations: ``connection.EngineConnection``, for Quire's engines, and ``ext
 servers that speak HTTP. Both take and report the messages of ``quire.v1``: requests, load, changes of a prefix cache.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from quire.v1 import engine_pb2
@@ -79,6 +79,10 @@ class EngineClient(Protocol):
         engine is not connected, ``EngineFull`` if too many requests wait to be sent, and ``RequestUnsupported`` if it
         cannot run this one.
         """
+        ...
+
+    def expect_cached(self, hashes: Sequence[bytes]) -> None:
+        """Another router has sent a prompt there with these blocks. Engines that report what they cache ignore it."""
         ...
 
     async def inspect(self) -> engine_pb2.InspectResponse | None:

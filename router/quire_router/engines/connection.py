@@ -5,7 +5,7 @@ interprets them. With the channel, plain or over TLS, and its errors in words of
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -334,6 +334,9 @@ class EngineConnection:
         if self._lost:
             raise EngineLost("the engine is not connected")
         return self.session.submit(message, self.description.vocab_size if self.description is not None else 0)
+
+    def expect_cached(self, hashes: Sequence[bytes]) -> None:
+        """Does nothing: the engine reports what it has."""
 
     async def inspect(self) -> engine_pb2.InspectResponse | None:
         """Asks the engine what its blocks hold. Returns None if it is not connected, too busy, or too old to say."""

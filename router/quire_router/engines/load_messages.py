@@ -2,7 +2,7 @@
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from time import monotonic
@@ -35,12 +35,14 @@ class SpeculativeBlocks:
     received into the ``index``, whose ``clock`` counts seconds. An engine reports them when the prompt is computed.
     Until then the next prompt with the same prefix may come to any router, and a router without this information would
     send it elsewhere, where the prefix would be computed again. They are the index's ``SpeculativeEntries``.
+    ``on_remote`` is called with those of other routers, for engines that will not report them.
     """
 
     def __init__(self, table: EngineTable, index: PrefixIndex, clock: Callable[[], float] = monotonic) -> None:
         self._table = table
         self._index = index
         self._clock = clock
+        self.on_remote: Callable[[str, Sequence[bytes]], None] = lambda _engine_id, _hashes: None
         self._unpublished: deque[SpeculativePrefix] = deque()
         self._num_hashes = 0
 
@@ -68,6 +70,7 @@ class SpeculativeBlocks:
             row = self._table.row_of(expectation.engine_id)
             if row >= 0:
                 self._index.add_speculative(row, expectation.hashes, self._clock())
+                self.on_remote(expectation.engine_id, expectation.hashes)
 
 
 Counts = tuple[int, int, int]

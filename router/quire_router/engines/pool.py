@@ -360,6 +360,12 @@ class EnginePool:
         """Waits until something may have changed in what can run where."""
         await self._changed.wait()
 
+    def expect_cached(self, engine_id: str, hashes: Sequence[bytes]) -> None:
+        """Another router has sent a prompt with these blocks to an engine."""
+        engine = self._engines.get(engine_id)
+        if engine is not None:
+            engine.connection.expect_cached(hashes)
+
     # What runs
 
     def dispatch(self, engine_id: str, message: engine_pb2.Submit, *, pending_tokens: int) -> Dispatch:

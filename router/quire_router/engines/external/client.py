@@ -175,6 +175,11 @@ class ExternalEngine:
         await asyncio.gather(*choices, return_exceptions=True)
         await self._close_http()
 
+    def expect_cached(self, hashes: Sequence[bytes]) -> None:
+        """Adds the blocks to those that the server should have."""
+        if self._connected:
+            self._cache.add(hashes)
+
     async def inspect(self) -> engine_pb2.InspectResponse | None:
         """None: such servers do not say what each block holds."""
         return None

@@ -11,9 +11,10 @@ KvEventListener = Callable[[engine_pb2.KvEvent], None]
 
 
 class PredictedCache:
-    """The blocks that a server should have: those of the prompts and answers that this router had computed there, the
-    ``capacity`` used last. Servers evict what was used longest ago, too, and of one prompt the last blocks first; what
-    other clients send is not seen. ``on_event`` is called with each change, as an engine of Quire would report it.
+    """The blocks that a server should have: those of the prompts and answers that this router had computed there, and
+    of the prompts that other routers had, the ``capacity`` used last. Servers evict what was used longest ago, too, and
+    of one prompt the last blocks first; what other clients send is not seen. ``on_event`` is called with each change,
+    as an engine of Quire would report it.
     """
 
     def __init__(self, capacity: int, on_event: KvEventListener) -> None:

@@ -17,6 +17,7 @@ from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.discovery.base import Endpoint
 from quire_router.engines.cache_events import CacheEvents
 from quire_router.engines.external.client import ExternalEngine
+from quire_router.engines.load_messages import SpeculativeBlocks, SpeculativePrefix
 from quire_router.engines.model_matcher import ModelIdentity
 from quire_router.engines.output_stream import (
     EngineFull,
@@ -381,6 +382,19 @@ async def test_what_was_sent_there_and_written_there_is_expected_to_be_cached() 
     whole = prompt + continuation(prompt, 10)
     assert stored == hashes(whole, b"tenant")
     assert len(stored) == 3
+
+
+async def test_what_other_routers_sent_there_is_expected_to_be_cached_too() -> None:
+    engine, sent = VllmEngine(), list(range(3, 83))
+    async with fleet(engine) as pool:
+        index, table = PrefixIndex(), pool.table
+        pool.on_kv_event = CacheEvents(index, table)
+        others = SpeculativeBlocks(table, index, lambda: 0.0)
+        others.on_remote = pool.expect_cached
+        others.apply_remote([SpeculativePrefix(address_of(engine), tuple(hashes(sent)))])
+        others.apply_remote([SpeculativePrefix("gone", tuple(hashes(sent)))])
+        row, long_after = table.row_of(address_of(engine)), 1e6  # what is merely speculative has expired by then
+        assert index.match(hashes(sent), long_after, len(table)).device[row] == 5
 
 
 async def test_load_is_reported_with_how_fast_the_server_was() -> None:
