@@ -51,7 +51,8 @@ def demo_tokenizer() -> ModelTokenizer:
 
 class HttpEngine(ABC):
     """A server on a port of its own. ``requests`` are the bodies that it got, ``running`` counts open streams, and
-    ``aborted`` those that their client closed. After ``hold_after`` tokens a stream waits for ``released``, after
+    ``aborted`` those that their client closed, and ``polls`` all
+    other questions. After ``hold_after`` tokens a stream waits for ``released``, after
     ``break_after`` its connection is cut, and with ``refusal`` requests get that status and body instead. Without
     ``healthy`` polls are refused, and until it is ``thawed`` a frozen one answers nothing at all.
     """
@@ -63,7 +64,7 @@ class HttpEngine(ABC):
         self.model = model
         self.requests: list[Event] = []
         self.headers: list[dict[str, str]] = []
-        self.running = self.aborted = 0
+        self.running = self.aborted = self.polls = 0
         self.hold_after: int | None = None
         self.break_after: int | None = None
         self.refusal: tuple[int, Event] | None = None
@@ -125,6 +126,7 @@ class HttpEngine(ABC):
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         await self.thawed.wait()
+        self.polls += request.method == "GET"
         if self.api_key is not None and request.headers.get("Authorization") != f"Bearer {self.api_key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         answer: web.StreamResponse = await handler(request)

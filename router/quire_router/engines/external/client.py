@@ -420,7 +420,6 @@ class ExternalEngine:
         """
         if self._connected:
             self._connected = False
-            self._cache.clear()
             self._on_change()
         self._on_lost()
 

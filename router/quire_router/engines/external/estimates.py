@@ -49,10 +49,6 @@ class PredictedCache:
             removed = engine_pb2.KvRemoved(block_hashes=evicted, tier=engine_pb2.KV_TIER_DEVICE)
             self._on_event(engine_pb2.KvEvent(removed=removed))
 
-    def clear(self) -> None:
-        """Forgets all, without an event: the server has started anew."""
-        self._blocks.clear()
-
 
 _GAP_WEIGHT = 1 / 256
 _PROMPT_WEIGHT = 1 / 8

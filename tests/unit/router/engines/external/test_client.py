@@ -188,24 +188,22 @@ async def test_a_reader_that_ends_its_choice_within_a_push_ends_the_request() ->
         stream.sink = stop
         assert 4 <= len((await read(stream))[0]) < 1000
         assert stream.end is StreamEnd.STOPPED
-        stream.close()
         await idle(client)
         await until(lambda: engine.running == 0)
+    assert engine.aborted == 1
 
 
 async def test_a_connection_that_breaks_loses_its_requests_and_nothing_new_comes_before_the_server_answers() -> None:
     engine = VllmEngine()
     engine.break_after = 2
-    changes: list[bool] = []
-    holder: list[ExternalEngine] = []
-    async with connected(engine, on_change=lambda: changes.append(bool(holder) and holder[0].ready)) as client:
-        holder.append(client)
+    async with connected(engine) as client:
         stream = client.submit(submit())
         with pytest.raises(EngineLost, match="the connection broke"):
             await read(stream)
         assert stream.end is StreamEnd.LOST
+        assert not client.ready
         await until(lambda: client.ready)
-    assert False in changes
+        assert client.generation == 1
 
 
 async def test_a_stream_that_ends_too_early_is_lost() -> None:
@@ -216,6 +214,7 @@ async def test_a_stream_that_ends_too_early_is_lost() -> None:
     async with connected(Short()) as client:
         with pytest.raises(EngineLost, match="ended the stream at token 0"):
             await read(client.submit(submit()))
+        assert not client.ready
 
 
 async def test_a_server_that_answers_nonsense_loses_the_request() -> None:
@@ -238,6 +237,32 @@ async def test_a_server_that_is_full_refuses(status: int) -> None:
             await read(stream)
         assert stream.end is StreamEnd.REFUSED
         assert client.ready
+
+
+async def test_a_server_that_is_full_in_the_middle_of_an_answer_has_lost_it() -> None:
+    class Overloaded(VllmEngine):
+        def event(self, body: Any, written: list[int], reason: str | None, matched: int | None) -> dict[str, Any]:
+            if len(written) == 3:
+                return {"error": {"message": "busy", "code": 503}}
+            return super().event(body, written, reason, matched)
+
+    async with connected(Overloaded()) as client:
+        stream = client.submit(submit())
+        with pytest.raises(EngineLost, match="busy"):
+            await read(stream)
+        assert stream.end is StreamEnd.LOST
+
+
+async def test_more_choices_than_a_server_may_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire_router.engines.external.client.MAX_CHOICES", 3)
+    engine = VllmEngine()
+    engine.hold_after = 1
+    async with connected(engine) as client:
+        first = client.submit(submit("a", n=2))
+        with pytest.raises(EngineFull):
+            client.submit(submit("b", n=2))
+        client.submit(submit("c")).close()
+        first.close()
 
 
 async def test_what_the_server_finds_wrong_is_the_clients_error() -> None:
@@ -329,6 +354,19 @@ async def test_a_server_that_says_nothing_more_loses_its_requests() -> None:
         await until(lambda: client.ready)
 
 
+async def test_a_server_that_answers_polls_late_is_silent_and_stays_connected() -> None:
+    engine = VllmEngine()
+    async with connected(engine, ConnectionSettings(silence=0.1, stall=600.0)) as client:
+        engine.thawed.clear()
+        await until(lambda: client.condition == "silent")
+        polls = engine.polls
+        await asyncio.sleep(0.15)  # a poll's time is over
+        engine.thawed.set()
+        await until(lambda: client.ready)
+        assert client.generation == 1
+        assert engine.polls > polls
+
+
 async def test_a_server_that_is_merely_slow_to_stream_loses_nothing() -> None:
     engine = VllmEngine()
     engine.hold_after = 2
@@ -336,8 +374,7 @@ async def test_a_server_that_is_merely_slow_to_stream_loses_nothing() -> None:
     async with connected(engine, settings) as client:
         stream = client.submit(submit())
         await until(lambda: engine.running == 1)
-        polls = client._poll_period
-        await asyncio.sleep(0.6 + polls)  # twice what it may be silent: polls are answered
+        await asyncio.sleep(0.6)  # twice what it may be silent: polls are answered
         engine.released.set()
         assert await read(stream) == {0: continuation(PROMPT, 5)}
 
@@ -418,6 +455,8 @@ async def test_how_much_runs_there_at_once_is_learned_from_what_waits() -> None:
     async with connected(engine) as client:
         streams = [client.submit(submit(str(number))) for number in range(3)]
         await until(lambda: engine.running == 3)
+        polls = engine.polls
+        await until(lambda: engine.polls > polls + 4)  # two rounds
         assert client.description is not None
         assert client.description.max_num_seqs == 0
         engine.waiting = 2

@@ -108,6 +108,9 @@ def test_an_output_that_vllm_aborts_is_lost_and_not_ended() -> None:
         {"choices": [{}]},
         {"choices": [{"token_ids": None, "finish_reason": None, "logprobs": None}]},
         {"choices": [{"token_ids": 3, "finish_reason": None, "logprobs": None}]},
+        {"choices": [{"token_ids": ["3"], "finish_reason": None, "logprobs": None}]},
+        {"choices": [{"token_ids": [3.0], "finish_reason": None, "logprobs": None}]},
+        {"choices": [{"token_ids": [True], "finish_reason": None, "logprobs": None}]},
         {"choices": 3},
     ],
 )
