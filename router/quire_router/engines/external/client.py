@@ -236,6 +236,7 @@ class ExternalEngine:
             self._on_server_error(stream, error)
         except EngineLost as loss:
             stream.lose(loss)
+            self._on_broken()  # a server that shuts down gives its requests back
         except BadAnswer as error:
             log.error("engine %s answers what cannot be used: %s", self.address, error)
             stream.lose(EngineLost(f"the engine answers what cannot be used: {error}"))
@@ -273,7 +274,6 @@ class ExternalEngine:
         finally:
             if len(written) > len(choice.token_ids):
                 self._cache.add(self._hashes(written, running.message.cache_salt))
-        self._on_broken()
         raise EngineLost(f"the engine ended the stream at token {reader.position}, before the answer was complete")
 
     def _on_first_output(self, running: _Running, now: float) -> None:
@@ -397,7 +397,9 @@ class ExternalEngine:
             self._on_change()
 
     def _on_broken(self) -> None:
-        """A connection broke: nothing new goes there until the server has answered."""
+        """A request was lost with its connection, or given back: nothing new goes there until the server has
+        answered.
+        """
         if self._connected and not self._broken:
             self._broken = True
             self._wake.set()

@@ -217,6 +217,18 @@ async def test_a_stream_that_ends_too_early_is_lost() -> None:
         assert not client.ready
 
 
+async def test_a_server_that_gives_a_request_back_gets_no_other_before_it_was_asked() -> None:
+    class Leaving(VllmEngine):
+        def event(self, body: Any, written: list[int], reason: str | None, matched: int | None) -> dict[str, Any]:
+            return super().event(body, written, "abort" if len(written) == 3 else reason, matched)
+
+    async with connected(Leaving()) as client:
+        with pytest.raises(EngineLost, match="abort"):
+            await read(client.submit(submit()))
+        assert not client.ready
+        await until(lambda: client.ready)
+
+
 async def test_a_server_that_answers_nonsense_loses_the_request() -> None:
     class Odd(VllmEngine):
         def event(self, *_: Any) -> dict[str, Any]:
