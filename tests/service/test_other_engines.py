@@ -139,6 +139,20 @@ def test_what_such_servers_cannot_do_is_refused_in_a_sentence(tmp_path: Path) ->
         assert "need an engine of Quire" in error["message"]
 
 
+def test_a_structured_output_that_was_begun_ends_with_an_error_that_says_why(tmp_path: Path) -> None:
+    """What the stand-in writes is no such output: it is enough that it would be one."""
+    body = {"stream": True, "structured_outputs": {"regex": "[a-z]+"}, "max_tokens": 1000}
+    with serving(tmp_path, Server("vllm", tmp_path), Server("vllm", tmp_path)) as service:
+        ready(service, 2)
+        with service.post(body) as answer:
+            server = service.servers[answer.headers["x-quire-route"].partition(";")[0]]
+            answer.readline()
+            server.kill()
+            events = [json.loads(line.removeprefix(b"data: ")) for line in answer if line.startswith(b"data: {")]
+        assert "cannot go on in the middle" in events[-1]["error"]["message"]
+        assert events[-1]["error"]["resumable"]
+
+
 def test_prompts_go_where_they_went_before(tmp_path: Path) -> None:
     with serving(tmp_path, Server("vllm", tmp_path, 0.0), Server("vllm", tmp_path, 0.0)) as service:
         ready(service, 2)

@@ -1,11 +1,15 @@
 """Requests of HTTP to servers: events that come in pieces, errors in every shape, and answers without an end."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from quire_proto.tls import ClientTls
 from quire_router.engines.external.http_client import (
     MAX_ANSWER_BYTES,
     MAX_EVENT_BYTES,
@@ -17,6 +21,7 @@ from quire_router.engines.external.http_client import (
     is_refusal,
 )
 
+from tests.support.certificates import ENGINE_NAME, ROUTER_NAME, Authority
 from tests.support.ports import free_port
 
 OK = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n"
@@ -122,3 +127,55 @@ async def test_an_address_where_nobody_listens_is_told_from_a_broken_connection(
             await client.get("/health")
     assert not is_refusal(broken.value)
     assert explain(broken.value) == "the connection broke"
+
+
+# TLS
+
+
+@asynccontextmanager
+async def answering_over_tls(authority: Authority, *, asks_for_one: bool = False) -> AsyncIterator[str]:
+    """The URL of a server with a certificate for ``ENGINE_NAME``, which may ask for one of its client."""
+    files = authority.issue(ENGINE_NAME)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(files.certificate, files.key)
+    if asks_for_one:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(authority.ca)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK + b'{"a": 1}')
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context) as server:
+        yield f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def answer_of(url: str, tls: ClientTls | None) -> Json:
+    client = HttpClient(url, tls=tls)
+    try:
+        return await client.get_json("/")
+    finally:
+        await client.close()
+
+
+async def test_a_server_is_believed_by_the_authority_and_the_name_that_were_set(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    (tmp_path / "other").mkdir()
+    stranger = Authority(tmp_path / "other", "stranger")
+    async with answering_over_tls(authority) as url:
+        assert await answer_of(url, ClientTls(authority.ca, name=ENGINE_NAME)) == {"a": 1}
+        for tls in (ClientTls(authority.ca), ClientTls(stranger.ca, name=ENGINE_NAME), None):
+            with pytest.raises(aiohttp.ClientConnectorCertificateError) as refused:
+                await answer_of(url, tls)
+            assert "certificate" in explain(refused.value).lower()
+
+
+async def test_a_certificate_is_shown_to_a_server_that_asks_for_one(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    async with answering_over_tls(authority, asks_for_one=True) as url:
+        identity = authority.issue(ROUTER_NAME, files="router")
+        assert await answer_of(url, ClientTls(authority.ca, identity, ENGINE_NAME)) == {"a": 1}
+        with pytest.raises((aiohttp.ClientError, OSError)):
+            await answer_of(url, ClientTls(authority.ca, name=ENGINE_NAME))
