@@ -151,21 +151,28 @@ class ServerKind(ABC):
         return needs_quire(param, what, self.title)
 
 
-def read_metrics(text: bytes, names: Mapping[str, str]) -> dict[str, float]:
-    """The sums over all series of the metrics ``names``, each by its value there; those that are missing are left out.
-    Raises ``BadAnswer``.
+def read_load(text: bytes, names: Mapping[str, str], blocks: int) -> engine_pb2.Load:
+    """The load in some metrics, of which ``names`` says which are ``running``, ``waiting`` and the part of the
+    ``blocks`` in ``usage``. A server with several engines has each metric of each of them. Raises ``BadAnswer``.
+    """
+    found: dict[str, list[float]] = {meaning: [] for meaning in names.values()}
+    for name, _, value in iter_samples(text, names):
+        found[names[name]].append(value)
+    usage = sum(found["usage"]) / max(1, len(found["usage"]))
+    return engine_pb2.Load(
+        running=positive(sum(found["running"])),
+        waiting=positive(sum(found["waiting"])),
+        blocks_total=blocks,
+        blocks_free=round(blocks * (1 - min(1.0, max(0.0, usage)))),
+    )
+
+
+def iter_samples(text: bytes, names: Mapping[str, str]) -> Iterator[tuple[str, Mapping[str, str], float]]:
+    """Yields name, labels and value of each sample of these metrics. Raises ``BadAnswer``.
 
     Lines of other metrics are dropped first: a server has hundreds, and parsing them would take longer than anything
     else here.
     """
-    totals: dict[str, float] = {}
-    for name, _, value in iter_samples(text, names):
-        totals[names[name]] = totals.get(names[name], 0.0) + value
-    return totals
-
-
-def iter_samples(text: bytes, names: Mapping[str, str]) -> Iterator[tuple[str, Mapping[str, str], float]]:
-    """Yields name, labels and value of each sample of these metrics. Raises ``BadAnswer``."""
     prefixes = tuple(f"{name}{end}" for name in names for end in "{ ")
     try:
         lines = [line for line in text.decode().splitlines() if line.startswith(prefixes)]

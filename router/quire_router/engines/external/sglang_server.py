@@ -20,7 +20,7 @@ from quire_router.engines.external.server_kind import (
     drop_stop_token,
     most_probable,
     positive,
-    read_metrics,
+    read_load,
     served_model,
 )
 from quire_router.engines.output_stream import EngineLost, Output
@@ -97,7 +97,7 @@ class SglangServer(ServerKind):
     async def describe(self, http: HttpClient, models: Mapping[str, KnownModel]) -> engine_pb2.DescribeResponse:
         """From ``/v1/models`` and ``/get_server_info``."""
         entry, names = served_model(await http.get_json("/v1/models"), models)
-        info = await http.get_json("/get_server_info")
+        info = await _server_info(http)
         self._has_metrics = bool(info.get("enable_metrics", True))
         states = info.get("internal_states")
         state = states[0] if isinstance(states, list) and states and isinstance(states[0], dict) else {}
@@ -123,14 +123,7 @@ class SglangServer(ServerKind):
         await http.get("/health")
         if not self._has_metrics:
             return engine_pb2.Load()
-        totals = read_metrics(await http.get("/metrics"), _LOAD)
-        used = min(1.0, max(0.0, totals.get("usage", 0.0)))
-        return engine_pb2.Load(
-            running=positive(totals.get("running")),
-            waiting=positive(totals.get("waiting")),
-            blocks_total=self._blocks,
-            blocks_free=round(self._blocks * (1 - used)),
-        )
+        return read_load(await http.get("/metrics"), _LOAD, self._blocks)
 
 
 class _SglangReader(ChoiceReader):
@@ -172,6 +165,16 @@ class _SglangReader(ChoiceReader):
             )
             for (logprob, *_), others in zip(chosen, top, strict=True)
         ]
+
+
+async def _server_info(http: HttpClient) -> Json:
+    """Under its name in most versions, or the one to come."""
+    try:
+        return await http.get_json("/get_server_info")
+    except ServerError as error:
+        if error.status != 404:
+            raise
+        return await http.get_json("/server_info")
 
 
 def _reason(finish: Json | None) -> FinishReason | None:

@@ -20,7 +20,7 @@ from quire_router.engines.external.server_kind import (
     iter_samples,
     most_probable,
     positive,
-    read_metrics,
+    read_load,
     served_model,
 )
 from quire_router.engines.output_stream import EngineLost, Output
@@ -107,8 +107,9 @@ class VllmServer(ServerKind):
         if self._version and self._version < OLDEST:
             raise BadAnswer(f"it is vLLM {version}, which cannot answer with token ids: 0.10.2 or newer is needed")
         entry, names = served_model(await http.get_json("/v1/models"), models)
-        cache = next(iter(iter_samples(await http.get("/metrics"), {_CACHE_INFO: ""})), ("", {}, 0.0))[1]
-        self._blocks = positive(cache.get("num_gpu_blocks"))
+        caches = [labels for _, labels, _ in iter_samples(await http.get("/metrics"), {_CACHE_INFO: ""})]
+        cache = caches[0] if caches else {}
+        self._blocks = sum(positive(each.get("num_gpu_blocks")) for each in caches)
         return engine_pb2.DescribeResponse(
             served_model_names=names,
             model_revision=f"{self.name}:{entry.get('root') or names[0]}",
@@ -126,14 +127,7 @@ class VllmServer(ServerKind):
     async def load(self, http: HttpClient) -> engine_pb2.Load:
         """From ``/health`` and ``/metrics``."""
         await http.get("/health")
-        totals = read_metrics(await http.get("/metrics"), _LOAD)
-        used = min(1.0, max(0.0, totals.get("usage", 0.0)))
-        return engine_pb2.Load(
-            running=positive(totals.get("running")),
-            waiting=positive(totals.get("waiting")),
-            blocks_total=self._blocks,
-            blocks_free=round(self._blocks * (1 - used)),
-        )
+        return read_load(await http.get("/metrics"), _LOAD, self._blocks)
 
 
 class _VllmReader(ChoiceReader):

@@ -1,6 +1,7 @@
 """What is sent to SGLang, and how its answers are read, whether its events have all tokens or the new ones."""
 
 import json
+from typing import Any
 
 import pytest
 from quire_proto.errors import ErrorCode
@@ -130,8 +131,14 @@ def test_grammars_in_another_notation_are_refused() -> None:
     assert (error.code, error.param) == (ErrorCode.INVALID, "grammar")
 
 
-async def test_a_server_describes_itself_and_its_load() -> None:
-    engine, server = SglangEngine(), SglangServer()
+@pytest.mark.parametrize("path", ["/get_server_info", "/server_info"])
+async def test_a_server_describes_itself_and_its_load(path: str) -> None:
+    class Named(SglangEngine):
+        def answers(self) -> dict[str, Any]:
+            answers = super().answers()
+            return {**answers, path: answers.pop("/get_server_info")}
+
+    engine, server = Named(), SglangServer()
     engine.waiting = 2
     async with serving(engine):
         http = HttpClient(engine.url)

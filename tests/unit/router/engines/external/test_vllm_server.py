@@ -237,5 +237,38 @@ async def test_load_is_read_from_the_metrics_and_an_unhealthy_server_has_none() 
     assert (load.running, load.waiting, load.blocks_total, load.blocks_free) == (0, 3, 400, 300)
 
 
+async def test_several_engines_of_one_server_are_one() -> None:
+    """As with ``--data-parallel-size``: each has series of its own."""
+
+    class Parallel(VllmEngine):
+        async def _metrics(self, request: web.Request) -> web.Response:
+            text = (await super()._metrics(request)).text or ""
+            second = "\n".join(line for line in text.replace('engine="0"', 'engine="1"').splitlines() if line[0] != "#")
+            return web.Response(text=text + second.replace("0.25", "0.75") + "\n")
+
+    engine, server = Parallel(), VllmServer()
+    engine.waiting = 2
+    async with serving(engine):
+        assert (await described(engine, server)).blocks_total == 800
+        http = HttpClient(engine.url)
+        load = await server.load(http)
+        await http.close()
+    assert (load.waiting, load.blocks_free) == (4, 400)
+
+
+@pytest.mark.parametrize("text", ["vllm:num_requests_running{", "vllm:num_requests_running{} x\n"])
+async def test_metrics_that_cannot_be_parsed_are_no_load(text: str) -> None:
+    class Odd(VllmEngine):
+        async def _metrics(self, _: web.Request) -> web.Response:
+            return web.Response(text=text)
+
+    engine = Odd()
+    async with serving(engine):
+        http = HttpClient(engine.url)
+        with pytest.raises(BadAnswer, match="metrics"):
+            await VllmServer().load(http)
+        await http.close()
+
+
 def test_the_end_of_sequence_of_the_demo_model_is_what_the_recording_has() -> None:
     assert RECORDED["answers"]["end of sequence"]["events"][0]["choices"][0]["token_ids"] == [EOS]
