@@ -237,6 +237,22 @@ async def test_load_is_read_from_the_metrics_and_an_unhealthy_server_has_none() 
     assert (load.running, load.waiting, load.blocks_total, load.blocks_free) == (0, 3, 400, 300)
 
 
+async def test_the_metrics_of_a_real_server_are_understood() -> None:
+    class Recorded(VllmEngine):
+        async def _metrics(self, _: web.Request) -> web.Response:
+            return web.Response(text="\n".join(RECORDED["about"]["/metrics"]) + "\n")
+
+    engine, server = Recorded(), VllmServer()
+    async with serving(engine):
+        description = await described(engine, server)
+        http = HttpClient(engine.url)
+        load = await server.load(http)
+        await http.close()
+    assert (description.block_size, description.prefix_caching) == (128, True)
+    assert description.blocks_total > 1000
+    assert (load.running, load.waiting, load.blocks_free) == (0, 0, description.blocks_total)
+
+
 async def test_several_engines_of_one_server_are_one() -> None:
     """As with ``--data-parallel-size``: each has series of its own."""
 
