@@ -67,7 +67,9 @@ class EngineClient(Protocol):
         ...
 
     def retry_now(self) -> None:
-        """Ends the pause between two tries to connect, because discovery reports the engine as ready."""
+        """Ends the pause between two tries to connect, and lets the next tries follow closely, because there is reason
+        to think that the engine is back.
+        """
         ...
 
     async def close(self) -> None:

@@ -160,7 +160,7 @@ class ExternalEngine:
         ]
 
     def retry_now(self) -> None:
-        """Ends the pause between two tries to connect, once a second at most."""
+        """Ends the pause between two tries to connect, and lets the next ones follow closely. Once a second at most."""
         now = monotonic()
         if not self._connected and now - self._last_early_retry >= _MIN_RETRY_INTERVAL:
             self._last_early_retry = now
@@ -340,7 +340,8 @@ class ExternalEngine:
                 failures = ConnectFailureLog(self.address, self.settings)
             failures.record(problem)
             with self._reconnect_limiter.waiting():
-                await self._pause(failures.next_delay(self._reconnect_limiter.spacing))
+                if await self._pause(failures.next_delay(self._reconnect_limiter.spacing)):
+                    failures.reset_delay()
 
     async def _connect(self) -> None:
         """Asks the server what it is. Its TLS files are read again, unless requests still run."""
@@ -425,11 +426,14 @@ class ExternalEngine:
             self._on_change()
         self._on_lost()
 
-    async def _pause(self, seconds: float) -> None:
+    async def _pause(self, seconds: float) -> bool:
+        """Waits so long, or until there is reason to ask the server now, which returns True."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._wake.wait()
+        woken = self._wake.is_set()
         self._wake.clear()
+        return woken
 
     async def _close_http(self) -> None:
         http, self._http = self._http, None
