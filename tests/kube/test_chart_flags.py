@@ -25,7 +25,7 @@ OF_GROUPS = {name for name in EngineConfig.model_fields if name.startswith("data
 """Those of engines that share experts, each of which needs an address: the chart makes no such groups."""
 SET_FOR_ROUTERS = {
     "engine_dns_period", "http_port", "grpc_port", "journal_file", "journal_max_bytes", "metrics_port",
-    "scaling_client_ca", "scaling_client_name", "scaling_namespace", "engine_api_key",
+    "oidc_ca_file", "scaling_client_ca", "scaling_client_name", "scaling_namespace", "engine_api_key",
 }  # fmt: skip
 """Settings of the router that the chart leaves as they are."""
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const", "type")

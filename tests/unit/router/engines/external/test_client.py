@@ -12,6 +12,7 @@ from quire.v1 import engine_pb2
 from quire_proto.convert import sampling_to_proto
 from quire_proto.errors import ErrorCode
 from quire_proto.hashing import extra_key, hash_chain, pack
+from quire_proto.pooling import Task
 from quire_proto.sampling import SamplingParams
 from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.discovery.base import Endpoint
@@ -514,7 +515,7 @@ async def test_a_fleet_may_mix_kinds_whose_blocks_are_told_apart() -> None:
 async def test_limits_are_the_servers_and_what_it_does_not_say_is_the_folders() -> None:
     async with fleet(VllmEngine()) as pool:
         limits = pool.limits("m")
-    assert limits == ServedModelLimits(max_model_len=2048, vocab_size=1024)
+    assert limits == ServedModelLimits(max_model_len=2048, vocab_size=1024, supported_tasks=(Task.GENERATE,))
 
 
 async def test_prompts_count_until_their_first_token_whatever_the_server_reports() -> None:
