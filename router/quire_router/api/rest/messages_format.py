@@ -16,6 +16,7 @@ from hashlib import blake2b
 from json.encoder import encode_basestring_ascii as _quote
 from typing import Any, Final
 
+from pydantic import TypeAdapter
 from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
 from quire_proto.text.stream_scanner import Content, OutputPart, Reasoning, ToolCallArguments, ToolCallStart
@@ -30,6 +31,7 @@ from quire_router.core.generation import Delta, StreamCursor, Usage
 
 _POSITION = re.compile(r"([0-9]+)_([0-9]{1,9})", re.ASCII)
 _SIGNATURE_BYTES = 32
+_OBJECT = TypeAdapter(dict[str, Any])
 
 _TEXT, _THINKING, _TOOL_USE = "text", "thinking", "tool_use"
 _DELTAS: Final = {
@@ -360,14 +362,11 @@ class MessageBuilder:
 
 def read_input(arguments: str) -> dict[str, Any]:
     """Returns the arguments of a call, empty where they are no JSON object: a model need not write one, and an answer
-    may end within it.
+    may end within it. They are read as a request's body is, so that the client can give them back.
     """
     try:
-        value = json.loads(arguments, parse_constant=_refuse)
-    except (ValueError, RecursionError):
+        value = _OBJECT.validate_json(arguments)
+        json.dumps(value, allow_nan=False)  # raises for NaN, and for 1e999, which is read as an infinity
+    except ValueError:
         return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is not JSON")
+    return value
