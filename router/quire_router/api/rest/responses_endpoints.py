@@ -261,7 +261,7 @@ class ResponseEndpoints:
                 items = list(ResponseState.read(stored.first.conversation).items or ())
             except (ValueError, RecursionError):
                 raise internal() from None
-            if query.get("order", "desc") == "desc":
+            if _order(query) == "desc":
                 items.reverse()
             begin = _position_behind([str(item.get("id")) for item in items], query.get("after"))
             page = items[begin : begin + _limit(query)]
@@ -334,6 +334,13 @@ def _query(exchange: HttpExchange) -> dict[str, str]:
     except ValueError:
         raise invalid("query", f"The address has more than {_MAX_QUERY_FIELDS} fields.") from None
     return dict(fields)
+
+
+def _order(query: dict[str, str]) -> str:
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise invalid("order", "order must be asc or desc.")
+    return order
 
 
 def _limit(query: dict[str, str]) -> int:

@@ -317,7 +317,9 @@ async def test_input_items_come_in_pages():
         path = f"{PATH}/{response['id']}/input_items"
         first = (await ask(stage.port, "GET", f"{path}?limit=2")).json
         second = (await ask(stage.port, "GET", f"{path}?limit=9&after={first['last_id']}")).json
-        refused = [await ask(stage.port, "GET", f"{path}?{query}") for query in ("limit=0", "limit=101", "limit=x")]
+        refused = [
+            await ask(stage.port, "GET", f"{path}?{query}") for query in ("limit=0", "limit=101", "limit=x", "order=x")
+        ]
         unknown = await ask(stage.port, "GET", f"{path}?after=nothing")
     texts = [item["content"][0]["text"] for page in (first, second) for item in page["data"]]
     assert texts == ["4", "3", "2", "1", "0"]
