@@ -370,12 +370,15 @@ class Answer:
 
     def _reasoning_tokens(self) -> int:
         """Returns how many tokens the reasoning has, with its marks: those up to its end, wherever that was cut."""
-        if not any(item.kind == _REASONING for item in self.writer.items):
+        kinds = {item.kind for item in self.writer.items}
+        if _REASONING not in kinds:
             return 0
         tokenizer = self._prepared.tokenizer
         end = None if tokenizer.reasoning is None else tokenizer.marker_tokens.get(tokenizer.reasoning.end)
         if end in self._token_ids:
             return self._token_ids.index(end) + 1
+        if kinds == {_REASONING}:
+            return len(self._token_ids)
         return _count_reasoning(self._prepared, self._token_ids)
 
 
