@@ -20,7 +20,9 @@ MAX_DESCRIPTION_CHARACTERS = MAX_TEXT
 MAX_ID_CHARACTERS = 128
 MAX_TOOLS_CHARACTERS = 4 * MAX_TEXT  # of all schemas and descriptions
 
-Name = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,128}$")]  # as in Messages; in the OpenAI API at most 64
+MAX_NAME_CHARACTERS = 128  # as in Messages; in the OpenAI API 64
+
+Name = Annotated[str, Field(pattern=f"^[A-Za-z0-9_-]{{1,{MAX_NAME_CHARACTERS}}}$")]
 CallId = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARACTERS)]
 
 

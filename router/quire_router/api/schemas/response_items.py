@@ -14,6 +14,7 @@ from quire_proto.errors import invalid
 from quire_router.api.schemas.base import Content, LenientModel
 from quire_router.api.schemas.conversation import (
     MAX_CALLS,
+    MAX_NAME_CHARACTERS,
     CalledFunction,
     CallId,
     ChatMessage,
@@ -44,9 +45,11 @@ class ReasoningText(LenientModel):
     text: str
 
 
-def _item_type(kind: str | None) -> str:
+def _item_type(kind: object) -> str:
     if kind is None:
         return MESSAGE
+    if not isinstance(kind, str):
+        raise ValueError("it must be a string")
     if kind not in _FIELDS:
         known = ", ".join(_FIELDS)
         raise ValueError(f"items of type {kind[:32]!r} are not supported; those of a conversation are {known}")
@@ -84,6 +87,8 @@ class InputItem(LenientModel):
         for name in _FIELDS[self.type]:
             if getattr(self, name) is None:
                 raise ValueError(f"an item of type {self.type} has the field {name}, which is missing")
+        if self.type == CALL:
+            name_in_template(self.namespace, self.name or "")
         return self
 
     @property
@@ -120,8 +125,13 @@ _PREFIXES: Final = {MESSAGE: "msg", REASONING: "rs", CALL: "fc", OUTPUT: "fco"}
 
 
 def name_in_template(namespace: str | None, name: str) -> str:
-    """Returns the name that a function of a namespace has in a template."""
-    return f"{namespace}__{name}" if namespace else name
+    """Returns the name that a function of a namespace has in a template. Raises ``ValueError`` if it is too long."""
+    joined = f"{namespace}__{name}" if namespace else name
+    if len(joined) > MAX_NAME_CHARACTERS:
+        raise ValueError(
+            f"the names of a namespace and of its function have at most {MAX_NAME_CHARACTERS - 2} characters"
+        )
+    return joined
 
 
 def sealed(reasoning: str) -> str:
@@ -147,7 +157,7 @@ def to_messages(items: Sequence[InputItem]) -> Iterator[ChatMessage]:
     """
     written: list[InputItem] = []
     for item in items:
-        if item.type in (REASONING, CALL) or item.role == "assistant":
+        if item.type in (REASONING, CALL) or (item.type == MESSAGE and item.role == "assistant"):
             kinds = [each.type for each in written]
             if written and ((item.type == MESSAGE and kinds[-1] == MESSAGE) or (item.type, kinds[-1:]) in _APART):
                 yield _from_assistant(written)

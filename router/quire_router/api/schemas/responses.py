@@ -92,6 +92,10 @@ class FunctionTool(StrictModel):
     def _check(self) -> Self:
         if (self.type == "namespace") != (self.tools is not None):
             raise ValueError("tools and the type namespace go together")
+        for tool in self.tools or ():
+            if tool.tools is not None:
+                raise ValueError("a namespace holds functions, and no other namespace")
+            name_in_template(self.name, tool.name)
         return self
 
     def to_chat(self, namespace: str | None = None) -> Iterator[Tool]:

@@ -160,6 +160,14 @@ def test_functions_of_a_namespace_have_its_name_before_their_own_in_the_template
     assert [tool["name"] for tool in state.repeated["tools"][0]["tools"]] == ["get", "now"]
     assert refused(tools=[{**space, "tools": [{"type": "custom", "name": "x"}]}])[0] == "tools[0].tools[0].type"
     assert "namespace" in refused(tools=[{**TOOLS[0], "tools": []}])[1]
+    assert "no other namespace" in refused(tools=[{**space, "tools": [space]}])[1]
+    assert "at most 126 characters" in refused(tools=[{**space, "name": "n" * 124, "tools": TOOLS}])[1]
+    assert len(chat_of(tools=[{**space, "name": "n" * 123, "tools": TOOLS}]).tools[0].function.name) == 128
+
+
+def test_an_output_is_one_whatever_role_it_has():
+    (_, message) = messages_of(CALL, {**RESULT, "role": "assistant"})
+    assert message == {"role": "tool", "tool_call_id": "c1", "content": "sunny"}
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
@@ -196,6 +204,9 @@ def test_reasoning_effort_and_limits_go_to_the_chat():
     [
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content", "only text is"),
         ({"input": [{"type": "web_search_call"}]}, "input[0].type", "not supported"),
+        ({"input": [{"type": ["message"]}]}, "input[0].type", "a string"),
+        ({"input": [{"type": 5}]}, "input[0].type", "a string"),
+        ({"input": [USER, {**CALL, "namespace": "n" * 100, "name": "f" * 27}]}, "input[1]", "at most 126 characters"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "assistant"),
         ({"input": [{"type": "function_call"}]}, "input[0]", "call_id"),
         ({"input": [USER, RESULT]}, "input[1].call_id", "'c1'"),
