@@ -17,7 +17,7 @@ NAME_KEYS, ARGUMENTS_KEYS = ("name", "tool_name"), ("arguments", "parameters")
 QUOTED = "quoted"
 STRING = "string"
 _MAX_DEPTH = 64  # of lists and objects inside of each other
-_MAX_REFERENCES = 8
+_MAX_REFERENCES = 32  # that lead from one to the next
 _INTEGER = re.compile(r"-?\d+(\.0+)?")
 _JSON_TYPES = {"{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null", '"': STRING}
 _TEXT_BOUNDS = frozenset({"type", "enum", "const", "minLength", "maxLength"})
@@ -29,9 +29,9 @@ def parameter_types(schema: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     string.
     """
     properties = schema.get("properties")
-    found = {}
+    found, known = dict[str, tuple[str, ...]](), KnownTypes()
     for name, each in properties.items() if isinstance(properties, Mapping) else ():
-        types = schema_types(each, schema)
+        types = schema_types(each, schema, known)
         if types == {STRING} and not is_bare_text(resolved(each, schema)):
             types = {STRING, QUOTED}
         if types and types != {STRING}:
@@ -39,8 +39,14 @@ def parameter_types(schema: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """The types that values of a schema may have; empty if it does not say."""
+KnownTypes = dict[str, set[str]]
+"""The types of what was referred to, by the references. Without them a schema that refers to itself several times would
+be read as often as all ways through it are.
+"""
+
+
+def schema_types(schema: Any, root: Mapping[str, Any], known: KnownTypes, depth: int = 0) -> set[str]:
+    """The types that values of a schema within ``root`` may have; empty if it does not say. Adds to ``known``."""
     if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
         return set()
     declared = schema.get("type")
@@ -51,10 +57,13 @@ def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[st
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
     types = {json_type(json.dumps(value)) for value in values}
     if isinstance(reference := schema.get("$ref"), str):
-        types |= schema_types(referred(reference, root), root, depth + 1)
+        if reference not in known:
+            known[reference] = set()  # what it says of itself adds nothing
+            known[reference] = schema_types(referred(reference, root), root, known, depth + 1)
+        types |= known[reference]
     for key in ("anyOf", "oneOf", "allOf"):
         for each in schema[key] if isinstance(schema.get(key), list) else ():
-            types |= schema_types(each, root, depth + 1)
+            types |= schema_types(each, root, known, depth + 1)
     return types
 
 

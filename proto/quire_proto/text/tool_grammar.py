@@ -14,7 +14,7 @@ from typing import Any
 from quire_proto.json_schema import simplify
 from quire_proto.structured_output import Structured, StructuredKind
 from quire_proto.text.reasoning import ReasoningFormat
-from quire_proto.text.tool_arguments import STRING, is_bare_text, referred, resolved, schema_types
+from quire_proto.text.tool_arguments import STRING, KnownTypes, is_bare_text, referred, resolved, schema_types
 from quire_proto.text.tool_formats import (
     HARMONY,
     GemmaCall,
@@ -306,6 +306,7 @@ class _Members:
         self._number = number
         self._tool = tool
         self._rules: list[str] = []
+        self._known = KnownTypes()
         schema = tool.schema
         unknown = sorted(schema.keys() - _OBJECT_KEYS)
         if unknown:
@@ -362,7 +363,7 @@ class _Members:
 
     def is_text(self, schema: Any) -> bool:
         """Whether a value of this schema is written as bare text."""
-        types = schema_types(schema, self._tool.schema)
+        types = schema_types(schema, self._tool.schema, self._known)
         return types == {STRING} and is_bare_text(schema) if types else True
 
     def json(self, schema: Any) -> str:

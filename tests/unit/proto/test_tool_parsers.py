@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quire_proto.text import tool_arguments
 from quire_proto.text.reasoning import REASONING_FORMATS, THINK, ReasoningParser, detect_reasoning
 from quire_proto.text.response_template import described_marks
 from quire_proto.text.stream_scanner import Content, Reasoning, ToolCallArguments, ToolCallStart, merge_adjacent
@@ -594,3 +595,13 @@ def test_literals_of_python_are_what_they_mean(value):
 )
 def test_the_types_of_parameters_are_those_of_the_schema(schema, types):
     assert parameter_types(schema) == types
+
+
+def test_a_schema_that_refers_to_itself_often_is_read_once(monkeypatch):
+    reads = []
+    refer = tool_arguments.referred
+    monkeypatch.setattr(tool_arguments, "referred", lambda *given: reads.append(1) or refer(*given))
+    often = {"anyOf": [{"$ref": "#/$defs/n"}] * 30 + [{"type": "integer"}, {"$ref": "#/$defs/m"}]}
+    schema = {"properties": {"a": {"$ref": "#/$defs/n"}, "b": often}, "$defs": {"n": often, "m": {"type": "null"}}}
+    assert parameter_types(schema) == {"a": ("integer", "null"), "b": ("integer", "null")}
+    assert len(reads) < 10
