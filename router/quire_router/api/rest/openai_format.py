@@ -5,7 +5,7 @@ calls, errors and models. Does no I/O.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from json.encoder import encode_basestring_ascii as _quote  # as json.dumps writes a string, in a quarter of the time
 from typing import Any, Final
 
@@ -186,16 +186,18 @@ def message_object(parts: Sequence[ParsedDelta]) -> dict[str, Any]:
     """Returns ``choices[].message`` of a whole response. Its content is null where there are only tool calls."""
     content = "".join(parsed.content for parsed in parts)
     reasoning = "".join(parsed.reasoning for parsed in parts)
-    calls: dict[int, dict[str, Any]] = {}
+    calls: dict[int, list[ToolCallDelta]] = {}
     for call in (call for parsed in parts for call in parsed.calls):
-        if call.index in calls:
-            calls[call.index]["function"]["arguments"] += call.arguments
-        else:
-            calls[call.index] = _call_object(call)
+        calls.setdefault(call.index, []).append(call)
     message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
     if reasoning:
         message |= {"reasoning_content": reasoning, "reasoning": reasoning}
-    return {**message, "tool_calls": list(calls.values())} if calls else message
+    return {**message, "tool_calls": [_joined(deltas) for deltas in calls.values()]} if calls else message
+
+
+def _joined(deltas: Sequence[ToolCallDelta]) -> dict[str, Any]:
+    """Returns a whole call."""
+    return _call_object(replace(deltas[0], arguments="".join(delta.arguments for delta in deltas)))
 
 
 def _call_json(call: ToolCallDelta) -> str:

@@ -158,8 +158,7 @@ def to_messages(items: Sequence[InputItem]) -> Iterator[ChatMessage]:
     written: list[InputItem] = []
     for item in items:
         if item.type in (REASONING, CALL) or (item.type == MESSAGE and item.role == "assistant"):
-            kinds = [each.type for each in written]
-            if written and ((item.type == MESSAGE and kinds[-1] == MESSAGE) or (item.type, kinds[-1:]) in _APART):
+            if written and (written[-1].type, item.type) in _APART:
                 yield _from_assistant(written)
                 written = []
             written.append(item)
@@ -176,8 +175,8 @@ def to_messages(items: Sequence[InputItem]) -> Iterator[ChatMessage]:
         yield _from_assistant(written)
 
 
-_APART = ((REASONING, [MESSAGE]), (REASONING, [CALL]))
-"""Items that begin another message of the assistant behind an item of the other type."""
+_APART = frozenset({(MESSAGE, MESSAGE), (MESSAGE, REASONING), (CALL, REASONING)})
+"""The types of two items that follow each other and are not of one message of the assistant."""
 
 
 def _from_assistant(items: Sequence[InputItem]) -> ChatMessage:
