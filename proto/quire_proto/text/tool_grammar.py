@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire_proto.json_schema import simplify
-from quire_proto.structured_output import Structured, StructuredKind
+from quire_proto.structured_output import MAX_TEXT, Structured, StructuredKind
 from quire_proto.text.reasoning import ReasoningFormat
 from quire_proto.text.tool_arguments import STRING, KnownTypes, is_bare_text, referred, resolved, schema_types
 from quire_proto.text.tool_formats import (
@@ -49,6 +49,10 @@ class UnsupportedSchemaError(ValueError):
         self.tool = tool
 
 
+class GrammarTooLargeError(ValueError):
+    """A grammar of more than ``MAX_TEXT`` characters."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
     """A tool that may be called, and the JSON schema of its arguments, which are an object."""
@@ -79,8 +83,8 @@ def tool_call_grammar(
 ) -> str:
     """The grammar of an output. ``forced``: only calls of ``tools``. Otherwise calls, or JSON of the schema ``reply``;
     without ``reply``, text that may end in calls. One call, or several if ``parallel``. Raises ``RecursionError`` for a
-    schema that is nested too deeply, and ``UnsupportedSchemaError``. ``tokens`` are those marks that are single tokens,
-    and their ids.
+    schema that is nested too deeply, ``UnsupportedSchemaError``, and ``GrammarTooLargeError``. ``tokens`` are those
+    marks that are single tokens, and their ids.
     """
     text = _Text(tokens)
     calls = _Calls(tool_format, text)
@@ -91,7 +95,10 @@ def tool_call_grammar(
         rules = [*_reasoning(thinking, thinking.marks, text), *rules]
     else:
         rules = ["start: answer", *rules]
-    return "\n".join([_LANGUAGE, *rules, *calls.bodies(tools), *text.rules()])
+    grammar = "\n".join([_LANGUAGE, *rules, *calls.bodies(tools), *text.rules()])
+    if len(grammar) > MAX_TEXT:
+        raise GrammarTooLargeError
+    return grammar
 
 
 def answer_grammar(structured: Structured, thinking: ReasoningState, *, tokens: Mapping[str, int] = {}) -> str | None:
@@ -307,6 +314,7 @@ class _Members:
         self._tool = tool
         self._rules: list[str] = []
         self._known = KnownTypes()
+        self._size = 0  # of the rules, which may each repeat the same definitions
         schema = tool.schema
         unknown = sorted(schema.keys() - _OBJECT_KEYS)
         if unknown:
@@ -397,6 +405,9 @@ class _Members:
 
     def _rule(self, name: str, value: str) -> str:
         self._rules.append(f"{name}: {value}")
+        self._size += len(value)
+        if self._size > MAX_TEXT:
+            raise GrammarTooLargeError
         return name
 
 

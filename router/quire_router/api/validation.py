@@ -21,6 +21,7 @@ from quire_proto.text.tokenizer import ModelTokenizer, encode_bad_words
 from quire_proto.text.tool_formats import ToolFormat
 from quire_proto.text.tool_grammar import (
     ANYTHING,
+    GrammarTooLargeError,
     ReasoningState,
     ToolSpec,
     UnsupportedSchemaError,
@@ -358,8 +359,8 @@ def structured_of(request: GenerationBody, tokenizer: ModelTokenizer, prompt: Se
         raise invalid("tools", "The schemas of the tools are nested too deeply.") from None
     except UnsupportedSchemaError as error:
         raise _unusable_parameters(error.tool, str(error)) from None
-    if len(grammar) > MAX_TEXT:
-        raise grammar_too_large(len(grammar))
+    except GrammarTooLargeError:
+        raise grammar_too_large() from None
     return Structured(StructuredKind.GRAMMAR, grammar)
 
 

@@ -7,7 +7,8 @@ from random import Random
 import jsonschema
 import pytest
 from quire_engine.structured_output.compiler import ModelGrammars
-from quire_proto.structured_output import Structured, StructuredKind, choice
+from quire_proto.structured_output import MAX_TEXT, Structured, StructuredKind, choice
+from quire_proto.text import tool_grammar
 from quire_proto.text.harmony import MARKS as HARMONY_MARKS
 from quire_proto.text.harmony import HarmonyParser
 from quire_proto.text.reasoning import REASONING_FORMATS, THINK, ReasoningParser
@@ -16,6 +17,7 @@ from quire_proto.text.tool_arguments import parameter_types
 from quire_proto.text.tool_formats import HARMONY, HERMES, LLAMA3, TOOL_FORMATS, JsonCall, NamedCall
 from quire_proto.text.tool_grammar import (
     FINAL,
+    GrammarTooLargeError,
     ReasoningState,
     ToolSpec,
     UnsupportedSchemaError,
@@ -232,6 +234,20 @@ def test_a_schema_that_tags_cannot_be_held_to_is_refused_with_its_tool(schema, w
     with pytest.raises(UnsupportedSchemaError, match=words) as caught:
         tool_call_grammar(BY_NAME["qwen3-coder"], [ToolSpec("get", schema)], forced=True, parallel=True)
     assert caught.value.tool == "get"
+
+
+def test_definitions_that_many_parameters_refer_to_are_not_repeated_without_end(monkeypatch):
+    definitions = {"n": {"type": "integer"}, "large": {"enum": ["x" * 1000]}}
+    schema = {
+        "properties": {f"p{i}": {"items": {"$ref": "#/$defs/n"}, "type": "array"} for i in range(200)},
+        "$defs": definitions,
+    }
+    written = []
+    write = tool_grammar._schema
+    monkeypatch.setattr(tool_grammar, "_schema", lambda schema: written.append(write(schema)) or written[-1])
+    with pytest.raises(GrammarTooLargeError):
+        tool_call_grammar(BY_NAME["qwen3-coder"], [ToolSpec("get", schema)], forced=True, parallel=True)
+    assert sum(map(len, written)) < 2 * MAX_TEXT
 
 
 def call(arguments, key="arguments", name="get"):

@@ -157,9 +157,9 @@ def tools_too_large() -> QuireError:
     return invalid("tools", f"The tools have more than {MAX_TOOLS_CHARACTERS} characters in all.")
 
 
-def grammar_too_large(characters: int) -> QuireError:
-    """Returns the error of tools whose grammar has so many characters."""
-    return invalid("tools", f"The tools' schemas have {characters} characters in all but may have {MAX_TEXT} here.")
+def grammar_too_large() -> QuireError:
+    """Returns the error of tools whose grammar is too large."""
+    return invalid("tools", f"The grammar of the tools' schemas has more than {MAX_TEXT} characters.")
 
 
 _MESSAGE, _CALL = 64, 128  # what a template makes of an empty message and of a call without arguments, in characters
