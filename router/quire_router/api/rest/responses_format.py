@@ -316,8 +316,12 @@ class ResponseEncoder:
         return self._encode([ResponseEvent(writer.head, text, ())])
 
     def failed(self, error: QuireError) -> bytes:
-        """Returns the event of a response that ends with an error, behind that of the error."""
+        """Returns the event of a response that ends with an error, behind that of the error. The item that was written
+        is in it as far as it came.
+        """
         self.position += 1
+        for _ in self._answer.writer.close(INCOMPLETE):
+            pass
         return self._encode([_with_response("response.failed", self._answer.json("failed", None, error))])
 
     def _encode(self, pieces: Sequence[ResponseEvent]) -> bytes:

@@ -305,6 +305,8 @@ def test_a_stream_that_fails_says_so_in_every_way_that_clients_look_for(resumabl
     if not resumable:
         assert failed.data["response"]["error"]["message"] == error.message
         assert failed.data["response"]["status"] == "failed"
+        (item,) = failed.data["response"]["output"]
+        assert (item["status"], item["content"][0]["text"]) == ("incomplete", "so")
         EVENTS.validate_python(failed.data)
     assert last.data["type"] == "error"
     assert (last.data["code"], last.data["message"]) == ("stopping", error.message)
