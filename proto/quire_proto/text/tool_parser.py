@@ -8,6 +8,13 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 
+from quire_proto.text.call_reader import (
+    MAX_CALL_CHARS,
+    MAX_HEADER_CHARS,
+    CallReader,
+    NotACallError,
+    UndecidedError,
+)
 from quire_proto.text.harmony import HarmonyParser
 from quire_proto.text.stream_scanner import (
     MAX_MARKER_SPACE,
@@ -45,8 +52,6 @@ from quire_proto.text.tool_formats import (
     ToolFormat,
 )
 
-MAX_CALL_CHARS = 65_536  # characters of a call, or of a value, that can only be emitted as a whole
-MAX_HEADER_CHARS = 512  # characters before the arguments of a call that is emitted while it streams
 _OTHER_KEYS = ("type", "id", "tool_call_id")  # with a text, or a number, as their value
 _KEYS = (*NAME_KEYS, *ARGUMENTS_KEYS, *_OTHER_KEYS, "function")
 _NAME = re.compile(r"[\w.-]*")
@@ -58,15 +63,7 @@ _TEXT_TYPES = frozenset({STRING, QUOTED})
 _KINDS = {"true": _TEXT, "false": ("array", "boolean", "integer", "null", "number", "object")}
 
 
-class NotACallError(Exception):
-    """What is being read is no call: its text is content, unless the call was emitted already."""
-
-
-class UndecidedError(NotACallError):
-    """The header alone does not say whether this is a call."""
-
-
-class ToolParser(StreamParser):
+class ToolParser(CallReader):
     """Splits one output into content and calls of the tools in ``names``, the parameters of which have these
     ``types``. ``exact``: a grammar writes the calls.
 
@@ -98,9 +95,6 @@ class ToolParser(StreamParser):
         self._last_is_call = False  # the last emitted part belongs to a call
         self._gap = TrailingSpace()
         self._opening = ""  # the space and the mark before the possible call
-        self._start = 0  # position in the output at which what is being read begins
-        self._limit = 0  # position that it may reach while it is undecided what it is
-        self._rejected_until = 0  # position up to which a whole body was read and rejected
 
     def _parse(self) -> Steps[None]:
         if self._format.preface:
@@ -169,15 +163,6 @@ class ToolParser(StreamParser):
                 self._source.put_back(self._source.log.take())
         self._source.log = None
 
-    def _begin(self, length: int) -> TextBuffer:
-        """What is read from here on, and logged, is put back if it is neither a call nor what stands between calls. At
-        most ``length`` characters may leave that undecided.
-        """
-        self._source.log = log = TextBuffer()
-        self._start = self._source.position
-        self._limit = self._start + length
-        return log
-
     def _reads_another(self) -> Steps[bool]:
         """Reads what stands after a call. Returns whether another call of the section may be next, false at the end of
         the section. Raises ``NotACallError`` if it is neither.
@@ -199,39 +184,6 @@ class ToolParser(StreamParser):
         if self._format.between is None:
             raise NotACallError
         return (yield from self._more())
-
-    def _skip_space(self) -> Steps[None]:
-        """Reads white space. Raises ``UndecidedError`` if it reaches the limit."""
-        source = self._source
-        while (yield from self._more()):
-            source.advance(source.space_end(min(len(source.text), source.at + self._limit + 1 - source.position)))
-            if source.position > self._limit:
-                raise UndecidedError
-            if source.at < len(source.text):
-                return
-
-    def _expect(self, mark: str, error: type[NotACallError] = NotACallError) -> Steps[None]:
-        """Reads white space and ``mark``. Raises ``error`` if it is not there."""
-        yield from self._skip_space()
-        if not (yield from self._reads(mark)):
-            raise error
-
-    def _read_marks(self, marks: str) -> Steps[None]:
-        """Reads the words of ``marks``, between which white space may be or not. Raises ``NotACallError``."""
-        for mark in marks.split():
-            yield from self._expect(mark)
-
-    def _read_word(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Reads the characters of ``pattern``, possibly none. Raises ``UndecidedError`` if they reach the limit."""
-        source, word = self._source, ""
-        while (yield from self._more()):
-            found = pattern.match(source.text, source.at, source.at + self._limit + 1 - source.position)
-            word += source.take(source.at if found is None else found.end())
-            if source.position > self._limit:
-                raise UndecidedError
-            if source.at < len(source.text):
-                break
-        return word
 
     # Calls
 
@@ -305,9 +257,6 @@ class ToolParser(StreamParser):
             self._begin(MAX_MARKER_SPACE)
             yield from self._read_marks(call.tail)
 
-    def _next_is(self, character: str) -> Steps[bool]:
-        return (yield from self._more()) and self._source.text[self._source.at] == character
-
     def _read_python_call(self) -> Steps[None]:
         name = yield from self._read_head("{name}(")
         body = yield from self._read_whole(BracketScanner(PYTHON_STRUCTURE, depth=1))
@@ -317,47 +266,6 @@ class ToolParser(StreamParser):
         name = yield from self._read_head("call:{name}")
         body, _ = yield from self._read_until(call.tail)
         self._emit_whole(name, lambda: gemma_arguments(body.strip(), call.quote))
-
-    def _left(self) -> int:
-        """The index in the source at which what is being read has ``MAX_CALL_CHARS``, at most the end of the text."""
-        source = self._source
-        return min(len(source.text), source.at + self._start + MAX_CALL_CHARS - source.position)
-
-    def _check_length(self) -> None:
-        if self._source.position - self._start >= MAX_CALL_CHARS:
-            self._rejected_until = self._source.position
-            raise NotACallError
-
-    def _read_whole(self, scanner: BracketScanner) -> Steps[str]:
-        """Reads to the end that ``scanner`` finds. Raises ``NotACallError`` where a body was rejected before, for one
-        that is too long, and for one without an end.
-        """
-        source, body = self._source, TextBuffer()
-        if self._start < self._rejected_until:
-            raise NotACallError
-        while (yield from self._more()):
-            end = scanner.find(source.text, source.at, self._left())
-            body.push(source.take(self._left() if end is None else end))
-            if end is not None:
-                return body.take()
-            self._check_length()
-        self._rejected_until = source.position
-        raise NotACallError
-
-    def _read_until(self, mark: str) -> Steps[tuple[str, bool]]:
-        """Reads to the end of ``mark``. Returns the text before it, and whether it was there before the output ended.
-        Raises as ``_read_whole`` does.
-        """
-        search, body = MarkerSearch(mark), TextBuffer()
-        if self._start < self._rejected_until:
-            raise NotACallError
-        while (yield from self._more()):
-            text, found = search.read(self._source, self._left())
-            body.push(text)
-            if found:
-                return body.take(), True
-            self._check_length()
-        return body.take() + search.take(), False
 
     # JSON
 
@@ -426,19 +334,6 @@ class ToolParser(StreamParser):
             yield from self._read_word(_WORD)
             return
         yield from self._skip_to(BracketScanner(), self._limit)
-
-    def _skip_to(self, scanner: BracketScanner, limit: int) -> Steps[None]:
-        """Reads to the end that ``scanner`` finds. Raises ``UndecidedError`` if it is not before ``limit``."""
-        source = self._source
-        while (yield from self._more()):
-            stop = min(len(source.text), source.at + limit - source.position)
-            end = scanner.find(source.text, source.at, stop)
-            source.advance(stop if end is None else end)
-            if end is not None:
-                return
-            if source.position >= limit:
-                break
-        raise UndecidedError
 
     def _stream_object(self) -> Steps[None]:
         """Emits an object as it arrives."""

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.text import tool_arguments
+from quire_proto.text.call_reader import MAX_CALL_CHARS
 from quire_proto.text.reasoning import REASONING_FORMATS, THINK, ReasoningParser, detect_reasoning
 from quire_proto.text.response_template import described_marks
 from quire_proto.text.stream_scanner import Content, Reasoning, ToolCallArguments, ToolCallStart, merge_adjacent
@@ -19,7 +20,7 @@ from quire_proto.text.tool_formats import (
     TOOL_FORMATS,
     detect_tool_format,
 )
-from quire_proto.text.tool_parser import MAX_CALL_CHARS, new_tool_parser
+from quire_proto.text.tool_parser import new_tool_parser
 
 from tests.support.tool_models import marks_of, written
 

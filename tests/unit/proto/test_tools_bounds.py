@@ -9,7 +9,8 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_proto.text import harmony, reasoning, stream_scanner, tool_parser
+from quire_proto.text import call_reader, harmony, reasoning, stream_scanner, tool_parser
+from quire_proto.text.call_reader import MAX_CALL_CHARS
 from quire_proto.text.reasoning import ReasoningParser
 from quire_proto.text.stream_scanner import (
     MAX_MARKER_SPACE,
@@ -23,7 +24,7 @@ from quire_proto.text.stream_scanner import (
 )
 from quire_proto.text.tool_arguments import parse_call
 from quire_proto.text.tool_formats import TOOL_FORMATS
-from quire_proto.text.tool_parser import MAX_CALL_CHARS, new_tool_parser
+from quire_proto.text.tool_parser import new_tool_parser
 
 from tests.support.tool_models import marks_of, written
 
@@ -89,7 +90,8 @@ def small_bounds() -> Iterator[None]:
             patches.enter_context(patch.object(module, "MAX_MARKER_SPACE", 5))
         for module in (harmony, tool_parser):
             patches.enter_context(patch.object(module, "MAX_HEADER_CHARS", 40))
-        patches.enter_context(patch.object(tool_parser, "MAX_CALL_CHARS", 45))
+        for module in (call_reader, tool_parser):
+            patches.enter_context(patch.object(module, "MAX_CALL_CHARS", 45))
         yield
 
 
