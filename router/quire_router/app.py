@@ -2,19 +2,20 @@
 
 ``run`` is what the command calls. With several workers it runs their ``Supervisor``, and each worker a ``Router``: the
 ports around ``Components``, which are made from the settings and connected to each other. ``BackgroundJobs`` are what a
-router does beside its requests, at intervals: it claims orphaned requests, sweeps the prefix index, flushes token
-metrics and gives memory back.
+router does beside its requests, at intervals: it claims orphaned requests, settles the usage of dead routers' requests,
+sweeps the prefix index, flushes token metrics and gives memory back.
 """
 
 import asyncio
 import ctypes
 import gc
 import logging
+import random
 import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -65,6 +66,7 @@ from quire_router.engines.model_matcher import ModelIdentity
 from quire_router.engines.output_stream import ATTEMPT_FAILURES
 from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ConnectionSettings, assumed_limits
+from quire_router.journal.base import Journal
 from quire_router.journal.buffered_journal import BufferedJournal
 from quire_router.journal.codec import JournalSettings
 from quire_router.journal.memory import MemoryJournal
@@ -87,6 +89,7 @@ _CHECK_PERIOD = 5.0  # seconds between two checks of a worker's tasks
 _SWITCH_SECONDS = 0.0005  # that the loop waits for the GIL at most while a thread renders; Python's default is 0.005
 _CLOSE_TIMEOUT = 2.0  # seconds in which gRPC calls that have their answers can send them
 ADOPTION_PERIOD = 1.0  # seconds
+SETTLE_PERIOD = 20.0  # seconds at most; with the ledger's ``GRACE`` less than the records of dead routers are kept
 SWEEP_PERIOD, SWEEP_PAUSE = 1.0, 0.02  # seconds between sweeps, and between parts of one
 SWEEP_BLOCKS = 2_000  # a millisecond or so of work at once
 TRIM_PERIOD, TRIM_GROWTH = 1.0, 64 << 20  # seconds between checks, and the growth in bytes that is worth a trim
@@ -335,12 +338,13 @@ class Components:
             tenant_limits=limits,
             bodies=BodyBudget(settings.max_inflight_body_bytes),
             responses_retention=settings.responses_retention,
+            read_usage=self.journal.usage,
         )
         self.queue.on_queued = self.service.bodies.release_queued
         local = LocalLoad(settings.models, self.runner.load)
         self.load: Load = local if redis is None else RedisLoad(redis, settings.models)
         self._load_publisher = None if redis is None else LoadPublisher(redis, local.now, router_id=router_id)
-        self._background_jobs = BackgroundJobs(self.runner, self.index)
+        self._background_jobs = BackgroundJobs(self.runner, self.index, self.journal)
 
     async def start(self, stack: AsyncExitStack) -> None:
         """Begins to connect to engines and to Redis, and never waits for them; ``stack`` closes what was started."""
@@ -433,7 +437,7 @@ def _queue_settings(settings: Settings) -> QueueSettings:
 
 def _journal(settings: Settings, router_id: str) -> BufferedJournal | MemoryJournal:
     """Raises ``JournalFileError``."""
-    times = JournalSettings(retention=settings.retention)
+    times = JournalSettings(retention=settings.retention, usage_retention=settings.usage_retention)
     journal: BufferedJournal
     if settings.redis is not None:
         journal = RedisJournal(settings.redis, owner=router_id, settings=times)
@@ -449,9 +453,10 @@ def _journal(settings: Settings, router_id: str) -> BufferedJournal | MemoryJour
 class BackgroundJobs:
     """What runs at intervals, from ``start`` to ``stop``; a run that fails is tried again the next time."""
 
-    def __init__(self, runner: RequestRunner, index: PrefixIndex) -> None:
+    def __init__(self, runner: RequestRunner, index: PrefixIndex, journal: Journal) -> None:
         self._runner = runner
         self._index = index
+        self._journal = journal
         self._tasks: list[SupervisedTask] = []
 
     def start(self) -> None:
@@ -459,6 +464,7 @@ class BackgroundJobs:
         self._tasks = [
             supervise("orphans", self._claim_orphans),
             supervise("prefix index", self._sweep_index),
+            supervise("usage", self._settle_usage),
             supervise("tally", _flush_token_metrics),
             supervise("memory", _trim_memory),
         ]
@@ -479,6 +485,13 @@ class BackgroundJobs:
                 continue
             if adopted:
                 log.info("took up %d background requests that their routers had left", adopted)
+
+    async def _settle_usage(self) -> None:
+        """At random times, so that routers do not do the same at once."""
+        while True:
+            await asyncio.sleep(random.uniform(0.5, 1.0) * SETTLE_PERIOD)  # noqa: S311 - no secret
+            with suppress(QuireError):  # the journal is away, and logs that
+                await self._journal.settle_usage()
 
     async def _sweep_index(self) -> None:
         """Seldom while there is nothing to sweep, so that an idle router is not woken for it."""

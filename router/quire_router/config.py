@@ -151,7 +151,8 @@ class Settings(CliSettings):
     Every flag can also be given as an environment variable: QUIRE_ROUTER_ and the flag's name in capitals with
     underscores, lists separated by commas.
 
-    quire-router simulate --help is about trying requests on a simulated fleet.
+    quire-router simulate --help is about trying requests on a simulated fleet, quire-router usage --help about what
+    tenants used.
     """
 
     model_config = SettingsConfigDict(env_prefix="QUIRE_ROUTER_", cli_prog_name="quire-router")
@@ -333,6 +334,9 @@ class Settings(CliSettings):
     retention: Seconds = Field(default=3600, description="Seconds that finished requests are stored.")
     responses_retention: Seconds = Field(
         default=21_600, description="Seconds that finished responses of the Responses API are stored."
+    )
+    usage_retention: Seconds = Field(
+        default=400 * 86_400, description="Seconds that what tenants used in an hour is stored."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")
 

@@ -10,12 +10,17 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 def main() -> None:
     """Serves until a signal comes; one that comes before there is anything to close ends the process at once. The
-    subcommand ``simulate`` simulates a fleet instead.
+    subcommand ``simulate`` simulates a fleet instead, and ``usage`` prints what tenants used.
     """
     if sys.argv[1:2] == ["simulate"]:
         from quire_router.simulation.cli import simulate
 
         simulate(sys.argv[2:])
+        return
+    if sys.argv[1:2] == ["usage"]:
+        from quire_router.usage.export import run as run_usage
+
+        run_usage(sys.argv[2:])
         return
     for number in SIGNALS:
         signal.signal(number, _exit)

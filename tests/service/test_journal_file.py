@@ -2,8 +2,12 @@
 requests and keys go on as if nothing had been.
 """
 
+import json
 import random
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from quire_router.journal.sqlite.usage_table import read_usage_file
 
 from tests.service.conftest import DEMO, FLOAT32, MODEL, ROOT, SMALL_POOLS
 from tests.support.forked_engines import ForkedEngine
@@ -159,3 +164,54 @@ def test_a_second_router_on_the_file_is_refused_in_one_sentence(machine: Machine
     sentence = f"quire-router: the journal {machine.folder / 'journal'} is in use by another router (process "
     assert second.text.splitlines()[-1].startswith(sentence)
     second.stop()
+
+
+def test_what_a_stream_used_is_counted_once_although_its_router_was_killed_within_it_and_at_its_end(
+    machine: Machine,
+) -> None:
+    machine.engine.wait_ready()
+    machine.router.wait_ready()
+    before = usage_of(machine)
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 60, "ignore_eos": True, "temperature": 0, "stream": True}
+    body["stream_options"] = {"include_event_ids": True, "include_usage": True}
+    lines: list[str] = []
+    with httpx.stream("POST", f"{machine.url}/v1/completions", json=body, timeout=60) as response:
+        for line in response.iter_lines():
+            lines.append(line)
+            if len(lines) == 60:
+                break
+    for _ in range(2):  # the second time as soon as the last event has come, so its end may not be written
+        machine.restart(engine=False)
+        machine.router.wait_ready()
+        lines += resumed(machine, lines)
+    usage = json.loads([line for line in lines if '"usage":{' in line][-1].removeprefix("data: "))["usage"]
+    assert usage["completion_tokens"] == 60
+    expected = (before[0] + 1, before[1] + usage["prompt_tokens"], before[2] + 60)
+    eventually(lambda: usage_of(machine) == expected)
+    start = int(time.time()) // 86_400 * 86_400
+    page = httpx.get(f"{machine.url}/v1/usage", params={"start_time": start - 86_400}).raise_for_status().json()
+    days = [result for bucket in page["data"] for result in bucket["results"]]
+    names = ("num_model_requests", "input_tokens", "output_tokens")
+    assert tuple(sum(day[name] for day in days) for name in names) == expected
+    command = [sys.executable, "-m", "quire_router.main", "usage", "--journal-file", str(machine.folder / "journal")]
+    table = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    rows = [dict(zip(table[0].split(","), line.split(","), strict=True)) for line in table[1:]]
+    assert tuple(sum(int(row[name]) for row in rows) for name in COLUMNS) == expected
+
+
+def resumed(machine: Machine, lines: list[str]) -> list[str]:
+    """The lines of the rest of a stream."""
+    request_id = json.loads(next(line for line in lines if line.startswith("data: ")).removeprefix("data: "))["id"]
+    last = [line for line in lines if line.startswith("id: ")][-1].removeprefix("id: ")
+    headers = {"last-event-id": last}
+    with httpx.stream("GET", f"{machine.url}/v1/requests/{request_id}/events", headers=headers, timeout=60) as response:
+        return list(response.raise_for_status().iter_lines())
+
+
+COLUMNS = ("requests", "prompt_tokens", "completion_tokens")
+
+
+def usage_of(machine: Machine) -> tuple[int, ...]:
+    """Requests, prompt tokens and output tokens of all."""
+    rows = read_usage_file(machine.folder / "journal", 0, 1e11, None)
+    return tuple(sum(getattr(row, name) for row in rows) for name in COLUMNS)

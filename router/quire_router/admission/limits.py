@@ -84,6 +84,10 @@ class RateLimiter:
         self._clock = clock
         self._usages: dict[str, TenantUsage] = {}
 
+    def label(self, tenant_id: str) -> str:
+        """See ``Tenants.label``."""
+        return self._tenants.label(tenant_id)
+
     async def reserve(self, tenant_id: str, request_id: str, tokens: int) -> "Reservation":
         """Admits a request that may use ``tokens`` at most, until its reservation is settled. Raises ``QuireError``:
         OVERLOADED with a reason, INVALID when it is more than the tenant may ever use at once.

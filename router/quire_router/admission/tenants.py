@@ -50,6 +50,7 @@ class Tenants(dict[str, Tenant]):
     def __init__(self, tenants: Iterable[Tenant] = (), default: Tenant | None = None) -> None:
         super().__init__((tenant.id, tenant) for tenant in tenants)
         self._default = default or Tenant()
+        self._named = frozenset(self)
 
     def __missing__(self, tenant_id: str) -> Tenant:
         tenant = self[tenant_id] = replace(self._default, id=tenant_id)
@@ -60,6 +61,11 @@ class Tenants(dict[str, Tenant]):
         self.clear()
         self.update(other)
         self._default = other._default
+        self._named = other._named
+
+    def label(self, tenant_id: str) -> str:
+        """The tenant in metrics: its id if it is a configured one, else ``other``, so that there are few labels."""
+        return tenant_id if tenant_id in self._named else OTHER_TENANTS
 
 
 def check_key(key: str) -> str:
@@ -77,6 +83,7 @@ MICROSECONDS = 1_000_000
 WINDOW = 60 * MICROSECONDS
 """A full bucket is a minute's worth, so that in any ``w`` seconds at most ``limit * (1 + w / 60)`` are taken."""
 
+OTHER_TENANTS = "other"  # in metrics: all that the tenants' file does not name
 POLLS_A_REQUEST = 10  # reads of earlier requests a minute, for each request a minute
 
 

@@ -6,7 +6,7 @@ choice begins with the prompt's text.
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -57,6 +57,7 @@ from quire_router.api.validation import Validator, name_schema_at_fault
 from quire_router.core import metrics
 from quire_router.core.errors import key_conflict, key_unavailable, unknown_model
 from quire_router.core.generation import Delta, GenerationRequest, OwnedDeltaStream, StreamCursor
+from quire_router.core.usage import UsageRow
 from quire_router.journal.base import RequestRecord
 
 _TRACER = trace.get_tracer("quire.router")
@@ -67,6 +68,8 @@ _CLIENT_ERRORS = (ErrorCode.INVALID, ErrorCode.FORBIDDEN, ErrorCode.NOT_FOUND)
 _ATTEMPTS, _RETRY_INTERVAL = 5, 0.05  # seconds between attempts
 _TOKENS_PER_TURN = 256  # of a prompt that is detokenised: a millisecond or two
 T = TypeVar("T")
+UsageReader = Callable[[float, float, str], Awaitable[list[UsageRow]]]
+"""``Journal.usage``, of one tenant."""
 
 
 class SizedRequest(Protocol):
@@ -113,8 +116,9 @@ class Response:
 
 class ApiService:
     """The common half of both APIs. No request may take more than ``request_timeout`` seconds. ``durable`` returns
-    whether the requests of these ids are recorded in the journal. Responses of the Responses API are kept for
-    ``responses_retention`` seconds, others as long as the journal keeps them; a tenant's own retention comes first.
+    whether the requests of these ids are recorded in the journal, and ``read_usage`` what a tenant used. Responses of
+    the Responses API are kept for ``responses_retention`` seconds, others as long as the journal keeps them; a tenant's
+    own retention comes first.
     """
 
     def __init__(
@@ -132,6 +136,7 @@ class ApiService:
         tenant_limits: RateLimiter | None = None,
         bodies: BodyBudget | None = None,
         responses_retention: float | None = None,
+        read_usage: UsageReader | None = None,
     ) -> None:
         self.keys = keys
         self.concurrency = concurrency
@@ -144,6 +149,7 @@ class ApiService:
         self._request_timeout = request_timeout
         self._responses_retention = responses_retention
         self._durable = durable
+        self._read_usage = read_usage
         self._tenant_limits = tenant_limits
         self._validator = Validator(
             tokenizers, fleet.limits, fleet.loras, allow_priority=allow_priority, refuse_unknown=refuse_unknown
@@ -284,6 +290,13 @@ class ApiService:
         stored = await self.status(request_id, caller)
         await self._runner.delete(stored.request_ids)
         return stored
+
+    async def usage(self, since: float, until: float, caller: Identity) -> list[UsageRow]:
+        """Returns what the caller's tenant used in the hours that begin from ``since`` until before ``until``. Raises
+        ``QuireError``: UNAVAILABLE if it cannot be read now, OVERLOADED when the caller reads too often.
+        """
+        self._check_polls(caller)
+        return [] if self._read_usage is None else await self._read_usage(since, until, caller.tenant)
 
     async def tokenize(
         self,

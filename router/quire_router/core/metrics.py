@@ -96,6 +96,17 @@ ITL = BulkHistogram(Metric.INTER_TOKEN_LATENCY, "Seconds between pieces of a cho
 DURATION = Histogram(Metric.REQUEST_DURATION, "Seconds from admission to the end.", ["model"], buckets=_SECONDS)
 PROMPT_TOKENS = Counter(Metric.PROMPT_TOKENS, "Prompt tokens of admitted requests.", ["model"])
 GENERATION_TOKENS = Counter(Metric.GENERATION_TOKENS, "Tokens generated, of all choices.", ["model"])
+TENANT_REQUESTS = Counter(
+    Metric.TENANT_REQUESTS, "Requests of a tenant that engines took and that ended here.", ["tenant", "model"]
+)
+TENANT_PROMPT_TOKENS = Counter(Metric.TENANT_PROMPT_TOKENS, "Their prompt tokens.", ["tenant", "model"])
+TENANT_CACHED_TOKENS = Counter(
+    Metric.TENANT_CACHED_TOKENS, "Those of them that were in the prefix cache.", ["tenant", "model"]
+)
+TENANT_COMPLETION_TOKENS = Counter(
+    Metric.TENANT_COMPLETION_TOKENS, "Their output tokens, of all choices.", ["tenant", "model"]
+)
+USAGE_LOST = Counter(Metric.USAGE_LOST, "Requests whose usage may not have been counted, as their records are gone.")
 ENGINES_READY = Gauge(
     Metric.ENGINES_READY, "Engines that can run the model now.", ["model"], multiprocess_mode="livemin"
 )
@@ -144,6 +155,13 @@ JOURNAL_PENDING = Gauge(
 JOURNAL_DROPPED = Counter(Metric.JOURNAL_DROPPED, "Writes given up because too many were pending.")
 STALE_EPOCHS = Counter(Metric.STALE_EPOCHS, "Writes refused because another router owns the request now.")
 TASK_RESTARTS = Counter(Metric.TASK_RESTARTS, "Tasks of this router that failed and were started again.", ["task"])
+
+
+def count_tenant(tenant: str, model: str, counts: Sequence[int]) -> None:
+    """Adds requests, prompt tokens, cached tokens and output tokens to those of a tenant, or of all ``other`` ones."""
+    counters = TENANT_REQUESTS, TENANT_PROMPT_TOKENS, TENANT_CACHED_TOKENS, TENANT_COMPLETION_TOKENS
+    for counter, count in zip(counters, counts, strict=True):
+        counter.labels(tenant, model).inc(count)
 
 
 def init_series(models: Iterable[str], losses: Iterable[str]) -> None:

@@ -14,6 +14,7 @@ from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 
 from quire_router.core.generation import NO_USAGE, Delta, GenerationRequest, Usage
+from quire_router.core.usage import UsageRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +176,15 @@ class Journal(Protocol):
 
     def finish(self, lease: Lease, reason: FinishReason, error: str = "", usage: Usage = NO_USAGE) -> None:
         """Ends the record, which is kept for the retention time. A cancelled one ends with ``FinishReason.ABORT``,
-        whatever its choices ended with, since that was the answer to ``cancel``. Never waits.
+        whatever its choices ended with, since that was the answer to ``cancel``. ``usage`` is counted for its tenant,
+        and is ``NO_USAGE`` if no engine had the request. Never waits.
         """
         ...
 
-    def release(self, lease: Lease) -> None:
-        """Gives up the lease on a record that has not ended, so that any router may claim it. Never waits."""
+    def release(self, lease: Lease, usage: Usage = NO_USAGE) -> None:
+        """Gives up the lease on a record that has not ended, so that any router may claim it. ``usage``, what the
+        request used so far, is counted: nobody may come for the rest. Never waits.
+        """
         ...
 
     async def claim(self, request_id: str) -> tuple[RequestRecord, Lease] | None:
@@ -221,6 +225,18 @@ class Journal(Protocol):
     async def orphans(self) -> list[str]:
         """Background requests that have not ended and have no lease: at most 16 of them, and with the next call those
         that follow, so that one that no router claims delays no other. Raises as ``Follower.poll``.
+        """
+        ...
+
+    async def usage(self, since: float, until: float, tenant: str | None = None) -> list[UsageRow]:
+        """What one tenant, or each, used in the hours that begin from ``since`` until before ``until``, in seconds
+        after 1970; by hour, tenant and model. Raises ``QuireError`` UNAVAILABLE when it cannot be read.
+        """
+        ...
+
+    async def settle_usage(self) -> None:
+        """Counts what requests used whose routers died before they could, where that is not done with the record.
+        Raises as ``usage``.
         """
         ...
 

@@ -21,6 +21,7 @@ from quire_router.core import metrics
 from quire_router.core.errors import journal_unavailable
 from quire_router.core.generation import NO_USAGE, GenerationRequest, Usage
 from quire_router.core.retry import supervise
+from quire_router.core.usage import Account, UsageRow
 from quire_router.journal.base import (
     REFUSED_EPOCH,
     AnyDelta,
@@ -41,7 +42,7 @@ from quire_router.journal.codec import (
 from quire_router.journal.follower import RawRecordUpdate, RecordFollower
 from quire_router.journal.journal_writer import JournalWriter
 from quire_router.journal.token_log import TokenLog, log_checksum, read_record
-from quire_router.journal.write_buffer import BufferedRequest, RequestEnd, WriteBuffer
+from quire_router.journal.write_buffer import BufferedRequest, DroppedUsage, RequestEnd, WriteBuffer
 
 log = logging.getLogger(__name__)
 MAX_WAIT = 0.5  # seconds that a request waits for the database where it can go on, or begin, without
@@ -96,6 +97,14 @@ class RecordStore(Protocol):
         """See ``Journal``."""
         ...
 
+    async def usage(self, since: float, until: float, tenant: str | None) -> list[UsageRow]:
+        """See ``Journal``."""
+        ...
+
+    async def settle_usage(self) -> None:
+        """See ``Journal``."""
+        ...
+
     def abandon(self, lease: Lease) -> None:
         """Nothing will be written with this lease any more, although its request goes on. Never waits."""
         ...
@@ -122,6 +131,7 @@ class BufferedJournal(ABC):
         self._buffer = buffer
         self._store = store
         self._writer = writer
+        self._dropped: dict[Lease, GenerationRequest] = {}  # those that run without a record
         self._openings: set[asyncio.Task[Lease | None]] = set()
         self._task: SupervisedTask | None = None
 
@@ -153,6 +163,7 @@ class BufferedJournal(ABC):
             metrics.STALE_EPOCHS.inc()
             return Lease(generation.request_id, self._owner, REFUSED_EPOCH)
         if not self._buffer.add(BufferedRequest(generation, lease)):
+            self._dropped[lease] = generation
             metrics.JOURNAL_DROPPED.inc()
         return lease
 
@@ -178,13 +189,13 @@ class BufferedJournal(ABC):
         """See ``Journal``. Tokens that would leave a gap are not kept."""
         request = self._writable_request(lease)
         if request is not None and not self._buffer.append(request, position, delta):
-            self._on_dropped(lease)
+            self._on_dropped(request)
 
     def append_token(self, lease: Lease, index: int, position: int, token_id: int) -> None:
         """See ``Journal``."""
         request = self._writable_request(lease)
         if request is not None and not self._buffer.append_token(request, index, position, token_id):
-            self._on_dropped(lease)
+            self._on_dropped(request)
 
     def finish(self, lease: Lease, reason: FinishReason, error: str = "", usage: Usage = NO_USAGE) -> None:
         """See ``Journal``."""
@@ -193,15 +204,21 @@ class BufferedJournal(ABC):
             request.end = (
                 RequestEnd(FinishReason.ABORT, "", usage) if request.cancelled else RequestEnd(reason, error, usage)
             )
+            request.close(usage)
             self._buffer.mark_dirty(request)
+        else:
+            self._count_dropped(lease, usage)
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Lease, usage: Usage = NO_USAGE) -> None:
         """See ``Journal``. A cancelled request ends."""
         request = self._writable_request(lease)
         if request is not None:
+            request.close(usage)
             request.released = True
             request.end = RequestEnd(FinishReason.ABORT) if request.cancelled else None
             self._buffer.mark_dirty(request)
+        else:
+            self._count_dropped(lease, usage)
 
     async def claim(self, request_id: str) -> tuple[RequestRecord, Lease] | None:
         """See ``Journal``. A damaged record ends with an error. Nothing is claimed just after the database was
@@ -253,7 +270,8 @@ class BufferedJournal(ABC):
         if record is None or request is None or request.end is None or record.finish_reason is not None:
             return record
         end = request.end
-        return replace(record, finish_reason=end.reason, error=end.error, usage=end.usage, leased=False)
+        usage = record.usage if end.usage == NO_USAGE else end.usage
+        return replace(record, finish_reason=end.reason, error=end.error, usage=usage, leased=False)
 
     def follow(self, request_id: str) -> Follower:
         """See ``Journal``."""
@@ -292,6 +310,14 @@ class BufferedJournal(ABC):
             return []
         return await self._call("of the background", self._store.orphans)
 
+    async def usage(self, since: float, until: float, tenant: str | None = None) -> list[UsageRow]:
+        """See ``Journal``."""
+        return await self._call("of usage", lambda: self._store.usage(since, until, tenant))
+
+    async def settle_usage(self) -> None:
+        """See ``Journal``."""
+        await self._call("of usage", self._store.settle_usage)
+
     async def flush(self) -> None:
         """Waits until everything written so far is in the database; for as long as that takes."""
         await self._writer.flush()
@@ -319,7 +345,7 @@ class BufferedJournal(ABC):
         if self._buffer.get(generation.request_id) is not None:
             return None  # the same request came once more while this one waited
         if not self._buffer.add(request):
-            self._on_dropped(lease)
+            self._on_dropped(request)
         return lease
 
     def _release_unused(self, opening: "asyncio.Task[Lease | None]") -> None:
@@ -410,9 +436,19 @@ class BufferedJournal(ABC):
             raise journal_unavailable() from None
         return True
 
-    def _on_dropped(self, lease: Lease) -> None:
+    def _on_dropped(self, request: BufferedRequest) -> None:
         metrics.JOURNAL_DROPPED.inc()
-        self._store.abandon(lease)
+        self._dropped[request.lease] = request.generation
+        self._store.abandon(request.lease)
+
+    def _count_dropped(self, lease: Lease, usage: Usage) -> None:
+        """Counts what a request used that the journal has dropped: no record says it."""
+        generation = self._dropped.pop(lease, None)
+        if generation is None or usage == NO_USAGE:
+            return
+        if not self._buffer.add_dropped(DroppedUsage(lease, Account.of(generation), usage)):
+            log.warning("the usage of request %s is not counted: too much is to be written", lease.request_id)
+            metrics.USAGE_LOST.inc()
 
     def _writable_request(self, lease: Lease) -> BufferedRequest | None:
         request = self._buffer.get(lease.request_id)

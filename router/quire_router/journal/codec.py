@@ -21,6 +21,7 @@ from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.structured_output import Structured, StructuredKind
 
 from quire_router.core.generation import NO_USAGE, GenerationRequest, LoRA, Usage
+from quire_router.core.usage import Account
 from quire_router.journal.base import RecordUpdate, RequestRecord
 
 TOKEN_BYTES = 4
@@ -43,7 +44,7 @@ class JournalSettings:
     or ``running_ttl`` after its last write. A ``pause`` between two flushes lets tokens gather, and the more streams
     run, the longer: half a millisecond or so for each. A router that dies costs at most that many seconds of tokens,
     which are generated again. For ``settle`` after Redis was unavailable, routers may still have to write what they
-    buffer.
+    buffer. What tenants used in an hour is kept for ``usage_retention``.
     """
 
     lease: float = 4.0
@@ -51,6 +52,7 @@ class JournalSettings:
     retention: float = 3600.0
     running_ttl: float = 86_400.0
     pause: float = 0.02
+    usage_retention: float = 400 * 86_400.0
 
     def __post_init__(self) -> None:
         if self.lease_ms > MAX_LEASE:
@@ -279,6 +281,16 @@ def decode_usage(text: bytes) -> Usage:
     if not all(0 <= count < 2**31 for count in counts):
         raise ValueError("no request uses so many tokens")
     return Usage(*counts) if counts else NO_USAGE
+
+
+def decode_account(request: bytes) -> Account:
+    """Who pays for a stored request, and for which model or adapter. Raises ``CorruptRecordError``."""
+    try:
+        fields = json.loads(request)
+        model = fields["model"] if "lora" not in fields else _as_lora(fields["lora"]).name
+        return Account(_as_str(fields["tenant"]), _as_str(model))
+    except _DECODE_ERRORS as error:
+        raise CorruptRecordError(f"the record is damaged ({type(error).__name__})") from error
 
 
 def decode_num_choices(request: bytes) -> int:

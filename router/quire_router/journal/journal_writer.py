@@ -7,6 +7,7 @@ import asyncio
 import logging
 from contextlib import suppress
 from enum import Enum
+from itertools import islice
 from typing import Protocol
 
 from quire_proto.supervise import Backoff
@@ -14,7 +15,7 @@ from quire_proto.supervise import Backoff
 from quire_router.core import metrics
 from quire_router.journal.base import LeaseListener
 from quire_router.journal.codec import JournalSettings
-from quire_router.journal.write_buffer import BufferedRequest, BufferedWrite, WriteBuffer
+from quire_router.journal.write_buffer import BufferedRequest, BufferedWrite, DroppedUsage, WriteBuffer
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,10 @@ class WriteTarget(Protocol):
         """Writes; an error among the replies means that this write is to be repeated. Repeating one that was done
         changes nothing.
         """
+        ...
+
+    async def count(self, dropped: list[DroppedUsage]) -> None:
+        """Counts what requests used that were dropped. Repeating it changes nothing."""
         ...
 
     def repeats(self, error: Exception) -> bool:
@@ -147,6 +152,7 @@ class JournalWriter:
         with suppress(TimeoutError):
             async with asyncio.timeout_at(self._next_heartbeat):
                 await self._buffer.wait_dirty()
+        await self._count_dropped()
         writes = self._buffer.next_writes(MAX_WRITES_PER_FLUSH)
         await self._write(writes)
         metrics.JOURNAL_PENDING.set(len(self._buffer))
@@ -190,6 +196,13 @@ class JournalWriter:
         self._target.mark_unavailable()
         metrics.JOURNAL_AVAILABLE.set(0)
         metrics.JOURNAL_PENDING.set(len(self._buffer))
+
+    async def _count_dropped(self) -> None:
+        dropped = list(islice(self._buffer.dropped, MAX_WRITES_PER_FLUSH))
+        if dropped:
+            await self._target.count(dropped)
+            for _ in dropped:
+                self._buffer.dropped.popleft()
 
     async def _write(self, writes: list[BufferedWrite]) -> None:
         if not writes:

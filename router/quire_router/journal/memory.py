@@ -10,6 +10,7 @@ from quire_proto.sampling import FinishReason
 from quire_router.admission.fair_queue import LazyHeap
 from quire_router.core import metrics
 from quire_router.core.generation import NO_USAGE, GenerationRequest, Usage
+from quire_router.core.usage import Account, MemoryLedger, UsageRow, difference, largest, used
 from quire_router.journal.base import (
     MAX_ORPHANS,
     REFUSED_EPOCH,
@@ -36,6 +37,7 @@ class _MemoryRecord:
     end: RequestEnd | None = None
     leased: bool = True
     cancelled: bool = False
+    counted: Usage = NO_USAGE
 
     def __post_init__(self) -> None:
         self.log = TokenLog(self.generation.params.n)
@@ -111,6 +113,8 @@ class MemoryJournal:
         self._records: dict[str, _MemoryRecord] = {}
         self._unleased: OrderedDict[str, None] = OrderedDict()  # records without a lease, in the order of release
         self._expirations: LazyHeap[str] = LazyHeap()  # the same, by when they expire
+        self._ledger = MemoryLedger()
+        self._dropped: dict[Lease, GenerationRequest] = {}  # those that run without a record
         self._orphan_offset = 0  # how many the calls of this round have returned
         metrics.JOURNAL_AVAILABLE.set(1)
 
@@ -138,6 +142,7 @@ class MemoryJournal:
             self._records[generation.request_id] = record
             self._tokens += record.size
         else:
+            self._dropped[record.lease] = generation
             metrics.JOURNAL_DROPPED.inc()
         return record.lease
 
@@ -172,14 +177,17 @@ class MemoryJournal:
                 record,
                 RequestEnd(FinishReason.ABORT, "", usage) if record.cancelled else RequestEnd(reason, error, usage),
             )
+        self._count_dropped(lease, usage)
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Lease, usage: Usage = NO_USAGE) -> None:
         """See ``Journal``. A cancelled request ends."""
         record = self._writable_record(lease)
         if record is not None and record.cancelled:
-            self._end(record, RequestEnd(FinishReason.ABORT))
+            self._end(record, RequestEnd(FinishReason.ABORT, "", usage))
         elif record is not None:
+            self._count(record, usage)
             self._begin_retention(record)
+        self._count_dropped(lease, usage)
 
     async def claim(self, request_id: str) -> tuple[RequestRecord, Lease] | None:
         """See ``Journal``."""
@@ -249,6 +257,13 @@ class MemoryJournal:
         self._orphan_offset += len(found)
         return [record.lease.request_id for record in found]
 
+    async def usage(self, since: float, until: float, tenant: str | None = None) -> list[UsageRow]:
+        """See ``Journal``: what was used since the process began."""
+        return self._ledger.rows(since, until, tenant)
+
+    async def settle_usage(self) -> None:
+        """Nothing is ever left to be counted."""
+
     async def flush(self) -> None:
         """Nothing is ever pending."""
 
@@ -270,7 +285,21 @@ class MemoryJournal:
 
     def _end(self, record: _MemoryRecord, end: RequestEnd) -> None:
         record.end = end
+        self._count(record, end.usage)
         self._begin_retention(record)
+
+    def _count_dropped(self, lease: Lease, usage: Usage) -> None:
+        generation = self._dropped.pop(lease, None)
+        if generation is not None and usage != NO_USAGE:
+            self._ledger.add(Account.of(generation), difference(usage, NO_USAGE))
+
+    def _count(self, record: _MemoryRecord, usage: Usage) -> None:
+        """Adds what the request used since it was counted last to the ledger."""
+        generation = record.generation
+        total = used(usage, len(generation.prompt_token_ids), record.log.num_tokens)
+        if any(counts := difference(total, record.counted)):
+            self._ledger.add(Account.of(generation), counts)
+            record.counted = largest(total, record.counted)
 
     def _begin_retention(self, record: _MemoryRecord) -> None:
         """Gives up the lease: from now on the record may be deleted."""

@@ -1,19 +1,23 @@
 """What is to be written to a journal's database: coalesced per request, and bounded. Does no I/O."""
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from itertools import islice
+from time import time
 from zlib import crc32
 
 from quire_proto.sampling import FinishReason
 
 from quire_router.core.generation import NO_USAGE, GenerationRequest, Usage
+from quire_router.core.usage import Account, used
 from quire_router.journal.base import MAX_LOG_VALUES, AnyDelta, Lease
 from quire_router.journal.codec import pack_tokens
 from quire_router.journal.token_log import TokenLog
 
 MAX_TOKENS_PER_WRITE = 65_536
+MAX_COUNTED_AGE = 3 * 3600.0
+"""Seconds after which it may be forgotten that a request's usage was counted, so that it is not counted any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,8 @@ class BufferedRequest:
     It holds the whole record, not only what is new, so that it can be written again to a database that lost it: the
     token log, at 4 bytes a token, and the request with its prompt as it came. The database is known to have the first
     ``num_stored`` values of ``log``, with ``checksum``. The lease was last renewed at ``renewed`` (the loop's time).
-    It is ``refused`` if the database did not take it when it was to be ``opened`` at once.
+    It is ``refused`` if the database did not take it when it was to be ``opened`` at once, and ``rewritten`` if the
+    database lost it. ``usage`` is what it had used when it was finished or released, at ``closed_at`` (s after 1970).
     """
 
     generation: GenerationRequest
@@ -46,9 +51,29 @@ class BufferedRequest:
     end: RequestEnd | None = None
     released: bool = False
     cancelled: bool = False
+    rewritten: bool = False
+    usage: Usage = NO_USAGE
+    closed_at: float | None = None
 
     def __post_init__(self) -> None:
         self.log = TokenLog(self.generation.params.n)
+
+    def close(self, usage: Usage) -> None:
+        """Its router is done with it, and knows that it used so much."""
+        self.usage, self.closed_at = usage, time()
+
+    @property
+    def used(self) -> Usage:
+        """What is to be counted of it, when it is closed."""
+        return used(self.usage, len(self.generation.prompt_token_ids), self.log.num_tokens)
+
+    @property
+    def is_countable(self) -> bool:
+        """Whether it is known for sure what was counted of it: a database that answers after hours may have counted it
+        and forgotten that. By the wall clock, as another one stands still while the machine sleeps.
+        """
+        begun = self.generation.created if self.rewritten else self.closed_at
+        return begun is None or time() - begun < MAX_COUNTED_AGE
 
     @property
     def is_writable(self) -> bool:
@@ -85,11 +110,21 @@ class BufferedWrite:
     releases: bool
 
 
+@dataclass(frozen=True, slots=True)
+class DroppedUsage:
+    """What a request used that was dropped, and whose end is in no record."""
+
+    lease: Lease
+    account: Account
+    usage: Usage
+
+
 class WriteBuffer:
     """The buffered requests, and which of them are dirty: have something to write.
 
     At most ``max_requests`` requests and ``max_tokens`` unwritten tokens are kept; what goes beyond is dropped, whole
-    requests at a time, so that a record in the database is always a prefix of what was sent.
+    requests at a time, so that a record in the database is always a prefix of what was sent. What dropped requests used
+    is in ``dropped`` until it is counted, of ``max_requests`` of them at most.
     """
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
@@ -99,10 +134,11 @@ class WriteBuffer:
         self._dirty: OrderedDict[str, None] = OrderedDict()
         self._num_unwritten = 0
         self._became_dirty = asyncio.Event()
+        self.dropped: deque[DroppedUsage] = deque()
 
     def __len__(self) -> int:
-        """How many requests are dirty."""
-        return len(self._dirty)
+        """How many requests are dirty, or dropped and not counted."""
+        return len(self._dirty) + len(self.dropped)
 
     def get(self, request_id: str) -> BufferedRequest | None:
         """The request of this id; None if it is not buffered."""
@@ -167,9 +203,17 @@ class WriteBuffer:
             del self._requests[request.lease.request_id]
             self._dirty.pop(request.lease.request_id, None)
 
+    def add_dropped(self, dropped: DroppedUsage) -> bool:
+        """Has the usage of a dropped request counted; False if there is no capacity for it."""
+        if len(self.dropped) >= self._max_requests:
+            return False
+        self.dropped.append(dropped)
+        self._became_dirty.set()
+        return True
+
     async def wait_dirty(self) -> None:
-        """Waits until a request is dirty."""
-        while not self._dirty:
+        """Waits until a request is dirty, or dropped and not counted."""
+        while not len(self):
             self._became_dirty.clear()
             await self._became_dirty.wait()
 
@@ -198,6 +242,7 @@ class WriteBuffer:
         if self.contains(request):
             self._num_unwritten -= request.num_unwritten
             request.opened, request.num_stored, request.checksum = False, 0, 0
+            request.rewritten = True
             self._num_unwritten += request.num_unwritten
             self.mark_dirty(request)
 

@@ -226,7 +226,14 @@ class RequestRunner:
         try:
             tokenizer = self._tokenizers[request.model]
             state = RequestState(
-                request, tokenizer, self._journal, lease, consumer, record=record, reservation=reservation
+                request,
+                tokenizer,
+                self._journal,
+                lease,
+                consumer,
+                record=record,
+                reservation=reservation,
+                tenant_label=self._limits.label,
             )
             resources.enter_context(self._registry.track(state))
         except Exception:

@@ -5,7 +5,7 @@ switch, from ``try_direct_write`` on. Does no I/O.
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import monotonic
 from uuid import uuid4
@@ -20,7 +20,8 @@ from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.admission.limits import Reservation
 from quire_router.core import metrics
 from quire_router.core.errors import consumer_deadline_exceeded, from_engine
-from quire_router.core.generation import Delta, GenerationRequest, ResponseConsumer, Usage
+from quire_router.core.generation import NO_USAGE, Delta, GenerationRequest, ResponseConsumer, Usage
+from quire_router.core.usage import difference
 from quire_router.engines.output_stream import EngineFull, Output, OutputStream
 from quire_router.journal.base import Journal, Lease, RecordedDelta, RequestRecord
 from quire_router.placement.prefix_index import HashesByNamespace
@@ -110,7 +111,8 @@ def _open_text(request: GenerationRequest, tokenizer: ModelTokenizer) -> OutputT
 class RequestState:
     """A request between its first and its last delta.
 
-    ``lease`` is on its journal record, and ``reservation`` what it was charged; ``trace_context`` is the caller's.
+    ``lease`` is on its journal record, and ``reservation`` what it was charged; ``trace_context`` is the caller's, and
+    ``tenant_label`` returns a tenant's name in metrics.
     ``interrupted`` is done once something other than the engine ends the request: with an error, or with None
     when it was cancelled; ``consumer_expired`` is set when that was because the ``consumer``'s deadline passed.
     ``refused_by`` are the engines that did not take it, with the reason, ``attempt`` counts those that it was sent to,
@@ -133,6 +135,7 @@ class RequestState:
         *,
         record: RequestRecord | None = None,
         reservation: Reservation | None = None,
+        tenant_label: Callable[[str], str] = str,
     ) -> None:
         self.generation = request
         self.trace_context = consumer.trace_context
@@ -164,6 +167,8 @@ class RequestState:
         self._refusals = 0
         self._unreplayed: list[RecordedDelta] = [] if record is None or self._selection is not None else record.deltas
         self._token_metrics = token_metrics(request.model)
+        self._tenant_label = tenant_label
+        self._used_before = self.usage if self._unreplayed else NO_USAGE
 
     @property
     def id(self) -> str:
@@ -372,16 +377,22 @@ class RequestState:
         if self.finish_reason is None:
             if self.cancelled:
                 reason, error = FinishReason.ABORT, ""
-            self._journal.finish(self._lease, reason, error, self.usage)
+            self._journal.finish(self._lease, reason, error, self._used)
             self._close(reason)
 
     def release(self) -> None:
         """Ends the request here and releases its record for others to claim; only the first call does."""
         if self.finish_reason is None:
-            self._journal.release(self._lease)
+            self._journal.release(self._lease, self._used)
             if self._reservation is not None:
                 self._reservation.commit_all()
             self._close(FinishReason.ABORT)
+
+    @property
+    def _used(self) -> Usage:
+        """What its tenant pays for: nothing if no engine ever had it, as far as is known here."""
+        usage = self.usage
+        return NO_USAGE if self.attempt == self._refusals and not usage.completion_tokens else usage
 
     def _close(self, reason: FinishReason) -> None:
         self.finish_reason = reason
@@ -391,6 +402,9 @@ class RequestState:
         self._token_metrics.flush()
         metrics.REQUESTS.labels(request.model, request.operation, reason.value).inc()
         metrics.DURATION.labels(request.model).observe(monotonic() - self._began)
+        metrics.count_tenant(
+            self._tenant_label(request.tenant), request.model, difference(self._used, self._used_before)
+        )
 
     def _settle(self, reservation: Reservation) -> None:
         if self.attempt == self._refusals and not self.restored:

@@ -33,6 +33,7 @@ from quire_router.config import Settings
 from quire_router.core import errors, metrics
 from quire_router.engines.output_stream import StreamEnd
 from quire_router.simulation.config import FleetSettings
+from quire_router.usage.export import UsageSettings
 
 from tests.support import pages
 
@@ -45,7 +46,15 @@ FLAGS: dict[str, set[str]] = {
     str(settings.model_config.get("cli_prog_name")): {
         (field.alias or name).replace("_", "-") for name, field in settings.model_fields.items()
     }
-    for settings in (Settings, EngineConfig, FleetSettings, SimulationConfig, BenchConfig, ServeBenchConfig)
+    for settings in (
+        Settings,
+        EngineConfig,
+        FleetSettings,
+        SimulationConfig,
+        BenchConfig,
+        ServeBenchConfig,
+        UsageSettings,
+    )
 }
 PACKAGES = {"quire_engine", "quire_router", "quire_proto", "quire_cli"}
 TRACE = StepTrace(1, 0, StepTimings(), 0.0, 0.0, 0.0, 0, 0, 0, 0, 0, False, [])
@@ -114,7 +123,7 @@ def test_the_page_of_the_architecture_lists_the_ways_in_which_an_attempt_ends() 
     assert [row[0].strip("`") for row in rows] == [end.name for end in StreamEnd]
 
 
-@pytest.mark.parametrize("settings", [SimulationConfig, FleetSettings, BenchConfig, ServeBenchConfig])
+@pytest.mark.parametrize("settings", [SimulationConfig, FleetSettings, BenchConfig, ServeBenchConfig, UsageSettings])
 def test_some_page_names_each_flag_of_the_other_commands(settings: type[BaseSettings]) -> None:
     told = set(re.findall(r"--(?:no-)?([a-z0-9-]+)", "".join(page.read_text() for page in PAGES)))
     assert not {(field.alias or name).replace("_", "-") for name, field in settings.model_fields.items()} - told
@@ -133,7 +142,7 @@ def test_commands_run_in_the_environment_and_what_they_run_is_there(page: Path) 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_that_a_page_shows_have_flags_that_there_are(page: Path) -> None:
     text = re.sub(r"\\\n\s*", "", page.read_text())
-    commands = r"((?:quire-(?:router|engine)(?: simulate| bench)?)|quire bench serve) ([^`\n]*)"
+    commands = r"((?:quire-(?:router|engine)(?: simulate| bench| usage)?)|quire bench serve) ([^`\n]*)"
     for program, arguments in re.findall(commands, text):
         flags = set(re.findall(r"(?<!\S)--(?:no-)?([a-z][a-z0-9-]*)", arguments)) - {"help", "version"}
         assert not flags - FLAGS[program], program

@@ -98,6 +98,7 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
     },
     "/v1/requests/{id}/cancel": {"post": Operation("Ends a request.")},
     "/v1/requests/{id}/events": {"get": Operation("The answer from Last-Event-ID on.", answers=(_EVENTS,))},
+    "/v1/usage": {"get": Operation("What the caller's tenant used, by hour or day and model.")},
     FLEET: {"get": Operation("The fleet, live.", answers=(_EVENTS,))},
     LOAD_LORA: {"post": Operation("Loads a LoRA adapter at all engines.", LoadLoRABody, answers=(_TEXT,))},
     UNLOAD_LORA: {"post": Operation("Unloads a LoRA adapter at all engines.", UnloadLoRABody, answers=(_TEXT,))},

@@ -46,6 +46,7 @@ from quire_router.api.rest.responses_endpoints import PATH as RESPONSES_PATH
 from quire_router.api.rest.responses_endpoints import ResponseEndpoints
 from quire_router.api.rest.responses_format import RESPONSES
 from quire_router.api.rest.sse import KEEPALIVE, RECONNECT, KeepAlive, send_whole, stream
+from quire_router.api.rest.usage_page import UsageEndpoint
 from quire_router.api.schemas.anthropic import MessagesRequest
 from quire_router.api.schemas.openai import ChatRequest, CompletionRequest, GenerationBody
 from quire_router.api.service import ApiService, counting_rejections, new_request_id
@@ -283,6 +284,7 @@ def build_api(
         _route("/v1/requests/{id}", ("GET", "DELETE"), requests.show_or_delete),
         _route("/v1/requests/{id}/cancel", "POST", requests.cancel),
         _route("/v1/requests/{id}/events", "GET", requests.events),
+        _route("/v1/usage", "GET", UsageEndpoint(service).usage),
         _route("/tokenize", "POST", tokens.tokenize),
         _route("/detokenize", "POST", tokens.detokenize),
         _route("/v1/models", "GET", status.models),

@@ -1,7 +1,7 @@
 -- Included at the beginning of every script. A record is a hash: request, prompt, conversation, where there is one, and
 -- their checksum 'seal'; owner, epoch and lease_expires (ms); 'sum', the checksum of the token log, and told, how many tokens it has; claim, the name of the
 -- last one; cancelled; opened (ms), when it began by this clock; retention (s), where the request has its own; and of
--- one that has ended reason, error and usage. KEYS: record, tokens. ARGV: owner, epoch, then as each script documents.
+-- one that has ended reason, error, usage and 'ended', when (ms). KEYS: record, tokens. ARGV: owner, epoch, then as each script documents.
 -- Each writes first with a command that Redis refuses when it is out of memory, so that it changes all or nothing: a
 -- DEL or a ZREM is not refused. (No script declares flags: Redis 6 does not know them.)
 -- Scripts return DONE; STALE when another owner or a newer epoch has the record, so that the writer has lost it; LOST
@@ -60,7 +60,7 @@ local function hold(owner, epoch, lease, seconds, ...) -- and writes other field
 end
 
 local function finish(record, reason, message, usage, retention) -- the record's own retention comes first
-  redis.call('HSET', RECORD, 'reason', reason, 'error', message, 'usage', usage)
+  redis.call('HSET', RECORD, 'reason', reason, 'error', message, 'usage', usage, 'ended', string.format('%.0f', now()))
   redis.call('HDEL', RECORD, 'lease_expires')
   keep(record.retention or retention)
 end

@@ -54,10 +54,16 @@ CLAIM = _load_script("common", "claim")
 CANCEL = _load_script("common", "cancel")
 DELETE = _load_script("common", "delete")
 INDEX = _load_script("index")
-ALL_SCRIPTS = (OPEN, APPEND, FINISH, RELEASE, CLAIM, CANCEL, DELETE, INDEX)
+USAGE_EXPECT = _load_script("usage_common", "usage_expect")
+USAGE_COUNT = _load_script("usage_common", "usage_count")
+USAGE_GONE = _load_script("usage_common", "usage_gone")
+ALL_SCRIPTS = (OPEN, APPEND, FINISH, RELEASE, CLAIM, CANCEL, DELETE, INDEX, USAGE_EXPECT, USAGE_COUNT, USAGE_GONE)
 
 BACKGROUND = "quire:background"
 """The index of background requests that have not ended, by when their leases expire (ms, by Redis' clock)."""
+
+LEDGER = "quire:{usage}:pending", "quire:{usage}:open", "quire:{usage}:counted", "quire:{usage}:hour:"
+"""The keys of the ledger, see ``usage_common.lua``; the last one is the beginning of the hours' keys."""
 
 PROBE = "quire:probe"
 """A key that never exists: writing nothing to it shows whether Redis takes writes."""

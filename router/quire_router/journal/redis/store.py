@@ -14,6 +14,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from quire_router.core.generation import GenerationRequest
+from quire_router.core.usage import Account, UsageRow
 from quire_router.journal.base import MAX_ORPHANS, Lease, encode_error
 from quire_router.journal.buffered_journal import StoredRecord
 from quire_router.journal.codec import (
@@ -25,6 +26,7 @@ from quire_router.journal.codec import (
     is_epoch,
 )
 from quire_router.journal.follower import RawRecordUpdate
+from quire_router.journal.redis.ledger import RedisLedger, expect_arguments
 from quire_router.journal.redis.redis_connection import (
     BACKGROUND,
     CANCEL,
@@ -32,7 +34,9 @@ from quire_router.journal.redis.redis_connection import (
     DELETE,
     FINISH,
     INDEX,
+    LEDGER,
     OPEN,
+    USAGE_EXPECT,
     LuaScript,
     RedisHealth,
     ScriptReply,
@@ -60,14 +64,18 @@ class RedisStore:
         self._settings = settings
         self._health = health
         self._orphans = OrphanFinder(client)
+        self._ledger = RedisLedger(client, settings, self._evaluate)
 
     async def open(self, generation: GenerationRequest, lease: Lease) -> bool:
         """Creates the record with this lease; False if there is one of another request or owner. A background request
-        enters the index first, so that others find it even if this router dies in between.
+        enters the index first, so that others find it even if this router dies in between. Each is noted in the ledger
+        first, for the same reason.
         """
         terms = lease.owner, lease.epoch, *open_arguments(generation, self._settings)
         if generation.background:
             await self._index(lease.request_id)
+        note = expect_arguments(lease.request_id, Account.of(generation), None)
+        await self._evaluate(USAGE_EXPECT, len(LEDGER), *note)
         reply = await self._run_on_record(OPEN, lease.request_id, *terms)
         return bool(reply == ScriptReply.DONE)
 
@@ -92,11 +100,21 @@ class RedisStore:
 
     async def cancel(self, request_id: str) -> bool:
         """Ends the record, or marks it as cancelled if it is leased; False if there is none that has not ended."""
+        await self._call(lambda: self._ledger.settle_one(request_id))
         return bool(await self._run_on_record(CANCEL, request_id, self._settings.retention_s))
 
     async def delete(self, request_id: str) -> bool:
         """Deletes the record, or cancels it and deletes it soon after its end; False if there is none."""
+        await self._call(lambda: self._ledger.settle_one(request_id))
         return bool(await self._run_on_record(DELETE, request_id, MIN_RETENTION))
+
+    async def usage(self, since: float, until: float, tenant: str | None) -> list[UsageRow]:
+        """See ``Journal``."""
+        return await self._call(lambda: self._ledger.rows(since, until, tenant))
+
+    async def settle_usage(self) -> None:
+        """See ``Journal``."""
+        await self._call(self._ledger.settle)
 
     async def read(self, request_id: str) -> StoredRecord | None:
         """The record as it is; None if there is none."""

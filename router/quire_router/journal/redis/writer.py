@@ -3,6 +3,8 @@
 ``RedisTarget`` exchanges them; ``CommandBuilder`` says which commands a write is.
 """
 
+import asyncio
+import logging
 from collections.abc import Iterable
 from itertools import chain, islice
 from typing import Any
@@ -10,17 +12,23 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
+from quire_router.core import metrics
 from quire_router.core.generation import GenerationRequest
+from quire_router.core.usage import Account
 from quire_router.journal.codec import TOKEN_BYTES, JournalSettings, encode_request_fields, encode_usage
 from quire_router.journal.journal_writer import WriteReply
+from quire_router.journal.redis.ledger import count_arguments, expect_arguments
 from quire_router.journal.redis.redis_connection import (
     ALL_SCRIPTS,
     APPEND,
     BACKGROUND,
     FINISH,
     INDEX,
+    LEDGER,
     OPEN,
     RELEASE,
+    USAGE_COUNT,
+    USAGE_EXPECT,
     LuaScript,
     PipelinedConnection,
     RedisHealth,
@@ -29,7 +37,9 @@ from quire_router.journal.redis.redis_connection import (
     is_corruption,
     keys,
 )
-from quire_router.journal.write_buffer import BufferedRequest, BufferedWrite, RequestEnd
+from quire_router.journal.write_buffer import BufferedRequest, BufferedWrite, DroppedUsage, RequestEnd
+
+log = logging.getLogger(__name__)
 
 
 class RedisTarget:
@@ -45,6 +55,7 @@ class RedisTarget:
         self._connection = connection
         self._health = health
         self._commands = CommandBuilder(settings)
+        self._lease = settings.lease
         self._scripts_loaded = False
 
     async def connect(self) -> None:
@@ -63,19 +74,50 @@ class RedisTarget:
 
     async def write(self, writes: list[BufferedWrite]) -> list[WriteReply | Exception]:
         """See ``WriteTarget``."""
-        commands = [self._commands.build(write) for write in writes]
+        expired = asyncio.get_running_loop().time() - self._lease
+        noted = [is_noted(write, expired) for write in writes]
+        commands = [self._commands.build(write, noted=note) for write, note in zip(writes, noted, strict=True)]
+        notes = [enters_index(write) + note for write, note in zip(writes, noted, strict=True)]  # before the record's
         with self._health.track_exchange(writes=True):
             answers = iter(await self._connection.execute(chain.from_iterable(commands)))
-        replies, ended = list[WriteReply | Exception](), list[BufferedWrite]()
-        for write, own_commands in zip(writes, commands, strict=True):
+        replies, confirmed = list[WriteReply | Exception](), list[int]()
+        for write, own_commands, before in zip(writes, commands, notes, strict=True):
             own_answers = list(islice(answers, len(own_commands)))
-            replies.append(_reply(own_answers[1:] if enters_index(write) else own_answers, own_answers))
-            if leaves_index(write) and own_answers[-1] == ScriptReply.DONE:
-                ended.append(write)
+            replies.append(_reply(own_answers[before:], own_answers))
+            if (write.end is not None or write.releases) and own_answers[-1] == ScriptReply.DONE:
+                confirmed.append(len(replies) - 1)
+        if confirmed:
+            await self._settle(writes, replies, confirmed)
         self._commands.send_source = False  # Redis knows the scripts by their hashes again
-        if ended:
-            await self._connection.execute([index_removal(ended)])
         return replies
+
+    async def _settle(
+        self, writes: list[BufferedWrite], replies: list[WriteReply | Exception], confirmed: list[int]
+    ) -> None:
+        """Counts what requests used whose end or release is written, and takes those that have ended out of the index.
+        A write that is not counted is to be repeated.
+        """
+        counted = [place for place in confirmed if writes[place].request.is_countable]
+        metrics.USAGE_LOST.inc(len(confirmed) - len(counted))
+        commands = [self._commands.count(writes[place]) for place in counted]
+        ended = [writes[place] for place in confirmed if leaves_index(writes[place])]
+        if ended:
+            commands.append(index_removal(ended))
+        if not commands:
+            return
+        for place, answer in zip(counted, await self._connection.execute(commands), strict=False):
+            if isinstance(answer, Exception) and is_corruption(answer):
+                log.error("the ledger of usage in Redis is damaged: its keys are something else's")
+                metrics.USAGE_LOST.inc()
+            elif isinstance(answer, Exception):
+                replies[place] = answer
+
+    async def count(self, dropped: list[DroppedUsage]) -> None:
+        """See ``WriteTarget``. Raises the first error among the replies."""
+        commands = [command for each in dropped for command in self._commands.count_dropped(each)]
+        for answer in await self._connection.execute(commands):
+            if isinstance(answer, Exception) and not is_corruption(answer):
+                raise answer
 
     def repeats(self, error: Exception) -> bool:
         """Whether Redis was restarted, or its scripts were flushed, maybe again before they could be used."""
@@ -125,11 +167,14 @@ class CommandBuilder:
         self.send_source = False
         self._settings = settings
 
-    def build(self, write: BufferedWrite) -> list[bytes]:
-        """The commands. Of a background request that goes on, the first adds it to the index, before it is opened; one
-        that has ended is to be removed with ``index_removal`` once its end is known to be written.
+    def build(self, write: BufferedWrite, *, noted: bool) -> list[bytes]:
+        """The commands; one of them is for the ledger if it is ``noted`` (``is_noted``). Of a background request that
+        goes on, the first adds it to the index, before it is opened; one that has ended is to be removed with
+        ``index_removal`` once its end is known to be written.
         """
         commands = [self._index(write)] if enters_index(write) else []
+        if noted:
+            commands.append(self._expect(write))
         if write.opens:
             commands.append(self._open(write.request))
         commands.append(self._append(write))
@@ -138,6 +183,29 @@ class CommandBuilder:
         if write.releases:
             commands.append(self._release(write.request))
         return commands
+
+    def count(self, write: BufferedWrite) -> bytes:
+        """Counts what the request used, once it is known that its end or release is written."""
+        request, ended = write.request, write.end is not None
+        arguments = count_arguments(request.lease.request_id, request.used, self._settings, ended=ended)
+        return encode_command(*self._script_reference(USAGE_COUNT), len(LEDGER), *arguments)
+
+    def count_dropped(self, dropped: DroppedUsage) -> list[bytes]:
+        """Notes and counts what a request used that has no record, or only its beginning."""
+        request_id, usage = dropped.lease.request_id, dropped.usage
+        note = expect_arguments(request_id, dropped.account, usage)
+        arguments = count_arguments(request_id, usage, self._settings, ended=True)
+        return [
+            encode_command(*self._script_reference(USAGE_EXPECT), len(LEDGER), *note),
+            encode_command(*self._script_reference(USAGE_COUNT), len(LEDGER), *arguments),
+        ]
+
+    def _expect(self, write: BufferedWrite) -> bytes:
+        request = write.request
+        closed = write.end is not None or write.releases
+        account = Account.of(request.generation)
+        arguments = expect_arguments(request.lease.request_id, account, request.used if closed else None)
+        return encode_command(*self._script_reference(USAGE_EXPECT), len(LEDGER), *arguments)
 
     def _open(self, request: BufferedRequest) -> bytes:
         return self._evaluate(OPEN, request, *open_arguments(request.generation, self._settings))
@@ -187,6 +255,14 @@ def open_arguments(generation: GenerationRequest, settings: JournalSettings) -> 
     stored = encode_request_fields(generation)
     fields = stored.request, stored.prompt, stored.conversation, stored.seal
     return settings.lease_ms, settings.running_ttl_of(generation), *fields, retention
+
+
+def is_noted(write: BufferedWrite, expired: float) -> bool:
+    """Whether writing this notes the request in the ledger: its first write with a lease, or the first after it was not
+    renewed since ``expired`` (the loop's time), its end or its release.
+    """
+    begins = write.opens or write.request.renewed <= max(0.0, expired)
+    return (begins or write.end is not None or write.releases) and write.request.is_countable
 
 
 def enters_index(write: BufferedWrite) -> bool:

@@ -63,6 +63,19 @@ MIGRATIONS = (
     ) STRICT, WITHOUT ROWID;
     """,
     "ALTER TABLE requests ADD COLUMN conversation BLOB",  # NULL where it has none; covered by the seal
+    """
+    CREATE TABLE usage (
+        hour INTEGER NOT NULL,  -- when it began, s
+        tenant TEXT NOT NULL,
+        model TEXT NOT NULL,
+        requests INTEGER NOT NULL,
+        prompt_tokens INTEGER NOT NULL,
+        cached_tokens INTEGER NOT NULL,
+        completion_tokens INTEGER NOT NULL,
+        PRIMARY KEY (hour, tenant, model)
+    ) STRICT, WITHOUT ROWID;
+    ALTER TABLE records ADD COLUMN counted TEXT;  -- the part of its usage that is in there
+    """,
 )
 """What makes each version of the schema of the one before; ``PRAGMA user_version`` counts them."""
 

@@ -15,7 +15,8 @@ from zlib import crc32
 
 from quire_proto.sampling import FinishReason
 
-from quire_router.core.generation import GenerationRequest
+from quire_router.core.generation import NO_USAGE, GenerationRequest, Usage
+from quire_router.core.usage import HOUR, difference
 from quire_router.journal.base import Lease
 from quire_router.journal.codec import (
     MIN_RETENTION,
@@ -26,7 +27,8 @@ from quire_router.journal.codec import (
 )
 from quire_router.journal.journal_writer import WriteReply
 from quire_router.journal.sqlite.database import FileTakenError, JournalFile, session_number, transaction
-from quire_router.journal.write_buffer import BufferedRequest, BufferedWrite, RequestEnd
+from quire_router.journal.sqlite.usage_table import add_usage, count_left, count_usage
+from quire_router.journal.write_buffer import BufferedWrite, DroppedUsage, RequestEnd
 
 MAX_MERGED_PARTS = 16_384  # of a log, which are read and written as one when its record ends
 SWEPT_RECORDS = 100  # that one transaction deletes
@@ -78,6 +80,9 @@ class RecordWriter:
         self._data_version = 0  # another one means that another connection has written
         self._now = 0.0  # of the transaction, in seconds
         self.has_garbage = True  # what was deleted, also by the last router, may still be in the WAL
+        self._next_usage_sweep = 0.0
+        with self._transaction():
+            count_left(self._connection, self._now)
 
     def write(self, writes: list[BufferedWrite], abandoned: Sequence[Lease]) -> list[WriteReply]:
         """Writes all of this; gives up the leases ``abandoned``."""
@@ -136,6 +141,16 @@ class RecordWriter:
             if stored is not None and stored.is_of(lease) and not stored.ended:
                 self._end(stored, RequestEnd(FinishReason.ERROR, error), self._settings.retention_s)
 
+    def count_dropped(self, dropped: Sequence[DroppedUsage]) -> None:
+        """Counts what requests used that have no record, or only its beginning."""
+        with self._transaction():
+            for each in dropped:
+                stored = self._stored(each.lease.request_id)
+                if stored is not None and stored.is_of(each.lease):
+                    self._count(stored, each.usage)
+                else:
+                    add_usage(self._connection, each.account, difference(each.usage, NO_USAGE), self._now)
+
     def sweep(self) -> bool:
         """Deletes records whose time is over, or while the file is nearly as large as it may be those without a lease
         whose time is over first. Returns whether there may be more of them.
@@ -143,11 +158,14 @@ class RecordWriter:
         pages, free = self._pages()
         is_full = pages - free > FULL_SHARE * self._max_pages
         until, most = (MAX_TIME, EVICTED_RECORDS) if is_full else (time(), SWEPT_RECORDS)
+        self._sweep_usage()
         due = "SELECT record FROM records WHERE expires <= ? ORDER BY expires LIMIT ?"
         if not self._connection.execute(due, (until, 1)).fetchone():
             return False
         with self._transaction():
             records = self._connection.execute(due, (until, most)).fetchall()
+            for (record,) in records:
+                self._count_left(record)
             self._connection.executemany("DELETE FROM records WHERE record = ?", records)
             self.has_garbage = True
             return len(records) == most
@@ -160,6 +178,14 @@ class RecordWriter:
             self._connection.executescript(f"PRAGMA incremental_vacuum({VACUUMED_PAGES})")
         busy, _, _ = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         self.has_garbage = bool(busy)  # somebody reads an older state
+
+    def _sweep_usage(self) -> None:
+        """Deletes the hours that are too old, once an hour."""
+        if time() >= self._next_usage_sweep:
+            with self._transaction():
+                oldest = int(self._now - self._settings.usage_retention)
+                self._connection.execute("DELETE FROM usage WHERE hour < ?", (oldest,))
+            self._next_usage_sweep = self._now + HOUR
 
     def probe(self) -> None:
         """Writes a page with nothing new on it."""
@@ -200,7 +226,7 @@ class RecordWriter:
             if write.end is not None:
                 return self._finish(write, write.end)
             if write.releases:
-                return self._release(request)
+                return self._release(write)
         return reply
 
     def _open(self, generation: GenerationRequest, lease: Lease) -> WriteReply:
@@ -232,6 +258,9 @@ class RecordWriter:
 
     def _create(self, generation: GenerationRequest, lease: Lease) -> int:
         # One whose time is over may still be there.
+        before = "SELECT record FROM records WHERE request_id = ?"
+        for (record,) in self._connection.execute(before, (lease.request_id,)).fetchall():
+            self._count_left(record)
         self._connection.execute("DELETE FROM records WHERE request_id = ?", (lease.request_id,))
         opened, kept = int(self._now * 1000), self._settings.running_ttl_of(generation)
         created = self._connection.execute(
@@ -302,12 +331,14 @@ class RecordWriter:
         self._merge(stored.record)
         return WriteReply.DONE
 
-    def _release(self, request: BufferedRequest) -> WriteReply:
-        stored = self._stored(request.lease.request_id)
-        refused = _refusal(stored, request.lease)
-        self._logs.pop(request.lease.request_id, None)
+    def _release(self, write: BufferedWrite) -> WriteReply:
+        lease = write.request.lease
+        stored = self._stored(lease.request_id)
+        refused = _refusal(stored, lease)
+        self._logs.pop(lease.request_id, None)
         if refused is not None or stored is None or stored.ended:
             return refused or WriteReply.DONE
+        self._count(stored, write.request.usage)
         self._give_up(stored)
         return WriteReply.DONE
 
@@ -316,6 +347,7 @@ class RecordWriter:
         if stored is None or not stored.is_of(lease) or stored.ended or not stored.leased:
             return
         self._logs.pop(lease.request_id, None)
+        self._count(stored, NO_USAGE)
         self._give_up(stored)
 
     def _give_up(self, stored: _Stored) -> None:
@@ -344,6 +376,7 @@ class RecordWriter:
         self._end(stored, RequestEnd(FinishReason.ABORT), retention)
 
     def _end(self, stored: _Stored, end: RequestEnd, retention: int) -> None:
+        self._count(stored, end.usage)
         kept = retention if stored.retention is None else stored.retention
         text = end.error.encode("utf-8", "surrogatepass")
         self._connection.execute(
@@ -357,6 +390,15 @@ class RecordWriter:
                 stored.record,
             ),
         )
+
+    def _count(self, stored: _Stored, usage: Usage) -> None:
+        count_usage(self._connection, stored.record, usage, self._now)
+
+    def _count_left(self, record: int) -> None:
+        """Counts what was delivered of a record that is to be deleted, unless it has ended: then that was done."""
+        (reason,) = self._connection.execute("SELECT reason FROM records WHERE record = ?", (record,)).fetchone()
+        if reason is None:
+            count_usage(self._connection, record, NO_USAGE, self._now)
 
     def _merge(self, record: int) -> None:
         """Makes one part of a log, which takes a third of the space and of the time that reading it takes."""

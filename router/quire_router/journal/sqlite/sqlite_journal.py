@@ -18,6 +18,7 @@ from typing import ParamSpec, TypeVar
 from quire_proto.errors import internal
 
 from quire_router.core.generation import GenerationRequest
+from quire_router.core.usage import UsageRow
 from quire_router.journal.base import Lease, encode_error
 from quire_router.journal.buffered_journal import BufferedJournal, StoredRecord
 from quire_router.journal.codec import JournalSettings
@@ -26,7 +27,8 @@ from quire_router.journal.journal_writer import JournalWriter, WriteReply
 from quire_router.journal.sqlite.database import FileTakenError, JournalFile
 from quire_router.journal.sqlite.record_reader import RecordReader
 from quire_router.journal.sqlite.record_writer import RecordWriter
-from quire_router.journal.write_buffer import BufferedWrite, WriteBuffer
+from quire_router.journal.sqlite.usage_table import read_usage
+from quire_router.journal.write_buffer import BufferedWrite, DroppedUsage, WriteBuffer
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +130,13 @@ class SqliteStore:
         """Ids of background requests that have no lease and have not ended; each call goes on behind the last one's."""
         return await self._read(self._reader.orphans)
 
+    async def usage(self, since: float, until: float, tenant: str | None) -> list[UsageRow]:
+        """See ``Journal``, as of the last commit."""
+        return await self._read(read_usage, self._file.reader, since, until, tenant)
+
+    async def settle_usage(self) -> None:
+        """Nothing is left to be counted: what a router left that died is counted when the file is opened."""
+
     def abandon(self, lease: Lease) -> None:
         """Notes that ``lease`` is given up, which is written with the next flush or heartbeat. Never waits."""
         self._abandoned.append(lease)
@@ -146,6 +155,11 @@ class SqliteStore:
         for _ in abandoned:
             self._abandoned.popleft()
         return replies
+
+    async def count(self, dropped: list[DroppedUsage]) -> None:
+        """Counts what requests used that have no record, or only its beginning, in one transaction."""
+        self.check_in_place()
+        await self._write(self._records.count_dropped, dropped)
 
     async def clean(self) -> None:
         """Deletes records whose time is over, and from time to time takes what was deleted out of the files: the pages
@@ -211,6 +225,10 @@ class SqliteTarget:
         replies = await self._store.flush(writes)
         self._failing = False
         return list(replies)
+
+    async def count(self, dropped: list[DroppedUsage]) -> None:
+        """See ``WriteTarget``."""
+        await self._store.count(dropped)
 
     def repeats(self, error: Exception) -> bool:  # noqa: ARG002 - whatever it is
         """It forgets nothing."""

@@ -17,10 +17,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_router.core.generation import GenerationRequest
+from quire_router.core.generation import GenerationRequest, Usage
 from quire_router.journal.base import Follower, Lease
 from quire_router.journal.codec import JournalSettings, unpack_tokens
+from quire_router.journal.sqlite.database import transaction
 from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
+from quire_router.journal.sqlite.usage_table import read_usage
 
 from tests.support.journals import Heard, append_tokens
 
@@ -119,7 +121,9 @@ class Restarts(RuleBasedStateMachine):
     @rule(name=names)
     def open(self, name: str) -> None:
         if not self.holdings[name]:
-            generation = GenerationRequest(name, "m", array("i", [1]), SamplingParams(seed=3), background=name == "a")
+            generation = GenerationRequest(
+                name, "m", array("i", [1]), SamplingParams(seed=3), background=name == "a", tenant=name
+            )
             self.holdings[name].append(Holding(self.router, self.router.open(generation), []))
 
     @rule(data=st.data(), name=names, length=st.integers(1, 3))
@@ -134,14 +138,14 @@ class Restarts(RuleBasedStateMachine):
     def finish(self, data: st.DataObject, name: str) -> None:
         holding = self.pick(data, name)
         if holding is not None and data.draw(st.booleans()):
-            holding.router.journal.finish(holding.lease, FinishReason.STOP)
+            holding.router.journal.finish(holding.lease, FinishReason.STOP, "", Usage(1, len(holding.tokens)))
             holding.ended = FinishReason.STOP
 
     @rule(data=st.data(), name=names)
     def release(self, data: st.DataObject, name: str) -> None:
         holding = self.pick(data, name)
         if holding is not None:
-            holding.router.journal.release(holding.lease)
+            holding.router.journal.release(holding.lease, Usage(1, len(holding.tokens)))
             holding.released = True
 
     @rule(name=names)
@@ -223,6 +227,20 @@ class Restarts(RuleBasedStateMachine):
                 assert stored.log[: len(former.log)] == former.log
                 assert former.reason is None or stored == former
             self.flushed[name] = stored
+
+    @invariant()
+    def what_was_used_is_counted_once(self) -> None:
+        with transaction(self.database, "DEFERRED"):  # else the thread that writes may end a record in between
+            rows = {row.tenant: row for row in read_usage(self.database, 0, 1e11, None)}
+            records = {name: self.stored(name) for name in NAMES}
+        for name, stored in records.items():
+            row = rows.get(name)
+            if row is not None:
+                assert (row.requests, row.prompt_tokens) == (1, 1)
+                assert stored is not None
+                assert row.completion_tokens <= len(stored.log)
+            if stored is not None and stored.reason is not None:
+                assert (0 if row is None else row.completion_tokens) == len(stored.log)
 
     def teardown(self) -> None:
         try:

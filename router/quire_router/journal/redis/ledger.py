@@ -1,0 +1,179 @@
+"""The ledger in Redis: what tenants used, by the hour.
+
+A record and the ledger are in different slots, so no script changes both. A request is noted in the ledger before its
+record is opened, and again, with what it used, before that ends or is released; once Redis has confirmed that, it is
+counted. Whichever router dies in between: ``RedisLedger.settle`` of another one finds the note, looks at the record,
+and counts. The scripts (``usage_common.lua``) add only what is more than was counted before, and remember for
+``REMEMBERED`` seconds which requests were counted to their end, longer than anybody counts them again.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from math import ceil
+from typing import Any
+
+from redis.asyncio import Redis
+
+from quire_router.core import metrics
+from quire_router.core.generation import NO_USAGE, Usage
+from quire_router.core.usage import HOUR, Account, UsageRow, in_order, used
+from quire_router.journal.codec import (
+    MAX_LEASE,
+    TOKEN_BYTES,
+    JournalSettings,
+    decode_usage,
+    is_epoch,
+)
+from quire_router.journal.redis.redis_connection import (
+    LEDGER,
+    USAGE_COUNT,
+    USAGE_GONE,
+    LuaScript,
+    keys,
+    to_milliseconds,
+)
+from quire_router.journal.write_buffer import MAX_COUNTED_AGE
+
+log = logging.getLogger(__name__)
+
+REMEMBERED = 4 * 3600.0
+"""An hour longer than ``MAX_COUNTED_AGE``: nobody counts at the moment at which it is forgotten."""
+GRACE = 20.0  # seconds from a note to the look at its record; with SETTLE_PERIOD less than any record is kept
+EXAMINED = 64  # records that are looked at in one exchange
+MAX_EXAMINED = 4_096  # records that one call of ``settle`` looks at
+HOURS_READ = 100  # that are read in one exchange
+_FIELDS = ("epoch", "reason", "usage", "lease_expires", "told", "ended")
+_COLUMNS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+Evaluate = Callable[..., Awaitable[Any]]
+
+
+def expect_arguments(request_id: str, account: Account, usage: Usage | None) -> tuple[str | int, ...]:
+    """The keys and arguments of ``usage_expect.lua``; ``usage`` when the request is about to end or to be released."""
+    counts = ("", "", "") if usage is None else _counts(usage)
+    return *LEDGER, request_id, f"{account.tenant} {account.model}", *counts
+
+
+def count_arguments(request_id: str, usage: Usage, settings: JournalSettings, *, ended: bool) -> tuple[str | int, ...]:
+    """The keys and arguments of ``usage_count.lua``."""
+    times = int(REMEMBERED * 1000), max(HOUR, int(settings.usage_retention))
+    return *LEDGER, request_id, int(ended), *_counts(usage), *times
+
+
+def _counts(usage: Usage) -> tuple[int, int, int]:
+    return usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
+
+
+class RedisLedger:
+    """Reads the ledger, and settles what routers left that died. ``evaluate`` runs a script. Raises what that and
+    ``client`` raise.
+    """
+
+    def __init__(self, client: Redis, settings: JournalSettings, evaluate: Evaluate) -> None:
+        self._client = client
+        self._settings = settings
+        self._evaluate = evaluate
+
+    async def settle(self, grace: float = GRACE) -> None:
+        """Counts requests that were noted more than ``grace`` seconds ago and do not run: to their end if they have
+        ended, else as far as their answers were delivered. Those that run are looked at again later.
+        """
+        examined = 0
+        while examined < MAX_EXAMINED:
+            now = to_milliseconds(await self._client.time())
+            until = now - int(grace * 1000)
+            due: Any = await self._client.zrangebyscore(LEDGER[0], "-inf", until, start=0, num=EXAMINED)
+            if due:
+                await self._examine([request_id.decode(errors="replace") for request_id in due], now)
+            if len(due) < EXAMINED:
+                return
+            examined += len(due)
+
+    async def settle_one(self, request_id: str) -> None:
+        """Counts what this request used, if it does not run: its record is about to be ended or deleted."""
+        await self._examine([request_id], to_milliseconds(await self._client.time()))
+
+    async def _examine(self, request_ids: list[str], now: int) -> None:
+        """Counts what these requests used, as far as they do not run at ``now``, Redis' time in ms."""
+        pipeline = self._client.pipeline(transaction=False)
+        for request_id in request_ids:
+            record, _ = keys(request_id)
+            pipeline.hmget(record, _FIELDS)
+            pipeline.hstrlen(record, "prompt")
+        answers = await pipeline.execute(raise_on_error=False)
+        running = []
+        for request_id, fields, prompt in zip(request_ids, answers[::2], answers[1::2], strict=True):
+            if isinstance(fields, Exception) or isinstance(prompt, Exception) or not is_epoch(fields[0] or b""):
+                await self._settle_gone(request_id)
+            elif fields[1] is None and _is_leased(fields, now):
+                running.append(request_id)
+            else:
+                await self._settle_record(request_id, fields, prompt, now)
+        if running:
+            await self._client.zadd(LEDGER[0], dict.fromkeys(running, now), xx=True)
+
+    async def _settle_record(self, request_id: str, fields: list[bytes | None], prompt: int, now: int) -> None:
+        _, reason, usage, _, told, ended = fields
+        if reason is not None and ended and ended.isdigit() and now - int(ended) > MAX_COUNTED_AGE * 1000:
+            await self._count(request_id, NO_USAGE, ended=True)
+            _log_lost(request_id, "it ended long ago")
+            return
+        try:
+            total = used(decode_usage(usage or b""), prompt // TOKEN_BYTES, int(told or 0))
+        except (TypeError, ValueError):
+            total = NO_USAGE  # the record is damaged, which ends its request with an error
+        await self._count(request_id, total, ended=reason is not None)
+
+    async def _settle_gone(self, request_id: str) -> None:
+        """The record is not there, or no record: the request has used what its router noted before it wrote the end."""
+        state: Any = await self._client.hget(LEDGER[1], request_id)
+        words = (state or b"").split(b" ", 8)
+        noted = Usage(int(words[5]), int(words[7]), int(words[6])) if len(words) == 9 else NO_USAGE
+        if noted != NO_USAGE:
+            await self._count(request_id, noted, ended=True)
+        elif not await self._run(USAGE_GONE, *LEDGER, request_id, int(REMEMBERED * 1000)):
+            _log_lost(request_id, "its record is gone")
+
+    async def _count(self, request_id: str, usage: Usage, *, ended: bool) -> None:
+        await self._run(USAGE_COUNT, *count_arguments(request_id, usage, self._settings, ended=ended))
+
+    async def _run(self, script: LuaScript, *arguments: str | int) -> Any:
+        return await self._evaluate(script, len(LEDGER), *arguments)
+
+    async def rows(self, since: float, until: float, tenant: str | None) -> list[UsageRow]:
+        """Rows of the hours that begin from ``since`` until before ``until``, of one tenant or of all, in order."""
+        return await read_usage(self._client, since, until, tenant, self._settings.usage_retention)
+
+
+async def read_usage(client: Redis, since: float, until: float, tenant: str | None, retention: float) -> list[UsageRow]:
+    """As ``RedisLedger.rows``; hours that are older than ``retention`` seconds are not there."""
+    now = to_milliseconds(await client.time()) / 1000
+    first = ceil(max(since, now - retention - HOUR) / HOUR) * HOUR
+    hours = range(first, ceil(min(until, now + HOUR)), HOUR)
+    rows: list[UsageRow] = []
+    for start in range(0, len(hours), HOURS_READ):
+        part = hours[start : start + HOURS_READ]
+        pipeline = client.pipeline(transaction=False)
+        for hour in part:
+            pipeline.hgetall(f"{LEDGER[3]}{hour}")
+        for hour, counts in zip(part, await pipeline.execute(), strict=True):
+            rows += rows_of(hour, counts)
+    return in_order(row for row in rows if tenant in (None, row.tenant))
+
+
+def rows_of(hour: int, counts: dict[bytes, bytes]) -> list[UsageRow]:
+    """The rows of an hour's hash, whose fields are a column, a tenant and a model."""
+    found: dict[tuple[str, str], dict[str, int]] = {}
+    for field, count in counts.items():
+        column, tenant, model = field.decode(errors="replace").split(" ", 2)
+        found.setdefault((tenant, model), dict.fromkeys(_COLUMNS, 0))[column] = int(count)
+    return [UsageRow(hour, tenant, model, *columns.values()) for (tenant, model), columns in found.items()]
+
+
+def _is_leased(fields: list[bytes | None], now: int) -> bool:
+    expires = fields[3] or b"0"
+    return expires.isdigit() and 0 < int(expires) - now <= MAX_LEASE
+
+
+def _log_lost(request_id: str, why: str) -> None:
+    log.warning("the usage of request %s may not have been counted: %s", request_id, why)
+    metrics.USAGE_LOST.inc()

@@ -1,0 +1,1 @@
+"""The subcommand ``quire-router usage``: what tenants used, from where routers keep it."""
