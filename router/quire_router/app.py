@@ -43,6 +43,7 @@ from quire_router.admission.tenants_file import (
 from quire_router.api.auth import Authenticator, OidcSettings
 from quire_router.api.fleet_feed import FleetFeed
 from quire_router.api.request_limits import BodyBudget, ConcurrencyLimit
+from quire_router.api.rest.batch_endpoints import BatchApi, BatchLines, SpareRoom
 from quire_router.api.rest.endpoints import FleetEndpoint
 from quire_router.api.rest.http_server import ConnectionLimits, HttpServer, listen
 from quire_router.api.rest.page import Page
@@ -52,6 +53,8 @@ from quire_router.api.rpc.grpc_server import CallLimits, RpcServer
 from quire_router.api.service import ApiService
 from quire_router.autoscale.load_totals import Load, LoadPublisher, LocalLoad, RedisLoad
 from quire_router.autoscale.scaling_server import start_scaling_servers
+from quire_router.batches.files import Files, FileSettings
+from quire_router.batches.worker import Batches, BatchWorker
 from quire_router.config import Settings, connections_within, log_startup_warnings, raise_descriptor_limit
 from quire_router.core import metrics
 from quire_router.core.fleet_view import FleetLog
@@ -70,8 +73,11 @@ from quire_router.journal.base import Journal
 from quire_router.journal.buffered_journal import BufferedJournal
 from quire_router.journal.codec import JournalSettings
 from quire_router.journal.memory import MemoryJournal
+from quire_router.journal.objects import MemoryObjectStore
 from quire_router.journal.redis.redis_journal import RedisJournal
+from quire_router.journal.redis.redis_objects import RedisObjectStore
 from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
+from quire_router.journal.sqlite.sqlite_objects import SqliteObjectStore
 from quire_router.placement.placer import Placer
 from quire_router.placement.policies import PlacementSettings
 from quire_router.placement.prefix_index import PrefixIndex
@@ -264,6 +270,7 @@ class Router:
             page=Page() if settings.page else None,
             fleet=self._components.fleet_endpoint(keepalive) if settings.page else None,
             lora_updater=self._components.lora_updater,
+            batches=self._components.batches,
         )
         if settings.allowed_origins:
             api = allow_origins(api, settings.allowed_origins)
@@ -345,6 +352,17 @@ class Components:
         self.load: Load = local if redis is None else RedisLoad(redis, settings.models)
         self._load_publisher = None if redis is None else LoadPublisher(redis, local.now, router_id=router_id)
         self._background_jobs = BackgroundJobs(self.runner, self.index, self.journal)
+        self._objects = _object_store(settings, self.journal)
+        files = Files(
+            self._objects,
+            FileSettings(settings.max_file_bytes, settings.max_tenant_file_bytes, settings.file_retention),
+        )
+        batches = Batches(self._objects, files)
+        self._spare_room = SpareRoom(self.fleet, self.queue.waiting)
+        self.fleet.on_capacity = self._notify_capacity
+        lines = BatchLines(self.service, tenants.tenants, self._spare_room)
+        worker = BatchWorker(batches, lines, owner=router_id, max_line_bytes=settings.max_body_bytes)
+        self.batches = BatchApi(batches, worker)
 
     async def start(self, stack: AsyncExitStack) -> None:
         """Begins to connect to engines and to Redis, and never waits for them; ``stack`` closes what was started."""
@@ -368,8 +386,15 @@ class Components:
         if self.lora_updater is not None:
             self.lora_updater.start()
             stack.push_async_callback(self.lora_updater.close)
+        stack.push_async_callback(self._objects.close)
+        stack.push_async_callback(supervise("batches", self.batches.worker.run).stop)
         stack.push_async_callback(self._background_jobs.stop)
         self._background_jobs.start()
+
+    def _notify_capacity(self) -> None:
+        """Requests that wait come before lines of batches."""
+        self.queue.notify_capacity()
+        self._spare_room.notify_capacity()
 
     async def _keep_keys(self) -> None:
         """Derives callers' identities, again whenever the tenants' file was replaced."""
@@ -448,6 +473,15 @@ def _journal(settings: Settings, router_id: str) -> BufferedJournal | MemoryJour
         return MemoryJournal(retention=settings.retention)
     journal.start()
     return journal
+
+
+def _object_store(
+    settings: Settings, journal: BufferedJournal | MemoryJournal
+) -> RedisObjectStore | SqliteObjectStore | MemoryObjectStore:
+    """Returns where files and batches are kept: in the journal's place."""
+    if settings.redis is not None:
+        return RedisObjectStore(settings.redis)
+    return journal.objects if isinstance(journal, SqliteJournal) else MemoryObjectStore()
 
 
 class BackgroundJobs:

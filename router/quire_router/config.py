@@ -338,6 +338,13 @@ class Settings(CliSettings):
     usage_retention: Seconds = Field(
         default=400 * 86_400, description="Seconds that what tenants used in an hour is stored."
     )
+    max_file_bytes: Count = Field(default=100 * 2**20, description="Largest file for a batch.")
+    max_tenant_file_bytes: Count = Field(
+        default=2**30, description="Bytes of all files of a tenant, and of the answers of one batch."
+    )
+    file_retention: Annotated[float, Field(ge=3600, allow_inf_nan=False)] = Field(
+        default=604_800, description="Seconds that files and batches are stored."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")
 
     @model_validator(mode="after")

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +18,7 @@ from quire_router.admission.tenants_file import TenantsFile
 from quire_router.api.auth import Authenticator, TokenVerifier
 from quire_router.api.prepared_request import Runner
 from quire_router.api.request_limits import ConcurrencyLimit
+from quire_router.api.rest.batch_endpoints import BatchApi
 from quire_router.api.rest.endpoints import FleetEndpoint
 from quire_router.api.rest.http_server import ConnectionLimits, HttpServer, listen
 from quire_router.api.rest.page import Page
@@ -377,6 +378,7 @@ async def open_stage(
     page: Page | None = None,
     fleet_endpoint: FleetEndpoint | None = None,
     lora_updater: LoRAUpdater | None = None,
+    batches: Callable[[ApiService], BatchApi] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Stage]:
     """Serves until the block ends. Streams with ids have a comment after ``heartbeat`` seconds of silence, others after
@@ -401,6 +403,7 @@ async def open_stage(
         page=page,
         fleet=fleet_endpoint,
         lora_updater=lora_updater,
+        batches=None if batches is None else batches(service),
     )
     server = HttpServer(allow_origins(app, origins) if origins else app, listen("127.0.0.1", 0), limits)
     admin = HttpServer(build_admin(service, client_timeout=patience), listen("127.0.0.1", 0))

@@ -248,12 +248,12 @@ class ApiService:
 
     async def status(self, request_id: str, caller: Identity) -> StoredRequest:
         """See ``RequestStore.status``. Raises as ``find``."""
-        self._check_polls(caller)
+        self.count_poll(caller)
         return await self._store.status(request_id, caller)
 
     async def find(self, request_id: str, caller: Identity) -> StoredRequest:
         """See ``RequestStore.get``. Raises ``QuireError`` OVERLOADED, too, when the caller reads too often."""
-        self._check_polls(caller)
+        self.count_poll(caller)
         return await self._store.get(request_id, caller)
 
     async def recorded(self, request_id: str, caller: Identity) -> StoredRequest:
@@ -285,6 +285,10 @@ class ApiService:
             return stored
         return await self._store.status(request_id, caller)  # it has ended meanwhile by itself
 
+    async def end(self, request_id: str) -> None:
+        """Ends the request of exactly this id, if it runs anywhere. Raises ``QuireError`` UNAVAILABLE."""
+        await self._runner.cancel((request_id,))
+
     async def delete(self, request_id: str, caller: Identity) -> StoredRequest:
         """Ends and forgets a request of this caller; returns its state just before. Raises as ``find``."""
         stored = await self.status(request_id, caller)
@@ -295,7 +299,7 @@ class ApiService:
         """Returns what the caller's tenant used in the hours that begin from ``since`` until before ``until``. Raises
         ``QuireError``: UNAVAILABLE if it cannot be read now, OVERLOADED when the caller reads too often.
         """
-        self._check_polls(caller)
+        self.count_poll(caller)
         return [] if self._read_usage is None else await self._read_usage(since, until, caller.tenant)
 
     async def tokenize(
@@ -316,7 +320,7 @@ class ApiService:
             return write(tokenize(request, self._validator.tokenizer(request.model), max_model_len, ignored))
 
         with counting_rejections():
-            await self._charge(caller)
+            await self.charge(caller)
             return await self._run_or_offload(read, written, caller, size)
 
     async def detokenize(
@@ -329,7 +333,7 @@ class ApiService:
             return detokenize(request, self._validator.tokenizer(request.model)), ignored
 
         with counting_rejections():
-            await self._charge(caller)
+            await self.charge(caller)
             return await self._run_or_offload(read, text_of, caller, size)
 
     def response_headers(self, prepared: PreparedRequest, *, replayed: bool = False) -> dict[str, str]:
@@ -392,15 +396,17 @@ class ApiService:
         except QuireError as error:
             if error.code in _CLIENT_ERRORS:
                 with suppress(QuireError):  # no request is left by now; the first error says more
-                    await self._charge(caller)
+                    await self.charge(caller)
             raise
 
-    def _check_polls(self, caller: Identity) -> None:
+    def count_poll(self, caller: Identity) -> None:
+        """Counts one read of what is stored. Raises ``QuireError`` OVERLOADED when the caller reads too often."""
         if self._tenant_limits is not None:
             with counting_rejections():
                 self._tenant_limits.count_poll(caller.tenant)
 
-    async def _charge(self, caller: Identity) -> None:
+    async def charge(self, caller: Identity) -> None:
+        """Charges one request that reaches no engine. Raises ``QuireError`` OVERLOADED when none is left."""
         if self._tenant_limits is not None:
             await self._tenant_limits.consume_request(caller.tenant)
 

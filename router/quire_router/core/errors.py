@@ -38,6 +38,9 @@ class RefusalReason(StrEnum):
     FLEET = "fleet"
     VIEWERS = "viewers"
     LORA_UPDATES = "lora_updates"
+    FILES = "files"
+    MAX_FILES = "max_files"
+    FILES_FULL = "files_full"
 
 
 _RETRY_AFTER: Final = {ErrorCode.OVERLOADED: 1.0, ErrorCode.UNAVAILABLE: 5.0}
@@ -327,6 +330,49 @@ def output_unread() -> QuireError:
 def journal_unavailable() -> QuireError:
     """The journal's database does not answer."""
     return QuireError(ErrorCode.UNAVAILABLE, "Request state cannot be read now.", retry_after=1.0)
+
+
+def store_full() -> QuireError:
+    """There is no room for more files and batches."""
+    message = "There is no room for more files and batches now. Delete files that are not needed any more."
+    return QuireError(ErrorCode.OVERLOADED, message, retry_after=60.0, reason=RefusalReason.FILES_FULL)
+
+
+def too_many_files(message: str) -> QuireError:
+    """The tenant has as many files, batches or bytes of them as it may have."""
+    return QuireError(ErrorCode.OVERLOADED, message, reason=RefusalReason.MAX_FILES)
+
+
+def files_forbidden() -> QuireError:
+    """Nothing of this tenant's requests is stored, so there can be no files."""
+    message = "Nothing of this key's requests is stored, so it can have no files and batches."
+    return QuireError(ErrorCode.FORBIDDEN, message, reason=RefusalReason.FILES)
+
+
+def file_not_found(file_id: str, param: str = "file_id") -> QuireError:
+    """There is no such file, or it is another tenant's, or has expired."""
+    return QuireError(ErrorCode.NOT_FOUND, f"There is no file {file_id[:80]!r}.", param=param)
+
+
+def file_in_use(batch_id: str) -> QuireError:
+    """A batch that has not ended reads the file."""
+    message = f"The batch {batch_id!r} reads this file: cancel it, or wait for its end."
+    return QuireError(ErrorCode.CONFLICT, message, param="file_id")
+
+
+def batch_not_found(batch_id: str) -> QuireError:
+    """There is no such batch, or it is another tenant's, or has expired."""
+    return QuireError(ErrorCode.NOT_FOUND, f"There is no batch {batch_id[:80]!r}.", param="batch_id")
+
+
+def batch_waits() -> QuireError:
+    """A line of a batch cannot begin yet; no client sees it."""
+    return QuireError(ErrorCode.OVERLOADED, "The request waits for others of its batch.", retry_after=1.0)
+
+
+def batch_ended(status: str) -> QuireError:
+    """The batch cannot be cancelled any more."""
+    return QuireError(ErrorCode.CONFLICT, f"The batch cannot be cancelled: it is {status}.", param="batch_id")
 
 
 def lease_lost() -> QuireError:

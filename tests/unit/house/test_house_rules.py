@@ -211,6 +211,11 @@ SHORT_TASKS = {
     "router/quire_router/api/multi_prompt.py": {"_merged"},
     "router/quire_router/autoscale/keda.py": {"Relay._relay"},  # a connection's
     "router/quire_router/autoscale/scaling_server.py": {"TlsServer._accept"},  # a handshake, within its time
+    "router/quire_router/batches/worker.py": {  # a batch's, which the worker ends
+        "BatchWorker.look",
+        "BatchRun._while_leased",
+        "BatchRun._run_lines",
+    },
     "router/quire_router/requests/resume.py": {"BackgroundRequests.run"},
     "router/quire_router/engines/pool.py": {"EnginePool._remove_if_idle"},  # closes a link
     "router/quire_router/engines/external/client.py": {"ExternalEngine.submit"},  # a request's, which it ends with

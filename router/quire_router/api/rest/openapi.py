@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
+from quire_router.api.rest.batch_endpoints import BatchBody
 from quire_router.api.rest.loras import LoadLoRABody, UnloadLoRABody
 from quire_router.api.rest.pooling_routes import EMBEDDINGS, RERANK, SCORE
 from quire_router.api.schemas.anthropic import CountTokensRequest, MessagesRequest
@@ -16,6 +17,7 @@ from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest
 _DESCRIPTION = "OpenAI's APIs and Anthropic's Messages, served by Quire's router."
 _SCHEMAS = "#/components/schemas/"
 _JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
+_BYTES = "application/octet-stream"
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -66,6 +68,18 @@ class Operation:
         self.answers = answers
 
 
+FILES: Final = "/v1/files"
+BATCHES: Final = "/v1/batches"
+BATCH_PATHS: Final = frozenset(
+    {
+        FILES,
+        f"{FILES}/{{id}}",
+        f"{FILES}/{{id}}/content",
+        BATCHES,
+        f"{BATCHES}/{{id}}",
+        f"{BATCHES}/{{id}}/cancel",
+    }
+)
 FLEET: Final = "/v1/fleet/events"
 LOAD_LORA: Final = "/v1/load_lora_adapter"
 UNLOAD_LORA: Final = "/v1/unload_lora_adapter"
@@ -90,6 +104,15 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
     EMBEDDINGS: {"post": Operation("Makes embeddings of texts or of tokens.", EmbeddingRequest)},
     **{path: {"post": Operation("Scores pairs of texts.", ScoreRequest)} for path in SCORE},
     **{path: {"post": Operation("Orders documents by their relevance to a query.", RerankRequest)} for path in RERANK},
+    FILES: {
+        "get": Operation("The caller's files."),
+        "post": Operation("Stores a file for a batch, which comes as multipart/form-data."),
+    },
+    f"{FILES}/{{id}}": {"get": Operation("What is known of a file."), "delete": Operation("Deletes a file.")},
+    f"{FILES}/{{id}}/content": {"get": Operation("What a file holds.", answers=(_BYTES,))},
+    BATCHES: {"get": Operation("The caller's batches."), "post": Operation("Begins a batch.", BatchBody)},
+    f"{BATCHES}/{{id}}": {"get": Operation("A batch as it is now.")},
+    f"{BATCHES}/{{id}}/cancel": {"post": Operation("Ends a batch.")},
     "/v1/models": {"get": Operation("The models that the caller may use.")},
     "/v1/models/{model}": {"get": Operation("One model.")},
     "/v1/requests/{id}": {

@@ -4,7 +4,7 @@ any router can: their conversations, and the tokens of their prompts and answers
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from time import time
@@ -196,6 +196,22 @@ async def _body(service: ApiService, stored: StoredRequest, caller: Identity) ->
     return Answer(prepared).json(status, None, stored.error).encode("ascii")
 
 
+async def prepare_response(  # noqa: PLR0917 - as ``ApiService.prepare``
+    service: ApiService,
+    body: Callable[[], bytes | bytearray],
+    size: int,
+    request_id: str,
+    caller: Identity,
+    options: RequestOptions,
+) -> PreparedRequest:
+    """Returns the request in a body of ``size`` bytes, with what it goes on from. Raises ``QuireError``."""
+    request = await service.parse(lambda: ResponsesRequest.from_json(body()), caller, size=size)
+    history = await ConversationReader(service).read(request, caller)
+    return await service.prepare(
+        lambda: request.to_chat(history.read(), request_id), request_id, caller, options, size=size + history.size
+    )
+
+
 class ResponseEndpoints:
     """Handlers of stored responses, under ``/v1/responses/{id}``, and of ``/v1/responses/input_tokens``."""
 
@@ -207,12 +223,8 @@ class ResponseEndpoints:
 
     async def prepare(self, exchange: HttpExchange, body: ReservedBody, options: RequestOptions) -> PreparedRequest:
         """Returns the request in a body, with what it goes on from. Raises ``QuireError``."""
-        size, caller, request_id = len(body), exchange.caller, exchange.request_id
-        request = await self._service.parse(lambda: ResponsesRequest.from_json(body.detach()), caller, size=size)
-        history = await self._conversations.read(request, caller)
-        return await self._service.prepare(
-            lambda: request.to_chat(history.read(), request_id), request_id, caller, options, size=size + history.size
-        )
+        size = len(body)
+        return await prepare_response(self._service, body.detach, size, exchange.request_id, exchange.caller, options)
 
     async def start(self, exchange: HttpExchange, prepared: PreparedRequest) -> None:
         """Starts a response in the background, and sends its state, or its events if they are asked for."""

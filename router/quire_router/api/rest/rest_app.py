@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire_router.api.prepared_request import PreparedRequest, RequestOptions, options_from_headers
 from quire_router.api.request_limits import ReservedBody
 from quire_router.api.rest.answer_format import AnswerFormat
+from quire_router.api.rest.batch_endpoints import BatchApi, BatchEndpoints, FileEndpoints
 from quire_router.api.rest.endpoints import FleetEndpoint, RequestEndpoints, StatusEndpoints, TokenizeEndpoints
 from quire_router.api.rest.http import (
     JSON_HEADERS,
@@ -39,7 +40,7 @@ from quire_router.api.rest.http_server import MAX_HEAD_BYTES
 from quire_router.api.rest.loras import LoRAEndpoints
 from quire_router.api.rest.messages_format import MESSAGES
 from quire_router.api.rest.openai_format import CHAT, COMPLETION, request_object
-from quire_router.api.rest.openapi import FLEET, LOAD_LORA, LORA_UPDATES, UNLOAD_LORA
+from quire_router.api.rest.openapi import BATCH_PATHS, BATCHES, FILES, FLEET, LOAD_LORA, LORA_UPDATES, UNLOAD_LORA
 from quire_router.api.rest.page import FOLDER, HOME, Page
 from quire_router.api.rest.pooling_routes import pooling_handlers
 from quire_router.api.rest.responses_endpoints import PATH as RESPONSES_PATH
@@ -252,14 +253,17 @@ def build_api(
     page: Page | None = None,
     fleet: FleetEndpoint | None = None,
     lora_updater: LoRAUpdater | None = None,
+    batches: BatchApi | None = None,
 ) -> RestApp:
     """Returns the public REST API. ``client_timeout`` bounds a body's arrival and each write, in seconds. ``page`` is
-    what browsers get, and ``fleet`` the stream that it reads; ``lora_updater`` loads adapters. None: there is nothing
-    at their paths.
+    what browsers get, and ``fleet`` the stream that it reads; ``lora_updater`` loads adapters, and ``batches`` runs
+    batches. None: there is nothing at their paths.
     """
     absent = {FLEET} if fleet is None else set()
     if lora_updater is None:
         absent |= LORA_UPDATES
+    if batches is None:
+        absent |= BATCH_PATHS
     status, requests = StatusEndpoints(service, absent), RequestEndpoints(service, keepalive)
     limits = BodyLimits(max_body_bytes, client_timeout)
     tokens, responses = TokenizeEndpoints(service, limits), ResponseEndpoints(service, limits, keepalive)
@@ -300,10 +304,24 @@ def build_api(
         loras = LoRAEndpoints(service, lora_updater, limits)
         routes.append(_route(LOAD_LORA, "POST", loras.load))
         routes.append(_route(UNLOAD_LORA, "POST", loras.unload))
+    if batches is not None:
+        routes += _batch_routes(service, batches, limits)
     if page is None:
         return RestApp(service, routes, client_timeout)
     routes += [_route(HOME, "GET", page.home), _route(FOLDER + "{name}", "GET", page.file)]
     return RestApp(service, routes, client_timeout, open_paths=PUBLIC_PATHS | page.paths)
+
+
+def _batch_routes(service: ApiService, batches: BatchApi, limits: BodyLimits) -> list[Route]:
+    files, own = FileEndpoints(service, batches, limits), BatchEndpoints(service, batches, limits)
+    return [
+        _route(FILES, ("GET", "POST"), files.list_or_upload),
+        _route(f"{FILES}/{{id}}", ("GET", "DELETE"), files.show_or_delete),
+        _route(f"{FILES}/{{id}}/content", "GET", files.content),
+        _route(BATCHES, ("GET", "POST"), own.list_or_create),
+        _route(f"{BATCHES}/{{id}}", "GET", own.show),
+        _route(f"{BATCHES}/{{id}}/cancel", "POST", own.cancel),
+    ]
 
 
 def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

@@ -76,6 +76,37 @@ MIGRATIONS = (
     ) STRICT, WITHOUT ROWID;
     ALTER TABLE records ADD COLUMN counted TEXT;  -- the part of its usage that is in there
     """,
+    """
+    CREATE TABLE objects (
+        name TEXT PRIMARY KEY,
+        version INTEGER NOT NULL,  -- 0 while only parts of it are there
+        data BLOB NOT NULL,
+        expires INTEGER NOT NULL  -- s
+    ) STRICT;
+    CREATE INDEX expiring_objects ON objects (expires);
+    CREATE TABLE parts (
+        part INTEGER PRIMARY KEY,
+        name TEXT NOT NULL REFERENCES objects ON DELETE CASCADE,
+        number INTEGER NOT NULL,
+        data BLOB NOT NULL,
+        UNIQUE (name, number)
+    ) STRICT;
+    CREATE TABLE members (
+        member INTEGER PRIMARY KEY,
+        collection TEXT NOT NULL,
+        name TEXT NOT NULL,
+        expires INTEGER NOT NULL,  -- s
+        UNIQUE (collection, name)
+    ) STRICT;
+    CREATE INDEX expiring_members ON members (expires);
+    CREATE TABLE object_bytes (bytes INTEGER NOT NULL  -- of all parts
+    ) STRICT;
+    INSERT INTO object_bytes VALUES (0);
+    CREATE TRIGGER part_came AFTER INSERT ON parts
+    BEGIN UPDATE object_bytes SET bytes = bytes + length(NEW.data); END;
+    CREATE TRIGGER part_left AFTER DELETE ON parts
+    BEGIN UPDATE object_bytes SET bytes = bytes - length(OLD.data); END;
+    """,
 )
 """What makes each version of the schema of the one before; ``PRAGMA user_version`` counts them."""
 

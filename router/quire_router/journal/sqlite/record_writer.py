@@ -7,10 +7,11 @@ expires.
 """
 
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import time
+from typing import TypeVar
 from zlib import crc32
 
 from quire_proto.sampling import FinishReason
@@ -38,6 +39,7 @@ MAX_TIME = 2**62  # seconds
 MIN_FREE_SHARE = 0.25  # of the file that is free before pages are given back, so that it does not shrink and grow
 MIN_FREE_PAGES = 256  # 1 MiB
 VACUUMED_PAGES = 4_096  # that are given back at once: 16 MiB
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -150,6 +152,12 @@ class RecordWriter:
                     self._count(stored, each.usage)
                 else:
                     add_usage(self._connection, each.account, difference(each.usage, NO_USAGE), self._now)
+
+    def write_objects(self, write: Callable[[sqlite3.Connection], T]) -> T:
+        """Returns what ``write`` returns, whose statements are one transaction: it changes objects."""
+        with self._transaction():
+            self.has_garbage = True
+            return write(self._connection)
 
     def sweep(self) -> bool:
         """Deletes records whose time is over, or while the file is nearly as large as it may be those without a lease

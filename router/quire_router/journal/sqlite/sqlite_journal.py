@@ -27,6 +27,7 @@ from quire_router.journal.journal_writer import JournalWriter, WriteReply
 from quire_router.journal.sqlite.database import FileTakenError, JournalFile
 from quire_router.journal.sqlite.record_reader import RecordReader
 from quire_router.journal.sqlite.record_writer import RecordWriter
+from quire_router.journal.sqlite.sqlite_objects import SqliteObjectStore
 from quire_router.journal.sqlite.usage_table import read_usage
 from quire_router.journal.write_buffer import BufferedWrite, DroppedUsage, WriteBuffer
 
@@ -57,6 +58,7 @@ class SqliteJournal(BufferedJournal):
         settings, buffer = settings or JournalSettings(), WriteBuffer(max_requests, max_tokens)
         store = SqliteStore(JournalFile(path), settings, max_bytes)
         writer = JournalWriter(SqliteTarget(store), buffer, settings, renews=False, available=True)
+        self.objects = SqliteObjectStore(store, max_bytes // 2)
         super().__init__(store, writer, buffer, owner=owner, timeout=timeout)
 
     async def _is_settling(self, request_id: str) -> bool:  # noqa: ARG002 - of any
@@ -160,6 +162,15 @@ class SqliteStore:
         """Counts what requests used that have no record, or only its beginning, in one transaction."""
         self.check_in_place()
         await self._write(self._records.count_dropped, dropped)
+
+    async def write_objects(self, write: Callable[[sqlite3.Connection], T]) -> T:
+        """Returns what ``write`` returns: one transaction that changes objects."""
+        self.check_in_place()
+        return await self._write(self._records.write_objects, write)
+
+    async def read_objects(self, read: Callable[[sqlite3.Connection], T]) -> T:
+        """Returns what ``read`` returns, which reads objects."""
+        return await self._read(read, self._file.reader)
 
     async def clean(self) -> None:
         """Deletes records whose time is over, and from time to time takes what was deleted out of the files: the pages

@@ -1,0 +1,1 @@
+"""Files and batches: stored in the journal's place, run behind interactive requests, and continued by any router."""

@@ -1,0 +1,179 @@
+"""``Batch``: the record of a batch, with who works on it; and what its input file must hold (``read_lines``)."""
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from typing import Any, Final, Self
+
+ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+WINDOW: Final = 86_400  # seconds: the one completion window, "24h"
+MAX_LINES = 50_000
+MAX_CUSTOM_ID = 512  # characters
+MAX_ERRORS = 100  # that a batch which fails lists
+ENDED: Final = ("completed", "failed", "expired", "cancelled")
+
+
+@dataclass(slots=True)
+class Batch:
+    """What is stored of a batch, as JSON. Times are in seconds since 1970, and None where it has not come to that.
+
+    ``status`` is OpenAI's. ``owner`` is the router that works on it until ``lease_until``, by the routers' clocks: who
+    takes it over changes the record's version, so that its former owner cannot write it any more. ``cache_salt`` is its
+    tenant's, hexadecimal. ``total``, ``completed`` and ``failed`` count lines, and
+    ``result_bytes`` what their results take.
+    """
+
+    id: str
+    tenant: str
+    cache_salt: str
+    endpoint: str
+    input_file_id: str
+    created_at: int
+    expires_at: int
+    metadata: Mapping[str, str] | None = None
+    output_ttl: int | None = None
+    status: str = "validating"
+    model: str | None = None
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    result_bytes: int = 0
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    owner: str = ""
+    lease_until: float = 0.0
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """Returns the batch that ``to_json`` wrote."""
+        return cls(**json.loads(data))
+
+    def to_json(self) -> bytes:
+        """Returns what is stored."""
+        return json.dumps(asdict(self)).encode()
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing will change any more."""
+        return self.status in ENDED
+
+    def file_id(self, kind: str) -> str:
+        """Returns the id of its output or error file, which is the same whoever writes it."""
+        digest = blake2b(f"{self.id}\0{kind}".encode(), digest_size=12, person=b"quire batch").hexdigest()
+        return f"file-{digest}"
+
+    def to_object(self) -> dict[str, object]:
+        """Returns the batch as OpenAI's API shows it."""
+        hidden = (
+            "tenant",
+            "cache_salt",
+            "owner",
+            "lease_until",
+            "output_ttl",
+            "result_bytes",
+            "total",
+            "completed",
+            "failed",
+        )
+        shown = {name: value for name, value in asdict(self).items() if name not in hidden}
+        counts = {"total": self.total, "completed": self.completed, "failed": self.failed}
+        errors = {"object": "list", "data": self.errors} if self.errors else None
+        return {
+            **shown,
+            "object": "batch",
+            "completion_window": "24h",
+            "request_counts": counts,
+            "errors": errors,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One request of a batch: its number in the file, from 0, its client's name for it, and its body as JSON."""
+
+    number: int
+    custom_id: str
+    body: bytes
+    model: str | None = None
+
+
+class LineError(ValueError):
+    """A line that no batch may have: OpenAI's ``code``, the ``message``, the line's number from 1, and the field."""
+
+    def __init__(self, code: str, message: str, line: int | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.error = {"code": code, "message": message, "line": line, "param": param}
+
+
+async def split_lines(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncGenerator[bytes]:
+    """Yields the lines of a file that comes in chunks, without those that are blank. Raises ``LineError`` for one of
+    more than ``max_bytes``.
+    """
+    rest, count = b"", 0
+    async for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.strip():
+                count += 1
+                yield _checked_size(line, max_bytes, count)
+        _checked_size(rest, max_bytes, count + 1)
+    if rest.strip():
+        yield rest
+
+
+def _checked_size(line: bytes, max_bytes: int, number: int) -> bytes:
+    if len(line) > max_bytes:
+        raise LineError("line_too_long", f"This line has more than {max_bytes} bytes.", number)
+    return line
+
+
+def read_line(text: bytes, number: int, endpoint: str) -> Line:
+    """Returns the request in line ``number`` (from 0) of a batch for ``endpoint``. Raises ``LineError``."""
+    at = number + 1
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        raise LineError("invalid_json_line", "This line is not parseable as valid JSON.", at) from None
+    if not isinstance(fields, dict):
+        raise LineError("invalid_json_line", "This line is not a JSON object.", at)
+    custom_id = fields.get("custom_id")
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
+        message = f"custom_id must be a text of 1 to {MAX_CUSTOM_ID} characters."
+        raise LineError("missing_required_parameter", message, at, "custom_id")
+    if fields.get("method") != "POST":
+        raise LineError("invalid_method", "The only method is POST.", at, "method")
+    if fields.get("url") != endpoint:
+        raise LineError("mismatched_url", f"The url must be the batch's endpoint, {endpoint}.", at, "url")
+    body = fields.get("body")
+    if not isinstance(body, dict):
+        raise LineError("missing_required_parameter", "The body must be a JSON object.", at, "body")
+    if body.get("stream"):
+        raise LineError("invalid_request", "A request of a batch cannot be streamed.", at, "body.stream")
+    model = body.get("model")
+    return Line(number, custom_id, json.dumps(body).encode(), model if isinstance(model, str) else None)
+
+
+async def read_lines(
+    chunks: AsyncIterator[bytes], endpoint: str, max_line_bytes: int
+) -> AsyncGenerator[Line | LineError]:
+    """Yields the requests in a file, and errors where a line is none. Raises ``LineError`` where it cannot be read
+    further.
+    """
+    number = 0
+    async for text in split_lines(chunks, max_line_bytes):
+        if number >= MAX_LINES:
+            raise LineError("too_many_requests", f"The file has more than {MAX_LINES} lines.")
+        try:
+            yield read_line(text, number, endpoint)
+        except LineError as error:
+            yield error
+        number += 1

@@ -1,0 +1,192 @@
+"""``Files``: what a tenant uploads for batches, and what batches leave: kept in the ``ObjectStore`` in chunks, found by
+this tenant alone, and gone after a time.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import asdict, dataclass
+from json import dumps, loads
+from secrets import token_hex
+from time import time
+
+from quire_proto.errors import invalid
+
+from quire_router.core.errors import file_not_found, too_many_files
+from quire_router.journal.objects import ObjectStore
+
+CHUNK_BYTES = 256 * 1024
+MAX_FILES = 1_000  # of a tenant
+MAX_FILENAME = 255  # characters
+UPLOAD_TTL = 3600.0  # seconds after its last chunk for which a file that is not complete is kept
+MIN_TTL, MAX_TTL = 3600, 2_592_000  # seconds that a client may ask for, as OpenAI's
+
+
+@dataclass(frozen=True, slots=True)
+class FileSettings:
+    """A file has ``max_bytes`` at most, all of a tenant's ``max_tenant_bytes``, and they are kept for ``retention``
+    seconds unless their client asks for less.
+    """
+
+    max_bytes: int = 100 * 2**20
+    max_tenant_bytes: int = 2**30
+    retention: float = 604_800.0
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """What is stored of a file beside its chunks. Times are in seconds since 1970."""
+
+    id: str
+    tenant: str
+    filename: str
+    purpose: str
+    bytes: int
+    created_at: int
+    expires_at: int
+
+    def to_object(self) -> dict[str, object]:
+        """Returns the file as OpenAI's API shows it."""
+        shown = {name: value for name, value in asdict(self).items() if name != "tenant"}
+        return {"object": "file", **shown, "status": "processed", "status_details": None}
+
+
+class Files:
+    """The files of all tenants. Raises ``QuireError``, UNAVAILABLE among others (see ``ObjectStore``)."""
+
+    def __init__(self, store: ObjectStore, settings: FileSettings) -> None:
+        self._store = store
+        self.settings = settings
+
+    async def new_upload(self, tenant: str) -> "Upload":
+        """Returns an upload for a tenant. Raises ``QuireError`` for one that has as many files as it may have."""
+        owned = await self.list(tenant)
+        if len(owned) >= MAX_FILES:
+            raise too_many_files(f"There are {MAX_FILES} files, as many as there may be: delete some.")
+        left = self.settings.max_tenant_bytes - sum(file.bytes for file in owned)
+        return Upload(self._store, self.settings, tenant, left)
+
+    async def get(self, file_id: str, tenant: str) -> FileInfo:
+        """Returns a file of this tenant. Raises ``QuireError`` NOT_FOUND."""
+        found = await self._store.get(_name(file_id))
+        info = None if found is None else FileInfo(**loads(found.data))
+        if info is None or info.tenant != tenant:
+            raise file_not_found(file_id)
+        return info
+
+    async def list(self, tenant: str) -> list[FileInfo]:
+        """Returns the files of a tenant, the newest first."""
+        owned = []
+        for name in await self._store.names(collection_of(tenant)):
+            found = await self._store.get(name)
+            if found is None:
+                await self._store.leave(collection_of(tenant), name)
+            else:
+                owned.append(FileInfo(**loads(found.data)))
+        return owned[::-1]
+
+    async def delete(self, info: FileInfo) -> None:
+        """Deletes a file."""
+        await self._store.delete(info.id)
+        await self._store.leave(collection_of(info.tenant), info.id)
+
+    async def read(self, info: FileInfo) -> AsyncGenerator[bytes]:
+        """Yields the chunks of a file. Raises ``QuireError`` NOT_FOUND when it was deleted meanwhile."""
+        for number in range(-(-info.bytes // CHUNK_BYTES)):
+            (chunk,) = await self._store.parts(info.id, [number])
+            if chunk is None:
+                raise file_not_found(info.id)
+            yield chunk
+
+    async def write(self, info: FileInfo, chunks: AsyncIterator[bytes]) -> FileInfo:
+        """Writes a file whose id follows from what it holds, so that it may be written again: what is there stays.
+        Returns it with its size.
+        """
+        ttl = max(1.0, info.expires_at - time())
+        writer = _ChunkWriter(self._store, info.id, ttl)
+        async for chunk in chunks:
+            await writer.write(chunk)
+        info = FileInfo(**{**asdict(info), "bytes": await writer.end()})
+        await _create(self._store, info, ttl)
+        return info
+
+
+class Upload:
+    """A file that arrives. ``left`` is how many bytes the tenant may still have. It cannot be found until it has ended;
+    one that breaks off is deleted, or expires if its router dies.
+    """
+
+    def __init__(self, store: ObjectStore, settings: FileSettings, tenant: str, left: int) -> None:
+        self.id = f"file-{token_hex(12)}"
+        self._store = store
+        self._settings = settings
+        self._tenant = tenant
+        self._left = left
+        self._writer = _ChunkWriter(store, self.id, UPLOAD_TTL)
+
+    async def write(self, data: bytes) -> None:
+        """Adds some bytes. Raises ``QuireError`` INVALID for too large a file."""
+        size = self._writer.bytes + len(data)
+        if size > self._settings.max_bytes:
+            raise invalid("file", f"The file is larger than the limit of {self._settings.max_bytes} bytes.")
+        if size > self._left:
+            most = self._settings.max_tenant_bytes
+            raise too_many_files(f"All files together would be larger than {most} bytes: delete some.")
+        await self._writer.write(data)
+
+    async def end(self, filename: str, purpose: str, ttl: float | None) -> FileInfo:
+        """Makes the file one that can be found, for ``ttl`` seconds at most."""
+        size, now = await self._writer.end(), int(time())
+        kept = min(self._settings.retention, self._settings.retention if ttl is None else ttl)
+        info = FileInfo(self.id, self._tenant, filename, purpose, size, now, int(now + kept))
+        await _create(self._store, info, kept)
+        return info
+
+    async def abandon(self) -> None:
+        """Deletes what has arrived."""
+        await self._store.delete(self.id)
+
+
+class _ChunkWriter:
+    """Writes bytes as chunks of one size."""
+
+    def __init__(self, store: ObjectStore, name: str, ttl: float) -> None:
+        self.bytes = 0
+        self._store = store
+        self._name = name
+        self._ttl = ttl
+        self._number = 0
+        self._buffer = bytearray()
+
+    async def write(self, data: bytes) -> None:
+        self.bytes += len(data)
+        self._buffer += data
+        while len(self._buffer) >= CHUNK_BYTES:
+            await self._flush()
+
+    async def end(self) -> int:
+        """Writes what is left. Returns the number of bytes."""
+        if self._buffer:
+            await self._flush()
+        return self.bytes
+
+    async def _flush(self) -> None:
+        await self._store.add_part(self._name, self._number, bytes(self._buffer[:CHUNK_BYTES]), self._ttl)
+        del self._buffer[:CHUNK_BYTES]
+        self._number += 1
+
+
+async def _create(store: ObjectStore, info: FileInfo, ttl: float) -> None:
+    """Lists a file first: a name without an object leaves the list again, and a file that is not listed would stay."""
+    await store.enter(collection_of(info.tenant), info.id, ttl)
+    await store.put(info.id, dumps(asdict(info)).encode(), 0, ttl)
+
+
+def collection_of(tenant: str) -> str:
+    """Returns the collection of a tenant's files."""
+    return f"files:{tenant}"
+
+
+def _name(file_id: str) -> str:
+    """Raises ``QuireError`` NOT_FOUND for what is no file's id."""
+    if not file_id.startswith("file-") or not file_id.isascii() or len(file_id) > 64:
+        raise file_not_found(file_id)
+    return file_id

@@ -1,0 +1,499 @@
+"""``BatchWorker``: continues batches. Each has a lease in its record, so any router takes up those of one that died.
+
+A batch is worked through line by line, a window of them at a time. What each line gave is written once, as a part of
+the batch's object with the line's number: whoever works on a batch reads which numbers are there, and goes on with the
+others. A line that was begun and has no result yet is begun again under the same id, and so only followed
+(``LineRunner``). At the end the results are copied in order into files whose ids follow from the batch's, and a file
+that is written twice is the same.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from random import uniform
+from secrets import token_hex
+from time import time
+from typing import Any, Protocol, TypeVar
+
+from quire_proto.errors import ErrorCode, QuireError
+
+from quire_router.batches.batch import MAX_ERRORS, Batch, Line, LineError, read_lines
+from quire_router.batches.files import FileInfo, Files
+from quire_router.core.errors import batch_ended, batch_not_found, too_many_files
+from quire_router.core.retry import wait_at_most
+from quire_router.journal.objects import ObjectStore
+
+log = logging.getLogger(__name__)
+
+ACTIVE = "batches"
+"""The collection of batches that have not ended."""
+LEASE, RENEWAL = 10.0, 2.0  # seconds that a lease lasts, and between two times that it is renewed
+LOOK_PERIOD = 1.0  # seconds between two looks for batches without a router, give or take a quarter
+LINE_WINDOW = 32  # lines of a batch that are under way
+MAX_RUNNING = 8  # batches that one router works on
+MAX_ACTIVE, MAX_BATCHES = 20, 1_000  # of a tenant: that have not ended, and in all
+PAUSE, MAX_PAUSE = 1.0, 10.0  # seconds before a line is tried again that could not begin
+_COPIED = 64  # results that are read at once
+_OK, _FAILED = b"+", b"-"
+"""The first byte of a result says which file it belongs into."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LineAnswer:
+    """The answer to a line: HTTP's status, the request's id, and the body as JSON."""
+
+    status: int
+    request_id: str
+    body: bytes
+
+
+class LineRunner(Protocol):
+    """Runs lines as requests; see ``api.rest.batch_endpoints.BatchLines``."""
+
+    async def run(self, batch: Batch, line: Line) -> LineAnswer:
+        """Returns the answer to a line, which is run once however often this is called. Waits until there is room.
+        Raises ``QuireError`` only for what passes. May be cancelled; the request goes on then.
+        """
+        ...
+
+    async def cancel(self, batch: Batch, number: int) -> None:
+        """Ends the request of a line, if it runs."""
+        ...
+
+
+class LeaseLostError(Exception):
+    """Another router works on the batch now, or it is gone."""
+
+
+class Batches:
+    """The records of batches, which the API reads and changes. Raises ``QuireError``."""
+
+    def __init__(self, store: ObjectStore, files: Files) -> None:
+        self.store = store
+        self.files = files
+
+    async def create(self, batch: Batch) -> None:
+        """Stores a new batch, which some router takes up. Raises ``QuireError`` when its tenant has too many."""
+        owned = await self.list(batch.tenant)
+        if len(owned) >= MAX_BATCHES:
+            raise too_many_files(f"There are {MAX_BATCHES} batches, as many as there may be.")
+        if sum(not each.ended for each in owned) >= MAX_ACTIVE:
+            raise too_many_files(f"There are {MAX_ACTIVE} batches that have not ended, as many as there may be.")
+        await self.store.enter(collection_of(batch.tenant), batch.id, self.ttl(batch))
+        await self.store.enter(ACTIVE, batch.id, self.ttl(batch))
+        await self.store.put(batch.id, batch.to_json(), 0, self.ttl(batch))
+
+    async def get(self, batch_id: str, tenant: str) -> Batch:
+        """Returns a batch of this tenant. Raises ``QuireError`` NOT_FOUND."""
+        batch, _ = await self._read(batch_id, tenant)
+        return batch
+
+    async def list(self, tenant: str) -> list[Batch]:
+        """Returns the batches of a tenant, the newest first."""
+        owned = []
+        for name in await self.store.names(collection_of(tenant)):
+            found = await self.store.get(name)
+            if found is None:
+                await self.store.leave(collection_of(tenant), name)
+            else:
+                owned.append(Batch.from_json(found.data))
+        return owned[::-1]
+
+    async def cancel(self, batch_id: str, tenant: str) -> Batch:
+        """Asks for the end of a batch, and returns it. Raises ``QuireError`` CONFLICT if it has ended."""
+        while True:
+            batch, version = await self._read(batch_id, tenant)
+            if batch.status == "cancelling":
+                return batch
+            if batch.ended or batch.status == "finalizing":
+                raise batch_ended(batch.status)
+            batch.status, batch.cancelling_at = "cancelling", int(time())
+            if await self.store.put(batch.id, batch.to_json(), version, self.ttl(batch)):
+                return batch
+
+    def ttl(self, batch: Batch) -> float:
+        """Returns for how many seconds a batch is kept from now on: as long as its files."""
+        return max(batch.expires_at - time(), 0.0) + self.files.settings.retention
+
+    async def _read(self, batch_id: str, tenant: str) -> tuple[Batch, int]:
+        named = batch_id.startswith("batch_") and batch_id.isascii() and len(batch_id) <= 64
+        found = await self.store.get(batch_id) if named else None
+        batch = None if found is None else Batch.from_json(found.data)
+        if found is None or batch is None or batch.tenant != tenant:
+            raise batch_not_found(batch_id)
+        return batch, found.version
+
+
+class BatchWorker:
+    """Works on the batches that no other router works on, from ``run`` on. ``max_line_bytes`` bounds one line."""
+
+    def __init__(
+        self,
+        batches: Batches,
+        lines: LineRunner,
+        *,
+        owner: str,
+        max_line_bytes: int = 4 * 2**20,
+        clock: Callable[[], float] = time,
+    ) -> None:
+        self.batches = batches
+        self.lines = lines
+        self.owner = owner
+        self.max_line_bytes = max_line_bytes
+        self.clock = clock
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._wake = asyncio.Event()
+
+    def wake(self) -> None:
+        """There is a new batch, or one to cancel."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Looks for batches, and works on them, until it is cancelled."""
+        try:
+            while True:
+                await wait_at_most(self._wake, uniform(0.75, 1.25) * LOOK_PERIOD)  # noqa: S311 - so that routers look apart
+                self._wake.clear()
+                with suppress(QuireError):  # the journal cannot be read now, which is logged
+                    await self.look()
+        finally:
+            tasks = list(self._running.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def look(self) -> None:
+        """Takes up batches that no router works on. Raises ``QuireError``."""
+        for name in await self.batches.store.names(ACTIVE):
+            if len(self._running) >= MAX_RUNNING:
+                return
+            if name not in self._running and (claimed := await self._claim(name)) is not None:
+                self._running[name] = asyncio.create_task(self._work(claimed), name=f"batch {name}")
+
+    async def _claim(self, name: str) -> "BatchRun | None":
+        found = await self.batches.store.get(name)
+        if found is None:
+            await self.batches.store.leave(ACTIVE, name)
+            return None
+        batch = Batch.from_json(found.data)
+        if batch.ended:  # its router died just then
+            await self.batches.store.delete_parts(name)
+            await self.batches.store.leave(ACTIVE, name)
+            return None
+        # One of this router's own is not running any more: it failed.
+        if batch.owner not in ("", self.owner) and batch.lease_until > self.clock():
+            return None
+        run = BatchRun(batch, found.version, self)
+        try:
+            await run.save()
+        except LeaseLostError:
+            return None
+        return run
+
+    async def _work(self, run: "BatchRun") -> None:
+        batch_id = run.batch.id
+        try:
+            await run.work()
+        except LeaseLostError:
+            log.info("another router works on batch %s", batch_id)
+        except QuireError as error:
+            log.warning("batch %s is left for a moment: %s", batch_id, error.message)
+        except Exception:
+            log.exception("batch %s failed, and is tried again", batch_id)
+            await asyncio.sleep(LEASE)
+        finally:
+            self._running.pop(batch_id, None)
+
+
+class BatchRun:
+    """One router's work on one batch, of whose record it has read ``version``."""
+
+    def __init__(self, batch: Batch, version: int, worker: BatchWorker) -> None:
+        self.batch = batch
+        self._version = version
+        self._batches = worker.batches
+        self._store = worker.batches.store
+        self._files = worker.batches.files
+        self._lines = worker.lines
+        self._owner = worker.owner
+        self._max_line_bytes = worker.max_line_bytes
+        self._clock = worker.clock
+
+    async def work(self) -> None:
+        """Brings the batch to its end. Raises ``LeaseLostError``, and ``QuireError`` for what passes."""
+        batch = self.batch
+        if batch.status == "validating":
+            await self._begin()
+        if batch.status == "in_progress":
+            await self._run()
+        if batch.status == "cancelling":
+            await self._while_leased(self._cancel_lines())
+            await self._while_leased(self._write_files())
+            await self._end("cancelled")
+        elif batch.status == "finalizing":
+            await self._while_leased(self._write_files())
+            await self._end("failed" if batch.errors else "expired" if batch.expired_at else "completed")
+
+    async def save(self) -> None:
+        """Writes the record and renews the lease. Raises ``LeaseLostError`` when somebody else has the batch. A client
+        may have cancelled it meanwhile, which is adopted.
+        """
+        batch = self.batch
+        batch.owner, batch.lease_until = self._owner, self._clock() + LEASE
+        while not await self._store.put(batch.id, batch.to_json(), self._version, self._batches.ttl(batch)):
+            found = await self._store.get(batch.id)
+            stored = None if found is None else Batch.from_json(found.data)
+            if found is None or stored is None or stored.status != "cancelling":
+                raise LeaseLostError
+            if stored.owner not in ("", self._owner):
+                raise LeaseLostError
+            self._version = found.version
+            if batch.status in ("validating", "in_progress"):
+                batch.status, batch.cancelling_at = "cancelling", stored.cancelling_at
+        self._version += 1
+
+    async def _while_leased(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Returns the result of ``work``, while which the lease is renewed; None when the batch is cancelled first."""
+        before, task = self.batch.status, asyncio.create_task(work)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=RENEWAL)
+                if not task.done():
+                    await self.save()
+                    if self.batch.status != before:
+                        return None
+            return await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _end(self, status: str) -> None:
+        """Ends the batch; the results are in its files."""
+        self.batch.status = status
+        setattr(self.batch, f"{status}_at", int(self._clock()))
+        await self.save()
+        await self._store.delete_parts(self.batch.id)
+        await self._store.leave(ACTIVE, self.batch.id)
+
+    # Validating
+
+    async def _begin(self) -> None:
+        outcome = await self._while_leased(self._validate())
+        if outcome is None:
+            return  # it was cancelled
+        batch = self.batch
+        batch.total, batch.model, batch.errors = outcome
+        if batch.errors:
+            batch.total = 0
+            await self._end("failed")
+            return
+        batch.status, batch.in_progress_at = "in_progress", int(self._clock())
+        await self.save()
+
+    async def _validate(self) -> tuple[int, str | None, list[dict[str, Any]]]:
+        """Returns how many lines there are, the model of the first, and what is wrong with them."""
+        seen, models, errors = set[str](), list[str | None](), list[dict[str, Any]]()
+        try:
+            async with aclosing(self._read_lines()) as lines:
+                async for line in lines:
+                    if isinstance(line, LineError):
+                        errors.append(line.error)
+                    elif line.custom_id in seen:
+                        message = f"The custom_id {line.custom_id[:64]!r} was used before."
+                        errors.append(LineError("duplicate_custom_id", message, line.number + 1, "custom_id").error)
+                    else:
+                        seen.add(line.custom_id)
+                        models = models or [line.model]
+                    if len(errors) == MAX_ERRORS:
+                        break
+        except LineError as error:
+            errors.append(error.error)
+        except QuireError as error:
+            if error.code is not ErrorCode.NOT_FOUND:
+                raise
+            errors.append(LineError("invalid_file", error.message, param="input_file_id").error)
+        if not seen and not errors:
+            errors.append(LineError("empty_file", "The file has no lines.").error)
+        return len(seen), models[0] if models else None, errors
+
+    async def _read_lines(self) -> AsyncGenerator[Line | LineError]:
+        info = await self._files.get(self.batch.input_file_id, self.batch.tenant)
+        async with (
+            aclosing(self._files.read(info)) as chunks,
+            aclosing(read_lines(chunks, self.batch.endpoint, self._max_line_bytes)) as lines,
+        ):
+            async for line in lines:
+                yield line
+                await asyncio.sleep(0)  # chunks in memory come without waiting
+
+    # Lines
+
+    async def _run(self) -> None:
+        batch = self.batch
+        try:
+            expired = await self._while_leased(self._run_lines())
+        except QuireError as error:
+            if error.code is not ErrorCode.NOT_FOUND:
+                raise
+            batch.errors = [LineError("invalid_file", error.message, param="input_file_id").error]
+            expired = False
+        if expired is None:
+            return  # it was cancelled
+        now = int(self._clock())
+        batch.expired_at = now if expired else None
+        batch.status, batch.finalizing_at = "finalizing", now
+        await self.save()
+
+    async def _run_lines(self) -> bool:
+        """Runs what has no result yet. Returns whether the window ended before all had one."""
+        done = set(await self._store.part_numbers(self.batch.id))
+        self.batch.completed = len(done) - min(self.batch.failed, len(done))
+        tasks = set[asyncio.Task[None]]()
+        try:
+            async with asyncio.timeout(max(0.0, self.batch.expires_at - self._clock())):
+                async with aclosing(self._read_lines()) as lines:
+                    async for line in lines:
+                        if isinstance(line, LineError) or line.number in done:
+                            continue
+                        tasks.add(asyncio.create_task(self._run_line(line)))
+                        if len(tasks) >= LINE_WINDOW:
+                            await _reap(tasks)
+                while tasks:
+                    await _reap(tasks)
+            return False
+        except TimeoutError:
+            await _cancel_all(tasks)
+            await self._expire_lines()
+            return True
+        finally:
+            await _cancel_all(tasks)
+
+    async def _run_line(self, line: Line) -> None:
+        """Runs a line, and writes its result."""
+        batch = self.batch
+        result = await _persistently(lambda: self._result(line))
+        ttl = self._batches.ttl(batch)
+        if await _persistently(lambda: self._store.add_part(batch.id, line.number, result, ttl)):
+            batch.result_bytes += len(result)
+            if result.startswith(_OK):
+                batch.completed += 1
+            else:
+                batch.failed += 1
+
+    async def _result(self, line: Line) -> bytes:
+        most = self._files.settings.max_tenant_bytes
+        if self.batch.result_bytes > most:
+            message = f"The batch's answers have more than {most} bytes, so this request was not run."
+            return _result(line, None, {"code": "batch_output_too_large", "message": message})
+        return _result(line, await self._lines.run(self.batch, line), None)
+
+    async def _expire_lines(self) -> None:
+        """Ends what has no result, and gives it an error."""
+        message = "This request could not be executed before the completion window expired."
+        error = {"code": "batch_expired", "message": message}
+        done, ttl = set(await self._store.part_numbers(self.batch.id)), self._batches.ttl(self.batch)
+        async with aclosing(self._read_lines()) as lines:
+            async for line in lines:
+                if isinstance(line, Line) and line.number not in done:
+                    await self._lines.cancel(self.batch, line.number)
+                    await self._store.add_part(self.batch.id, line.number, _result(line, None, error), ttl)
+
+    async def _cancel_lines(self) -> None:
+        """Ends what has no result and may run: what lies in the window behind the first line without one."""
+        done = set(await self._store.part_numbers(self.batch.id))
+        missing = [number for number in range(self.batch.total) if number not in done]
+        last = max(done, default=-1) + LINE_WINDOW
+        for number in missing:
+            if number > last:
+                break
+            await self._lines.cancel(self.batch, number)
+
+    # The files
+
+    async def _write_files(self) -> None:
+        """Copies the results into the files, and counts them."""
+        batch, now = self.batch, int(self._clock())
+        numbers = await self._store.part_numbers(batch.id)
+        kept = self._files.settings.retention if batch.output_ttl is None else batch.output_ttl
+        expires = int(now + min(kept, self._files.settings.retention))
+        batch.completed = batch.failed = 0
+        for kind, mark in (("output", _OK), ("error", _FAILED)):
+            name = f"{batch.id}_{kind}.jsonl"
+            info = FileInfo(batch.file_id(kind), batch.tenant, name, "batch_output", 0, now, expires)
+            count = await self._copy(info, numbers, mark)
+            if mark == _OK:
+                batch.completed, batch.output_file_id = count, info.id if count else None
+            else:
+                batch.failed, batch.error_file_id = count, info.id if count else None
+
+    async def _copy(self, info: FileInfo, numbers: list[int], mark: bytes) -> int:
+        count = 0
+
+        async def lines() -> AsyncGenerator[bytes]:
+            nonlocal count
+            for start in range(0, len(numbers), _COPIED):
+                for result in await self._store.parts(self.batch.id, numbers[start : start + _COPIED]):
+                    if result is None:
+                        raise LeaseLostError  # somebody else has ended the batch
+                    if result.startswith(mark):
+                        count += 1
+                        yield result[1:] + b"\n"
+
+        async with aclosing(lines()) as results:
+            first = await anext(results, None)
+            if first is not None:
+                await self._files.write(info, _chain(first, results))
+        return count
+
+
+async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+    yield first
+    async for each in rest:
+        yield each
+
+
+async def _persistently(call: Callable[[], Awaitable[T]]) -> T:
+    """Returns what ``call`` returns, which is called again while it raises ``QuireError``: that passes."""
+    while True:
+        try:
+            return await call()
+        except QuireError as error:
+            log.debug("a line waits: %s", error.message)
+            await asyncio.sleep(min(MAX_PAUSE, error.retry_after or PAUSE))
+
+
+async def _reap(tasks: set[asyncio.Task[None]]) -> None:
+    """Waits until one of the tasks has ended, and removes those that have. Raises what they raised."""
+    ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    tasks -= ended
+    for task in ended:
+        task.result()
+
+
+async def _cancel_all(tasks: set[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    tasks.clear()
+
+
+def _result(line: Line, answer: LineAnswer | None, error: dict[str, str] | None) -> bytes:
+    """Returns a line of an output or error file, behind the byte that says of which."""
+    response = b"null"
+    if answer is not None:
+        head = json.dumps({"status_code": answer.status, "request_id": answer.request_id})[:-1].encode()
+        response = head + b', "body": ' + answer.body + b"}"
+    name = f"batch_req_{answer.request_id}" if answer is not None else f"batch_req_{token_hex(12)}"
+    head = json.dumps({"id": name, "custom_id": line.custom_id})[:-1].encode()
+    tail = b', "error": ' + json.dumps(error).encode() + b"}"
+    mark = _OK if answer is not None and answer.status == 200 else _FAILED
+    return mark + head + b', "response": ' + response + tail
+
+
+def collection_of(tenant: str) -> str:
+    """Returns the collection of a tenant's batches."""
+    return f"batches:{tenant}"

@@ -1,0 +1,120 @@
+"""Objects in Redis: the text of ``NAME`` in the hash ``quire:{NAME}:object``, its parts in ``quire:{NAME}:parts``, and
+collections as sorted sets, by when each name came.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from math import ceil
+from time import time
+from typing import Any, TypeVar
+
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import OutOfMemoryError, RedisError
+
+from quire_router.clients.redis_client import RedisAccess, lua_source, redis_client
+from quire_router.core.errors import journal_unavailable, store_full
+from quire_router.journal.objects import MAX_NAMES, StoredObject
+
+log = logging.getLogger(__name__)
+COLLECTION_TTL = 2_764_800  # seconds at least, from the last name that came: longer than what they name
+T = TypeVar("T")
+
+
+class RedisObjectStore:
+    """See ``ObjectStore``. Each call waits ``timeout`` seconds at most, and is repeated once on a new connection where
+    its own broke: a part that is written again stays as it is, and a text that was replaced counts as such.
+    """
+
+    def __init__(self, access: RedisAccess | str, *, timeout: float = 5.0) -> None:
+        self._client: Redis = redis_client(access, timeout=timeout, connections=8)
+        self._replace = self._client.register_script(lua_source(__package__, "object"))
+
+    async def get(self, name: str) -> StoredObject | None:
+        """See ``ObjectStore``."""
+        found: Any = await self._call(lambda: self._client.hmget(_object(name), ["data", "version"]))
+        data, version = found
+        return None if version is None else StoredObject(data, int(version))
+
+    async def put(self, name: str, data: bytes, version: int, ttl: float) -> bool:
+        """See ``ObjectStore``."""
+        keys = [_object(name), _parts(name)]
+        return bool(await self._call(lambda: self._replace(keys, [version, data, ceil(ttl)])))
+
+    async def delete(self, name: str) -> None:
+        """See ``ObjectStore``."""
+        await self._call(lambda: self._client.unlink(_object(name), _parts(name)))
+
+    async def add_part(self, name: str, number: int, data: bytes, ttl: float) -> bool:
+        """See ``ObjectStore``."""
+
+        async def exchange() -> Any:
+            pipeline = self._client.pipeline(transaction=True)
+            pipeline.hsetnx(_parts(name), str(number), data)
+            pipeline.expire(_parts(name), ceil(ttl))
+            return await pipeline.execute()
+
+        return bool((await self._call(exchange))[0])
+
+    async def parts(self, name: str, numbers: Sequence[int]) -> list[bytes | None]:
+        """See ``ObjectStore``."""
+        if not numbers:
+            return []
+        found: Any = await self._call(lambda: self._client.hmget(_parts(name), [str(each) for each in numbers]))
+        return list(found)
+
+    async def part_numbers(self, name: str) -> list[int]:
+        """See ``ObjectStore``."""
+        return sorted(map(int, await self._call(lambda: self._client.hkeys(_parts(name)))))
+
+    async def delete_parts(self, name: str) -> None:
+        """See ``ObjectStore``."""
+        await self._call(lambda: self._client.unlink(_parts(name)))
+
+    async def enter(self, collection: str, name: str, ttl: float) -> None:
+        """See ``ObjectStore``."""
+
+        async def exchange() -> Any:
+            pipeline = self._client.pipeline(transaction=True)
+            pipeline.zadd(_collection(collection), {name: time()}, nx=True)
+            pipeline.expire(_collection(collection), max(COLLECTION_TTL, ceil(ttl)))
+            return await pipeline.execute()
+
+        await self._call(exchange)
+
+    async def leave(self, collection: str, name: str) -> None:
+        """See ``ObjectStore``."""
+        await self._call(lambda: self._client.zrem(_collection(collection), name))
+
+    async def names(self, collection: str) -> list[str]:
+        """See ``ObjectStore``."""
+        found: Any = await self._call(lambda: self._client.zrange(_collection(collection), 0, MAX_NAMES - 1))
+        return [name.decode() for name in found]
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._client.aclose()
+
+    async def _call(self, exchange: Callable[[], Awaitable[T]]) -> T:
+        try:
+            try:
+                return await exchange()
+            except RedisConnectionError:
+                return await exchange()
+        except OutOfMemoryError:
+            raise store_full() from None
+        except (RedisError, OSError, TimeoutError) as error:
+            log.warning("files and batches cannot be read or written in Redis: %s", type(error).__name__)
+            raise journal_unavailable() from error
+
+
+def _object(name: str) -> str:
+    return f"quire:{{{name}}}:object"
+
+
+def _parts(name: str) -> str:
+    return f"quire:{{{name}}}:parts"
+
+
+def _collection(name: str) -> str:
+    return f"quire:collection:{name}"

@@ -1,0 +1,147 @@
+"""Objects in the tables of a journal's file. They take half of the largest file at most, so that requests have room."""
+
+import logging
+import sqlite3
+from collections.abc import Awaitable, Callable, Sequence
+from time import time
+from typing import TYPE_CHECKING, TypeVar
+
+from quire_router.core.errors import journal_unavailable, store_full
+from quire_router.journal.objects import MAX_NAMES, StoredObject
+
+if TYPE_CHECKING:
+    from quire_router.journal.sqlite.sqlite_journal import SqliteStore
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_SWEPT = 64  # objects that one write deletes because they expired
+_READ_AT_ONCE = 500  # parts: a statement takes so many numbers
+
+
+class SqliteObjectStore:
+    """See ``ObjectStore``. Works on the two threads of ``store``, and takes ``max_bytes`` for all texts and parts."""
+
+    def __init__(self, store: "SqliteStore", max_bytes: int) -> None:
+        self._store = store
+        self._max_bytes = max_bytes
+
+    async def get(self, name: str) -> StoredObject | None:
+        """See ``ObjectStore``."""
+        query = "SELECT data, version FROM objects WHERE name = ? AND version > 0 AND expires > ?"
+        row = await self._read(lambda connection: connection.execute(query, (name, time())).fetchone())
+        return None if row is None else StoredObject(*row)
+
+    async def put(self, name: str, data: bytes, version: int, ttl: float) -> bool:
+        """See ``ObjectStore``."""
+
+        def write(connection: sqlite3.Connection) -> bool:
+            _sweep(connection, name)
+            query = "SELECT version, length(data) FROM objects WHERE name = ?"
+            found, before = connection.execute(query, (name,)).fetchone() or (0, 0)
+            if found != version:
+                return False
+            self._check_room(connection, len(data) - before)
+            connection.execute(
+                "INSERT INTO objects (name, version, data, expires) VALUES (?, ?, ?, ?) "
+                "ON CONFLICT (name) DO UPDATE SET version = excluded.version, data = excluded.data, "
+                "expires = excluded.expires",
+                (name, version + 1, data, int(time() + ttl)),
+            )
+            return True
+
+        return await self._write(write)
+
+    async def delete(self, name: str) -> None:
+        """See ``ObjectStore``."""
+        await self._write(lambda connection: _execute(connection, "DELETE FROM objects WHERE name = ?", name))
+
+    async def add_part(self, name: str, number: int, data: bytes, ttl: float) -> bool:
+        """See ``ObjectStore``."""
+
+        def write(connection: sqlite3.Connection) -> bool:
+            _sweep(connection, name)
+            self._check_room(connection, len(data))
+            connection.execute(
+                "INSERT INTO objects (name, version, data, expires) VALUES (?, 0, x'', ?) ON CONFLICT DO NOTHING",
+                (name, int(time() + ttl)),
+            )
+            query = "INSERT INTO parts (name, number, data) VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
+            return connection.execute(query, (name, number, data)).rowcount == 1
+
+        return await self._write(write)
+
+    async def parts(self, name: str, numbers: Sequence[int]) -> list[bytes | None]:
+        """See ``ObjectStore``."""
+
+        def read(connection: sqlite3.Connection) -> list[bytes | None]:
+            found: dict[int, bytes] = {}
+            for start in range(0, len(numbers), _READ_AT_ONCE):
+                some = numbers[start : start + _READ_AT_ONCE]
+                marks = ",".join("?" * len(some))
+                query = f"SELECT number, data FROM parts WHERE name = ? AND number IN ({marks})"  # noqa: S608
+                found.update(connection.execute(query, (name, *some)))
+            return [found.get(number) for number in numbers]
+
+        return await self._read(read)
+
+    async def part_numbers(self, name: str) -> list[int]:
+        """See ``ObjectStore``."""
+        query = "SELECT number FROM parts WHERE name = ? ORDER BY number"
+        return await self._read(lambda connection: [number for (number,) in connection.execute(query, (name,))])
+
+    async def delete_parts(self, name: str) -> None:
+        """See ``ObjectStore``."""
+        await self._write(lambda connection: _execute(connection, "DELETE FROM parts WHERE name = ?", name))
+
+    async def enter(self, collection: str, name: str, ttl: float) -> None:
+        """See ``ObjectStore``."""
+        query = "INSERT INTO members (collection, name, expires) VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
+        await self._write(lambda connection: _execute(connection, query, collection, name, int(time() + ttl)))
+
+    async def leave(self, collection: str, name: str) -> None:
+        """See ``ObjectStore``."""
+        query = "DELETE FROM members WHERE collection = ? AND name = ?"
+        await self._write(lambda connection: _execute(connection, query, collection, name))
+
+    async def names(self, collection: str) -> list[str]:
+        """See ``ObjectStore``."""
+        query = "SELECT name FROM members WHERE collection = ? ORDER BY member LIMIT ?"
+        return await self._read(
+            lambda connection: [name for (name,) in connection.execute(query, (collection, MAX_NAMES))]
+        )
+
+    async def close(self) -> None:
+        """The journal closes the file."""
+
+    def _check_room(self, connection: sqlite3.Connection, size: int) -> None:
+        (used,) = connection.execute("SELECT bytes FROM object_bytes").fetchone()
+        if size > 0 and used + size > self._max_bytes:
+            raise store_full()
+
+    async def _write(self, write: Callable[[sqlite3.Connection], T]) -> T:
+        return await self._run(self._store.write_objects(write))
+
+    async def _read(self, read: Callable[[sqlite3.Connection], T]) -> T:
+        return await self._run(self._store.read_objects(read))
+
+    async def _run(self, work: Awaitable[T]) -> T:
+        try:
+            return await work
+        except (sqlite3.Error, OSError) as error:
+            log.warning("files and batches cannot be read or written: %s", getattr(error, "sqlite_errorname", error))
+            raise journal_unavailable() from error
+
+
+def _execute(connection: sqlite3.Connection, statement: str, *values: object) -> None:
+    connection.execute(statement, values)
+
+
+def _sweep(connection: sqlite3.Connection, name: str) -> None:
+    """Deletes some of what has expired, and ``name`` if it has."""
+    connection.execute("DELETE FROM objects WHERE name = ? AND expires <= ?", (name, time()))
+    connection.execute(
+        "DELETE FROM objects WHERE name IN (SELECT name FROM objects WHERE expires <= ? LIMIT ?)", (time(), _SWEPT)
+    )
+    connection.execute(
+        "DELETE FROM members WHERE member IN (SELECT member FROM members WHERE expires <= ? LIMIT ?)", (time(), _SWEPT)
+    )

@@ -1,0 +1,117 @@
+"""A batch of a real stack whose router is killed, and its Redis restarted, in the middle: each line is answered once,
+as it is when it is sent directly.
+"""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import redis
+
+from tests.service.conftest import DEMO, FLOAT32, MODEL, SMALL_POOLS
+from tests.support.forked_engines import ForkedEngine
+from tests.support.ports import free_port
+from tests.support.processes import Router, eventually
+from tests.support.redis_server import RedisServer, redis_server
+
+LINES = 200
+
+
+@dataclass
+class Machine:
+    """An engine, a Redis, and a router that can be killed and started again where it was."""
+
+    folder: Path
+    ports: tuple[int, int, int]
+    engine: ForkedEngine
+    redis: RedisServer
+    router: Router
+
+    def restart_router(self) -> None:
+        self.router.kill()
+        self.router = started_router(self.folder, self.ports, self.engine, self.redis)
+        self.router.wait_ready()
+
+
+def started_router(folder: Path, ports: tuple[int, int, int], engine: ForkedEngine, redis: RedisServer) -> Router:
+    return Router(DEMO, [engine.address], folder, "--redis-url", redis.url, ports=ports)
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    folder, ports = tmp_path_factory.mktemp("batches"), (free_port(), free_port(), free_port())
+    with redis_server(persistent=True) as server:
+        engine = ForkedEngine(DEMO, folder, *SMALL_POOLS, *FLOAT32)
+        machine = Machine(folder, ports, engine, server, started_router(folder, ports, engine, server))
+        try:
+            engine.wait_ready()
+            machine.router.wait_ready()
+            yield machine
+        finally:
+            codes = machine.router.stop(), engine.stop()
+    assert codes == (0, 0), (machine.router.text, engine.text)
+
+
+def body(number: int) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "prompt": f"{number}: once upon a time",
+        "max_tokens": 20,
+        "temperature": 1.0,
+        "seed": number,
+        "ignore_eos": True,
+    }
+
+
+def test_each_line_is_answered_once_whatever_is_restarted(machine: Machine) -> None:
+    lines = [
+        {"custom_id": f"line {number}", "method": "POST", "url": "/v1/completions", "body": body(number)}
+        for number in range(LINES)
+    ]
+    content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    api = openai.OpenAI(base_url=f"{machine.router.url}/v1", api_key="none", max_retries=20)
+    file = api.files.create(file=("in.jsonl", content), purpose="batch")
+    batch = api.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+
+    def completed() -> int:
+        return api.batches.retrieve(batch.id).request_counts.completed
+
+    eventually(lambda: completed() >= LINES // 10)
+    machine.restart_router()
+    assert api.batches.retrieve(batch.id).status == "in_progress"
+    eventually(lambda: completed() >= LINES // 2)
+    machine.redis.restart()
+    eventually(lambda: api.batches.retrieve(batch.id).status == "completed")
+
+    done = api.batches.retrieve(batch.id)
+    assert done.request_counts.to_dict() == {"total": LINES, "completed": LINES, "failed": 0}
+    output = [json.loads(each) for each in api.files.content(done.output_file_id).text.splitlines()]
+    assert [each["custom_id"] for each in output] == [line["custom_id"] for line in lines]
+    requests = [each["response"]["request_id"] for each in output]
+    assert stored_requests(machine.redis) == set(requests)
+    assert len(set(requests)) == LINES
+    with ThreadPoolExecutor(8) as pool:
+        direct = list(pool.map(lambda number: ask(machine, number), range(LINES)))
+    assert [answer_of(each["response"]["body"]) for each in output] == [answer_of(each) for each in direct]
+    api.close()
+
+
+def ask(machine: Machine, number: int) -> dict[str, Any]:
+    return dict(httpx.post(f"{machine.router.url}/v1/completions", json=body(number), timeout=60).json())
+
+
+def answer_of(found: dict[str, Any]) -> tuple[Any, Any]:
+    return found["choices"], {name: found["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
+
+
+def stored_requests(server: RedisServer) -> set[str]:
+    client = redis.Redis(port=server.port)
+    names = {key.decode() for key in client.scan_iter("quire:*:record")}
+    client.close()
+    return {name.partition("{")[2].partition("}")[0] for name in names}

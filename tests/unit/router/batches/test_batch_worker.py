@@ -1,0 +1,125 @@
+"""A batch is worked through by any routers, one after the other, however they die: each line once."""
+
+import asyncio
+from collections import Counter
+from time import time
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quire_proto.text.chat_template import ChatTemplate
+from quire_proto.text.tokenizer import ModelTokenizer
+from quire_router.api.auth import Authenticator
+from quire_router.api.request_limits import ConcurrencyLimit
+from quire_router.api.service import ApiService
+from quire_router.batches.worker import ACTIVE, LEASE
+from quire_router.journal.objects import MemoryObjectStore
+
+from tests.support.batch_stage import (
+    Life,
+    MortalRunner,
+    MortalStore,
+    batch_api,
+    content_of,
+    jsonl,
+    line,
+    store_batch,
+)
+from tests.support.model_folders import byte_level
+from tests.support.scripted_api import CHAT_TEMPLATE, MODEL, ScriptedPool, ScriptedRunner
+from tests.support.waiting import until
+
+TOKENIZERS = {MODEL: ModelTokenizer(byte_level(), ChatTemplate(CHAT_TEMPLATE, {}, "the test"))}
+IMMORTAL = 10**9
+
+
+def service_of(runner: Any) -> ApiService:
+    return ApiService(TOKENIZERS, ScriptedPool(), runner, Authenticator(()), ConcurrencyLimit(64))
+
+
+class Fleet:
+    """Routers that share a store and the engines behind one runner. ``later`` is how far the clock is ahead."""
+
+    def __init__(self) -> None:
+        self.store = MemoryObjectStore()
+        self.runner = ScriptedRunner()
+        self.later = 0.0
+        self.api = batch_api(service_of(self.runner), self.store)
+
+    async def live(self, life: Life, owner: str) -> None:
+        """A router works until the batch has ended or it dies, and until its lease has."""
+        service = service_of(MortalRunner(self.runner, life))
+        api = batch_api(
+            service, cast(Any, MortalStore(self.store, life)), owner=owner, clock=lambda: time() + self.later
+        )
+        api.worker.wake()
+        working = asyncio.create_task(api.worker.run())
+        while not life.dead.is_set() and await self.store.names(ACTIVE):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        service.close()
+        self.later += LEASE + 1
+
+
+async def survive(deaths: list[tuple[int, bool]], count: int, bad: int) -> None:
+    fleet = Fleet()
+    lines = [line(f"line {number}", f"text {number}") for number in range(count)]
+    for number in range(bad):
+        lines[number]["body"]["max_tokens"] = -1
+    await store_batch(fleet.api, jsonl(lines))
+    for number, (steps, after) in enumerate(deaths):
+        await fleet.live(Life(steps, after), f"router {number}")
+    await fleet.live(Life(IMMORTAL), "the last router")
+    batch = await fleet.api.batches.get("batch_1", "")
+    output, errors = await content_of(fleet.api, batch.output_file_id), await content_of(fleet.api, batch.error_file_id)
+    assert (batch.status, batch.total, batch.completed, batch.failed) == ("completed", count, count - bad, bad)
+    assert [each["custom_id"] for each in errors] == [f"line {number}" for number in range(bad)]
+    assert [each["custom_id"] for each in output] == [f"line {number}" for number in range(bad, count)]
+    assert {each["response"]["status_code"] for each in output} <= {200}
+    assert {each["response"]["status_code"] for each in errors} <= {400}
+    ran = Counter(generation.request_id for generation in fleet.runner.generations)
+    assert len(ran) == count - bad
+    assert set(ran.values()) <= {1}
+    assert await fleet.store.part_numbers("batch_1") == []
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("steps", range(1, 60))
+async def test_a_router_that_dies_at_any_step_leaves_each_line_once(steps: int, after: bool) -> None:
+    await survive([(steps, after)], count=4, bad=1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    deaths=st.lists(st.tuples(st.integers(1, 150), st.booleans()), max_size=5),
+    count=st.integers(1, 40),
+    data=st.data(),
+)
+def test_routers_that_die_one_after_the_other_leave_each_line_once(
+    deaths: list[tuple[int, bool]], count: int, data: st.DataObject
+) -> None:
+    bad = data.draw(st.integers(0, min(3, count)))
+    asyncio.run(survive(deaths, count, bad))
+
+
+async def test_routers_whose_clocks_differ_take_a_batch_from_each_other_and_run_each_line_once() -> None:
+    fleet, count = Fleet(), 60
+    await store_batch(fleet.api, jsonl([line(f"line {number}") for number in range(count)]))
+    routers = []
+    for ahead in (0.0, LEASE + 1):
+        service = service_of(MortalRunner(fleet.runner, Life(IMMORTAL)))
+        clock = lambda ahead=ahead: time() + ahead  # noqa: E731
+        api = batch_api(service, fleet.store, owner=f"{ahead} s ahead", clock=clock)
+        api.worker.wake()
+        routers.append(asyncio.create_task(api.worker.run()))
+        await until(lambda: bool(fleet.runner.generations))
+    await until(lambda: not fleet.store._collections.get(ACTIVE))
+    for router in routers:
+        router.cancel()
+    await asyncio.gather(*routers, return_exceptions=True)
+    batch = await fleet.api.batches.get("batch_1", "")
+    output = await content_of(fleet.api, batch.output_file_id)
+    assert [each["custom_id"] for each in output] == [f"line {number}" for number in range(count)]
+    assert len({each.request_id for each in fleet.runner.generations}) == len(fleet.runner.generations) == count

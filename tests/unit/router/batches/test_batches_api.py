@@ -1,0 +1,335 @@
+"""``/v1/files`` and ``/v1/batches`` over HTTP, as the client of OpenAI uses them."""
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.sampling import FinishReason
+from quire_router.admission.tenants import Tenant, Tenants
+from quire_router.admission.tenants_file import ApiKey, TenantsFile
+from quire_router.batches.files import FileSettings
+
+from tests.support.batch_stage import Engines, batch_stage, jsonl, line
+from tests.support.scripted_api import MODEL, ask, chat
+from tests.support.waiting import until
+
+KEYS = ["k" * 16, "l" * 16]
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+    COMPLETIONS: {"prompt": "hi"},
+    RESPONSES: {"input": "hi"},
+}
+VOLATILE = {"id", "created", "created_at", "completed_at", "system_fingerprint"}
+
+
+async def upload(api: openai.AsyncOpenAI, content: bytes, **more: Any) -> Any:
+    return await api.files.create(file=("in.jsonl", content), purpose="batch", **more)
+
+
+async def run(api: openai.AsyncOpenAI, content: bytes, endpoint: Any = CHAT) -> Any:
+    file = await upload(api, content)
+    batch = await api.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
+    return await ended(api, batch.id)
+
+
+async def ended(api: openai.AsyncOpenAI, batch_id: str) -> Any:
+    async with asyncio.timeout(20):
+        while (batch := await api.batches.retrieve(batch_id)).status in (  # noqa: ASYNC110
+            "validating",
+            "in_progress",
+            "finalizing",
+            "cancelling",
+        ):
+            await asyncio.sleep(0.01)
+    return batch
+
+
+async def lines_of(api: openai.AsyncOpenAI, file_id: str) -> list[dict[str, Any]]:
+    return [json.loads(each) for each in (await api.files.content(file_id)).text.splitlines()]
+
+
+def timeless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: timeless(each) for name, each in value.items() if name not in VOLATILE}
+    return [timeless(each) for each in value] if isinstance(value, list) else value
+
+
+# Files
+
+
+async def test_a_file_is_stored_listed_read_and_deleted():
+    async with batch_stage() as stage:
+        api = stage.openai()
+        content = bytes(range(256)) * 3000  # three chunks
+        first = await upload(api, content)
+        second = await upload(api, b"x", expires_after={"anchor": "created_at", "seconds": 3600})
+        assert (first.bytes, first.filename, first.purpose, first.object) == (768_000, "in.jsonl", "batch", "file")
+        assert second.expires_at == second.created_at + 3600
+        assert await api.files.retrieve(first.id) == first
+        assert (await api.files.content(first.id)).content == content
+        assert [file.id async for file in api.files.list()] == [second.id, first.id]
+        assert [file.id async for file in api.files.list(order="asc", limit=1)] == [first.id, second.id]
+        assert [file async for file in api.files.list(purpose="batch_output")] == []
+        assert (await api.files.delete(first.id)).deleted
+        with pytest.raises(openai.NotFoundError):
+            await api.files.content(first.id)
+        assert [file.id async for file in api.files.list()] == [second.id]
+
+
+async def test_an_empty_file_can_be_read():
+    async with batch_stage() as stage:
+        api = stage.openai()
+        file = await upload(api, b"")
+        assert (file.bytes, (await api.files.content(file.id)).content) == (0, b"")
+
+
+async def test_files_and_batches_of_others_are_not_found():
+    async with batch_stage(keys=KEYS) as stage:
+        own, other = stage.openai(KEYS[0]), stage.openai(KEYS[1])
+        batch = await run(own, jsonl([line("a")]))
+        for call in (
+            other.files.retrieve(batch.input_file_id),
+            other.files.content(batch.output_file_id),
+            other.files.delete(batch.output_file_id),
+            other.batches.retrieve(batch.id),
+            other.batches.cancel(batch.id),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await call
+        with pytest.raises(openai.NotFoundError):
+            await other.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h")
+        assert [each async for each in other.files.list()] == [each async for each in other.batches.list()] == []
+        assert len(await lines_of(own, batch.output_file_id)) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"purpose": "assistants"}, "purpose"),
+        ({"purpose": "user_data"}, "purpose"),
+        ({"purpose": "batch", "expires_after": {"anchor": "created_at", "seconds": 5}}, "expires_after"),
+    ],
+)
+async def test_files_for_what_there_is_not_are_refused_and_leave_nothing(fields, param):
+    async with batch_stage() as stage:
+        api = stage.openai()
+        with pytest.raises(openai.BadRequestError) as refused:
+            await api.files.create(file=("a", b"x"), **fields)
+        assert refused.value.param == param
+        assert [file async for file in api.files.list()] == []
+
+
+async def test_files_are_bounded():
+    async with batch_stage(settings=FileSettings(max_bytes=1000, max_tenant_bytes=1500)) as stage:
+        api = stage.openai()
+        with pytest.raises(openai.BadRequestError, match="larger than the limit of 1000 bytes"):
+            await upload(api, b"x" * 1001)
+        kept = await upload(api, b"x" * 1000)
+        with pytest.raises(openai.RateLimitError, match="delete some"):
+            await upload(api, b"x" * 501)
+        await api.files.delete(kept.id)
+        await upload(api, b"x" * 501)
+        with pytest.raises(openai.APIStatusError) as refused:
+            await upload(api, b"x" * 100_000)
+        assert refused.value.status_code == 413
+
+
+async def test_what_is_no_form_is_refused():
+    async with batch_stage() as stage:
+        answer = await ask(stage.port, "POST", "/v1/files", {"a": 1})
+        assert (answer.status, answer.error["param"]) == (400, "body")
+
+
+async def test_a_tenant_of_whom_nothing_is_stored_has_no_files():
+    tenant = Tenant("private", retention=0)
+    file = TenantsFile(Tenants([tenant]), {"private": (ApiKey.of(KEYS[0]),)})
+    async with batch_stage(file=file) as stage:
+        with pytest.raises(openai.PermissionDeniedError, match="no files"):
+            await upload(stage.openai(KEYS[0]), b"x")
+
+
+# Batches
+
+
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS, RESPONSES])
+async def test_a_batch_answers_as_its_route_does(endpoint):
+    async with batch_stage() as stage:
+        api = stage.openai()
+        body = (
+            {"model": MODEL, **BODIES[endpoint], "seed": 3}
+            if endpoint != RESPONSES
+            else {"model": MODEL, "input": "hi"}
+        )
+        lines = [{"custom_id": f"c{number}", "method": "POST", "url": endpoint, "body": body} for number in range(3)]
+        batch = await run(api, jsonl(lines), endpoint)
+        assert batch.status == "completed"
+        assert batch.request_counts.to_dict() == {"total": 3, "completed": 3, "failed": 0}
+        assert (batch.endpoint, batch.completion_window, batch.error_file_id) == (endpoint, "24h", None)
+        assert batch.model == MODEL
+        direct = (await ask(stage.port, "POST", endpoint, body)).json
+        found = await lines_of(api, batch.output_file_id)
+    assert [each["custom_id"] for each in found] == ["c0", "c1", "c2"]
+    assert len({each["response"]["request_id"] for each in found}) == 3
+    for each in found:
+        assert (each["response"]["status_code"], each["error"]) == (200, None)
+        assert timeless(each["response"]["body"]) == timeless(direct)
+    assert all(generation.priority > 2**30 for generation in stage.runner.generations[:3])
+
+
+async def test_requests_that_are_refused_are_in_the_error_file():
+    async with batch_stage() as stage:
+        api = stage.openai()
+        lines = [
+            line("good"),
+            line("unknown model", model="other"),
+            line("bad value", temperature=-1),
+        ]
+        batch = await run(api, jsonl(lines))
+        direct = await ask(stage.port, "POST", CHAT, lines[2]["body"])
+        (good,) = await lines_of(api, batch.output_file_id)
+        unknown, bad = await lines_of(api, batch.error_file_id)
+    assert batch.status == "completed"
+    assert batch.request_counts.to_dict() == {"total": 3, "completed": 1, "failed": 2}
+    assert good["custom_id"] == "good"
+    assert (unknown["custom_id"], unknown["response"]["status_code"]) == ("unknown model", 404)
+    assert (bad["custom_id"], bad["response"]["status_code"]) == ("bad value", 400)
+    assert bad["response"]["body"]["error"]["message"] == direct.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "number", "param"),
+    [
+        (b"", "empty_file", None, None),
+        (b"\n \n", "empty_file", None, None),
+        (jsonl([line("a")]) + b"{", "invalid_json_line", 2, None),
+        (b"[]", "invalid_json_line", 1, None),
+        (b"[" * 5000, "invalid_json_line", 1, None),
+        (jsonl([line("a"), line("b"), line("a")]), "duplicate_custom_id", 3, "custom_id"),
+        (jsonl([line("")]), "missing_required_parameter", 1, "custom_id"),
+        (jsonl([{**line("a"), "method": "GET"}]), "invalid_method", 1, "method"),
+        (jsonl([{**line("a"), "body": 1}]), "missing_required_parameter", 1, "body"),
+        (jsonl([line("a", url=COMPLETIONS)]), "mismatched_url", 1, "url"),
+        (jsonl([line("a", stream=True)]), "invalid_request", 1, "body.stream"),
+        (jsonl([line("a", "x" * 10_000)]), "line_too_long", 1, None),
+    ],
+)
+async def test_a_file_that_holds_no_batch_fails_it_before_anything_runs(content, code, number, param):
+    async with batch_stage() as stage:
+        batch = await run(stage.openai(), content)
+        assert stage.runner.generations == []
+    assert (batch.status, batch.output_file_id) == ("failed", None)
+    (error,) = batch.errors.data
+    assert (error.code, error.line, error.param) == (code, number, param)
+    assert batch.failed_at >= batch.created_at
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"completion_window": "1h"}, "completion_window"),
+        ({"metadata": {"k": "v" * 513}}, "metadata.k"),
+    ],
+)
+async def test_a_batch_of_what_there_is_not_is_refused(fields, param):
+    async with batch_stage() as stage:
+        api = stage.openai()
+        file = await upload(api, jsonl([line("a")]))
+        with pytest.raises(openai.BadRequestError) as refused:
+            await api.batches.create(
+                **{"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h", **fields}
+            )
+    assert refused.value.param == param
+
+
+async def test_batches_are_listed_with_their_metadata():
+    async with batch_stage() as stage:
+        api = stage.openai()
+        file = await upload(api, jsonl([line("a")]))
+        made = [
+            await api.batches.create(
+                input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"n": str(number)}
+            )
+            for number in range(3)
+        ]
+        assert [each.id async for each in api.batches.list(limit=2)] == [each.id for each in reversed(made)]
+        assert [each.metadata async for each in api.batches.list()] == [{"n": "2"}, {"n": "1"}, {"n": "0"}]
+
+
+# While it runs
+
+
+async def test_lines_wait_while_the_engines_have_other_work():
+    engines = Engines(busy=True)
+    async with batch_stage(engines=engines) as stage:
+        api = stage.openai()
+        file = await upload(api, jsonl([line("a")]))
+        batch = await api.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        await until_status(api, batch.id, "in_progress")
+        await ask(stage.port, "POST", CHAT, chat())
+        assert len(stage.runner.generations) == 1
+        with pytest.raises(openai.ConflictError, match="reads this file"):
+            await api.files.delete(file.id)
+        engines.busy = False
+        assert (await ended(api, batch.id)).status == "completed"
+        await api.files.delete(file.id)
+
+
+async def test_a_line_that_cannot_begin_is_tried_again():
+    script = [QuireError(ErrorCode.OVERLOADED, "No room.", retry_after=0.01)]
+    async with batch_stage(script) as stage:
+        api = stage.openai()
+        file = await upload(api, jsonl([line("a")]))
+        batch = await api.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        await until(lambda: bool(stage.runner.runs))
+        (run,) = stage.runner.runs.values()
+        await until(lambda: run.error is not None)
+        stage.runner.script = ("Hi", FinishReason.STOP)
+        run.error = None  # as a record that was released is gone on with
+        assert (await ended(api, batch.id)).request_counts.completed == 1
+
+
+async def test_a_batch_that_is_cancelled_ends_what_runs_and_keeps_what_is_done():
+    gate = asyncio.Event()
+    async with batch_stage() as stage:
+        api = stage.openai()
+        done = await run(api, jsonl([line("a")]))
+        with pytest.raises(openai.ConflictError, match="completed"):
+            await api.batches.cancel(done.id)
+        stage.runner.script = (gate, "late", FinishReason.STOP)
+        file = await upload(api, jsonl([line(str(number)) for number in range(3)]))
+        batch = await api.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        await until(lambda: len(stage.runner.aborts) == 3)
+        cancelling = await api.batches.cancel(batch.id)
+        assert cancelling.status == "cancelling"
+        batch = await ended(api, batch.id)
+        await until(lambda: not stage.runner.aborts)
+    assert batch.status == "cancelled"
+    assert (batch.output_file_id, batch.request_counts.completed) == (None, 0)
+    assert batch.cancelled_at >= batch.cancelling_at
+
+
+async def test_what_is_not_done_when_the_window_ends_has_expired(monkeypatch):
+    gate = asyncio.Event()
+    async with batch_stage() as stage:
+        api = stage.openai()
+        monkeypatch.setattr("quire_router.api.rest.batch_endpoints.WINDOW", 1)
+        stage.runner.script = (gate, "late", FinishReason.STOP)
+        batch = await run(api, jsonl([line("a"), line("b")]))
+        await until(lambda: not stage.runner.aborts)
+        errors = await lines_of(api, batch.error_file_id)
+    assert (batch.status, batch.output_file_id) == ("expired", None)
+    assert [(each["custom_id"], each["error"]["code"]) for each in errors] == [
+        ("a", "batch_expired"),
+        ("b", "batch_expired"),
+    ]
+
+
+async def until_status(api: openai.AsyncOpenAI, batch_id: str, status: str) -> None:
+    async with asyncio.timeout(20):
+        while (await api.batches.retrieve(batch_id)).status != status:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

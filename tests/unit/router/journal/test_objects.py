@@ -1,0 +1,138 @@
+"""The contract of all object stores: who has not read the last version replaces nothing, and a part is written once."""
+
+import sqlite3
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+from quire_proto.errors import ErrorCode, QuireError
+from quire_router.journal.objects import MemoryObjectStore, ObjectStore
+from quire_router.journal.redis.redis_objects import RedisObjectStore
+from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
+
+from tests.support.journal_kinds import KINDS, Databases, databases
+
+TTL = 60.0
+
+
+@pytest.fixture(scope="module")
+def stores() -> Iterator[Databases]:
+    with databases() as running:
+        yield running
+
+
+@asynccontextmanager
+async def store_of(kind: str, stores: Databases) -> AsyncIterator[ObjectStore]:
+    if kind == "memory":
+        yield MemoryObjectStore(max_bytes=1_000_000)
+    elif kind == "redis":
+        store = RedisObjectStore(stores.redis.url)
+        yield store
+        await store.close()
+    else:
+        journal = SqliteJournal(stores.file, max_bytes=2_000_000)
+        yield journal.objects
+        await journal.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_object_is_replaced_by_who_has_read_its_last_version_alone(kind: str, stores: Databases) -> None:
+    async with store_of(kind, stores) as store:
+        assert await store.get("a") is None
+        assert await store.put("a", b"one", 0, TTL)
+        assert not await store.put("a", b"other", 0, TTL)
+        found = await store.get("a")
+        assert found is not None
+        assert (found.data, found.version) == (b"one", 1)
+        assert await store.put("a", b"two", 1, TTL)
+        assert not await store.put("a", b"late", 1, TTL)
+        found = await store.get("a")
+        assert found is not None
+        assert (found.data, found.version) == (b"two", 2)
+        await store.delete("a")
+        assert await store.get("a") is None
+        assert not await store.put("a", b"three", 2, TTL)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_part_is_written_once_and_before_its_object(kind: str, stores: Databases) -> None:
+    async with store_of(kind, stores) as store:
+        assert await store.add_part("p", 7, b"seven", TTL)
+        assert not await store.add_part("p", 7, b"again", TTL)
+        assert await store.add_part("p", 2, b"\x00two", TTL)
+        assert await store.get("p") is None
+        assert await store.put("p", b"text", 0, TTL)
+        assert await store.part_numbers("p") == [2, 7]
+        assert await store.parts("p", [7, 3, 2]) == [b"seven", None, b"\x00two"]
+        assert await store.parts("p", []) == []
+        await store.delete_parts("p")
+        assert await store.part_numbers("p") == []
+        found = await store.get("p")
+        assert found is not None
+        assert found.data == b"text"
+        await store.delete("p")
+        assert await store.get("p") is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_names_come_in_the_order_in_which_they_were_entered(kind: str, stores: Databases) -> None:
+    async with store_of(kind, stores) as store:
+        for name in ("c", "a", "b", "a"):
+            await store.enter("names", name, TTL)
+        assert await store.names("names") == ["c", "a", "b"]
+        await store.leave("names", "a")
+        await store.leave("names", "nobody")
+        assert await store.names("names") == ["c", "b"]
+        assert await store.names("others") == []
+
+
+@pytest.mark.parametrize("kind", ["memory", "sqlite"])
+async def test_what_has_no_room_is_refused_until_something_is_deleted(kind: str, stores: Databases) -> None:
+    async with store_of(kind, stores) as store:
+        assert await store.add_part("large", 0, b"x" * 900_000, TTL)
+        with pytest.raises(QuireError) as refused:
+            await store.add_part("more", 0, b"x" * 200_000, TTL)
+        assert refused.value.code is ErrorCode.OVERLOADED
+        await store.delete("large")
+        assert await store.add_part("more", 0, b"x" * 200_000, TTL)
+
+
+@pytest.mark.parametrize("kind", ["redis", "sqlite"])
+async def test_objects_outlive_their_router(kind: str, stores: Databases) -> None:
+    async with store_of(kind, stores) as store:
+        assert await store.put("kept", b"text", 0, TTL)
+        assert await store.add_part("kept", 0, b"part", TTL)
+    async with store_of(kind, stores) as store:
+        found = await store.get("kept")
+        assert found is not None
+        assert (found.data, await store.parts("kept", [0])) == (b"text", [b"part"])
+
+
+async def test_what_expires_in_memory_makes_room() -> None:
+    now = 0.0
+    store = MemoryObjectStore(max_bytes=100, clock=lambda: now)
+    await store.put("a", b"x" * 90, 0, 10)
+    now = 11.0
+    assert await store.get("a") is None
+    assert await store.put("b", b"x" * 90, 0, 10)
+
+
+async def test_what_expires_in_a_file_is_deleted_with_its_parts(stores: Databases) -> None:
+    async with store_of("sqlite", stores) as store:
+        await store.add_part("old", 0, b"part", 0.0)
+        await store.put("new", b"text", 0, TTL)
+    with sqlite3.connect(stores.file) as connection:
+        (left,) = connection.execute("SELECT count(*) FROM parts WHERE name = 'old'").fetchone()
+    connection.close()
+    assert left == 0
+
+
+async def test_objects_in_redis_have_no_key_that_stays_for_ever(stores: Databases) -> None:
+    async with store_of("redis", stores) as store:
+        await store.put("gone", b"text", 0, TTL)
+        await store.add_part("gone", 0, b"part", TTL)
+        await store.enter("leaving", "gone", TTL)
+    client = RedisObjectStore(stores.redis.url)._client
+    for key in ("quire:{gone}:object", "quire:{gone}:parts", "quire:collection:leaving"):
+        assert await client.ttl(key) > 0
+    await client.aclose()
