@@ -20,6 +20,7 @@ from quire_router.engines.load_messages import SpeculativeBlocks
 from quire_router.engines.load_sharing import LoadSharing, LoadSharingSettings
 from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ConnectionSettings
+from quire_router.journal.memory import MemoryJournal
 from quire_router.placement.engine_table import EngineTable
 from quire_router.placement.prefix_index import PrefixIndex
 
@@ -301,7 +302,7 @@ async def test_upkeep_continues_after_a_failure(monkeypatch: pytest.MonkeyPatch)
             return 0
 
     monkeypatch.setattr(index, "sweep", failing_once(swept.append))
-    keeping = app.BackgroundJobs(Life(), index)  # type: ignore[arg-type]
+    keeping = app.BackgroundJobs(Life(), index, MemoryJournal())  # type: ignore[arg-type]
     keeping.start()
     await until(lambda: len(swept) > 1)
     await keeping.stop()

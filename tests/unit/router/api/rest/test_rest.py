@@ -204,7 +204,7 @@ async def test_the_metrics_port_sends_clients_to_the_port_of_the_api():
         ("/messages", "use POST /v1/messages"),
         ("/v1/v1/messages", "the base URL of Anthropic's clients ends without /v1"),
         ("/v1/complete", "use POST /v1/messages"),
-        ("/v1/embeddings", "makes no embeddings"),
+        ("/embeddings", "use POST /v1/embeddings"),
         ("/chat/completions", "use POST /v1/chat/completions"),
         ("/v1/v1/completions", "use POST /v1/completions"),
         ("/metrics", "metrics port, 8002 unless --metrics-port"),
