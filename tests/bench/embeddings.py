@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,7 +76,9 @@ def compare(name: str, folder: Path, options: argparse.Namespace) -> None:
     settings = {"device": "cpu", "model_kwargs": {"dtype": getattr(torch, options.dtype)}}
     other = SentenceTransformer(str(folder), **settings)
     other.max_seq_length = 1024
-    with LLM(folder, dtype=options.dtype, kv_cache_memory=256 << 20, swap_space=0.0, max_num_seqs=options.batch) as llm:
+    # The texts are the same in each round: with prefix caching a decoder would only look them up.
+    memory: dict[str, Any] = {"kv_cache_memory": 256 << 20, "swap_space": 0.0, "enable_prefix_caching": False}
+    with LLM(folder, dtype=options.dtype, max_num_seqs=options.batch, **memory) as llm:
 
         def ours() -> np.ndarray:
             return np.array([each.outputs.embedding for each in llm.embed(texts, use_tqdm=False) if each.outputs])
