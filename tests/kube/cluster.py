@@ -198,6 +198,8 @@ def _api_server(programs: Path, folder: Path, store: int, port: int) -> list[str
         "--service-account-key-file", str(folder / "accounts.key"),
         "--service-account-signing-key-file", str(folder / "accounts.key"),
         "--service-cluster-ip-range", "10.0.0.0/24",
+        # From 1.37 on a server does not advertise a loopback address.
+        "--endpoint-reconciler-type", "none",
         # Nobody makes a namespace's default account here.
         "--disable-admission-plugins", "ServiceAccount",
     ]  # fmt: skip

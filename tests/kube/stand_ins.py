@@ -58,6 +58,7 @@ def main() -> None:
     ):  # fmt: skip
         server.add_argument(f"--{flag}", required=True)
     server.add_argument("--bind-address", choices=["127.0.0.1"], required=True)
+    server.add_argument("--endpoint-reconciler-type", choices=["none"])
     server.add_argument("--authorization-mode", choices=["RBAC"], required=True)
     server.add_argument("--disable-admission-plugins", choices=["ServiceAccount"])
     options = parser.parse_args()

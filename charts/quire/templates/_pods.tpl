@@ -43,7 +43,14 @@ nodeSelector:
 tolerations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .placement.affinity }}
+{{- /* Zones are preferred by anti-affinity and not spread over: where no node has a zone's label, the scheduler would leave all nodes out of the spreading over host names too. */}}
+{{- $affinity := deepCopy (.placement.affinity | default dict) }}
+{{- if and .placement.topologySpread (not (hasKey $affinity "podAntiAffinity")) }}
+{{- $zone := dict "topologyKey" "topology.kubernetes.io/zone" "labelSelector" (dict "matchLabels" (include "quire.selector" . | fromYaml)) }}
+{{- $preferred := list (dict "weight" 100 "podAffinityTerm" $zone) }}
+{{- $_ := set $affinity "podAntiAffinity" (dict "preferredDuringSchedulingIgnoredDuringExecution" $preferred) }}
+{{- end }}
+{{- with $affinity }}
 affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
