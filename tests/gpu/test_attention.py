@@ -24,6 +24,9 @@ SHAPES = [
 DECODE = [(1, past) for past in (0, 3, 15, 16, 500, 3000)]
 PREFILL = [(tokens, 0) for tokens in (300, 1, 16, 17)]
 MIXED = [(1, 77), (200, 100), (1, 0), (5, 1500), (33, 15)]
+# FA3 computes what is long, on a Hopper GPU.
+LONG = [(700, 0), (130, 3000), (1, 5)]
+BEHIND_DECODES = [(1, 500), (1, 77), (900, 40), (200, 3000)]
 
 
 def assert_agrees(step: RaggedStep, results: list[torch.Tensor], *windows: int | None) -> None:
@@ -42,7 +45,7 @@ def assert_agrees(step: RaggedStep, results: list[torch.Tensor], *windows: int |
 def test_steps_are_as_the_reference_computes_them(gpu, shape, dtype, deterministic):
     backend = FlashInferAttention(shape, gpu, dtype, deterministic=deterministic)
     windows = (None, 100)
-    for seed, lengths in enumerate((DECODE, PREFILL, MIXED, DECODE)):
+    for seed, lengths in enumerate((DECODE, PREFILL, MIXED, LONG, BEHIND_DECODES, DECODE)):
         step = make_step(shape, lengths, dtype, seed).to(gpu)
         assert_agrees(step, step.run(backend, *windows), *windows)
 

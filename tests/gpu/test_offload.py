@@ -149,7 +149,8 @@ def test_what_is_moved_is_not_on_the_gpu_and_the_slots_are(tmp_path: Path) -> No
         del executor
     assert stats is not None
     assert (stats.host_bytes, stats.memory_bytes) == (6 * size, (LAYERS - 6 + AT_ONCE) * size)
-    assert abs(used[0] - used[1] - (6 - AT_ONCE) * size) < MIB
+    # The allocator gives up to 1 MiB more than each slot asks for.
+    assert abs(used[0] - used[1] - (6 - AT_ONCE) * size) <= AT_ONCE * MIB
 
 
 def test_weights_are_pinned(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ class _Wrapper:
         assert workspace.dtype == torch.uint8
         assert workspace.data_ptr() % 16 == 0
         assert kv_layout == "HND"
-        assert backend == "fa2"
+        assert backend == "fa2" or (backend == "fa3" and GPU.capability[0] == 9)
         self.workspace = workspace
         self.staging: dict[str, Tensor] = {}
         self.on_device: dict[str, Tensor] = {}
@@ -196,7 +196,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         backend="auto",
     ):
         super().__init__(float_workspace_buffer, kv_layout, backend)
-        assert use_tensor_cores
+        self._on_tensor_cores = use_tensor_cores
         buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
         self._buffers = buffers if use_cuda_graph else None
         self.int_workspace: Tensor | None = None
@@ -228,6 +228,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         seq_lens=None,
         disable_split_kv=False,
     ):
+        assert self._on_tensor_cores or not disable_split_kv, "the kernel on CUDA cores would split"
         arrays = {"kv_indptr": indptr, "kv_indices": indices, "last_page_len": last_page_len}
         self._check(arrays | {"seq_lens": seq_lens}, page_size)
         if self._buffers is not None:

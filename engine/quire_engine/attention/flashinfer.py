@@ -1,10 +1,12 @@
-"""Attention on a GPU, through FlashInfer (Ye et al. 2025): a decode kernel for steps of single tokens and a prefill
-kernel for all others, both on tensor cores. Layers with sinks take a prefill kernel of their own for every step.
+"""Attention on a GPU, through FlashInfer (Ye et al. 2025): a decode kernel for chunks of single tokens, and a prefill
+kernel for all others, on Hopper FA3's (Shah et al. 2024) where the chunks are long. Layers with sinks take a prefill
+kernel of their own for every step.
 
 Each wrapper plans once a step, on the host: how the step's work is cut into tiles. The plan goes through a pinned
 staging buffer of the wrapper, from which it is copied asynchronously; hence the fence.
 """
 
+import logging
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,12 +17,23 @@ import torch
 from quire_engine.attention.base import MAX_GRAPH_BATCH_SIZE, AttentionBackend, AttentionBatch, AttentionShape
 from quire_engine.attention.kv_rows import encode_rows
 from quire_engine.device.accelerator import stage_arrays
+from quire_engine.errors import first_line
 
+log = logging.getLogger(__name__)
 LAYOUT = "HND"
 """FlashInfer's name for pages [kv_heads, block_size, head_dim]."""
 MIN_WORKSPACE_BYTES = 128 << 20
 """Bytes that FlashInfer recommends for it."""
-_BACKEND = "fa2"
+_FA2, _FA3 = "fa2", "fa3"
+_DECODE, _SINKS = "decode", "sinks"
+# On an H200 the CUDA cores read keys and values faster where at most two query heads share a KV head, and FA3 computes
+# prompts in about half the time, but decodes in twice (docs/gpu.md). A tile of it has 128 queries.
+_MAX_GROUP_ON_CUDA_CORES = 2
+_MIN_FA3_QUERIES = 128
+# Two kernels cost the host more launches than one: behind decodes, prompts of 512 tokens lost and of 2,048 won.
+_MIN_TOKENS_BEHIND_DECODES = 1024
+_MEASURED = (torch.bfloat16, 128)
+"""The dtype and the head size that both were measured with; others keep to FA2 on tensor cores."""
 _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.float16, torch.bfloat16)
 # A plan of a decode step fills a few bytes for each tile; FlashInfer's own default is 8 MiB for every wrapper.
@@ -72,14 +85,20 @@ class PageArrays:
         return len(self.positions) == len(self.last_page_len)
 
 
-class _PreparedStep(NamedTuple):
-    """The arrays of a prepared step. Plans take page ids from ``device``, and the kernels read ``read``: the same
-    arrays, or in a graph the fixed ones.
+class _PreparedPart(NamedTuple):
+    """The arrays of a part of a prepared step, and the ``tokens`` of the step that it has. Plans take page ids from
+    ``device``, and the kernels read ``read``: the same arrays, or in a graph the fixed ones.
     """
 
+    tokens: slice
     host: PageArrays
     device: PageArrays
     read: PageArrays
+
+    @property
+    def has_long_chunks(self) -> bool:
+        """Whether a chunk has as many tokens as a tile of FA3 has queries, on average."""
+        return len(self.host.positions) >= _MIN_FA3_QUERIES * len(self.host.last_page_len)
 
 
 class _Kind(NamedTuple):
@@ -90,21 +109,22 @@ class _Kind(NamedTuple):
 
 
 class _PlannedAttention:
-    """An ``AttentionBackend`` that plans each step once for each kind of layers."""
+    """An ``AttentionBackend`` that plans each part of a step once for each kind of layers."""
 
     def __init__(self, shared: "_SharedState") -> None:
         self._shared = shared
-        self._step: _PreparedStep | None = None
-        self._planned: dict[_Kind, Any] = {}
+        self._parts: list[_PreparedPart] = []
+        self._planned: dict[_Kind, list[Any]] = {}
+        self._wrappers: dict[tuple[str, bool, _Kind], Any] = {}
 
     def prepare(self, batch: AttentionBatch) -> None:
         """See ``AttentionBackend.prepare``. Waits for the copies of the previous plans, and for nothing else."""
-        self._step, self._planned = None, {}
+        self._parts, self._planned = [], {}
         self._shared.fence.wait()
         try:
-            self._step = step = self._stage(batch)
+            self._parts = self._stage(batch)
             for kind in self._shared.kinds:
-                self._plan(step, kind)
+                self._plan(kind)
         finally:
             # When one plan fails, those before it are being copied all the same.
             self._shared.fence.record()
@@ -124,40 +144,57 @@ class _PlannedAttention:
         Raises:
             ValueError: no step was prepared, or the tensors do not match it.
         """
-        if self._step is None:
+        if not self._parts:
             raise ValueError("attention: prepare comes before forward")
         kind = _Kind(window, sinks is not None)
         if kind not in self._planned:
-            self._add_kind(self._step, kind)
-        read = self._step.read
-        self._shared.flashinfer.append_paged_kv_cache(
-            *(encode_rows(key, kv.dtype), encode_rows(value, kv.dtype), read.chunk_ids, read.positions),
-            *(kv, read.page_ids, read.page_indptr, read.last_page_len),
-            kv_layout=LAYOUT,
-        )
+            self._add_kind(kind)
+        key, value = encode_rows(key, kv.dtype), encode_rows(value, kv.dtype)
         # Allocated here, as FlashInfer would fill its own with zeros first.
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         # The kernel with sinks was made for them, and takes what it needs in this order.
         extra = () if sinks is None else (sinks.float(), self._shared.shape.scale)
-        self._planned[kind].run(query, kv, *extra, out=out)
+        for (tokens, _, _, read), wrapper in zip(self._parts, self._planned[kind], strict=True):
+            self._shared.flashinfer.append_paged_kv_cache(
+                *(key[tokens], value[tokens], read.chunk_ids, read.positions),
+                *(kv, read.page_ids, read.page_indptr, read.last_page_len),
+                kv_layout=LAYOUT,
+            )
+            wrapper.run(query[tokens], kv, *extra, out=out[tokens])
         return out
 
-    def _add_kind(self, step: _PreparedStep, kind: _Kind) -> None:
+    def _add_kind(self, kind: _Kind) -> None:
         """Plans a kind that is used for the first time; from the next step on ``prepare`` does."""
         if kind not in self._shared.kinds:
             self._shared.kinds.append(kind)
-        self._plan(step, kind)
+        self._plan(kind)
         self._shared.fence.record()
 
-    def _plan(self, step: _PreparedStep, kind: _Kind) -> None:
-        wrapper = self._wrapper(step, kind)
-        self._shared.plan(wrapper, kind, step.host, step.device)
-        self._planned[kind] = wrapper
+    def _plan(self, kind: _Kind) -> None:
+        self._planned[kind] = [self._plan_part(part, kind) for part in self._parts]
 
-    def _stage(self, batch: AttentionBatch) -> _PreparedStep:
+    def _plan_part(self, part: _PreparedPart, kind: _Kind) -> Any:
+        """A wrapper that has planned the part."""
+        kernel = self._shared.kernel(part, kind)
+        try:
+            return self._planned_by(kernel, part, kind)
+        except RuntimeError as error:
+            if kernel != _FA3:
+                raise
+            self._shared.give_up_fa3(error)
+            return self._planned_by(self._shared.kernel(part, kind), part, kind)
+
+    def _planned_by(self, kernel: str, part: _PreparedPart, kind: _Kind) -> Any:
+        name = (kernel, part.host.is_decode, kind)
+        if name not in self._wrappers:
+            self._wrappers[name] = self._make_wrapper(kernel, kind)
+        self._shared.plan(self._wrappers[name], kernel, kind, part.host, part.device)
+        return self._wrappers[name]
+
+    def _stage(self, batch: AttentionBatch) -> list[_PreparedPart]:
         raise NotImplementedError
 
-    def _wrapper(self, step: _PreparedStep, kind: _Kind) -> Any:
+    def _make_wrapper(self, kernel: str, kind: _Kind) -> Any:
         raise NotImplementedError
 
 
@@ -180,7 +217,6 @@ class FlashInferAttention(_PlannedAttention):
         deterministic: bool = False,
     ) -> None:
         super().__init__(_SharedState(shape, device, dtype, kv_dtype or dtype, deterministic))
-        self._wrappers: dict[tuple[bool, _Kind], Any] = {}
 
     def for_graph(self, batch_size: int, max_pages: int) -> AttentionBackend:
         """See ``GraphAttention.for_graph``."""
@@ -188,17 +224,16 @@ class FlashInferAttention(_PlannedAttention):
             raise ValueError(f"a graph's batch size is 1 to {MAX_GRAPH_BATCH_SIZE}, not {batch_size}")
         return _GraphDecode(self._shared, batch_size, max_pages)
 
-    def _stage(self, batch: AttentionBatch) -> _PreparedStep:
-        host, device = self._shared.stage(batch)
-        return _PreparedStep(host, device, device)
+    def _stage(self, batch: AttentionBatch) -> list[_PreparedPart]:
+        parts, start = [], 0
+        for each in self._shared.divide(batch):
+            host, device = self._shared.stage(each)
+            parts.append(_PreparedPart(slice(start, start + len(each.positions)), host, device, device))
+            start += len(each.positions)
+        return parts
 
-    def _wrapper(self, step: _PreparedStep, kind: _Kind) -> Any:
-        decode = step.host.is_decode and not kind.has_sinks
-        if (decode, kind) not in self._wrappers:
-            shared = self._shared
-            made = shared.make_sink_wrapper(kind) if kind.has_sinks else shared.make_wrapper(decode=decode)
-            self._wrappers[decode, kind] = made
-        return self._wrappers[decode, kind]
+    def _make_wrapper(self, kernel: str, kind: _Kind) -> Any:
+        return self._shared.make_wrapper(kernel, kind)
 
 
 class _GraphDecode(_PlannedAttention):
@@ -207,24 +242,20 @@ class _GraphDecode(_PlannedAttention):
     def __init__(self, shared: "_SharedState", batch_size: int, max_pages: int) -> None:
         super().__init__(shared)
         self._fixed = shared.graph_arrays(batch_size, max_pages)
-        self._wrappers: dict[_Kind, Any] = {}
 
-    def _stage(self, batch: AttentionBatch) -> _PreparedStep:
+    def _stage(self, batch: AttentionBatch) -> list[_PreparedPart]:
         """Copies the positions to their fixed array. The wrappers copy the arrays that they have buffers for."""
         expected = len(self._fixed.positions)
         if not len(batch.positions) == len(batch.last_page_len) == expected:
             raise ValueError(f"attention: a graph of {expected} tokens was given {len(batch.positions)}")
         host, device = self._shared.stage(batch)
         self._fixed.positions.copy_(device.positions)
-        return _PreparedStep(host, device, self._fixed)
+        return [_PreparedPart(slice(expected), host, device, self._fixed)]
 
-    def _wrapper(self, step: _PreparedStep, kind: _Kind) -> Any:
-        del step
-        if kind.has_sinks:
+    def _make_wrapper(self, kernel: str, kind: _Kind) -> Any:
+        if kernel != _DECODE:
             raise ValueError("attention: FlashInfer's kernel with sinks is in no graph")
-        if kind not in self._wrappers:
-            self._wrappers[kind] = self._shared.make_graph_wrapper(kind, self._fixed)
-        return self._wrappers[kind]
+        return self._shared.make_graph_wrapper(kind, self._fixed)
 
 
 class _SharedState:
@@ -249,6 +280,11 @@ class _SharedState:
         self.fence = StagingFence(device)
         self.kinds: list[_Kind] = []
         self._dtype, self._kv_dtype = dtype, kv_dtype
+        is_plain = dtype == kv_dtype and shape.soft_cap is None and not deterministic
+        is_measured = is_plain and (dtype, shape.head_dim) == _MEASURED
+        group = shape.num_heads // shape.num_kv_heads
+        self._on_tensor_cores = group > _MAX_GROUP_ON_CUDA_CORES or not is_measured
+        self._has_fa3 = is_measured and _gpu(device)[1][0] == 9
         self._graph_memory: PageArrays | None = None
         self._graph_plans: dict[_Kind, torch.Tensor] = {}
 
@@ -256,13 +292,37 @@ class _SharedState:
         """The batch on the host and on the device, with a chunk for each token if ``deterministic``."""
         return stage(split_tokens(batch, self.shape.block_size) if self.deterministic else batch, self.device)
 
-    def plan(self, wrapper: Any, kind: _Kind, host: PageArrays, device: PageArrays) -> None:
-        """Has the wrapper plan the step. Page ids are copied on the device, all other arrays are read on the host, so
+    def divide(self, batch: AttentionBatch) -> list[AttentionBatch]:
+        """The batch, or the decodes that it begins with and the chunks behind them, where FA3 computes those."""
+        if not self._has_fa3:
+            return [batch]
+        is_long = np.diff(batch.query_indptr.numpy()) > 1
+        decodes, chunks = int(is_long.argmax()) if is_long.any() else len(is_long), len(is_long)
+        fewest = max((chunks - decodes) * _MIN_FA3_QUERIES, _MIN_TOKENS_BEHIND_DECODES)
+        if not decodes or len(batch.positions) - decodes < fewest:
+            return [batch]
+        return [take_chunks(batch, 0, decodes), take_chunks(batch, decodes, chunks)]
+
+    def kernel(self, part: _PreparedPart, kind: _Kind) -> str:
+        """Which kernel computes a part in layers of a kind."""
+        if kind.has_sinks:
+            return _SINKS
+        if part.host.is_decode:
+            return _DECODE
+        return _FA3 if self._has_fa3 and part.has_long_chunks and kind.window is None else _FA2
+
+    def give_up_fa3(self, error: Exception) -> None:
+        """Has all prompts computed by FA2 from now on."""
+        log.warning("FlashInfer's FA3 kernels cannot be used: %s; prompts take longer", first_line(error))
+        self._has_fa3 = False
+
+    def plan(self, wrapper: Any, kernel: str, kind: _Kind, host: PageArrays, device: PageArrays) -> None:
+        """Has the wrapper plan a part. Page ids are copied on the device, all other arrays are read on the host, so
         that the device is never waited for.
         """
         pages = (host.page_indptr, device.page_ids, host.last_page_len)
         shape = self.shape
-        decode = host.is_decode and not kind.has_sinks
+        decode = kernel == _DECODE
         options: dict[str, Any] = {} if decode else {"causal": True}
         if shape.soft_cap is not None:
             options["logits_soft_cap"] = shape.soft_cap
@@ -279,20 +339,18 @@ class _SharedState:
             **options,
         )
 
-    def make_wrapper(self, *, decode: bool) -> Any:
-        """A wrapper for steps of any size."""
-        if decode:
+    def make_wrapper(self, kernel: str, kind: _Kind) -> Any:
+        """A wrapper for parts of any size, for layers of one kind."""
+        if kernel == _DECODE:
             return self.flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                self.workspace, LAYOUT, use_tensor_cores=True, backend=_BACKEND
+                self.workspace, LAYOUT, use_tensor_cores=self._on_tensor_cores, backend=_FA2
             )
-        return self.flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, LAYOUT, backend=_BACKEND)
-
-    def make_sink_wrapper(self, kind: _Kind) -> Any:
-        """A wrapper for steps of any size, for layers of one kind with sinks."""
+        if kernel != _SINKS:
+            return self.flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, LAYOUT, backend=kernel)
         return self.flashinfer.BatchAttentionWithAttentionSinkWrapper(
             self.workspace,
             LAYOUT,
-            backend=_BACKEND,
+            backend=_FA2,
             q_data_type=self._dtype,
             kv_data_type=self._kv_dtype,
             head_dim_qk=self.shape.head_dim,
@@ -306,8 +364,8 @@ class _SharedState:
             self.workspace,
             LAYOUT,
             use_cuda_graph=True,
-            use_tensor_cores=True,
-            backend=_BACKEND,
+            use_tensor_cores=self._on_tensor_cores,
+            backend=_FA2,
             paged_kv_indptr_buffer=fixed.page_indptr,
             paged_kv_indices_buffer=fixed.page_ids,
             paged_kv_last_page_len_buffer=fixed.last_page_len,
@@ -367,6 +425,19 @@ def stage(batch: AttentionBatch, device: torch.device) -> tuple[PageArrays, Page
     )
     host, on_device = stage_arrays([array.numpy() for array in arrays], device)
     return PageArrays(*host), PageArrays(*on_device)
+
+
+def take_chunks(batch: AttentionBatch, first: int, end: int) -> AttentionBatch:
+    """The chunks of a batch from ``first`` on, and before ``end``."""
+    queries, pages = batch.query_indptr[first : end + 1], batch.page_indptr[first : end + 1]
+    return AttentionBatch(
+        query_indptr=queries - queries[0],
+        page_indptr=pages - pages[0],
+        page_ids=batch.page_ids[int(pages[0]) : int(pages[-1])],
+        last_page_len=batch.last_page_len[first:end],
+        context_lens=batch.context_lens[first:end],
+        positions=batch.positions[int(queries[0]) : int(queries[-1])],
+    )
 
 
 def split_tokens(batch: AttentionBatch, block_size: int) -> AttentionBatch:

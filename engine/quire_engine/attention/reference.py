@@ -8,6 +8,7 @@ import torch
 
 from quire_engine.attention.base import AttentionBatch, AttentionShape
 from quire_engine.attention.kv_rows import load_pages, store_rows
+from quire_engine.device.accelerator import upload
 
 
 class ReferenceAttention:
@@ -44,19 +45,19 @@ class ReferenceAttention:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``AttentionBackend.forward``."""
-        pages, offsets = self._slot_pages.to(kv.device), self._slot_offsets.to(kv.device)
+        pages, offsets = upload(self._slot_pages, kv.device), upload(self._slot_offsets, kv.device)
         store_rows(kv, 0, pages, offsets, key)
         store_rows(kv, 1, pages, offsets, value)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for chunk, tokens in enumerate(self._queries):
             rows = self._gather(chunk, kv)
-            hidden = ~_visible(self._positions[tokens], rows.shape[2], window).to(rows.device)
+            hidden = upload(~_visible(self._positions[tokens], rows.shape[2], window), rows.device)
             output[tokens] = self._attend(query[tokens], rows, hidden, sinks)
         return output
 
     def _gather(self, chunk: int, kv: torch.Tensor) -> torch.Tensor:
         """Keys and values [2, kv_heads, context, head_dim] of one chunk's sequence, in float32."""
-        pages = load_pages(kv, self._pages[chunk].to(kv.device), self._shape.head_dim).permute(1, 2, 0, 3, 4)
+        pages = load_pages(kv, upload(self._pages[chunk], kv.device), self._shape.head_dim).permute(1, 2, 0, 3, 4)
         return pages.flatten(2, 3)[:, :, : self._context_lens[chunk]].float()
 
     def _attend(

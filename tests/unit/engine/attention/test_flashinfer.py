@@ -125,6 +125,85 @@ def test_layers_with_sinks_and_without_equal_the_reference(shape, steps, windows
                     torch.testing.assert_close(mine, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
+HOPPER = (9, 0)
+
+
+def backends_made(module: object) -> list[str]:
+    """The kernels of the wrappers for prompts that are made from now on."""
+    made, wrapper = [], module.BatchPrefillWithPagedKVCacheWrapper
+
+    def make(*args, backend, **others):
+        made.append(backend)
+        return wrapper(*args, backend=backend, **others)
+
+    module.BatchPrefillWithPagedKVCacheWrapper = make
+    return made
+
+
+LONG_SHAPE = AttentionShape(4, 2, 128, 16, 0.125)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kernels"),
+    [
+        ([(1, 30), (1, 0), (900, 20), (140, 0)], ["fa3"]),  # the decodes have a kernel of their own
+        ([(1, 30), (1, 0), (150, 20), (3, 0)], ["fa2"]),  # too little for two kernels
+        ([(150, 20), (140, 0)], ["fa3"]),
+        ([(300, 0), (1, 20)], ["fa3"]),
+        ([(150, 20), (1, 30), (5, 7)], ["fa2"]),  # short on average
+        ([(1, 30), (1000, 20), *[(20, 0)] * 12], ["fa2"]),
+        ([(1, 30), (1, 2)], []),
+    ],
+    ids=str,
+)
+def test_fa3_computes_long_chunks_on_hopper_as_the_reference_does(lengths, kernels):
+    with installed(capability=HOPPER) as module:
+        made = backends_made(module)
+        backend = backend_of(LONG_SHAPE, BF16)
+        step = make_step(LONG_SHAPE, lengths, BF16, seed=1)
+        assert_agrees(step, step.run(backend, None, 40), None, 40)
+        # Layers with a window keep to FA2.
+        assert sorted(made) == sorted([*kernels, *["fa2"] * len(kernels)])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "deterministic"),
+    [
+        (LONG_SHAPE, torch.float16, False),
+        (LONG_SHAPE, BF16, True),
+        (SHAPE, BF16, False),
+        (replace(LONG_SHAPE, soft_cap=5.0), BF16, False),
+    ],
+    ids=str,
+)
+def test_fa3_computes_only_what_it_was_measured_with(shape, dtype, deterministic):
+    with installed(capability=HOPPER) as module:
+        made = backends_made(module)
+        step = make_step(shape, [(1, 30), (1030, 20)], dtype, seed=1)
+        assert_agrees(step, step.run(backend_of(shape, dtype, deterministic=deterministic), None), None)
+    assert "fa3" not in made
+
+
+def test_where_fa3_cannot_be_used_fa2_computes_everything(monkeypatch, caplog):
+    with installed(capability=HOPPER) as module:
+        made, plan = backends_made(module), flashinfer_emulation.BatchPrefillWithPagedKVCacheWrapper.plan
+
+        def refuse(wrapper, *args, **options):
+            if made[-1] == "fa3":
+                raise RuntimeError("no compiler\nand more")
+            return plan(wrapper, *args, **options)
+
+        monkeypatch.setattr(flashinfer_emulation.BatchPrefillWithPagedKVCacheWrapper, "plan", refuse)
+        backend = backend_of(LONG_SHAPE, BF16)
+        for seed in range(2):
+            step = make_step(LONG_SHAPE, [(1, 30), (1030, 20)], BF16, seed)
+            assert_agrees(step, step.run(backend, None), None)
+    assert made == ["fa3", "fa2"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "FlashInfer's FA3 kernels cannot be used: no compiler; prompts take longer"
+    ]
+
+
 def test_no_graph_is_made_of_layers_with_sinks():
     with installed():
         graph = backend_of(SHAPE, BF16).for_graph(2, 4)
