@@ -247,8 +247,8 @@ class RendezvousHub(Generic[M]):
             await writer.drain()
             raise LinkEndedError(f"is told: {refusal}")
         member = self._make_member(rank, str(hello.value.get("address", peer)), reader, writer)
-        write_frame(writer, FrameKind.ACCEPTED, member.accepted)
-        with self._changed:
+        with self._changed:  # once the answer is read, it has joined for everybody
+            write_frame(writer, FrameKind.ACCEPTED, member.accepted)
             self._joined[rank] = member
             self._changed.notify_all()
         log.info("%s %d (%s) has joined", self._place.noun, rank, member.address)

@@ -169,7 +169,7 @@ def test_those_who_say_nothing_are_sent_away_and_hold_nobody_up(
 def test_nodes_that_come_late_are_waited_for_no_longer_and_named_meanwhile(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rendezvous, "WAITING_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "WAITING_SECONDS", 0.01)
     hub = Hub(node_args(authority, authority.issue(NODE_NAME), nnodes=4, seconds=0.5))
     try:
 
