@@ -179,8 +179,10 @@ class EngineStateMachine(RuleBasedStateMachine):
         assert decodes in (0, len(scheduler_output.chunks))
 
     def schedule(self) -> SchedulerOutput:
-        """What the core calls instead of the scheduler's own: notes who lacks one token."""
-        admitted = [*self.scheduler.running, *self.scheduler.swapped]
+        """What the core calls instead of the scheduler's own: notes who lacks one token. So does a prompt of one token
+        that was preempted before it was computed: it comes back with those that decode.
+        """
+        admitted = [*self.scheduler.running, *self.scheduler.swapped, *self.scheduler.preempted]
         self.decoding = {sequence.id for sequence in admitted if sequence.num_unscheduled_tokens == 1}
         return Scheduler.schedule(self.scheduler)
 
