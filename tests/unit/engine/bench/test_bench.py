@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.bench import measure, roofline
-from quire_engine.bench.bench_command import BenchReport
+from quire_engine.bench.bench_command import BenchReport, bench
 from quire_engine.bench.measure import (
     PeerProcess,
     Plan,
@@ -443,17 +443,17 @@ def test_the_command_runs_beside_transformers_and_writes_its_figures(tmp_path: P
         (["--shape", "135m", "--lengths", "azure", "--measure", "served"], "takes --input-len and --output-len"),
     ],
 )
-def test_wrong_settings_are_one_sentence(arguments: list[str], said: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "quire_engine.cli", "bench", *arguments],
-        capture_output=True,
-        text=True,
-        env={key: value for key, value in os.environ.items() if not key.startswith("QUIRE_")},
-        check=False,
-    )
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_wrong_settings_are_one_sentence(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("QUIRE_")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(SystemExit) as ended:
+        bench(arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
 
 
 def test_an_unavailable_peer_and_a_prompt_that_is_too_long_are_refused_at_once(tmp_path: Path) -> None:

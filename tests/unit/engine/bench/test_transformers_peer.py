@@ -4,9 +4,11 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+from quire_engine.bench import measure
 from quire_engine.bench.measure import PeerProcess
 from quire_engine.bench.workload import Workload, model_of_shape
 
@@ -72,9 +74,15 @@ def test_requests_one_by_one_and_continuous_batches_have_no_padding(model: Path,
     assert run(model, batching, 1000) == [0.0, 0.0]
 
 
+def test_a_static_batch_pays_for_its_longest(model: Path) -> None:
+    assert run(model, "static", 40) == [pytest.approx(padding_of_batches(size)) for size in (2, 1)]
+
+
 @pytest.mark.parametrize(("kv_tokens", "sizes"), [(1000, (8, 2)), (40, (2, 1)), (5, (1, 1))])
-def test_a_static_batch_is_as_large_as_fits_and_pays_for_its_longest(
-    model: Path, kv_tokens: int, sizes: tuple[int, int]
+def test_a_static_batch_is_as_large_as_fits(
+    monkeypatch: pytest.MonkeyPatch, kv_tokens: int, sizes: tuple[int, int]
 ) -> None:
     """The longest prompt and output are 19 tokens, and three outputs are three rows."""
-    assert run(model, "static", kv_tokens) == [pytest.approx(padding_of_batches(size)) for size in sizes]
+    monkeypatch.syspath_prepend(Path(measure.__file__).parent / "peers")
+    static = import_module("run_transformers").Static(None, {**SETTINGS, "batching": "static", "kv_tokens": kv_tokens})
+    assert tuple(static.batch_size(19, n) for n in N) == sizes
