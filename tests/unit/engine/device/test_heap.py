@@ -17,7 +17,8 @@ import torch
 from quire_engine.device.host import tune_malloc
 from quire_engine.worker.memory import CpuMemory
 
-sizes = [int(size) for size in sys.argv[3:]]
+tries, more = map(int, sys.argv[3:5])
+sizes = [int(size) for size in sys.argv[5:]]
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -27,9 +28,9 @@ def faults():
 def measure():
     start = memory.used()
     peak = memory.peak_during(faults)
-    again = [faults() for _ in range(20)]
+    again = [faults() for _ in range(tries)]
     settled = memory.peak_during(faults)
-    for _ in range(50):
+    for _ in range(more):
         faults()
     print(min(again), *(size - start for size in (peak, settled, memory.peak_during(faults))))
 
@@ -48,9 +49,9 @@ MIB, PAGE = 1 << 20, 4096
 SMALL, LARGE = (30, 12, 2, 30, 26), (100,)
 
 
-def measured(keep: bool, thread: str, sizes: tuple[int, ...]) -> list[int]:
-    """Faults of the blocks another time; their peak the first time, some times later, and many times later."""
-    command = [sys.executable, "-c", FAULTS, "keep" if keep else "leave", thread, *map(str, sizes)]
+def measured(keep: bool, thread: str, sizes: tuple[int, ...], tries: int = 20, more: int = 50) -> list[int]:
+    """Faults of the blocks another time; their peak the first time, some times later, and ``more`` times later."""
+    command = [sys.executable, "-c", FAULTS, "keep" if keep else "leave", thread, *map(str, (tries, more, *sizes))]
     # A size that is given stops glibc from learning others, which would depend on all that the process did before.
     environment = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "131072"}
     made = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment)
@@ -72,14 +73,14 @@ def test_freed_blocks_serve_the_next_and_are_still_part_of_the_peak(thread: str)
 
 @on_glibc
 def test_very_large_blocks_are_given_back() -> None:
-    again, peak, _, later = measured(True, "first", LARGE)
+    again, peak, _, later = measured(True, "first", LARGE, 5, 10)
     assert again * PAGE > 5 * MIB, "huge pages are few"
     assert later <= peak + MIB
 
 
 @on_glibc
 def test_without_it_every_block_is_fresh() -> None:
-    assert measured(False, "first", SMALL)[0] * PAGE > 5 * MIB
+    assert measured(False, "first", SMALL, 3, 0)[0] * PAGE > 5 * MIB
 
 
 @pytest.mark.parametrize("answers", [{}, {-3: 0}, {-3: 1, -1: 0}])

@@ -23,13 +23,13 @@ from quire_engine.sampling.sample_kernel import sample_rows_in_triton
 from quire_engine.sampling.sample_ops import MIN_TEMPERATURE, finite_rows, sample
 from quire_proto.sampling import SamplingParams
 
-gumbel_argmax.BLOCK = 256
+gumbel_argmax.BLOCK = 128
 gumbel_argmax.draw_something(torch.device("cpu"))
 STYLES = [
-    {"temperature": 0}, {}, {"temperature": 1e-40}, {"temperature": 0.7}, {"top_k": 5}, {"top_k": 300}, {"min_p": 0.1},
+    {"temperature": 0}, {}, {"temperature": 1e-40}, {"temperature": 0.7}, {"top_k": 5}, {"top_k": 100}, {"min_p": 0.1},
     {"top_p": 0.9}, {"top_p": 1e-9}, {"temperature": 1.7, "top_k": 40, "top_p": 0.5, "min_p": 0.01},
 ]
-SHAPES = [(1, torch.float32), (50, torch.bfloat16), (700, torch.float32), (700, torch.float16)]
+SHAPES = [(1, torch.float32), (50, torch.bfloat16), (200, torch.float32), (70, torch.float16)]
 for seed, (width, dtype) in enumerate(SHAPES):
     logits = torch.randn(4, width + 3, generator=torch.Generator().manual_seed(seed)).mul_(3)[:, :width].to(dtype)
     logits[1] = logits[1].round()
@@ -43,7 +43,8 @@ for seed, (width, dtype) in enumerate(SHAPES):
     assert made.token_ids.tolist() == sample(scores.clone(), metadata).tolist()
     assert made.finite.tolist() == finite_rows(logits).tolist()
     assert made.highest.nan_to_num(9e9).tolist() == logits.float().amax(-1).nan_to_num(9e9).tolist()
-    broken = sample_rows_in_triton(gumbel_argmax, logits, np.full(count, 3), metadata)
+    some = SamplingMetadata.from_params(params[-2:], range(2), range(2))
+    broken = sample_rows_in_triton(gumbel_argmax, logits, np.full(2, 3), some)
     assert ((broken.token_ids >= 0) & (broken.token_ids < width)).all()
     # The noise of the winner, too, to the last bit.
     on_cpu = metadata.to(logits.device)
