@@ -249,7 +249,7 @@ REFUSED_IN_COMPLETIONS = {
 
 
 def cases(*tables):
-    return [(name, value) for table in tables for name, values in table.items() for value in values]
+    return [(name, values) for table in tables for name, values in table.items()]
 
 
 def parsed(fields):
@@ -275,28 +275,30 @@ def refusal_of(schema, fields) -> QuireError:
     return refusal.value
 
 
-@pytest.mark.parametrize(("name", "value"), cases(NEUTRAL_IN_BOTH, NEUTRAL_IN_CHAT))
-def test_a_field_that_changes_nothing_is_accepted_in_chats(name, value):
-    assert generation_of(chat(**{name: value})).prompt_token_ids == generation_of(chat()).prompt_token_ids
+@pytest.mark.parametrize(("name", "values"), cases(NEUTRAL_IN_BOTH, NEUTRAL_IN_CHAT))
+def test_a_field_that_changes_nothing_is_accepted_in_chats(name, values):
+    for value in values:
+        assert generation_of(chat(**{name: value})).prompt_token_ids == generation_of(chat()).prompt_token_ids, value
 
 
-@pytest.mark.parametrize(("name", "value"), cases(NEUTRAL_IN_BOTH, NEUTRAL_IN_COMPLETIONS))
-def test_a_field_that_changes_nothing_is_accepted_in_completions(name, value):
-    assert generation_of(completion(**{name: value})).params.max_tokens == 16
+@pytest.mark.parametrize(("name", "values"), cases(NEUTRAL_IN_BOTH, NEUTRAL_IN_COMPLETIONS))
+def test_a_field_that_changes_nothing_is_accepted_in_completions(name, values):
+    for value in values:
+        assert generation_of(completion(**{name: value})).params.max_tokens == 16, value
 
 
-@pytest.mark.parametrize(("name", "value"), cases(REFUSED_IN_BOTH, REFUSED_IN_CHAT), ids=lambda value: str(value)[:30])
-def test_other_values_are_refused_by_name_in_chats(name, value):
-    assert (
-        refusal_of(ChatRequest, chat(max_tokens=16) | {name: value}).param.replace(".", "[").partition("[")[0] == name
-    )
+@pytest.mark.parametrize(("name", "values"), cases(REFUSED_IN_BOTH, REFUSED_IN_CHAT))
+def test_other_values_are_refused_by_name_in_chats(name, values):
+    for value in values:
+        refusal = refusal_of(ChatRequest, chat(max_tokens=16) | {name: value})
+        assert re.split(r"[.[]", refusal.param)[0] == name, value
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), cases(REFUSED_IN_BOTH, REFUSED_IN_COMPLETIONS), ids=lambda value: str(value)[:30]
-)
-def test_other_values_are_refused_by_name_in_completions(name, value):
-    assert refusal_of(CompletionRequest, completion() | {name: value}).param.replace(".", "[").partition("[")[0] == name
+@pytest.mark.parametrize(("name", "values"), cases(REFUSED_IN_BOTH, REFUSED_IN_COMPLETIONS))
+def test_other_values_are_refused_by_name_in_completions(name, values):
+    for value in values:
+        refusal = refusal_of(CompletionRequest, completion() | {name: value})
+        assert re.split(r"[.[]", refusal.param)[0] == name, value
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 import httpx
@@ -344,18 +345,15 @@ def test_every_kind_of_reader_parses_a_stream_without_comments(reader: Reader, r
                 assert objects(reader, chunks) == said(body), (engine, cut)
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
-@pytest.mark.parametrize("engine", ["slow", "silent"])
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("reader", READERS, ids=NAMES)
-def test_comments_break_the_readers_that_take_every_line_for_data(
-    reader: Reader, route: str, engine: str, fails: bool
-) -> None:
-    body = recorded(engine, route, fails=fails)
-    bears = reader.bears_comments and (reader.bears_comments_before_errors or not fails)
-    for cut, chunks in cuts(body).items():
-        if reader.bears_cuts or cut != "by 7 bytes":
-            assert reads(reader, chunks, said(body)) is bears, cut
+def test_comments_break_the_readers_that_take_every_line_for_data(reader: Reader, route: str) -> None:
+    for engine, fails in product(["slow", "silent"], [False, True]):
+        body = recorded(engine, route, fails=fails)
+        bears = reader.bears_comments and (reader.bears_comments_before_errors or not fails)
+        for cut, chunks in cuts(body).items():
+            if reader.bears_cuts or cut != "by 7 bytes":
+                assert reads(reader, chunks, said(body)) is bears, (engine, fails, cut)
 
 
 @pytest.mark.parametrize("route", ROUTES)
