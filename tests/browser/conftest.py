@@ -19,7 +19,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select
 
-from tests.support.forked_engines import ForkedEngine
+from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.processes import Router, eventually
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +68,7 @@ def serving(
     template of ``model``, until the block ends.
     """
     started = [ForkedEngine(DEMO, folder, *SMALL) for _ in range(engines)]
-    router = Router(model, [*addresses, *(engine.address for engine in started)], folder, *flags)
+    router = ForkedRouter(model, [*addresses, *(engine.address for engine in started)], folder, *flags)
     stack = Stack(folder, router, started)
     try:
         for process in (*started, router):

@@ -16,7 +16,7 @@ from tests.chaos.certificates import Certificates
 from tests.chaos.cluster import Cluster
 from tests.chaos.demo import make_model
 from tests.chaos.proxy import Proxy
-from tests.support.forked_engines import ForkedEngine
+from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.ports import free_port
 from tests.support.processes import Engine, Process, Router
 from tests.support.redis_server import Clock, RedisServer, redis_server
@@ -290,6 +290,6 @@ def _router(number: int, model: Path, flags: tuple[str, ...], stack: Stack) -> P
             (free_port(), free_port(), free_port()),
             (*ROUTER_FLAGS, *stack.form.router_flags, *certified, *flags),
         )
-        return lambda: Router(model, found, model.parent, *every, ports=ports, **access)
+        return lambda: ForkedRouter(model, found, model.parent, *every, ports=ports, **access)
 
     return Part(f"router {number}", place)

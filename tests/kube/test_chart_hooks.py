@@ -12,7 +12,7 @@ from tests.kube.helm import ROOT, Helm, HelmError, Releases
 from tests.kube.helm_api import Cluster, Key
 from tests.kube.pod_player import PodPlayer, secret
 from tests.kube.values import example_values, with_values
-from tests.support.forked_engines import ForkedEngine
+from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.processes import Router
 
 MODEL = ROOT / "demo" / "model"
@@ -49,7 +49,7 @@ def served(helm: Helm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     release.install(with_values(example_values("cpu-demo"), models__demo__servedName=NAME))
     key = secret(cluster, KEYS.name)["api-keys"]
     engine = ForkedEngine(MODEL, folder, *SMALL)
-    router = Router(MODEL, [engine.address], folder, QUIRE_ROUTER_API_KEY=key)
+    router = ForkedRouter(MODEL, [engine.address], folder, QUIRE_ROUTER_API_KEY=key)
     try:
         engine.wait_ready()
         router.wait_ready()

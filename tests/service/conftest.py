@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
-from tests.support.forked_engines import ForkedEngine
+from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.processes import Router
 from tests.support.redis_server import RedisServer, redis_server
 
@@ -35,7 +35,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("stack")
     with redis_server() as redis:
         engines = [ForkedEngine(DEMO, folder, *SMALL_POOLS) for _ in range(2)]
-        router = Router(DEMO, [engine.address for engine in engines], folder, "--redis-url", redis.url)
+        router = ForkedRouter(DEMO, [engine.address for engine in engines], folder, "--redis-url", redis.url)
         try:
             for process in (*engines, router):
                 process.wait_ready()

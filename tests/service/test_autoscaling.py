@@ -20,7 +20,7 @@ from quire.keda.externalscaler_pb2_grpc import ExternalScalerStub
 
 from tests.service.conftest import DEMO, FLOAT32, MODEL, SMALL_POOLS
 from tests.support.autoscalers import RESOURCE, Cluster, ask, value
-from tests.support.forked_engines import ForkedEngine, warm_up
+from tests.support.forked_engines import ForkedEngine, ForkedRouter, warm_up
 from tests.support.hpa import Hpa
 from tests.support.ports import free_port
 from tests.support.processes import Engine, Router, eventually, fetch
@@ -140,7 +140,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
             flags = (*cluster.flags(scaling), "--keda-port", str(keda), "--redis-url", redis.url)
             flags += () if credentials is None else cluster.keda_flags()
             flags = (*flags, "--workers", workers, "--hold-timeout", str(PATIENCE), "--shutdown-timeout", "0.2")
-            router = Router(DEMO, [f"127.0.0.1:{port}" for port in ports], folder, *flags)
+            router = ForkedRouter(DEMO, [f"127.0.0.1:{port}" for port in ports], folder, *flags)
             ending.callback(lambda router=router: router.popen.poll() is None and router.stop())
             asked.append(Asked(router, proxy, scaling, keda, credentials))
         for each in asked:

@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from tests.service.conftest import DEMO, FLOAT32, MODEL, SMALL_POOLS
-from tests.support.forked_engines import ForkedEngine
+from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.ports import free_port
 from tests.support.processes import Router, eventually
 from tests.support.redis_server import RedisServer, redis_server
@@ -40,7 +40,7 @@ class Machine:
 
 
 def started_router(folder: Path, ports: tuple[int, int, int], engine: ForkedEngine, redis: RedisServer) -> Router:
-    return Router(DEMO, [engine.address], folder, "--redis-url", redis.url, ports=ports)
+    return ForkedRouter(DEMO, [engine.address], folder, "--redis-url", redis.url, ports=ports)
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,10 @@ from tests.model.models import small_model
 from tests.service.conftest import FLOAT32, MODEL, SMALL_POOLS
 from tests.service.test_failures import IGNORE_EOS, texts
 from tests.service.test_serve import Tree
-from tests.support.forked_engines import ForkedEngine
+from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.model_folders import byte_level
 from tests.support.ports import free_port
-from tests.support.processes import Router, eventually
+from tests.support.processes import eventually
 
 SIZE = 2
 SECONDS_TO_END = 5.0
@@ -65,7 +65,7 @@ class Group:
 
     def serve(self) -> None:
         addresses = [f"127.0.0.1:{port}" for port in self.ports]
-        self.router = Router(self.model, addresses, self.folder, "--hold-timeout", "120")
+        self.router = ForkedRouter(self.model, addresses, self.folder, "--hold-timeout", "120")
         self.router.wait_ready()
 
     def working_engine(self) -> int:

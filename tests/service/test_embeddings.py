@@ -21,7 +21,7 @@ from openai import AsyncOpenAI, OpenAI
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc, types_pb2
 
-from tests.support.forked_engines import ForkedEngine
+from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.processes import Router
 from tests.support.sentence_folders import cross_encoder_folder, decoder_folder, encoder_folder
 
@@ -50,7 +50,7 @@ class Stack:
 @contextmanager
 def running(folder: Path, logs: Path, engines: int = 1) -> Iterator[Stack]:
     started = [ForkedEngine(folder, logs, *FLAGS) for _ in range(engines)]
-    router = Router(folder, [engine.address for engine in started], logs)
+    router = ForkedRouter(folder, [engine.address for engine in started], logs)
     try:
         for process in (*started, router):
             process.wait_ready()

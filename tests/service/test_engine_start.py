@@ -11,7 +11,7 @@ import torch
 from quire_engine.device.host import usable_cores
 
 from tests.service.conftest import DEMO
-from tests.support.processes import Engine
+from tests.support.forked_engines import ForkedEngine
 
 
 def broken(tmp_path: Path, **config: object) -> Path:
@@ -24,7 +24,7 @@ def broken(tmp_path: Path, **config: object) -> Path:
 
 
 def sentence_of(model: Path, tmp_path: Path, *flags: str, port: int = 0) -> tuple[int, str]:
-    engine = Engine(model, tmp_path, *flags, port=port)
+    engine = ForkedEngine(model, tmp_path, *flags, port=port)
     code = engine.wait()
     lines = [line for line in engine.text.splitlines() if line.startswith("quire-engine: ")]
     assert len(lines) == 1, engine.text
@@ -98,7 +98,7 @@ def test_a_model_that_cannot_be_deterministic_is_named(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_named_also_when_another_engine_has_it(tmp_path: Path) -> None:
-    first = Engine(DEMO, tmp_path).wait_ready()
+    first = ForkedEngine(DEMO, tmp_path).wait_ready()
     try:
         code, sentence = sentence_of(DEMO, tmp_path, port=first.port)
         assert code == 1

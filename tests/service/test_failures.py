@@ -12,7 +12,7 @@ import pytest
 from openai import OpenAI
 
 from tests.service.conftest import DEMO, FLOAT32, MODEL, SMALL_POOLS
-from tests.support.forked_engines import ForkedEngine
+from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.processes import Engine, Process, Router, eventually, fetch
 from tests.support.redis_server import RedisServer, redis_server
 
@@ -43,10 +43,13 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
+def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
+    """With the router's flags that a test is parametrized with."""
+    flags = getattr(request, "param", ())
     with redis_server() as redis:
         engines = [ForkedEngine(DEMO, tmp_path, *SMALL_POOLS, *FLOAT32) for _ in range(2)]
-        router = Router(DEMO, [engine.address for engine in engines], tmp_path, "--redis-url", redis.url)
+        addresses = [engine.address for engine in engines]
+        router = ForkedRouter(DEMO, addresses, tmp_path, "--redis-url", redis.url, *flags)
         try:
             for process in (*engines, router):
                 process.wait_ready()
@@ -74,6 +77,7 @@ def test_an_engine_that_is_killed_changes_no_token(fleet: Fleet) -> None:
     assert "".join(seen) == undisturbed
 
 
+@pytest.mark.parametrize("fleet", [("--hold-timeout", "2")], indirect=True)
 def test_without_any_engine_the_end_is_a_typed_error(fleet: Fleet) -> None:
     stream = texts(fleet.client.completions.create(**LONG, **IGNORE_EOS, stream=True))
     next(stream)
@@ -117,7 +121,7 @@ def test_redis_may_die_and_come_back(fleet: Fleet) -> None:
 
 def test_a_router_that_starts_before_its_engines_waits_for_them(fleet: Fleet, tmp_path: Path) -> None:
     late = ForkedEngine(DEMO, tmp_path, *SMALL_POOLS)
-    early = Router(DEMO, [late.address], tmp_path)
+    early = ForkedRouter(DEMO, [late.address], tmp_path)
     try:
         early.wait_ready()
         client = OpenAI(base_url=f"{early.url}/v1", api_key="none")
@@ -128,7 +132,7 @@ def test_a_router_that_starts_before_its_engines_waits_for_them(fleet: Fleet, tm
 
 
 def test_a_stopping_router_ends_its_streams_with_a_typed_error(fleet: Fleet) -> None:
-    router = Router(
+    router = ForkedRouter(
         DEMO, [engine.address for engine in fleet.engines], fleet.folder, "--shutdown-timeout", "0.5"
     ).wait_ready()
     body = json.dumps({**LONG, "stream": True, "ignore_eos": True, "max_tokens": 2000}).encode()

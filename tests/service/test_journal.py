@@ -9,7 +9,8 @@ import httpx
 import redis
 
 from tests.service.conftest import DEMO, MODEL, Stack
-from tests.support.processes import Router, eventually
+from tests.support.forked_engines import ForkedRouter
+from tests.support.processes import eventually
 
 
 def test_a_request_is_in_redis_with_all_that_resuming_it_needs(stack: Stack) -> None:
@@ -38,7 +39,7 @@ def test_a_request_whose_router_was_killed_is_counted_once_by_the_one_that_goes_
     stack: Stack, tmp_path: Path
 ) -> None:
     before = usage_of(stack)
-    killed = Router(DEMO, [engine.address for engine in stack.engines], tmp_path, "--redis-url", stack.redis.url)
+    killed = ForkedRouter(DEMO, [engine.address for engine in stack.engines], tmp_path, "--redis-url", stack.redis.url)
     killed.wait_ready()
     lines: list[str] = []
     body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 60, "ignore_eos": True, "stream": True}

@@ -20,7 +20,7 @@ import pytest
 from quire_router.journal.sqlite.usage_table import read_usage_file
 
 from tests.service.conftest import DEMO, FLOAT32, MODEL, ROOT, SMALL_POOLS
-from tests.support.forked_engines import ForkedEngine
+from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.ports import free_port
 from tests.support.processes import Router, eventually
 
@@ -70,7 +70,7 @@ def started_engine(folder: Path, port: int = 0) -> ForkedEngine:
 
 
 def started_router(folder: Path, ports: tuple[int, int, int], engine: ForkedEngine) -> Router:
-    return Router(DEMO, [engine.address], folder, "--journal-file", str(folder / "journal"), ports=ports)
+    return ForkedRouter(DEMO, [engine.address], folder, "--journal-file", str(folder / "journal"), ports=ports)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 from openai import OpenAI
 
 from tests.service.conftest import DEMO, FLOAT32, MODEL, SMALL_POOLS
-from tests.support.forked_engines import ForkedEngine
+from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.ports import free_port
 from tests.support.processes import Engine, Router, eventually
 
@@ -37,7 +37,7 @@ def test_an_engine_that_is_killed_finds_its_prefixes_again(
     port = free_port()
     flags = (*SMALL_POOLS, *FLOAT32, *ranks, "--kv-disk-path", str(tmp_path / "kv"), "--kv-disk-space", "0.1")
     engine = kind(DEMO, tmp_path, *flags, port=port).wait_ready()
-    router = Router(DEMO, [engine.address], tmp_path).wait_ready()
+    router = ForkedRouter(DEMO, [engine.address], tmp_path).wait_ready()
     try:
         first, cached = ask(router)
         assert cached == 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tests.bench.router_stage import SteadyEngineProcess, body
 from tests.service.conftest import DEMO
+from tests.support.forked_engines import ForkedRouter
 from tests.support.processes import Process, Router, eventually, fetch
 
 LONG = ("--shutdown-delay", "600")  # a second signal ends it
@@ -44,7 +45,7 @@ def complete(router: Router) -> tuple[int, str | None]:
 def test_a_router_in_its_shutdown_delay_still_serves_and_is_not_ready(tmp_path: Path) -> None:
     engine = SteadyEngineProcess(tmp_path, 0.002)
     with killed(engine):
-        router = Router(DEMO, [f"127.0.0.1:{engine.port}"], tmp_path, *LONG)
+        router = ForkedRouter(DEMO, [f"127.0.0.1:{engine.port}"], tmp_path, *LONG)
         with killed(router):
             router.wait_ready()
             assert probes(router.metrics_port) == [200, 200, 200]
@@ -59,7 +60,7 @@ def test_a_router_in_its_shutdown_delay_still_serves_and_is_not_ready(tmp_path: 
 
 
 def test_a_router_without_an_engine_is_ready_because_it_holds_requests_for_one(tmp_path: Path) -> None:
-    router = Router(DEMO, [], tmp_path, "--shutdown-delay", "0.2")
+    router = ForkedRouter(DEMO, [], tmp_path, "--shutdown-delay", "0.2")
     eventually(lambda: probes(router.metrics_port) == [200, 200, 200], 60, router.text)
     assert fetch(router.metrics_port, "/health")[0] == 503
     assert router.stop() == 0

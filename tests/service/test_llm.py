@@ -11,8 +11,8 @@ from openai import OpenAI
 from quire_engine import LLM, SamplingParams
 
 from tests.service.conftest import DEMO, FLOAT32, MODEL, SMALL_POOLS
+from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.hub_server import HubServer, hub_server
-from tests.support.processes import Engine, Router
 
 PROMPTS = ["Once upon a time", "The small owl said", "What is 7 plus 5?"]
 CASES = {
@@ -36,8 +36,8 @@ LENGTH = 40
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     folder = tmp_path_factory.mktemp("llm")
-    engine = Engine(DEMO, folder, *SMALL_POOLS, *FLOAT32)
-    router = Router(DEMO, [engine.address], folder)
+    engine = ForkedEngine(DEMO, folder, *SMALL_POOLS, *FLOAT32)
+    router = ForkedRouter(DEMO, [engine.address], folder)
     try:
         engine.wait_ready()
         router.wait_ready()

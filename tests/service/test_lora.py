@@ -18,7 +18,7 @@ from tests.model.models import greedy_oracle
 from tests.service.conftest import DEMO, FLOAT32, MODEL, SMALL_POOLS
 from tests.support.adapters import write_adapter, write_merged_model
 from tests.support.engine_session import EngineSession
-from tests.support.forked_engines import ForkedEngine
+from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.processes import Engine, Router, eventually, fetch
 
 PROMPT = list(range(100, 140))
@@ -39,7 +39,9 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp("engine")
-    engine = Engine(DEMO, folder, *SMALL_POOLS, *FLOAT32, *LORA, "--lora-modules", f"a={adapters / 'a'}").wait_ready()
+    engine = ForkedEngine(
+        DEMO, folder, *SMALL_POOLS, *FLOAT32, *LORA, "--lora-modules", f"a={adapters / 'a'}"
+    ).wait_ready()
     yield engine
     assert engine.stop() == 0, engine.text
 
@@ -99,13 +101,13 @@ def test_an_adapter_that_cannot_be_loaded_is_refused(
 
 
 def test_a_wrong_adapter_ends_the_start_in_one_sentence(adapters: Path, tmp_path: Path) -> None:
-    engine = Engine(DEMO, tmp_path, *SMALL_POOLS, *LORA, "--lora-modules", f"a={adapters / 'nowhere'}")
+    engine = ForkedEngine(DEMO, tmp_path, *SMALL_POOLS, *LORA, "--lora-modules", f"a={adapters / 'nowhere'}")
     assert engine.wait(60) == 1
     assert engine.text.splitlines()[-1].endswith(f"The adapter's folder {adapters / 'nowhere'} does not exist.")
 
 
 def test_an_engine_that_serves_none_says_so(adapters: Path, tmp_path: Path) -> None:
-    engine = Engine(DEMO, tmp_path, *SMALL_POOLS).wait_ready()
+    engine = ForkedEngine(DEMO, tmp_path, *SMALL_POOLS).wait_ready()
     with EngineSession(engine, "none") as link:
         link.snapshot()
         assert link.engine.Describe(pb.DescribeRequest()).max_loras == 0
@@ -121,7 +123,7 @@ def fleet(adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     modules = [f"a={adapters / 'a'}", f"a={adapters / 'a'},b={adapters / 'b'}"]
     flags = (*SMALL_POOLS, *FLOAT32, *LORA)
     engines = [ForkedEngine(DEMO, folder, *flags, "--lora-modules", each) for each in modules]
-    router = Router(DEMO, [engine.address for engine in engines], folder, "--allow-lora-updates")
+    router = ForkedRouter(DEMO, [engine.address for engine in engines], folder, "--allow-lora-updates")
     for process in (*engines, router):
         process.wait_ready()
     yield engines, router

@@ -15,9 +15,9 @@ import jsonschema
 import pytest
 
 from tests.service.conftest import DEMO, FLOAT32, MODEL, SMALL_POOLS
+from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.grammars import encode
 from tests.support.message_streams import message_events, message_of
-from tests.support.processes import Engine, Router
 from tests.support.redis_server import redis_server
 
 SCHEMA = {
@@ -71,8 +71,8 @@ def routers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routers]:
     folder = Path(shutil.copytree(DEMO, tmp_path_factory.mktemp("messages") / DEMO.name))
     shutil.copy(DEMO.parent / "templates" / "hermes.jinja", folder / "chat_template.jinja")
     with redis_server() as redis:
-        engine = Engine(folder, folder.parent, *SMALL_POOLS, *FLOAT32)
-        both = [Router(folder, [engine.address], folder.parent, "--redis-url", redis.url) for _ in range(2)]
+        engine = ForkedEngine(folder, folder.parent, *SMALL_POOLS, *FLOAT32)
+        both = [ForkedRouter(folder, [engine.address], folder.parent, "--redis-url", redis.url) for _ in range(2)]
         try:
             for process in (engine, *both):
                 process.wait_ready()

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.service.conftest import DEMO, Stack
-from tests.support.processes import Router, eventually, fetch
+from tests.support.forked_engines import ForkedRouter
+from tests.support.processes import eventually, fetch
 
 
 def swapped(folder: Path) -> Path:
@@ -44,7 +45,7 @@ def test_an_engine_of_another_model_gets_no_requests_and_is_named(
     stack: Stack, tmp_path: Path, name: str, change: Callable[[Path], Path] | None, words: str
 ) -> None:
     engine, folder = stack.engines[0], DEMO if change is None else change(tmp_path / "model")
-    router = Router(folder, [engine.address], tmp_path, name=name)
+    router = ForkedRouter(folder, [engine.address], tmp_path, name=name)
     try:
         eventually(lambda: words in router.text or router.popen.poll() is not None)
         assert engine.address in next(line for line in router.text.splitlines() if words in line)

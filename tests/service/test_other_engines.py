@@ -16,7 +16,7 @@ import pytest
 from quire_proto.text.tokenizer import ModelTokenizer
 
 from tests.service.conftest import DEMO, FLOAT32, SMALL_POOLS
-from tests.support.forked_engines import ForkedEngine
+from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.http_engines import OpenAIEngine, continuation
 from tests.support.ports import free_port
 from tests.support.processes import Process, Router, eventually
@@ -90,7 +90,7 @@ class Service:
 @contextmanager
 def serving(folder: Path, *servers: AnyServer, ends_servers: bool = True) -> Iterator[Service]:
     """A router in front of servers, which end with it if ``ends_servers``."""
-    router = Router(DEMO, [server.address for server in servers], folder, "--debug-route", name="m")
+    router = ForkedRouter(DEMO, [server.address for server in servers], folder, "--debug-route", name="m")
     try:
         router.wait_ready()
         yield Service(router, {server.address: server for server in servers})

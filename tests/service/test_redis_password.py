@@ -8,6 +8,7 @@ import redis
 from openai import OpenAI
 
 from tests.service.conftest import DEMO, MODEL, Stack
+from tests.support.forked_engines import ForkedRouter
 from tests.support.processes import Router, eventually
 from tests.support.redis_server import RedisServer, redis_server
 
@@ -46,7 +47,7 @@ def change(server: RedisServer, file: Path) -> None:
 def router_at(server: RedisServer, stack: Stack, file: Path) -> Iterator[Router]:
     """A router of its own, at the stack's engines."""
     flags = ("--redis-url", f"redis://127.0.0.1:{server.port}/0", "--redis-password-file", str(file))
-    router = Router(DEMO, [engine.address for engine in stack.engines], file.parent, *flags)
+    router = ForkedRouter(DEMO, [engine.address for engine in stack.engines], file.parent, *flags)
     try:
         router.wait_ready()
         yield router

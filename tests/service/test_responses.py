@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from tests.service.conftest import DEMO, FLOAT32, MODEL, SMALL_POOLS
+from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.grammars import encode
 from tests.support.marked_demo import MARK_ID, write_marked_tokenizer
 from tests.support.processes import Engine, Router, eventually
@@ -90,8 +91,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     (folder / "chat_template.jinja").write_text(template + THINKS)
     write_marked_tokenizer(folder, "</think>")
     with redis_server(persistent=True) as redis:
-        engine = Engine(folder, folder.parent, *SMALL_POOLS, *FLOAT32)
-        routers = [Router(folder, [engine.address], folder.parent, "--redis-url", redis.url) for _ in range(2)]
+        engine = ForkedEngine(folder, folder.parent, *SMALL_POOLS, *FLOAT32)
+        routers = [ForkedRouter(folder, [engine.address], folder.parent, "--redis-url", redis.url) for _ in range(2)]
         stack = Stack(folder, redis, engine, routers)
         try:
             for process in (engine, *routers):
@@ -242,7 +243,7 @@ def test_a_conversation_survives_a_router_an_engine_and_redis(stack: Stack) -> N
     more = {**story, "input": "And then?"}
     expected_next = stack.respond(**more, previous_response_id=expected["id"])
 
-    dying = Router(stack.folder, [stack.engine.address], stack.folder.parent, "--redis-url", stack.redis.url)
+    dying = ForkedRouter(stack.folder, [stack.engine.address], stack.folder.parent, "--redis-url", stack.redis.url)
     stack.routers.append(dying.wait_ready())
     had = stack_until_killed(stack, dying, 20, **story)
     stack.routers.pop()
@@ -281,7 +282,7 @@ def events_over_a_dead_engine(stack: Stack, events: int, *, router: int, **field
                 killed = True
                 stack.engine.kill()
                 port = int(stack.engine.address.rpartition(":")[2])
-                stack.engine = Engine(stack.folder, stack.folder.parent, *SMALL_POOLS, *FLOAT32, port=port)
+                stack.engine = ForkedEngine(stack.folder, stack.folder.parent, *SMALL_POOLS, *FLOAT32, port=port)
     return response_events(data)
 
 

@@ -11,8 +11,7 @@ import pytest
 from openai import OpenAI
 
 from tests.service.conftest import DEMO, MODEL, SMALL_POOLS
-from tests.support.forked_engines import ForkedEngine
-from tests.support.processes import Router
+from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.redis_server import redis_server
 
 PLAIN = "plain"
@@ -62,7 +61,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     engines += [_start_guessing(folder, method) for method in METHODS]
     with redis_server() as redis:
         addresses = [engine.address for engine in engines]
-        router = Router(DEMO, addresses, folder, "--model", f"{PLAIN}={DEMO}", "--redis-url", redis.url)
+        router = ForkedRouter(DEMO, addresses, folder, "--model", f"{PLAIN}={DEMO}", "--redis-url", redis.url)
         try:
             for process in (*engines, router):
                 process.wait_ready()

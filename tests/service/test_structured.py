@@ -18,9 +18,9 @@ from openai.types.chat import ChatCompletion
 from openai.types.chat.chat_completion import Choice
 
 from tests.service.conftest import DEMO, MODEL, SMALL_POOLS, Stack
-from tests.support.forked_engines import ForkedEngine
+from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.grammars import encode, schemas
-from tests.support.processes import Engine, Router
+from tests.support.processes import Engine
 from tests.support.redis_server import redis_server
 
 QUESTION = [{"role": "user", "content": "Tell me a story about a hedgehog."}]
@@ -138,7 +138,7 @@ def untried(tmp_path: Path) -> Iterator[Stack]:
     """Engines that have compiled no grammar yet."""
     with redis_server() as redis:
         engines = [ForkedEngine(DEMO, tmp_path, *SMALL_POOLS) for _ in range(2)]
-        router = Router(DEMO, [engine.address for engine in engines], tmp_path, "--redis-url", redis.url)
+        router = ForkedRouter(DEMO, [engine.address for engine in engines], tmp_path, "--redis-url", redis.url)
         try:
             for process in (*engines, router):
                 process.wait_ready()

@@ -15,7 +15,7 @@ from quire_proto.tls import CertKeyFiles, ClientTls
 
 from tests.service.conftest import DEMO, MODEL, SMALL_POOLS
 from tests.support.certificates import ENGINE_NAME, ROUTER_NAME, Authority
-from tests.support.forked_engines import ForkedEngine
+from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.processes import Engine, Router, eventually, fetch
 
 
@@ -31,7 +31,7 @@ class Secured:
     @contextmanager
     def router(self, tls: ClientTls | None) -> Iterator[Router]:
         """A router of this engine, until the block ends."""
-        router = Router(DEMO, [self.engine.address], self.folder, *flags_of(tls))
+        router = ForkedRouter(DEMO, [self.engine.address], self.folder, *flags_of(tls))
         try:
             yield router
         finally:

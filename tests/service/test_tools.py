@@ -12,8 +12,8 @@ from openai import BadRequestError, OpenAI
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from tests.service.conftest import DEMO, MODEL, SMALL_POOLS
+from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.grammars import encode
-from tests.support.processes import Engine, Router
 
 SCHEMA = {
     "type": "object",
@@ -42,8 +42,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     """The demo model with a template that knows tools."""
     folder = Path(shutil.copytree(DEMO, tmp_path_factory.mktemp("tools") / DEMO.name))
     shutil.copy(DEMO.parent / "templates" / "hermes.jinja", folder / "chat_template.jinja")
-    engine = Engine(folder, folder.parent, *SMALL_POOLS)
-    router = Router(folder, [engine.address], folder.parent)
+    engine = ForkedEngine(folder, folder.parent, *SMALL_POOLS)
+    router = ForkedRouter(folder, [engine.address], folder.parent)
     try:
         for process in (engine, router):
             process.wait_ready()

@@ -1,5 +1,5 @@
-"""Engines that are there at once: forked off a process that has imported all that an engine needs, which takes far
-longer than anything else that one does to start.
+"""Engines and routers that are there at once: forked off a process that has imported all that they need, which takes
+far longer than anything else that one does to start.
 """
 
 import multiprocessing
@@ -9,12 +9,11 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
 
-from quire_engine.cli import main
-
-from tests.support.processes import Engine
+from tests.support.processes import Engine, Router
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -23,12 +22,13 @@ _CONTEXT.set_forkserver_preload(
         "quire_engine.executor.torch_executor",
         "transformers.models.llama.configuration_llama",
         "transformers.modeling_rope_utils",
+        "quire_router.app",
     ]
 )
 
 
 def warm_up(*, wait: bool = False) -> None:
-    """Begins to import, in the background, for all engines to come, and with ``wait`` returns when that is done."""
+    """Begins to import, in the background, for all that is to come, and with ``wait`` returns when that is done."""
     forkserver.ensure_running()
     if wait:
         first = _CONTEXT.Process(target=int)
@@ -37,12 +37,12 @@ def warm_up(*, wait: bool = False) -> None:
 
 
 class Forked:
-    """What tests use of ``subprocess.Popen``, of a process that runs the engine's command with ``arguments``. It ends
-    with the tests.
+    """What tests use of ``subprocess.Popen``, of a process that runs ``command``, which is ``python -m MODULE ...``. It
+    ends with the tests.
     """
 
-    def __init__(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
-        self._process = _CONTEXT.Process(target=_run, args=(arguments, log, environment), daemon=True)
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        self._process = _CONTEXT.Process(target=_run, args=(command[2:], log, environment), daemon=True)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -57,7 +57,7 @@ class Forked:
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
         if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("quire-engine", timeout or 0)
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0)
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
@@ -77,7 +77,15 @@ class ForkedEngine(Engine):
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str], stdout: int | None) -> Forked:  # type: ignore[override]
         assert stdout is None
-        return Forked(command[command.index("quire_engine.cli") :], self.log, environment)
+        return Forked(command, self.log, environment)
+
+
+class ForkedRouter(Router):
+    """A ``quire-router`` of one process, where nothing depends on the memory or the libraries of that."""
+
+    def _start(self, command: Sequence[str], environment: Mapping[str, str], stdout: int | None) -> Forked:  # type: ignore[override]
+        assert stdout is None
+        return Forked(command, self.log, environment)
 
 
 def _run(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
@@ -87,4 +95,4 @@ def _run(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) ->
         os.dup2(output.fileno(), sys.stderr.fileno())
     os.environ.update(environment)
     sys.argv = list(arguments)
-    main()
+    import_module(arguments[0]).main()

@@ -169,9 +169,10 @@ def metric(port: int, name: str, **labels: str) -> float:
 
 
 def eventually(condition: object, timeout: float = 20.0, message: str = "it never became true") -> None:
-    """Polls a callable until it returns something true."""
+    """Polls a callable until it returns something true, at first often."""
     assert callable(condition)
-    deadline = time.monotonic() + timeout
+    deadline, pause = time.monotonic() + timeout, 0.002
     while not condition():
         assert time.monotonic() < deadline, message
-        time.sleep(0.05)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)

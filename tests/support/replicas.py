@@ -17,7 +17,7 @@ import httpx
 from openai import OpenAI
 from quire.v1.inference_pb2_grpc import InferenceStub
 
-from tests.support.forked_engines import ForkedEngine
+from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.processes import Engine, Router, eventually, fetch
 from tests.support.redis_server import RedisServer, redis_server
 
@@ -149,9 +149,9 @@ def replicas(model: Path, folder: Path) -> Iterator[Replicas]:
     with redis_server() as redis, ExitStack() as ending:
         engines = [ForkedEngine(model, folder, *ENGINE_FLAGS) for _ in range(2)]
         addresses = [engine.address for engine in engines]
-        routers = [Router(model, addresses, folder, *flags, "--redis-url", redis.url) for _ in range(2)]
+        routers = [ForkedRouter(model, addresses, folder, *flags, "--redis-url", redis.url) for _ in range(2)]
         late_port = ending.enter_context(LatePort(engines[0].port))
-        late = Router(model, [late_port.address], folder, *flags)
+        late = ForkedRouter(model, [late_port.address], folder, *flags)
         processes = [late, *routers, *engines]
         try:
             for process in (*engines, *routers):
