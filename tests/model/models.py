@@ -5,6 +5,7 @@ bit. Everything is seeded: the same name makes the same folder.
 """
 
 import random
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from transformers import (
 )
 
 VOCAB_SIZE = 256
+NUM_PROMPTS = 20
 OUTPUT_TOKENS = 64
 CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "llama2": (LlamaConfig, {"num_key_value_heads": 4}),
@@ -215,7 +217,7 @@ class SmallModels:
     def __init__(self, tmp: Path) -> None:
         self._tmp = tmp
         self._folders: dict[str, Path] = {}
-        self._outputs: dict[str, list[list[int]]] = {}
+        self._outputs: dict[tuple[str, int], list[int]] = {}
         self.prompts = small_prompts()
 
     def folder(self, name: str) -> Path:
@@ -223,11 +225,18 @@ class SmallModels:
             self._folders[name] = small_model(name, self._tmp)
         return self._folders[name]
 
-    def outputs(self, name: str) -> list[list[int]]:
-        """What transformers generates after ``prompts``: 20 lists of ``OUTPUT_TOKENS``."""
-        if name not in self._outputs:
-            self._outputs[name] = greedy_oracle(self.folder(name), self.prompts, OUTPUT_TOKENS)
-        return self._outputs[name]
+    def outputs(
+        self, name: str, which: Iterable[int] = range(NUM_PROMPTS), tokens: int = OUTPUT_TOKENS
+    ) -> list[list[int]]:
+        """The ``tokens`` that transformers generates after each of ``prompts``, or after those of ``which``."""
+        return [self._output(name, number, tokens) for number in which]
+
+    def _output(self, name: str, number: int, tokens: int) -> list[int]:
+        known = self._outputs.get((name, number), [])
+        if len(known) < tokens:
+            [known] = greedy_oracle(self.folder(name), [self.prompts[number]], tokens)
+            self._outputs[name, number] = known
+        return known[:tokens]
 
 
 def small_model(name: str, tmp: Path, **changes: Any) -> Path:
@@ -263,7 +272,7 @@ def small_model(name: str, tmp: Path, **changes: Any) -> Path:
     return folder
 
 
-def small_prompts(count: int = 20) -> list[list[int]]:
+def small_prompts(count: int = NUM_PROMPTS) -> list[list[int]]:
     """Prompts of 1 to 60 tokens; every third begins like another one, so that prefixes repeat."""
     generator = random.Random(0)
     lengths = [1, 16, 17, 32, *(generator.randint(2, 60) for _ in range(count))][:count]

@@ -34,7 +34,7 @@ def generate(executor: TorchExecutor, models: SmallModels, chunk: int = 64, **ho
 
 
 def expected(models: SmallModels, name: str) -> list[list[int]]:
-    return [output[:OUTPUT_TOKENS] for output in models.outputs(name)[4 : 4 + PROMPTS]]
+    return models.outputs(name, range(4, 4 + PROMPTS), OUTPUT_TOKENS)
 
 
 def assert_near(made: Run, alone: Run) -> None:

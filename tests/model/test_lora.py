@@ -71,7 +71,7 @@ class Adapters:
         outputs = []
         for index, (prompt, number) in enumerate(self._assigned(numbers)):
             if not number:
-                outputs.append(self._models.outputs(name)[index][:OUTPUT_TOKENS])
+                outputs += self._models.outputs(name, [index], OUTPUT_TOKENS)
                 continue
             merged = self._tmp / name / f"merged-{number}"
             if not merged.exists():

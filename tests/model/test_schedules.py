@@ -34,17 +34,17 @@ def executor_of(folder: Path, pressure: str, path: str = "") -> TorchExecutor:
 
 
 def matrix() -> Iterator[Any]:
-    """Everything with everything. A third of it runs always, each model with each schedule in chunks that go round, and
-    the rest is for `make soak`.
+    """Everything with everything. A sixth of it runs always, each model with each schedule, in chunks and on paths that
+    go round, and the rest is for `make soak`.
     """
     for (row, model), (column, schedule) in product(enumerate(OWN), enumerate(SCHEDULES)):
-        for chunk in CHUNKS:
-            always = chunk == CHUNKS[(row + column) % len(CHUNKS)]
-            yield pytest.param(model, *schedule, chunk, marks=() if always else pytest.mark.soak)
+        for chunk, (turn, path) in product(CHUNKS, enumerate(PATHS)):
+            always = chunk == CHUNKS[(row + column) % len(CHUNKS)] and turn == (row + column) % len(PATHS)
+            marks = [*path.marks, *([] if always else [pytest.mark.soak])]
+            yield pytest.param(*path.values, model, *schedule, chunk, marks=marks)
 
 
-@pytest.mark.parametrize(("model_name", "pressure", "caching", "chunk"), list(matrix()))
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("path", "model_name", "pressure", "caching", "chunk"), list(matrix()))
 def test_greedy_output_is_transformers_own(
     small_models: SmallModels, path: str, model_name: str, pressure: str, caching: str, chunk: int
 ) -> None:
@@ -171,7 +171,7 @@ def test_prefixes_that_left_the_device_come_back_from_the_host(small_models: Sma
     folder = small_models.folder("qwen3")
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     prompts = [prompt for prompt in small_models.prompts if len(prompt) > 20]
-    expected = [output[:8] for output in small_models.outputs("qwen3")]
+    expected = small_models.outputs("qwen3", tokens=8)
     wanted = [output for prompt, output in zip(small_models.prompts, expected, strict=True) if len(prompt) > 20]
     made = run(executor_of(folder, "swap"), prompts * 2, [params] * len(prompts) * 2, chunk=64, max_num_seqs=2)
     assert made.outputs == wanted * 2

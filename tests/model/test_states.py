@@ -33,7 +33,7 @@ def executors(small_models: SmallModels) -> dict[str, TorchExecutor]:
 def test_forks_of_a_prompt_go_on_from_its_state_each_on_its_own(
     small_models: SmallModels, executors: dict[str, TorchExecutor], name: str
 ) -> None:
-    prompts, expected = small_models.prompts[2:4], [output[:TOKENS] for output in small_models.outputs(name)[2:4]]
+    prompts, expected = small_models.prompts[2:4], small_models.outputs(name, range(2, 4), TOKENS)
     params = SamplingParams(temperature=0, n=3, max_tokens=TOKENS, ignore_eos=True)
     made = engine.run(executors[name], prompts, [params] * len(prompts), chunk=7)
     assert [[choice.token_ids for choice in each] for each in made.choices] == [[one] * 3 for one in expected]
@@ -64,7 +64,7 @@ def test_a_step_that_failed_is_run_again_from_the_states_that_it_began_with(
     monkeypatch.setattr(where, attribute, failing)
     prompts = small_models.prompts[:4]
     made = engine.run(executor, prompts, [GREEDY] * len(prompts), chunk=7, max_num_seqs=4)
-    assert made.outputs == [output[:TOKENS] for output in small_models.outputs(name)[:4]]
+    assert made.outputs == small_models.outputs(name, range(4), TOKENS)
     assert next(calls) > 30
 
 
