@@ -16,6 +16,9 @@ is that of torch's builds for CPUs, which torch's installation page names.
 endef
 export TORCH_SIZE
 
+# Hundreds of processes start in the tests: what Python compiles of our sources is kept, whatever the user's shell says.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: up test soak chaos lint bench bench-router bench-simulation bench-fleet peers clients images dist first-hour proto proto-check clean help
 
 help:
@@ -40,8 +43,9 @@ $(READY): constraints.txt tests/requirements.txt proto/pyproject.toml engine/pyp
 	@echo "creating the environment in $(VENV) (a few minutes the first time)"
 	@test -n "$$PIP_EXTRA_INDEX_URL" || echo "$$TORCH_SIZE"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt \
 	  -e proto -e engine -e router -e cli -r tests/requirements.txt
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # as pip does, but with all cores; some files are no Python 3
 	@touch $@
 
 $(HELM_READY): constraints.txt tests/kube/requirements.txt
@@ -51,12 +55,14 @@ up: $(READY)
 	@exec $(BIN)/python -m quire_cli.main serve "$(or $(MODEL),demo/model)" --engines "$(or $(ENGINES),2)" \
 	  $(if $(or $(NAME),$(if $(MODEL),,demo)),--served-model-name "$(or $(NAME),quire-demo)") $(ARGS)
 
-# Unit tests wait two thirds of their time, so five workers have two cores busy; for the others, whose processes compute
-# beside them, two do. The chaos run begins first, as it is one test that takes long. With ARGS just those tests run, one
-# after the other. A test that fails gets a second chance, since real processes on a busy machine may be late, and the
+# Unit tests wait two thirds of their time, so five workers have two cores busy; for the others, some of which compute
+# in processes beside them and some wait, three do. The chaos run begins first, as it is one test that takes long. The
+# kernels are compiled before the workers begin, each of which would do it. With ARGS just those tests run,
+# one after the other. A test that fails gets a second chance, since real processes on a busy machine may be late, and the
 # summary names those that needed it: they are to be mended. It comes when routers trust a Redis again that was late (4 s).
 # The chaos run gets none.
 AGAIN := --reruns 1 --reruns-delay 5 -rR
+WARM  := import quire_engine.kernels.build as build; build.needs_build() and build.shared_object()
 
 test: $(READY) $(HELM_READY)
 	@scripts/redis.sh
@@ -65,9 +71,9 @@ test: $(READY) $(HELM_READY)
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
+	@$(BIN)/python -c "$(WARM)"
 	$(BIN)/python -m pytest -n 5 --dist loadfile $(AGAIN) tests/unit tests/sim tests/kube
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(AGAIN) tests/chaos tests/service
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(AGAIN) --ignore tests/unit --ignore tests/sim --ignore tests/kube --ignore tests/service --ignore tests/chaos
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(AGAIN) tests/chaos tests/service tests/model tests/browser tests/clients tests/gpu
 endif
 
 soak: $(READY)

@@ -1,6 +1,7 @@
 """``make`` says what it installs before it does, and ``make up`` is ``quire serve``."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -15,9 +16,12 @@ def make(folder: Path, *arguments: str, **variables: str) -> str:
     python.parent.mkdir(parents=True, exist_ok=True)
     python.write_text("#!/bin/sh\necho python\nprintf '%s\\n' \"$@\"\n")
     python.chmod(0o755)
+    return run("make", f"VENV={folder / 'venv'}", *arguments, **variables)
+
+
+def run(*command: str, **variables: str) -> str:
     names = ("MAKE", "PIP_", "MODEL", "NAME", "ENGINES", "ARGS")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(names)}
-    command = ["make", f"VENV={folder / 'venv'}", *arguments]
     made = subprocess.run(
         command, cwd=ROOT, env={**environment, **variables}, capture_output=True, text=True, check=True
     )
@@ -52,3 +56,9 @@ def test_make_up_is_quire_serve(tmp_path: Path, variables: dict[str, str], argum
     (tmp_path / "venv/.ready").touch()
     expected = ["python", "-m", "quire_cli.main", "serve", *arguments]
     assert make(tmp_path, "up", **variables).splitlines() == expected
+
+
+def test_make_test_runs_every_folder_of_tests() -> None:
+    said = run("make", "--dry-run", "test", "VENV=/nonexistent", "READY=", "HELM_READY=")
+    folders = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("test_*.py")}
+    assert {f"tests/{folder}" for folder in folders} == set(re.findall(r"tests/\w+", said))
