@@ -226,7 +226,7 @@ def test_a_file_that_is_malformed_is_refused(tmp_path: Path, contents: bytes, co
     assert str(tmp_path / "model.gguf") in said
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_a_file_with_wrong_bytes_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -130,7 +130,7 @@ def test_text_has_the_tokens_of_the_original(kind: str, folder: Path) -> None:
     assert folder_vocabulary_digest(path) == tokenizer.vocabulary_digest
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(text=TEXT)
 def test_any_text_has_the_tokens_of_the_original(folder: Path, text: str) -> None:
     for kind in KINDS:

@@ -156,7 +156,7 @@ def test_float8_is_rounded_to_four_bits_where_that_is_asked_for(name: str, quant
     assert isinstance(method_of(HERE / name, quantization).pack(read(HERE / name, SHOWN), None), GroupedLinear)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     outputs=st.integers(1, 20),
     groups=st.integers(1, 4),

@@ -196,7 +196,7 @@ class CheckedCache:
         assert manager.host_pool.num_free == manager.host_pool.num_blocks
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(CONFIGS, st.integers(1, 3), SCRIPTS)
 def test_embeddings_are_those_of_the_whole_graph_and_no_block_is_lost(config, num_layers, script):
     checked = CheckedCache(config, num_layers)

@@ -53,7 +53,7 @@ def written(name, city, days):
 
 
 @pytest.mark.parametrize("name", CALLS)
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(city=CITIES, days=st.integers(-9, 99))
 def test_calls_are_read_as_transformers_reads_them(name, city, days):
     text = "hello" + written(name, city, days)

@@ -45,7 +45,7 @@ def end_spans(processor: SpanProcessor, names: Sequence[str]) -> None:
         provider.get_tracer("test").start_span(name).end()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 60))
 def test_what_a_stalled_collector_leaves_no_room_for_is_counted_exactly(room: int, batch: int, total: int) -> None:
     dropped, exporter = Counter[DropReason](), StalledExporter()

@@ -105,7 +105,7 @@ def control_tokens(text, token_ids):
     return [name for name in names if name not in ("<unk>", "</think>")]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=75)
 @given(
     st.sampled_from(sorted(MODELS)),
     st.lists(HOSTILE, min_size=5, max_size=5),
@@ -141,7 +141,7 @@ def letter_by_letter(text, content):
     return [token_id for letter in content for token_id in text.encode_plain(letter)]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=75)
 @given(
     st.sampled_from(sorted(MODELS)),
     st.lists(HOSTILE, min_size=5, max_size=5),

@@ -130,7 +130,7 @@ def read_calls(tool_format, text):
 def test_forced_calls_are_calls_by_their_schemas(model, tool_format, parallel):
     grammar = compiled(model, tool_format=tool_format, tools=TOOLS, forced=True, parallel=parallel)
     counts = set()
-    for seed in range(6):
+    for seed in range(3):
         text = walk(model, grammar, Random(seed))
         if text is None:
             continue
@@ -335,12 +335,12 @@ def test_an_answer_with_a_schema_is_calls_or_json_of_that_schema(model, tool_for
     assert seen == {ToolCallStart, ToolCallArguments, Content}
 
 
-@pytest.mark.parametrize("text", ["hello", "{}", '{"mood":"good"} and more', '{"mood":"toolong"}', ""])
 @FORMATS
-def test_an_answer_with_a_schema_is_nothing_else(model, tool_format, text):
+def test_an_answer_with_a_schema_is_nothing_else(model, tool_format):
     grammar = compiled(model, tool_format=tool_format, tools=TOOLS, forced=False, parallel=True, reply=REPLY)
     header = FINAL if tool_format is HARMONY else tool_format.preface
-    assert not accepts(model, grammar, header + text)
+    for text in ("hello", "{}", '{"mood":"good"} and more', '{"mood":"toolong"}', ""):
+        assert not accepts(model, grammar, header + text), text
     assert accepts(model, grammar, header + '{"mood":"good"}')
 
 

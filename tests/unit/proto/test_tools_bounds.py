@@ -103,7 +103,7 @@ def read(open_, text, cuts=(), *, ended=True):
 
 
 @pytest.mark.parametrize("name", OPENERS)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.data(), CUTS, st.booleans())
 def test_at_the_limits_of_the_held_back_text_the_result_does_not_depend_on_the_cuts(name, data, cuts, ended):
     text, open_ = data.draw(texts_for(name)), OPENERS[name]
@@ -114,7 +114,7 @@ def test_at_the_limits_of_the_held_back_text_the_result_does_not_depend_on_the_c
 
 
 @pytest.mark.parametrize("name", [name for name in NOTATIONS if name != "harmony"])
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.data(), CUTS)
 def test_at_the_limits_of_the_held_back_text_no_text_is_lost(name, data, cuts):
     text = data.draw(texts_for(name))
@@ -264,8 +264,8 @@ def test_parsing_takes_linear_time(open_, unit):
     they arrive.
     """
     for begin in BEGINNINGS:
-        assert work_of(open_, [begin] + [unit] * 500) <= 16 * (len(begin) + 500 * len(unit)) + 64 * 500
-        assert work_of(open_, [begin + unit * 2000]) <= 16 * (len(begin) + 2000 * len(unit)), begin
+        assert work_of(open_, [begin] + [unit] * 300) <= 16 * (len(begin) + 300 * len(unit)) + 64 * 300
+        assert work_of(open_, [begin + unit * 1200]) <= 16 * (len(begin) + 1200 * len(unit)), begin
 
 
 @pytest.mark.parametrize("name", NOTATIONS)

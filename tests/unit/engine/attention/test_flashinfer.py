@@ -63,7 +63,7 @@ def assert_agrees(step: RaggedStep, results: list[torch.Tensor], *windows: int |
         torch.testing.assert_close(mine, reference, atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(SHAPES, st.lists(DECODES | MIXED, min_size=1, max_size=3), WINDOWS, DTYPES, st.booleans(), st.integers(0, 999))
 def test_steps_of_any_shape_equal_the_reference(shape, steps, windows, dtype, deterministic, seed):
     with installed():

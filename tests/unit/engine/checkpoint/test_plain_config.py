@@ -105,7 +105,7 @@ CONFIGS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(
     raw=CONFIGS,
     scaling=SCALINGS,

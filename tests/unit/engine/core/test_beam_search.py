@@ -88,7 +88,7 @@ def expected(request: Request) -> list[tuple[list[int], float | None]]:
     CACHING,
     RATES,
 )
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=75, deadline=None, suppress_health_check=list(HealthCheck))
 def test_beam_searches_under_memory_pressure_find_the_same_as_alone(
     params: list[SamplingParams], size: int, tokens: int, host: int, budget: int, caching: str, rates: Rates
 ) -> None:

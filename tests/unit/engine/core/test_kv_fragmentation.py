@@ -38,7 +38,7 @@ def counted(scheduler: Scheduler) -> KVCacheFragmentation:
     blocks=st.integers(14, 40),
     prefix_caching=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_waste_equals_a_count_of_all_slots_and_no_block_is_unreachable(
     lengths: list[tuple[int, int, int]], budget: int, blocks: int, prefix_caching: bool
 ) -> None:

@@ -51,7 +51,7 @@ class SpeculatingStateMachine(EngineStateMachine):
 
 
 SpeculatingStateMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestSpeculatingEngine = SpeculatingStateMachine.TestCase
 
@@ -68,7 +68,7 @@ class SpeculatingRun(Run):
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_drafts_change_no_output(seed: int) -> None:
     scenario = Scenario(seed)
     scenario.aborts.clear()  # what was delivered before an abort depends on when it comes

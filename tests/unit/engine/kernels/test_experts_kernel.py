@@ -47,7 +47,7 @@ def both_ways(
     return kernel, ExpertLoop(parts, own, count, round_weights=rounds)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_the_kernel_makes_what_a_loop_makes(data: st.DataObject) -> None:
     held, inner = data.draw(st.sampled_from(HELD)), data.draw(st.sampled_from([8, 20, 32, 64]))

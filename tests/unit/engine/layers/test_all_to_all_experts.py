@@ -85,7 +85,7 @@ def test_rows_arrive_by_rank_and_in_their_order(groups: Groups, size: int) -> No
     assert together(groups[size], work) == wanted
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     size=st.sampled_from(SIZES),
     tokens=st.integers(1, 20),

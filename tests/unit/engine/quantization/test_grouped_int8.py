@@ -58,7 +58,7 @@ shapes = {
 TALL = {"rows": 500, "inputs": 131, "outputs": 33, "group": 16, "dtype": torch.bfloat16, "seed": 1}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(**shapes, seed=st.integers(0, 1 << 16))
 @example(**TALL)
 def test_activations_that_int8_holds_are_multiplied_exactly(make, rows, inputs, outputs, group, dtype, seed):
@@ -76,7 +76,7 @@ def test_activations_that_int8_holds_are_multiplied_exactly(make, rows, inputs, 
     assert torch.equal(result, expected.to(dtype))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(**shapes, threads=st.integers(1, 3), seed=st.integers(0, 1 << 16))
 @example(**{**TALL, "rows": 300, "inputs": 1000}, threads=3)
 def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
@@ -94,7 +94,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
             assert torch.equal(product(x[row : row + 1], gated=gated)[0], together[row])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(**shapes, has_bias=st.booleans())
 def test_the_result_is_that_of_the_dequantised_weight_to_the_rounding_of_activations(
     make, rows, inputs, outputs, group, dtype, has_bias

@@ -84,7 +84,7 @@ TALL = {"rows": 500, "inputs": 131, "outputs": 33, "group": 32, "dtype": torch.b
 WIDE = {"rows": 13, "inputs": 1024, "outputs": 514, "group": 64, "dtype": torch.float32, "seed": 2}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(**shapes, seed=seeds)
 @example(**TALL)
 @example(**WIDE)
@@ -98,7 +98,7 @@ def test_activations_that_int8_holds_are_multiplied_exactly(make, rows, inputs, 
     torch.testing.assert_close(result.double(), expected.to(dtype).double(), atol=1e-2, rtol=1e-7)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(**shapes, threads=st.integers(1, 3), data=st.data())
 @example(rows=300, inputs=1000, outputs=70, group=32, dtype=torch.bfloat16, threads=3, data=None)
 def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
@@ -117,7 +117,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
             assert torch.equal(product(x[row : row + 1], gated=gated)[0], together[row])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(**shapes, has_bias=st.booleans())
 def test_the_result_is_that_of_the_dequantised_weight_to_the_rounding_of_activations(
     make, rows, inputs, outputs, group, dtype, has_bias
@@ -178,7 +178,7 @@ def test_tiny_values_count_as_zero(make, tiny):
 # Quantising.
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(outputs=st.integers(1, 40), inputs=st.integers(1, 300), group=st.sampled_from(GROUP_SIZES[4]), dtype=DTYPES)
 def test_a_searched_scale_has_no_larger_error_than_that_of_the_whole_range(outputs, inputs, group, dtype):
     plain = draw(outputs, inputs, dtype=dtype).float() * torch.logspace(-4, 4, outputs)[:, None]

@@ -87,7 +87,7 @@ TALL = {"rows": 500, "inputs": 131, "outputs": 33, "dtype": torch.bfloat16, "see
 WIDE = {"rows": 13, "inputs": 1024, "outputs": 514, "dtype": torch.float32, "seed": 2}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(**shapes, seed=seeds)
 @example(**TALL)
 @example(**WIDE)
@@ -98,7 +98,7 @@ def test_whole_numbers_are_multiplied_exactly(make, rows, inputs, outputs, dtype
     assert torch.equal(result, case.expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(**shapes, threads=st.integers(1, 3), data=st.data())
 @example(rows=300, inputs=1000, outputs=70, dtype=torch.bfloat16, threads=3, data=None)
 def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
@@ -116,7 +116,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
             assert torch.equal(product(x[row : row + 1], gated=gated)[0], together[row])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(**shapes, has_bias=st.booleans())
 def test_the_result_is_the_plain_layers_to_about_two_digits(make, rows, inputs, outputs, dtype, has_bias):
     weight, x = draw(outputs, inputs, dtype=dtype), draw(rows, inputs, dtype=dtype, seed=1)

@@ -89,7 +89,7 @@ TALL = {"dtype": torch.float32, "rows": 500, "inputs": 36, "outputs": 96, "has_b
 LARGE = {"dtype": torch.bfloat16, "rows": 3, "inputs": 1000, "outputs": 1100, "has_bias": True}  # more than a huge page
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(**shapes)
 @example(**DEEP)
 @example(**TALL)
@@ -100,7 +100,7 @@ def test_the_kernel_rounds_an_exact_product_once(build, dtype, rows, inputs, out
     assert_is_the_product(PackedWeight(build, weight, bias).matmul(x), x, weight, bias)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(**shapes, threads=st.integers(1, 3), data=st.data())
 @example(**DEEP, threads=2, data=None)
 @example(**TALL, threads=3, data=None)
@@ -115,7 +115,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(build, dtype, rows, inpu
     assert all(torch.equal(row, one[0]) for row, one in zip(together, alone[first:last], strict=True))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(**shapes | {"outputs": st.integers(1, 70).map(lambda half: 2 * half)})
 @example(**DEEP)
 @example(**TALL)

@@ -80,7 +80,7 @@ def fields_of(model_output: ModelOutput) -> tuple[object, ...]:
 # What is enqueued
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(batches())
 def test_draws_wait_for_nothing_and_are_those_that_wait(batch: tuple[list[SampleRequest], torch.Tensor]) -> None:
     sample_requests, logits = batch
@@ -174,7 +174,7 @@ def test_what_a_draw_is_by_default_on_the_cpu_reads() -> None:
 # The same, one by one
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(
         st.builds(
@@ -216,7 +216,7 @@ def test_a_row_that_nothing_can_be_drawn_from_gets_a_valid_token(style: dict[str
     assert made[3] == sample(logits[3:].clone(), rows.select(np.array([3]))).item()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.lists(st.sampled_from([-math.inf, -2.0, -0.0, 0.0, 1e-40, 1.5, 3e38]), min_size=6, max_size=6)),
     st.integers(1, 8),
@@ -232,7 +232,7 @@ def test_the_best_are_the_same_when_nothing_is_read(rows: list[list[float]], cou
     assert torch.equal(ids[known], expected[1][known])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.sampled_from([-3e38, -1.5, -1.0, -0.0, 0.0, 1.0, 1.5, 3e38]) | st.just(-math.inf), min_size=1).map(
         lambda row: [row, [-abs(one) for one in row], [min(one, 0.0) for one in row]]

@@ -92,7 +92,7 @@ def test_logit_bias_is_transformers_own(bias: dict[int, float], seed: int) -> No
     assert torch.equal(processed(logits, [make_sample_request(0, [1], logit_bias=tuple(bias.items()))]), expected)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_bad_words_are_transformers_own_within_the_output(data: st.DataObject) -> None:
     few = st.integers(0, 3)

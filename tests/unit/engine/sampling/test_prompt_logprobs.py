@@ -44,7 +44,7 @@ def scored(chunks: list[ScheduledChunk], logits: torch.Tensor) -> tuple[ModelOut
     return model_output, asked
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 90), st.integers(0, 90), st.integers(0, 5)), min_size=1, max_size=12))
 def test_each_target_has_the_logprob_that_the_row_before_it_gives(shapes: list[tuple[int, int, int]]) -> None:
     chunks = [chunk(id, count, min(count, targets), top) for id, (count, targets, top) in enumerate(shapes)]
@@ -85,7 +85,7 @@ def test_a_prompt_whose_logits_are_not_finite_ends_alone_with_all_that_is_drawn_
     assert model_output.prompt_logprobs == {0: expected[0], 2: expected[2]}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(-2, 2) | st.just(-math.inf), min_size=1, max_size=30), st.integers(1, 32))
 def test_the_best_are_in_one_certain_order(levels: list[float], count: int) -> None:
     values, ids = stable_topk(torch.tensor([levels, levels[::-1]], dtype=torch.float32), count)

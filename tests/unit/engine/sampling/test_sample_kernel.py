@@ -127,7 +127,7 @@ def batches(draw: st.DrawFn) -> tuple[torch.Tensor, np.ndarray, SamplingMetadata
     return logits.to(draw(DTYPES))[:, :width], rows, SamplingMetadata.from_params(params, seeds, positions)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batches(), st.sampled_from([1, 2, 3, 7]))
 def test_every_level_of_processor_draws_the_same_bits_as_torch(
     kernels: ctypes.CDLL, batch: tuple[torch.Tensor, np.ndarray, SamplingMetadata], count: int
@@ -154,7 +154,7 @@ def test_the_noise_of_many_thousands_of_tokens_is_the_same_to_the_bit(kernels: c
     assert set(made.token_ids) == {17}
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(DTYPES, st.sampled_from([math.nan, math.inf, -math.inf]), st.integers(0, 2), st.integers(0, 8999), PARAMS)
 def test_what_is_not_finite_is_found_and_spoils_its_row_alone(
     kernels: ctypes.CDLL, dtype: torch.dtype, bad: float, row: int, place: int, params: SamplingParams

@@ -141,7 +141,7 @@ def test_top_k_of_one_is_greedy_where_there_is_no_tie(seed: int, dtype: torch.dt
 # What a draw depends on
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data(), st.sampled_from([1, 5, 300, 1024, 1025, 3000]), st.booleans())
 def test_a_row_is_drawn_alike_alone_and_in_any_batch(data: st.DataObject, vocab_size: int, ties: bool) -> None:
     batch = data.draw(st.lists(params, min_size=1, max_size=9))
@@ -205,7 +205,7 @@ def support(logits: list[float], temperature: float, top_k: int, top_p: float, m
     return {token for token in nucleus if weights[token] >= min_p * max(weights.values())}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.integers(-12, 12).map(lambda level: level / 4), min_size=1, max_size=12),
     st.integers(0, 14),

@@ -91,7 +91,7 @@ def merged(model_outputs: Sequence[ModelOutput]) -> ModelOutput:
 # Together and alone
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_a_draw_is_the_same_alone_and_among_any_others(data: st.DataObject) -> None:
     batch = [data.draw(sample_requests(id)) for id in range(data.draw(st.integers(1, 8)))]
@@ -157,7 +157,7 @@ def advance(batch: Sequence[SampleRequest], made: ModelOutput) -> None:
             sample_request.token_ids.append(made.token_ids.get(sample_request.sequence_id, 1))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data(), st.integers(0, 2**32))
 def test_what_is_kept_makes_no_difference_whenever_it_is_dropped(data: st.DataObject, seed: int) -> None:
     batch, chance = [data.draw(sample_requests(id)) for id in range(5)], random.Random(seed)
@@ -231,7 +231,7 @@ def test_logprobs_are_the_models_own_whatever_the_parameters_do(dtype: torch.dty
 # Beams
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(-3, 3), min_size=2, max_size=40), st.integers(1, 45))
 def test_candidates_are_the_best_by_logprob_and_then_by_token_id(levels: list[int], count: int) -> None:
     logits = torch.tensor([levels], dtype=torch.float32)

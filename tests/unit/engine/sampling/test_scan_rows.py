@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="the kernels cannot be
 VALUES = [0.0, -0.0, 1.0, -1.0, 3.5, -3.5, 1e-38, 3e38, -3e38, float("inf"), float("-inf"), float("nan")]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=75)
 @given(
     width=st.integers(1, 70),
     count=st.integers(1, 5),
@@ -37,7 +37,7 @@ def test_rows_of_equal_and_odd_numbers(
             assert 0 <= place < width
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(width=st.integers(1, 5000), seed=st.integers(0, 1 << 20), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_long_rows(width: int, seed: int, dtype: torch.dtype) -> None:
     rows = torch.randn(3, width, generator=torch.Generator().manual_seed(seed)).to(dtype)

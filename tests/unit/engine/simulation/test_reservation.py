@@ -201,7 +201,7 @@ def test_every_slot_is_in_one_class_and_free_in_the_end(
     st.lists(st.tuples(st.floats(0, 20), st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=20),
     st.sampled_from([1, 4, 16]),
 )
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 def test_where_all_fit_at_once_waste_grows_from_paging_to_the_oracle_to_pow2_to_max(
     rows: list[tuple[float, int, int]], size: int
 ) -> None:

@@ -165,7 +165,7 @@ def test_tokens_differ_by_seed_and_position_and_greedy_ones_by_position_alone() 
 
 
 @given(scheduler_outputs())
-@settings(max_examples=50)
+@settings(max_examples=30)
 def test_a_step_takes_the_time_of_the_formula(scheduler_output: SchedulerOutput) -> None:
     run, slept = executor()
     timings = run.execute_model(scheduler_output).timings

@@ -82,7 +82,7 @@ def model() -> Iterator[ModelGrammars]:
 
 
 @given(schemas(), SEEDS)
-@settings(SLOW, max_examples=200)
+@settings(SLOW, max_examples=60)
 def test_json_drawn_under_a_schema_is_valid_under_that_schema(asked: dict[str, object], seed: int) -> None:
     output = decode(draw(grammar_of(schema(asked)), seed))
     Draft202012Validator.check_schema(asked)
@@ -90,7 +90,7 @@ def test_json_drawn_under_a_schema_is_valid_under_that_schema(asked: dict[str, o
 
 
 @given(SEEDS)
-@settings(SLOW, max_examples=50)
+@settings(SLOW, max_examples=30)
 def test_json_object_is_any_json_object_with_bounded_space_between(seed: int) -> None:
     output = decode(draw(grammar_of(JSON_OBJECT), seed))
     assert isinstance(json.loads(output), dict)
@@ -114,7 +114,7 @@ def regexes() -> st.SearchStrategy[str]:
 
 
 @given(regexes(), SEEDS)
-@settings(SLOW, max_examples=100)
+@settings(SLOW, max_examples=40)
 def test_a_regex_matches_the_whole_of_what_is_drawn_under_it(pattern: str, seed: int) -> None:
     try:
         output = decode(draw(grammar_of(regex(pattern)), seed, max_tokens=300))
@@ -127,7 +127,7 @@ OPTIONS = st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1,
 
 
 @given(OPTIONS, SEEDS)
-@settings(SLOW, max_examples=100)
+@settings(SLOW, max_examples=40)
 def test_a_choice_is_one_of_its_options_and_can_be_each(options: list[str], seed: int) -> None:
     grammar = grammar_of(choice(options))
     assert decode(draw(grammar, seed)) in options
@@ -153,7 +153,7 @@ def bytes_to_tokens() -> dict[int, int]:
 
 
 @given(SEEDS)
-@settings(SLOW, max_examples=50)
+@settings(SLOW, max_examples=30)
 def test_what_is_drawn_under_a_grammar_can_be_parsed_by_another_parser(seed: int) -> None:
     ast.parse(decode(draw(grammar_of(lark(ARITHMETIC)), seed)), mode="eval")
 
@@ -204,7 +204,7 @@ def test_a_grammar_in_larks_notation_is_not_taken_for_ebnf(rules: str) -> None:
 
 
 @given(st.sampled_from(EXAMPLES), SEEDS, st.randoms(use_true_random=False))
-@settings(SLOW, max_examples=50)
+@settings(SLOW, max_examples=30)
 def test_accepting_tokens_in_parts_equals_accepting_them_at_once(
     structured: Structured, seed: int, random: Random
 ) -> None:
@@ -493,7 +493,7 @@ def test_json_schema_keywords_without_constraint_are_accepted(
 
 
 @given(st.sampled_from([asked for asked, _ in SAYING_NOTHING if "oneOf" not in asked]), SEEDS)
-@settings(SLOW, max_examples=150)
+@settings(SLOW, max_examples=50)
 def test_what_is_drawn_without_those_words_is_valid_under_the_schema_that_has_them(
     asked: dict[str, object], seed: int
 ) -> None:
@@ -573,7 +573,7 @@ def test_a_short_text_that_makes_a_large_grammar_is_refused_and_others_are_measu
 
 
 @given(st.sampled_from(list(StructuredKind)), st.text(max_size=40))
-@settings(SLOW, max_examples=150)
+@settings(SLOW, max_examples=50)
 def test_any_text_is_a_grammar_or_refused(model: ModelGrammars, kind: StructuredKind, text: str) -> None:
     refused, grammar = None, None
     try:

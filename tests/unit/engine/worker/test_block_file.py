@@ -61,7 +61,7 @@ def test_a_file_that_is_opened_again_has_what_was_written_last_into_each_slot(wr
         again.close()
 
 
-@settings(max_examples=300)
+@settings(max_examples=75)
 @given(st.sampled_from(["index", "blocks"]), st.integers(0, 10_000), st.integers(1, 255), st.booleans())
 def test_damage_at_any_byte_is_found(which: str, place: int, change: int, cuts: bool) -> None:
     """A block is never anything but what was written under its hash; and the other blocks are as they were."""

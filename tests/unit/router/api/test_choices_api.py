@@ -307,7 +307,7 @@ async def test_each_prompt_takes_a_place_among_the_requests_in_progress():
     assert (fits.status, refused.status) == (200, 429)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.lists(st.lists(st.text("abc", min_size=1, max_size=4), min_size=2, max_size=2), min_size=1, max_size=5))
 def test_however_the_deltas_of_several_prompts_interleave_every_choice_is_complete(texts):
     runner, running = Verbatim(*(answer_of(*each) for each in texts)), ConcurrencyLimit(100)
@@ -401,14 +401,14 @@ def echo_of(token_ids, cut, **rules) -> str:
     return "".join(asyncio.run(collect()))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(st.text("é😀a", min_size=1), st.data())
 def test_an_echo_and_its_output_are_one_text_also_where_a_character_lies_across_them(text, data):
     token_ids = list(TOKENIZER.encode_plain(text))
     assert echo_of(token_ids, data.draw(st.integers(1, len(token_ids)))) == text
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40), st.booleans(), st.data())
 def test_an_echo_of_any_tokens_has_all_text_of_theirs(token_ids, skip_special_tokens, data):
     cut = data.draw(st.integers(1, len(token_ids)))

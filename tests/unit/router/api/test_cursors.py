@@ -97,7 +97,7 @@ def response_after(answer: RecordedAnswer, after: str) -> Response:
 
 
 @given(recorded_answers(), st.booleans())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_token_is_encoded_as_a_delta_of_one_token_is(answer: RecordedAnswer, event_ids: bool) -> None:
     prepared = replace(answer.prepared, event_ids=event_ids)
     style = CHAT if prepared.first.operation == "chat" else COMPLETION
@@ -148,7 +148,7 @@ def payload(message):
     return getattr(message, message.WhichOneof("response"))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(recorded_answers())
 def test_events_before_a_cut_and_those_resumed_after_its_last_id_are_all_events(answer):
     whole = rest_events(answer)
@@ -159,7 +159,7 @@ def test_events_before_a_cut_and_those_resumed_after_its_last_id_are_all_events(
         assert rest_events(answer, after) == whole[cut:]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(recorded_answers())
 def test_messages_before_a_cut_and_those_resumed_after_its_last_id_are_all_messages(answer):
     whole = grpc_messages(answer)
@@ -173,7 +173,7 @@ def test_messages_before_a_cut_and_those_resumed_after_its_last_id_are_all_messa
         assert [payload(each).event_id for each in resumed] == [payload(each).event_id for each in whole[cut:]]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(recorded_answers(), st.data())
 def test_a_stream_that_started_over_rest_resumes_over_grpc(answer, data):
     events = rest_events(answer)

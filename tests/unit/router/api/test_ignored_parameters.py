@@ -81,7 +81,7 @@ def prompt_with(*messages, template=SEES_ALL):
     return tokenizer.decode(list(generation.prompt_token_ids))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(handed_back())
 def test_a_response_message_with_extra_fields_is_accepted_and_the_template_gets_none_of_them(case):
     message, returned = case
@@ -199,7 +199,7 @@ async def test_known_parameters_are_accepted_where_unknown_ones_are_refused():
 NAMES = st.text(max_size=200) | st.text("\r\n:, é\x00\x7f", max_size=9)
 
 
-@settings(max_examples=300)
+@settings(max_examples=75)
 @given(st.lists(NAMES, min_size=1, max_size=60))
 def test_names_of_clients_make_a_short_header_of_plain_letters(names):
     value = as_header_value(names)

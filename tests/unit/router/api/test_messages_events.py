@@ -92,7 +92,7 @@ REASONS = st.sampled_from([FinishReason.STOP, FinishReason.LENGTH, FinishReason.
 
 @given(outputs(), CUTS, CUTS, REASONS)
 @example(f"<think>hm</think>so {CALLS[0]}{CALLS[1]} then", [], [], FinishReason.STOP)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_stream_is_the_whole_message_however_it_is_cut(
     output: str, cut: Cut, other: Cut, reason: FinishReason
 ) -> None:
@@ -104,7 +104,7 @@ def test_a_stream_is_the_whole_message_however_it_is_cut(
 @given(outputs(), CUTS, CUTS, REASONS)
 @example(f"<think>hm</think>so {CALLS[0]}{CALLS[1]} then", [], list(range(99)), FinishReason.STOP)
 @example(f"<think>hm</think>so {CALLS[0]}{CALLS[1]} then", [20, 60], [], FinishReason.STOP)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_a_stream_that_breaks_after_any_event_resumes_with_what_is_missing(
     output: str, cut: Cut, other: Cut, reason: FinishReason
 ) -> None:
@@ -118,7 +118,7 @@ def test_a_stream_that_breaks_after_any_event_resumes_with_what_is_missing(
 
 
 @given(outputs(), CUTS, CUTS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_an_answer_may_break_again_and_again(output: str, cut: Cut, other: Cut) -> None:
     """Each time after one event more, of outputs that are cut in turns."""
     prepared = prepared_for()
@@ -143,7 +143,7 @@ def test_a_text_goes_on_behind_the_characters_that_its_client_has(delivered):
 
 
 @given(outputs())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_token_is_encoded_as_a_delta_of_one_token_is(output: str) -> None:
     token_ids = TOKENIZER.encode_plain(output)
     for options in (OPTIONS, ResponseOptions(thoughts=ReasoningPlacement.INLINE, api=Api.MESSAGES)):

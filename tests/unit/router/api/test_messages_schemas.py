@@ -429,7 +429,7 @@ MESSAGES = st.builds(
 
 
 @given(st.lists(MESSAGES, min_size=1, max_size=5), st.one_of(st.none(), TEXTS))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_what_the_schema_takes_no_chat_refuses(messages: list[Any], system: str | None) -> None:
     """So that no error speaks of messages which the client has not sent, and no text of theirs is lost."""
     body = asked(messages=messages, system=system)

@@ -105,20 +105,20 @@ def assert_alike(fields) -> None:
     assert over_rest == over_grpc
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=75)
 @given(st.fixed_dictionaries({}, optional=FIELDS | IN_COMPLETIONS), st.sampled_from(["hello", "", [1, 2], [-1], []]))
 @example({"repetition_penalty": 0.0}, "hello")
 def test_a_completion_is_the_same_in_both(fields, prompt):
     assert_alike(completion(prompt) | fields)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.fixed_dictionaries({}, optional=FIELDS), st.none() | st.fixed_dictionaries(IN_CHATS))
 def test_a_chat_is_the_same_in_both(fields, shown):
     assert_alike(chat() | fields | (shown or {}))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(st.sampled_from(sorted(FIELDS | IN_COMPLETIONS)), st.data())
 def test_one_field_alone_is_the_same_in_both(name, data):
     assert_alike(completion() | {name: data.draw((FIELDS | IN_COMPLETIONS)[name])})

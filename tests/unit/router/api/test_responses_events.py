@@ -110,7 +110,7 @@ def whole(prepared: PreparedRequest, record: Sequence[RecordedDelta]) -> dict[st
 
 @given(outputs(), CUTS, CUTS, REASONS, REQUESTS)
 @example(ANSWER, [], [], FinishReason.STOP, {})
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_a_stream_is_the_whole_response_however_it_is_cut(
     output: str, cut: Cut, other: Cut, reason: FinishReason, request: dict[str, Any]
 ) -> None:
@@ -120,7 +120,7 @@ def test_a_stream_is_the_whole_response_however_it_is_cut(
 
 
 @given(outputs(), CUTS, REASONS, REQUESTS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_events_and_responses_are_those_of_openais_library(
     output: str, cut: Cut, reason: FinishReason, request: dict[str, Any]
 ) -> None:
@@ -133,7 +133,7 @@ def test_events_and_responses_are_those_of_openais_library(
 @given(outputs(), CUTS, CUTS, REASONS, REQUESTS)
 @example(ANSWER, [], list(range(99)), FinishReason.STOP, {})
 @example(ANSWER, [20, 60], [], FinishReason.STOP, {})
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_stream_that_breaks_after_any_event_resumes_with_what_is_missing(
     output: str, cut: Cut, other: Cut, reason: FinishReason, request: dict[str, Any]
 ) -> None:
@@ -150,7 +150,7 @@ def test_a_stream_that_breaks_after_any_event_resumes_with_what_is_missing(
 
 
 @given(outputs(), CUTS, CUTS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_an_answer_may_break_again_and_again(output: str, cut: Cut, other: Cut) -> None:
     """Each time after one event more, of outputs that are cut in turns."""
     prepared = prepared_for()
@@ -163,7 +163,7 @@ def test_an_answer_may_break_again_and_again(output: str, cut: Cut, other: Cut) 
 
 
 @given(outputs(), CUTS, CUTS, REASONS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_log_probabilities_of_a_text_are_the_same_however_it_is_cut(
     output: str, cut: Cut, other: Cut, reason: FinishReason
 ) -> None:
@@ -178,7 +178,7 @@ def test_log_probabilities_of_a_text_are_the_same_however_it_is_cut(
 
 
 @given(outputs())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_token_is_encoded_as_a_delta_of_one_token_is(output: str) -> None:
     token_ids = TOKENIZER.encode_plain(output)
     for options in (OPTIONS, PLAIN):

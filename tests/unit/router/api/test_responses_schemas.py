@@ -112,7 +112,7 @@ def test_reasoning_is_given_back_in_any_form(item, reasoning):
 
 
 @given(st.text())
-@settings(max_examples=50)
+@settings(max_examples=30)
 def test_sealed_reasoning_is_read_again(text: str) -> None:
     assert unsealed(sealed(text)) == text
 
@@ -126,7 +126,7 @@ items = st.one_of(
 
 
 @given(st.lists(items, max_size=8))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_items_that_are_stored_mean_the_same_when_they_are_read(given_items: list[dict[str, Any]]) -> None:
     read = [InputItem.model_validate(item) for item in given_items]
     listed = [item.to_json(number, "r") for number, item in enumerate(read)]

@@ -40,7 +40,7 @@ def requirements(draw: st.DrawFn) -> tuple[str, object]:
     return text, lambda labels: (labels.get(key) in values) is (kind == "in")
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.lists(requirements(), max_size=4), LABELS)
 def test_every_requirement_has_to_be_met(wanted: list, labels: dict[str, str]) -> None:
     selector = Selector.parse(",".join(text for text, _ in wanted))

@@ -87,7 +87,7 @@ changes = st.lists(
 
 
 @given(changes, st.sampled_from([2, 65_536]))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_index_applies_the_engines_events_in_order(script: list[tuple[str, object]], most: int) -> None:
     async def run(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cache_events, "MAX_WAITING", most)

@@ -145,7 +145,7 @@ def total(counts: object) -> Counts:
 
 
 TestRecount = Recount.TestCase
-TestRecount.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestRecount.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
 class OneEngine:

@@ -38,7 +38,7 @@ def request(request_id: str = "r", prompt: list[int] | None = None, n: int = 1) 
 
 
 @given(generations, deltas, st.none() | st.sampled_from(FinishReason), st.text(st.characters()), usages)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_record_comes_back_exactly(
     generation: GenerationRequest, deltas: list[RecordedDelta], reason: FinishReason | None, error: str, usage: Usage
 ) -> None:

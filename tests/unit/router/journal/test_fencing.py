@@ -327,6 +327,6 @@ def test_only_the_owner_of_a_record_writes_it(server: RedisServer) -> None:
     run_state_machine_as_test(
         Fencing,
         settings=settings(
-            max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )

@@ -127,7 +127,7 @@ def test_memory_holds_what_the_model_holds(script: Script) -> None:
 
 
 @given(st.lists(operations, max_size=40))
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 def test_redis_holds_what_the_model_holds_however_often_it_is_killed(persistent: RedisServer, script: Script) -> None:
     async def run() -> None:
         await play(RedisJournal(persistent.url, owner="me", settings=ALONE), persistent, script)
@@ -136,7 +136,7 @@ def test_redis_holds_what_the_model_holds_however_often_it_is_killed(persistent:
 
 
 @given(st.lists(operations, max_size=40))
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 def test_a_file_holds_what_the_model_holds(tmp_path_factory: pytest.TempPathFactory, script: Script) -> None:
     async def run() -> None:
         await play(SqliteJournal(tmp_path_factory.mktemp("file") / "journal", owner="me"), None, script)

@@ -196,7 +196,7 @@ async def outcome(call: Awaitable[T]) -> T | QuireError:
 
 
 @given(st.sampled_from(STATES), mutations)
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_a_mutated_record_reads_as_it_was_written_or_as_damaged(
     routers: Routers, state: str, mutation: tuple[str, str | bytes, int]
 ) -> None:

@@ -229,7 +229,7 @@ async def test_a_delta_that_is_larger_than_a_chunk_is_read_by_itself() -> None:
 
 
 @given(deltas, st.integers(1, 9))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_chunks_of_any_size_add_up_to_the_log(deltas: list[RecordedDelta], limit: int) -> None:
     sent = possible(deltas, 4)
     log, reader, seen, position = deliver(sent, 4).values, TokenLogReader(4), DeltaMerger(), 0

@@ -266,7 +266,7 @@ def test_each_script_does_what_the_model_says(server: RedisServer) -> None:
     run_state_machine_as_test(
         Scripts,
         settings=settings(
-            max_examples=80, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 

@@ -124,7 +124,7 @@ def is_right(record: RequestRecord, *, more: bool = False) -> bool:
 
 
 @given(st.sampled_from(["running", "released", "ended"]), places, changes, st.integers(0, 2**16))
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 def test_a_changed_record_reads_as_it_was_written_or_as_damaged(
     journal: tuple[asyncio.Runner, SqliteJournal, Path],
     state: str,

@@ -18,7 +18,7 @@ from tests.support.record_strategies import any_tokens, deliver, deltas, possibl
 
 
 @given(deltas, st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_any_prefix_of_the_log_is_what_was_sent_up_to_some_moment(
     deltas: list[RecordedDelta], data: st.DataObject
 ) -> None:
@@ -71,7 +71,7 @@ def read_in_parts(log: "array[int]", data: st.DataObject) -> list[RecordedDelta]
 
 
 @given(deltas, st.integers(0, 200))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_log_that_was_cut_off_continues_from_its_last_complete_delta(deltas: list[RecordedDelta], cut: int) -> None:
     sent = possible(deltas, 4)
     log = deliver(sent, 4).values

@@ -226,7 +226,7 @@ def requests(draw: st.DrawFn) -> PlacementQuery:
     request=requests(),
     some=st.lists(st.integers(0, 40), min_size=1, max_size=9),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 def test_cost_decides_as_the_straightforward_computation_does(
     first: list[Engine], events: list[tuple[object, ...]], request: PlacementQuery, some: list[int]
 ) -> None:

@@ -137,7 +137,7 @@ def test_a_prompt_shorter_than_a_block_is_placed() -> None:
 
 
 @given(mine=st.binary(max_size=32), theirs=st.binary(max_size=32))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 def test_what_is_cached_under_another_salt_is_never_found(mine: bytes, theirs: bytes) -> None:
     stage = Stage(2)
     stage.caches(0, 10, salt=theirs)
@@ -299,7 +299,7 @@ def test_the_header_reads_well() -> None:
 )
 @example("é" * 3000, [])
 @example("a", [("engine-" * 20, {"waiting": 1.0})] * 9)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_the_header_is_ascii_and_bounded(engine_id: str, terms: list[tuple[str, dict[str, float]]]) -> None:
     header = route_header(PlacementDecision(engine_id, 0, "cost", 10**9, terms))
     assert len(header) <= MAX_ROUTE_HEADER_BYTES

@@ -83,7 +83,7 @@ def test_a_policy_makes_the_same_choices_again(name: PolicyName) -> None:
 
 
 @given(fleets, st.sets(st.sampled_from(sorted(WORSE)), min_size=1), st.integers(0, 5), st.floats(0, 50))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_cost_never_chooses_an_engine_that_another_is_better_than_in_every_respect(
     engines: list[Engine], names: set[str], place: int, queue: float
 ) -> None:
@@ -106,7 +106,7 @@ def counts_as_no_faster(view: CandidateView, one: int, other: int) -> bool:
 
 
 @given(fleets, st.sampled_from(LOAD), st.integers(0, 5), st.floats(0, 50))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 def test_load_never_attracts(engines: list[Engine], name: str, place: int, queue: float) -> None:
     place %= len(engines)
     before = cost_of(engines, queue)
@@ -122,7 +122,7 @@ def cost_of(engines: list[Engine], queue: float) -> np.ndarray:
 
 
 @given(fleets, st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_neither_the_order_of_rows_nor_names_matter_to_cost(engines: list[Engine], random: object) -> None:
     order = list(range(len(engines)))
     random.shuffle(order)  # type: ignore[attr-defined]
@@ -219,7 +219,7 @@ def drawn(costs: np.ndarray, width: float, tickets: int = 2000) -> np.ndarray:
 
 
 @given(COSTS, st.floats(0.01, 20))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_each_chosen_engine_is_the_cheapest_with_the_load_it_gets(costs: np.ndarray, width: float) -> None:
     often = drawn(costs, width)
     met = costs + width * often

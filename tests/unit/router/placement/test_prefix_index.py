@@ -131,7 +131,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestIndexMachine.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 
 
 def chain(length: int, first: int = 0) -> list[bytes]:

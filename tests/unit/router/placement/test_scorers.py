@@ -122,7 +122,7 @@ def test_a_step_that_takes_fewer_tokens_of_prompts_makes_more_steps_of_them() ->
 
 
 @given(fleets, st.lists(st.integers(0, 2048), min_size=2, max_size=2), st.floats(0, 100))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_the_fewer_prompt_tokens_a_step_takes_the_later_is_the_first_token(
     engines: list[Engine], chunks: list[int], now: float
 ) -> None:
@@ -213,7 +213,7 @@ def test_a_session_whose_engine_is_unavailable_makes_no_difference() -> None:
 
 
 @given(fleets, st.floats(0, 1000))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_every_term_is_finite_and_not_negative_whatever_engines_report(engines: list[Engine], queue: float) -> None:
     table, query = fleet(engines)
     for name, scorer in make_scorers(PlacementSettings()).items():

@@ -75,7 +75,7 @@ def run_direct(
 
 
 @given(answers(), st.lists(st.booleans(), max_size=12), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_the_output_is_the_same_with_and_without_direct_delivery(
     answer: tuple[list[str], tuple[str, ...], int], opened: list[bool], data: st.DataObject
 ) -> None:

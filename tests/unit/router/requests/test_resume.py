@@ -124,7 +124,7 @@ steps = st.lists(st.integers(1, 3), min_size=1, max_size=3)
 
 @given(answers(), st.sampled_from(["", "logprobs", "best_of"]), st.integers(0, 12), st.integers(0, 12), steps, steps)
 @example((["a", "b", "c", "d"], (), 3), "best_of", 1, 2, [1], [1])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_the_deltas_read_and_those_resumed_are_the_undisturbed_output(
     answer: tuple[list[str], tuple[str, ...], int], kind: str, read: int, kept: int, before: list[int], after: list[int]
 ) -> None:

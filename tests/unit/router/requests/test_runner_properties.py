@@ -292,7 +292,7 @@ def run_disturbed(
 
 
 @given(answers(), st.booleans(), st.booleans(), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_each_choice_equals_that_of_an_undisturbed_run(
     answer: tuple[list[str], tuple[str, ...], int], logprobs: bool, prompt_logprobs: bool, data: st.DataObject
 ) -> None:
@@ -322,7 +322,7 @@ def check_prompt_logprobs(client: Client, requested: bool) -> None:
 
 
 @given(answers(most=5), st.booleans(), st.booleans(), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_best_of_returns_the_choices_with_the_highest_mean_logprob_whatever_fails(
     answer: tuple[list[str], tuple[str, ...], int], logprobs: bool, prompt_logprobs: bool, data: st.DataObject
 ) -> None:
@@ -354,7 +354,7 @@ def test_best_of_returns_the_choices_with_the_highest_mean_logprob_whatever_fail
 
 
 @given(st.lists(outputs, min_size=1, max_size=3), st.booleans(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_all_beams_that_a_client_gets_are_of_one_search(
     made: list[str], prompt_logprobs: bool, data: st.DataObject
 ) -> None:
@@ -371,7 +371,7 @@ def test_all_beams_that_a_client_gets_are_of_one_search(
 
 @pytest.mark.parametrize("kind", ["drawn", "best_of", "beams"])
 @given(answers(), st.integers(0, 15), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_cancelling_ends_every_choice_and_delivers_only_its_own_tokens(
     kind: str, answer: tuple[list[str], tuple[str, ...], int], cancel_at: int, data: st.DataObject
 ) -> None:

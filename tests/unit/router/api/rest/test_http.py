@@ -148,7 +148,7 @@ def requests(draw: st.DrawFn) -> bytes:
     return b"\r\n".join([line, *draw(st.lists(HEADERS, max_size=6)), b"", b""]) + draw(BODIES)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(sent=st.lists(requests(), min_size=1, max_size=4), at_a_time=st.sampled_from([1, 7, 1 << 20]))
 def test_no_head_is_parsed_again_and_again_or_raises(sent: list[bytes], at_a_time: int) -> None:
     async def feed() -> Counting:
