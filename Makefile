@@ -57,10 +57,10 @@ up: $(READY)
 
 # Unit tests wait two thirds of their time, so five workers have two cores busy; for the others, some of which compute
 # in processes beside them and some wait, three do. The chaos run begins first, as it is one test that takes long. The
-# kernels are compiled before the workers begin, each of which would do it. With ARGS just those tests run,
-# one after the other. A test that fails gets a second chance, since real processes on a busy machine may be late, and the
-# summary names those that needed it: they are to be mended. It comes when routers trust a Redis again that was late (4 s).
-# The chaos run gets none.
+# kernels are compiled before the workers begin, each of which would do it. With ARGS just those tests run, one after the
+# other. A test that fails gets a second chance, since real processes on a busy machine may be late, and the summary names
+# those that needed it: they are to be mended. It comes when routers trust a Redis again that was late (4 s). The chaos run
+# gets none.
 AGAIN := --reruns 1 --reruns-delay 5 -rR
 WARM  := import quire_engine.kernels.build as build; build.needs_build() and build.shared_object()
 
