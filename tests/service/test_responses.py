@@ -170,12 +170,12 @@ def test_an_answer_in_a_form_beside_tools(stack: Stack) -> None:
     jsonschema.validate(json.loads(item.get("arguments") or item["content"][0]["text"]), SCHEMA)
 
 
-def test_thoughts_are_told_given_back_and_gone_on_from(stack: Stack) -> None:
+def test_reasoning_is_returned_sent_back_and_continued(stack: Stack) -> None:
     thinking = {**THOUGHT, "max_output_tokens": 80, "ignore_eos": True}
     first = stack.respond(**thinking, include=["reasoning.encrypted_content"])
-    thought, said = first["output"]
-    assert [item["type"] for item in (thought, said)] == ["reasoning", "message"]
-    (part,) = thought["content"]
+    reasoning, message = first["output"]
+    assert [item["type"] for item in (reasoning, message)] == ["reasoning", "message"]
+    (part,) = reasoning["content"]
     assert part["type"] == "reasoning_text"
     usage = first["usage"]
     assert 0 < usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"]
@@ -186,11 +186,11 @@ def test_thoughts_are_told_given_back_and_gone_on_from(stack: Stack) -> None:
     )
     assert text_of(response_of(events)) == text_of(first)
     asked = {"role": "user", "content": ASKED["input"]}
-    sealed = {name: value for name, value in thought.items() if name != "content"}
+    encrypted = {name: value for name, value in reasoning.items() if name != "content"}
     more = {"role": "user", "content": "And 5?"}
     gone_on = stack.respond(router=1, input="And 5?", previous_response_id=first["id"])
-    for given in (thought, sealed):
-        assert text_of(stack.respond(input=[asked, given, said, more])) == text_of(gone_on)
+    for given in (reasoning, encrypted):
+        assert text_of(stack.respond(input=[asked, given, message, more])) == text_of(gone_on)
 
 
 def test_a_turn_finds_all_that_was_computed_before_it_in_the_cache(stack: Stack) -> None:

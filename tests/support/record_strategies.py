@@ -65,7 +65,7 @@ generations = st.builds(
     cache_salt=st.binary(max_size=32),
     stream=st.booleans(),
     created=st.floats(0, 2e9),
-    shape=st.text(max_size=9),
+    response_options=st.text(max_size=9),
     conversation=st.text(st.characters(), max_size=9),
     parts=st.lists(st.text(max_size=9), max_size=3).map(tuple),
     digest=st.text(max_size=9),

@@ -150,7 +150,7 @@ def create_parsers(prepared: PreparedRequest) -> list[OutputParser]:
         OutputParser(
             choice_name(request_id, index),
             *_new_parsers(prepared),
-            hide_reasoning=options.thoughts is ReasoningPlacement.HIDDEN,
+            hide_reasoning=options.reasoning is ReasoningPlacement.HIDDEN,
         )
         for index in range(prepared.num_choices)
     ]

@@ -11,9 +11,9 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
-from typing import Protocol, Self
+from typing import Annotated, Protocol, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from quire_proto.convert import sampling_to_proto
 from quire_proto.errors import internal, invalid
 from quire_proto.structured_output import Structured, StructuredKind
@@ -47,19 +47,20 @@ class ReasoningPlacement(StrEnum):
 
 
 class ResponseOptions(BaseModel):
-    """What writing a response needs of its request. Stored with the record (``GenerationRequest.shape``), so that
-    another router can write the response again; it never contains the prompt or the messages.
+    """What writing a response needs of its request. Stored with the record (``GenerationRequest.response_options``), so
+    that another router can write the response again; it never contains the prompt or the messages.
 
     ``include_usage`` ends a stream with the usage, and with ``continuous_usage`` each chunk before has it too.
     ``logprobs`` and ``prompt_logprobs`` are how many most probable tokens are shown beside each token of the output and
     of the prompt; None shows no log-probabilities. ``tools`` are the names of the tools that a chat's model may call,
-    ``tool_types`` the types of their parameters that are no strings, and ``thoughts`` is where the reasoning is shown.
-    ``form`` is the parameter that asks for a form of the answer, empty where there is none or a grammar of the client.
-    ``api`` is the API that the response is written in, and its output is ``cut`` where it may have fewer tokens than
-    the client asked for, as the model's context ends.
+    ``tool_types`` the types of their parameters that are no strings, and ``reasoning`` is where the reasoning is shown.
+    ``structured_param`` is the parameter that constrains the answer, empty where there is none or a grammar of the
+    client. ``api`` is the API that the response is written in, and its output is ``limited_by_context`` where it may
+    have fewer tokens than the client asked for, as the model's context ends. An ``alias`` is the first name of a field,
+    which older routers write and read.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore")  # a newer router may know more
+    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)  # a newer router may know more
 
     include_usage: bool = False
     continuous_usage: bool = False
@@ -67,10 +68,10 @@ class ResponseOptions(BaseModel):
     prompt_logprobs: int | None = None
     tools: tuple[str, ...] = ()
     tool_types: Mapping[str, Mapping[str, tuple[str, ...]]] = {}
-    thoughts: ReasoningPlacement = ReasoningPlacement.SEPARATE
-    form: str = ""
+    reasoning: Annotated[ReasoningPlacement, Field(alias="thoughts")] = ReasoningPlacement.SEPARATE
+    structured_param: Annotated[str, Field(alias="form")] = ""
     api: Api = Api.OPENAI
-    cut: bool = False
+    limited_by_context: Annotated[bool, Field(alias="cut")] = False
 
     @classmethod
     def from_request(cls, request: GenerationBody, max_tokens: int) -> Self:
@@ -78,39 +79,39 @@ class ResponseOptions(BaseModel):
         streamed always has its usage.
         """
         return cls(
-            form=_form(request.structured),
+            structured_param=_structured_param(request.structured),
             include_usage=request.include_usage or not request.stream,
             continuous_usage=request.continuous_usage,
             logprobs=request.output_logprobs,
             prompt_logprobs=request.prompt_logprobs,
             tools=_callable_tool_names(request),
             tool_types=_tool_types(request),
-            thoughts=_reasoning_placement(request),
+            reasoning=_reasoning_placement(request),
             api=request.api,
-            cut=request.output_limit is not None and request.output_limit > max_tokens,
+            limited_by_context=request.output_limit is not None and request.output_limit > max_tokens,
         )
 
     @classmethod
     def from_record(cls, generation: GenerationRequest) -> Self:
         """Returns the options that are stored with a request. Raises ``QuireError`` INTERNAL when they are damaged."""
-        if not generation.shape:
+        if not generation.response_options:
             return cls()
         try:
-            return cls.model_validate_json(generation.shape)
+            return cls.model_validate_json(generation.response_options)
         except ValidationError:
             log.error("request %s has a damaged record", generation.request_id)
             raise internal() from None
 
     def to_json(self) -> str:
         """Returns what ``from_record`` reads."""
-        return self.model_dump_json(exclude_defaults=True)
+        return self.model_dump_json(exclude_defaults=True, by_alias=True)
 
 
 def _callable_tool_names(request: GenerationBody) -> tuple[str, ...]:
     return tuple(tool.function.name for tool in request.callable_tools) if isinstance(request, ChatRequest) else ()
 
 
-def _form(structured: Structured | None) -> str:
+def _structured_param(structured: Structured | None) -> str:
     return "" if structured is None or structured.kind is StructuredKind.GRAMMAR else structured.param
 
 
@@ -160,7 +161,7 @@ class PreparedRequest:
     @property
     def has_reasoning(self) -> bool:
         """Whether a choice's text may have reasoning in it that is to be separated from its content."""
-        inline = self.response_options.thoughts is ReasoningPlacement.INLINE
+        inline = self.response_options.reasoning is ReasoningPlacement.INLINE
         return self.first.operation == "chat" and self.tokenizer.reasoning is not None and not inline
 
     @property
@@ -251,7 +252,7 @@ def apply_options(
     session = options.session or request.prompt_cache_key or ""
     first = replace(
         prepared.first,
-        shape=prepared.response_options.to_json(),
+        response_options=prepared.response_options.to_json(),
         parts=tuple(each.request_id for each in prepared.generations) if several else (),
         background=bool(request.background),
         session=_opaque_id("session", caller, session) if session else "",
@@ -274,14 +275,14 @@ def _digest(first: GenerationRequest, prepared: PreparedRequest, request: Genera
     """
     digest = blake2b(digest_size=16, person=b"quire digest")
     unlike = {"include_usage": False, "continuous_usage": False, "api": Api.OPENAI}
-    shape = prepared.response_options.model_copy(update=unlike).to_json()
+    response_options = prepared.response_options.model_copy(update=unlike).to_json()
     params = sampling_to_proto(first.params)
     if request.seed is None:
         params.ClearField("seed")
     if request.output_limit is None:
         params.ClearField("max_tokens")
     flags = (first.include_stop, first.skip_special_tokens, first.echo, first.background, request.seed is not None)
-    words = (first.model_name, first.operation, first.stop, first.priority, flags, shape)
+    words = (first.model_name, first.operation, first.stop, first.priority, flags, response_options)
     prompts = "[" + ", ".join(_list_repr(generation.prompt_token_ids) for generation in prepared.generations) + "]"
     for part in (repr(words).encode(), params.SerializeToString(deterministic=True), prompts.encode()):
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -301,7 +302,7 @@ def _with_shared_fields(first: GenerationRequest, other: GenerationRequest) -> G
     """Returns the generation of another prompt with what it shares with the first one."""
     return replace(
         other,
-        shape=first.shape,
+        response_options=first.response_options,
         digest=first.digest,
         session=first.session,
         deadline=first.deadline,

@@ -10,13 +10,13 @@ from pydantic import Field, model_validator
 from quire_proto.errors import QuireError, invalid
 from quire_proto.text.tokenizer import ModelTokenizer
 
-from quire_router.api.schemas.anthropic import CountTokensRequest, MadeFromMessages
+from quire_router.api.schemas.anthropic import CountTokensRequest, TranslatedMessages
 from quire_router.api.schemas.base import MAX_PROMPT_TOKENS, StrictModel, Unsupported
 from quire_router.api.schemas.conversation import ChatMessage, check_messages, check_tools, to_template_messages
 from quire_router.api.schemas.openai import MAX_MESSAGES, TemplatedBody
 from quire_router.api.schemas.response_items import History
-from quire_router.api.schemas.responses import InputTokensRequest, MadeFromResponses
-from quire_router.api.validation import template_options
+from quire_router.api.schemas.responses import InputTokensRequest, TranslatedResponses
+from quire_router.api.tools_and_reasoning import template_options
 
 
 class TokenizeRequest(TemplatedBody):
@@ -59,7 +59,7 @@ class TokenizeRequest(TemplatedBody):
                 raise invalid(other, f"{other} and {given} exclude each other.")
 
 
-class _Counted(MadeFromMessages, TokenizeRequest):
+class _Counted(TranslatedMessages, TokenizeRequest):
     """A conversation of the Messages API whose tokens are counted."""
 
 
@@ -71,7 +71,7 @@ def to_tokenize(request: CountTokensRequest) -> TokenizeRequest:
     return _Counted.from_fields(fields).made_from(request)
 
 
-class _CountedInput(MadeFromResponses, TokenizeRequest):
+class _CountedInput(TranslatedResponses, TokenizeRequest):
     """A conversation of the Responses API whose tokens are counted."""
 
 
@@ -80,7 +80,7 @@ def input_to_tokenize(request: InputTokensRequest, history: History) -> Tokenize
     fields = request.template_fields(request.conversation(history))
     if fields.pop("tool_choice") == "none":
         fields["tools"] = None
-    return _CountedInput.from_fields(fields).made_from(request, history.token_ids)
+    return _CountedInput.from_fields(fields).made_from(request).continuing(history.token_ids)
 
 
 class DetokenizeRequest(StrictModel):

@@ -15,7 +15,7 @@ from quire_proto.sampling import FinishReason, SamplingParams, StopToken, TokenL
 
 PROMPT_SEPARATOR = "_"
 _CURSOR = re.compile(r"(?:-|[0-9]{1,9}e?)(?:\.(?:-|[0-9]{1,9}e?))*u?", re.ASCII)
-MAX_SHAPE_CHARACTERS = 65_536
+MAX_RESPONSE_OPTIONS_CHARACTERS = 65_536
 MAX_PARTS = 1_024
 MAX_CONVERSATION_CHARACTERS = 4_194_304
 LOGPROBS_PER_TOKEN = 6
@@ -47,10 +47,10 @@ class GenerationRequest:
     ``text_completion``, ``embeddings`` or ``score``, for traces and metrics. With ``pooling`` the prompt is pooled
     instead of continued, and ``params`` are not read.
 
-    ``shape`` is what the API has to know to write the answer again for a client that comes back: JSON that only the API
-    reads. ``conversation`` is, for an API whose next request may go on from this one's answer, what that needs besides
-    the tokens: text that only the API reads, too, and may be long. ``parts`` are the ids of all prompts' generations
-    where a request has several, in the first one. ``digest`` distinguishes requests that came with one
+    ``response_options`` is what the API has to know to write the answer again for a client that comes back: JSON that
+    only the API reads. ``conversation`` is, for an API whose next request may go on from this one's answer, what that
+    needs besides the tokens: text that only the API reads, too, and may be long. ``parts`` are the ids of all prompts'
+    generations where a request has several, in the first one. ``digest`` distinguishes requests that came with one
     ``Idempotency-Key``, hexadecimal, empty without one. A ``background``
     request runs on without a listener. Requests of one ``session`` share their history; it is opaque and never shown.
     ``deadline`` is when the answer must have ended, in seconds since 1970. ``retention`` is for how many seconds its
@@ -71,7 +71,7 @@ class GenerationRequest:
     cache_salt: bytes = b""
     stream: bool = False
     created: float = field(default_factory=time)
-    shape: str = ""
+    response_options: str = ""
     conversation: str = ""
     parts: tuple[str, ...] = ()
     digest: str = ""
@@ -98,7 +98,7 @@ class GenerationRequest:
     def is_storable(self) -> bool:
         """Whether the request is small enough for a journal to keep it."""
         fits = len(self.conversation) <= MAX_CONVERSATION_CHARACTERS
-        return fits and len(self.shape) <= MAX_SHAPE_CHARACTERS and len(self.parts) <= MAX_PARTS
+        return fits and len(self.response_options) <= MAX_RESPONSE_OPTIONS_CHARACTERS and len(self.parts) <= MAX_PARTS
 
     @property
     def stored_size(self) -> int:
@@ -106,7 +106,9 @@ class GenerationRequest:
         is 14 of them, with its part of the tuple.
         """
         params = self.params
-        characters = len(self.shape) + len(self.conversation) + sum(map(len, self.stop)) + sum(map(len, self.parts))
+        characters = (
+            len(self.response_options) + len(self.conversation) + sum(map(len, self.stop)) + sum(map(len, self.parts))
+        )
         if params.structured is not None:
             characters += len(params.structured.text)
         numbers = 2 * len(params.logit_bias) + sum(map(len, params.bad_words)) + len(params.stop_token_ids)

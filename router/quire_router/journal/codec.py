@@ -127,7 +127,7 @@ def encode_request(generation: GenerationRequest) -> bytes:
         "cache_salt": generation.cache_salt.hex(),
         "stream": generation.stream,
         "created": generation.created,
-        "shape": generation.shape,
+        "shape": generation.response_options,  # stored under its first name, which older routers read
         "parts": generation.parts,
         "digest": generation.digest,
         "background": generation.background,
@@ -309,6 +309,7 @@ def decode_request(fields: dict[str, Any], prompt: "array[int]") -> GenerationRe
         raise ValueError("the prompt is not made of tokens")
     plain = {name: read(fields.pop(name)) for name, read in _FIELD_DECODERS.items() if name in fields}
     return GenerationRequest(
+        response_options=_as_str(fields.pop("shape", "")),
         prompt_token_ids=prompt,
         params=decode_params(fields.pop("params")),
         stop=tuple(map(_as_str, fields.pop("stop"))),
@@ -392,7 +393,6 @@ _FIELD_DECODERS: dict[str, Callable[[Any], Any]] = {
     "tenant": _as_str,
     "stream": _as_bool,
     "created": _as_float,
-    "shape": _as_str,
     "digest": _as_str,
     "background": _as_bool,
     "session": _as_str,

@@ -271,7 +271,7 @@ def queued_request(request: GenerationRequest) -> QueuedRequest:
         model=request.model,
         tenant=request.tenant,
         tokens=request.max_cost,
-        bytes=len(request.prompt_token_ids) * _TOKEN_BYTES + len(request.shape),
+        bytes=len(request.prompt_token_ids) * _TOKEN_BYTES + len(request.response_options),
         priority=request.priority,
         deadline=deadline,
     )

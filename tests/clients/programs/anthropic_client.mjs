@@ -1,11 +1,6 @@
 // Anthropic's package of Node: `node anthropic_client.mjs URL SLOW_URL PACKAGES`. Messages go back as the package hands them out.
-import { readFileSync } from "node:fs";
-import { createRequire } from "node:module";
-import { pathToFileURL } from "node:url";
+import { ended, given, require, run, slowUrl, url } from "./scenarios.mjs";
 
-const [url, slowUrl, packages] = process.argv.slice(2);
-const given = JSON.parse(readFileSync(new URL("./scenarios.json", import.meta.url)));
-const require = createRequire(pathToFileURL(`${packages}/`));
 const Anthropic = require("@anthropic-ai/sdk").default;
 
 const open = (base) => new Anthropic({ baseURL: base, apiKey: "none", maxRetries: 0 });
@@ -26,8 +21,8 @@ const scenarios = {
   },
   async second_turn() {
     const message = await client.messages.create({ ...asked, messages: given.first });
-    const said = { role: "assistant", content: message.content };
-    return { text: textOf(await client.messages.create({ ...asked, messages: [...given.first, said, given.second] })) };
+    const answered = { role: "assistant", content: message.content };
+    return { text: textOf(await client.messages.create({ ...asked, messages: [...given.first, answered, given.second] })) };
   },
   async tool_loop() {
     const { logit_bias } = given.forced;
@@ -43,7 +38,7 @@ const scenarios = {
   },
   async streamed_error() {
     await slow.messages.stream({ ...asked, ...given.endless, messages: given.first }).finalMessage();
-    return { text: "the stream ended without an error" };
+    return ended;
   },
   async refused() {
     try {
@@ -57,12 +52,4 @@ const scenarios = {
   },
 };
 
-const seen = {};
-for (const [scenario, act] of Object.entries(scenarios)) {
-  try {
-    seen[scenario] = await act();
-  } catch (error) {
-    seen[scenario] = { error: `${error}` };
-  }
-}
-console.log(JSON.stringify({ "anthropic (Node)": seen }));
+await run({ "anthropic (Node)": scenarios });

@@ -1,11 +1,6 @@
 // LangChain's ChatOpenAI in JavaScript: `node langchain_client.mjs URL SLOW_URL FOLDER`, with the packages in FOLDER.
-import { readFileSync } from "node:fs";
-import { createRequire } from "node:module";
-import { pathToFileURL } from "node:url";
+import { ended, given, require, run, slowUrl, url } from "./scenarios.mjs";
 
-const [url, slowUrl, packages] = process.argv.slice(2);
-const given = JSON.parse(readFileSync(new URL("./scenarios.json", import.meta.url)));
-const require = createRequire(pathToFileURL(`${packages}/`));
 const { ChatOpenAI } = require("@langchain/openai");
 const { ToolMessage } = require("@langchain/core/messages");
 const { z } = require("zod");
@@ -45,17 +40,8 @@ const scenarios = {
   },
   async streamed_error() {
     for await (const _ of await slow.stream(given.first));
-    return { text: "the stream ended without an error" };
+    return ended;
   },
 };
 
-const found = {};
-for (const [scenario, act] of Object.entries(scenarios)) {
-  try {
-    found[scenario] = await act();
-  } catch (error) {
-    found[scenario] = { error: `${error.name}: ${error.message}` };
-  }
-}
-console.log(JSON.stringify({ "langchain (JavaScript)": found }));
-process.exit(0);
+await run({ "langchain (JavaScript)": scenarios });

@@ -1,17 +1,8 @@
-// The openai package and openai-agents of Node: `node node_clients.mjs URL SLOW_URL`, with NODE_PATH's packages beside it.
-import { readFileSync } from "node:fs";
-import { createRequire } from "node:module";
-import { pathToFileURL } from "node:url";
+// The openai package and openai-agents of Node: `node node_clients.mjs URL SLOW_URL FOLDER`, with the packages in FOLDER.
+import { ended, given, openaiPackages, run } from "./scenarios.mjs";
 
-const [url, slowUrl, packages] = process.argv.slice(2);
-const given = JSON.parse(readFileSync(new URL("./scenarios.json", import.meta.url)));
-const require = createRequire(pathToFileURL(`${packages}/`));
-const OpenAI = require("openai").default;
-const agents = require("@openai/agents");
-const { z } = require("zod");
+const { client, slow, agents, weather, agentOf } = openaiPackages();
 
-const open = (base) => new OpenAI({ baseURL: `${base}/v1`, apiKey: "none", maxRetries: 0 });
-const client = open(url), slow = open(slowUrl);
 const asked = { model: "tools", ...given.parameters };
 const first = given.first[0].content;
 
@@ -46,25 +37,11 @@ const openaiScenarios = {
     for await (const _ of await slow.chat.completions.create({
       ...asked, ...given.endless, messages: given.first, stream: true,
     }));
-    return { text: "the stream ended without an error" };
+    return ended;
   },
 };
 
-agents.setTracingDisabled(true);
-const weather = agents.tool({
-  name: "weather",
-  description: "The weather in a city.",
-  parameters: z.object({ city: z.enum(["Rome", "Oslo"]) }),
-  execute: async () => given.result,
-});
-const agent = (made, settings = {}, more = {}) =>
-  new agents.Agent({
-    name: "tester",
-    model: new agents.OpenAIChatCompletionsModel(made, "tools"),
-    modelSettings: { temperature: 0, maxTokens: given.parameters.max_tokens, ...settings },
-    ...more,
-  });
-
+const agent = agentOf(agents.OpenAIChatCompletionsModel);
 const agentScenarios = {
   async streamed() {
     const result = await agents.run(agent(client), first, { stream: true });
@@ -89,20 +66,8 @@ const agentScenarios = {
     const settings = { maxTokens: given.endless.max_tokens, providerData: { logit_bias: given.endless.logit_bias } };
     const result = await agents.run(agent(slow, settings), first, { stream: true });
     for await (const _ of result);
-    return { text: "the stream ended without an error" };
+    return ended;
   },
 };
 
-const found = {};
-for (const [name, scenarios] of Object.entries({ "openai-node": openaiScenarios, "openai-agents-js": agentScenarios })) {
-  found[name] = {};
-  for (const [scenario, act] of Object.entries(scenarios)) {
-    try {
-      found[name][scenario] = await act();
-    } catch (error) {
-      found[name][scenario] = { error: `${error.name}: ${error.message}` };
-    }
-  }
-}
-console.log(JSON.stringify(found));
-process.exit(0);
+await run({ "openai-node": openaiScenarios, "openai-agents-js": agentScenarios });

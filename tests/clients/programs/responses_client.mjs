@@ -1,20 +1,12 @@
 // The openai package, openai-agents and Vercel's AI SDK of Node on the Responses API, which the last two speak unless they
 // are told otherwise: `node responses_client.mjs URL SLOW_URL FOLDER`, with the packages in FOLDER.
-import { readFileSync } from "node:fs";
-import { createRequire } from "node:module";
-import { pathToFileURL } from "node:url";
+import { ended, given, openaiPackages, require, run, slowUrl, url } from "./scenarios.mjs";
 
-const [url, slowUrl, packages] = process.argv.slice(2);
-const given = JSON.parse(readFileSync(new URL("./scenarios.json", import.meta.url)));
-const require = createRequire(pathToFileURL(`${packages}/`));
-const OpenAI = require("openai").default;
-const agents = require("@openai/agents");
+const { client, slow, agents, weather, agentOf } = openaiPackages();
 const { generateText, streamText, tool } = require("ai");
 const { createOpenAI } = require("@ai-sdk/openai");
 const { z } = require("zod");
 
-const open = (base) => new OpenAI({ baseURL: `${base}/v1`, apiKey: "none", maxRetries: 0 });
-const client = open(url), slow = open(slowUrl);
 const asked = { model: "tools", temperature: 0, max_output_tokens: given.parameters.max_tokens };
 const question = given.first[0].content, city = given.cities[0].content;
 const tools = [{ type: "function", ...given.tool.function }];
@@ -46,25 +38,11 @@ const openaiScenarios = {
   async streamed_error() {
     const endless = { ...asked, max_output_tokens: given.endless.max_tokens, logit_bias: given.endless.logit_bias };
     for await (const _ of await slow.responses.create({ ...endless, input: question, stream: true }));
-    return { text: "the stream ended without an error" };
+    return ended;
   },
 };
 
-agents.setTracingDisabled(true);
-const weather = agents.tool({
-  name: "weather",
-  description: "The weather in a city.",
-  parameters: z.object({ city: z.enum(["Rome", "Oslo"]) }),
-  execute: async () => given.result,
-});
-const agent = (made, settings = {}, more = {}) =>
-  new agents.Agent({
-    name: "tester",
-    model: new agents.OpenAIResponsesModel(made, "tools"),
-    modelSettings: { temperature: 0, maxTokens: given.parameters.max_tokens, ...settings },
-    ...more,
-  });
-
+const agent = agentOf(agents.OpenAIResponsesModel);
 const agentScenarios = {
   async streamed() {
     const result = await agents.run(agent(client), question, { stream: true });
@@ -93,7 +71,7 @@ const agentScenarios = {
     const settings = { maxTokens: given.endless.max_tokens, providerData: { logit_bias: given.endless.logit_bias } };
     const result = await agents.run(agent(slow, settings), question, { stream: true });
     for await (const _ of result);
-    return { text: "the stream ended without an error" };
+    return ended;
   },
 };
 
@@ -137,21 +115,8 @@ const vercelScenarios = {
     for await (const part of streamText(asking).fullStream) {
       if (part.type === "error") throw new Error(part.error.message ?? JSON.stringify(part.error));
     }
-    return { text: "the stream ended without an error" };
+    return ended;
   },
 };
 
-const found = {};
-const all = { "openai-node": openaiScenarios, "openai-agents-js": agentScenarios, "vercel": vercelScenarios };
-for (const [name, scenarios] of Object.entries(all)) {
-  found[name] = {};
-  for (const [scenario, act] of Object.entries(scenarios)) {
-    try {
-      found[name][scenario] = await act();
-    } catch (error) {
-      found[name][scenario] = { error: `${error.name}: ${error.message}` };
-    }
-  }
-}
-console.log(JSON.stringify(found));
-process.exit(0);
+await run({ "openai-node": openaiScenarios, "openai-agents-js": agentScenarios, "vercel": vercelScenarios });

@@ -1,11 +1,6 @@
 // The AI SDK of Vercel, over two of its providers: `node vercel_client.mjs URL SLOW_URL FOLDER`, with the packages in FOLDER.
-import { readFileSync } from "node:fs";
-import { createRequire } from "node:module";
-import { pathToFileURL } from "node:url";
+import { ended, given, require, run, slowUrl, url } from "./scenarios.mjs";
 
-const [url, slowUrl, packages] = process.argv.slice(2);
-const given = JSON.parse(readFileSync(new URL("./scenarios.json", import.meta.url)));
-const require = createRequire(pathToFileURL(`${packages}/`));
 const { Output, generateText, streamText, tool } = require("ai");
 const { createOpenAI } = require("@ai-sdk/openai");
 const { createOpenAICompatible } = require("@ai-sdk/openai-compatible");
@@ -52,20 +47,10 @@ const scenarios = (model, slow) => ({
     for await (const part of streamText({ ...settings, ...endless, model: slow, messages: given.first }).fullStream) {
       if (part.type === "error") throw new Error(part.error.message ?? JSON.stringify(part.error));
     }
-    return { text: "the stream ended without an error" };
+    return ended;
   },
 });
 
-const found = {};
-for (const [name, open] of Object.entries(providers)) {
-  found[name] = {};
-  for (const [scenario, act] of Object.entries(scenarios(open(url), open(slowUrl)))) {
-    try {
-      found[name][scenario] = await act();
-    } catch (error) {
-      found[name][scenario] = { error: `${error.name}: ${error.message}` };
-    }
-  }
-}
-console.log(JSON.stringify(found));
-process.exit(0);
+await run(Object.fromEntries(
+  Object.entries(providers).map(([name, open]) => [name, scenarios(open(url), open(slowUrl))]),
+));

@@ -17,8 +17,8 @@ from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 from quire_proto.text.detokenizer import OutputTextStream
 
 from quire_router.api.prepared_request import PreparedRequest
+from quire_router.api.response_opener import withheld
 from quire_router.api.rest.http import json_text
-from quire_router.api.service import withheld
 from quire_router.core.generation import Delta, GenerationRequest
 
 UNLIKELY: Final = -9999.0  # the OpenAI API's minus infinity, which JSON cannot write

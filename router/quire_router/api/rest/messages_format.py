@@ -5,7 +5,7 @@ stream of them, ``MessageBuilder`` a whole message. Does no I/O.
 **Event ids.** One delta may be several events here: the end of a text, the end of its block, the beginning of the next.
 A client that has some of them has the id ``17_5``: it has the answer up to the 17th token, as ``StreamCursor`` counts,
 and then five more characters or marks (beginnings and ends of blocks, signatures). Both depend on the answer's text
-alone, while the next deltas may be cut in another way when they come again.
+alone, while the next deltas may be split in another way when they come again.
 """
 
 import json
@@ -21,12 +21,12 @@ from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
 from quire_proto.text.stream_scanner import Content, OutputPart, Reasoning, ToolCallArguments, ToolCallStart
 
-from quire_router.api.output_parser import OutputParser, call_digest, choice_name, create_parsers
+from quire_router.api.output_parser import call_digest, choice_name, create_parsers
 from quire_router.api.prepared_request import PreparedRequest
 from quire_router.api.rest.answer_format import ErrorResponse, EventEncoder, error_headers
 from quire_router.api.rest.http import JSON_HEADERS, HttpError, json_text, to_json
 from quire_router.api.rest.logprobs import LogprobsRenderer
-from quire_router.api.schemas.anthropic import in_own_words
+from quire_router.api.schemas.anthropic import FIELD_NAMES
 from quire_router.core.generation import Delta, StreamCursor, Usage
 
 _POSITION = re.compile(r"([0-9]+)_([0-9]{1,9})", re.ASCII)
@@ -48,7 +48,7 @@ def event(fields: dict[str, Any]) -> str:
 
 
 @dataclass(slots=True)
-class Piece:
+class BlockEvent:
     """An event of a block: a mark, which is ``data`` alone, or one with a ``text``, which ``data`` stands before."""
 
     data: str
@@ -83,7 +83,7 @@ class BlockWriter:
         self.calls = 0
         self.delta_head = ""
 
-    def write(self, part: OutputPart) -> Iterator[Piece]:
+    def write(self, part: OutputPart) -> Iterator[BlockEvent]:
         """Yields the events of the next part."""
         if isinstance(part, ToolCallStart):
             yield from self.close()
@@ -96,25 +96,25 @@ class BlockWriter:
         elif isinstance(part, Reasoning) and self.kind != _THINKING:
             yield from self.close()
             yield self._open({"type": _THINKING, "thinking": "", "signature": ""})
-        yield Piece(self.delta_head, part.text)
+        yield BlockEvent(self.delta_head, part.text)
 
-    def close(self) -> Iterator[Piece]:
+    def close(self) -> Iterator[BlockEvent]:
         """Yields the events that end the open block, if there is one."""
         if self.kind == _THINKING:
             signed = {"type": "signature_delta", "signature": signature(self._choice, self.index)}
-            yield Piece(event({"type": "content_block_delta", "index": self.index, "delta": signed}))
+            yield BlockEvent(event({"type": "content_block_delta", "index": self.index, "delta": signed}))
         if self.kind is not None:
-            yield Piece(event({"type": "content_block_stop", "index": self.index}))
+            yield BlockEvent(event({"type": "content_block_stop", "index": self.index}))
         self.kind = None
 
-    def _open(self, block: dict[str, Any]) -> Piece:
+    def _open(self, block: dict[str, Any]) -> BlockEvent:
         self.kind = block["type"]
         self.index += 1
         delta = _DELTAS[block["type"]]
         self.delta_head = (
             f'event: content_block_delta\ndata: {{"type":"content_block_delta","index":{self.index},"delta":{delta}'
         )
-        return Piece(event({"type": "content_block_start", "index": self.index, "content_block": block}))
+        return BlockEvent(event({"type": "content_block_start", "index": self.index, "content_block": block}))
 
 
 def tool_use(choice: str, number: int, name: str) -> dict[str, Any]:
@@ -181,7 +181,7 @@ _KINDS = {
 
 def error_object(error: QuireError, request_id: str) -> dict[str, Any]:
     """Returns an error as Anthropic's API writes it; what else is known of it is in its ``details``."""
-    error = in_own_words(error)
+    error = FIELD_NAMES.translate_error(error)
     code = error.reason or error.code.name.lower()
     kind = _KINDS.get(error.code, error.status.kind)
     return _error_fields(kind, error.message, code, error.param, request_id)
@@ -209,26 +209,22 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 class _Reader:
-    """Reads the deltas of the one choice of an answer: their parts in order, and why it ended (``stop_fields``)."""
+    """Reads the deltas of the one choice of an answer: their parts in order, and why it ended (``stop_fields``). It
+    ``is_plain`` where all of it is text.
+    """
 
-    __slots__ = ("_cut", "_parser", "choice", "stop_fields")
+    __slots__ = ("_limited_by_context", "_parser", "choice", "is_plain", "stop_fields")
 
     def __init__(self, prepared: PreparedRequest) -> None:
         self.choice = choice_name(prepared.first.request_id, 0)
         self.stop_fields: dict[str, Any] | None = None
-        self._parser: OutputParser | None = create_parsers(prepared)[0] if prepared.is_parsed else None
-        self._cut = prepared.response_options.cut
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all of the answer is text."""
-        return self._parser is None
+        self.is_plain = not prepared.is_parsed
+        self._parser = create_parsers(prepared)[0]
+        self._limited_by_context = prepared.response_options.limited_by_context
 
     def parts(self, delta: Delta) -> Sequence[OutputPart]:
         """Returns what a delta consists of."""
-        if self._parser is not None:
-            return self._parser.parts(delta)
-        return (Content(delta.text),) if delta.text else ()
+        return self._parser.parts(delta)
 
     def end(self, delta: Delta, calls: int) -> None:
         """Records the end of the answer, in which ``calls`` were made."""
@@ -238,7 +234,7 @@ class _Reader:
         elif delta.finish_reason is FinishReason.STOP:
             reason = _TOOL_USE if calls else "end_turn"
         elif delta.finish_reason is FinishReason.LENGTH:
-            reason = "model_context_window_exceeded" if self._cut else "max_tokens"
+            reason = "model_context_window_exceeded" if self._limited_by_context else "max_tokens"
         self.stop_fields = {"stop_reason": reason, "stop_sequence": delta.stop_string}
 
 
@@ -271,11 +267,11 @@ class MessageEncoder:
 
     def encode(self, delta: Delta) -> bytes:
         """See ``EventEncoder``."""
-        pieces = [piece for part in self._reader.parts(delta) for piece in self._blocks.write(part)]
+        events = [each for part in self._reader.parts(delta) for each in self._blocks.write(part)]
         if delta.finish_reason is not None:
-            pieces += self._blocks.close()
+            events += self._blocks.close()
             self._reader.end(delta, self._blocks.calls)
-        data = b"" if delta.replayed else self._encode(pieces, delta)
+        data = b"" if delta.replayed else self._encode(events, delta)
         return data if delta.usage is None else data + self._closing(delta.usage)
 
     def encode_token(self, index: int, token_id: int, text: str) -> bytes:
@@ -284,20 +280,20 @@ class MessageEncoder:
             return self.encode(Delta(text, [token_id], index=index))
         return f"{self._blocks.delta_head}{_quote(text)}{_DELTA_END}".encode("ascii") if text else b""
 
-    def _encode(self, pieces: Sequence[Piece], delta: Delta) -> bytes:
-        """Encodes what the client has not had of a delta's pieces. The last has the id of the position behind it."""
+    def _encode(self, events: Sequence[BlockEvent], delta: Delta) -> bytes:
+        """Encodes what the client has not had of a delta's events. The last has the id of the position behind it."""
         before, count, data = str(self._cursor), 0, []
         self._cursor.advance(delta)
-        for number, piece in enumerate(pieces, 1):
-            count += piece.size
-            if self._delivered >= piece.size:
-                self._delivered -= piece.size
+        for number, each in enumerate(events, 1):
+            count += each.size
+            if self._delivered >= each.size:
+                self._delivered -= each.size
                 continue
             if self._delivered:
-                piece.drop(self._delivered)
+                each.drop(self._delivered)
                 self._delivered = 0
-            event_id = str(self._cursor) if number == len(pieces) else f"{before}_{count}"
-            data.append(self._with_id(piece.encode(), event_id))
+            event_id = str(self._cursor) if number == len(events) else f"{before}_{count}"
+            data.append(self._with_id(each.encode(), event_id))
         return b"".join(data)
 
     def _closing(self, usage: Usage) -> bytes:

@@ -13,6 +13,7 @@ from quire_proto.errors import QuireError, internal
 
 from quire_router.api.output_parser import ParsedDelta, ToolCallDelta, create_parsers
 from quire_router.api.prepared_request import PreparedRequest
+from quire_router.api.response_opener import started_choices
 from quire_router.api.rest.answer_format import ErrorResponse, EventEncoder, error_headers
 from quire_router.api.rest.http import JSON_HEADERS, HttpError, json_text, to_json
 from quire_router.api.rest.logprobs import (
@@ -24,7 +25,7 @@ from quire_router.api.rest.logprobs import (
     joined,
     number,
 )
-from quire_router.api.service import ModelCard, started_choices
+from quire_router.api.service import ModelCard
 from quire_router.api.stored_requests import StoredRequest
 from quire_router.core.generation import Delta, StreamCursor, Usage
 

@@ -11,7 +11,7 @@ from quire_proto.text.stream_scanner import Content, OutputPart, Reasoning, Tool
 
 from quire_router.api.output_parser import call_digest, choice_name
 from quire_router.api.rest.http import json_text
-from quire_router.api.schemas.response_items import CALL, MESSAGE, REASONING, sealed
+from quire_router.api.schemas.response_items import CALL, MESSAGE, REASONING, encode_encrypted_content
 from quire_router.api.schemas.response_state import ResponseState
 
 _PREFIXES: Final = {MESSAGE: "msg", REASONING: "rs", CALL: "fc"}
@@ -141,10 +141,12 @@ class ItemWriter:
         if item.kind == MESSAGE:
             head = json_text({**known, "role": "assistant", "status": item.status})
             return f'{head[:-1]},"content":{parts}}}'
-        summary, content = (parts, "[]") if self._state.summarizes else ("[]", parts)
+        summary, content = (parts, "[]") if self._state.is_summarized else ("[]", parts)
         head = json_text({**known, "status": item.status})
-        if self._state.encrypts:
-            head = f'{head[:-1]},"encrypted_content":{_quote(sealed(item.text)) if begun else "null"}}}'
+        if self._state.includes_encrypted_content:
+            head = (
+                f'{head[:-1]},"encrypted_content":{_quote(encode_encrypted_content(item.text)) if begun else "null"}}}'
+            )
         return f'{head[:-1]},"summary":{summary},"content":{content}}}'
 
     def output_json(self) -> str:
@@ -174,7 +176,7 @@ class ItemWriter:
         if item.kind == MESSAGE:
             part = f'{{"type":"output_text","annotations":[],"logprobs":[{",".join(item.logprobs)}],"text":{text}}}'
             return "output", {"content_index": 0}, part
-        if self._state.summarizes:
+        if self._state.is_summarized:
             return "reasoning_summary", {"summary_index": 0}, f'{{"type":"summary_text","text":{text}}}'
         return "reasoning", {"content_index": 0}, f'{{"type":"reasoning_text","text":{text}}}'
 

@@ -16,6 +16,7 @@ from quire_proto.errors import ErrorCode, QuireError, internal, invalid
 from quire_router.api.auth import Identity
 from quire_router.api.prepared_request import PreparedRequest, RequestOptions, ResponseOptions, options_from_headers
 from quire_router.api.request_limits import ReservedBody
+from quire_router.api.response_opener import Response
 from quire_router.api.rest.http import (
     JSON_HEADERS,
     LAST_EVENT_ID,
@@ -36,7 +37,7 @@ from quire_router.api.schemas.responses import (
     InputTokensRequest,
     ResponsesRequest,
 )
-from quire_router.api.service import ApiService, Response, counting_rejections, ignored_parameters_header
+from quire_router.api.service import ApiService, counting_rejections, ignored_parameters_header
 from quire_router.api.stored_requests import RequestStatus, StoredRequest
 from quire_router.api.tokenize import TokenizeResult, input_to_tokenize
 from quire_router.core.errors import (

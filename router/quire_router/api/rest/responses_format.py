@@ -2,8 +2,8 @@
 in which the model wrote them. ``ResponseEncoder`` writes a stream of their events (``response_events``), and
 ``ResponseBuilder`` a whole response. Does no I/O.
 
-**Sequence numbers.** One delta may be several events here, and the next deltas may be cut in another way when they come
-again. So an event's ``sequence_number`` counts what the answer's text alone says: how many characters and marks
+**Sequence numbers.** One delta may be several events here, and the next deltas may be split in another way when they
+come again. So an event's ``sequence_number`` counts what the answer's text alone says: how many characters and marks
 (beginnings and ends of items and of their parts) there are up to its end, less one. Numbers grow and have gaps, and a
 client that has the number N is sent what is behind it, at any router: it has N + 1 of them. Event ids are the same
 numbers.
@@ -20,7 +20,7 @@ from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
 from quire_proto.text.stream_scanner import Content, OutputPart, Reasoning, ToolCallStart
 
-from quire_router.api.output_parser import OutputParser, create_parsers
+from quire_router.api.output_parser import create_parsers
 from quire_router.api.prepared_request import PreparedRequest
 from quire_router.api.rest.answer_format import ErrorResponse, EventEncoder, error_headers
 from quire_router.api.rest.http import JSON_HEADERS, HttpError, json_text, to_json
@@ -36,7 +36,7 @@ from quire_router.api.rest.response_events import (
 )
 from quire_router.api.schemas.response_items import MESSAGE, REASONING
 from quire_router.api.schemas.response_state import ResponseState
-from quire_router.api.schemas.responses import in_own_words
+from quire_router.api.schemas.responses import FIELD_NAMES
 from quire_router.api.stored_requests import no_such_place
 from quire_router.core.generation import Delta, StreamCursor, Usage
 
@@ -70,7 +70,7 @@ class ResponsesFormat:
         """See ``AnswerFormat``."""
         if isinstance(error, HttpError):
             return error_response(error, request_id)
-        own = in_own_words(error)
+        own = FIELD_NAMES.translate_error(error)
         return error.status.http, to_json(error_object(own, request_id)), [*JSON_HEADERS, *error_headers(error)]
 
     def error_event(
@@ -79,15 +79,15 @@ class ResponsesFormat:
         """See ``AnswerFormat``. A response that cannot be resumed has failed, which an event of its own says last:
         there are clients that end with that event, and do not read its error.
         """
-        own = in_own_words(error)
+        own = FIELD_NAMES.translate_error(error)
         fields = error_object(own, request_id)["error"]
         number, failed = 0, b""
         if isinstance(encoder, ResponseEncoder):
             number = encoder.position
             failed = b"" if resumable else encoder.failed(own)
         # What clients look for is in the object; the documents of the API have it beside that.
-        told = {"type": "error", "code": fields["code"], "message": fields["message"], "param": fields["param"]}
-        data = {**told, "sequence_number": number, "error": {**fields, "resumable": resumable}}
+        flat = {"type": "error", "code": fields["code"], "message": fields["message"], "param": fields["param"]}
+        data = {**flat, "sequence_number": number, "error": {**fields, "resumable": resumable}}
         return f"event: error\ndata: {json_text(data)}\n\n".encode("ascii") + failed
 
 
@@ -122,12 +122,23 @@ def read_state(prepared: PreparedRequest) -> ResponseState:
 class Answer:
     """Reads the deltas of the one choice of an answer into its items, and writes the response around them."""
 
-    __slots__ = ("_parser", "_pending", "_prepared", "_reason", "_state", "_token_ids", "logprobs", "writer")
+    __slots__ = (
+        "_is_plain",
+        "_parser",
+        "_pending",
+        "_prepared",
+        "_reason",
+        "_state",
+        "_token_ids",
+        "logprobs",
+        "writer",
+    )
 
     def __init__(self, prepared: PreparedRequest) -> None:
         self._prepared = prepared
         self._state = read_state(prepared)
-        self._parser: OutputParser | None = create_parsers(prepared)[0] if prepared.is_parsed else None
+        self._is_plain = not prepared.is_parsed
+        self._parser = create_parsers(prepared)[0]
         self._reason: FinishReason | None = None
         self._token_ids: list[int] = []
         self.writer = ItemWriter(prepared.first.request_id, self._state)
@@ -136,11 +147,6 @@ class Answer:
         if prepared.response_options.logprobs is not None:
             self.logprobs = LogprobsRenderer(prepared, ChatLogprobsFormat)
             self._pending = LogprobQueue(prepared, self.logprobs)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all of the answer is text."""
-        return self._parser is None
 
     @property
     def has_ended(self) -> bool:
@@ -152,7 +158,7 @@ class Answer:
         self._token_ids += delta.token_ids
         if self._pending is not None:
             self._pending.add(delta)
-        for part in self._parts(delta):
+        for part in self._parser.parts(delta):
             yield from self.writer.write(part, () if self._pending is None else self._pending.take(part))
         if delta.finish_reason is not None:
             self._reason = delta.finish_reason
@@ -166,31 +172,26 @@ class Answer:
         be more than that.
         """
         opened = self.writer.open_item
-        if self._parser is not None or self._pending is not None or opened is None:
+        if not self._is_plain or self._pending is not None or opened is None:
             return False
         self._token_ids.append(token_id)
         if text:
             opened.texts.append(text)
         return True
 
-    def _parts(self, delta: Delta) -> Sequence[OutputPart]:
-        if self._parser is not None:
-            return self._parser.parts(delta)
-        return (Content(delta.text),) if delta.text else ()
-
     def json(self, status: str, usage: Usage | None, error: QuireError | None = None) -> str:
         """Returns the response as it is now."""
         first = self._prepared.first
-        cut = self._reason is FinishReason.LENGTH
+        limited = self._reason is FinishReason.LENGTH
         fields = {
             "id": f"resp_{first.request_id}",
             "object": "response",
             "created_at": int(first.created),
             "status": status,
             "error": None if error is None else failure_object(error),
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if limited else None,
             "model": first.model_name,
-            **self._state.shown,
+            **self._state.response_fields,
             "usage": None if usage is None else usage_object(usage, self._reasoning_tokens()),
         }
         return f'{json_text(fields)[:-1]},"output":{self.writer.output_json()}}}'
@@ -204,7 +205,7 @@ class Answer:
         return status, self.json(status, usage)
 
     def _reasoning_tokens(self) -> int:
-        """Returns how many tokens the reasoning has, with its marks: those up to its end, wherever that was cut."""
+        """Returns how many tokens the reasoning has, with its marks: those up to its end, wherever that was split."""
         kinds = {item.kind for item in self.writer.items}
         if REASONING not in kinds:
             return 0
@@ -234,7 +235,7 @@ class LogprobQueue:
     """The log-probabilities of tokens whose text has not been written yet.
 
     Where the whole answer is text, a token's belong to the part of the text that the token begins in, however it is
-    cut. Where there is reasoning or calls as well, they belong to the text that comes with them or next.
+    split. Where there is reasoning or calls as well, they belong to the text that comes with them or next.
     """
 
     __slots__ = ("_offsets", "_pending", "_plain", "_renderer", "_written")
@@ -324,15 +325,15 @@ class ResponseEncoder:
             pass
         return self._encode([_with_response("response.failed", self._answer.json("failed", None, error))])
 
-    def _encode(self, pieces: Sequence[ResponseEvent]) -> bytes:
+    def _encode(self, events: Sequence[ResponseEvent]) -> bytes:
         """Encodes what the client has not had."""
         data = []
-        for piece in pieces:
+        for each in events:
             begin = self.position
-            self.position += piece.size
+            self.position += each.size
             if self.position > self._delivered:
                 number = self.position - 1
-                text = piece.encode(number, max(0, self._delivered - begin))
+                text = each.encode(number, max(0, self._delivered - begin))
                 data.append(f"id: {number}\n{text}" if self._has_ids else text)
         return "".join(data).encode("ascii")
 

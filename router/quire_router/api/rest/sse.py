@@ -11,6 +11,7 @@ from typing import Final, Self
 
 from quire_proto.errors import internal
 
+from quire_router.api.response_opener import Response
 from quire_router.api.rest.answer_format import AnswerFormat, EventEncoder
 from quire_router.api.rest.http import (
     JSON_HEADERS,
@@ -22,7 +23,6 @@ from quire_router.api.rest.http import (
     HttpResponse,
     x_headers,
 )
-from quire_router.api.service import Response
 from quire_router.core.generation import Delta, DeltaStream
 
 RECONNECT: Final = b"retry: 1000\n"

@@ -18,19 +18,14 @@ from quire_router.api.output_parser import create_parsers
 from quire_router.api.pooled_requests import PooledAnswer, PreparedPooling, scores_of
 from quire_router.api.prepared_request import NO_OPTIONS, RequestOptions
 from quire_router.api.request_limits import WriteTimeout
+from quire_router.api.response_opener import Response
 from quire_router.api.rpc import messages
 from quire_router.api.rpc.context import Context, RpcCall, abort
 from quire_router.api.rpc.interceptors import authenticate
 from quire_router.api.rpc.messages import add_parsed
 from quire_router.api.schemas.openai import GenerationBody
 from quire_router.api.schemas.pooling import PoolingBody
-from quire_router.api.service import (
-    ApiService,
-    Response,
-    counting_rejections,
-    ignored_parameters_header,
-    new_request_id,
-)
+from quire_router.api.service import ApiService, counting_rejections, ignored_parameters_header, new_request_id
 from quire_router.core.errors import stream_unread
 from quire_router.core.generation import Delta, GenerationRequest
 

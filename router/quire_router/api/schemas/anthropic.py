@@ -4,12 +4,11 @@ had come as one. What Anthropic's servers would run, and what is no text, is ref
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
-from quire_proto.errors import QuireError, invalid
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from quire_proto.errors import invalid
 
 from quire_router.api.schemas.base import (
     Content,
@@ -24,9 +23,9 @@ from quire_router.api.schemas.base import (
     unsupported_part,
 )
 from quire_router.api.schemas.conversation import (
-    MAX_CALLS,
     MAX_DESCRIPTION_CHARACTERS,
     MAX_TOOLS,
+    CallChecker,
     CalledFunction,
     CallId,
     ChatMessage,
@@ -47,7 +46,7 @@ from quire_router.api.schemas.openai import (
     SamplingBody,
     TemplateOptions,
 )
-from quire_router.core.errors import in_other_words
+from quire_router.api.schemas.translation import FIELDS_OF_EXECUTION, FieldNames, TranslatedRequest, fields_of_chats
 
 _FIELDS = {
     "text": ("text",),
@@ -143,20 +142,17 @@ def _check_conversation(messages: Sequence[Message]) -> None:
     """Raises ``QuireError`` for blocks in a message of the wrong role, results of no call, and a conversation that ends
     with an answer, which would have to be continued.
     """
-    called: set[str | None] = set()
+    calls = CallChecker()
     for number, message in enumerate(messages):
         for place, block in enumerate(message.content):
             where = f"messages[{number}].content[{place}]"
             if block.type not in _BLOCKS[message.role]:
                 raise invalid(where, f"{where}: a part of type {block.type} is in no message of the {message.role}.")
-            if block.type == "tool_result" and block.tool_use_id not in called:
-                raise invalid(f"{where}.tool_use_id", f"{where}.tool_use_id answers no call of an earlier message.")
-        ids = [block.id for block in message.content if block.type == "tool_use"]
-        if len(ids) > MAX_CALLS:
-            raise invalid(f"messages[{number}].content", f"A message may have at most {MAX_CALLS} calls.")
-        if len(set(ids)) < len(ids):
-            raise invalid(f"messages[{number}].content", f"messages[{number}] has two calls of one id.")
-        called.update(ids)
+            if block.type == "tool_result":
+                calls.output(block.tool_use_id, f"{where}.tool_use_id")
+            if block.type == "tool_use":
+                calls.call(block.id, f"{where}.id")
+        calls.end_message()
     if messages[-1].role == "assistant":
         raise invalid(
             "messages",
@@ -256,16 +252,9 @@ def _system(value: object) -> object:
     return value.partition("\n")[2] if isinstance(value, str) and value.startswith(_ATTRIBUTION) else value
 
 
-_CHAT = "it is a field of /v1/chat/completions"
-_NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
-    "n": (1,), "best_of": (1,), "use_beam_search": (False,), "beam_width": (0, 1), "length_penalty": (1,),
-    "early_stopping": (False,), "include_stop_str_in_output": (False,), "logprobs": (False,), "top_logprobs": (0,),
-    "skip_special_tokens": (True,), "separate_reasoning": (True,), "include_reasoning": (True,),
-}  # fmt: skip
 _LABELS = ("user", "safety_identifier", "prompt_cache_key", "guided_decoding_backend", "stream_options")
 _UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
-    **{name: Unsupported(known.neutral, known.instead and _CHAT) for name, known in ChatRequest.unsupported.items()},
-    **{name: Unsupported(_NEUTRAL.get(name, ()), _CHAT) for name in ChatRequest.model_fields},
+    **fields_of_chats(),
     **dict.fromkeys(_LABELS, Unsupported()),
     "max_completion_tokens": Unsupported((), "use max_tokens"),
     "parallel_tool_calls": Unsupported((True,), "use tool_choice.disable_parallel_tool_use"),
@@ -327,12 +316,9 @@ class ConversationBody(StrictModel):
         }
 
 
-_OF_CHATS = ("min_tokens", "stop_token_ids", "ignore_eos", "background", "priority", "store")
-
-
 class MessagesRequest(SamplingBody, ConversationBody):
     """The body of ``POST /v1/messages``. Besides Anthropic's fields it has the sampling parameters of chats, and some
-    more of theirs (``_OF_CHATS``).
+    more of theirs (``FIELDS_OF_EXECUTION``).
     """
 
     max_tokens: int
@@ -356,7 +342,7 @@ class MessagesRequest(SamplingBody, ConversationBody):
         """Returns the chat that this request means. Raises ``QuireError`` INVALID for what no chat may be."""
         choice = self.tool_choice
         omitted = self.thinking is not None and self.thinking.display == "omitted"
-        copied = (*SamplingBody.model_fields, *_OF_CHATS, "max_tokens", "stream")
+        copied = (*SamplingBody.model_fields, *FIELDS_OF_EXECUTION, "max_tokens", "stream")
         chat = MessagesChat.from_fields(
             {
                 **self.template_fields(),
@@ -390,50 +376,26 @@ class CountTokensRequest(ConversationBody):
     }
 
 
-NAMES: Final[Mapping[str, str]] = {
-    "chat_template_kwargs.enable_thinking": "thinking",
-    "chat_template_kwargs.thinking": "thinking",
-    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
-    "reasoning_effort": "output_config.effort",
-    "response_format": "output_config.format",
-}
-"""Fields of a chat, and what those of a Messages request are called that they are made from."""
-_NAME = re.compile("|".join(map(re.escape, NAMES)))
-_TOOL_FIELD = re.compile(r"(tools\[\d+\])\.function\.(name|description|parameters|strict)")
+FIELD_NAMES: Final = FieldNames(
+    {
+        "chat_template_kwargs.enable_thinking": "thinking",
+        "chat_template_kwargs.thinking": "thinking",
+        "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+        "reasoning_effort": "output_config.effort",
+        "response_format": "output_config.format",
+    },
+    tool_fields={"parameters": "input_schema"},
+)
+"""What the fields of a chat are called in the Messages request that it was made from."""
 
 
-def in_own_words(error: QuireError) -> QuireError:
-    """Returns an error about a chat as one about the Messages request that it was made from. A field of chats that a
-    client wrote into its request, and that was refused for it, keeps its name.
-    """
-    if error.message.startswith(f"{error.param} is not supported here"):
-        return error
-    return in_other_words(error, _in_own_words(error.message), error.param and _in_own_words(error.param))
-
-
-def _in_own_words(text: str) -> str:
-    text = _NAME.sub(lambda found: NAMES[found[0]], text)
-    return _TOOL_FIELD.sub(lambda found: f"{found[1]}.{found[2].replace('parameters', 'input_schema')}", text)
-
-
-class MadeFromMessages(StrictModel):
+class TranslatedMessages(TranslatedRequest):
     """A request that was made from one of the Messages API."""
 
-    names: ClassVar[Mapping[str, str]] = NAMES
-    _source: StrictModel | None = PrivateAttr(None)
-
-    @property
-    def as_sent(self) -> StrictModel:
-        """See ``StrictModel``."""
-        return self._source or self
-
-    def made_from(self, source: StrictModel) -> Self:
-        """Returns this request, which was made from ``source``."""
-        self._source = source
-        return self
+    names: ClassVar[Mapping[str, str]] = FIELD_NAMES.names
 
 
-class MessagesChat(MadeFromMessages, ChatRequest):
+class MessagesChat(TranslatedMessages, ChatRequest):
     """A chat whose answer is written as one of the Messages API."""
 
     @property

@@ -222,6 +222,34 @@ def to_template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]
     return [message.to_template(names) for message in messages]
 
 
+class CallChecker:
+    """Checks the calls of a conversation in their order: those of one message have ids of their own, and each output
+    answers a call of an earlier message. Raises ``QuireError`` INVALID, with the ``param`` at fault.
+    """
+
+    def __init__(self) -> None:
+        self._of_message: set[str | None] = set()
+        self._earlier: set[str | None] = set()
+
+    def call(self, call_id: str | None, param: str) -> None:
+        """Checks a call."""
+        if call_id in self._of_message:
+            raise _misplaced(param, "is that of another call of this message")
+        self._of_message.add(call_id)
+        if len(self._of_message) > MAX_CALLS:
+            raise invalid(param, f"A message may have at most {MAX_CALLS} calls.")
+
+    def output(self, call_id: str | None, param: str) -> None:
+        """Checks the output of a tool."""
+        if call_id not in self._earlier:
+            raise _misplaced(param, "answers no call of an earlier message")
+
+    def end_message(self) -> None:
+        """Begins the next message."""
+        self._earlier |= self._of_message
+        self._of_message.clear()
+
+
 def check_messages(messages: Sequence[ChatMessage]) -> None:
     """Raises ``QuireError`` for fields that are missing, too large or in a message of the wrong role, and for a message
     that answers no call.
@@ -229,13 +257,15 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
     arguments = sum(len(call.function.arguments) for message in messages for call in message.tool_calls or ())
     if arguments > MAX_ARGUMENTS_CHARACTERS:
         raise invalid("messages", f"The calls in messages have more than {MAX_ARGUMENTS_CHARACTERS} characters in all.")
-    called: set[str] = set()
+    calls = CallChecker()
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         _check_parts(message, where)
-        if message.role == "tool" and message.tool_call_id not in called:
-            raise _misplaced(f"{where}.tool_call_id", "answers no call of an earlier message")
-        called.update(_call_ids(message, where))
+        if message.role == "tool":
+            calls.output(message.tool_call_id, f"{where}.tool_call_id")
+        for place, call in enumerate(message.tool_calls or ()):
+            calls.call(call.id, f"{where}.tool_calls[{place}].id")
+        calls.end_message()
 
 
 def _check_parts(message: ChatMessage, where: str) -> None:
@@ -249,15 +279,6 @@ def _check_parts(message: ChatMessage, where: str) -> None:
         raise invalid(f"{where}.tool_call_id", f"{where}.tool_call_id is missing.")
     if message.role != "tool" and message.tool_call_id is not None:
         raise _misplaced(f"{where}.tool_call_id", "belongs to messages of the role tool")
-
-
-def _call_ids(message: ChatMessage, where: str) -> set[str]:
-    ids: set[str] = set()
-    for number, call in enumerate(message.tool_calls or ()):
-        if call.id in ids:
-            raise _misplaced(f"{where}.tool_calls[{number}].id", "is that of another call of this message")
-        ids.add(call.id)
-    return ids
 
 
 def _misplaced(param: str, problem: str) -> QuireError:

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
-from quire_proto.errors import invalid
 
 from quire_router.api.schemas.base import Content, LenientModel
 from quire_router.api.schemas.conversation import (
-    MAX_CALLS,
     MAX_NAME_CHARACTERS,
+    CallChecker,
     CalledFunction,
     CallId,
     ChatMessage,
@@ -24,7 +23,7 @@ from quire_router.api.schemas.conversation import (
 )
 
 MAX_ITEM_ID_CHARACTERS = 160
-_SEALED = "quire-reasoning-1."
+_ENCODED = "quire-reasoning-1."
 ItemId = Annotated[str, Field(max_length=MAX_ITEM_ID_CHARACTERS)]
 
 MESSAGE, REASONING, CALL, OUTPUT = "message", "reasoning", "function_call", "function_call_output"
@@ -65,7 +64,7 @@ class InputItem(LenientModel):
     id: ItemId | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Content | None = None
-    thoughts: list[ReasoningText] | None = None  # the content of reasoning
+    reasoning_content: list[ReasoningText] | None = None  # the content of an item of reasoning
     summary: list[ReasoningText] | None = None
     encrypted_content: str | None = None
     call_id: CallId | None = None
@@ -80,7 +79,7 @@ class InputItem(LenientModel):
         """Lets the type say what the content is: text of a message, or parts of reasoning."""
         if not isinstance(value, dict) or value.get("type") != REASONING:
             return value
-        return {**value, "content": None, "thoughts": value.get("content")}
+        return {**value, "content": None, "reasoning_content": value.get("content")}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -93,10 +92,12 @@ class InputItem(LenientModel):
 
     @property
     def reasoning(self) -> str:
-        """The reasoning that it holds: its text, or else what it was sealed as, or else its summary."""
-        if self.thoughts:
-            return "".join(part.text for part in self.thoughts)
-        return unsealed(self.encrypted_content or "") or "".join(part.text for part in self.summary or ())
+        """The reasoning that it holds: its text, or else its encrypted content, or else its summary."""
+        if self.reasoning_content:
+            return "".join(part.text for part in self.reasoning_content)
+        return decode_encrypted_content(self.encrypted_content or "") or "".join(
+            part.text for part in self.summary or ()
+        )
 
     @property
     def size(self) -> int:
@@ -134,19 +135,19 @@ def name_in_template(namespace: str | None, name: str) -> str:
     return joined
 
 
-def sealed(reasoning: str) -> str:
+def encode_encrypted_content(reasoning: str) -> str:
     """Returns reasoning as the ``encrypted_content`` of an item, which a client that stores nothing here gives back.
     It is not secret: the same item has it as text.
     """
-    return _SEALED + base64.urlsafe_b64encode(reasoning.encode("utf-8", "surrogatepass")).decode("ascii")
+    return _ENCODED + base64.urlsafe_b64encode(reasoning.encode("utf-8", "surrogatepass")).decode("ascii")
 
 
-def unsealed(content: str) -> str:
-    """Returns the reasoning that ``sealed`` was given; empty for what another server has encrypted."""
-    if not content.startswith(_SEALED):
+def decode_encrypted_content(content: str) -> str:
+    """Returns what ``encode_encrypted_content`` was given; empty for what another server has encrypted."""
+    if not content.startswith(_ENCODED):
         return ""
     try:
-        return base64.b64decode(content.removeprefix(_SEALED), altchars="-_", validate=True).decode()
+        return base64.b64decode(content.removeprefix(_ENCODED), altchars="-_", validate=True).decode()
     except (binascii.Error, ValueError):
         return ""
 
@@ -199,22 +200,15 @@ def check_conversation(items: Sequence[InputItem], known: int) -> None:
     """Raises ``QuireError`` for outputs of no call, and for two calls of one id that are made together. The first
     ``known`` items are those of an earlier response.
     """
-    called: set[str | None] = set()
-    together: set[str | None] = set()
+    calls = CallChecker()
     for number, item in enumerate(items):
-        where = f"input[{number - known}]"
+        param = f"input[{number - known}].call_id"
+        if item.type == OUTPUT or (item.type == MESSAGE and item.role != "assistant"):
+            calls.end_message()
         if item.type == CALL:
-            if item.call_id in together:
-                raise invalid(f"{where}.call_id", f"{where}.call_id is that of another call before it.")
-            together.add(item.call_id)
-            called.add(item.call_id)
-            if len(together) > MAX_CALLS:
-                raise invalid(where, f"At most {MAX_CALLS} calls may be made together.")
-        elif item.type == OUTPUT or item.role != "assistant":
-            together = set() if item.type != REASONING else together
-        if item.type == OUTPUT and item.call_id not in called:
-            message = f"{where}.call_id: no function_call before it has the call_id {str(item.call_id)[:64]!r}."
-            raise invalid(f"{where}.call_id", message)
+            calls.call(item.call_id, param)
+        elif item.type == OUTPUT:
+            calls.output(item.call_id, param)
 
 
 @dataclass(frozen=True, slots=True)

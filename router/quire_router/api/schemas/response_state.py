@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 
 from quire_router.api.schemas.response_items import name_in_template
 
-ENCRYPTS: Final = "encrypts"
+INCLUDES_ENCRYPTED_CONTENT: Final = "encrypts"
 """The field that says whether reasoning comes as ``encrypted_content`` too; no response has it."""
 
 
@@ -44,13 +44,13 @@ class ResponseState:
         return cls.read(fields + mark)
 
     @property
-    def encrypts(self) -> bool:
+    def includes_encrypted_content(self) -> bool:
         """Whether reasoning comes as ``encrypted_content`` too."""
-        return self.repeated.get(ENCRYPTS) is True
+        return self.repeated.get(INCLUDES_ENCRYPTED_CONTENT) is True
 
     @property
-    def summarizes(self) -> bool:
-        """Whether reasoning is told as its summary."""
+    def is_summarized(self) -> bool:
+        """Whether reasoning comes as its summary."""
         options = self.repeated.get("reasoning")
         return isinstance(options, dict) and options.get("summary") is not None
 
@@ -66,9 +66,9 @@ class ResponseState:
         }
 
     @property
-    def shown(self) -> dict[str, Any]:
+    def response_fields(self) -> dict[str, Any]:
         """The fields that the response has."""
-        return {name: value for name, value in self.repeated.items() if name != ENCRYPTS}
+        return {name: value for name, value in self.repeated.items() if name != INCLUDES_ENCRYPTED_CONTENT}
 
 
 def _json(value: object) -> str:

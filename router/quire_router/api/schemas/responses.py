@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
-from quire_proto.errors import QuireError, invalid
+from quire_proto.errors import invalid
 from quire_proto.sampling import MAX_LOGPROBS
 
 from quire_router.api.schemas.base import (
@@ -52,8 +52,9 @@ from quire_router.api.schemas.response_items import (
     name_in_template,
     to_messages,
 )
-from quire_router.api.schemas.response_state import ENCRYPTS, ResponseState
-from quire_router.core.errors import in_other_words, item_not_found
+from quire_router.api.schemas.response_state import INCLUDES_ENCRYPTED_CONTENT, ResponseState
+from quire_router.api.schemas.translation import FIELDS_OF_EXECUTION, FieldNames, TranslatedRequest, fields_of_chats
+from quire_router.core.errors import item_not_found
 from quire_router.core.generation import MAX_CONVERSATION_CHARACTERS
 
 MAX_INCLUDED = 32
@@ -168,7 +169,7 @@ class TextOptions(StrictModel):
 
 
 class ReasoningOptions(StrictModel):
-    """How hard the model thinks, where its template reads that. With a ``summary`` its reasoning is told as its own
+    """How hard the model thinks, where its template reads that. With a ``summary`` its reasoning comes as its own
     summary: many clients show only that.
     """
 
@@ -184,15 +185,8 @@ class ReasoningOptions(StrictModel):
         return (self.summary or self.generate_summary) is not None
 
 
-_CHAT = "it is a field of /v1/chat/completions"
-_NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
-    "n": (1,), "best_of": (1,), "use_beam_search": (False,), "beam_width": (0, 1), "length_penalty": (1,),
-    "early_stopping": (False,), "include_stop_str_in_output": (False,), "logprobs": (False,),
-    "skip_special_tokens": (True,), "separate_reasoning": (True,), "include_reasoning": (True,),
-}  # fmt: skip
 _UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
-    **{name: Unsupported(known.neutral, known.instead and _CHAT) for name, known in ChatRequest.unsupported.items()},
-    **{name: Unsupported(_NEUTRAL.get(name, ()), _CHAT) for name in ChatRequest.model_fields},
+    **fields_of_chats(),
     "guided_decoding_backend": Unsupported(),
     "max_completion_tokens": Unsupported((), "use max_output_tokens"),
     "max_tokens": Unsupported((), "use max_output_tokens"),
@@ -290,7 +284,6 @@ class InputBody(StrictModel):
         return choice
 
 
-_OF_CHATS = ("min_tokens", "stop", "stop_token_ids", "ignore_eos", "background", "priority", "store")
 _LABELS = ("metadata", "user", "safety_identifier", "prompt_cache_key")
 _REPEATED = (
     "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key",
@@ -301,7 +294,7 @@ _REPEATED = (
 
 class ResponsesRequest(SamplingBody, InputBody):
     """The body of ``POST /v1/responses``. Besides the fields of the Responses API it has the sampling parameters of
-    chats, and some more of theirs (``_OF_CHATS``).
+    chats, and some more of theirs (``FIELDS_OF_EXECUTION``).
     """
 
     include: Annotated[list[str], Field(max_length=MAX_INCLUDED)] | None = None
@@ -329,7 +322,15 @@ class ResponsesRequest(SamplingBody, InputBody):
             raise invalid("max_output_tokens", "max_output_tokens must be at least 1.")
         items = self.conversation(history)
         form = None if self.text is None else self.text.format
-        copied = (*SamplingBody.model_fields, *_OF_CHATS, *_LABELS, "stream", "stream_options", "parallel_tool_calls")
+        copied = (
+            *SamplingBody.model_fields,
+            *FIELDS_OF_EXECUTION,
+            *_LABELS,
+            "stop",
+            "stream",
+            "stream_options",
+            "parallel_tool_calls",
+        )
         shown = LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
         chat = ResponsesChat.from_fields(
             {
@@ -343,7 +344,7 @@ class ResponsesRequest(SamplingBody, InputBody):
         )
         stored = [item.to_json(number, request_id) for number, item in enumerate(items)]
         state = ResponseState(self._repeated(), stored if self.store is not False else None)
-        chat = chat.made_from(self, history.token_ids).storing(state)
+        chat = chat.made_from(self).continuing(history.token_ids).storing(state)
         if len(chat.conversation) > MAX_CONVERSATION_CHARACTERS:
             raise invalid("input", "The conversation is too long to be stored; it can be answered with store: false.")
         return chat
@@ -365,11 +366,15 @@ class ResponsesRequest(SamplingBody, InputBody):
                 "format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True),
                 "verbosity": "medium",
             },
-            "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
+            "tool_choice": "auto"
+            if choice is None
+            else choice
+            if isinstance(choice, str)
+            else choice.model_dump(exclude_none=True),
             "tools": [tool.repeated() for tool in self.tools or ()],
             "top_logprobs": self.top_logprobs or 0,
             "truncation": "disabled",
-            ENCRYPTS: ENCRYPTED in included,
+            INCLUDES_ENCRYPTED_CONTENT: ENCRYPTED in included,
         }
 
 
@@ -384,56 +389,39 @@ class InputTokensRequest(InputBody):
     }
 
 
-NAMES: Final[Mapping[str, str]] = {
-    "max_tokens": "max_output_tokens",
-    "messages": "input",
-    "reasoning_effort": "reasoning.effort",
-    "response_format": "text.format",
-}
-"""Fields of a chat, and what those of a Responses request are called that they are made from."""
-_NAME = re.compile(
-    r"\b(?:max_tokens|reasoning_effort|response_format)\b|"
-    r"(?:^|(?<=in ))messages\b(?!\[)|\bmessages\[\d+\](?:\.\w+)*"  # and not where it is only a word
+FIELD_NAMES: Final = FieldNames(
+    {
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+        "reasoning_effort": "reasoning.effort",
+        "response_format": "text.format",
+    },
+    pattern=re.compile(
+        r"\b(?:max_tokens|reasoning_effort|response_format)\b|"
+        r"(?:^|(?<=in ))messages\b(?!\[)|\bmessages\[\d+\](?:\.\w+)*"  # and not where it is only a word
+    ),
 )
-_TOOL_FIELD = re.compile(r"(tools\[\d+\])\.function\.(name|description|parameters|strict)")
+"""What the fields of a chat are called in the Responses request that it was made from."""
 
 
-def in_own_words(error: QuireError) -> QuireError:
-    """Returns an error about a chat as one about the Responses request that it was made from."""
-    if error.message.startswith(f"{error.param} is not supported here"):
-        return error
-    return in_other_words(error, _in_own_words(error.message), error.param and _in_own_words(error.param))
-
-
-def _in_own_words(text: str) -> str:
-    text = _NAME.sub(lambda found: NAMES[found[0].partition("[")[0]], text)
-    return _TOOL_FIELD.sub(r"\1.\2", text)
-
-
-class MadeFromResponses(StrictModel):
+class TranslatedResponses(TranslatedRequest):
     """A request that was made from one of the Responses API."""
 
-    names: ClassVar[Mapping[str, str]] = NAMES
-    _source: InputBody | None = PrivateAttr(None)
+    names: ClassVar[Mapping[str, str]] = FIELD_NAMES.names
     _token_ids: Sequence[int] = PrivateAttr(())
-
-    @property
-    def as_sent(self) -> StrictModel:
-        """See ``StrictModel``."""
-        return self._source or self
 
     @property
     def earlier_token_ids(self) -> Sequence[int]:
         """See ``TemplatedBody``."""
         return self._token_ids
 
-    def made_from(self, source: InputBody, token_ids: Sequence[int]) -> Self:
-        """Returns this request, which was made from ``source``; its conversation had these tokens before."""
-        self._source, self._token_ids = source, token_ids
+    def continuing(self, token_ids: Sequence[int]) -> Self:
+        """Returns this request, whose conversation had these tokens before."""
+        self._token_ids = token_ids
         return self
 
 
-class ResponsesChat(MadeFromResponses, ChatRequest):
+class ResponsesChat(TranslatedResponses, ChatRequest):
     """A chat whose answer is written as a response. Where only some of its tools are allowed, all are in its prompt."""
 
     _state: str = PrivateAttr("")
@@ -461,7 +449,7 @@ class ResponsesChat(MadeFromResponses, ChatRequest):
     @property
     def callable_tools(self) -> Sequence[Tool]:
         """See ``ChatRequest``."""
-        allowed = None if self._source is None else self._source.allowed
+        allowed = self._source.allowed if isinstance(self._source, InputBody) else None
         tools = super().callable_tools
         return tools if allowed is None else [tool for tool in tools if tool.function.name in allowed]
 

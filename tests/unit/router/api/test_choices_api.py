@@ -17,7 +17,7 @@ from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.text.detokenizer import REPLACEMENT
 from quire_router.api.multi_prompt import MultiPromptRunner
 from quire_router.api.request_limits import ConcurrencyLimit
-from quire_router.api.service import with_prompt_echo
+from quire_router.api.response_opener import with_prompt_echo
 from quire_router.core.generation import Delta, GenerationRequest, Usage
 
 from tests.support.scripted_api import MODEL, TOKENIZER, VOCAB_SIZE, ask, chat, completion, open_stage, text_of

@@ -8,7 +8,7 @@ from quire_proto.sampling import SamplingParams
 from quire_router.api.multi_prompt import MultiPromptRunner
 from quire_router.api.prepared_request import PreparedRequest, ResponseOptions
 from quire_router.api.request_limits import ConcurrencyLimit
-from quire_router.api.service import ResponseOpener
+from quire_router.api.response_opener import ResponseOpener
 from quire_router.core.generation import Delta, GenerationRequest, OwnedDeltaStream
 
 from tests.support.byte_tokenizer import TOKENIZER, tokens

@@ -133,7 +133,7 @@ def test_an_answer_may_break_again_and_again(output: str, cut: Cut, other: Cut) 
 @pytest.mark.parametrize("delivered", range(12))
 def test_a_text_goes_on_behind_the_characters_that_its_client_has(delivered):
     """Also where they came in two events, and come in one now."""
-    plain = prepared_for(ResponseOptions(api=Api.MESSAGES, thoughts=ReasoningPlacement.INLINE))
+    plain = prepared_for(ResponseOptions(api=Api.MESSAGES, reasoning=ReasoningPlacement.INLINE))
     encoder = MESSAGES.encoder(plain, StreamCursor.parse("1", 1), delivered)
     encoder.encode(Delta("He", [1], replayed=True))
     data = encoder.encode(Delta("llo ", [2])) + encoder.encode(Delta("world", [3]))
@@ -146,7 +146,7 @@ def test_a_text_goes_on_behind_the_characters_that_its_client_has(delivered):
 @settings(max_examples=30, deadline=None)
 def test_a_token_is_encoded_as_a_delta_of_one_token_is(output: str) -> None:
     token_ids = TOKENIZER.encode_plain(output)
-    for options in (OPTIONS, ResponseOptions(thoughts=ReasoningPlacement.INLINE, api=Api.MESSAGES)):
+    for options in (OPTIONS, ResponseOptions(reasoning=ReasoningPlacement.INLINE, api=Api.MESSAGES)):
         for ids in (False, True):
             prepared = prepared_for(options, ids=ids)
             encoders = [MESSAGES.encoder(prepared, StreamCursor(1)) for _ in range(2)]
@@ -158,7 +158,7 @@ def test_a_token_is_encoded_as_a_delta_of_one_token_is(output: str) -> None:
 
 
 def test_text_goes_into_one_block_and_an_empty_answer_has_none():
-    plain = prepared_for(ResponseOptions(api=Api.MESSAGES, thoughts=ReasoningPlacement.INLINE))
+    plain = prepared_for(ResponseOptions(api=Api.MESSAGES, reasoning=ReasoningPlacement.INLINE))
     assert whole(plain, recorded("<think>a</think>b", [], FinishReason.STOP))["content"] == [
         {"type": "text", "text": "<think>a</think>b"}
     ]
@@ -172,7 +172,7 @@ def test_text_goes_into_one_block_and_an_empty_answer_has_none():
 
 
 def test_hidden_thinking_leaves_no_block():
-    hidden = prepared_for(OPTIONS.model_copy(update={"thoughts": ReasoningPlacement.HIDDEN}))
+    hidden = prepared_for(OPTIONS.model_copy(update={"reasoning": ReasoningPlacement.HIDDEN}))
     record = recorded(f"<think>hm</think>so{CALLS[1]}", [3], FinishReason.STOP)
     assert [block["type"] for block in whole(hidden, record)["content"]] == ["text", "tool_use"]
     assert message_of(streamed(hidden, record)) == whole(hidden, record)
@@ -190,7 +190,7 @@ def test_hidden_thinking_leaves_no_block():
     ],
 )
 def test_the_stop_reason_is_that_of_the_api(output, reason, cut, expected):
-    prepared = prepared_for(OPTIONS.model_copy(update={"cut": cut}))
+    prepared = prepared_for(OPTIONS.model_copy(update={"limited_by_context": cut}))
     message = whole(prepared, recorded(output, [], reason))
     assert (message["stop_reason"], message["stop_sequence"]) == (expected, None)
 

@@ -12,7 +12,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.structured_output import Structured, StructuredKind
 from quire_router.api.auth import ANONYMOUS
 from quire_router.api.prepared_request import ReasoningPlacement, ResponseOptions
-from quire_router.api.schemas.anthropic import CountTokensRequest, MessagesRequest, in_own_words
+from quire_router.api.schemas.anthropic import FIELD_NAMES, CountTokensRequest, MessagesRequest
 from quire_router.api.schemas.base import ignored_parameters
 from quire_router.api.schemas.openai import Api, ChatRequest
 from quire_router.api.tokenize import to_tokenize, tokenize
@@ -287,7 +287,7 @@ def refused(fields: dict[str, Any], template: str = HERMES_TEMPLATE) -> QuireErr
     with pytest.raises(QuireError) as caught:
         made({**asked(), **fields}, template)
     assert caught.value.code is ErrorCode.INVALID
-    return in_own_words(caught.value)
+    return FIELD_NAMES.translate_error(caught.value)
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
@@ -312,10 +312,14 @@ CONTENT = "messages[0].content[0]"
             "messages[1].content[0].content",
             "'image' are not supported; only text is",
         ),
-        ({"messages": [assistant(call(), call()), user(text("x"))]}, "messages[0].content", "two calls of one id"),
+        (
+            {"messages": [assistant(call(), call()), user(text("x"))]},
+            "messages[0].content[1].id",
+            "another call of this message",
+        ),
         (
             {"messages": [assistant(*(call(f"t{n}") for n in range(129))), user(text("x"))]},
-            "messages[0].content",
+            "messages[0].content[128].id",
             "128",
         ),
         ({"messages": [user(text("a")), assistant(text("b"))]}, "messages", "continuing one is not supported here"),
@@ -376,7 +380,7 @@ def test_errors_about_a_chat_that_was_made_of_it_have_the_requests_own_words():
     error = refused({"tools": [TOOL], "tool_choice": {"type": "any"}}, OTHER_TEMPLATE)
     assert error.param == "tools"
     given = QuireError(ErrorCode.UNAVAILABLE, "response_format cannot be used", retry_after=3, reason="none_ready")
-    own = in_own_words(given)
+    own = FIELD_NAMES.translate_error(given)
     assert (own.code, own.message, own.param) == (given.code, "output_config.format cannot be used", None)
     assert (own.retry_after, own.reason) == (3, "none_ready")
 
@@ -384,12 +388,12 @@ def test_errors_about_a_chat_that_was_made_of_it_have_the_requests_own_words():
 def test_an_answer_may_end_where_the_models_context_does():
     tokenizer = tokenizer_with(HERMES_TEMPLATE)
     prompt = len(made(asked())[0].prompt_token_ids)
-    for asked_for, left, most, cut in ((9, 20, 9, False), (20, 20, 20, False), (32_000, 20, 20, True)):
+    for asked_for, left, most, limited in ((9, 20, 9, False), (20, 20, 20, False), (32_000, 20, 20, True)):
         validator = Validator({MODEL: tokenizer}, lambda _, left=left: Limits(prompt + left, tokenizer.vocab_size))
         request = MessagesRequest.chat_from_json(json.dumps(asked(max_tokens=asked_for)).encode())
         (generation,) = validator.generations(request, "id", ANONYMOUS)
         assert generation.params.max_tokens == most
-        assert ResponseOptions.from_request(request, most).cut is cut
+        assert ResponseOptions.from_request(request, most).limited_by_context is limited
     validator = Validator({MODEL: tokenizer}, lambda _: Limits(prompt, tokenizer.vocab_size))
     with pytest.raises(QuireError) as caught:
         validator.generations(request, "id", ANONYMOUS)
@@ -408,7 +412,7 @@ def test_the_form_of_an_answer_holds_after_reasoning():
     generation, options, _ = made(asked(**form), THINKING_TEMPLATE)
     assert "thought GAP )? answer" in generation.params.structured.text
     assert '"city"' in generation.params.structured.text
-    assert options.thoughts is not ReasoningPlacement.INLINE
+    assert options.reasoning is not ReasoningPlacement.INLINE
 
 
 TEXTS = st.text(max_size=8)

@@ -19,7 +19,7 @@ from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
 from quire_router.api.prepared_request import PreparedRequest, ReasoningPlacement, ResponseOptions
 from quire_router.api.rest.responses_format import RESPONSES
 from quire_router.api.schemas.openai import Api
-from quire_router.api.schemas.response_items import History, read_items, unsealed
+from quire_router.api.schemas.response_items import History, decode_encrypted_content, read_items
 from quire_router.api.schemas.responses import ResponsesRequest
 from quire_router.core.generation import Delta, GenerationRequest, StreamCursor, Usage
 from quire_router.journal.base import RecordedDelta
@@ -30,7 +30,7 @@ from tests.support.tool_models import THINKING_TEMPLATE, tokenizer_with
 
 TOKENIZER = tokenizer_with(THINKING_TEMPLATE)
 OPTIONS = ResponseOptions(tools=("get", "now"), api=Api.RESPONSES)
-PLAIN = ResponseOptions(api=Api.RESPONSES, thoughts=ReasoningPlacement.INLINE)
+PLAIN = ResponseOptions(api=Api.RESPONSES, reasoning=ReasoningPlacement.INLINE)
 USAGE = Usage(5, 9, 2)
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 CALLS = [
@@ -266,7 +266,7 @@ def test_reasoning_comes_as_text_as_summary_or_to_be_given_back():
     item = whole(prepared_for(request={"reasoning": {"summary": "auto"}}), record)["output"][0]
     assert (item["summary"], item["content"]) == ([{"type": "summary_text", "text": "hm, wöll"}], [])
     item = whole(prepared_for(request={"include": ["reasoning.encrypted_content"]}), record)["output"][0]
-    assert unsealed(item["encrypted_content"]) == "hm, wöll"
+    assert decode_encrypted_content(item["encrypted_content"]) == "hm, wöll"
     for without in ("content", "encrypted_content"):
         given_back = {name: value for name, value in item.items() if name != without}
         assert read_items([given_back])[0].reasoning == "hm, wöll"

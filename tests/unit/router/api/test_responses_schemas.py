@@ -9,13 +9,20 @@ from hypothesis import strategies as st
 from quire_proto.errors import QuireError
 from quire_router.api.schemas.base import ignored_parameters
 from quire_router.api.schemas.conversation import ChatMessage
-from quire_router.api.schemas.response_items import History, InputItem, read_items, sealed, to_messages, unsealed
+from quire_router.api.schemas.response_items import (
+    History,
+    InputItem,
+    decode_encrypted_content,
+    encode_encrypted_content,
+    read_items,
+    to_messages,
+)
 from quire_router.api.schemas.response_state import ResponseState
 from quire_router.api.schemas.responses import (
+    FIELD_NAMES,
     InputTokensRequest,
     ResponsesChat,
     ResponsesRequest,
-    in_own_words,
 )
 from quire_router.core.generation import MAX_CONVERSATION_CHARACTERS
 
@@ -25,7 +32,7 @@ RESULT = {"type": "function_call_output", "call_id": "c1", "output": "sunny"}
 TOOLS = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("get", "now")]
 
 
-def said(text: str, kind: str = "output_text") -> dict[str, Any]:
+def answer(text: str, kind: str = "output_text") -> dict[str, Any]:
     return {"type": "message", "role": "assistant", "content": [{"type": kind, "text": text, "annotations": []}]}
 
 
@@ -50,7 +57,7 @@ def call(call_id: str = "c1") -> dict[str, Any]:
 def refused(**fields: Any) -> tuple[str | None, str]:
     with pytest.raises(QuireError) as caught:
         chat_of(**fields)
-    error = in_own_words(caught.value)
+    error = FIELD_NAMES.translate_error(caught.value)
     return error.param, error.message
 
 
@@ -78,7 +85,15 @@ def test_instructions_come_first():
 
 def test_what_was_written_in_one_answer_is_one_message():
     other = {**CALL, "call_id": "c2"}
-    assert messages_of(thought("hm"), said("so"), CALL, other, said(" then"), RESULT, {**RESULT, "call_id": "c2"}) == [
+    assert messages_of(
+        thought("hm"),
+        answer("so"),
+        CALL,
+        other,
+        answer(" then"),
+        RESULT,
+        {**RESULT, "call_id": "c2"},
+    ) == [
         {"role": "assistant", "content": "so then", "reasoning_content": "hm", "tool_calls": [call(), call("c2")]},
         {"role": "tool", "content": "sunny", "tool_call_id": "c1"},
         {"role": "tool", "content": "sunny", "tool_call_id": "c2"},
@@ -87,9 +102,12 @@ def test_what_was_written_in_one_answer_is_one_message():
 
 def test_answers_that_follow_each_other_are_messages_of_their_own():
     one, two = {"role": "assistant", "content": "one"}, {"role": "assistant", "content": "two"}
-    assert messages_of(said("one"), said("two")) == [one, two]
-    assert messages_of(said("one"), thought("hm"), said("two")) == [one, {**two, "reasoning_content": "hm"}]
-    assert messages_of(thought("h"), thought("m"), said("one")) == [{**one, "reasoning_content": "hm"}]
+    assert messages_of(answer("one"), answer("two")) == [one, two]
+    assert messages_of(answer("one"), thought("hm"), answer("two")) == [
+        one,
+        {**two, "reasoning_content": "hm"},
+    ]
+    assert messages_of(thought("h"), thought("m"), answer("one")) == [{**one, "reasoning_content": "hm"}]
     assert messages_of(CALL, RESULT, CALL, RESULT) == [
         {"role": "assistant", "content": "", "tool_calls": [call()]},
         {"role": "tool", "content": "sunny", "tool_call_id": "c1"},
@@ -101,25 +119,25 @@ def test_answers_that_follow_each_other_are_messages_of_their_own():
     [
         (thought("hm"), "hm"),
         ({"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}, "hm"),
-        ({"type": "reasoning", "summary": [], "encrypted_content": sealed("hm")}, "hm"),
+        ({"type": "reasoning", "summary": [], "encrypted_content": encode_encrypted_content("hm")}, "hm"),
         ({"type": "reasoning", "summary": [], "content": None, "encrypted_content": "gAAAA of another server"}, ""),
         ({"type": "reasoning", "summary": [], "encrypted_content": "quire-reasoning-1.%%%"}, ""),
     ],
 )
 def test_reasoning_is_given_back_in_any_form(item, reasoning):
-    (message,) = messages_of(item, said("so"))
+    (message,) = messages_of(item, answer("so"))
     assert message.get("reasoning_content", "") == reasoning
 
 
 @given(st.text())
 @settings(max_examples=30)
 def test_sealed_reasoning_is_read_again(text: str) -> None:
-    assert unsealed(sealed(text)) == text
+    assert decode_encrypted_content(encode_encrypted_content(text)) == text
 
 
 items = st.one_of(
     st.builds(lambda text: {"role": "user", "content": text}, st.text(max_size=5)),
-    st.builds(said, st.text(max_size=5)),
+    st.builds(answer, st.text(max_size=5)),
     st.builds(thought, st.text(max_size=5)),
     st.just(CALL),
 )
@@ -209,7 +227,7 @@ def test_reasoning_effort_and_limits_go_to_the_chat():
         ({"input": [USER, {**CALL, "namespace": "n" * 100, "name": "f" * 27}]}, "input[1]", "at most 126 characters"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "assistant"),
         ({"input": [{"type": "function_call"}]}, "input[0]", "call_id"),
-        ({"input": [USER, RESULT]}, "input[1].call_id", "'c1'"),
+        ({"input": [USER, RESULT]}, "input[1].call_id", "answers no call"),
         ({"input": [USER, CALL, CALL]}, "input[2].call_id", "another call"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id", "not found"),
         ({"tools": [{"type": "mcp"}]}, "tools[0].type", "no tool runs on this server"),

@@ -17,10 +17,10 @@ from quire_router.api.auth import ANONYMOUS
 from quire_router.api.multi_prompt import MultiPromptRunner
 from quire_router.api.prepared_request import PreparedRequest, ResponseOptions
 from quire_router.api.request_limits import ConcurrencyLimit
+from quire_router.api.response_opener import Response, ResponseOpener
 from quire_router.api.rest.openai_format import CHAT, COMPLETION, DONE, ChunkEncoder
 from quire_router.api.rpc import messages
 from quire_router.api.rpc.servicer import DeltaMessages
-from quire_router.api.service import Response, ResponseOpener
 from quire_router.api.stored_requests import RequestStore
 from quire_router.core.generation import Delta, GenerationRequest, Usage, prompt_request_id
 from quire_router.journal.base import Lease
@@ -52,7 +52,7 @@ class Kind:
     echo: bool = False
     most: int = 500
     steps: tuple[int, ...] = (7, 3)
-    shape: ResponseOptions = field(default_factory=lambda: ResponseOptions(include_usage=True))
+    options: ResponseOptions = field(default_factory=lambda: ResponseOptions(include_usage=True))
     params: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -63,7 +63,12 @@ class Kind:
     def generations(self) -> tuple[GenerationRequest, ...]:
         ids = tuple(prompt_request_id("r", number) if number else "r" for number in range(self.prompts))
         params = SamplingParams(**{"seed": 7, "max_tokens": self.most, "n": len(self.outputs), **self.params})
-        common = {"operation": self.operation, "stream": True, "shape": self.shape.to_json(), "echo": self.echo}
+        common = {
+            "operation": self.operation,
+            "stream": True,
+            "response_options": self.options.to_json(),
+            "echo": self.echo,
+        }
         prompt = TOKENIZER.encode_plain("hi é")
         return tuple(
             GenerationRequest(name, "m", prompt, params, parts=ids if self.prompts > 1 and not number else (), **common)
@@ -75,12 +80,12 @@ TOOLS = ResponseOptions(include_usage=True, tools=("get",))
 KINDS = {
     "plain": Kind(("Hello wörld", "no", "")),
     "cut": Kind(("Hello wörld",), most=9),
-    "without the usage": Kind(("Hello", "no"), shape=ResponseOptions()),
+    "without the usage": Kind(("Hello", "no"), options=ResponseOptions()),
     "thoughts": Kind(("<think>\nwell, yes\n</think>\nno",)),
-    "forced call": Kind((CALL,), shape=TOOLS, params={"structured": GRAMMAR}),
-    "tools": Kind((f"so\n{CALL}\n{CALL}", "no <tool"), shape=TOOLS, steps=(20, 11)),
+    "forced call": Kind((CALL,), options=TOOLS, params={"structured": GRAMMAR}),
+    "tools": Kind((f"so\n{CALL}\n{CALL}", "no <tool"), options=TOOLS, steps=(20, 11)),
     "log-probabilities": Kind(
-        ("Hello", "no"), shape=ResponseOptions(include_usage=True, logprobs=0), params={"logprobs": 0}
+        ("Hello", "no"), options=ResponseOptions(include_usage=True, logprobs=0), params={"logprobs": 0}
     ),
     "best of": Kind(("one", "two", "six"), params={"n": 2, "best_of": 3}),
     "beams": Kind(("one", "two"), params={"beam_width": 4}),
@@ -270,7 +275,7 @@ class Router:
         self.answers = ResponseOpener(self.place.lifecycle, together, self.archive)
 
     async def first(self, read: Reader) -> list[Event]:
-        admitted = PreparedRequest(self.kind.generations, self.kind.shape, TOKENIZER, event_ids=True)
+        admitted = PreparedRequest(self.kind.generations, self.kind.options, TOKENIZER, event_ids=True)
         return await self.place.read(read(await self.answers.open(admitted, ANONYMOUS)), [*self.kind.steps])
 
     async def alone(self, generation: GenerationRequest) -> Written:

@@ -67,7 +67,7 @@ async def streamed(stage, **fields):
     return chunks, state.get_final_completion()
 
 
-def told(message):
+def parts_of(message):
     calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
     return message.content or "", calls, getattr(message, "reasoning_content", None) or ""
 
@@ -110,7 +110,7 @@ async def test_parsed_output_is_the_same_whole_streamed_and_over_grpc(case):
         chunks, completion = await streamed(stage)
         grpc = await over_grpc(stage)
     for choice in (whole.choices[0], completion.choices[0]):
-        assert told(choice.message) == expected
+        assert parts_of(choice.message) == expected
         assert choice.finish_reason == reason
     assert (whole.choices[0].message.content is None) == bool(expected[1] and not expected[0])
     assert grpc == (*expected, reason)
@@ -201,8 +201,8 @@ async def test_reasoning_can_be_hidden_or_left_in_the_content():
         fields = {"model": MODEL, "messages": ASKED["messages"]}
         hidden = await client(stage).create(**fields, extra_body={"include_reasoning": False})
         inside = await client(stage).create(**fields, extra_body={"separate_reasoning": False})
-    assert told(hidden.choices[0].message) == ("hello", [], "")
-    assert told(inside.choices[0].message) == ("<think>well</think>hello", [], "")
+    assert parts_of(hidden.choices[0].message) == ("hello", [], "")
+    assert parts_of(inside.choices[0].message) == ("<think>well</think>hello", [], "")
 
 
 async def test_log_probabilities_of_all_tokens_come_beside_calls():
@@ -531,7 +531,7 @@ async def test_reasoning_and_then_json_are_separated():
         parts = [
             chunk.choices[0].delta async for chunk in await client(stage).create(**asked, stream=True) if chunk.choices
         ]
-    assert told(answer.choices[0].message) == ('{"mood": "good"}', [], "well")
+    assert parts_of(answer.choices[0].message) == ('{"mood": "good"}', [], "well")
     assert "".join(part.content or "" for part in parts) == '{"mood": "good"}'
     assert "".join(getattr(part, "reasoning_content", None) or "" for part in parts) == "well"
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 from prometheus_client import REGISTRY
 from quire_proto.supervise import RestartSettings, SupervisedTask
-from quire_router import app
+from quire_router import background_jobs
 from quire_router.api.rpc.grpc_server import RpcServer
 from quire_router.autoscale.load_totals import LoadPublisher, LoadSettings
 from quire_router.core.retry import failing_tasks, supervise
@@ -294,7 +294,7 @@ async def test_the_load_is_published_to_autoscalers_after_a_failure() -> None:
 
 
 async def test_upkeep_continues_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "SWEEP_PERIOD", 0.001)
+    monkeypatch.setattr(background_jobs, "SWEEP_PERIOD", 0.001)
     index, swept = PrefixIndex(), []
 
     class Life:
@@ -302,7 +302,7 @@ async def test_upkeep_continues_after_a_failure(monkeypatch: pytest.MonkeyPatch)
             return 0
 
     monkeypatch.setattr(index, "sweep", failing_once(swept.append))
-    keeping = app.BackgroundJobs(Life(), index, MemoryJournal())  # type: ignore[arg-type]
+    keeping = background_jobs.BackgroundJobs(Life(), index, MemoryJournal())  # type: ignore[arg-type]
     keeping.start()
     await until(lambda: len(swept) > 1)
     await keeping.stop()

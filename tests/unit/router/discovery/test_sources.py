@@ -119,7 +119,7 @@ def test_without_the_library_for_kubernetes_what_needs_it_is_refused_and_all_els
 def test_libraries_are_loaded_only_for_what_is_used() -> None:
     script = (
         "import sys\n"
-        "from quire_router.app import Components\n"
+        "from quire_router.components import Components\n"
         "from quire_router.discovery.combined import create_discovery\n"
         "create_discovery(['host:1'], dns_period=1)\n"
         "print([name for name in ('kubernetes', 'aiohttp', 'dns') if name in sys.modules])"

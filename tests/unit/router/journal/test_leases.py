@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import pytest
 from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
-from quire_router.core.generation import MAX_PARTS, MAX_SHAPE_CHARACTERS, GenerationRequest, Usage
+from quire_router.core.generation import MAX_PARTS, MAX_RESPONSE_OPTIONS_CHARACTERS, GenerationRequest, Usage
 from quire_router.journal.base import RecordedDelta, RequestRecord
 from quire_router.journal.buffered_journal import BufferedJournal
 
@@ -297,7 +297,9 @@ async def test_orphans_are_listed_in_bounded_batches(journal: AnyJournal) -> Non
 # Bounds
 
 
-@pytest.mark.parametrize("large", [{"shape": "x" * (MAX_SHAPE_CHARACTERS + 1)}, {"parts": ("x",) * (MAX_PARTS + 1)}])
+@pytest.mark.parametrize(
+    "large", [{"response_options": "x" * (MAX_RESPONSE_OPTIONS_CHARACTERS + 1)}, {"parts": ("x",) * (MAX_PARTS + 1)}]
+)
 async def test_a_request_of_no_reasonable_size_is_not_kept(journal: AnyJournal, large: dict[str, object]) -> None:
     generation = request(**large)
     append_tokens(journal, journal.open(generation), 0, [1])
@@ -306,7 +308,7 @@ async def test_a_request_of_no_reasonable_size_is_not_kept(journal: AnyJournal, 
 
 
 async def test_a_request_of_no_reasonable_size_is_not_opened_once_either(journal: AnyJournal) -> None:
-    generation = request(shape="x" * (MAX_SHAPE_CHARACTERS + 1))
+    generation = request(response_options="x" * (MAX_RESPONSE_OPTIONS_CHARACTERS + 1))
     assert await journal.open_if_absent(generation) is not None
     await journal.flush()
     assert await journal.read(generation.request_id) is None

@@ -75,9 +75,11 @@ async def turns(work: Awaitable[T]) -> tuple[T, int]:
 
 def long(request_id: str) -> GenerationRequest:
     params = SamplingParams(seed=1, n=CHOICES, max_tokens=TOKENS, logprobs=TOP)
-    shape = ResponseOptions(logprobs=TOP, include_usage=True).to_json()
+    options = ResponseOptions(logprobs=TOP, include_usage=True).to_json()
     prompt = array("i", [1, 2, 3])
-    return GenerationRequest(request_id, MODEL, prompt, params, operation="text_completion", shape=shape, created=5.0)
+    return GenerationRequest(
+        request_id, MODEL, prompt, params, operation="text_completion", response_options=options, created=5.0
+    )
 
 
 async def write(journal: Journal, request_id: str, *, ended: bool) -> list[RecordedDelta]:

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.supervise import Backoff
 from quire_router.core import metrics
-from quire_router.core.generation import MAX_SHAPE_CHARACTERS, NO_USAGE, GenerationRequest, LoRA, Usage
+from quire_router.core.generation import MAX_RESPONSE_OPTIONS_CHARACTERS, NO_USAGE, GenerationRequest, LoRA, Usage
 from quire_router.core.usage import UsageRow, used
 from quire_router.journal.base import Lease
 from quire_router.journal.codec import JournalSettings, decode_usage
@@ -425,7 +425,7 @@ def test_what_a_router_could_not_count_another_one_counts_even_if_the_record_is_
 
 
 def test_a_request_that_is_too_large_to_be_stored_is_counted_once(router: Router) -> None:
-    lease = router.open(request_of(shape="x" * (MAX_SHAPE_CHARACTERS + 1)))
+    lease = router.open(request_of(response_options="x" * (MAX_RESPONSE_OPTIONS_CHARACTERS + 1)))
     router.journal.finish(lease, FinishReason.STOP, "", Usage(3, 2, 1))
     router.cuts += [0, 1, 2]
     router.run(router.journal.flush())

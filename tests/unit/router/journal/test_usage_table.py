@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_router.core.generation import MAX_SHAPE_CHARACTERS, NO_USAGE, GenerationRequest, LoRA, Usage
+from quire_router.core.generation import MAX_RESPONSE_OPTIONS_CHARACTERS, NO_USAGE, GenerationRequest, LoRA, Usage
 from quire_router.journal.base import Journal
 from quire_router.journal.codec import JournalSettings
 from quire_router.journal.memory import MemoryJournal
@@ -84,7 +84,7 @@ async def test_what_no_engine_had_is_not_counted_and_what_was_delivered_is(journ
 
 
 async def test_a_request_that_is_too_large_to_be_stored_is_counted(journal: Any) -> None:
-    lease = journal.open(request_of(shape="x" * (MAX_SHAPE_CHARACTERS + 1)))
+    lease = journal.open(request_of(response_options="x" * (MAX_RESPONSE_OPTIONS_CHARACTERS + 1)))
     append_tokens(journal, lease, 0, [5, 6])
     for _ in range(2):
         journal.finish(lease, FinishReason.STOP, "", Usage(3, 2, 1))

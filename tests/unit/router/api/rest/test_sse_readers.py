@@ -298,7 +298,7 @@ def reads(reader: Reader, chunks: list[bytes], expected: list[dict[str, Any]]) -
         return False
 
 
-def said(body: bytes) -> list[dict[str, Any]]:
+def json_events(body: bytes) -> list[dict[str, Any]]:
     """The events of a stream in the shortest form that there is."""
     data = [line.removeprefix(b"data: ") for line in body.split(b"\n") if line.startswith(b"data: ")]
     return [json.loads(each) for each in data if each != DONE.encode()]
@@ -327,7 +327,7 @@ def test_an_event_is_data_and_an_empty_line_and_nothing_else_comes_but_comments(
     assert all(re.fullmatch(r"data: (?:\{.*\}|\[DONE\])", each) for each in data), data
     assert bool(comments) is (engine != "steady")
     assert (data[-1] == f"data: {DONE}") is not fails
-    events = said(body)
+    events = json_events(body)
     assert text_of(events) == ("Hello " if fails else "Hello wörld")
     assert ("error" in events[-1]) is fails
     assert fails or events[-1]["usage"]["total_tokens"] > 0
@@ -342,7 +342,7 @@ def test_every_kind_of_reader_parses_a_stream_without_comments(reader: Reader, r
         assert b"\n:" not in b"\n" + body, "comments are turned off"
         for cut, chunks in cuts(body).items():
             if reader.bears_cuts or cut != "by 7 bytes":
-                assert objects(reader, chunks) == said(body), (engine, cut)
+                assert objects(reader, chunks) == json_events(body), (engine, cut)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -353,14 +353,14 @@ def test_comments_break_the_readers_that_take_every_line_for_data(reader: Reader
         bears = reader.bears_comments and (reader.bears_comments_before_errors or not fails)
         for cut, chunks in cuts(body).items():
             if reader.bears_cuts or cut != "by 7 bytes":
-                assert reads(reader, chunks, said(body)) is bears, (engine, fails, cut)
+                assert reads(reader, chunks, json_events(body)) is bears, (engine, fails, cut)
 
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("reader", READERS, ids=NAMES)
 def test_ids_are_for_readers_that_support_them(reader: Reader, route: str) -> None:
     body = recorded("steady", route, fails=False, ids=True)
-    assert reads(reader, [body], said(body)) is reader.bears_ids
+    assert reads(reader, [body], json_events(body)) is reader.bears_ids
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -369,7 +369,7 @@ def test_with_ids_a_full_reader_meets_no_event_without_data(route: str, engine: 
     body = recorded(engine, route, fails=False, ids=True)
     for chunks in cuts(body).values():
         assert [text for text in as_standard(chunks) if not text] == []
-        assert objects(Reader(as_standard), chunks) == said(body)
+        assert objects(Reader(as_standard), chunks) == json_events(body)
 
 
 @pytest.mark.parametrize("ids", [False, True], ids=["without ids", "with ids"])
@@ -419,7 +419,7 @@ async def test_a_stream_has_ids_only_where_they_are_asked_for() -> None:
         key = {"Idempotency-Key": "once"}
         assert await ids_of(key) == await ids_of(key) == expected, "also when it is answered again"
         first = await client.post(path, json=chat(stream=True))
-        read_on = await client.get(f"/v1/requests/{said(first.content)[0]['id']}/events")
+        read_on = await client.get(f"/v1/requests/{json_events(first.content)[0]['id']}/events")
         assert re.findall(r"^id: (.*)$", read_on.text, re.MULTILINE) == expected
 
 
@@ -435,7 +435,7 @@ async def test_only_an_error_of_a_stream_with_ids_has_a_retry_field(ids: bool) -
     error = QuireError(ErrorCode.UNAVAILABLE, "This router is shutting down.")
     async with open_stage(["one", error]) as stage, httpx.AsyncClient(base_url=stage.url) as client:
         answer = await client.post("/v1/completions", json=completion(stream=True, **(WITH_IDS if ids else {})))
-    assert said(answer.content)[-1]["error"]["resumable"] is True
+    assert json_events(answer.content)[-1]["error"]["resumable"] is True
     assert answer.text.count("retry: ") == 2 * ids
 
 
@@ -466,7 +466,7 @@ async def test_a_new_request_with_a_last_event_id_is_refused_with_the_address_to
         rest = await client.get(address.replace("{id}", first.headers["x-request-id"]), headers={"last-event-id": "2"})
     assert (again.status_code, again.json()["error"]["param"]) == (400, "last-event-id")
     assert ("{id}" in address) is (key is None), "with a key the address is known"
-    assert text_of(said(rest.content)) == "wörld"
+    assert text_of(json_events(rest.content)) == "wörld"
     assert (first.status_code, empty.status_code) == (200, 200)
 
 

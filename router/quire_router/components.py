@@ -1,0 +1,262 @@
+"""``Components``: the parts of a router, made from the settings and connected to each other."""
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from time import monotonic
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+from quire_proto.text.tokenizer import ModelTokenizer
+
+from quire_router.admission.fair_queue import QueueBounds
+from quire_router.admission.limits import RateLimiter
+from quire_router.admission.queue import AdmissionQueue, QueueSettings
+from quire_router.admission.redis_rate_limit import RedisRateLimiter
+from quire_router.admission.tenants_file import (
+    WATCH_PERIOD,
+    TenantsFile,
+    TenantsFileWatch,
+    read_tenants,
+)
+from quire_router.api.auth import Authenticator, OidcSettings
+from quire_router.api.fleet_feed import FleetFeed
+from quire_router.api.request_limits import BodyBudget, ConcurrencyLimit
+from quire_router.api.rest.batch_endpoints import BatchApi, BatchLines, SpareRoom
+from quire_router.api.rest.endpoints import FleetEndpoint
+from quire_router.api.rest.sse import KeepAlive
+from quire_router.api.service import ApiService
+from quire_router.autoscale.load_totals import Load, LoadPublisher, LocalLoad, RedisLoad
+from quire_router.background_jobs import BackgroundJobs
+from quire_router.batches.files import Files, FileSettings
+from quire_router.batches.worker import Batches, BatchWorker
+from quire_router.config import Settings
+from quire_router.core import metrics
+from quire_router.core.fleet_view import FleetLog
+from quire_router.core.retry import supervise
+from quire_router.discovery.combined import create_discovery
+from quire_router.engines.cache_events import CacheEvents
+from quire_router.engines.load_messages import SpeculativeBlocks
+from quire_router.engines.load_sharing import LoadSharing
+from quire_router.engines.lora_updates import LoRAUpdater
+from quire_router.engines.model_matcher import ModelIdentity
+from quire_router.engines.output_stream import ATTEMPT_FAILURES
+from quire_router.engines.pool import EnginePool
+from quire_router.engines.settings import ConnectionSettings, assumed_limits
+from quire_router.journal.buffered_journal import BufferedJournal
+from quire_router.journal.codec import JournalSettings
+from quire_router.journal.memory import MemoryJournal
+from quire_router.journal.objects import MemoryObjectStore
+from quire_router.journal.redis.redis_journal import RedisJournal
+from quire_router.journal.redis.redis_objects import RedisObjectStore
+from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
+from quire_router.journal.sqlite.sqlite_objects import SqliteObjectStore
+from quire_router.placement.placer import Placer
+from quire_router.placement.policies import PlacementSettings
+from quire_router.placement.prefix_index import PrefixIndex
+from quire_router.requests.dispatch import Dispatcher
+from quire_router.requests.runner import RequestRunner
+
+if TYPE_CHECKING:
+    from quire_router.api.oidc import OidcVerifier
+
+
+class Components:
+    """Everything of a router but its ports. Raises ``ValueError`` for settings that cannot be used."""
+
+    def __init__(self, settings: Settings, tokenizers: Mapping[str, ModelTokenizer]) -> None:
+        metrics.init_series(settings.models, ATTEMPT_FAILURES)
+        tenants = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
+        self.index = PrefixIndex()
+        self.fleet = EnginePool(
+            create_discovery(settings.engine, dns_period=settings.engine_dns_period),
+            settings.models,
+            _connection_settings(settings),
+            assumed=assumed_limits(settings.models),
+            vocabularies={
+                name: ModelIdentity.of(folder, tokenizers[name].vocabulary_digest)
+                for name, folder in settings.models.items()
+            },
+            tokenizers=tokenizers,
+        )
+        self.fleet.on_kv_event = CacheEvents(self.index, self.fleet.table)
+        self.queue = AdmissionQueue(settings.models, self.fleet, tenants.tenants, _queue_settings(settings))
+        self.fleet.on_capacity = self.queue.notify_capacity
+        redis = settings.redis
+        # One membership: the owner of leases in the journal, and the sender of load to routers and autoscalers.
+        router_id = uuid4().hex
+        self.journal = _journal(settings, router_id)
+        self.shared_limiter = None if redis is None else RedisRateLimiter(redis)
+        self.speculative_blocks = SpeculativeBlocks(self.fleet.table, self.index)
+        self.speculative_blocks.on_remote = self.fleet.expect_cached
+        self.load_sharing = (
+            None
+            if redis is None
+            else LoadSharing(redis, self.fleet.ledger, self.speculative_blocks, router_id=router_id)
+        )
+        self._tenants = tenants.tenants
+        self.tokens = None if settings.oidc is None else _token_verifier(settings.oidc)
+        limits = RateLimiter(tenants.tenants, self.shared_limiter)
+        self._fleet_log = FleetLog()
+        self.runner = self._create_runner(settings, tokenizers, limits)
+        self.feed = FleetFeed(
+            self.fleet,
+            self.runner,
+            self.queue,
+            self._fleet_log,
+            models=settings.models,
+            policy=settings.placement_policy,
+        )
+        self._allow_fleet = settings.allow_fleet
+        self._tenants_file = None if settings.tenants is None else TenantsFileWatch(settings.tenants, tenants)
+        self.lora_updater = LoRAUpdater(self.fleet, list(tokenizers)) if settings.allow_lora_updates else None
+        self.service = ApiService(
+            tokenizers,
+            self.fleet,
+            self.runner,
+            Authenticator((key.get_secret_value() for key in settings.api_key), tenants, self.tokens),
+            ConcurrencyLimit(settings.max_concurrent_requests),
+            allow_priority=settings.allow_priority,
+            refuse_unknown=settings.unknown_parameters == "refuse",
+            request_timeout=settings.request_timeout,
+            durable=self.journal.is_durable,
+            tenant_limits=limits,
+            bodies=BodyBudget(settings.max_inflight_body_bytes),
+            responses_retention=settings.responses_retention,
+            read_usage=self.journal.usage,
+        )
+        self.queue.on_queued = self.service.bodies.release_queued
+        local = LocalLoad(settings.models, self.runner.load)
+        self.load: Load = local if redis is None else RedisLoad(redis, settings.models)
+        self._load_publisher = None if redis is None else LoadPublisher(redis, local.now, router_id=router_id)
+        self._background_jobs = BackgroundJobs(self.runner, self.index, self.journal)
+        self._objects = _object_store(settings, self.journal)
+        files = Files(
+            self._objects,
+            FileSettings(settings.max_file_bytes, settings.max_tenant_file_bytes, settings.file_retention),
+        )
+        batches = Batches(self._objects, files)
+        self._spare_room = SpareRoom(self.fleet, self.queue.waiting)
+        self.fleet.on_capacity = self._notify_capacity
+        lines = BatchLines(self.service, tenants.tenants, self._spare_room)
+        worker = BatchWorker(batches, lines, owner=router_id, max_line_bytes=settings.max_body_bytes)
+        self.batches = BatchApi(batches, worker)
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        """Begins to connect to engines and to Redis, and never waits for them; ``stack`` closes what was started."""
+        stack.callback(self.service.close)
+        stack.push_async_callback(supervise("keys", self._keep_keys).stop)
+        if self.tokens is not None:
+            stack.push_async_callback(supervise("issuer", self.tokens.run).stop)
+        stack.push_async_callback(self.journal.close)
+        if self.shared_limiter is not None:
+            stack.push_async_callback(self.shared_limiter.close)
+        if self.load_sharing is not None:
+            stack.push_async_callback(self.load_sharing.close)
+            self.load_sharing.start()
+        if self._load_publisher is not None:
+            stack.push_async_callback(self._load_publisher.close)
+            self.runner.on_load_changed(self._load_publisher.changed)
+            self._load_publisher.start()
+        stack.push_async_callback(self.load.close)
+        stack.push_async_callback(self.fleet.close)
+        await self.fleet.start()
+        if self.lora_updater is not None:
+            self.lora_updater.start()
+            stack.push_async_callback(self.lora_updater.close)
+        stack.push_async_callback(self._objects.close)
+        stack.push_async_callback(supervise("batches", self.batches.worker.run).stop)
+        stack.push_async_callback(self._background_jobs.stop)
+        self._background_jobs.start()
+
+    def _notify_capacity(self) -> None:
+        """Requests that wait come before lines of batches."""
+        self.queue.notify_capacity()
+        self._spare_room.notify_capacity()
+
+    async def _keep_keys(self) -> None:
+        """Derives callers' identities, again whenever the tenants' file was replaced."""
+        await self.service.keys.prepare()
+        while self._tenants_file is not None:
+            await asyncio.sleep(WATCH_PERIOD)
+            if (file := await self._tenants_file.look()) is not None:
+                self._tenants.replace_all(file.tenants)
+                self.service.keys.replace(file)
+                await self.service.keys.prepare()
+
+    def fleet_endpoint(self, keepalive: KeepAlive) -> FleetEndpoint:
+        """Returns the handler of the fleet's stream."""
+        return FleetEndpoint(self.feed, self.service.keys, keepalive, for_all=self._allow_fleet)
+
+    def _create_runner(
+        self, settings: Settings, tokenizers: Mapping[str, ModelTokenizer], limits: RateLimiter
+    ) -> RequestRunner:
+        placement = PlacementSettings(policy=settings.placement_policy, max_affinity_wait=settings.max_affinity_wait)
+        placer = Placer(self.fleet.table, self.index, placement, self.fleet.namespace, monotonic)
+        placer.lora_columns = self.fleet.lora_columns
+        if self.load_sharing is not None:
+            placer.on_speculative_blocks = self.speculative_blocks.add
+        dispatcher = Dispatcher(
+            self.fleet,
+            placer,
+            self.queue,
+            policy=settings.placement_policy,
+            hold_timeout=settings.hold_timeout,
+            explain=settings.debug_route,
+            fleet_log=self._fleet_log,
+        )
+        return RequestRunner(
+            self.fleet,
+            placer,
+            dispatcher,
+            self.journal,
+            tokenizers,
+            limits=limits,
+            request_timeout=settings.request_timeout,
+            max_background=settings.max_concurrent_requests,
+            expose_route=settings.debug_route,
+            fleet_log=self._fleet_log,
+        )
+
+
+def _token_verifier(settings: OidcSettings) -> "OidcVerifier":
+    from quire_router.api.oidc import OidcVerifier  # imports an HTTP client and cryptography, which take 20 MiB
+
+    return OidcVerifier(settings)
+
+
+def _connection_settings(settings: Settings) -> ConnectionSettings:
+    key = None if settings.engine_api_key is None else settings.engine_api_key.get_secret_value()
+    return ConnectionSettings(slow_client_timeout=settings.slow_client_timeout, tls=settings.engine_tls, api_key=key)
+
+
+def _queue_settings(settings: Settings) -> QueueSettings:
+    return QueueSettings(
+        hold_timeout=settings.hold_timeout,
+        max_seconds=max(settings.max_queue_seconds, settings.hold_timeout),
+        bounds=QueueBounds(max_requests=settings.max_queued_requests, max_bytes=settings.max_queued_bytes),
+    )
+
+
+def _journal(settings: Settings, router_id: str) -> BufferedJournal | MemoryJournal:
+    """Raises ``JournalFileError``."""
+    times = JournalSettings(retention=settings.retention, usage_retention=settings.usage_retention)
+    journal: BufferedJournal
+    if settings.redis is not None:
+        journal = RedisJournal(settings.redis, owner=router_id, settings=times)
+    elif settings.journal_file is not None:
+        most = settings.journal_max_bytes
+        journal = SqliteJournal(settings.journal_file, owner=router_id, settings=times, max_bytes=most)
+    else:
+        return MemoryJournal(retention=settings.retention)
+    journal.start()
+    return journal
+
+
+def _object_store(
+    settings: Settings, journal: BufferedJournal | MemoryJournal
+) -> RedisObjectStore | SqliteObjectStore | MemoryObjectStore:
+    """Returns where files and batches are kept: in the journal's place."""
+    if settings.redis is not None:
+        return RedisObjectStore(settings.redis)
+    return journal.objects if isinstance(journal, SqliteJournal) else MemoryObjectStore()
