@@ -63,7 +63,7 @@ def message_of(events: Iterable[Event]) -> dict[str, Any]:
         elif kind == "message_delta":
             assert opened is None
             message |= data["delta"]
-            message["usage"] = data["usage"]
+            message["usage"] |= data["usage"]
         else:
             assert kind == "message_stop", data
             assert message["stop_reason"] is not None

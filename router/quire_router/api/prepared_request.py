@@ -270,11 +270,11 @@ def apply_options(
 
 
 def _digest(first: GenerationRequest, prepared: PreparedRequest, request: GenerationBody) -> str:
-    """Returns a digest of all that makes responses differ, and not of how they are sent. Parameters that the client
-    left out do not count: their defaults may follow from the engines, which change.
+    """Returns a digest of all that makes responses or what is kept of them differ, and not of how they are sent.
+    Parameters that the client left out do not count: their defaults may follow from the engines, which change.
     """
     digest = blake2b(digest_size=16, person=b"quire digest")
-    unlike = {"include_usage": False, "continuous_usage": False, "api": Api.OPENAI}
+    unlike = {"include_usage": False, "continuous_usage": False}
     response_options = prepared.response_options.model_copy(update=unlike).to_json()
     params = sampling_to_proto(first.params)
     if request.seed is None:
@@ -284,7 +284,11 @@ def _digest(first: GenerationRequest, prepared: PreparedRequest, request: Genera
     flags = (first.include_stop, first.skip_special_tokens, first.echo, first.background, request.seed is not None)
     words = (first.model_name, first.operation, first.stop, first.priority, flags, response_options)
     prompts = "[" + ", ".join(_list_repr(generation.prompt_token_ids) for generation in prepared.generations) + "]"
-    for part in (repr(words).encode(), params.SerializeToString(deterministic=True), prompts.encode()):
+    parts = [repr(words).encode(), params.SerializeToString(deterministic=True), prompts.encode()]
+    kept = (request.store is False, sorted((request.metadata or {}).items()))
+    if any(kept) or first.conversation:
+        parts += [repr(kept).encode(), first.conversation.encode("utf-8", "surrogatepass")]
+    for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
 

@@ -108,17 +108,12 @@ class ResponseOpener:
         """Returns the first request's response, in the form and within the time that the second asks for."""
         stored = await self._store.wait_written(stored, caller)
         first = {record.generation.request_id: record.generation for record in stored.records}
-        generations = tuple(_in_its_form(each, first.get(each.request_id, each)) for each in prepared.generations)
+        generations = tuple(first.get(each.request_id, each) for each in prepared.generations)
         again = replace(prepared, generations=generations)
         deltas = await self._prompts.replay(generations, stored.records, prepared.first.deadline)
         answer = _response(again, deltas, StreamCursor(again.num_choices))
         answer.replayed = True
         return answer
-
-
-def _in_its_form(repeated: GenerationRequest, first: GenerationRequest) -> GenerationRequest:
-    """Returns the first request of a key with what the API of the one that repeats it needs, where that is another."""
-    return first if first.conversation else replace(first, conversation=repeated.conversation)
 
 
 def started_choices(cursor: StreamCursor, choices: int) -> Container[int]:

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from secrets import randbits
 from typing import TypeVar
 
@@ -28,6 +29,7 @@ from quire_router.api.schemas.openai import (
 )
 from quire_router.api.schemas.pooling import EmbeddingRequest, PoolingBody
 from quire_router.api.tools_and_reasoning import drop_unsupported_by_template, structured_of, template_options
+from quire_router.api.truncation import encode_truncated
 from quire_router.core.errors import model_not_ready, unknown_model
 from quire_router.core.generation import GenerationRequest, LoRA, prompt_request_id
 from quire_router.engines.settings import ServedLoRA, ServedModelLimits
@@ -186,14 +188,19 @@ def _conversation(
 ) -> tuple[list[Sequence[int]], int]:
     tools = [tool.to_template() for tool in request.offered_tools]
     options = template_options(request.chat_template_kwargs, request.reasoning_effort, tokenizer)
+    encode = partial(
+        tokenizer.encode_chat,
+        limit=limits.max_model_len,
+        tools=tools,
+        options=options,
+        earlier=request.earlier_token_ids,
+    )
+    messages = to_template_messages(request.messages)
     with _naming_prompt("messages"):
-        prompt = tokenizer.encode_chat(
-            to_template_messages(request.messages),
-            limits.max_model_len,
-            tools=tools,
-            options=options,
-            earlier=request.earlier_token_ids,
-        )
+        if request.drops_earliest_messages:
+            prompt = encode_truncated(messages, encode, limits.max_model_len, request.output_limit)
+        else:
+            prompt = encode(messages)
     rest = max(1, limits.max_model_len - len(prompt))
     return [array("i", prompt)], _output_limit(request, "messages", len(prompt), rest, limits)
 

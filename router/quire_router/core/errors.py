@@ -436,6 +436,18 @@ def item_not_found(param: str, item_id: str) -> QuireError:
     return QuireError(ErrorCode.NOT_FOUND, message, param=param, reason="item_not_found")
 
 
+def conversation_not_found(conversation_id: str) -> QuireError:
+    """A conversation is not stored, or is another tenant's. In OpenAI's words."""
+    message = f"Conversation with id {conversation_id[:128]!r} not found."
+    return QuireError(ErrorCode.NOT_FOUND, message, param="conversation_id")
+
+
+def conversation_locked(conversation_id: str) -> QuireError:
+    """A response of the conversation does not end soon, or others change it all the time."""
+    message = f"Another request works on the conversation {conversation_id[:128]!r}: try again in a few seconds."
+    return QuireError(ErrorCode.INVALID, message, param="conversation", reason="conversation_locked")
+
+
 def key_conflict() -> QuireError:
     """The idempotency key belongs to a request with another body."""
     message = "This idempotency key came with another request before."

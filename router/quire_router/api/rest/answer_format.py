@@ -6,7 +6,7 @@ its answer again writes the same. How answers are sent is in ``sse``, whatever t
 import math
 from typing import Protocol
 
-from quire_proto.errors import QuireError
+from quire_proto.errors import ErrorCode, QuireError
 
 from quire_router.api.prepared_request import PreparedRequest
 from quire_router.api.rest.http import Header, HttpError
@@ -102,6 +102,8 @@ def error_headers(error: QuireError) -> list[Header]:
         headers.append((b"retry-after", str(math.ceil(error.retry_after)).encode()))
     if error.reason is not None:
         headers.append((b"x-quire-reason", error.reason.encode("ascii")))
+    if error.code is ErrorCode.CONFLICT:  # the clients of OpenAI and Anthropic would send it twice more
+        headers.append((b"x-should-retry", b"false"))
     if error.status.http == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     return headers

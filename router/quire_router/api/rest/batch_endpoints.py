@@ -32,7 +32,7 @@ from quire_router.api.rest.http import (
 from quire_router.api.rest.multipart import Field as FormField
 from quire_router.api.rest.multipart import MultipartParser, malformed
 from quire_router.api.rest.openai_format import CHAT, COMPLETION
-from quire_router.api.rest.responses_endpoints import prepare_response
+from quire_router.api.rest.response_history import prepare_response
 from quire_router.api.rest.responses_format import RESPONSES
 from quire_router.api.rest.sse import collect
 from quire_router.api.schemas.base import StrictModel

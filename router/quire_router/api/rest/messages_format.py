@@ -195,7 +195,14 @@ def _error_fields(kind: str, message: str, code: str, param: str | None, request
 def message_object(prepared: PreparedRequest) -> dict[str, Any]:
     """Returns a message without its content, its end and its usage."""
     first = prepared.first
-    return {"id": f"msg_{first.request_id}", "type": "message", "role": "assistant", "model": first.model_name}
+    known = {"id": f"msg_{first.request_id}", "type": "message", "role": "assistant", "model": first.model_name}
+    return {**known, "container": None}
+
+
+def message_usage(usage: Usage) -> dict[str, Any]:
+    """Returns the ``usage`` of a message: that of its end, and what only other servers have."""
+    written = {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0}
+    return {**usage_object(usage), "cache_creation": written, "server_tool_use": None, "service_tier": "standard"}
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -235,7 +242,7 @@ class _Reader:
             reason = _TOOL_USE if calls else "end_turn"
         elif delta.finish_reason is FinishReason.LENGTH:
             reason = "model_context_window_exceeded" if self._limited_by_context else "max_tokens"
-        self.stop_fields = {"stop_reason": reason, "stop_sequence": delta.stop_string}
+        self.stop_fields = {"stop_reason": reason, "stop_sequence": delta.stop_string, "stop_details": None}
 
 
 class MessageEncoder:
@@ -260,8 +267,8 @@ class MessageEncoder:
         if self._cursor.started(0):
             return b""
         self._cursor.open(0)
-        usage = usage_object(Usage(len(self._prepared.first.prompt_token_ids), 0))
-        unknown: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        usage = message_usage(Usage(len(self._prepared.first.prompt_token_ids), 0))
+        unknown: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "stop_details": None}
         message = {**message_object(self._prepared), **unknown, "usage": usage}
         return self._with_id(event({"type": "message_start", "message": message}), str(self._cursor))
 
@@ -339,8 +346,8 @@ class MessageBuilder:
         if self._reader.stop_fields is None:
             raise internal()
         content = {"content": [*self._content()]}
-        fields = {**message_object(self._prepared), **content, **self._reader.stop_fields, "usage": usage_object(usage)}
-        return to_json(fields)
+        message = {**message_object(self._prepared), **content, **self._reader.stop_fields}
+        return to_json({**message, "usage": message_usage(usage)})
 
     def _content(self) -> Iterator[dict[str, Any]]:
         calls = 0

@@ -204,6 +204,12 @@ class Answer:
         status = statuses.get(self._reason, COMPLETED)
         return status, self.json(status, usage)
 
+    def failed_json(self, error: QuireError) -> str:
+        """Returns the response that ended with an error. The item that was written is in it as far as it came."""
+        for _ in self.writer.close(INCOMPLETE):
+            pass
+        return self.json("failed", None, error)
+
     def _reasoning_tokens(self) -> int:
         """Returns how many tokens the reasoning has, with its marks: those up to its end, wherever that was split."""
         kinds = {item.kind for item in self.writer.items}
@@ -317,13 +323,9 @@ class ResponseEncoder:
         return self._encode([ResponseEvent(writer.head, text, ())])
 
     def failed(self, error: QuireError) -> bytes:
-        """Returns the event of a response that ends with an error, behind that of the error. The item that was written
-        is in it as far as it came.
-        """
+        """Returns the event of a response that ends with an error, behind that of the error."""
         self.position += 1
-        for _ in self._answer.writer.close(INCOMPLETE):
-            pass
-        return self._encode([_with_response("response.failed", self._answer.json("failed", None, error))])
+        return self._encode([_with_response("response.failed", self._answer.failed_json(error))])
 
     def _encode(self, events: Sequence[ResponseEvent]) -> bytes:
         """Encodes what the client has not had."""

@@ -19,6 +19,7 @@ from quire_router.api.schemas.base import (
     StopSequences,
     StopTokenIds,
     StrictModel,
+    ToolOutput,
     Unsupported,
     unsupported_part,
 )
@@ -82,7 +83,7 @@ class Block(LenientModel):
     name: Name | None = None
     input: dict[str, Any] | None = None
     tool_use_id: CallId | None = None
-    content: Content | None = None
+    content: ToolOutput | None = None
     is_error: bool | None = None
 
     @model_validator(mode="after")
@@ -215,12 +216,14 @@ class ToolUseChoice(StrictModel):
 
 
 class Thinking(StrictModel):
-    """Whether the model thinks before it answers: ``adaptive`` leaves that to its template, as no ``thinking`` does."""
+    """Whether the model thinks before it answers: ``adaptive`` leaves that to its template, as no ``thinking`` does.
+    Of the words of ``display`` only ``omitted`` changes anything.
+    """
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {"budget_tokens": Unsupported()}
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {"block_binding": Unsupported(), "budget_tokens": Unsupported()}
 
     type: Literal["enabled", "disabled", "adaptive"]
-    display: Literal["summarized", "omitted"] | None = None
+    display: Label = None
 
 
 class OutputFormat(StrictModel):
@@ -270,7 +273,6 @@ _UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
     "fallbacks": Unsupported(([],)),
     "inference_geo": Unsupported(),
     "mcp_servers": Unsupported(([],), "call them yourself, and offer what they have as tools"),
-    "output_format": Unsupported((), "use output_config.format"),
     "service_tier": Unsupported(("auto", "standard_only")),
     "speed": Unsupported(("standard",)),
     "thread": Unsupported((), "send the whole conversation in messages"),
@@ -291,6 +293,7 @@ class ConversationBody(StrictModel):
     tool_choice: ToolUseChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the former name of output_config.format
     cache_control: Any = None
 
     @model_validator(mode="after")
@@ -357,7 +360,7 @@ class MessagesRequest(SamplingBody, ConversationBody):
         return chat.made_from(self)
 
     def _response_format(self) -> ResponseFormat | None:
-        form = None if self.output_config is None else self.output_config.format
+        form = self.output_format if self.output_config is None else self.output_config.format or self.output_format
         if form is None:
             return None
         schema = NamedSchema.model_validate({"name": "output", "schema": form.schema_})

@@ -92,6 +92,11 @@ class StrictModel(BaseModel):
     names: ClassVar[Mapping[str, str]] = {}
 
     @property
+    def is_ignored(self) -> bool:
+        """Whether all of it changes nothing."""
+        return False
+
+    @property
     def as_sent(self) -> "StrictModel":
         """The request as the client sent it, where this one was made from it."""
         return self
@@ -121,6 +126,9 @@ def ignored_parameters(request: StrictModel) -> Iterator[tuple[str, bool]]:
     that only its value is not followed. Leaves out nulls.
     """
     for owner, prefix in _objects(request.as_sent):
+        if owner.is_ignored:
+            yield prefix.removesuffix("."), True
+            continue
         known = owner.unsupported
         for name, value in (owner.model_extra or {}).items():
             if value is not None and not (name in known and known[name].is_neutral(value)):
@@ -212,6 +220,8 @@ MAX_PROMPTS = 128
 MAX_INPUTS = 2048  # of prompts that are pooled, as OpenAI has it
 _MAX_ABS = 2**64
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+OMITTED_PART = "[{} omitted: this model reads text only]"
+"""What stands in a prompt for a part of a tool's output that is no text; in it the type of the part."""
 _TOKEN_ID = re.compile("0|-?[1-9][0-9]{0,9}")  # one way to write each, so that none comes twice
 
 
@@ -298,6 +308,27 @@ def _text_part(part: object) -> str:
     return str(part[field])
 
 
+def _tool_output(value: object) -> object:
+    """Returns the output of a tool as text. What is no text, such as an image that it read, is replaced by words: its
+    client did not choose it, and would send it again with each turn of the conversation.
+    """
+    return "".join(map(_tool_output_part, value)) if isinstance(value, list) else value
+
+
+def _tool_output_part(part: object) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or not isinstance(kind, str) or kind in _TEXT_PARTS:
+        return _text_part(part)
+    if kind == "search_result":  # Anthropic's: texts under a title
+        texts = part.get("content")
+        head = [part[name] for name in ("title", "source") if isinstance(part.get(name), str)]
+        return "\n".join([*head, str(_tool_output(texts))] if isinstance(texts, list) else head)
+    source = part.get("source")
+    if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+        return str(source.get("data", ""))
+    return OMITTED_PART.format(_UNPRINTABLE.sub("?", kind[:32]))
+
+
 def unsupported_part(kind: str) -> ValueError:
     """Returns the error of a part that is no text."""
     return ValueError(f"parts of type {kind[:32]!r} are not supported; only text is")
@@ -336,6 +367,7 @@ Metadata = Annotated[
 Stops = Annotated[list[str], PlainValidator(_stop)]
 StopSequences = Annotated[list[str], PlainValidator(_stop_sequences)]
 Content = Annotated[str, BeforeValidator(_content)]
+ToolOutput = Annotated[str, BeforeValidator(_tool_output)]
 LogitBias = Annotated[dict[int, float], PlainValidator(_logit_bias)]
 BadWords = Annotated[
     list[str | list[int]],

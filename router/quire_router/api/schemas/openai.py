@@ -342,6 +342,11 @@ class GenerationBody(SamplingBody, StructuredBody):
         return False
 
     @property
+    def drops_earliest_messages(self) -> bool:
+        """Whether the earliest messages are dropped where the conversation is longer than the model's context."""
+        return False
+
+    @property
     def continuous_usage(self) -> bool:
         """Whether each chunk of a stream has the usage so far. As in vLLM that needs the usage at the end, too."""
         options = self.stream_options

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from quire_router.api.schemas.base import Content, LenientModel
+from quire_router.api.schemas.base import Content, LenientModel, ToolOutput
 from quire_router.api.schemas.conversation import (
     MAX_NAME_CHARACTERS,
     CallChecker,
@@ -71,7 +71,7 @@ class InputItem(LenientModel):
     name: Name | None = None
     namespace: Name | None = None
     arguments: Annotated[str, BeforeValidator(arguments_text)] = ""
-    output: Content | None = None
+    output: ToolOutput | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -104,9 +104,9 @@ class InputItem(LenientModel):
         """Its characters, about."""
         return len(self.content or self.reasoning) + len(self.arguments) + len(self.output or "") + 64
 
-    def to_json(self, number: int, request_id: str) -> dict[str, Any]:
-        """Returns it as a response lists it; an id of its own follows from the request's where it has none."""
-        known: dict[str, Any] = {"id": self.id or f"{_PREFIXES[self.type]}_{request_id}_in{number}", "type": self.type}
+    def to_json(self, item_id: str) -> dict[str, Any]:
+        """Returns it as a response lists it."""
+        known: dict[str, Any] = {"id": item_id, "type": self.type}
         if self.type == MESSAGE:
             kind = "output_text" if self.role == "assistant" else "input_text"
             part: dict[str, Any] = {"type": kind, "text": self.content}
@@ -123,6 +123,20 @@ class InputItem(LenientModel):
 
 
 _PREFIXES: Final = {MESSAGE: "msg", REASONING: "rs", CALL: "fc", OUTPUT: "fco"}
+
+
+def list_items(items: Sequence[InputItem], request_id: str) -> list[dict[str, Any]]:
+    """Returns the items of a request as its response lists them, each with an id of its own: the client's, unless an
+    item before has that, or else one that follows from the request's.
+    """
+    taken: set[str] = set()
+    listed = []
+    for number, item in enumerate(items):
+        own = f"{_PREFIXES[item.type]}_{request_id}_in{number}"
+        item_id = own if item.id is None or item.id in taken else item.id
+        taken.add(item_id)
+        listed.append(item.to_json(item_id))
+    return listed
 
 
 def name_in_template(namespace: str | None, name: str) -> str:

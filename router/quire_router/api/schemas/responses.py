@@ -49,6 +49,7 @@ from quire_router.api.schemas.response_items import (
     InputItem,
     ItemId,
     check_conversation,
+    list_items,
     name_in_template,
     to_messages,
 )
@@ -61,18 +62,25 @@ MAX_INCLUDED = 32
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 
 
+_WEB_SEARCH = re.compile(r"web_search(?:_preview)?(?:_\d{4}_\d{2}_\d{2})?", re.ASCII)
+_RUN_BY_CLIENTS = ("apply_patch", "custom", "local_shell", "shell")
+
+
 def _tool_type(kind: str) -> str:
-    if kind not in ("function", "namespace"):
-        raise ValueError(
-            f"tools of type {kind[:32]!r} are not supported: no tool runs on this server; describe it as a function, "
-            "and run it where the client is"
-        )
-    return kind
+    if kind in ("function", "namespace") or _WEB_SEARCH.fullmatch(kind):
+        return kind
+    if kind in _RUN_BY_CLIENTS:
+        raise ValueError(f"tools of type {kind!r} are not supported: describe it as a function")
+    raise ValueError(
+        f"tools of type {kind[:32]!r} are not supported: no tool runs on this server; describe it as a function, "
+        "and run it where the client is"
+    )
 
 
 class FunctionTool(StrictModel):
     """A function that the client runs; ``parameters`` is a JSON Schema of an object. Or a ``namespace`` of some.
-    Templates have none, so that its name stands before those of its ``tools`` there.
+    Templates have none, so that its name stands before those of its ``tools`` there. Or a search of the web, which
+    agents offer without being asked to: it is ignored.
     """
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
@@ -83,7 +91,7 @@ class FunctionTool(StrictModel):
     }
 
     type: Annotated[str, AfterValidator(_tool_type)]
-    name: Name
+    name: Name | None = None
     description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARACTERS)] | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -91,21 +99,35 @@ class FunctionTool(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.is_ignored:
+            return self
+        if self.name is None:
+            raise ValueError(f"a tool of type {self.type} has the field name, which is missing")
         if (self.type == "namespace") != (self.tools is not None):
             raise ValueError("tools and the type namespace go together")
         for tool in self.tools or ():
-            if tool.tools is not None:
-                raise ValueError("a namespace holds functions, and no other namespace")
-            name_in_template(self.name, tool.name)
+            if tool.type != "function":
+                raise ValueError("a namespace holds functions alone")
+            name_in_template(self.name, tool.name or "")
         return self
 
-    def to_chat(self, namespace: str | None = None) -> Iterator[Tool]:
-        """Yields the tools of a chat."""
+    @property
+    def is_ignored(self) -> bool:
+        """See ``StrictModel``."""
+        return self.type not in ("function", "namespace")
+
+    def functions(self) -> Iterator[tuple[str | None, "FunctionTool"]]:
+        """Yields the functions in it, with the namespace of each: itself, where it is one."""
         for tool in self.tools or ():
-            yield from tool.to_chat(self.name)
-        if self.tools is None:
-            name = name_in_template(namespace, self.name)
-            function = Function(name=name, description=self.description, parameters=self.parameters, strict=self.strict)
+            yield self.name, tool
+        if self.type == "function":
+            yield None, self
+
+    def to_chat(self) -> Iterator[Tool]:
+        """Yields the tools of a chat."""
+        for namespace, tool in self.functions():
+            name = name_in_template(namespace, tool.name or "")
+            function = Function(name=name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
             yield Tool(type="function", function=function)
 
     def repeated(self) -> dict[str, Any]:
@@ -117,10 +139,28 @@ class FunctionTool(StrictModel):
 
 
 class NamedFunction(StrictModel):
-    """One function among the tools."""
+    """One function among the tools, of a ``namespace`` if it is in one; without it of any."""
 
     type: Literal["function"]
     name: Name
+    namespace: Name | None = None
+
+    def matches(self, namespace: str | None, name: str) -> bool:
+        """Whether it is the function of this name in a namespace."""
+        if self.namespace is not None and self.namespace != namespace:
+            return False
+        return self.name in (name, name_in_template(namespace, name))
+
+
+class NamedNamespace(StrictModel):
+    """All functions of a namespace."""
+
+    type: Literal["namespace"]
+    name: Name
+
+    def matches(self, namespace: str | None, _name: str) -> bool:
+        """Whether a function is in it."""
+        return namespace == self.name
 
 
 class AllowedTools(StrictModel):
@@ -128,7 +168,7 @@ class AllowedTools(StrictModel):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+    tools: Annotated[list[NamedFunction | NamedNamespace], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 ChoiceOfTools = Annotated[
@@ -136,7 +176,7 @@ ChoiceOfTools = Annotated[
     Parsed(
         Literal["none", "auto", "required"] | NamedFunction | AllowedTools,
         'it must be "none", "auto", "required", {"type": "function", "name": ...} '
-        'or {"type": "allowed_tools", "mode": ..., "tools": [{"type": "function", "name": ...}]}',
+        'or {"type": "allowed_tools", "mode": ..., "tools": [...]}, of functions and namespaces',
     ),
 ]
 
@@ -204,7 +244,6 @@ _UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
     "prompt_cache_options": Unsupported(),
     "prompt_cache_retention": Unsupported(),
     "service_tier": Unsupported(("auto", "default")),
-    "truncation": Unsupported(("disabled",)),
 }
 
 
@@ -267,20 +306,30 @@ class InputBody(StrictModel):
 
     @property
     def allowed(self) -> frozenset[str] | None:
-        """The names of the tools that may be called; None for all."""
+        """The names in the template of the tools that may be called; None for all."""
         choice = self.tool_choice
-        return frozenset(tool.name for tool in choice.tools) if isinstance(choice, AllowedTools) else None
+        if not isinstance(choice, AllowedTools):
+            return None
+        return frozenset(name for each in choice.tools for name in self._named(each))
+
+    def _named(self, named: NamedFunction | NamedNamespace) -> list[str]:
+        """Returns the names in the template of the functions that a choice names. Raises ``QuireError`` for none."""
+        functions = [(space, each.name or "") for tool in self.tools or () for space, each in tool.functions()]
+        names = [name_in_template(space, name) for space, name in functions if named.matches(space, name)]
+        if not names:
+            raise invalid("tool_choice", f"tool_choice names {named.name}, which is not among the tools.")
+        return names
 
     def _tool_choice(self) -> ToolChoice | None:
         choice = self.tool_choice
         if isinstance(choice, AllowedTools):
-            known = {each.function.name for tool in self.tools or () for each in tool.to_chat()}
-            unknown = sorted((self.allowed or frozenset()) - known)
-            if unknown:
-                raise invalid("tool_choice", f"tool_choice names {unknown[0]}, which is not among the tools.")
+            assert self.allowed  # or it is refused
             return choice.mode
         if isinstance(choice, NamedFunction):
-            return ChosenTool(type="function", function=ChosenFunction(name=choice.name))
+            names = self._named(choice)
+            if len(names) > 1:
+                raise invalid("tool_choice", f"tool_choice names {choice.name}, which several namespaces have.")
+            return ChosenTool(type="function", function=ChosenFunction(name=names[0]))
         return choice
 
 
@@ -305,6 +354,7 @@ class ResponsesRequest(SamplingBody, InputBody):
     stream_options: StreamOptions | None = None
     background: bool | None = None
     store: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     metadata: Metadata | None = None
     user: Label = None
     safety_identifier: Label = None
@@ -342,8 +392,8 @@ class ResponsesRequest(SamplingBody, InputBody):
                 "top_logprobs": (self.top_logprobs or 0) if shown else None,
             }
         )
-        stored = [item.to_json(number, request_id) for number, item in enumerate(items)]
-        state = ResponseState(self._repeated(), stored if self.store is not False else None)
+        listed = list_items(items, request_id) if self.store is not False else None
+        state = ResponseState(self._repeated(), listed)
         chat = chat.made_from(self).continuing(history.token_ids).storing(state)
         if len(chat.conversation) > MAX_CONVERSATION_CHARACTERS:
             raise invalid("input", "The conversation is too long to be stored; it can be answered with store: false.")
@@ -371,9 +421,9 @@ class ResponsesRequest(SamplingBody, InputBody):
             else choice
             if isinstance(choice, str)
             else choice.model_dump(exclude_none=True),
-            "tools": [tool.repeated() for tool in self.tools or ()],
+            "tools": [tool.repeated() for tool in self.tools or () if not tool.is_ignored],
             "top_logprobs": self.top_logprobs or 0,
-            "truncation": "disabled",
+            "truncation": self.truncation or "disabled",
             INCLUDES_ENCRYPTED_CONTENT: ENCRYPTED in included,
         }
 
@@ -445,6 +495,11 @@ class ResponsesChat(TranslatedResponses, ChatRequest):
     def fits_output(self) -> bool:
         """See ``GenerationBody``. Its answer is incomplete then, and says so."""
         return True
+
+    @property
+    def drops_earliest_messages(self) -> bool:
+        """See ``GenerationBody``."""
+        return isinstance(self._source, ResponsesRequest) and self._source.truncation == "auto"
 
     @property
     def callable_tools(self) -> Sequence[Tool]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.message_streams import message_events, message_of
-from tests.support.scripted_api import MODEL, Limits, ask, open_stage, script_of
+from tests.support.scripted_api import MODEL, TOKENIZER, Limits, ask, open_stage, script_of
 from tests.support.tool_models import THINKING_TEMPLATE
 
 KEEP = {"cache_control": {"type": "ephemeral"}}
@@ -128,6 +128,62 @@ async def test_each_turn_of_a_session_continues_the_prompt_of_the_one_before():
         prompts = [list(generation.prompt_token_ids) for generation in stage.runner.generations]
     for before, after in pairwise(prompts):
         assert after[: len(before)] == before
+
+
+EVERYWHERE = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+NEWEST = {
+    "billing_policy": {"type": "x"},
+    "diagnostics": {"previous_message_id": "msg_1"},
+    "fallback_credit_token": "x",
+    "fallbacks": [{"model": "other"}],
+    "inference_geo": "eu",
+    "output_config.task_budget": {"type": "tokens", "total": 50_000},
+    "service_tier": "priority",
+    "speed": "fast",
+    "thinking.block_binding": {"type": "x"},
+    "user_profile_id": "u",
+    "workspace_id": "w",
+}
+"""Fields of Anthropic's newest packages that change nothing here, and are named in a header."""
+
+
+async def test_what_the_newest_packages_send_is_taken_and_what_has_no_effect_is_named():
+    read = {
+        "type": "tool_use",
+        "id": "toolu_1",
+        "name": "Read",
+        "input": {},
+        **EVERYWHERE,
+        "caller": {"type": "direct"},
+    }
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [text("a.png", **EVERYWHERE), image]}
+    asked = body(
+        0,
+        [
+            {"role": "user", "content": [text("Look.", **EVERYWHERE)]},
+            {"role": "assistant", "content": [text("I look.", citations=None), read]},
+            {"role": "user", "content": [{**result, "toolset_name": None, **EVERYWHERE}]},
+        ],
+        tools=[{**TOOLS[0], "type": "custom", "eager_input_streaming": True, "defer_loading": False, **EVERYWHERE}],
+        tool_choice={"type": "auto", "disable_parallel_tool_use": False},
+        container=None,
+        mcp_servers=[],
+        thinking={"type": "adaptive", "display": "updates", "block_binding": NEWEST["thinking.block_binding"]},
+        output_config={"effort": None, "task_budget": NEWEST["output_config.task_budget"]},
+        **{name: value for name, value in NEWEST.items() if "." not in name},
+    )
+    async with open_stage(script_of("<think>so</think>yes"), template=THINKING_TEMPLATE) as stage:
+        stage.fleet.model_limits = Limits(40_000)
+        betas = {**HEADERS, "anthropic-beta": "fine-grained-tool-streaming-2025-05-14,token-efficient-tools-2099-01-01"}
+        answer = await ask(stage.port, "POST", "/v1/messages?beta=true", asked, betas)
+        (generation,) = stage.runner.generations
+    assert answer.status == 200, answer.body
+    assert set(answer.headers["x-quire-ignored-parameters"].split(", ")) == {*NEWEST, "context_management"}
+    assert "a.png[image omitted: this model reads text only]" in TOKENIZER.decode(generation.prompt_token_ids)
+    message = message_of(message_events(answer.body))
+    assert (message["stop_details"], message["container"]) == (None, None)
+    assert message["usage"]["service_tier"] == "standard"
 
 
 @pytest.mark.parametrize("tools", [TOOLS, []], ids=["with tools", "without"])

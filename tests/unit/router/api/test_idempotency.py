@@ -172,8 +172,20 @@ async def test_another_request_with_the_same_key_is_a_conflict(other):
             await over_grpc(channel, other).read()
 
     assert (refused.status, refused.error["param"]) == (409, "idempotency-key")
+    assert refused.headers["x-should-retry"] == "false"
     assert refusal.value.code() == grpc.StatusCode.ALREADY_EXISTS
     assert refusal.value.details() == refused.error["message"]
+
+
+@pytest.mark.parametrize("other", [chat(store=False), chat(metadata={"a": "b"})], ids=repr)
+async def test_what_is_kept_of_a_request_is_a_part_of_it(other):
+    async with open_stage() as stage:
+        await ask(stage.port, "POST", CHAT, chat(), KEY)
+        refused = await ask(stage.port, "POST", CHAT, other, KEY)
+        again = await ask(stage.port, "POST", CHAT, chat(store=True, metadata={}), KEY)
+
+    assert (refused.status, refused.error["param"]) == (409, "idempotency-key")
+    assert again.headers[REPLAY] == "true"
 
 
 async def test_every_tenant_has_keys_of_its_own():

@@ -212,14 +212,11 @@ def test_the_stop_sequence_that_ended_an_answer_is_named(cut: Cut, other: Cut) -
 def test_tokens_from_the_prefix_cache_are_told_apart_in_the_usage():
     record = recorded("so", [], FinishReason.STOP)
     events, counted = streamed(prepared_for(), record), {"cache_creation_input_tokens": 0}
-    assert events[0].data["message"]["usage"] == {
-        "input_tokens": len(prepared_for().first.prompt_token_ids),
-        "cache_read_input_tokens": 0,
-        "output_tokens": 0,
-        **counted,
-    }
+    begun = {"input_tokens": len(prepared_for().first.prompt_token_ids), "output_tokens": 0}
+    assert events[0].data["message"]["usage"].items() >= {**begun, "cache_read_input_tokens": 0, **counted}.items()
     usage = {"input_tokens": 3, "cache_read_input_tokens": 2, "output_tokens": 9, **counted}
-    assert events[-2].data["usage"] == whole(prepared_for(), record)["usage"] == usage
+    assert events[-2].data["usage"] == usage
+    assert whole(prepared_for(), record)["usage"].items() >= usage.items()
 
 
 def test_ids_of_blocks_follow_from_the_requests():

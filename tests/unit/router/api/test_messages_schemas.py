@@ -177,9 +177,17 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"output_config": {"format": {"type": "json_schema", "schema": WEATHER}}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "output", "schema": WEATHER}}},
     ),
+    "an answer in a form, by its former name": (
+        {"output_format": {"type": "json_schema", "schema": WEATHER}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "output", "schema": WEATHER}}},
+    ),
     "no thinking": ({"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}}),
     "thinking": ({"thinking": {"type": "enabled"}}, {"chat_template_kwargs": {"enable_thinking": True}}),
     "thinking if the template says so": ({"thinking": {"type": "adaptive", "display": "summarized"}}, {}),
+    "thinking in updates": (
+        {"thinking": {"type": "enabled", "display": "updates"}},
+        {"chat_template_kwargs": {"enable_thinking": True}},
+    ),
     "thinking that is not shown": (
         {"thinking": {"type": "enabled", "display": "omitted"}},
         {"chat_template_kwargs": {"enable_thinking": True}, "include_reasoning": False},
@@ -296,6 +304,32 @@ CONTENT = "messages[0].content[0]"
 
 
 @pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (IMAGE, "[image omitted: this model reads text only]"),
+        (
+            {"type": "document", "source": {"type": "base64", "data": "aaaa"}},
+            "[document omitted: this model reads text only]",
+        ),
+        ({"type": "document", "source": {"type": "text", "data": "plain"}}, "plain"),
+        (
+            {"type": "search_result", "title": "A title", "source": "a.md", "content": [text("found")]},
+            "A title\na.md\nfound",
+        ),
+        ({"type": "search_result", "content": None}, ""),
+        ({"type": "tool_reference", "tool_name": "x"}, "[tool_reference omitted: this model reads text only]"),
+        ({"type": "]\n" + "x" * 99}, f"[]?{'x' * 30} omitted: this model reads text only]"),
+    ],
+    ids=str,
+)
+def test_what_is_no_text_in_the_result_of_a_tool_is_replaced_by_words(part, words):
+    """A client of an agent reads images by itself, and sends them with each turn from then on."""
+    conversation = [user(text("hello")), assistant(call()), user(result([text("see: "), part]))]
+    chat = MessagesRequest.chat_from_json(json.dumps(asked(messages=conversation)).encode())
+    assert chat.messages[-1].content == f"see: {words}"
+
+
+@pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
         ({"messages": [user(IMAGE)]}, f"{CONTENT}.type", "'image' are not supported; only text is"),
@@ -308,9 +342,14 @@ CONTENT = "messages[0].content[0]"
         ({"messages": [user(result("x"))]}, f"{CONTENT}.tool_use_id", "answers no call"),
         ({"messages": [user(text("a")), assistant(result("x"))]}, "messages[1].content[0]", "of the assistant"),
         (
-            {"messages": [assistant(call()), user(result([IMAGE]))]},
+            {"messages": [assistant(call()), user(result([{"text": "x"}]))]},
             "messages[1].content[0].content",
-            "'image' are not supported; only text is",
+            "an object with a type",
+        ),
+        (
+            {"messages": [assistant(call()), user(result([{"type": "text", "text": 1}]))]},
+            "messages[1].content[0].content",
+            "must be a string",
         ),
         (
             {"messages": [assistant(call(), call()), user(text("x"))]},
@@ -352,7 +391,7 @@ CONTENT = "messages[0].content[0]"
         ({"tools": [TOOL], "tool_choice": {"type": "auto", "name": "get"}}, "tool_choice", "go together"),
         ({"tool_choice": "auto"}, "tool_choice", "object"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type", "'enabled', 'disabled' or 'adaptive'"),
-        ({"thinking": {"type": "enabled", "display": "x"}}, "thinking.display", "'summarized' or 'omitted'"),
+        ({"thinking": {"type": "enabled", "display": 5}}, "thinking.display", "a valid string"),
         ({"output_config": {"effort": "Very high"}}, "output_config.effort", "a word"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type", "json_schema"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema", "missing"),

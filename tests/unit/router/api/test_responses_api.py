@@ -15,7 +15,7 @@ from tests.support.response_streams import response_events, response_of
 from tests.support.scripted_api import MODEL, TOKENIZER, Limits, ask, chat, open_stage, script_of
 from tests.support.tool_models import THINKING_TEMPLATE
 
-PATH = "/v1/responses"
+PATH, CHAT = "/v1/responses", "/v1/chat/completions"
 KEYS = ["k" * 16, "l" * 16]
 ONCE = {"idempotency-key": "once"}
 CALL = '<tool_call>\n{"name": "get", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -266,7 +266,7 @@ async def test_a_response_that_runs_is_gone_on_from_once_it_has_ended():
 
 
 async def test_a_response_that_does_not_end_cannot_be_gone_on_from(monkeypatch):
-    monkeypatch.setattr("quire_router.api.rest.responses_endpoints._WAIT", 0.05)
+    monkeypatch.setattr("quire_router.api.rest.response_history._WAIT", 0.05)
 
     async with open_stage(["one", asyncio.Event()], template=THINKING_TEMPLATE) as stage:
         stage.fleet.model_limits = Limits(4096)
@@ -331,6 +331,45 @@ async def test_input_items_come_in_pages():
 # In the background
 
 
+async def test_input_items_have_ids_of_their_own_where_the_clients_repeat():
+    repeated = [{"role": "user", "content": text, "id": "msg_1"} for text in ("a", "b")]
+    async with stage_with() as stage:
+        first = (await ask(stage.port, "POST", PATH, {**ASKED, "input": repeated})).json
+        goes_on = {**ASKED, "input": repeated[:1], "previous_response_id": first["id"]}
+        second = (await ask(stage.port, "POST", PATH, goes_on)).json
+        items = (await ask(stage.port, "GET", f"{PATH}/{second['id']}/input_items?order=asc")).json["data"]
+        after = f"{PATH}/{second['id']}/input_items?order=asc&after={items[1]['id']}"
+        rest = (await ask(stage.port, "GET", after)).json["data"]
+    assert [item["id"] for item in items].count("msg_1") == 1
+    assert len({item["id"] for item in items}) == len(items)
+    assert rest == items[2:]
+    assert [items[0]["content"][0]["text"], items[1]["content"][0]["text"]] == ["a", "b"]
+
+
+async def test_a_conversation_that_is_too_long_loses_its_earliest_messages_where_it_may():
+    turns = [
+        {"role": role, "content": f"no. {number}; {'word ' * 30}"}
+        for number in range(40)
+        for role in ("user", "assistant")
+    ]
+    asked = {**ASKED, "instructions": "Be brief.", "input": [*turns, {"role": "user", "content": "The last."}]}
+    async with stage_with() as stage:
+        refused = await ask(stage.port, "POST", PATH, asked)
+        taken = await ask(stage.port, "POST", PATH, {**asked, "truncation": "auto"})
+        prompt = prompt_of(stage)
+        goes_on = {**ASKED, "truncation": "auto", "previous_response_id": taken.json["id"]}
+        more = await ask(stage.port, "POST", PATH, goes_on)
+        items = (await ask(stage.port, "GET", f"{PATH}/{taken.json['id']}/input_items?limit=100")).json["data"]
+    assert (refused.status, refused.error["param"]) == (400, "input")
+    assert (taken.status, taken.json["truncation"], more.status) == (200, "auto", 200)
+    assert "Be brief." in prompt
+    assert "The last." in prompt
+    assert prompt.count("no. 39;") == 2
+    assert "no. 0;" not in prompt
+    assert taken.json["usage"]["input_tokens"] <= 4096 - 4096 // 4
+    assert len(items) == 81
+
+
 async def test_a_response_in_the_background_is_queued_then_read():
     release = asyncio.Event()
     async with open_stage([release, "one", FinishReason.STOP], template=THINKING_TEMPLATE) as stage:
@@ -384,27 +423,44 @@ async def test_a_repeated_key_has_the_first_response():
     assert (changed.status, changed.error["type"]) == (409, "conflict_error")
 
 
-async def test_a_key_that_came_by_another_route_has_its_answer_in_the_form_that_is_asked_for():
-    asked = {"model": MODEL, "input": "hello", "max_output_tokens": 20}
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"background": True}], ids=str)
+async def test_a_key_that_came_by_another_route_is_a_conflict(more):
+    """What is stored of a chat is no response, and could not be read as one."""
+    asked = {"model": MODEL, "input": "hello", "max_output_tokens": 20, **more}
+    same = chat(max_tokens=20, **more)
     async with stage_with() as stage:
-        first = await ask(stage.port, "POST", "/v1/chat/completions", chat(max_tokens=20), ONCE)
-        again = await ask(stage.port, "POST", PATH, {**asked, "stream": True}, ONCE)
-        twice = {"idempotency-key": "twice"}
-        whole = await ask(stage.port, "POST", PATH, asked, twice)
-        other = await ask(stage.port, "POST", "/v1/chat/completions", chat(max_tokens=20), twice)
-        thrice = {"idempotency-key": "thrice"}
-        await ask(stage.port, "POST", "/v1/chat/completions", chat(max_tokens=20, background=True), thrice)
-        started = await ask(stage.port, "POST", PATH, {**asked, "background": True}, thrice)
-        assert len(stage.runner.generations) == 3
-    text = first.json["choices"][0]["message"]["content"]
-    messages = [item for item in response_of(response_events(again.body))["output"] if item["type"] == "message"]
-    assert "".join(part["text"] for item in messages for part in item["content"]) == text
-    assert other.json["choices"][0]["message"]["content"] == text
-    assert whole.json["output"][0]["type"] == "reasoning"
-    assert (started.status, started.error["type"]) == (409, "conflict_error")
+        for first, second in (((PATH, asked), (CHAT, same)), ((CHAT, same), (PATH, asked))):
+            key = {"idempotency-key": first[0]}
+            await ask(stage.port, "POST", *first, key)
+            refused = await ask(stage.port, "POST", *second, key)
+            assert (refused.status, refused.error["type"]) == (409, "conflict_error")
+        assert len(stage.runner.generations) == 2
+
+
+@pytest.mark.parametrize("changed", [{"metadata": {"a": "c"}}, {"store": False}, {"user": "u"}], ids=str)
+async def test_what_a_response_repeats_is_a_part_of_the_request_of_a_key(changed):
+    asked = {**ASKED, "metadata": {"a": "b"}}
+    async with stage_with() as stage:
+        await ask(stage.port, "POST", PATH, asked, ONCE)
+        refused = await ask(stage.port, "POST", PATH, {**asked, **changed}, ONCE)
+    assert (refused.status, refused.headers["x-should-retry"]) == (409, "false")
 
 
 # Errors
+
+
+async def test_a_response_that_failed_has_its_error_and_what_was_written():
+    error = QuireError(ErrorCode.INTERNAL, "It broke.")
+    async with open_stage(["one", error], template=THINKING_TEMPLATE) as stage:
+        stage.fleet.model_limits = Limits(4096)
+        streamed = await ask(stage.port, "POST", PATH, {**ASKED, "stream": True})
+        *_, last = response_events(streamed.body)
+        read = await ask(stage.port, "GET", f"{PATH}/{last.data['response']['id']}")
+    assert (read.status, read.json["status"]) == (200, "failed")
+    assert read.json["error"] == {"code": "server_error", "message": "It broke.", "param": None}
+    (item,) = read.json["output"]
+    assert (item["status"], item["content"][0]["text"]) == ("incomplete", "one")
+    assert (last.kind, last.data["response"]) == ("response.failed", read.json)
 
 
 async def test_a_stream_that_can_be_resumed_says_so():
@@ -425,7 +481,7 @@ async def test_a_stream_that_can_be_resumed_says_so():
         ({"input": None}, "input"),
         ({"input": []}, "input"),
         ({"conversation": "conv_1"}, "conversation"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "mcp"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "name": "a", "parameters": {"type": "string"}}]}, "tools[0].parameters"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
@@ -442,12 +498,12 @@ async def test_what_is_wrong_is_named_in_the_words_of_the_api(fields, param):
 
 async def test_ignored_parameters_are_named_in_a_header():
     async with stage_with() as stage:
-        fields = {"truncation": "auto", "service_tier": "flex", "text": {"verbosity": "low"}, "other": 1}
+        fields = {"service_tier": "flex", "text": {"verbosity": "low"}, "other": 1}
         answer = await ask(stage.port, "POST", PATH, {**ASKED, **fields})
         neutral = {"truncation": "disabled", "service_tier": "auto", "text": {"verbosity": "medium"}}
         silent = await ask(stage.port, "POST", PATH, {**ASKED, **neutral})
     named = answer.headers["x-quire-ignored-parameters"].split(", ")
-    assert sorted(named) == ["other", "service_tier", "text.verbosity", "truncation"]
+    assert sorted(named) == ["other", "service_tier", "text.verbosity"]
     assert "x-quire-ignored-parameters" not in silent.headers
 
 

@@ -14,6 +14,7 @@ from quire_router.api.schemas.response_items import (
     InputItem,
     decode_encrypted_content,
     encode_encrypted_content,
+    list_items,
     read_items,
     to_messages,
 )
@@ -131,7 +132,7 @@ def test_reasoning_is_given_back_in_any_form(item, reasoning):
 
 @given(st.text())
 @settings(max_examples=30)
-def test_sealed_reasoning_is_read_again(text: str) -> None:
+def test_encrypted_content_is_read_again(text: str) -> None:
     assert decode_encrypted_content(encode_encrypted_content(text)) == text
 
 
@@ -147,9 +148,9 @@ items = st.one_of(
 @settings(max_examples=40, deadline=None)
 def test_items_that_are_stored_mean_the_same_when_they_are_read(given_items: list[dict[str, Any]]) -> None:
     read = [InputItem.model_validate(item) for item in given_items]
-    listed = [item.to_json(number, "r") for number, item in enumerate(read)]
+    listed = list_items(read, "r")
     assert [*to_messages(read_items(listed))] == [*to_messages(read)]
-    assert [item.to_json(9, "s") for item in read_items(listed)] == listed
+    assert list_items(read_items(listed), "s") == listed
     state = ResponseState({"a": 1}, listed)
     assert ResponseState.read(state.to_text()) == state
 
@@ -178,9 +179,56 @@ def test_functions_of_a_namespace_have_its_name_before_their_own_in_the_template
     assert [tool["name"] for tool in state.repeated["tools"][0]["tools"]] == ["get", "now"]
     assert refused(tools=[{**space, "tools": [{"type": "custom", "name": "x"}]}])[0] == "tools[0].tools[0].type"
     assert "namespace" in refused(tools=[{**TOOLS[0], "tools": []}])[1]
-    assert "no other namespace" in refused(tools=[{**space, "tools": [space]}])[1]
+    for other in (space, {"type": "web_search"}):
+        assert "functions alone" in refused(tools=[{**space, "tools": [other]}])[1]
+    assert "the field name" in refused(tools=[{"type": "function"}])[1]
     assert "at most 126 characters" in refused(tools=[{**space, "name": "n" * 124, "tools": TOOLS}])[1]
     assert len(chat_of(tools=[{**space, "name": "n" * 123, "tools": TOOLS}]).tools[0].function.name) == 128
+
+
+def test_choices_name_functions_of_namespaces():
+    spaces = [{"type": "namespace", "name": name, "tools": TOOLS} for name in ("a", "b")]
+
+    def callable_with(choice: dict[str, Any]) -> list[str]:
+        chat = chat_of(tools=[*spaces, {**TOOLS[0], "name": "own"}], tool_choice=choice)
+        return [tool.function.name for tool in chat.callable_tools]
+
+    def allowed(*tools: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "allowed_tools", "mode": "auto", "tools": list(tools)}
+
+    get = {"type": "function", "name": "get"}
+    assert callable_with({**get, "namespace": "b"}) == ["b__get"]
+    assert callable_with({"type": "function", "name": "a__now"}) == ["a__now"]
+    assert callable_with(allowed({**get, "namespace": "a"}, {"type": "function", "name": "own"})) == ["a__get", "own"]
+    assert callable_with(allowed(get)) == ["a__get", "b__get"]
+    assert callable_with(allowed({"type": "namespace", "name": "b"})) == ["b__get", "b__now"]
+    unknown = (
+        {**get, "namespace": "c"},
+        allowed({"type": "namespace", "name": "c"}),
+        allowed({**get, "namespace": "c"}),
+    )
+    for choice, words in (*((each, "not among the tools") for each in unknown), (get, "several namespaces")):
+        param, message = refused(tools=spaces, tool_choice=choice)
+        assert param == "tool_choice"
+        assert words in message
+
+
+@pytest.mark.parametrize("kind", ["web_search", "web_search_2025_08_26", "web_search_preview_2025_03_11"])
+def test_a_search_of_the_web_that_is_only_offered_is_ignored(kind):
+    """Agents offer it without being asked to."""
+    search = {"type": kind, "search_context_size": "low", "external_web_access": False}
+    chat = chat_of(tools=[search, *TOOLS])
+    assert [tool.function.name for tool in chat.tools] == ["get", "now"]
+    assert [*ignored_parameters(chat)] == [("tools[0]", True)]
+    assert [tool["name"] for tool in ResponseState.read(chat.conversation).repeated["tools"]] == ["get", "now"]
+    assert refused(tools=[search], tool_choice="required")[0] == "tool_choice"
+    assert refused(tools=[search], tool_choice={"type": kind})[0] == "tool_choice"
+
+
+def test_what_is_no_text_in_the_output_of_a_tool_is_replaced_by_words():
+    parts = [{"type": "input_text", "text": "see: "}, {"type": "input_image", "image_url": "data:x"}]
+    (_, message) = messages_of(CALL, {**RESULT, "output": parts})
+    assert message["content"] == "see: [input_image omitted: this model reads text only]"
 
 
 def test_an_output_is_one_whatever_role_it_has():
@@ -231,6 +279,8 @@ def test_reasoning_effort_and_limits_go_to_the_chat():
         ({"input": [USER, CALL, CALL]}, "input[2].call_id", "another call"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id", "not found"),
         ({"tools": [{"type": "mcp"}]}, "tools[0].type", "no tool runs on this server"),
+        ({"tools": [{"type": "custom", "name": "x"}]}, "tools[0].type", "describe it as a function"),
+        ({"truncation": "some"}, "truncation", "'auto' or 'disabled'"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].name", "two tools"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", "allowed_tools"),
@@ -251,7 +301,7 @@ def test_what_cannot_be_done_is_refused_with_its_place(fields, param, words):
 def test_what_changes_nothing_is_accepted_and_named_where_it_is_not_known():
     neutral = {"n": 1, "truncation": "disabled", "service_tier": "auto", "context_management": [], "logprobs": False}
     assert [*ignored_parameters(chat_of(**neutral))] == []
-    named = {"truncation": "auto", "prompt_cache_retention": "24h", "access_programs": {"cyber": "x"}, "other": 1}
+    named = {"prompt_cache_retention": "24h", "access_programs": {"cyber": "x"}, "other": 1}
     assert {name for name, _ in ignored_parameters(chat_of(**named))} == set(named)
     tools = [{**TOOLS[0], "defer_loading": True}]
     assert [*ignored_parameters(chat_of(tools=tools))] == [("tools[0].defer_loading", True)]
