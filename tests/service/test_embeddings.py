@@ -20,6 +20,8 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc, types_pb2
+from quire_engine import LLM, AsyncLLM, PoolingParams
+from quire_proto.errors import QuireError
 
 from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.processes import Router
@@ -203,3 +205,33 @@ def test_a_cross_encoder_ranks(tmp_path: Path, tmp_path_factory: pytest.TempPath
         with pytest.raises(openai.BadRequestError, match="makes no embeddings"):
             stack.openai.embeddings.create(model=MODEL, input="x")
         assert httpx.get(f"{stack.router.url}/v1/models").json()["data"][0]["supported_tasks"] == ["classify"]
+
+
+def test_async_llm_embeds_as_llm_does_and_raises_what_a_prompt_fails_with(tmp_path: Path) -> None:
+    folder, settings = decoder_folder(tmp_path), {"dtype": "float32", "kv_cache_memory": 32 << 20}
+    with LLM(folder, **settings) as llm:
+        wanted = llm.embed(TEXTS, use_tqdm=False)
+
+    async def embed() -> None:
+        async with AsyncLLM(folder, **settings) as llm:
+            got = await asyncio.gather(*map(llm.embed, TEXTS))
+            for one, other in zip(got, wanted, strict=True):
+                assert np.abs(np.array(one.outputs.embedding) - other.outputs.embedding).max() < TOLERANCE
+                assert one.prompt_token_ids == other.prompt_token_ids
+            few = await llm.embed(TEXTS[0], PoolingParams(dimensions=16), "named")
+            assert (len(few.outputs.embedding), few.request_id) == (16, "named")
+            for refused, words in (
+                (llm.embed("fox " * 900), "limit"),
+                (llm.embed(TEXTS[0], PoolingParams(dimensions=65)), "64 numbers"),
+                (llm.classify(TEXTS[0]), "classifies no texts"),
+            ):
+                with pytest.raises(QuireError, match=words):
+                    await refused
+            running = asyncio.create_task(llm.embed(TEXTS[4], None, "left"))
+            await asyncio.sleep(0)
+            await llm.abort("left")
+            with pytest.raises(QuireError, match="aborted"):
+                await running
+            assert await llm.embed(TEXTS[0]), "the next one runs"
+
+    asyncio.run(embed())

@@ -8,23 +8,35 @@ import asyncio
 from asyncio import AbstractEventLoop
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from uuid import uuid4
 
 from quire_proto.errors import ErrorCode, QuireError, internal, invalid
+from quire_proto.pooling import PoolingParams, Task
 
 from quire_engine.core.engine_core import AbortRequest, AddRequest, EngineCoreOutputs, Shutdown
 from quire_engine.core.executor import ExecutorError
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.outputs import EngineCoreOutput
-from quire_engine.llm.llm import LLM
+from quire_engine.llm.llm import LLM, Processor
 from quire_engine.llm.offline_engine import OPEN, OfflineEngine
+from quire_engine.llm.pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingProcessor,
+    PoolingPrompt,
+    PoolingRequestOutput,
+    PreparedPooling,
+    classification_output,
+    embedding_output,
+    read_params,
+)
 from quire_engine.llm.processor import (
     Message,
     OutputProcessor,
@@ -38,7 +50,8 @@ from quire_engine.llm.types import RequestOutput, RequestOutputKind, SamplingPar
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-T = TypeVar("T")
+PreparedT = TypeVar("PreparedT", PreparedRequest, PreparedPooling)
+ResultT = TypeVar("ResultT", RequestOutput, PoolingRequestOutput)
 MAX_COMPLETING = 4
 """Requests whose grammars are compiled, or whose adapters are read, at once."""
 
@@ -68,8 +81,8 @@ class AsyncLLM:
         self._completing = ThreadPoolExecutor(MAX_COMPLETING, "grammars-and-adapters")
         # By the program's ids, and those that the core has by the engine's: what a step makes for a request that was
         # left is never taken for that of the next one with its name.
-        self._named: dict[str, Stream] = {}
-        self._streams: dict[str, Stream] = {}
+        self._named: dict[str, Stream[Any, Any]] = {}
+        self._streams: dict[str, Stream[Any, Any]] = {}
         self._loop: AbstractEventLoop | None = None
         self._ended: QuireError | None = None
         self._closing = Lock()
@@ -102,7 +115,9 @@ class AsyncLLM:
         """
         (read,) = read_prompts([prompt])
         prepare = partial(self._engine.requests.from_prompt, lora=lora_request)
-        return self._stream(read, prepare, sampling_params, request_id, priority)
+        return self._generate(
+            partial(prepare, read, sampling_params or self._engine.default_params, priority), request_id
+        )
 
     def chat(
         self,
@@ -121,7 +136,38 @@ class AsyncLLM:
             [messages], tools, chat_template_kwargs, add_generation_prompt=add_generation_prompt
         )
         prepare = partial(self._engine.requests.from_messages, lora=lora_request)
-        return self._stream(read, prepare, sampling_params, request_id, priority)
+        return self._generate(
+            partial(prepare, read, sampling_params or self._engine.default_params, priority), request_id
+        )
+
+    async def embed(
+        self,
+        prompt: PoolingPrompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> EmbeddingRequestOutput:
+        """Returns the embedding of ``prompt``, a text or token ids, of a model that makes them; several run beside each
+        other as coroutines of ``asyncio.gather``. Cancellation aborts the request. Raises ``QuireError`` as
+        ``generate`` does.
+        """
+        pooled = self._pool(prompt, read_params(pooling_params, Task.EMBED), request_id, lora_request)
+        async with aclosing(pooled) as outputs:
+            return embedding_output(await anext(outputs))
+
+    async def classify(
+        self,
+        prompt: PoolingPrompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> ClassificationRequestOutput:
+        """As ``embed``, of a model that classifies: the scores of ``prompt``, which may be a pair of texts."""
+        pooled = self._pool(prompt, read_params(pooling_params, Task.CLASSIFY), request_id, lora_request)
+        async with aclosing(pooled) as outputs:
+            return classification_output(await anext(outputs))
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
         """See ``LLM.get_tokenizer``. Reads files."""
@@ -163,24 +209,37 @@ class AsyncLLM:
     ) -> None:
         await asyncio.to_thread(self.close)
 
+    def _generate(
+        self, prepare: Callable[[], PreparedRequest], request_id: str | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        return self._stream(prepare, partial(OutputProcessor, tokenizer=self._engine.tokenizer), request_id)
+
+    def _pool(
+        self, prompt: PoolingPrompt, params: PoolingParams, request_id: str | None, lora: LoRARequest | None
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        requests = self._engine.requests
+        read: Sequence[PoolingPrompt] = [prompt] if isinstance(prompt, tuple) else read_prompts([prompt])
+
+        def prepare() -> PreparedPooling:
+            (encoded,) = requests.encode_pooled(read)
+            return requests.pooled(encoded, params, lora)
+
+        return self._stream(prepare, PoolingProcessor, request_id)
+
     async def _stream(
         self,
-        prompt: T,
-        prepare: Callable[[T, SamplingParams, int], PreparedRequest],
-        params: SamplingParams | None,
+        prepare: Callable[[], PreparedT],
+        process: Callable[[PreparedT], Processor[PreparedT, ResultT]],
         request_id: str | None,
-        priority: int,
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> AsyncGenerator[ResultT, None]:
         self._check_usable()
         loop, name = asyncio.get_running_loop(), request_id or str(uuid4())
         if self._loop is not loop:
             self._change_loop(loop)
         if name in self._named:
             raise invalid("request_id", f"A request {name} is running.")
-        self._named[name] = stream = Stream()
-        starting = loop.create_task(
-            self._start(stream, partial(prepare, prompt, params or self._engine.default_params, priority))
-        )
+        self._named[name] = stream = Stream[PreparedT, ResultT]()
+        starting = loop.create_task(self._start(stream, prepare, process))
         try:
             self._check_usable()  # again: who has closed this meanwhile may not have seen the stream
             while not stream.is_finished:
@@ -194,13 +253,18 @@ class AsyncLLM:
                     if not stream.is_finished:
                         self._core.send(AbortRequest(stream.key))
 
-    async def _start(self, stream: "Stream", prepare: Callable[[], PreparedRequest]) -> None:
+    async def _start(
+        self,
+        stream: "Stream[PreparedT, ResultT]",
+        prepare: Callable[[], PreparedT],
+        process: Callable[[PreparedT], Processor[PreparedT, ResultT]],
+    ) -> None:
         """Has the request prepared, and gives it to the core unless it was aborted meanwhile."""
         loop = asyncio.get_running_loop()
         try:
             prepared = await loop.run_in_executor(self._preparing, prepare)
-            stream.begin(OutputProcessor(prepared, self._engine.tokenizer))
-            if not (stream.is_aborted or prepared.is_complete):
+            stream.begin(process(prepared))
+            if isinstance(prepared, PreparedRequest) and not (stream.is_aborted or prepared.is_complete):
                 prepared = await loop.run_in_executor(self._completing, self._engine.requests.complete, prepared)
             if not stream.is_aborted:
                 stream.key = prepared.request.request_id
@@ -256,13 +320,13 @@ class AsyncLLM:
             stream.fail(error)
 
 
-class Stream:
+class Stream(Generic[PreparedT, ResultT]):
     """The outputs of one request, which grow while nobody looks, once it has begun. ``key`` is the engine's id of it,
     from when the core has it.
     """
 
     def __init__(self) -> None:
-        self._outputs: OutputProcessor | None = None
+        self._outputs: Processor[PreparedT, ResultT] | None = None
         self._only_last = False
         self._news = asyncio.Event()
         self._failure: Exception | None = None
@@ -270,10 +334,10 @@ class Stream:
         self.is_aborted = False
         self.is_finished = False  # and was told so
 
-    def begin(self, outputs: OutputProcessor) -> None:
+    def begin(self, outputs: Processor[PreparedT, ResultT]) -> None:
         """The prompt is prepared. What was aborted meanwhile ends."""
-        params = outputs.prepared.request.sampling
-        is_final = outputs.prepared.params.output_kind is RequestOutputKind.FINAL_ONLY
+        prepared, params = outputs.prepared, outputs.prepared.request.sampling
+        is_final = isinstance(prepared, PreparedRequest) and prepared.params.output_kind is RequestOutputKind.FINAL_ONLY
         self._outputs, self._only_last = outputs, is_final or params.beam_width > 0 or params.best_of > params.n
         if self.is_aborted:
             self.abort()
@@ -297,7 +361,7 @@ class Stream:
         self._failure = error
         self._news.set()
 
-    async def next_output(self) -> RequestOutput:
+    async def next_output(self) -> ResultT:
         """Waits until there is more than before. Raises what the request fails with."""
         await self._news.wait()
         self._news.clear()
@@ -310,6 +374,6 @@ class Stream:
         return self._processor.result()
 
     @property
-    def _processor(self) -> OutputProcessor:
+    def _processor(self) -> Processor[PreparedT, ResultT]:
         assert self._outputs is not None, "the request has not begun"
         return self._outputs

@@ -93,7 +93,12 @@ class Processor(Protocol[PreparedT_co, ResultT_co]):
     @property
     def is_finished(self) -> bool: ...  # noqa: D102
 
+    @property
+    def error(self) -> QuireError | None: ...  # noqa: D102
+
     def add_output(self, output: EngineCoreOutput) -> bool: ...  # noqa: D102
+
+    def abort(self) -> None: ...  # noqa: D102
 
     def result(self) -> ResultT_co: ...  # noqa: D102
 

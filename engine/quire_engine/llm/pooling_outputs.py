@@ -103,11 +103,24 @@ class PoolingProcessor:
     def __init__(self, prepared: PreparedPooling) -> None:
         self.prepared = prepared
         self._output: EngineCoreOutput | None = None
+        self._is_aborted = False
 
     @property
     def is_finished(self) -> bool:
         """Whether it has ended."""
-        return self._output is not None
+        return self._is_aborted or self._output is not None
+
+    @property
+    def error(self) -> QuireError | None:
+        """What it has failed with, if it has."""
+        if self._is_aborted:
+            return invalid("request_id", "The request was aborted.")
+        output = self._output
+        return None if output is None else output.error or (None if output.pooled else internal())
+
+    def abort(self) -> None:
+        """Ends it without a result, unless it has ended."""
+        self._is_aborted = self._output is None
 
     def add_output(self, output: EngineCoreOutput) -> bool:
         """Adds the request's one output. Returns that nothing of it is to be aborted."""
@@ -124,7 +137,7 @@ class PoolingProcessor:
             prompt_token_ids=list(request.prompt_token_ids),
             pooled=numbers.tolist(),
             num_cached_tokens=output.cached_tokens,
-            error=output.error or (None if output.pooled else internal()),
+            error=self.error,
             request_id=request.request_id,
         )
 
