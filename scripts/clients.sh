@@ -27,6 +27,7 @@ python_clients() {  # FOLDER PACKAGE...
 
 python_clients agents openai-agents==0.24.0 openai==3.54.0
 python_clients anthropic anthropic==2.14.0
+python_clients cohere cohere==7.3.1 openai==3.54.0
 python_clients litellm "litellm[proxy]==1.106.2"
 python_clients langchain langchain==1.4.7 langchain-openai==1.7.3
 python_clients llamaindex llama-index-llms-openai-like==0.8.1 llama-index-core==0.14.25

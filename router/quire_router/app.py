@@ -212,6 +212,7 @@ class Router:
             fleet=self._components.fleet_endpoint(keepalive) if settings.page else None,
             lora_updater=self._components.lora_updater,
             batches=self._components.batches,
+            conversations=self._components.conversations,
         )
         if settings.allowed_origins:
             api = allow_origins(api, settings.allowed_origins)

@@ -20,6 +20,7 @@ from quire_router.admission.tenants_file import (
     read_tenants,
 )
 from quire_router.api.auth import Authenticator, OidcSettings
+from quire_router.api.conversations import Conversations
 from quire_router.api.fleet_feed import FleetFeed
 from quire_router.api.request_limits import BodyBudget, ConcurrencyLimit
 from quire_router.api.rest.batch_endpoints import BatchApi, BatchLines, SpareRoom
@@ -141,6 +142,7 @@ class Components:
         lines = BatchLines(self.service, tenants.tenants, self._spare_room)
         worker = BatchWorker(batches, lines, owner=router_id, max_line_bytes=settings.max_body_bytes)
         self.batches = BatchApi(batches, worker)
+        self.conversations = Conversations(self._objects, settings.responses_retention)
 
     async def start(self, stack: AsyncExitStack) -> None:
         """Begins to connect to engines and to Redis, and never waits for them; ``stack`` closes what was started."""

@@ -13,6 +13,7 @@ from tests.clients import table
 from tests.clients.suite import DEMO, MODEL, PROXY, Server
 from tests.support.ports import free_port
 from tests.support.processes import Engine, Process, Router, wait_healthy
+from tests.support.sentence_folders import decoder_folder
 
 OUTCOMES: defaultdict[str, list[str]] = defaultdict(list)
 """Of all tests of each client, by its name in the table."""
@@ -58,6 +59,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     finally:
         for process in (*routers, engine):
             process.stop()
+
+
+@pytest.fixture(scope="session")
+def pooling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+    """A router of a small model that makes embeddings, and scores by their cosine."""
+    folder = decoder_folder(tmp_path_factory.mktemp("pooling"))
+    engine = Engine(folder, folder.parent, *SMALL, name=MODEL)
+    router = Router(folder, [engine.address], folder.parent, name=MODEL)
+    try:
+        engine.wait_ready()
+        router.wait_ready()
+        yield router
+    finally:
+        router.stop()
+        engine.stop()
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ AGENTS, LITELLM, PROXY = (CLIENTS / path for path in ("agents/bin/python", "lite
 NODE, GO = CLIENTS / "node" / "node_modules", CLIENTS / "go" / "clients"
 VERCEL, LANGCHAIN_JS = NODE / "ai", NODE / "@langchain" / "openai"
 ANTHROPIC, ANTHROPIC_JS = CLIENTS / "anthropic" / "bin" / "python", NODE / "@anthropic-ai" / "sdk"
+COHERE = CLIENTS / "cohere" / "bin" / "python"
 AIPERF, GUIDELLM = CLIENTS / "aiperf" / "bin" / "aiperf", CLIENTS / "guidellm" / "bin" / "guidellm"
 CODING_AGENTS = CLIENTS / "coding" / "node_modules" / ".bin"
 OPEN_WEBUI = CLIENTS / "open-webui" / "bin" / "open-webui"

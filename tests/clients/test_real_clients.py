@@ -29,6 +29,7 @@ from tests.clients.suite import (
     ANTHROPIC_JS,
     CLIENTS,
     CODING_AGENTS,
+    COHERE,
     DEMO,
     GO,
     GRPCURL,
@@ -130,6 +131,68 @@ def test_packages_of_node_on_responses(server: Server, expected: dict[str, Any])
     check(found, expected)
     for loop in (each["tool_loop"] for each in found.values()):
         assert loop["text"] == after_the_tool(server, loop["arguments"])
+
+
+ENDPOINTS = "responses in the background, cancelled, in a conversation; embeddings in both encodings"
+QUERY, DOCUMENTS = "foxes", ["the fox runs", "paris is the capital of france", "a dog"]
+
+
+@client("openai (JavaScript), other endpoints", f"{ENDPOINTS}; input items, token counts, a key twice", "openai@")
+@needs(NODE / "openai")
+def test_other_endpoints_of_the_openai_package_of_node(
+    server: Server, expected: dict[str, Any], pooling: Router
+) -> None:
+    program = PROGRAMS / "endpoints_client.mjs"
+    (seen,) = run(["node", program, server.url, server.slow_url, NODE.parent, pooling.url]).values()
+    check_endpoints(seen, expected, pooling)
+    assert seen["background_stream"] == {"text": expected["streamed"]["text"]}
+    assert seen["cancelled"] == {"status": "cancelled", "again": "cancelled"}
+    assert seen["input_items"] == {
+        "texts": [FIRST[0]["content"], "12", GIVEN["second"]["content"]],
+        "tokens": expected["streamed"]["usage"][0],
+    }
+    assert seen["refused"] == {"class": "ConflictError", "status": 409, "param": "idempotency-key"}
+
+
+@client("openai (Python), other endpoints", ENDPOINTS, "openai==")
+@client("cohere (Python)", "`rerank` of both of its clients", "cohere==")
+@needs(COHERE)
+def test_other_endpoints_of_packages_of_python(server: Server, expected: dict[str, Any], pooling: Router) -> None:
+    found = run([COHERE, PROGRAMS / "endpoints_client.py", server.url, pooling.url])
+    check_endpoints(found["openai"], expected, pooling)
+    assert found["openai"]["cancelled"] == {"status": "cancelled"}
+    ranked = pooling_answer(pooling, "/rerank", query=QUERY, documents=DOCUMENTS)["results"]
+    scores = [[each["index"], pytest.approx(each["relevance_score"])] for each in ranked]
+    assert found["cohere"]["reranked"]["results"] == scores[:2]
+    assert found["cohere"]["with_documents"]["results"] == [[index, DOCUMENTS[index]] for index, _ in scores]
+
+
+def check_endpoints(seen: dict[str, Any], expected: dict[str, Any], pooling: Router) -> None:
+    """A response in the background, a conversation and embeddings are what is said by hand."""
+    text = expected["streamed"]["text"]
+    assert seen["background"] == {"text": text, "status": "completed"}
+    talk = seen["conversation"]
+    assert (talk["first"], talk["text"], talk["deleted"]) == (text, expected["second_turn"]["text"], True)
+    assert talk["texts"] == [FIRST[0]["content"], text, GIVEN["second"]["content"], talk["text"]]
+    data = pooling_answer(pooling, "/v1/embeddings", input=DOCUMENTS[:2])["data"]
+    for encoding in ("base64", "float"):
+        found = seen["embeddings"][encoding]
+        assert [pytest.approx(each["embedding"], abs=1e-6) for each in data] == found
+
+
+def pooling_answer(pooling: Router, path: str, **fields: object) -> dict[str, Any]:
+    answer = httpx.post(f"{pooling.url}{path}", json={"model": MODEL, **fields}, timeout=60)
+    answer.raise_for_status()
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_scores_by_plain_http_are_those_of_a_ranking(pooling: Router) -> None:
+    scores = pooling_answer(pooling, "/v1/score", text_1=QUERY, text_2=DOCUMENTS)["data"]
+    ranked = pooling_answer(pooling, "/v2/rerank", query=QUERY, documents=DOCUMENTS)["results"]
+    assert {each["index"]: each["relevance_score"] for each in ranked} == {
+        each["index"]: pytest.approx(each["score"]) for each in scores
+    }
 
 
 @client("anthropic (Python)", f"{USUAL}, parsed answers, token counts", "anthropic==")

@@ -236,6 +236,28 @@ def test_openais_client_goes_on_at_another_router(stack: Stack) -> None:
         client.close()
 
 
+def test_a_stored_conversation_goes_on_at_another_router(stack: Stack) -> None:
+    """As from the response before, with the tokens that were computed for that."""
+    clients = [openai.OpenAI(base_url=f"{router.url}/v1", api_key="none") for router in stack.routers]
+    made = clients[0].conversations.create()
+    first = clients[0].responses.create(**ASKED, conversation=made.id, background=True)
+    second = clients[1].responses.create(**{**ASKED, "input": "And 5?"}, conversation=made.id)
+    same = clients[0].responses.create(**{**ASKED, "input": "And 5?"}, previous_response_id=first.id)
+    assert (second.output_text, second.usage.input_tokens) == (same.output_text, same.usage.input_tokens)
+    listed = [[item.id for item in client.conversations.items.list(made.id, order="asc")] for client in clients]
+    assert listed[0] == listed[1]
+    first = clients[1].responses.retrieve(first.id)
+    assert listed[0][1] == first.output[0].id
+    clients[1].conversations.items.delete(listed[0][0], conversation_id=made.id)
+    clients[0].responses.delete(first.id)
+    assert [item.id for item in clients[0].conversations.items.list(made.id, order="asc")] == listed[0][1:]
+    clients[1].conversations.delete(made.id)
+    with pytest.raises(openai.NotFoundError):
+        clients[0].conversations.items.list(made.id)
+    for client in clients:
+        client.close()
+
+
 def test_a_conversation_survives_a_router_an_engine_and_redis(stack: Stack) -> None:
     """What dies is killed, in the middle of a stream and between two turns; nothing of an answer is lost or changed."""
     story = {"input": "Tell me a story.", "max_output_tokens": 200, "ignore_eos": True}

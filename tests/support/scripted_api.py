@@ -16,6 +16,7 @@ from quire_proto.text.chat_template import ChatTemplate
 from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.admission.tenants_file import TenantsFile
 from quire_router.api.auth import Authenticator, TokenVerifier
+from quire_router.api.conversations import Conversations
 from quire_router.api.prepared_request import Runner
 from quire_router.api.request_limits import ConcurrencyLimit
 from quire_router.api.rest.batch_endpoints import BatchApi
@@ -379,6 +380,7 @@ async def open_stage(
     fleet_endpoint: FleetEndpoint | None = None,
     lora_updater: LoRAUpdater | None = None,
     batches: Callable[[ApiService], BatchApi] | None = None,
+    conversations: Conversations | None = None,
     **settings: Any,
 ) -> AsyncIterator[Stage]:
     """Serves until the block ends. Streams with ids have a comment after ``heartbeat`` seconds of silence, others after
@@ -404,6 +406,7 @@ async def open_stage(
         fleet=fleet_endpoint,
         lora_updater=lora_updater,
         batches=None if batches is None else batches(service),
+        conversations=conversations,
     )
     server = HttpServer(allow_origins(app, origins) if origins else app, listen("127.0.0.1", 0), limits)
     admin = HttpServer(build_admin(service, client_timeout=patience), listen("127.0.0.1", 0))

@@ -25,9 +25,15 @@ export async function run(clients) {
   process.exit(0);
 }
 
-// The openai package, and openai-agents whose agents speak through one of its models.
-export function openaiPackages() {
+// The openai package, for both routers.
+export function openaiClients() {
   const OpenAI = require("openai").default;
+  const open = (base) => new OpenAI({ baseURL: `${base}/v1`, apiKey: "none", maxRetries: 0 });
+  return { client: open(url), slow: open(slowUrl) };
+}
+
+// And openai-agents, whose agents speak through one of its models.
+export function openaiPackages() {
   const agents = require("@openai/agents");
   const { z } = require("zod");
   agents.setTracingDisabled(true);
@@ -44,6 +50,5 @@ export function openaiPackages() {
       modelSettings: { temperature: 0, maxTokens: given.parameters.max_tokens, ...settings },
       ...more,
     });
-  const open = (base) => new OpenAI({ baseURL: `${base}/v1`, apiKey: "none", maxRetries: 0 });
-  return { client: open(url), slow: open(slowUrl), agents, weather, agentOf };
+  return { ...openaiClients(), agents, weather, agentOf };
 }

@@ -15,12 +15,12 @@ _MAX_QUERY_FIELDS = 16
 _NUMBER = re.compile(r"[0-9]{1,15}", re.ASCII)
 
 
-def item_page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the page of items that a query asks for. Raises ``QuireError``."""
+def item_page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str], most: int = MAX_LISTED) -> dict[str, Any]:
+    """Returns the page of items that a query asks for, ``most`` at most. Raises ``QuireError``."""
     if _order(query) == "desc":
         items = items[::-1]
     begin = _position_behind([str(item.get("id")) for item in items], query.get("after"))
-    page = items[begin : begin + _limit(query)]
+    page = items[begin : begin + _limit(query, most)]
     return {
         "object": "list",
         "data": page,
@@ -46,10 +46,10 @@ def _order(query: Mapping[str, str]) -> str:
     return order
 
 
-def _limit(query: Mapping[str, str]) -> int:
+def _limit(query: Mapping[str, str], most: int) -> int:
     given = query.get("limit", str(DEFAULT_LISTED))
-    if not _NUMBER.fullmatch(given) or not 1 <= int(given) <= MAX_LISTED:
-        raise invalid("limit", f"limit must be a number from 1 to {MAX_LISTED}.")
+    if not _NUMBER.fullmatch(given) or not 1 <= int(given) <= most:
+        raise invalid("limit", f"limit must be a number from 1 to {most}.")
     return int(given)
 
 

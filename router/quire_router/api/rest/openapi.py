@@ -1,11 +1,18 @@
 """``/openapi.json``: the routes of the REST API and the schemas of their bodies, for tools that read OpenAPI."""
 
+import re
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, Final
 
 from pydantic import BaseModel
 
 from quire_router.api.rest.batch_endpoints import BatchBody
+from quire_router.api.rest.conversation_endpoints import (
+    CONVERSATIONS,
+    ConversationBody,
+    ConversationUpdate,
+    NewItems,
+)
 from quire_router.api.rest.loras import LoadLoRABody, UnloadLoRABody
 from quire_router.api.rest.pooling_routes import EMBEDDINGS, RERANK, SCORE
 from quire_router.api.schemas.anthropic import CountTokensRequest, MessagesRequest
@@ -68,6 +75,14 @@ class Operation:
         self.answers = answers
 
 
+CONVERSATION_PATHS: Final = frozenset(
+    {
+        CONVERSATIONS,
+        f"{CONVERSATIONS}/{{id}}",
+        f"{CONVERSATIONS}/{{id}}/items",
+        f"{CONVERSATIONS}/{{id}}/items/{{item_id}}",
+    }
+)
 FILES: Final = "/v1/files"
 BATCHES: Final = "/v1/batches"
 BATCH_PATHS: Final = frozenset(
@@ -101,6 +116,20 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
     },
     "/v1/responses/{id}/cancel": {"post": Operation("Ends a response.")},
     "/v1/responses/{id}/input_items": {"get": Operation("The conversation that a response answers.")},
+    CONVERSATIONS: {"post": Operation("Makes a conversation.", ConversationBody)},
+    f"{CONVERSATIONS}/{{id}}": {
+        "get": Operation("A conversation, without its items."),
+        "post": Operation("Gives a conversation other metadata.", ConversationUpdate),
+        "delete": Operation("Deletes a conversation."),
+    },
+    f"{CONVERSATIONS}/{{id}}/items": {
+        "get": Operation("The items of a conversation."),
+        "post": Operation("Adds items to a conversation.", NewItems),
+    },
+    f"{CONVERSATIONS}/{{id}}/items/{{item_id}}": {
+        "get": Operation("An item of a conversation."),
+        "delete": Operation("Removes an item from a conversation."),
+    },
     EMBEDDINGS: {"post": Operation("Makes embeddings of texts or of tokens.", EmbeddingRequest)},
     **{path: {"post": Operation("Scores pairs of texts.", ScoreRequest)} for path in SCORE},
     **{path: {"post": Operation("Orders documents by their relevance to a query.", RerankRequest)} for path in RERANK},
@@ -169,8 +198,10 @@ def _operation(path: str, operation: Operation, schemas: dict[str, Any]) -> dict
             },
         },
     }
-    if name := path.partition("{")[2].partition("}")[0]:
-        described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
+    if names := re.findall(r"{(\w+)}", path):
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
     if operation.body is not None:
         schema = operation.body.model_json_schema(ref_template=f"{_SCHEMAS}{{model}}")
         schemas.update(schema.pop("$defs", {}))

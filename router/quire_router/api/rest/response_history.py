@@ -3,14 +3,16 @@ read, with the tokens of their prompts and answers, and conversations.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from time import time
+from typing import Any
 
 from quire_proto.errors import ErrorCode, QuireError, internal, invalid
 
 from quire_router.api.auth import Identity
+from quire_router.api.conversations import Conversation, Conversations, Items, Turn
 from quire_router.api.prepared_request import PreparedRequest, RequestOptions, ResponseOptions
 from quire_router.api.rest.responses_format import ResponseBuilder
 from quire_router.api.schemas.openai import Api
@@ -23,6 +25,7 @@ from quire_router.api.schemas.responses import (
 from quire_router.api.service import ApiService
 from quire_router.api.stored_requests import RequestStatus, StoredRequest
 from quire_router.core.errors import (
+    conversation_locked,
     item_not_found,
     previous_failed,
     previous_in_progress,
@@ -32,6 +35,7 @@ from quire_router.core.errors import (
 
 MAX_REFERENCED = 64  # responses that the items of one request may be of
 _WAIT = 15.0  # seconds for the end of a response that is gone on from: longer than a dead router's lease
+_ITEM_CHARACTERS = 256  # of an item, about: whether many are to be read
 _ITEM_ID = re.compile(r"(?:msg|rs|fc|fco)_([A-Za-z0-9_-]{1,64})_(?:in)?[0-9]{1,5}", re.ASCII)
 
 
@@ -43,28 +47,94 @@ class EarlierResponse:
     token_ids: Sequence[int]
     builder: ResponseBuilder
 
-    def history(self) -> History:
-        """Returns what a request goes on from behind it. Raises ``QuireError`` INTERNAL when its record is damaged."""
-        first = self.prepared.first
+    @property
+    def all_token_ids(self) -> list[int]:
+        """The tokens of its prompt and of its answer."""
+        return [*self.prepared.first.prompt_token_ids, *self.token_ids]
+
+    def items(self) -> list[Mapping[str, Any]]:
+        """Returns its conversation and its output. Raises ``QuireError`` INTERNAL when its record is damaged."""
         try:
-            state = ResponseState.read(first.conversation)
-            items = read_items([*(state.items or ()), *self.builder.output()])
+            state = ResponseState.read(self.prepared.first.conversation)
         except (ValueError, RecursionError):
             raise internal() from None
-        return History(items, [*first.prompt_token_ids, *self.token_ids], {item.id or "": item for item in items})
+        return [*(state.items or ()), *self.builder.output()]
+
+    def history(self) -> History:
+        """Returns what a request goes on from behind it. Raises as ``items`` does."""
+        return history_of(self.items(), self.all_token_ids)
+
+
+def history_of(listed: Items, token_ids: Sequence[int]) -> History:
+    """Returns what a request goes on from behind items, which had these tokens. Raises ``QuireError`` INTERNAL for what
+    are none.
+    """
+    try:
+        items = read_items(listed)
+    except (ValueError, RecursionError):
+        raise internal() from None
+    return History(items, token_ids, {item.id or "": item for item in items})
 
 
 class HistoryReader:
-    """Finds what requests go on from. Those of other tenants are not found."""
+    """Finds what requests go on from. Those of other tenants are not found. Without ``conversations`` they go on from
+    none.
+    """
 
-    def __init__(self, service: ApiService) -> None:
+    def __init__(self, service: ApiService, conversations: Conversations | None = None) -> None:
         self._service = service
+        self._conversations = conversations
 
-    async def read(self, request: InputBody, caller: Identity) -> "RecordedHistory":
-        """Returns what a request goes on from. Raises ``QuireError``, for a response that does not end soon, too."""
-        previous = request.previous_response_id
-        earlier = None if previous is None else await self._previous(previous, caller)
-        return RecordedHistory(earlier, await self._referenced(request, caller) if request.references else [])
+    async def read(self, request: InputBody, caller: Identity, request_id: str = "") -> "RecordedHistory":
+        """Returns what a request of this id goes on from. Raises ``QuireError``, for a response that does not end soon,
+        too.
+        """
+        previous, conversation = request.previous_response_id, request.conversation
+        referenced = await self._referenced(request, caller) if request.references else []
+        if conversation is not None:
+            return RecordedHistory(None, referenced, await self._conversation(conversation, caller, request_id))
+        return RecordedHistory(None if previous is None else await self._previous(previous, caller), referenced)
+
+    async def turns(self, conversation: Conversation, caller: Identity, *, wait: bool = False) -> "ConversationItems":
+        """Returns the items of a conversation. Those of responses are copied into it once they have ended; one that
+        runs is waited for, or else has none yet. Raises ``QuireError``.
+        """
+        assert self._conversations is not None
+        written = await self._conversations.items(conversation)
+        responses = [turn for turn in conversation.turns if turn.response]
+        token_ids: Sequence[int] = ()
+        for turn in responses:
+            is_last = turn is responses[-1]
+            if turn.number in written and not (wait and is_last):
+                continue
+            earlier = await self._turn(turn, conversation, caller, wait=wait)
+            token_ids = () if earlier is None else earlier.all_token_ids
+            if turn.number not in written and (earlier is not None or not is_last):
+                written[turn.number] = [] if earlier is None else earlier.items()[turn.known :]
+                await self._conversations.write_response(conversation, turn, written[turn.number])
+        items = [item for turn in conversation.turns for item in written.get(turn.number, ())]
+        return ConversationItems([item for item in items if item["id"] not in conversation.deleted], token_ids)
+
+    async def _turn(
+        self, turn: Turn, conversation: Conversation, caller: Identity, *, wait: bool
+    ) -> EarlierResponse | None:
+        """Returns the response of a turn; None for one that has failed, was never begun, or is not waited for."""
+        try:
+            stored = await self.stored(turn.response, caller, polled=False)
+            running = stored.status is RequestStatus.RUNNING
+            if stored.status is RequestStatus.FAILED or (running and not wait):
+                return None
+            return await self._whole(stored, caller)
+        except QuireError as error:
+            if error.code is ErrorCode.NOT_FOUND:
+                return None
+            raise conversation_locked(conversation.id) if error.code is ErrorCode.DEADLINE else error from None
+
+    async def _conversation(self, conversation_id: str, caller: Identity, request_id: str) -> "ConversationItems":
+        if self._conversations is None:
+            raise invalid("conversation", "conversation is not taken here: send the whole conversation as input.")
+        found = await self._conversations.get(conversation_id, caller.tenant)
+        return await self.turns(found.before(request_id), caller, wait=True)
 
     async def stored(self, response_id: str, caller: Identity, *, polled: bool = True) -> StoredRequest:
         """Returns a stored response. Raises ``QuireError`` NOT_FOUND, also for what is no response, and OVERLOADED when
@@ -142,19 +212,35 @@ class RecordedHistory:
 
     earlier: EarlierResponse | None
     referenced: Sequence[History]
+    conversation: "ConversationItems | None" = None
 
     @property
     def size(self) -> int:
         """How many characters are to be read, about."""
-        return 0 if self.earlier is None else len(self.earlier.prepared.first.conversation)
+        items = 0 if self.conversation is None else _ITEM_CHARACTERS * len(self.conversation.items)
+        return items if self.earlier is None else len(self.earlier.prepared.first.conversation)
 
     def read(self) -> History:
         """Returns the history. Belongs into a thread where it is long."""
-        histories = [*([] if self.earlier is None else [self.earlier.history()]), *self.referenced]
+        continued = self._continued()
+        histories = [*([] if continued is None else [continued]), *self.referenced]
         if not histories:
             return History()
         by_id = {item_id: item for history in reversed(histories) for item_id, item in history.referenced.items()}
-        return History(() if self.earlier is None else histories[0].items, histories[0].token_ids, by_id)
+        return History(() if continued is None else continued.items, histories[0].token_ids, by_id)
+
+    def _continued(self) -> History | None:
+        if self.conversation is not None:
+            return history_of(self.conversation.items, self.conversation.token_ids)
+        return None if self.earlier is None else self.earlier.history()
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationItems:
+    """The items of a conversation, and the tokens of the prompt and the answer of its last response."""
+
+    items: Items
+    token_ids: Sequence[int]
 
 
 def keeps_items(stored: StoredRequest) -> bool:
@@ -169,10 +255,17 @@ async def prepare_response(  # noqa: PLR0917 - as ``ApiService.prepare``
     request_id: str,
     caller: Identity,
     options: RequestOptions,
+    conversations: Conversations | None = None,
 ) -> PreparedRequest:
-    """Returns the request in a body of ``size`` bytes, with what it goes on from. Raises ``QuireError``."""
+    """Returns the request in a body of ``size`` bytes, with what it goes on from; a conversation has it as a turn then.
+    Raises ``QuireError``.
+    """
     request = await service.parse(lambda: ResponsesRequest.from_json(body()), caller, size=size)
-    history = await HistoryReader(service).read(request, caller)
-    return await service.prepare(
+    history = await HistoryReader(service, conversations).read(request, caller, request_id)
+    prepared = await service.prepare(
         lambda: request.to_chat(history.read(), request_id), request_id, caller, options, size=size + history.size
     )
+    if conversations is not None and request.conversation is not None and history.conversation is not None:
+        known = len(history.conversation.items)
+        await conversations.add_response(request.conversation, caller.tenant, request_id, known)
+    return prepared

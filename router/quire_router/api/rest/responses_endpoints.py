@@ -9,6 +9,7 @@ from typing import Final
 from quire_proto.errors import QuireError, internal, invalid
 
 from quire_router.api.auth import Identity
+from quire_router.api.conversations import Conversations
 from quire_router.api.prepared_request import PreparedRequest, RequestOptions, options_from_headers
 from quire_router.api.request_limits import ReservedBody
 from quire_router.api.response_opener import Response
@@ -68,16 +69,25 @@ async def _failed_body(service: ApiService, stored: StoredRequest, caller: Ident
 class ResponseEndpoints:
     """Handlers of stored responses, under ``/v1/responses/{id}``, and of ``/v1/responses/input_tokens``."""
 
-    def __init__(self, service: ApiService, limits: BodyLimits, keepalive: KeepAlive) -> None:
+    def __init__(
+        self,
+        service: ApiService,
+        limits: BodyLimits,
+        keepalive: KeepAlive,
+        conversations: Conversations | None = None,
+    ) -> None:
         self._service = service
         self._limits = limits
         self._keepalive = keepalive
-        self._history = HistoryReader(service)
+        self._conversations = conversations
+        self._history = HistoryReader(service, conversations)
 
     async def prepare(self, exchange: HttpExchange, body: ReservedBody, options: RequestOptions) -> PreparedRequest:
         """Returns the request in a body, with what it goes on from. Raises ``QuireError``."""
-        size = len(body)
-        return await prepare_response(self._service, body.detach, size, exchange.request_id, exchange.caller, options)
+        size, request_id, caller = len(body), exchange.request_id, exchange.caller
+        return await prepare_response(
+            self._service, body.detach, size, request_id, caller, options, self._conversations
+        )
 
     async def start(self, exchange: HttpExchange, prepared: PreparedRequest) -> None:
         """Starts a response in the background, and sends its state, or its events if they are asked for."""

@@ -13,10 +13,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire_router.api.conversations import Conversations
 from quire_router.api.prepared_request import PreparedRequest, RequestOptions, options_from_headers
 from quire_router.api.request_limits import ReservedBody
 from quire_router.api.rest.answer_format import AnswerFormat
 from quire_router.api.rest.batch_endpoints import BatchApi, BatchEndpoints, FileEndpoints
+from quire_router.api.rest.conversation_endpoints import CONVERSATIONS, ConversationEndpoints
 from quire_router.api.rest.endpoints import FleetEndpoint, RequestEndpoints, StatusEndpoints, TokenizeEndpoints
 from quire_router.api.rest.http import (
     JSON_HEADERS,
@@ -40,7 +42,16 @@ from quire_router.api.rest.http_server import MAX_HEAD_BYTES
 from quire_router.api.rest.loras import LoRAEndpoints
 from quire_router.api.rest.messages_format import MESSAGES
 from quire_router.api.rest.openai_format import CHAT, COMPLETION, request_object
-from quire_router.api.rest.openapi import BATCH_PATHS, BATCHES, FILES, FLEET, LOAD_LORA, LORA_UPDATES, UNLOAD_LORA
+from quire_router.api.rest.openapi import (
+    BATCH_PATHS,
+    BATCHES,
+    CONVERSATION_PATHS,
+    FILES,
+    FLEET,
+    LOAD_LORA,
+    LORA_UPDATES,
+    UNLOAD_LORA,
+)
 from quire_router.api.rest.page import FOLDER, HOME, Page
 from quire_router.api.rest.pooling_routes import pooling_handlers
 from quire_router.api.rest.responses_endpoints import PATH as RESPONSES_PATH
@@ -254,19 +265,23 @@ def build_api(
     fleet: FleetEndpoint | None = None,
     lora_updater: LoRAUpdater | None = None,
     batches: BatchApi | None = None,
+    conversations: Conversations | None = None,
 ) -> RestApp:
     """Returns the public REST API. ``client_timeout`` bounds a body's arrival and each write, in seconds. ``page`` is
-    what browsers get, and ``fleet`` the stream that it reads; ``lora_updater`` loads adapters, and ``batches`` runs
-    batches. None: there is nothing at their paths.
+    what browsers get, and ``fleet`` the stream that it reads; ``lora_updater`` loads adapters, ``batches`` runs
+    batches, and ``conversations`` keeps those of responses. None: there is nothing at their paths.
     """
     absent = {FLEET} if fleet is None else set()
     if lora_updater is None:
         absent |= LORA_UPDATES
     if batches is None:
         absent |= BATCH_PATHS
+    if conversations is None:
+        absent |= CONVERSATION_PATHS
     status, requests = StatusEndpoints(service, absent), RequestEndpoints(service, keepalive)
     limits = BodyLimits(max_body_bytes, client_timeout)
-    tokens, responses = TokenizeEndpoints(service, limits), ResponseEndpoints(service, limits, keepalive)
+    tokens = TokenizeEndpoints(service, limits)
+    responses = ResponseEndpoints(service, limits, keepalive, conversations)
 
     def generate(path: str, prepare: Prepare, answer_format: AnswerFormat, start: Start | None = None) -> Route:
         handler = GenerateHandler(
@@ -306,6 +321,8 @@ def build_api(
         routes.append(_route(UNLOAD_LORA, "POST", loras.unload))
     if batches is not None:
         routes += _batch_routes(service, batches, limits)
+    if conversations is not None:
+        routes += _conversation_routes(ConversationEndpoints(service, conversations, limits))
     if page is None:
         return RestApp(service, routes, client_timeout)
     routes += [_route(HOME, "GET", page.home), _route(FOLDER + "{name}", "GET", page.file)]
@@ -321,6 +338,15 @@ def _batch_routes(service: ApiService, batches: BatchApi, limits: BodyLimits) ->
         _route(BATCHES, ("GET", "POST"), own.list_or_create),
         _route(f"{BATCHES}/{{id}}", "GET", own.show),
         _route(f"{BATCHES}/{{id}}/cancel", "POST", own.cancel),
+    ]
+
+
+def _conversation_routes(endpoints: ConversationEndpoints) -> list[Route]:
+    return [
+        _route(CONVERSATIONS, "POST", endpoints.create),
+        _route(f"{CONVERSATIONS}/{{id}}", ("GET", "POST", "DELETE"), endpoints.one),
+        _route(f"{CONVERSATIONS}/{{id}}/items", ("GET", "POST"), endpoints.items),
+        _route(f"{CONVERSATIONS}/{{id}}/items/{{item_id}}", ("GET", "DELETE"), endpoints.item),
     ]
 
 

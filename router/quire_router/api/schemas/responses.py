@@ -237,7 +237,6 @@ _UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
     # Those of the Responses API
     "access_programs": Unsupported(),
     "context_management": Unsupported(([],)),
-    "conversation": Unsupported((), "use previous_response_id, or send the whole conversation as input"),
     "image": Unsupported(),
     "moderation": Unsupported((), "nothing is moderated here"),
     "prompt": Unsupported((), "there are no stored prompts; write its text into instructions or input"),
@@ -249,6 +248,13 @@ _UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
 
 def _items(value: object) -> object:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def _conversation_id(value: object) -> object:
+    return value["id"] if isinstance(value, dict) and "id" in value else value
+
+
+ConversationId = Annotated[ItemId, BeforeValidator(_conversation_id, json_schema_input_type=str | dict[str, str])]
 
 
 class InputBody(StrictModel):
@@ -263,6 +269,7 @@ class InputBody(StrictModel):
     ] = []  # noqa: RUF012 - pydantic copies it
     instructions: Content | None = None
     previous_response_id: ItemId | None = None
+    conversation: ConversationId | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ChoiceOfTools | None = None
     parallel_tool_calls: bool | None = None
@@ -279,10 +286,12 @@ class InputBody(StrictModel):
         """The ids of items that it names instead of repeating them."""
         return [item.id or "" for item in self.input if item.type == REFERENCE]
 
-    def conversation(self, history: "History") -> list[InputItem]:
-        """Returns the whole conversation: that of the response that this one follows, and the input. Raises
-        ``QuireError`` for an item that is not found.
+    def all_items(self, history: History) -> list[InputItem]:
+        """Returns the whole conversation: what the request goes on from, and the input. Raises ``QuireError`` for an
+        item that is not found.
         """
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise invalid("conversation", "conversation and previous_response_id exclude each other.")
         items = list(history.items)
         for number, item in enumerate(self.input):
             if item.type == REFERENCE and item.id not in history.referenced:
@@ -370,7 +379,9 @@ class ResponsesRequest(SamplingBody, InputBody):
         """Returns the chat that this request means. Raises ``QuireError`` INVALID for what no chat may be."""
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
             raise invalid("max_output_tokens", "max_output_tokens must be at least 1.")
-        items = self.conversation(history)
+        if self.conversation is not None and self.store is False:
+            raise invalid("store", "A response is a turn of its conversation: store cannot be false.")
+        items = self.all_items(history)
         form = None if self.text is None else self.text.format
         copied = (
             *SamplingBody.model_fields,
@@ -407,6 +418,7 @@ class ResponsesRequest(SamplingBody, InputBody):
         return {
             **{name: getattr(self, name) for name in _REPEATED},
             "background": bool(self.background),
+            "conversation": None if self.conversation is None else {"id": self.conversation},
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "reasoning": {"effort": options.effort, "summary": options.summary or options.generate_summary},

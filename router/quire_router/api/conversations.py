@@ -1,0 +1,156 @@
+"""``Conversations``: what OpenAI's Conversations API keeps, in the journal's place: which turns a conversation has, and
+their items.
+
+A turn is what was added at once: items that a client wrote, or a response, of which the input and the output are. Its
+items are written once. Those of a response are in its record first, and are copied here when they are next needed
+(``rest.response_history.HistoryReader``), so that nobody has to be there when a response ends.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from secrets import token_hex
+from time import time
+from typing import Any
+
+from quire_proto.errors import invalid
+
+from quire_router.core.errors import conversation_locked, conversation_not_found
+from quire_router.core.generation import MAX_CONVERSATION_CHARACTERS
+from quire_router.journal.objects import ObjectStore
+
+_ID = re.compile("conv_[0-9a-f]{48}")
+MAX_TURNS = 4096  # of one conversation
+_ATTEMPTS = 8  # to change a conversation that others change too
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The ``number`` of a turn, in the order in which they came. Of a ``response``, the id of its request, and of the
+    items in its record how many are of the turns before (``known``).
+    """
+
+    number: int
+    response: str = ""
+    known: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation without its items. ``deleted`` are the ids of items that are not there any more."""
+
+    id: str
+    tenant: str
+    created_at: int
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    turns: tuple[Turn, ...] = ()
+    deleted: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as the API shows it."""
+        return {"id": self.id, "object": "conversation", "created_at": self.created_at, "metadata": self.metadata}
+
+    def before(self, response: str) -> "Conversation":
+        """Returns what it was before a response, if that is one of its turns: a request may come again. Without the id
+        of one, all of it.
+        """
+        numbers = [turn.number for turn in self.turns if response and turn.response == response]
+        turns = self.turns if not numbers else tuple(turn for turn in self.turns if turn.number < numbers[0])
+        return replace(self, turns=turns)
+
+
+Items = Sequence[Mapping[str, Any]]
+
+
+class Conversations:
+    """The conversations of all tenants; those of others are not found. Each is kept for ``retention`` seconds after it
+    was last used. Raises ``QuireError`` as ``ObjectStore`` does.
+    """
+
+    def __init__(self, store: ObjectStore, retention: float) -> None:
+        self._store = store
+        self._retention = retention
+
+    async def create(self, tenant: str, metadata: Mapping[str, str], items: Items = ()) -> Conversation:
+        """Makes a conversation, with items if there are some."""
+        made = Conversation(f"conv_{token_hex(24)}", tenant, int(time()), metadata)
+        if items:
+            await self._write_items(made.id, 0, items)
+            made = replace(made, turns=(Turn(0),))
+        await self._put(made, 0)
+        return made
+
+    async def get(self, conversation_id: str, tenant: str) -> Conversation:
+        """Returns a conversation. Raises ``QuireError`` NOT_FOUND."""
+        return (await self._find(conversation_id, tenant))[0]
+
+    async def change(
+        self, conversation_id: str, tenant: str, change: Callable[[Conversation], Conversation]
+    ) -> Conversation:
+        """Replaces a conversation by what ``change`` makes of it, whatever others change meanwhile, and keeps it for
+        longer. Raises as ``get``, and as ``change`` does.
+        """
+        for _ in range(_ATTEMPTS):
+            found, version = await self._find(conversation_id, tenant)
+            changed = change(found)
+            if await self._put(changed, version):
+                return changed
+        raise conversation_locked(conversation_id)
+
+    async def add_items(self, conversation_id: str, tenant: str, items: Items) -> Conversation:
+        """Adds a turn of a client. Raises as ``get``, and INVALID for a conversation that is full."""
+        changed = await self.change(conversation_id, tenant, lambda found: _with_turn(found, "", 0))
+        await self._write_items(conversation_id, changed.turns[-1].number, items)
+        return changed
+
+    async def add_response(self, conversation_id: str, tenant: str, response: str, known: int) -> None:
+        """Adds a response that begins, unless it is one of the turns. Raises as ``add_items``."""
+        await self.change(conversation_id, tenant, lambda found: _with_turn(found, response, known))
+
+    async def items(self, conversation: Conversation) -> dict[int, Items]:
+        """Returns the items of the turns that have been written, by the numbers of the turns."""
+        numbers = [turn.number for turn in conversation.turns]
+        parts = await self._store.parts(conversation.id, numbers)
+        return {number: json.loads(part) for number, part in zip(numbers, parts, strict=True) if part is not None}
+
+    async def write_response(self, conversation: Conversation, turn: Turn, items: Items) -> None:
+        """Writes the items of a response that has ended, if nobody else has."""
+        await self._write_items(conversation.id, turn.number, items)
+
+    async def delete(self, conversation: Conversation) -> None:
+        """Deletes a conversation with its items; its responses stay."""
+        await self._store.delete(conversation.id)
+
+    async def _find(self, conversation_id: str, tenant: str) -> tuple[Conversation, int]:
+        found = await self._store.get(conversation_id) if _ID.fullmatch(conversation_id) else None
+        conversation = None if found is None else _decode(found.data)
+        if found is None or conversation is None or conversation.tenant != tenant:
+            raise conversation_not_found(conversation_id)
+        return conversation, found.version
+
+    async def _put(self, conversation: Conversation, version: int) -> bool:
+        data = json.dumps(asdict(conversation), separators=(",", ":")).encode()
+        return await self._store.put(conversation.id, data, version, self._retention)
+
+    async def _write_items(self, conversation_id: str, number: int, items: Items) -> None:
+        data = json.dumps(items, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+        if len(data) > MAX_CONVERSATION_CHARACTERS:
+            raise invalid("items", "The items are too long to be stored.")
+        await self._store.add_part(conversation_id, number, data, self._retention)
+
+
+def _with_turn(conversation: Conversation, response: str, known: int) -> Conversation:
+    """Returns a conversation with another turn, whose items are written after that. Raises ``QuireError`` INVALID."""
+    turns = conversation.turns
+    if response and any(turn.response == response for turn in turns):
+        return conversation
+    if len(turns) == MAX_TURNS:
+        raise invalid("conversation", f"A conversation has at most {MAX_TURNS} turns.")
+    return replace(conversation, turns=(*turns, Turn(len(turns), response, known)))
+
+
+def _decode(data: bytes) -> Conversation:
+    fields = json.loads(data)
+    turns = tuple(Turn(**turn) for turn in fields.pop("turns"))
+    return Conversation(**{**fields, "turns": turns, "deleted": tuple(fields.pop("deleted"))})

@@ -1,0 +1,153 @@
+"""The routes of OpenAI's Conversations API, under ``/v1/conversations``: conversations and their items. A response
+becomes a turn of the one that it names (``response_history``).
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from secrets import token_hex
+from typing import Annotated, Any, Final
+
+from pydantic import Field
+from quire_proto.errors import invalid
+
+from quire_router.api.conversations import Conversation, Conversations
+from quire_router.api.request_limits import ReservedBody
+from quire_router.api.rest.http import BodyLimits, HttpExchange, read_body, to_json
+from quire_router.api.rest.item_list import item_page, read_query
+from quire_router.api.rest.response_history import HistoryReader
+from quire_router.api.schemas.base import Metadata, StrictModel
+from quire_router.api.schemas.openai import MAX_MESSAGES
+from quire_router.api.schemas.response_items import REFERENCE, InputItem, list_items
+from quire_router.api.service import ApiService
+from quire_router.core.errors import item_not_found
+
+CONVERSATIONS: Final = "/v1/conversations"
+MAX_DELETED = 4096  # items of one conversation
+GivenItems = Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+class ConversationBody(StrictModel):
+    """The body of ``POST /v1/conversations``."""
+
+    items: GivenItems | None = None
+    metadata: Metadata | None = None
+
+
+class ConversationUpdate(StrictModel):
+    """The body of ``POST /v1/conversations/{id}``."""
+
+    metadata: Metadata | None
+
+
+class NewItems(StrictModel):
+    """The body of ``POST /v1/conversations/{id}/items``."""
+
+    items: Annotated[GivenItems, Field(min_length=1)]
+
+
+class ConversationEndpoints:
+    """Handlers of conversations. Each request is charged as one that reaches no engine, or counted as a read."""
+
+    def __init__(self, service: ApiService, conversations: Conversations, limits: BodyLimits) -> None:
+        self._service = service
+        self._conversations = conversations
+        self._limits = limits
+        self._history = HistoryReader(service, conversations)
+
+    async def create(self, exchange: HttpExchange) -> None:
+        """Makes a conversation, with items if there are some."""
+        async with self._body(exchange, f"POST {CONVERSATIONS}") as body:
+            given = ConversationBody.from_json(body.detach()) if len(body) else ConversationBody()
+            listed = _listed(given.items or ())
+            made = await self._conversations.create(exchange.caller.tenant, given.metadata or {}, listed)
+            await exchange.response.send(200, to_json(made.to_json()))
+
+    async def one(self, exchange: HttpExchange) -> None:
+        """Sends a conversation; for ``POST`` with other metadata, for ``DELETE`` without what it was."""
+        method, conversation_id, tenant = exchange.scope["method"], _id(exchange), exchange.caller.tenant
+        name = f"{method} {CONVERSATIONS}/{{id}}"
+        if method == "POST":
+            async with self._body(exchange, name) as body:
+                metadata = ConversationUpdate.from_json(body.detach()).metadata or {}
+                changed = await self._conversations.change(
+                    conversation_id, tenant, lambda found: replace(found, metadata=metadata)
+                )
+                await exchange.response.send(200, to_json(changed.to_json()))
+            return
+        with self._service.request_scope(name, exchange.request_id, exchange.headers):
+            found = await self._find(exchange)
+            if method == "DELETE":
+                await self._conversations.delete(found)
+                deleted = {"id": found.id, "object": "conversation.deleted", "deleted": True}
+                await exchange.response.send(200, to_json(deleted))
+            else:
+                await exchange.response.send(200, to_json(found.to_json()))
+
+    async def items(self, exchange: HttpExchange) -> None:
+        """Lists the items of a conversation; for ``POST``, adds some."""
+        name = f"{exchange.scope['method']} {CONVERSATIONS}/{{id}}/items"
+        if exchange.scope["method"] == "POST":
+            async with self._body(exchange, name) as body:
+                added = _listed(NewItems.from_json(body.detach()).items)
+                await self._conversations.add_items(_id(exchange), exchange.caller.tenant, added)
+                page = item_page(added, {"order": "asc", "limit": str(len(added))}, most=len(added))
+                await exchange.response.send(200, to_json(page))
+            return
+        with self._service.request_scope(name, exchange.request_id, exchange.headers):
+            items = await self._items(await self._find(exchange), exchange)
+            await exchange.response.send(200, to_json(item_page(items, read_query(exchange))))
+
+    async def item(self, exchange: HttpExchange) -> None:
+        """Sends an item of a conversation; for ``DELETE``, removes it and sends the conversation."""
+        name = f"{exchange.scope['method']} {CONVERSATIONS}/{{id}}/items/{{item_id}}"
+        with self._service.request_scope(name, exchange.request_id, exchange.headers):
+            found, item_id = await self._find(exchange), str(exchange.path_parameters["item_id"])
+            item = next((each for each in await self._items(found, exchange) if each["id"] == item_id), None)
+            if item is None:
+                raise item_not_found("item_id", item_id)
+            if exchange.scope["method"] == "DELETE":
+                found = await self._conversations.change(
+                    found.id, exchange.caller.tenant, lambda conversation: _without(conversation, item_id)
+                )
+                await exchange.response.send(200, to_json(found.to_json()))
+            else:
+                await exchange.response.send(200, to_json(item))
+
+    async def _items(self, conversation: Conversation, exchange: HttpExchange) -> Sequence[Any]:
+        return (await self._history.turns(conversation, exchange.caller)).items
+
+    async def _find(self, exchange: HttpExchange) -> Conversation:
+        self._service.count_poll(exchange.caller)
+        return await self._conversations.get(_id(exchange), exchange.caller.tenant)
+
+    @asynccontextmanager
+    async def _body(self, exchange: HttpExchange, name: str) -> AsyncIterator[ReservedBody]:
+        """Reads the body of a request that writes, which is charged. Raises ``QuireError``."""
+        exchange.check_json_body(self._limits.max_bytes)
+        caller, bodies = exchange.caller, self._service.bodies
+        with (
+            self._service.request_scope(name, exchange.request_id, exchange.headers),
+            bodies.reserve_incoming(caller.tenant, exchange.content_length) as body,
+        ):
+            await read_body(exchange.receive, self._limits, body)
+            await self._service.charge(caller)
+            yield body
+
+
+def _listed(items: Sequence[InputItem]) -> list[dict[str, Any]]:
+    """Returns items as they are stored, with ids. Raises ``QuireError`` INVALID for references: they may expire."""
+    for number, item in enumerate(items):
+        if item.type == REFERENCE:
+            raise invalid(f"items[{number}].type", f"items[{number}] names an item: a conversation holds items alone.")
+    return list_items(items, token_hex(16))
+
+
+def _without(conversation: Conversation, item_id: str) -> Conversation:
+    if len(conversation.deleted) == MAX_DELETED:
+        raise invalid("item_id", f"At most {MAX_DELETED} items of a conversation can be deleted.")
+    return replace(conversation, deleted=(*conversation.deleted, item_id))
+
+
+def _id(exchange: HttpExchange) -> str:
+    return str(exchange.path_parameters["id"])

@@ -1,0 +1,213 @@
+"""``/v1/conversations`` over HTTP: conversations, their items, and the responses that are turns of them."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.sampling import FinishReason
+from quire_router.api.conversations import Conversations
+from quire_router.journal.objects import MemoryObjectStore
+
+from tests.support.response_streams import response_events, response_of
+from tests.support.scripted_api import MODEL, TOKENIZER, Limits, ask, open_stage, script_of
+from tests.support.tool_models import THINKING_TEMPLATE
+
+RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
+USER = {"role": "user", "content": "hello"}
+KEYS = ["k" * 16, "l" * 16]
+
+
+@asynccontextmanager
+async def stage_with(script: Any = "yes", **more: Any):
+    store = MemoryObjectStore()
+    played = script_of(script) if isinstance(script, str) else script
+    async with open_stage(
+        played, template=THINKING_TEMPLATE, conversations=Conversations(store, 60.0), **more
+    ) as stage:
+        stage.fleet.model_limits = Limits(4096)
+        yield stage
+
+
+async def make(stage, **fields: Any) -> str:
+    answer = await ask(stage.port, "POST", CONVERSATIONS, fields)
+    assert answer.status == 200, answer.body
+    return answer.json["id"]
+
+
+async def respond(stage, conversation: Any, text: str, headers: Any = None, **fields: Any):
+    body = {"model": MODEL, "input": text, "conversation": conversation, **fields}
+    return await ask(stage.port, "POST", RESPONSES, body, headers or {})
+
+
+async def texts(stage, conversation: str) -> list[str]:
+    items = (await ask(stage.port, "GET", f"{CONVERSATIONS}/{conversation}/items?order=asc&limit=100")).json["data"]
+    return [item["content"][0]["text"] for item in items]
+
+
+def prompt_of(stage) -> str:
+    return TOKENIZER.decode(stage.runner.generations[-1].prompt_token_ids)
+
+
+async def test_openais_client_makes_changes_lists_and_deletes_conversations():
+    async with stage_with() as stage, stage.openai() as api:
+        made = await api.conversations.create(metadata={"a": "b"}, items=[USER])
+        assert (made.object, made.metadata) == ("conversation", {"a": "b"})
+        assert await api.conversations.retrieve(made.id) == made
+        changed = await api.conversations.update(made.id, metadata={"a": "c"})
+        assert (changed.id, changed.created_at, changed.metadata) == (made.id, made.created_at, {"a": "c"})
+        added = await api.conversations.items.create(
+            made.id, items=[{"role": "assistant", "content": "hi"}, {"role": "user", "content": "more"}]
+        )
+        assert [item.content[0].text for item in added.data] == ["hi", "more"]
+        listed = [item async for item in api.conversations.items.list(made.id, order="asc", limit=2)]
+        assert [item.content[0].text for item in listed] == ["hello", "hi", "more"]
+        assert len({item.id for item in listed}) == 3
+        one = await api.conversations.items.retrieve(listed[1].id, conversation_id=made.id)
+        assert one == listed[1]
+        assert (await api.conversations.items.delete(one.id, conversation_id=made.id)).id == made.id
+        assert await texts(stage, made.id) == ["hello", "more"]
+        with pytest.raises(openai.NotFoundError):
+            await api.conversations.items.retrieve(one.id, conversation_id=made.id)
+        assert (await api.conversations.delete(made.id)).deleted
+        with pytest.raises(openai.NotFoundError):
+            await api.conversations.retrieve(made.id)
+
+
+async def test_responses_are_turns_of_their_conversation():
+    async with stage_with() as stage:
+        conversation = await make(stage, items=[{"role": "developer", "content": "Be brief."}])
+        first = await respond(stage, conversation, "one")
+        assert first.json["conversation"] == {"id": conversation}
+        assert await texts(stage, conversation) == ["Be brief.", "one", "yes"]
+        streamed = await respond(stage, {"id": conversation}, "two", stream=True)
+        assert response_of(response_events(streamed.body))["output"][0]["content"][0]["text"] == "yes"
+        before, last = stage.runner.generations
+        assert [*last.prompt_token_ids][: len(before.prompt_token_ids)] == [*before.prompt_token_ids]
+        assert await texts(stage, conversation) == ["Be brief.", "one", "yes", "two", "yes"]
+        ids = first.json["output"][0]["id"]
+        await ask(stage.port, "DELETE", f"{CONVERSATIONS}/{conversation}/items/{ids}")
+        asked = {"model": MODEL, "input": "three", "conversation": conversation}
+        counted = await ask(stage.port, "POST", f"{RESPONSES}/input_tokens", asked)
+        await respond(stage, conversation, "three")
+        assert prompt_of(stage).count("yes") == 1
+        assert counted.json["input_tokens"] == len(stage.runner.generations[-1].prompt_token_ids)
+
+
+async def test_a_turn_outlives_the_record_of_its_response():
+    async with stage_with() as stage:
+        conversation = await make(stage)
+        for text in ("one", "two"):
+            response = (await respond(stage, conversation, text)).json
+        await texts(stage, conversation)
+        await ask(stage.port, "DELETE", f"{RESPONSES}/{response['id']}")
+        stage.runner.runs.clear()
+        assert await texts(stage, conversation) == ["one", "yes", "two", "yes"]
+        assert (await respond(stage, conversation, "three")).status == 200
+    assert "two" in prompt_of(stage)
+
+
+async def test_a_repeated_key_has_the_first_response_and_is_one_turn():
+    once = {"idempotency-key": "once"}
+    async with stage_with() as stage:
+        conversation = await make(stage, items=[USER])
+        first = await respond(stage, conversation, "one", once)
+        await respond(stage, conversation, "two")
+        again = await respond(stage, conversation, "one", once)
+        assert await texts(stage, conversation) == ["hello", "one", "yes", "two", "yes"]
+    assert again.body == first.body
+    assert again.headers["x-quire-idempotent-replay"] == "true"
+
+
+async def test_what_failed_adds_nothing():
+    async with stage_with(["no", QuireError(ErrorCode.INTERNAL, "It broke.")]) as stage:
+        conversation = await make(stage, items=[USER])
+        failed = await respond(stage, conversation, "one")
+        assert failed.status == 500
+        assert await texts(stage, conversation) == ["hello"]
+        stage.runner.script = script_of("yes")
+        assert (await respond(stage, conversation, "two")).status == 200
+        assert await texts(stage, conversation) == ["hello", "two", "yes"]
+
+
+async def test_a_response_that_runs_is_waited_for():
+    release = asyncio.Event()
+    async with stage_with(["so", release, FinishReason.STOP]) as stage:
+        conversation = await make(stage)
+        running = asyncio.create_task(respond(stage, conversation, "one"))
+        await stage.runner.started.wait()
+        assert await texts(stage, conversation) == []
+        waiting = asyncio.create_task(respond(stage, conversation, "two"))
+        release.set()
+        assert (await running).status == (await waiting).status == 200
+        assert await texts(stage, conversation) == ["one", "so", "two", "so"]
+
+
+async def test_a_conversation_is_locked_while_a_response_does_not_end(monkeypatch):
+    async with stage_with() as stage:
+        conversation = await make(stage)
+        await respond(stage, conversation, "one")
+
+        async def never(*_: Any, **__: Any) -> None:
+            raise QuireError(ErrorCode.DEADLINE, "It takes too long.")
+
+        monkeypatch.setattr("quire_router.api.rest.response_history.HistoryReader._whole", never)
+        refused = await respond(stage, conversation, "two")
+    assert (refused.status, refused.error["code"], refused.error["param"]) == (
+        400,
+        "conversation_locked",
+        "conversation",
+    )
+
+
+async def test_conversations_of_other_tenants_are_not_there():
+    async with stage_with(keys=KEYS) as stage:
+        headers = [{"authorization": f"Bearer {key}"} for key in KEYS]
+        made = (await ask(stage.port, "POST", CONVERSATIONS, {}, headers[0])).json["id"]
+        path = f"{CONVERSATIONS}/{made}"
+        for method, where, body in (
+            ("GET", path, None),
+            ("POST", path, {"metadata": {}}),
+            ("DELETE", path, None),
+            ("GET", f"{path}/items", None),
+            ("POST", f"{path}/items", {"items": [USER]}),
+            ("GET", f"{path}/items/msg_1", None),
+        ):
+            answer = await ask(stage.port, method, where, body, headers[1])
+            assert (answer.status, answer.error["param"]) == (404, "conversation_id"), (method, where)
+        assert (await respond(stage, made, "one", headers[1])).status == 404
+        assert (await ask(stage.port, "GET", path, None, headers[0])).status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (RESPONSES, {"model": MODEL, "input": "x", "previous_response_id": "resp_1"}, "conversation"),
+        (RESPONSES, {"model": MODEL, "input": "x", "store": False}, "store"),
+        (RESPONSES, {"model": MODEL, "input": "x", "conversation": 5}, "conversation"),
+        (f"{CONVERSATIONS}/ID/items", {"items": []}, "items"),
+        (f"{CONVERSATIONS}/ID/items", {"items": [{"type": "item_reference", "id": "msg_1"}]}, "items[0].type"),
+        (f"{CONVERSATIONS}/ID/items", {"items": [{"type": "web_search_call"}]}, "items[0].type"),
+        (f"{CONVERSATIONS}/ID", {}, "metadata"),
+        (CONVERSATIONS, {"metadata": {"a": 1}}, "metadata"),
+    ],
+    ids=str,
+)
+async def test_what_is_wrong_is_named(path, body, param):
+    async with stage_with() as stage:
+        conversation = await make(stage)
+        fields = {"conversation": conversation, **body} if path == RESPONSES else body
+        answer = await ask(stage.port, "POST", path.replace("ID", conversation), fields)
+    assert (answer.status, answer.error["param"]) == (400, param)
+
+
+async def test_changes_at_once_are_all_kept():
+    async with stage_with() as stage:
+        conversation = await make(stage)
+        path = f"{CONVERSATIONS}/{conversation}/items"
+        bodies = [{"items": [{"role": "user", "content": str(number)}]} for number in range(6)]
+        answers = await asyncio.gather(*(ask(stage.port, "POST", path, body) for body in bodies))
+        assert [answer.status for answer in answers] == [200] * 6
+        assert sorted(await texts(stage, conversation)) == [str(number) for number in range(6)]
