@@ -187,9 +187,9 @@ def _claude_code(_: Agent, home: Path, url: str) -> None:
 
 
 def _codex(_: Agent, home: Path, url: str) -> None:
-    """Its own web search would run at the server."""
+    """It offers its own web search, which would run at the server, and is left out there."""
     provider = {"name": "Quire", "base_url": f"{url}/v1", "wire_api": "responses", "env_key": "OPENAI_API_KEY"}
-    own = {"model": MODEL, "model_provider": "quire", "web_search": "disabled", "check_for_update_on_startup": False}
+    own = {"model": MODEL, "model_provider": "quire", "check_for_update_on_startup": False}
     lines = [*_toml(own), "[analytics]", "enabled = false", "[model_providers.quire]", *_toml(provider)]
     path = home / ".codex" / "config.toml"
     path.parent.mkdir(parents=True, exist_ok=True)

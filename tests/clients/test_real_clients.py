@@ -4,6 +4,7 @@ Each runs as its users run it, in an environment of its own that ``make clients`
 what Quire answers to the same request without a library between.
 """
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -51,6 +52,8 @@ from tests.clients.suite import (
     run,
 )
 from tests.support.processes import Router, eventually
+from tests.support.scripted_api import Limits, open_stage, script_of
+from tests.support.tool_models import THINKING_TEMPLATE
 
 USUAL = "streamed, second turn, tools, error"
 client = pytest.mark.client
@@ -212,6 +215,22 @@ def test_anthropics_package_of_python(server: Server, expected: dict[str, Any]) 
 def test_anthropics_package_of_node(server: Server, expected: dict[str, Any]) -> None:
     found = run(["node", PROGRAMS / "anthropic_client.mjs", server.url, server.slow_url, NODE])
     check_messages(server, found, expected)
+
+
+@needs(ANTHROPIC_JS)
+async def test_anthropics_package_of_node_reads_thinking() -> None:
+    """Of a scripted engine, as the demo model does not think."""
+    async with open_stage(script_of("<think>hm</think>yes"), template=THINKING_TEMPLATE) as stage:
+        stage.fleet.model_limits = Limits(4096)
+        program = ["node", PROGRAMS / "anthropic_thinking.mjs", f"http://127.0.0.1:{stage.port}", "-", NODE]
+        (seen,) = (await asyncio.to_thread(run, program)).values()
+        prompts = [generation.prompt_token_ids for generation in stage.runner.generations]
+    thinking = seen["thinking"]
+    assert (thinking["thinking"], thinking["text"], thinking["details"]) == ("hm", "yes", None)
+    assert (thinking["block"]["type"], thinking["block"]["thinking"]) == ("thinking", "hm")
+    assert thinking["types"] == seen["beta"]["types"] == ["thinking", "text"]
+    assert seen["beta"]["reason"] == "end_turn"
+    assert len(prompts[1]) > len(prompts[0]) == len(prompts[2])
 
 
 def check_messages(server: Server, found: dict[str, Any], expected: dict[str, Any]) -> None:
