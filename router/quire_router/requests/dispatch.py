@@ -27,20 +27,24 @@ from quire_router.engines.output_stream import AttemptFailed, LoRAMissing, Reque
 from quire_router.engines.pool import EnginePool
 from quire_router.placement.engine_table import Rows
 from quire_router.placement.placer import PlacementDecision, Placer, route_attributes
+from quire_router.placement.prefix_index import HashesByNamespace
 from quire_router.requests.state import RequestState
 
 tracer = trace.get_tracer("quire.router")
+_MIN_REPORTED_WAIT_NS = 1_000_000  # nanoseconds of waiting
 
 
-def record_wait_span(caller: Context, began: int, reason: str) -> None:
-    """Records that the request waited from ``began`` (nanoseconds since 1970) until now."""
+def record_wait(caller: Context, began: int, reason: str) -> None:
+    """Records that the request waited from ``began`` (nanoseconds since 1970) until now, if that was a while."""
+    if time_ns() - began <= _MIN_REPORTED_WAIT_NS:
+        return
     attributes = {Attribute.QUEUE_REASON: reason}
     tracer.start_span(telemetry.Span.QUEUE, caller, attributes=attributes, start_time=began).end()
 
 
-def route_span(state: RequestState) -> Span:
+def route_span(caller: Context) -> Span:
     """Starts the span of one placement, which the caller ends."""
-    return tracer.start_span(telemetry.Span.ROUTE, state.trace_context) if is_recording(tracer) else trace.INVALID_SPAN
+    return tracer.start_span(telemetry.Span.ROUTE, caller) if is_recording(tracer) else trace.INVALID_SPAN
 
 
 @contextmanager
@@ -100,7 +104,6 @@ def _describe_end(span: Span, state: RequestState) -> None:
 
 
 _TOKEN_BYTES = 12  # of a prompt that is parked: its tokens, its blocks' names, and its text while the API holds it
-_MIN_REPORTED_WAIT_NS = 1_000_000  # nanoseconds of waiting
 _RETRY_FULL_SECONDS = 0.2  # seconds
 
 
@@ -174,7 +177,7 @@ class Dispatcher:
             await self._queue.acquire(queued_request(state.generation))
         finally:
             state.interrupted.remove_done_callback(abandon)
-            _record_wait(state, began, "turn")
+            record_wait(state.trace_context, began, "turn")
 
     async def _wait_for_engine(self, state: RequestState, seconds: float) -> None:
         """Waits for an engine to be ready, or a moment for the ones that are full."""
@@ -196,21 +199,34 @@ class Dispatcher:
                 task.result()
         finally:
             task.cancel()
-            _record_wait(state, began, reason)
+            record_wait(state.trace_context, began, reason)
 
     def _place(self, state: RequestState) -> PlacementDecision | None:
-        span = route_span(state)
-        rows = self._rows(state)
+        rows, attempt = self._rows(state), state.attempt + 1
+        return self.place(state.generation, rows, state.block_hashes, state.trace_context, attempt=attempt)
+
+    def place(
+        self,
+        generation: GenerationRequest,
+        rows: Rows,
+        hashes: HashesByNamespace,
+        caller: Context,
+        *,
+        attempt: int = 1,
+        explained: bool = False,
+    ) -> PlacementDecision | None:
+        """Places a request on one of the rows, with a span and in metrics; see ``Placer.place``."""
+        span = route_span(caller)
         watched = self._fleet_log.watched
-        explained = self._explain or span.is_recording() or self._fleet_log.explain > 0
-        decision = self._placer.place(state.generation, rows, state.block_hashes, explained=explained)
+        explained = explained or self._explain or span.is_recording() or self._fleet_log.explain > 0
+        decision = self._placer.place(generation, rows, hashes, explained=explained)
         span.set_attribute(Attribute.POLICY, self._policy)
         _describe(span, decision, len(rows))
         span.end()
         result = "none_ready" if decision is None else "placed"
         metrics.ROUTE_DECISIONS.labels(self._policy, result).inc()
         if watched and decision is not None:
-            record_placement(self._fleet_log, state, decision)
+            record_placement(self._fleet_log, generation, decision, attempt)
         return decision
 
     def _rows(self, state: RequestState) -> Rows:
@@ -247,16 +263,16 @@ def _unsupported(state: RequestState) -> QuireError | None:
     return errors[-1] if len(errors) == len(state.refused_by) > 0 else None
 
 
-def record_placement(log: FleetLog, state: RequestState, decision: PlacementDecision) -> None:
+def record_placement(log: FleetLog, request: GenerationRequest, decision: PlacementDecision, attempt: int) -> None:
     """Records for those who look at the fleet where a request goes, and why."""
     log.explain = max(0, log.explain - 1)
     log.add(
         "placed",
         decision.engine_id,
-        state.id,
-        model=state.generation.model_name,
-        attempt=state.attempt + 1,
-        prompt_tokens=len(state.generation.prompt_token_ids),
+        request.request_id,
+        model=request.model_name,
+        attempt=attempt,
+        prompt_tokens=len(request.prompt_token_ids),
         cached_tokens=decision.cached_tokens,
         policy=decision.policy,
         scores=decision.scores,
@@ -275,11 +291,6 @@ def queued_request(request: GenerationRequest) -> QueuedRequest:
         priority=request.priority,
         deadline=deadline,
     )
-
-
-def _record_wait(state: RequestState, began: int, reason: str) -> None:
-    if time_ns() - began > _MIN_REPORTED_WAIT_NS:
-        record_wait_span(state.trace_context, began, reason)
 
 
 def _is_cancelled(state: RequestState) -> bool:

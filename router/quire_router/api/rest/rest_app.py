@@ -101,7 +101,7 @@ class RestApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one request; raises nothing."""
         response = HttpResponse(send, self._client_timeout, new_request_id(), direct_writer(scope))
-        exchange = HttpExchange(scope, receive, response, _format_of_errors(scope["path"]))
+        exchange = HttpExchange(scope, receive, response, format_of_errors(scope["path"]))
         response.id_headers = exchange.format.id_headers
         try:
             await self._serve(exchange, send)
@@ -154,7 +154,7 @@ class RestApp:
         await self._router(exchange.attach(), exchange.receive, send)
 
 
-def _format_of_errors(path: str) -> AnswerFormat:
+def format_of_errors(path: str) -> AnswerFormat:
     """Returns how errors look at a path, also where there is no route, and before the key is checked."""
     for start, found in _FORMATS.items():
         if f"{path}/".startswith(f"{start}/"):
