@@ -87,6 +87,18 @@ class EngineClient(Protocol):
         """Another router has sent a prompt there with these blocks. Engines that report what they cache ignore it."""
         ...
 
+    def on_forwarded_gap(self, seconds: float, sequences: int) -> None:
+        """A request that others sent there had a token so many seconds after the one before, while so many sequences
+        decoded. Engines that report their pace ignore it.
+        """
+        ...
+
+    def on_forwarded_prompt(self, seconds: float, tokens: int) -> None:
+        """A prompt that others sent there, with ``tokens`` that were not cached, had its first token after ``seconds``,
+        alone. Engines that report their pace ignore it.
+        """
+        ...
+
     async def inspect(self) -> engine_pb2.InspectResponse | None:
         """Asks the engine what its blocks hold. Returns None if it cannot say."""
         ...

@@ -338,6 +338,12 @@ class EngineConnection:
     def expect_cached(self, hashes: Sequence[bytes]) -> None:
         """Does nothing: the engine reports what it has."""
 
+    def on_forwarded_gap(self, seconds: float, sequences: int) -> None:
+        """Does nothing: the engine reports its pace."""
+
+    def on_forwarded_prompt(self, seconds: float, tokens: int) -> None:
+        """Does nothing: the engine reports its pace."""
+
     async def inspect(self) -> engine_pb2.InspectResponse | None:
         """Asks the engine what its blocks hold. Returns None if it is not connected, too busy, or too old to say."""
         if self._stub is None:

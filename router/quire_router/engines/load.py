@@ -143,6 +143,11 @@ class EngineLoad:
         self._update(was_idle, before, after)
 
     @property
+    def seconds_of_prompts(self) -> float:
+        """How long the prompts that wait there take to compute, as placement reckons."""
+        return float(self._table.pending_tokens[self.row]) * self._token_seconds
+
+    @property
     def _is_idle(self) -> bool:
         return not self.local[0] + self.remote[0]
 

@@ -23,6 +23,7 @@ from quire_router.core.retry import CpuThrottle, supervise
 from quire_router.discovery.base import Discovery, Endpoint, split_external
 from quire_router.engines.base import EngineClient
 from quire_router.engines.connection import EngineConnection, ReconnectLimiter
+from quire_router.engines.forwarded import Forwarded
 from quire_router.engines.load import ASSUMED_BLOCK_SIZE, CAPACITY_SECONDS, EngineLoad, LedgerEntry, LoadLedger
 from quire_router.engines.model_matcher import ModelIdentity, ModelMatcher
 from quire_router.engines.output_stream import EngineLost, OutputStream, max_sequences
@@ -378,6 +379,25 @@ class EnginePool:
         sequences = max_sequences(message)
         begin = partial(self.ledger.begin, engine_id, pending_tokens=pending_tokens, sequences=sequences)
         return Dispatch(engine, message, begin, self._on_release)
+
+    def forward(
+        self, engine_id: str, *, pending_tokens: int, sequences: int, block_hashes: Iterable[bytes] = ()
+    ) -> Forwarded:
+        """Returns what counts a request that somebody else sends to one of the engines in ``rows``; arguments as in
+        ``dispatch``. Raises ``EngineLost`` if the engine is not known any more.
+        """
+        engine = self._engines.get(engine_id)
+        if engine is None:
+            raise EngineLost("the engine has left the fleet")
+        return Forwarded(
+            engine.connection,
+            engine.load,
+            partial(self.ledger.begin, engine_id, pending_tokens=pending_tokens, sequences=sequences),
+            partial(self._on_release, engine),
+            uncached_tokens=pending_tokens,
+            sequences=sequences,
+            block_hashes=block_hashes,
+        )
 
     def _on_release(self, engine: Engine) -> None:
         self._remove_if_idle(engine)

@@ -180,6 +180,15 @@ class ExternalEngine:
         if self._connected:
             self._cache.add(hashes)
 
+    def on_forwarded_gap(self, seconds: float, sequences: int) -> None:
+        """Learns how long a step takes."""
+        self._pace.on_gap(seconds, sequences)
+
+    def on_forwarded_prompt(self, seconds: float, tokens: int) -> None:
+        """Learns how long a prompt takes, unless others that this router sent there had not begun."""
+        if all(running.started for running in self._running.values()):
+            self._pace.on_prompt(seconds, tokens)
+
     async def inspect(self) -> engine_pb2.InspectResponse | None:
         """None: such servers do not say what each block holds."""
         return None
