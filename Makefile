@@ -67,6 +67,7 @@ WARM  := import quire_engine.kernels.build as build; build.needs_build() and bui
 test: $(READY) $(HELM_READY)
 	@scripts/redis.sh
 	@scripts/promtool.sh $(BIN)
+	@scripts/envoy.sh $(BIN)
 	@scripts/chromium.sh
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)

@@ -33,6 +33,7 @@ from quire_router.components import Components
 from quire_router.config import Settings, connections_within, log_startup_warnings, raise_descriptor_limit
 from quire_router.core.metrics import WorkerContext
 from quire_router.core.retry import failing_tasks, supervise, wait_at_most
+from quire_router.picker.server import PickerLimits, PickerServer, picker_credentials
 
 if TYPE_CHECKING:
     from quire_router.workers.supervisor import Supervisor
@@ -134,6 +135,7 @@ class Router:
         self._settings = settings
         self._worker = worker
         self._components = Components(settings, tokenizers)
+        self._picker: PickerServer | None = None
         self._stopping, self._stop_now = asyncio.Event(), asyncio.Event()
 
     def stop(self) -> None:
@@ -152,7 +154,9 @@ class Router:
             await self._serve_during_delay()
             log.info("stopping: %d requests in progress", len(components.service.concurrency))
             components.service.concurrency.close()
-            await components.runner.drain(self._settings.shutdown_timeout)
+            timeout = self._settings.shutdown_timeout
+            pickers = [self._picker.stop(timeout)] if self._picker is not None else []
+            await asyncio.gather(components.runner.drain(timeout), *pickers)
             components.feed.close()
             components.queue.close()  # only now: what is queued may still be dispatched while the router drains
             for server in servers:
@@ -170,6 +174,8 @@ class Router:
         """Serves on while load balancers learn that this router shuts down."""
         delay = self._settings.shutdown_delay
         self._components.service.concurrency.start_draining()
+        if self._picker is not None:
+            await self._picker.leave()
         if delay:
             log.info("leaving: new requests are taken for %g seconds", delay)
             await wait_at_most(self._stop_now, delay)
@@ -188,13 +194,38 @@ class Router:
         )
         if self._worker is None:  # for workers, their supervisor serves autoscalers
             await start_scaling_servers(settings, self._components.load, stack)
+        self._picker = self._open_picker()
         serving = await stack.enter_async_context(asyncio.TaskGroup())
         stack.push_async_callback(rpc.stop, _CLOSE_TIMEOUT)
         await rpc.start()
+        if self._picker is not None:
+            stack.push_async_callback(self._picker.stop, _CLOSE_TIMEOUT)
+            await self._picker.start()
+            log.info("endpoint picker on %s:%d", settings.host, self._picker.port)
         for server in servers:
             serving.create_task(server.run_until_stopped())
         _log_ports(settings, [server.port for server in servers], rpc.port)
         return servers
+
+    def _open_picker(self) -> PickerServer | None:
+        """The server that gateways ask; None if they do not."""
+        settings, picker = self._settings, self._components.picker
+        if settings.picker_port is None or picker is None:
+            return None
+        limits = PickerLimits(
+            streams=settings.max_concurrent_requests,
+            max_body_bytes=settings.max_body_bytes,
+            client_timeout=settings.slow_client_timeout,
+            request_timeout=settings.request_timeout,
+        )
+        return PickerServer(
+            self._components.service,
+            picker,
+            join_host_port(settings.host, settings.picker_port),
+            limits,
+            picker_credentials(settings.picker_tls) if settings.picker_secure_serving else None,
+            shared=self._worker is not None,
+        )
 
     def _http_servers(self) -> list[HttpServer]:
         """The server of the API and the one for metrics, which for workers their supervisor has."""

@@ -52,6 +52,7 @@ from quire_router.journal.redis.redis_journal import RedisJournal
 from quire_router.journal.redis.redis_objects import RedisObjectStore
 from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
 from quire_router.journal.sqlite.sqlite_objects import SqliteObjectStore
+from quire_router.picker.picker import EndpointPicker
 from quire_router.placement.placer import Placer
 from quire_router.placement.policies import PlacementSettings
 from quire_router.placement.prefix_index import PrefixIndex
@@ -127,7 +128,8 @@ class Components:
             read_usage=self.journal.usage,
         )
         self.queue.on_queued = self.service.bodies.release_queued
-        local = LocalLoad(settings.models, self.runner.load)
+        self.picker = None if settings.picker_port is None else self._create_picker(settings, limits)
+        local = LocalLoad(settings.models, self._count_load)
         self.load: Load = local if redis is None else RedisLoad(redis, settings.models)
         self._load_publisher = None if redis is None else LoadPublisher(redis, local.now, router_id=router_id)
         self._background_jobs = BackgroundJobs(self.runner, self.index, self.journal)
@@ -159,6 +161,8 @@ class Components:
         if self._load_publisher is not None:
             stack.push_async_callback(self._load_publisher.close)
             self.runner.on_load_changed(self._load_publisher.changed)
+            if self.picker is not None:
+                self.picker.on_load_changed = self._load_publisher.changed
             self._load_publisher.start()
         stack.push_async_callback(self.load.close)
         stack.push_async_callback(self.fleet.close)
@@ -194,11 +198,11 @@ class Components:
         self, settings: Settings, tokenizers: Mapping[str, ModelTokenizer], limits: RateLimiter
     ) -> RequestRunner:
         placement = PlacementSettings(policy=settings.placement_policy, max_affinity_wait=settings.max_affinity_wait)
-        placer = Placer(self.fleet.table, self.index, placement, self.fleet.namespace, monotonic)
+        self._placer = placer = Placer(self.fleet.table, self.index, placement, self.fleet.namespace, monotonic)
         placer.lora_columns = self.fleet.lora_columns
         if self.load_sharing is not None:
             placer.on_speculative_blocks = self.speculative_blocks.add
-        dispatcher = Dispatcher(
+        self._dispatcher = dispatcher = Dispatcher(
             self.fleet,
             placer,
             self.queue,
@@ -219,6 +223,23 @@ class Components:
             expose_route=settings.debug_route,
             fleet_log=self._fleet_log,
         )
+
+    def _create_picker(self, settings: Settings, limits: RateLimiter) -> EndpointPicker:
+        return EndpointPicker(
+            self.service,
+            self.fleet,
+            self._placer,
+            self.queue,
+            self._dispatcher,
+            limits=limits,
+            fallbacks=settings.picker_fallbacks,
+            request_timeout=settings.request_timeout,
+            expose_route=settings.debug_route,
+        )
+
+    def _count_load(self, model: str) -> int:
+        """What runs here, and what gateways were sent on with."""
+        return self.runner.load(model) + (0 if self.picker is None else self.picker.load(model))
 
 
 def _token_verifier(settings: OidcSettings) -> "OidcVerifier":

@@ -33,7 +33,7 @@ from quire_router.admission.tenants_file import TenantsFile, read_tenants
 from quire_router.api.auth import OidcSettings, check_issuer_address
 from quire_router.clients.kube_client import KubeAccess
 from quire_router.clients.redis_client import RedisAccess, read_password
-from quire_router.discovery.base import KubernetesService, parse_source
+from quire_router.discovery.base import Address, EngineSource, KubernetesService, http_endpoint, parse_source
 from quire_router.placement.policies import PolicyName
 
 log = logging.getLogger(__name__)
@@ -127,6 +127,9 @@ def split_model(entry: str) -> tuple[str, Path]:
     return Path(entry).resolve().name, Path(entry)
 
 
+MAX_FALLBACKS = 3
+"""Endpoints that the picker names behind the first: placement explains as many."""
+
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -184,6 +187,10 @@ class Settings(CliSettings):
         "--keda-cert": "FILE",
         "--keda-key": "FILE",
         "--keda-client-ca": "FILE",
+        "--picker-port": "PORT",
+        "--picker-cert": "FILE",
+        "--picker-key": "FILE",
+        "--picker-client-ca": "FILE",
         "--redis-url": "URL",
         "--redis-username": "NAME",
         "--redis-password-file": "FILE",
@@ -255,6 +262,26 @@ class Settings(CliSettings):
     keda_client_ca: CaFile | None = Field(
         default=None,
         description="PEM file of the authorities that sign KEDA's certificate; none: no certificate is required.",
+    )
+    picker_port: Port | None = Field(
+        default=None,
+        description="Port of the endpoint picker, which gateways of the Gateway API Inference Extension ask over gRPC; "
+        "none: not served; see docs/endpoint-picker.md.",
+    )
+    picker_secure_serving: bool = Field(
+        default=True, description="Serve that port over TLS, as gateways expect; otherwise in plain text."
+    )
+    picker_cert: CertificateFile | None = Field(
+        default=None, description="PEM file of its certificate; none: one that is made for each start."
+    )
+    picker_key: KeyFile | None = Field(default=None, description="PEM file of its key.")
+    picker_client_ca: CaFile | None = Field(
+        default=None,
+        description="PEM file of the authorities that sign gateways' certificates; none: no certificate is required.",
+    )
+    picker_fallbacks: Annotated[int, Field(ge=0, le=MAX_FALLBACKS)] = Field(
+        default=0,
+        description="Endpoints that are named behind the best one, for gateways that read more than one.",
     )
     workers: Annotated[int, Field(ge=1, le=256)] = Field(
         default=1, description="Processes that share the ports; more than one need --redis-url."
@@ -387,6 +414,24 @@ class Settings(CliSettings):
         return self
 
     @model_validator(mode="after")
+    def _servers_can_be_picked(self) -> Self:
+        if self.picker_tls is not None:
+            check_cert_key(self.picker_tls.identity, "--picker")
+            if not self.picker_secure_serving:
+                raise ValueError("--picker-cert needs --picker-secure-serving: plain text has no certificate.")
+        if self.picker_port is None:
+            return self
+        if self.workers > 1 and not self.picker_port:
+            raise ValueError("--picker-port must not be 0 with --workers: they share the port.")
+        if not any(can_be_picked(parse_source(entry)) for entry in self.engine):
+            raise ValueError(
+                "--picker-port needs servers that speak HTTP at an IP address, such as --engine "
+                "vllm+kubernetes://SERVICE or vllm+http://IP:PORT: requests for Quire's own engines go through this "
+                "router's ports."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _tokens_can_be_checked(self) -> Self:
         if self.oidc_issuer_url is not None and not self.oidc_client_id:
             raise ValueError("--oidc-issuer-url needs --oidc-client-id: else tokens for anybody would be accepted.")
@@ -418,6 +463,11 @@ class Settings(CliSettings):
         return server_tls(self.keda_cert, self.keda_key, self.keda_client_ca, "--keda")
 
     @property
+    def picker_tls(self) -> ServerTls | None:
+        """Files of ``--picker-port``; None without any. Raises ``ValueError`` if certificate or key is missing."""
+        return server_tls(self.picker_cert, self.picker_key, self.picker_client_ca, "--picker")
+
+    @property
     def is_asked_for_load(self) -> bool:
         """Whether this router serves autoscalers."""
         return self.scaling_port is not None or self.keda_port is not None
@@ -445,6 +495,13 @@ class Settings(CliSettings):
     def models(self) -> dict[str, Path]:
         """The folder of each model by its name."""
         return dict(split_model(entry) for entry in self.model)
+
+
+def can_be_picked(source: EngineSource) -> bool:
+    """Whether gateways could send requests to engines of a source."""
+    if isinstance(source, Address):
+        return http_endpoint(source.address) is not None
+    return bool(source.kind)
 
 
 def label_of(model: str) -> str:
@@ -478,6 +535,9 @@ def log_startup_warnings(settings: Settings) -> None:
     if "max_connections" in settings.model_fields_set and fitting < settings.max_connections:
         message = "the limit of %d file descriptors leaves %d connections to each port, less than --max-connections %d"
         log.warning(message, _descriptors(), fitting, settings.max_connections)
+    for entry in settings.engine if settings.picker_port is not None else ():
+        if not can_be_picked(parse_source(entry)):
+            log.warning("no gateway is sent to %s: it has no address that speaks HTTP in plain text", entry)
     for tenant, model in file.unknown_models(settings.models):
         log.warning("%s: %s may use %r, which is not served here", settings.tenants, tenant or "the default", model)
 

@@ -1,12 +1,14 @@
-"""Helm and the chart's example values, for the tests of the chart."""
+"""Helm, the chart's example values and what reads their settings, for the tests of the chart."""
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from tests.kube.helm import ENVIRONMENT, MISSING, Helm, Release
 from tests.kube.helm_api import HelmApi
+from tests.kube.settings import Reader
 from tests.kube.values import example_values
 
 Examples = Callable[[str, str], Release]
@@ -29,3 +31,12 @@ def example(helm: Helm) -> Examples:
         return helm.render(example_values(name), version)
 
     return rendered
+
+
+@pytest.fixture
+def reader(example: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reader:
+    """Reads the settings of pods."""
+    spare: dict[str, str] = {}
+    for secret in example("tls", "1.37").of("Secret"):
+        spare = {**spare, **secret["data"]}
+    return Reader(spare, tmp_path, monkeypatch)

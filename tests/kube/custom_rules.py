@@ -152,6 +152,18 @@ def _group_updates(spec: Spec) -> Iterator[str]:
         yield "rollingUpdateConfiguration: no update could begin"
 
 
+def _picker_port(spec: Spec) -> Iterator[str]:
+    picker = spec.get("endpointPickerRef", {"kind": "Other"})
+    if picker.get("kind", "Service") == "Service" and "port" not in picker:
+        yield "endpointPickerRef: a Service without a port"
+
+
+def _pool_ports(spec: Spec) -> Iterator[str]:
+    numbers = [port["number"] for port in spec["targetPorts"]]
+    if len(numbers) > len(set(numbers)):
+        yield "targetPorts: one number twice"
+
+
 RULES: dict[str, list[Rule]] = {
     "HTTPRoute": [_parents, _backends, _paths, _route_timeouts],
     "GRPCRoute": [_parents, _backends, _grpc_methods],
@@ -160,4 +172,5 @@ RULES: dict[str, list[Rule]] = {
     "Certificate": [_certificate_subject, _certificate_times, _certificate_key],
     "Issuer": [_one_issuer],
     "LeaderWorkerSet": [_group_size, _group_updates],
+    "InferencePool": [_picker_port, _pool_ports],
 }

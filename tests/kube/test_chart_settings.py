@@ -1,7 +1,6 @@
 """The settings that the chart renders are valid: the services' own settings classes read the manifests."""
 
 import copy
-from pathlib import Path
 
 import pytest
 
@@ -18,17 +17,10 @@ PORTS = {
         "metrics": "metrics_port",
         "scaling": "scaling_port",
         "keda": "keda_port",
+        "picker": "picker_port",
     },
     "engine": {"grpc": "port", "metrics": "metrics_port"},
 }
-
-
-@pytest.fixture
-def reader(example: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reader:
-    spare: dict[str, str] = {}
-    for secret in example("tls", "1.37").of("Secret"):
-        spare = {**spare, **secret["data"]}
-    return Reader(spare, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("values", EXAMPLES)

@@ -122,6 +122,27 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a host without a use": ({"redis__external__host": "redis.example.com"}, ["redis.external", "redis.mode"]),
     "TLS without certificates": ({"tls__mode": "existingSecret"}, ["tls.mode", "tls.existingSecret.engine"]),
     "routes without a Gateway": ({"gateway__httpRoute__enabled": True}, ["gateway.httpRoute", "gateway.parentRefs"]),
+    "a pool that nobody picks in": (
+        {"gateway__inferencePool": {"enabled": True, "matchLabels": {"app": "vllm"}}},
+        ["gateway.inferencePool.enabled", "router.picker.enabled"],
+    ),
+    "a pool of all pods": (
+        {
+            "gateway__inferencePool__enabled": True,
+            "router__picker__enabled": True,
+            "router__engines": ["vllm+kubernetes://vllm"],
+            "networkPolicy__gatewayNamespace": "gateways",
+        },
+        ["gateway.inferencePool.matchLabels"],
+    ),
+    "a picker behind a closed port": (
+        {"router__picker__enabled": True, "router__engines": ["vllm+kubernetes://vllm"]},
+        ["router.picker.enabled", "networkPolicy.gatewayNamespace"],
+    ),
+    "a picker with nothing to pick": (
+        {"router__picker__enabled": True, "networkPolicy__gatewayNamespace": "gateways"},
+        ["router.picker.enabled", "router.engines"],
+    ),
     "a wait longer than the request": (
         {"router__limits__holdTimeout": 700, "router__limits__requestTimeout": 600},
         ["router.limits.holdTimeout", "router.limits.requestTimeout"],

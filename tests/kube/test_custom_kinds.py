@@ -15,7 +15,7 @@ from tests.kube.validity import custom_problem
 
 KINDS = [(version, kind) for version, kinds in CUSTOM_KINDS.items() for kind in kinds.split()]
 GATEWAY, KEDA, CERTIFICATES = "gateway.networking.k8s.io/v1", "keda.sh/v1alpha1", "cert-manager.io/v1"
-GROUPS = "leaderworkerset.x-k8s.io/v1"
+GROUPS, POOLS = "leaderworkerset.x-k8s.io/v1", "inference.networking.k8s.io/v1"
 PARENT = {"name": "public"}
 ROUTE: Manifest = {
     "parentRefs": [PARENT],
@@ -47,11 +47,16 @@ CERTIFICATE: Manifest = {
 }
 GROUP: Manifest = {"replicas": 2, "leaderWorkerTemplate": {"size": 2, "workerTemplate": {"spec": {}}}}
 STANDING = {"type": "RollingUpdate", "rollingUpdateConfiguration": {"maxSurge": 0, "maxUnavailable": 0}}
+POOL: Manifest = {
+    "selector": {"matchLabels": {"app": "vllm"}},
+    "targetPorts": [{"number": 8000}],
+    "endpointPickerRef": {"name": "quire-router-internal", "port": {"number": 9002}, "failureMode": "FailOpen"},
+}
 ISSUER: Manifest = {"ca": {"secretName": "quire-ca"}}
 GOOD = {
     "HTTPRoute": (GATEWAY, ROUTE), "GRPCRoute": (GATEWAY, CALLS), "Gateway": (GATEWAY, DOOR),
     "ScaledObject": (KEDA, SCALED), "Certificate": (CERTIFICATES, CERTIFICATE), "Issuer": (CERTIFICATES, ISSUER),
-    "LeaderWorkerSet": (GROUPS, GROUP),
+    "LeaderWorkerSet": (GROUPS, GROUP), "InferencePool": (POOLS, POOL),
 }  # fmt: skip
 BAD: list[tuple[str, str, Any, str]] = [
     ("HTTPRoute", "rules.0.timeout", "1s", "Additional properties"),
@@ -86,6 +91,11 @@ BAD: list[tuple[str, str, Any, str]] = [
     ("LeaderWorkerSet", "leaderWorkerTemplate.size", 0, "no pod"),
     ("LeaderWorkerSet", "rolloutStrategy", STANDING, "no update could begin"),
     ("LeaderWorkerSet", "template", {}, "Additional properties"),
+    ("InferencePool", "endpointPickerRef", {"name": "quire-router-internal"}, "without a port"),
+    ("InferencePool", "endpointPickerRef.failureMode", "Open", "is not one of"),
+    ("InferencePool", "selector.matchLabels", {}, "non-empty"),
+    ("InferencePool", "targetPorts", 2 * [{"number": 8000}], "twice"),
+    ("InferencePool", "extensionRef", {"name": "x"}, "Additional properties"),
 ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from quire_router.api.rpc.grpc_server import MAX_METADATA_BYTES
 
 from tests.kube.helm import Helm
 from tests.kube.validity import problems
+from tests.kube.values import example_values
 from tests.support import queries
 from tests.support.pages import ROOT
 
@@ -17,6 +18,7 @@ WALKTHROUGH = (FOLDER / "README.md").read_text()
 # Manifests for kubectl; the others are for the collector, kind and helm.
 MANIFESTS = [
     "gateway.yaml",
+    "endpoint-picker.yaml",
     "envoy.yaml",
     "keda.yaml",
     "keda-prometheus.yaml",
@@ -54,6 +56,19 @@ def test_the_chart_takes_the_values_of_the_walkthrough_and_has_what_it_names(hel
         for mount in node.get("extraMounts", ()):
             assert (ROOT / mount["hostPath"] / "config.json").is_file()
             assert documents("kind/model.yaml")[0]["spec"]["hostPath"]["path"] == mount["containerPath"]
+
+
+def test_the_route_of_the_endpoint_picker_leads_to_the_charts_pool(helm: Helm):
+    deployment, service, route = documents("endpoint-picker.yaml")
+    values = example_values("endpoint-picker")
+    (pool,) = helm.render(values).of("InferencePool")
+    (backend,) = route["spec"]["rules"][0]["backendRefs"]
+    assert (backend["kind"], backend["name"]) == (pool["kind"], pool["metadata"]["name"])
+    assert f"{backend['group']}/v1" == pool["apiVersion"]
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert pool["spec"]["targetPorts"] == [{"number": service["spec"]["ports"][0]["port"]}]
+    assert values["router"]["engines"] == [f"vllm+kubernetes://{service['metadata']['name']}:8000"]
 
 
 def test_the_proxy_before_grpc_reaches_the_router_and_bounds_headers_as_the_router_does(helm: Helm):

@@ -321,6 +321,20 @@
 {{- if and (or $gateway.httpRoute.enabled $gateway.grpcRoute.enabled) (not $gateway.parentRefs) -}}
 {{- fail "gateway.httpRoute or gateway.grpcRoute is enabled and gateway.parentRefs is empty: name the Gateway that the routes belong to." -}}
 {{- end -}}
+{{- $pool := default dict $gateway.inferencePool -}}
+{{- $picker := default dict .Values.router.picker -}}
+{{- if and $pool.enabled (not $picker.enabled) -}}
+{{- fail "gateway.inferencePool.enabled is true and router.picker.enabled is false: no router would say which server gets a request." -}}
+{{- end -}}
+{{- if and $pool.enabled (not $pool.matchLabels) -}}
+{{- fail "gateway.inferencePool.enabled is true and gateway.inferencePool.matchLabels is empty: name labels of the servers' pods." -}}
+{{- end -}}
+{{- if and $picker.enabled .Values.networkPolicy.enabled (not .Values.networkPolicy.gatewayNamespace) -}}
+{{- fail "router.picker.enabled is true and networkPolicy.gatewayNamespace is empty: the port would be closed to gateways. Name the namespace that their pods are in." -}}
+{{- end -}}
+{{- if and $picker.enabled (not .Values.router.engines) -}}
+{{- fail "router.picker.enabled is true and router.engines is empty: routers pick among servers of others, as vllm+kubernetes://SERVICE; what the chart's own engines run goes through the routers." -}}
+{{- end -}}
 {{- if and $gateway.httpRoute.enabled $gateway.grpcRoute.enabled -}}
 {{- $both := list -}}
 {{- range $gateway.httpRoute.hostnames -}}{{- if has . $gateway.grpcRoute.hostnames -}}{{- $both = append $both . -}}{{- end -}}{{- end -}}

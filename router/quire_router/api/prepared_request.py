@@ -255,7 +255,7 @@ def apply_options(
         response_options=prepared.response_options.to_json(),
         parts=tuple(each.request_id for each in prepared.generations) if several else (),
         background=bool(request.background),
-        session=_opaque_id("session", caller, session) if session else "",
+        session=opaque_session(caller, session) if session else "",
         deadline=prepared.first.created + seconds if math.isfinite(seconds) else None,
         retention=0 if request.store is False else retention,
     )
@@ -319,6 +319,11 @@ def _seed_from_id(generation: GenerationRequest) -> GenerationRequest:
     """Derives the seed from the id, and so from the key."""
     digest = blake2b(generation.request_id.encode(), digest_size=8, person=b"quire seed").digest()
     return replace(generation, params=replace(generation.params, seed=int.from_bytes(digest, "little")))
+
+
+def opaque_session(caller: Identity, label: str) -> str:
+    """Returns an opaque name for a tenant's session."""
+    return _opaque_id("session", caller, label)
 
 
 def _opaque_id(kind: str, caller: Identity, label: str) -> str:

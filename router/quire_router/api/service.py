@@ -29,6 +29,7 @@ from quire_proto.tracing import extract, is_recording
 from quire_router.admission.limits import RateLimiter
 from quire_router.admission.tenants import rate_limit_headers
 from quire_router.api.auth import ANONYMOUS, Authenticator, Identity
+from quire_router.api.forwarded_requests import ForwardedRequest, forwarded_generations, read_forwarded
 from quire_router.api.multi_prompt import MultiPromptRunner
 from quire_router.api.pooled_requests import PooledAnswer, PreparedPooling, collect
 from quire_router.api.prepared_request import (
@@ -74,7 +75,7 @@ class SizedRequest(Protocol):
 
 
 SizedT = TypeVar("SizedT", bound=SizedRequest)
-PreparedT = TypeVar("PreparedT", PreparedRequest, PreparedPooling)
+PreparedT = TypeVar("PreparedT", PreparedRequest, PreparedPooling, ForwardedRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +200,17 @@ class ApiService:
             return replace(prepared, generations=generations, ignored=ignored)
 
         return await self._admit(read, validated, caller, size)
+
+    async def prepare_forwarded(
+        self, path: str, body: bytes, request_id: str, caller: Identity, options: RequestOptions = NO_OPTIONS
+    ) -> ForwardedRequest:
+        """As ``prepare``, for a request to ``path`` that a gateway sends to a server itself."""
+        return await self._admit(
+            lambda: read_forwarded(path, body),
+            lambda read: forwarded_generations(read, self._validator, request_id, caller, options),
+            caller,
+            len(body),
+        )
 
     async def pool(self, prepared: PreparedPooling) -> PooledAnswer:
         """Returns what became of all prompts of a request. Raises ``QuireError``."""

@@ -138,6 +138,7 @@ LOAD_SHARED = Gauge(Metric.LOAD_SHARED, "1 while routers tell each other their l
 LOAD_ROUTERS = Gauge(Metric.LOAD_ROUTERS, "Other routers whose load is known.", multiprocess_mode="livemax")
 LOAD_SHARES_IGNORED = Counter(Metric.LOAD_SHARES_IGNORED, "Shares of load that were damaged, or of too many routers.")
 ROUTE_DECISIONS = Counter(Metric.ROUTE_DECISIONS, "Choices of an engine.", ["policy", "result"])
+PICKS = Counter(Metric.PICKS, "Requests that gateways were sent on with, by how they ended.", ["model", "end"])
 INDEX_BLOCKS = Gauge(
     Metric.INDEX_BLOCKS,
     "Blocks in the prefix index, counted for each engine that has them.",

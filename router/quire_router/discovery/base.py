@@ -168,6 +168,21 @@ def split_external(address: str) -> tuple[str, str]:
     return ("", "") if match is None else (match["kind"], match["rest"])
 
 
+def http_endpoint(address: str) -> str | None:
+    """``IP:PORT`` of a server that is not Quire's, as ``Endpoint.address`` has it, if somebody who knows no more can
+    send it requests of HTTP: it speaks no TLS, and has no path before its own ones. None otherwise, and for the name of
+    a host.
+    """
+    match = _URL.fullmatch(split_external(address)[1])
+    if match is None or match["scheme"] != "http" or match["path"]:
+        return None
+    port = int(match["port"] or _DEFAULT_PORTS["http"])
+    try:
+        return format_address(match["six"] or match["host"], port, six=bool(match["six"]))
+    except ValueError:
+        return None
+
+
 def _parse_external(kind: str, rest: str) -> EngineSource:
     if match := _URL.fullmatch(rest):
         port = _port(match["port"]) if match["port"] else _DEFAULT_PORTS[match["scheme"]]

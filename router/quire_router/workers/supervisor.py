@@ -70,6 +70,8 @@ class Supervisor:
                 stack.enter_context(reserve(settings.host, p)) for p in (settings.http_port, settings.grpc_port)
             )
             ports = (http.getsockname()[1], grpc.getsockname()[1])
+            if settings.picker_port is not None:
+                stack.enter_context(reserve(settings.host, settings.picker_port))
             write_timeout = settings.slow_client_timeout
             admin = Admin(folder, settings.host, ports[0], lambda: bool(self._workers), write_timeout)
             admin_server = HttpServer(admin, listen(settings.host, settings.metrics_port))

@@ -234,6 +234,7 @@ SHORT_TASKS = {
     "router/quire_router/api/multi_prompt.py": {"_merged"},
     "router/quire_router/autoscale/keda.py": {"Relay._relay"},  # a connection's
     "router/quire_router/autoscale/scaling_server.py": {"TlsServer._accept"},  # a handshake, within its time
+    "router/quire_router/picker/server.py": {"_Stream.read_ahead"},  # a gateway's next message
     "router/quire_router/batches/worker.py": {  # a batch's, which the worker ends
         "BatchWorker.look",
         "BatchRun._while_leased",

@@ -85,6 +85,20 @@
 {{- end }}
 {{- end -}}
 
+{{/* The env of the endpoint picker. Takes the root. */}}
+{{- define "quire.pickerSettings" -}}
+{{- with default dict .Values.router.picker }}
+{{- if .enabled }}
+- name: QUIRE_ROUTER_PICKER_PORT
+  value: "8005"
+- name: QUIRE_ROUTER_PICKER_SECURE_SERVING
+  value: {{ .secureServing | quote }}
+- name: QUIRE_ROUTER_PICKER_FALLBACKS
+  value: {{ int .fallbacks | quote }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{/* The env of the connection to Redis. The password is in a file, which routers read again for each connection. Takes the root. */}}
 {{- define "quire.redisSettings" -}}
 {{- $redis := .Values.redis -}}
