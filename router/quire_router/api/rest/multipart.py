@@ -1,17 +1,16 @@
-"""``multipart/form-data`` (RFC 7578), read as it arrives: a file is never held as a whole. Pure: it does no I/O."""
+"""``multipart/form-data`` (RFC 7578), read as it arrives by python-multipart, which starlette reads forms with too: a
+file is never held as a whole. Pure: it does no I/O.
+"""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from quire_proto.errors import QuireError, invalid
 
-MAX_HEADERS: Final = 8_192  # bytes of one field
+MAX_HEADERS: Final = 8  # of one field
+MAX_HEADER_BYTES: Final = 4_096
 MAX_FIELDS: Final = 32
-_BOUNDARY = re.compile(r'boundary=(?:"([^"\r\n]{1,70})"|([^\s;",]{1,70}))', re.IGNORECASE)
-_DISPOSITION = re.compile(r"^content-disposition:\s*form-data\s*;(.*)$", re.IGNORECASE | re.MULTILINE)
-_PARAMETER = re.compile(r'(?:^|[;\s])(name|filename)="((?:[^"\\\r\n]|\\.)*)"', re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,64 +25,77 @@ class MultipartParser:
     """Parses the body of a form whose ``content-type`` is given. Raises ``QuireError`` INVALID for what is none."""
 
     def __init__(self, content_type: str) -> None:
-        found = _BOUNDARY.search(content_type)
-        if not content_type.lower().startswith("multipart/form-data") or found is None:
+        from python_multipart import exceptions, multipart  # few routers get files
+
+        kind, options = multipart.parse_options_header(content_type)
+        boundary = options.get(b"boundary", b"")
+        if kind != b"multipart/form-data" or not 1 <= len(boundary) <= 70:
             raise malformed("the Content-Type must be multipart/form-data with a boundary")
-        self._delimiter = b"\r\n--" + (found[1] or found[2]).encode("latin-1")
-        self._buffer = bytearray(b"\r\n")  # the first delimiter stands at the beginning of a line, too
-        self._in_field = False
-        self._at_delimiter = False
+        self._parse_header = multipart.parse_options_header
+        self._error = exceptions.MultipartParseError
+        self._parser = multipart.MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin_field,
+                "on_header_field": self._read_header_name,
+                "on_header_value": self._read_header_value,
+                "on_header_end": self._end_header,
+                "on_headers_finished": self._end_head,
+                "on_part_data": self._read_data,
+                "on_end": self._end,
+            },
+            max_header_count=MAX_HEADERS,
+            max_header_size=MAX_HEADER_BYTES,
+        )
+        self._pieces: list[Field | bytes] = []
+        self._header = self._value = self._disposition = b""
         self._fields = 0
         self.ended = False
 
     def feed(self, data: bytes) -> Iterator[Field | bytes]:
         """Yields the heads of fields that begin in ``data``, and behind each some of its bytes at a time."""
-        self._buffer += data
-        while not self.ended:
-            if self._at_delimiter:
-                field = self._read_head()
-                if field is None:
-                    return
-                if not self.ended:
-                    yield field
-                continue
-            end = self._buffer.find(self._delimiter)
-            length = max(0, len(self._buffer) - len(self._delimiter) + 1) if end < 0 else end
-            if length and self._in_field:
-                yield bytes(self._buffer[:length])
-            del self._buffer[:length]
-            if end < 0:
-                return
-            del self._buffer[: len(self._delimiter)]
-            self._at_delimiter = True
+        try:
+            self._parser.write(data)
+        except self._error as error:
+            raise malformed(str(error)) from None
+        pieces, self._pieces = self._pieces, []
+        yield from pieces
 
-    def _read_head(self) -> Field | None:
-        """Returns the head behind a delimiter, None if it is not all there; at the last delimiter the form ends."""
-        if self._buffer.startswith(b"--"):
-            self.ended = True
-            return Field("", None)
-        end = self._buffer.find(b"\r\n\r\n")
-        if end < 0:
-            if len(self._buffer) > MAX_HEADERS:
-                raise malformed(f"the headers of a field have more than {MAX_HEADERS} bytes")
-            return None
-        head = self._buffer[:end].decode("utf-8", "replace").lstrip("\r\n").replace("\r\n", "\n")
-        del self._buffer[: end + 4]
+    def _begin_field(self) -> None:
         self._fields += 1
         if self._fields > MAX_FIELDS:
             raise malformed(f"there are more than {MAX_FIELDS} fields")
-        found = _DISPOSITION.search(head)
-        parameters = {name.lower(): value for name, value in _PARAMETER.findall("" if found is None else found[1])}
-        if "name" not in parameters:
+        self._header = self._value = self._disposition = b""
+
+    def _read_header_name(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+
+    def _read_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _end_header(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            self._disposition = self._value
+        self._header = self._value = b""
+
+    def _end_head(self) -> None:
+        kind, options = self._parse_header(self._disposition)
+        if kind != b"form-data" or b"name" not in options:
             raise malformed("a field has no name")
-        self._at_delimiter, self._in_field = False, True
-        filename = parameters.get("filename")
-        return Field(parameters["name"], None if filename is None else _unquoted(filename))
+        filename = options.get(b"filename")
+        self._pieces.append(Field(_text(options[b"name"]), None if filename is None else _text(filename)))
+
+    def _read_data(self, data: bytes, start: int, end: int) -> None:
+        if start < end:
+            self._pieces.append(data[start:end])
+
+    def _end(self) -> None:
+        self.ended = True
 
 
-def _unquoted(text: str) -> str:
-    r"""Browsers write a quote as ``%22``, other clients as ``\"``."""
-    return re.sub(r"\\(.)", r"\1", text).replace("%22", '"')
+def _text(name: bytes) -> str:
+    """Browsers write a quote in a name as ``%22``; the library reads what other clients write."""
+    return name.decode("utf-8", "replace").replace("%22", '"')
 
 
 def malformed(problem: str) -> QuireError:
