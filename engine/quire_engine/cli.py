@@ -182,6 +182,7 @@ def _describe(config: EngineConfig, executor: "ModelExecutor", max_model_len: in
         supported_tasks=[TASK_TO_PROTO[task] for task in supported_tasks(executor)],
         pooled_size=0 if pooler is None else pooler.pooled_size,
         matryoshka_dimensions=() if pooler is None else pooler.matryoshka_dimensions,
+        best_effort=True,
     )
 
 

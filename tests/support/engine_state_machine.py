@@ -21,6 +21,7 @@ from quire_engine.core.request import Request, ResumedOutput
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_proto.errors import QuireError
+from quire_proto.priority import BEST_EFFORT
 from quire_proto.sampling import FinishReason, SamplingParams, choice_seed
 
 from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor, expected_beams, expected_output
@@ -200,7 +201,7 @@ class EngineStateMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 2, 3]),
         logprobs=st.sampled_from([None, 0]),
         prompt_logprobs=st.sampled_from([None, None, 0]),
-        priority=st.integers(0, 2),
+        priority=st.sampled_from([0, 1, 2, BEST_EFFORT]),
         lora=st.sampled_from([None, None, *LORAS]),
     )
     def arrive(self, count, own, shared, delivered, priority, lora, **settings):
@@ -330,7 +331,9 @@ class EngineStateMachine(RuleBasedStateMachine):
         for queue in (scheduler.waiting, scheduler.preempted):
             assert not any(s.table.block_ids or s.num_computed_tokens or s.num_scheduled_tokens for s in queue)
         assert not any(s.table.block_ids for s in scheduler.swapped)
-        assert scheduler.waiting.uncomputed_tokens == sum(s.num_uncomputed_tokens for s in scheduler.waiting)
+        waiting = [s for s in scheduler.waiting if not s.best_effort]
+        assert scheduler.waiting.uncomputed_tokens == sum(s.num_uncomputed_tokens for s in waiting)
+        assert scheduler.waiting.num_regular == len(waiting)
         assert scheduler.running.num_seqs == sum(s.num_seqs for s in scheduler.running)
         assert scheduler.running.num_seqs <= scheduler.config.max_num_seqs
         assert len(scheduler.swapped) <= scheduler.config.max_swapped

@@ -7,6 +7,10 @@ preempted, by precedence, then waiting in the policy's order. Nothing is admitte
 anything that was admitted is off the device: that is what keeps preemption from thrashing. The unified budget is vLLM
 V1's idea, after Sarathi's chunked prefill.
 
+What is best effort comes after all of that, out of what is left, and only in steps that compute no prompt of others:
+these take its place and its memory at once, and wait for no more than the step that is running, which it may not
+make much longer.
+
 What else an admission may have to wait for is an ``AdmissionGate`` (``request_queue``): a slot for its adapter
 (``lora``), blocks that come from disk (``kv_disk``). How a victim leaves the device and returns is in ``preemption``.
 """
@@ -32,6 +36,11 @@ if TYPE_CHECKING:
     from quire_engine.core.config import SchedulerConfig
 
 MIN_STAGE_TOKENS = 64
+QUIET_SECONDS = 60.0
+"""Since the last request that is not best effort: from then on what is best effort has whole steps."""
+BEST_EFFORT_RESERVE = 1 / 8
+"""Part of the blocks that an admission of what is best effort leaves free, so that others seldom have to preempt it."""
+_NANOSECONDS = 1_000_000_000
 
 
 class BatchScheduler:
@@ -71,6 +80,12 @@ class BatchScheduler:
         self._step_times = step_times
         self._by_priority = config.scheduling_policy == "priority"
         self._watermark = max(1, int(config.watermark * kv_cache_manager.device_pool.num_blocks))
+        self._best_effort_reserve = max(
+            self._watermark, int(BEST_EFFORT_RESERVE * kv_cache_manager.device_pool.num_blocks)
+        )
+        self._has_classes = config.batching == "continuous"  # else what is best effort only comes last
+        self._last_regular = -(1 << 62)
+        self._computes_prompt = False
         self._num_admitted = 0
         self._draft_request_ids = count()
         self._is_pipeline = config.num_stages > 1
@@ -85,6 +100,8 @@ class BatchScheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence."""
+        if not sequence.best_effort:
+            self._last_regular = sequence.timings.arrived
         sequence.served_at_arrival = self._stats.computed_tokens
         self.waiting.push(sequence)
 
@@ -108,6 +125,7 @@ class BatchScheduler:
         """The next step, behind those that are ``in_flight``. Empty when nothing can be computed."""
         scheduler_output = SchedulerOutput(step)
         self.out_of_memory.clear()
+        self._computes_prompt = False
         self._oldest_in_flight = min((each.step for each in in_flight), default=step)
         budget = self._make_budget()
         if self._is_pipeline:
@@ -118,8 +136,12 @@ class BatchScheduler:
             self._schedule_phase(scheduler_output, budget, _prefills)
             if not scheduler_output.chunks:
                 self._schedule_phase(scheduler_output, budget, _decodes)
-        else:
+        elif not self._has_classes or not self._has_best_effort():
             self._schedule_phase(scheduler_output, budget)
+        else:
+            self._schedule_phase(scheduler_output, budget, _regular)
+            if not self._regular_needs_step():
+                self._schedule_phase(scheduler_output, self._make_best_effort_budget(budget.tokens), _best_effort)
         if not (
             in_flight
             or scheduler_output.chunks
@@ -145,15 +167,35 @@ class BatchScheduler:
     def _schedule_phase(
         self, scheduler_output: SchedulerOutput, budget: StepBudget, phase: "Phase | None" = None
     ) -> None:
-        """Schedules the sequences that are in ``phase``, or all of them. What is new is in its prefill."""
+        """Schedules the sequences that are in ``phase``, or all of them. What is new is in its prefill. For those that
+        are not best effort, nothing else was preempted.
+        """
         self._schedule_running(scheduler_output, budget, phase)
-        if scheduler_output.num_preempted:
+        if scheduler_output.num_preempted and (phase is not _regular or self._next_away(phase) is not None):
             return
-        if self.swapped or self.preempted:
+        if self._next_away(phase) is not None:
             self._schedule_preempted(scheduler_output, budget, phase)
-        admits = phase is not _decodes and not self.swapped and not self.preempted
+        admits = phase is not _decodes and self._next_away(phase) is None
         if self.waiting.sequences and admits and self._can_admit():
-            self._schedule_waiting(scheduler_output, budget)
+            self._schedule_waiting(scheduler_output, budget, phase)
+
+    def _next_away(self, phase: "Phase | None") -> Sequence | None:
+        """The preempted sequence that comes back next; of ``_regular`` only if it is one."""
+        sequence = self.preemptor.next()
+        return None if sequence is None or (phase is _regular and sequence.best_effort) else sequence
+
+    def _has_best_effort(self) -> bool:
+        """Whether anything is best effort; it stands last in each queue."""
+        if self.waiting.num_best_effort:
+            return True
+        return any(queue and queue[-1].best_effort for queue in (self.running, self.swapped, self.preempted))
+
+    def _regular_needs_step(self) -> bool:
+        """Whether what is best effort has to stay out of a step in which all else is scheduled: a prompt of others is
+        computed in it, or could not be.
+        """
+        waits = self._next_away(_regular) is not None or self.waiting.has_regular_ready
+        return self._computes_prompt or waits or bool(self.out_of_memory)
 
     def prompt_tokens_per_step(self) -> int:
         """Tokens of prompts that a step may compute beside the sequences that decode now, if one more prompt comes; 0
@@ -162,18 +204,37 @@ class BatchScheduler:
         budget = self._make_budget(more=1)
         return budget.chunk_length(self._step_times.mean_prompt_context, budget.tokens) if budget.max_seconds else 0
 
+    def num_best_effort(self) -> int:
+        """How many sequences are best effort, wherever they are. O(running) where there are any."""
+        if not self._has_best_effort():
+            return 0
+        admitted = sum(sum(each.best_effort for each in queue) for queue in self._queues.values())
+        return admitted + self.waiting.num_best_effort
+
     def get_lora_stats(self) -> LoRAStats:
         """The adapters of all sequences. O(running) where there are any."""
         return self._loras.get_stats() if self._loras.active or self.waiting.loras else LoRAStats()
 
+    def _make_best_effort_budget(self, tokens: int) -> StepBudget:
+        """What the step has for what is best effort, in time too if others are here or have been lately."""
+        is_bounded = self._config.max_step_seconds != 0 and self._config.enable_chunked_prefill
+        is_alone = not self.running or self.running[0].best_effort
+        if not is_bounded or (is_alone and self._clock() - self._last_regular > QUIET_SECONDS * _NANOSECONDS):
+            return StepBudget(tokens)
+        return self._step_times.make_best_effort_budget(tokens)
+
     def _make_budget(self, more: int = 0) -> StepBudget:
-        """The step's budget, which prompts share with the sequences that decode, as if ``more`` prompts waited."""
+        """The step's budget, which prompts share with the sequences that decode, as if ``more`` prompts waited. What is
+        best effort does not count.
+        """
         config = self._config
         if config.max_step_seconds == 0:
             return StepBudget(config.max_num_batched_tokens)
         contexts: list[int] = []
         prompts: list[int] = []
         for sequence in self._running_of_step():
+            if sequence.best_effort:
+                break
             lacking = sequence.num_unscheduled_tokens
             if lacking:
                 (contexts if lacking == 1 else prompts).append(sequence.num_scheduled_tokens)
@@ -181,7 +242,7 @@ class BatchScheduler:
             config.max_num_batched_tokens,
             config.max_step_seconds,
             contexts,
-            waiting=len(prompts) + len(self.preempted) + len(self.waiting.sequences) + more,
+            waiting=len(prompts) + _count_regular(self.preempted) + self.waiting.num_regular + more,
             start=prompts[0] if prompts else 0,
         )
 
@@ -193,7 +254,7 @@ class BatchScheduler:
 
     def _schedule_running(self, scheduler_output: SchedulerOutput, budget: StepBudget, phase: "Phase | None") -> None:
         search: SequenceGroup | None = None
-        drafts = {} if phase is _prefills else self._propose_drafts(budget)
+        drafts = {} if phase is _prefills else self._propose_drafts(budget, phase)
         running = SequenceStatus.RUNNING  # a member of an enumeration is slow to look up
         for sequence in self._running_of_step().copy():
             if budget.tokens == 0 or self.out_of_memory or sequence.status is not running:
@@ -211,15 +272,20 @@ class BatchScheduler:
             if length and self._preempt_until_fits([sequence], length, scheduler_output):
                 self._schedule(sequence, length, scheduler_output, budget, drafts.get(sequence.id, ()))
 
-    def _propose_drafts(self, budget: StepBudget) -> Mapping[int, abc.Sequence[int]]:
+    def _propose_drafts(self, budget: StepBudget, phase: "Phase | None") -> Mapping[int, abc.Sequence[int]]:
         """Drafts by sequence id. There are none in a step that may compute a prompt too, and so many at most that all
-        tokens and blocks of the step are there without them: they preempt nothing.
+        tokens and blocks of the step are there without them: they preempt nothing. What is best effort has none beside
+        others, and counts for nothing where these have some.
         """
-        if self.speculator is None or self.waiting.sequences or self.swapped or self.preempted:
+        if self.speculator is None or self._next_away(phase) is not None:
             return {}
-        if not can_take_drafts(self.running):
+        if self.waiting.num_regular if phase is _regular else self.waiting.sequences:
             return {}
-        sequences = [each for each in self.running if not each.table.tail_shared and each.group.beam_search is None]
+        running = self.running if phase is None else [each for each in self.running if phase(each)]
+        beside_others = phase is _best_effort and len(running) < len(self.running)
+        if beside_others or not can_take_drafts(running):
+            return {}
+        sequences = [each for each in running if not each.table.tail_shared and each.group.beam_search is None]
         blocks = self._kv_cache_manager.device_pool.num_free - len(self.running)
         room = min(budget.tokens - len(self.running), blocks * self._kv_cache_manager.block_size)
         return self.speculator.propose(sequences, room) if room > 0 else {}
@@ -281,6 +347,8 @@ class BatchScheduler:
             ]
             chunk.num_prompt_logprobs = sequence.request.sampling.prompt_logprobs or 0
         scheduler_output.chunks.append(chunk)
+        if start < sequence.group.num_prompt_tokens and not sequence.best_effort:
+            self._computes_prompt = True
         sequence.num_scheduled_tokens, sequence.last_step = end, scheduler_output.step
 
     def _preempt(self, victim: Sequence, scheduler_output: SchedulerOutput) -> None:
@@ -307,13 +375,20 @@ class BatchScheduler:
 
     def _schedule_preempted(self, scheduler_output: SchedulerOutput, budget: StepBudget, phase: "Phase | None") -> None:
         """What was preempted comes back by precedence, whether swapped out or not: nothing passes another."""
-        while budget.tokens and (sequence := self.preemptor.next()) is not None and self._fits_max_num_seqs(sequence):
+        while budget.tokens and (sequence := self._next_away(phase)) is not None:
             if phase is not None and not phase(sequence):
+                break
+            if not self._fits_max_num_seqs(sequence, scheduler_output):
                 break
             if sequence.last_step >= self._oldest_in_flight:
                 break  # it draws a token in a step in flight, and would draw that again
             is_swapped = sequence.status is SequenceStatus.SWAPPED
-            if not (self._swap_in(sequence, budget.tokens) if is_swapped else self._readmit(sequence)):
+            is_back = (
+                self._swap_in(sequence, budget.tokens, scheduler_output)
+                if is_swapped
+                else self._readmit(sequence, scheduler_output)
+            )
+            if not is_back:
                 break
             if not self._schedule_next_chunk(sequence, scheduler_output, budget):
                 break
@@ -328,17 +403,19 @@ class BatchScheduler:
             self._schedule(sequence, length, scheduler_output, budget)
         return bool(length) or not wanted
 
-    def _swap_in(self, sequence: Sequence, budget: int) -> bool:
+    def _swap_in(self, sequence: Sequence, budget: int, scheduler_output: SchedulerOutput) -> bool:
         num_tokens = min(sequence.num_tokens, sequence.num_computed_tokens + budget)
         missing = self._kv_cache_manager.num_blocks_needed_to_swap_in(sequence.table, num_tokens)
-        if missing > self._kv_cache_manager.device_pool.num_free - self._reserve(sequence):
-            return False
+        while missing > self._kv_cache_manager.device_pool.num_free - self._reserve(sequence):
+            if not self._preempt_for(sequence, scheduler_output):
+                return False
+            missing = self._kv_cache_manager.num_blocks_needed_to_swap_in(sequence.table, num_tokens)
         self.preemptor.swap_in(sequence)
         self.start(sequence)
         return True
 
-    def _readmit(self, sequence: Sequence) -> bool:
-        hits = self._cached_blocks_if_fits(sequence)
+    def _readmit(self, sequence: Sequence, scheduler_output: SchedulerOutput) -> bool:
+        hits = self._cached_blocks_if_fits(sequence, scheduler_output)
         if hits is None:
             return False
         self.preempted.remove(sequence)
@@ -351,20 +428,24 @@ class BatchScheduler:
         """Whether new sequences are taken in: always, or, with static batches, when the one before has ended."""
         return self._config.batching != "static" or not self.running
 
-    def _schedule_waiting(self, scheduler_output: SchedulerOutput, budget: StepBudget) -> None:
-        self.waiting.rank_some()
-        for gate in self._gates:
-            self.waiting.release(gate.release())
+    def _schedule_waiting(self, scheduler_output: SchedulerOutput, budget: StepBudget, phase: "Phase | None") -> None:
+        if phase is not _best_effort:  # which comes after others in the same step
+            self.waiting.rank_some()
+            for gate in self._gates:
+                self.waiting.release(gate.release())
         # A static batch begins as a whole, with room for all its prompts, however many steps it takes to compute them.
         is_batch = self._config.batching == "static"
         while self.waiting.has_ready and (budget.allows_prompts or is_batch):
             sequence = self.waiting.next()
+            if phase is _regular and sequence.best_effort:
+                break
             if not self._config.enable_chunked_prefill and sequence.num_tokens > budget.tokens:
                 break
             if not all(gate.admits(sequence) for gate in self._gates):
                 self.waiting.hold(sequence)
                 continue
-            hits = self._cached_blocks_if_fits(sequence) if self._fits_max_num_seqs(sequence) else None
+            fits = self._fits_max_num_seqs(sequence, scheduler_output)
+            hits = self._cached_blocks_if_fits(sequence, scheduler_output) if fits else None
             if hits is None:
                 break
             self.waiting.remove_admitted(sequence)
@@ -377,7 +458,15 @@ class BatchScheduler:
                 self._kv_cache_manager.allocate_slots(table, start, sequence.num_tokens)
             self._schedule_next_chunk(sequence, scheduler_output, budget)
 
-    def _cached_blocks_if_fits(self, sequence: Sequence) -> list[CachedBlock] | None:
+    def _preempt_for(self, sequence: Sequence, scheduler_output: SchedulerOutput) -> bool:
+        """Preempts the last that is best effort, for a sequence that is not. Returns False if there is none."""
+        if sequence.best_effort or not self._has_classes or not self.running or not self.running.last().best_effort:
+            return False
+        for victim in preempted_with(self.running.last()):
+            self._preempt(victim, scheduler_output)
+        return True
+
+    def _cached_blocks_if_fits(self, sequence: Sequence, scheduler_output: SchedulerOutput) -> list[CachedBlock] | None:
         """The cached blocks of a sequence that can be admitted now; None if it has to wait.
 
         There must be room for all known tokens, though a step may compute only some of them: a prompt that is admitted
@@ -390,8 +479,11 @@ class BatchScheduler:
             if sequence.group.needs_prompt_logprobs or self._is_pooled_whole(sequence)
             else self._kv_cache_manager.get_cached_blocks(sequence.table, sequence.token_ids)
         )
-        free = self._kv_cache_manager.num_free_blocks_after(sequence.table, hits, sequence.num_tokens)
-        return hits if free >= self._reserve(sequence) else None
+        memory = self._kv_cache_manager
+        while memory.num_free_blocks_after(sequence.table, hits, sequence.num_tokens) < self._reserve(sequence):
+            if not self._preempt_for(sequence, scheduler_output):
+                return None
+        return hits
 
     def _is_pooled_whole(self, sequence: Sequence) -> bool:
         """Whether hidden states are pooled that cached blocks do not hold."""
@@ -409,13 +501,17 @@ class BatchScheduler:
             )
         )
 
-    def _fits_max_num_seqs(self, sequence: Sequence) -> bool:
-        return self.running.num_seqs + sequence.num_seqs <= self._config.max_num_seqs
+    def _fits_max_num_seqs(self, sequence: Sequence, scheduler_output: SchedulerOutput) -> bool:
+        while self.running.num_seqs + sequence.num_seqs > self._config.max_num_seqs:
+            if not self._preempt_for(sequence, scheduler_output):
+                return False
+        return True
 
     def _reserve(self, sequence: Sequence) -> int:
         """Blocks that an admission must leave free for what runs already, other outputs of the same request aside."""
-        others = any(running.group is not sequence.group for running in self.running)
-        return self._watermark if others else 0
+        if not any(running.group is not sequence.group for running in self.running):
+            return 0
+        return self._best_effort_reserve if sequence.best_effort else self._watermark
 
     def _admit(self, sequence: Sequence, hits: list[CachedBlock]) -> None:
         group = sequence.group
@@ -423,7 +519,7 @@ class BatchScheduler:
             group.admission_index = self._num_admitted
             self._num_admitted += 1
         sequence.preemption_key = (
-            group.request.priority if self._by_priority else 0,
+            group.request.priority if self._by_priority or sequence.best_effort else 0,
             group.admission_index,
             sequence.id,
         )
@@ -450,7 +546,7 @@ class BatchScheduler:
 
 
 Phase = Callable[[Sequence], bool]
-"""Whether a sequence is in this phase, in a step of one phase."""
+"""Whether a sequence is in this phase: of a step of one phase, or of one that comes to what is best effort at last."""
 
 
 def _prefills(sequence: Sequence) -> bool:
@@ -459,6 +555,18 @@ def _prefills(sequence: Sequence) -> bool:
 
 def _decodes(sequence: Sequence) -> bool:
     return sequence.num_unscheduled_tokens <= 1
+
+
+def _regular(sequence: Sequence) -> bool:
+    return not sequence.best_effort
+
+
+def _best_effort(sequence: Sequence) -> bool:
+    return sequence.best_effort
+
+
+def _count_regular(sequences: Iterable[Sequence]) -> int:
+    return sum(not sequence.best_effort for sequence in sequences)
 
 
 def _micro_batch(running: Collection[Sequence], num_stages: int) -> list[Sequence]:

@@ -60,6 +60,7 @@ class EngineLoad:
     host_blocks_free: int
     pace: Pace | None = None
     prompt_tokens_per_step: int = 0
+    best_effort: int = 0
     disk_blocks_total: int = 0
     disk_blocks_free: int = 0
     loras: LoRAStats = LoRAStats()  # noqa: RUF009 - it is frozen

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from quire_proto.errors import ErrorCode, QuireError, invalid
 from quire_proto.hashing import extra_key
 from quire_proto.pooling import PoolingParams, Task, check_dimensions, check_prompt_length
+from quire_proto.priority import BEST_EFFORT
 from quire_proto.sampling import SamplingParams, check_length, choice_seed
 
 from quire_engine.core.beam_search import BeamSearch
@@ -37,7 +38,8 @@ class Request:
 
     ``output_token_ids`` were delivered by an earlier attempt of the first choice; they count towards ``max_tokens``,
     and the next token is drawn for the position after them. ``resumed_outputs`` says the same of each choice, and takes
-    precedence. With the priority policy, smaller numbers go first. ``grammar`` is ``sampling.structured``, compiled.
+    precedence. With the priority policy, smaller numbers go first; ``BEST_EFFORT`` is behind all others with every one.
+    ``grammar`` is ``sampling.structured``, compiled.
     ``traceparent`` is carried for the service's traces and means nothing here. ``lora`` is the adapter to run it with.
     With ``pooling`` the prompt is pooled, and nothing is sampled: ``sampling`` and what was delivered are not read.
     """
@@ -172,6 +174,7 @@ class Sequence:
 
     __slots__ = (
         "absence",
+        "best_effort",
         "group",
         "id",
         "index",
@@ -205,6 +208,7 @@ class Sequence:
     ) -> None:
         self.id = sequence_id
         self.group = group
+        self.best_effort = group.request.priority == BEST_EFFORT
         self.index = index
         self.token_ids = token_ids
         self.table = table

@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
@@ -79,13 +80,14 @@ class AdmissionGate(Protocol):
 
 
 class WaitingQueue:
-    """Sequences for which nothing is computed, in the order of their ranks, the tokens that this work amounts to,
-    and how many sequences wait for each adapter (``loras``).
+    """Sequences for which nothing is computed, in the order of their ranks, the tokens that this work amounts to
+    (``uncomputed_tokens``: without what is best effort), and how many sequences wait for each adapter (``loras``).
 
     ``rank`` computes a sequence's rank when it arrives. With ``max_overtakes`` ranks may become smaller while sequences
     wait, and whoever has been overtaken by so many later arrivals is next, whatever its rank. It is enough to count for
     the oldest: everyone who overtook a younger one has overtaken the oldest as well. Those that are held wait for an
-    ``AdmissionGate``, and are passed over until they are released.
+    ``AdmissionGate``, and are passed over until they are released. What is best effort has the last ranks, is never
+    next because it was overtaken, and overtakes nobody.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class WaitingQueue:
         self._max_overtakes = max_overtakes
         self._rank = rank
         self.sequences: OrderedDict[int, Sequence] = OrderedDict()
+        self._regular: OrderedDict[int, Sequence] = OrderedDict()
         self._by_rank: list[tuple[float, int]] = []
         self._overtakers: list[int] = []
         self._turns: deque[int] = deque()
@@ -111,16 +114,33 @@ class WaitingQueue:
         """Adds the newest arrival."""
         sequence.queue_key = self._rank(sequence)
         self.sequences[sequence.id] = sequence
-        self.uncomputed_tokens += sequence.num_uncomputed_tokens
+        if not sequence.best_effort:
+            self._regular[sequence.id] = sequence
+            self.uncomputed_tokens += sequence.num_uncomputed_tokens
         if (lora := sequence.request.lora) is not None:
             self.loras[lora] += 1
         heappush(self._by_rank, (sequence.queue_key, sequence.id))
         self._turns.append(sequence.id)
 
     @property
+    def num_regular(self) -> int:
+        """How many are not best effort."""
+        return len(self._regular)
+
+    @property
+    def num_best_effort(self) -> int:
+        """How many are best effort."""
+        return len(self.sequences) - len(self._regular)
+
+    @property
     def has_ready(self) -> bool:
         """Whether any waits that is not held."""
         return len(self.sequences) > len(self._held)
+
+    @property
+    def has_regular_ready(self) -> bool:
+        """Whether any waits that is neither held nor best effort."""
+        return bool(self._regular) and self.has_ready and not self.first().best_effort
 
     def hold(self, sequence: Sequence) -> None:
         """Passes over one until ``release``."""
@@ -155,7 +175,7 @@ class WaitingQueue:
     def first(self) -> Sequence:
         """The one with the least rank, or that was overtaken too often, of those that are not held."""
         if self._max_overtakes is not None and len(self._overtakers) >= self._max_overtakes:
-            oldest = next(iter(self.sequences.values()))
+            oldest = next(iter(self._regular.values()))
             if oldest.id not in self._held:
                 return oldest
         while not self._is_current(*self._by_rank[0]):
@@ -178,7 +198,7 @@ class WaitingQueue:
 
     def remove_admitted(self, sequence: Sequence) -> None:
         """Takes one out because its turn has come; call it before anything of the sequence changes."""
-        if self._max_overtakes is not None:
+        if self._max_overtakes is not None and not sequence.best_effort:
             insort(self._overtakers, sequence.id)
         self.remove(sequence)
 
@@ -186,7 +206,9 @@ class WaitingQueue:
         """Takes one out, wherever it stands; call it before anything of the sequence changes."""
         del self.sequences[sequence.id]
         self._held.pop(sequence.id, None)
-        self.uncomputed_tokens -= sequence.num_uncomputed_tokens
+        if not sequence.best_effort:
+            del self._regular[sequence.id]
+            self.uncomputed_tokens -= sequence.num_uncomputed_tokens
         if (lora := sequence.request.lora) is not None:
             self.loras[lora] -= 1
             if not self.loras[lora]:
@@ -207,7 +229,7 @@ class WaitingQueue:
 
     def _forget_overtakers(self) -> None:
         """Only those that came after the oldest have overtaken it; there are never more than the bound."""
-        oldest = next(iter(self.sequences), None)
+        oldest = next(iter(self._regular), None)
         if oldest is None:
             self._overtakers.clear()
         else:
@@ -254,10 +276,14 @@ POLICIES: "Mapping[Policy, Callable[[QueuedRequest], float]]" = {"fcfs": fcfs, "
 
 
 def rank_by(policy: "Policy", kv_cache_manager: KVCacheManager) -> Callable[[Sequence], float]:
-    """The rank of a waiting sequence under a policy, by what the prefix cache has of it now."""
+    """The rank of a waiting sequence under a policy, by what the prefix cache has of it now. What is best effort is
+    behind all else, in the order in which it came.
+    """
     rank, by_length = POLICIES[policy], policy == "sjf"
 
     def rank_of(sequence: Sequence) -> float:
+        if sequence.best_effort:
+            return inf
         looks = by_length and not sequence.group.needs_prompt_logprobs
         cached = len(kv_cache_manager.get_cached_blocks(sequence.table, sequence.token_ids)) if looks else 0
         uncached = sequence.num_tokens - cached * kv_cache_manager.block_size

@@ -26,6 +26,7 @@ from time import time_ns
 from typing import TYPE_CHECKING
 
 from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.priority import BEST_EFFORT
 from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 
 from quire_engine.core.batch_scheduler import BatchScheduler
@@ -109,7 +110,9 @@ class Scheduler:
         """Queues a request. Raises ``QuireError`` if it can never run, or if too many wait already."""
         if request.request_id in self._registry.groups:
             raise QuireError(ErrorCode.CONFLICT, "A request with this id is already running.", param="request_id")
-        if len(self.waiting) >= self.config.max_waiting:
+        best_effort = request.priority == BEST_EFFORT
+        waiting = self.waiting.num_best_effort if best_effort else self.waiting.num_regular
+        if waiting >= self.config.max_waiting:
             raise QuireError(ErrorCode.OVERLOADED, "The engine's queue is full.", retry_after=1.0)
         check_request(request, self.config, self.kv_cache_manager)
         for sequence in self._registry.create(request):
@@ -219,9 +222,10 @@ class Scheduler:
         """What the engine is busy with. O(running)."""
         device, host = self.kv_cache_manager.device_pool, self.kv_cache_manager.host_pool
         disk = self.kv_cache_manager.disk
-        admitted = sum([s.num_uncomputed_tokens for s in self.running])
+        # Of what is best effort only that it is there counts, as of those that decode: nobody waits for its prompts.
+        admitted = sum([1 if s.best_effort else s.num_uncomputed_tokens for s in self.running])
         if self.preempted:
-            admitted += sum([s.num_uncomputed_tokens for s in self.preempted])
+            admitted += sum([s.num_uncomputed_tokens for s in self.preempted if not s.best_effort])
         return EngineLoad(
             running=len(self.running),
             waiting=len(self.waiting.sequences) + len(self.preempted),
@@ -233,6 +237,7 @@ class Scheduler:
             host_blocks_free=host.num_free,
             pace=self.step_times.pace,
             prompt_tokens_per_step=self._batch_scheduler.prompt_tokens_per_step(),
+            best_effort=self._batch_scheduler.num_best_effort(),
             disk_blocks_total=0 if disk is None or not disk.is_on else disk.pool.num_blocks,
             disk_blocks_free=0 if disk is None or not disk.is_on else disk.pool.num_free,
             loras=self._batch_scheduler.get_lora_stats(),

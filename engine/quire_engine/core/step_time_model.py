@@ -28,10 +28,13 @@ _PRIOR_CONTEXT = 8192  # tokens before a token whose attention takes as long as 
 AUTO_LOSS = 0.05
 """By default steps are as short as makes prompts take this part longer; but they may take ``AUTO_SECONDS``."""
 AUTO_SECONDS = 0.05
+BEST_EFFORT_PART = 0.25
+"""What is best effort makes steps longer by this part of the shortest one, while there are others to wait for them."""
 MIN_PROMPT_TOKENS = 16
 """The first prompt of a step gets as many, whatever was promised; and no chunk of a prompt has fewer but its last."""
 
 _DRIFT = 1 / 8  # weight of the last mixed step in the mean of how much longer than expected those steps take
+_ANY_NUMBER = 1 << 30
 _ALIGNED = 16  # chunks of more tokens are multiples of it, as kernels' tiles are
 
 _SIZE = 5
@@ -198,6 +201,43 @@ class StepBudget:
         return int(min(2 * seconds / root, self.tokens)) if root else self.tokens
 
 
+class BestEffortBudget(StepBudget):
+    """What a step has for work that is best effort, on top of all else in it: ``seconds``, which sequences that decode
+    take as well. The first chunk is computed whatever it takes, so that each such step advances.
+    """
+
+    __slots__ = ("_bound", "_is_used")
+
+    def __init__(self, tokens: int, model: StepTimeModel, seconds: float) -> None:
+        super().__init__(tokens, model, seconds=seconds, waiting=_ANY_NUMBER)
+        self._bound = model
+        self._is_used = False
+
+    @property
+    def allows_prompts(self) -> bool:
+        """Whether another prompt may be begun."""
+        return self.tokens > 0 and (not self._is_used or self._fitting(self._bound, 0) >= MIN_PROMPT_TOKENS)
+
+    def chunk_length(self, start: int, wanted: int) -> int:
+        """See ``StepBudget``; 0 also for a sequence that decodes and has to stand still in this step."""
+        if wanted == 1:
+            fits = not self._is_used or self._decode_seconds(start) <= self.seconds
+            return min(wanted, self.tokens) if fits else 0
+        if self._is_used and self._fitting(self._bound, start) < min(wanted, MIN_PROMPT_TOKENS):
+            return 0
+        return super().chunk_length(start, wanted)
+
+    def spend(self, start: int, length: int, wanted: int) -> None:
+        """See ``StepBudget``."""
+        super().spend(start, length, wanted)
+        self._is_used = True
+        if wanted == 1:
+            self.seconds -= self._decode_seconds(start)
+
+    def _decode_seconds(self, context: int) -> float:
+        return self._bound.sequence_seconds + context * self._bound.context_seconds
+
+
 class StepTimeEstimator:
     """Fits a ``StepTimeModel`` by least squares of the relative error, so that short steps count as much as long ones.
     Costs are never negative. Costs that the steps do not determine stay near those of ``rates``.
@@ -272,6 +312,15 @@ class StepTimeEstimator:
             saved=decoding,
             waiting=waiting,
         )
+
+    def make_best_effort_budget(self, tokens: int) -> StepBudget:
+        """What is best effort may make a step longer by ``BEST_EFFORT_PART`` of one in which a single sequence decodes:
+        who comes meanwhile waits for the step. Where too little is known, it has the fewest tokens.
+        """
+        model = self.model
+        if model is None:
+            return StepBudget(min(tokens, MIN_PROMPT_TOKENS))
+        return BestEffortBudget(tokens, model, BEST_EFFORT_PART * model.predict(StepWork(sequences=1)))
 
     def observe(self, work: StepWork, seconds: float, ended: float = 0.0) -> None:
         """Adds one step. ``seconds`` are without block copies. ``ended`` is in seconds since a fixed time."""

@@ -122,6 +122,7 @@ def load_to_proto(load: EngineLoad) -> pb.Load:
         host_blocks_free=load.host_blocks_free,
         pace=None if load.pace is None else _pace_to_proto(load.pace),
         prompt_tokens_per_step=load.prompt_tokens_per_step,
+        best_effort=load.best_effort,
     )
 
 

@@ -131,7 +131,9 @@ class Submit(_message.Message):
     traceparent: _builtins.str
     """W3C trace context of the attempt's span; empty when it is not traced."""
     priority: _builtins.int
-    """With `--scheduling-policy priority`, requests with a smaller number go first; ignored by the other policies."""
+    """With `--scheduling-policy priority`, requests with a smaller number go first; ignored by the other policies, but for the largest
+    number, 2147483647: such a request is best effort under each of them, and gets only what all others leave.
+    """
     handle: _builtins.int
     """Where it is not 0, the router reads TokenColumns, which name choice i of this request `handle + i`. None of these numbers is that
     of another request of the session. An engine that does not know this field sends every token as a SequenceOutput.
@@ -634,6 +636,7 @@ class Load(_message.Message):
     HOST_BLOCKS_FREE_FIELD_NUMBER: _builtins.int
     PACE_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_PER_STEP_FIELD_NUMBER: _builtins.int
+    BEST_EFFORT_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Sequences holding device blocks."""
     waiting: _builtins.int
@@ -653,6 +656,10 @@ class Load(_message.Message):
     it: what another prompt's tokens have to be divided by to know in how many steps they are computed. 0: not bounded by anything but
     DescribeResponse.max_num_batched_tokens, because nothing decodes, the step times are not known yet, or the engine does not report it.
     """
+    best_effort: _builtins.int
+    """Of the sequences that are running, waiting, preempted or swapped, those that are best effort. What is left to compute of their
+    prompts is not among `uncomputed_tokens`, because no other request waits for it.
+    """
     @_builtins.property
     def pace(self) -> Global___Pace:
         """How fast it is, learned from its own steps; nothing is set before the first ones."""
@@ -670,10 +677,11 @@ class Load(_message.Message):
         host_blocks_free: _builtins.int = ...,
         pace: Global___Pace | None = ...,
         prompt_tokens_per_step: _builtins.int = ...,
+        best_effort: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pace", b"pace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "host_blocks_free", b"host_blocks_free", "host_blocks_total", b"host_blocks_total", "pace", b"pace", "prompt_tokens_per_step", b"prompt_tokens_per_step", "running", b"running", "swapped", b"swapped", "uncomputed_tokens", b"uncomputed_tokens", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_effort", b"best_effort", "blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "host_blocks_free", b"host_blocks_free", "host_blocks_total", b"host_blocks_total", "pace", b"pace", "prompt_tokens_per_step", b"prompt_tokens_per_step", "running", b"running", "swapped", b"swapped", "uncomputed_tokens", b"uncomputed_tokens", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -930,6 +938,7 @@ class DescribeResponse(_message.Message):
     SUPPORTED_TASKS_FIELD_NUMBER: _builtins.int
     POOLED_SIZE_FIELD_NUMBER: _builtins.int
     MATRYOSHKA_DIMENSIONS_FIELD_NUMBER: _builtins.int
+    BEST_EFFORT_FIELD_NUMBER: _builtins.int
     model_revision: _builtins.str
     """Identifies the weights; part of every block hash."""
     max_model_len: _builtins.int
@@ -962,6 +971,8 @@ class DescribeResponse(_message.Message):
     """Different adapters that a step may have; 0 where the engine serves none."""
     pooled_size: _builtins.int
     """Numbers of what is pooled: those of an embedding, or the classes. 0 where nothing is."""
+    best_effort: _builtins.bool
+    """Whether requests of the largest priority are best effort. Not so at engines of older versions: other requests wait for them."""
     @_builtins.property
     def served_model_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names under which clients may ask for the model, the preferred one first."""
@@ -1000,10 +1011,11 @@ class DescribeResponse(_message.Message):
         supported_tasks: _abc.Iterable[_types_pb2.Task.ValueType] | None = ...,
         pooled_size: _builtins.int = ...,
         matryoshka_dimensions: _abc.Iterable[_builtins.int] | None = ...,
+        best_effort: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "blocks_total", b"blocks_total", "config_digest", b"config_digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation", b"generation", "host_blocks_total", b"host_blocks_total", "matryoshka_dimensions", b"matryoshka_dimensions", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_revision", b"model_revision", "pooled_size", b"pooled_size", "prefix_caching", b"prefix_caching", "served_model_names", b"served_model_names", "supported_tasks", b"supported_tasks", "tokenizer_digest", b"tokenizer_digest", "unbounded_steps", b"unbounded_steps", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_effort", b"best_effort", "block_size", b"block_size", "blocks_total", b"blocks_total", "config_digest", b"config_digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation", b"generation", "host_blocks_total", b"host_blocks_total", "matryoshka_dimensions", b"matryoshka_dimensions", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_revision", b"model_revision", "pooled_size", b"pooled_size", "prefix_caching", b"prefix_caching", "served_model_names", b"served_model_names", "supported_tasks", b"supported_tasks", "tokenizer_digest", b"tokenizer_digest", "unbounded_steps", b"unbounded_steps", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
