@@ -23,7 +23,8 @@ from quire_router.api.auth import Authenticator, OidcSettings
 from quire_router.api.conversations import Conversations
 from quire_router.api.fleet_feed import FleetFeed
 from quire_router.api.request_limits import BodyBudget, ConcurrencyLimit
-from quire_router.api.rest.batch_endpoints import BatchApi, BatchLines, SpareRoom
+from quire_router.api.rest.batch_endpoints import BatchApi
+from quire_router.api.rest.batch_lines import BatchLines
 from quire_router.api.rest.endpoints import FleetEndpoint
 from quire_router.api.rest.sse import KeepAlive
 from quire_router.api.service import ApiService
@@ -139,9 +140,7 @@ class Components:
             FileSettings(settings.max_file_bytes, settings.max_tenant_file_bytes, settings.file_retention),
         )
         batches = Batches(self._objects, files)
-        self._spare_room = SpareRoom(self.fleet, self.queue.waiting)
-        self.fleet.on_capacity = self._notify_capacity
-        lines = BatchLines(self.service, tenants.tenants, self._spare_room)
+        lines = BatchLines(self.service, tenants.tenants)
         worker = BatchWorker(batches, lines, owner=router_id, max_line_bytes=settings.max_body_bytes)
         self.batches = BatchApi(batches, worker)
         self.conversations = Conversations(self._objects, settings.responses_retention)
@@ -174,11 +173,6 @@ class Components:
         stack.push_async_callback(supervise("batches", self.batches.worker.run).stop)
         stack.push_async_callback(self._background_jobs.stop)
         self._background_jobs.start()
-
-    def _notify_capacity(self) -> None:
-        """Requests that wait come before lines of batches."""
-        self.queue.notify_capacity()
-        self._spare_room.notify_capacity()
 
     async def _keep_keys(self) -> None:
         """Derives callers' identities, again whenever the tenants' file was replaced."""

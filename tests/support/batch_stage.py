@@ -9,7 +9,8 @@ from time import time
 from typing import Any
 
 from quire_router.admission.tenants import Tenants
-from quire_router.api.rest.batch_endpoints import BatchApi, BatchLines, SpareRoom
+from quire_router.api.rest.batch_endpoints import BatchApi
+from quire_router.api.rest.batch_lines import BatchLines
 from quire_router.api.service import ApiService
 from quire_router.batches.batch import WINDOW, Batch
 from quire_router.batches.files import CHUNK_BYTES, FileInfo, Files, FileSettings
@@ -23,30 +24,16 @@ from tests.support.scripted_api import MODEL, ScriptedRunner, Stage, open_stage
 CHAT = "/v1/chat/completions"
 
 
-@dataclass
-class Engines:
-    """Engines with room, until ``busy``."""
-
-    busy: bool = False
-
-    def ready(self, _model: str) -> int:
-        return 1
-
-    def has_spare_capacity(self, _model: str) -> bool:
-        return not self.busy
-
-
 def batch_api(
     service: ApiService,
     store: ObjectStore,
     *,
     owner: str = "me",
     settings: FileSettings | None = None,
-    engines: Engines | None = None,
     clock: Callable[[], float] = time,
 ) -> BatchApi:
     batches = Batches(store, Files(store, settings or FileSettings()))
-    lines = BatchLines(service, Tenants(), SpareRoom(engines or Engines()))
+    lines = BatchLines(service, Tenants())
     return BatchApi(batches, BatchWorker(batches, lines, owner=owner, max_line_bytes=10_000, clock=clock))
 
 
@@ -55,14 +42,13 @@ async def batch_stage(
     *args: Any,
     store: ObjectStore | None = None,
     settings: FileSettings | None = None,
-    engines: Engines | None = None,
     **more: Any,
 ) -> AsyncIterator[Stage]:
     """The scripted API with files and batches, and a worker that runs until the block ends."""
     working: list[asyncio.Task[None]] = []
 
     def build(service: ApiService) -> BatchApi:
-        api = batch_api(service, store or MemoryObjectStore(), settings=settings, engines=engines)
+        api = batch_api(service, store or MemoryObjectStore(), settings=settings)
         working.append(asyncio.create_task(api.worker.run()))
         return api
 
@@ -142,6 +128,9 @@ class MortalStore:
     async def get(self, name: str) -> StoredObject | None:
         return await self._life.step(lambda: self._store.get(name))
 
+    async def get_many(self, names: Sequence[str]) -> list[StoredObject | None]:
+        return await self._life.step(lambda: self._store.get_many(names))
+
     async def put(self, name: str, data: bytes, version: int, ttl: float) -> bool:
         return await self._life.step(lambda: self._store.put(name, data, version, ttl))
 
@@ -163,8 +152,8 @@ class MortalStore:
     async def enter(self, collection: str, name: str, ttl: float) -> None:
         await self._life.step(lambda: self._store.enter(collection, name, ttl))
 
-    async def leave(self, collection: str, name: str) -> None:
-        await self._life.step(lambda: self._store.leave(collection, name))
+    async def leave(self, collection: str, *names: str) -> None:
+        await self._life.step(lambda: self._store.leave(collection, *names))
 
     async def names(self, collection: str) -> list[str]:
         return await self._life.step(lambda: self._store.names(collection))

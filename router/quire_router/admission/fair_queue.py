@@ -19,6 +19,8 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any, Generic, TypeVar
 
+from quire_proto.priority import BEST_EFFORT
+
 from quire_router.admission.tenants import Tenants
 from quire_router.core.errors import RefusalReason, queue_full, tenant_queue_full
 
@@ -48,6 +50,11 @@ class QueuedRequest:
     bytes: int
     priority: int = 0
     deadline: float | None = None
+
+    @property
+    def best_effort(self) -> bool:
+        """Whether it goes behind all that are not."""
+        return self.priority == BEST_EFFORT
 
 
 @dataclass(frozen=True, slots=True)

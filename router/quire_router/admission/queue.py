@@ -1,11 +1,16 @@
-"""The queue in front of all engines: which requests wait, for how long, and how each is admitted."""
+"""The queue in front of all engines: which requests wait, for how long, and how each is admitted.
+
+There are two classes, each fair between tenants. What is best effort, as lines of batches are, has its turn only when
+nothing else waits and an engine has room beside its own work; it waits as long as it takes, and displaces nothing.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from time import monotonic
-from typing import Protocol
+from typing import Final, Protocol
 
 from quire_proto.errors import QuireError
 
@@ -34,15 +39,22 @@ class Capacity(Protocol):
         """Returns True if engines have so little to do that one more request delays no other."""
         ...
 
+    def has_best_effort_capacity(self, model: str) -> bool:
+        """Returns True if an engine has room for one more request that is best effort."""
+        ...
+
     def ready(self, model: str) -> int:
         """Returns the number of engines that can run the model now, full ones included."""
         ...
 
 
+_MAX_BEST_EFFORT: Final = 4_096  # requests: a batch has some at a time, which come again when they are refused
+
+
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
     """``hold_timeout`` is for how many seconds a request waits while no engine is ready, ``max_seconds`` the longest
-    wait for capacity in all. ``bounds`` are those of each model's queue.
+    wait for capacity in all; neither counts for what is best effort. ``bounds`` are those of each model's queue.
     """
 
     hold_timeout: float = 10.0
@@ -103,7 +115,7 @@ class AdmissionQueue:
             queue.admit_next()
 
     def waiting(self, model: str) -> int:
-        """Returns how many requests of the model wait."""
+        """Returns how many requests of the model wait, without those that are best effort."""
         return len(self._queues[model])
 
     def abandon(self, request_id: str) -> bool:
@@ -134,16 +146,19 @@ class _ModelQueue:
         self._settings = settings
         self._clock = clock
         self._queue = FairQueue(tenants, settings.bounds)
+        self._best_effort = FairQueue(tenants, QueueBounds(_MAX_BEST_EFFORT, settings.bounds.max_bytes))
         self._waiters: dict[str, _Waiter] = {}
         self._admitting: _Waiter | None = None
         self._unready_since: float | None = None
 
     def __len__(self) -> int:
-        return len(self._waiters)
+        return len(self._waiters) - len(self._best_effort)
 
     async def acquire(self, request: QueuedRequest) -> None:
-        if not self._waiters and self._admitting is None and self._has_capacity_for(request.tenant):
-            self._queue.charge(request, self._clock())
+        queue = self._queue_of(request)
+        ahead = self._queue if queue is self._queue else self._waiters
+        if not ahead and self._admitting is None and self._has_capacity_for(request):
+            queue.charge(request, self._clock())
             return
         with self._enqueued(request) as waiter:
             self.admit_next()  # there may be capacity, with only one admission in progress before this one
@@ -151,31 +166,36 @@ class _ModelQueue:
                 await waiter.admitted
             except asyncio.CancelledError:
                 if self._admitting is waiter:
-                    self._queue.refund(request)
+                    queue.refund(request)
                 raise
 
     def admit_next(self) -> None:
         """Admits the next request if there is capacity for it."""
-        while self._admitting is None and self._queue:
-            if not self._has_capacity_for(self._queue.peek().tenant):
+        while self._admitting is None and (queue := self._queue or self._best_effort):
+            if not self._has_capacity_for(queue.peek()):
                 self._update_readiness()
                 return
-            request = self._queue.pop(self._clock())
+            request = queue.pop(self._clock())
             waiter = self._waiters[request.request_id]
             if waiter.admitted.done():  # its task was cancelled and has not run since
-                self._queue.refund(request)
+                queue.refund(request)
             else:
                 self._admitting = waiter
                 waiter.admitted.set_result(None)
 
-    def _has_capacity_for(self, tenant: str) -> bool:
+    def _queue_of(self, request: QueuedRequest) -> FairQueue:
+        return self._best_effort if request.best_effort else self._queue
+
+    def _has_capacity_for(self, request: QueuedRequest) -> bool:
         """A tenant that is ahead of the others gets spare capacity only, so that they need not wait for its work."""
-        is_ahead = self._queue.is_ahead(tenant, self._clock())
+        if request.best_effort:
+            return self._capacity.has_best_effort_capacity(self._model)
+        is_ahead = self._queue.is_ahead(request.tenant, self._clock())
         return self._capacity.has_spare_capacity(self._model) if is_ahead else self._capacity.has_capacity(self._model)
 
     def abandon(self, request_id: str) -> bool:
         waiter = self._waiters.get(request_id)
-        if waiter is None or not self._queue.remove(request_id) or waiter.admitted.done():
+        if waiter is None or not self._queue_of(waiter.request).remove(request_id) or waiter.admitted.done():
             return False
         waiter.admitted.set_result(None)
         return True
@@ -187,23 +207,25 @@ class _ModelQueue:
     @contextmanager
     def _enqueued(self, request: QueuedRequest) -> Iterator[_Waiter]:
         """The request is in the queue inside this context; on every way out it is removed, and the next is admitted."""
-        refused = self._queue.add(request)
+        refused = self._queue_of(request).add(request)
         waiter = _Waiter(request, self._clock(), asyncio.get_running_loop().create_future())
         self._waiters[request.request_id] = waiter
         for each in refused:
             _fail(self._waiters[each.request_id], queue_full(RefusalReason.QUEUE_FULL))
         self._check_timeout(waiter)
-        metrics.PARKED.labels(self._model).inc()
+        counted = 0 if request.best_effort else 1
+        metrics.PARKED.labels(self._model).inc(counted)
         try:
             yield waiter
         finally:
-            metrics.PARKED.labels(self._model).dec()
-            metrics.QUEUE_SECONDS.labels(self._model).observe(self._clock() - waiter.since)
+            metrics.PARKED.labels(self._model).dec(counted)
+            if counted:
+                metrics.QUEUE_SECONDS.labels(self._model).observe(self._clock() - waiter.since)
             self._dequeue(waiter)
 
     def _dequeue(self, waiter: _Waiter) -> None:
         del self._waiters[waiter.request.request_id]
-        self._queue.remove(waiter.request.request_id)
+        self._queue_of(waiter.request).remove(waiter.request.request_id)
         if waiter.timer is not None:
             waiter.timer.cancel()
         if self._admitting is waiter:
@@ -230,7 +252,7 @@ class _ModelQueue:
         error, then = self._check_overdue(waiter, self._clock())
         if error is not None:
             self._refuse(waiter, error)
-        else:
+        elif then < inf:
             delay = max(0.0, then - self._clock())
             waiter.timer = asyncio.get_running_loop().call_later(delay, self._check_timeout, waiter)
 
@@ -242,12 +264,14 @@ class _ModelQueue:
         hold_until = (now if unready is None else max(waiter.since, unready)) + settings.hold_timeout
         if deadline is not None and deadline <= now:
             return deadline_in_queue(), now
+        if waiter.request.best_effort:
+            return None, inf if deadline is None else deadline
         if min(last, hold_until) <= now:
             return (no_capacity(settings.max_seconds) if unready is None else none_ready_in_queue(self._model)), now
         return None, min(last, hold_until, last if deadline is None else deadline)
 
     def _refuse(self, waiter: _Waiter, error: QuireError) -> None:
-        if self._queue.remove(waiter.request.request_id):
+        if self._queue_of(waiter.request).remove(waiter.request.request_id):
             _fail(waiter, error)
 
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from quire_proto.errors import QuireError, invalid
 from quire_proto.pooling import Task
+from quire_proto.priority import BEST_EFFORT
 from quire_proto.sampling import SamplingParams, check_length
 from quire_proto.structured_output import Structured
 from quire_proto.text.tokenizer import ModelTokenizer, encode_bad_words
@@ -38,7 +39,7 @@ BodyT = TypeVar("BodyT", bound=StrictModel)
 
 COMPLETION_MAX_TOKENS = 16
 _POOLED = SamplingParams(max_tokens=1)  # nobody reads them
-_MAX_PRIORITY = 2**31
+_MIN_PRIORITY = -(2**31)
 
 
 class Validator:
@@ -149,8 +150,8 @@ class Validator:
         if own and not (self._allow_priority or caller.policy.allow_priority):
             raise invalid("priority", "priority is not taken from clients here; only 0 is.")
         priority = own + caller.policy.priority
-        if not -_MAX_PRIORITY <= priority < _MAX_PRIORITY:
-            raise invalid("priority", f"priority must be between {-_MAX_PRIORITY} and {_MAX_PRIORITY - 1}.")
+        if not _MIN_PRIORITY <= priority < BEST_EFFORT:
+            raise invalid("priority", f"priority must be between {_MIN_PRIORITY} and {BEST_EFFORT - 1}.")
         return priority
 
 

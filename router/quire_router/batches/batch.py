@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from typing import Any, Final, Self
 
-ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+EMBEDDINGS: Final = "/v1/embeddings"
+ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", EMBEDDINGS)
 WINDOW: Final = 86_400  # seconds: the one completion window, "24h"
 MAX_LINES = 50_000
 MAX_CUSTOM_ID = 512  # characters

@@ -2,7 +2,8 @@
 this tenant alone, and gone after a time.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from json import dumps, loads
 from secrets import token_hex
@@ -11,7 +12,7 @@ from time import time
 from quire_proto.errors import invalid
 
 from quire_router.core.errors import file_not_found, too_many_files
-from quire_router.journal.objects import ObjectStore
+from quire_router.journal.objects import ObjectStore, read_objects
 
 CHUNK_BYTES = 256 * 1024
 MAX_FILES = 1_000  # of a tenant
@@ -58,7 +59,7 @@ class Files:
 
     async def new_upload(self, tenant: str) -> "Upload":
         """Returns an upload for a tenant. Raises ``QuireError`` for one that has as many files as it may have."""
-        owned = await self.list(tenant)
+        owned = [file async for file in self.list(tenant)]
         if len(owned) >= MAX_FILES:
             raise too_many_files(f"There are {MAX_FILES} files, as many as there may be: delete some.")
         left = self.settings.max_tenant_bytes - sum(file.bytes for file in owned)
@@ -72,16 +73,14 @@ class Files:
             raise file_not_found(file_id)
         return info
 
-    async def list(self, tenant: str) -> list[FileInfo]:
-        """Returns the files of a tenant, the newest first."""
-        owned = []
-        for name in await self._store.names(collection_of(tenant)):
-            found = await self._store.get(name)
-            if found is None:
-                await self._store.leave(collection_of(tenant), name)
-            else:
-                owned.append(FileInfo(**loads(found.data)))
-        return owned[::-1]
+    async def list(self, tenant: str, after: str = "", *, ascending: bool = False) -> AsyncGenerator[FileInfo]:
+        """Yields the files of a tenant, the newest first, or those that come ``after`` one of them. Raises
+        ``QuireError`` INVALID if there is none of that id.
+        """
+        names = await listed(self._store, collection_of(tenant), after, ascending=ascending)
+        async with aclosing(read_objects(self._store, collection_of(tenant), names)) as objects:
+            async for _, found in objects:
+                yield FileInfo(**loads(found.data))
 
     async def delete(self, info: FileInfo) -> None:
         """Deletes a file."""
@@ -172,6 +171,17 @@ class _ChunkWriter:
         await self._store.add_part(self._name, self._number, bytes(self._buffer[:CHUNK_BYTES]), self._ttl)
         del self._buffer[:CHUNK_BYTES]
         self._number += 1
+
+
+async def listed(store: ObjectStore, collection: str, after: str, *, ascending: bool = False) -> Sequence[str]:
+    """Returns the names of a collection, the newest first, or those that come ``after`` one of them. Raises
+    ``QuireError`` INVALID if that is not one of them.
+    """
+    names = await store.names(collection)
+    ordered = names if ascending else names[::-1]
+    if after and after not in ordered:
+        raise invalid("after", f"There is no {after[:64]!r} in this list.")
+    return ordered[ordered.index(after) + 1 :] if after else ordered
 
 
 async def _create(store: ObjectStore, info: FileInfo, ttl: float) -> None:

@@ -10,21 +10,27 @@ that is written twice is the same.
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import aclosing, suppress
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from random import uniform
 from secrets import token_hex
 from time import time
 from typing import Any, Protocol, TypeVar
 
+from opentelemetry import trace
+from opentelemetry.context import Context
 from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.telemetry import Attribute, Span
+from quire_proto.tracing import is_recording
 
 from quire_router.batches.batch import MAX_ERRORS, Batch, Line, LineError, read_lines
-from quire_router.batches.files import FileInfo, Files
+from quire_router.batches.files import FileInfo, Files, listed
+from quire_router.core import metrics
 from quire_router.core.errors import batch_ended, batch_not_found, too_many_files
 from quire_router.core.retry import wait_at_most
-from quire_router.journal.objects import ObjectStore
+from quire_router.journal.objects import ObjectStore, read_objects
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +40,14 @@ LEASE, RENEWAL = 10.0, 2.0  # seconds that a lease lasts, and between two times 
 LOOK_PERIOD = 1.0  # seconds between two looks for batches without a router, give or take a quarter
 LINE_WINDOW = 32  # lines of a batch that are under way
 MAX_RUNNING = 8  # batches that one router works on
+TURN = 60.0  # seconds for which it works on a batch before one of a tenant that has none takes its place
 MAX_ACTIVE, MAX_BATCHES = 20, 1_000  # of a tenant: that have not ended, and in all
 PAUSE, MAX_PAUSE = 1.0, 10.0  # seconds before a line is tried again that could not begin
 _COPIED = 64  # results that are read at once
 _OK, _FAILED = b"+", b"-"
 """The first byte of a result says which file it belongs into."""
 T = TypeVar("T")
+_TRACER = trace.get_tracer("quire.router")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +86,7 @@ class Batches:
 
     async def create(self, batch: Batch) -> None:
         """Stores a new batch, which some router takes up. Raises ``QuireError`` when its tenant has too many."""
-        owned = await self.list(batch.tenant)
+        owned = [each async for each in self.list(batch.tenant)]
         if len(owned) >= MAX_BATCHES:
             raise too_many_files(f"There are {MAX_BATCHES} batches, as many as there may be.")
         if sum(not each.ended for each in owned) >= MAX_ACTIVE:
@@ -92,16 +100,14 @@ class Batches:
         batch, _ = await self._read(batch_id, tenant)
         return batch
 
-    async def list(self, tenant: str) -> list[Batch]:
-        """Returns the batches of a tenant, the newest first."""
-        owned = []
-        for name in await self.store.names(collection_of(tenant)):
-            found = await self.store.get(name)
-            if found is None:
-                await self.store.leave(collection_of(tenant), name)
-            else:
-                owned.append(Batch.from_json(found.data))
-        return owned[::-1]
+    async def list(self, tenant: str, after: str = "") -> AsyncGenerator[Batch]:
+        """Yields the batches of a tenant, the newest first, or those that come ``after`` one of them. Raises
+        ``QuireError`` INVALID if there is none of that id.
+        """
+        names = await listed(self.store, collection_of(tenant), after)
+        async with aclosing(read_objects(self.store, collection_of(tenant), names)) as objects:
+            async for _, found in objects:
+                yield Batch.from_json(found.data)
 
     async def cancel(self, batch_id: str, tenant: str) -> Batch:
         """Asks for the end of a batch, and returns it. Raises ``QuireError`` CONFLICT if it has ended."""
@@ -145,7 +151,7 @@ class BatchWorker:
         self.owner = owner
         self.max_line_bytes = max_line_bytes
         self.clock = clock
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, _Running] = {}
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
@@ -161,33 +167,59 @@ class BatchWorker:
                 with suppress(QuireError):  # the journal cannot be read now, which is logged
                     await self.look()
         finally:
-            tasks = list(self._running.values())
+            tasks = [running.task for running in self._running.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def look(self) -> None:
-        """Takes up batches that no router works on. Raises ``QuireError``."""
-        for name in await self.batches.store.names(ACTIVE):
-            if len(self._running) >= MAX_RUNNING:
+        """Takes up batches that no router works on: next one of the tenant with the fewest here, and of these the
+        oldest. Raises ``QuireError``.
+        """
+        waiting = {batch.id: (batch, version) async for batch, version in self._waiting()}
+        while waiting:
+            turns = Counter(running.tenant for running in self._running.values())
+            batch, version = waiting.pop(min(waiting, key=lambda name: turns[waiting[name][0].tenant]))
+            if len(self._running) >= MAX_RUNNING and not self._make_room(turns, batch.tenant):
                 return
-            if name not in self._running and (claimed := await self._claim(name)) is not None:
-                self._running[name] = asyncio.create_task(self._work(claimed), name=f"batch {name}")
+            if (run := await self._claim(batch, version)) is not None:
+                task = asyncio.create_task(self._work(run), name=f"batch {batch.id}")
+                self._running[batch.id] = _Running(batch.tenant, self.clock(), task)
 
-    async def _claim(self, name: str) -> "BatchRun | None":
-        found = await self.batches.store.get(name)
-        if found is None:
-            await self.batches.store.leave(ACTIVE, name)
-            return None
-        batch = Batch.from_json(found.data)
-        if batch.ended:  # its router died just then
-            await self.batches.store.delete_parts(name)
-            await self.batches.store.leave(ACTIVE, name)
-            return None
-        # One of this router's own is not running any more: it failed.
-        if batch.owner not in ("", self.owner) and batch.lease_until > self.clock():
-            return None
-        run = BatchRun(batch, found.version, self)
+    async def _waiting(self) -> AsyncGenerator[tuple[Batch, int]]:
+        """Yields the batches that no router works on, the oldest first, with their records' versions. Forgets those
+        whose router died just when they had ended.
+        """
+        store = self.batches.store
+        names = [name for name in await store.names(ACTIVE) if name not in self._running]
+        async with aclosing(read_objects(store, ACTIVE, names)) as objects:
+            async for name, found in objects:
+                batch = Batch.from_json(found.data)
+                if batch.ended:
+                    await store.delete_parts(name)
+                    await store.leave(ACTIVE, name)
+                # One of this router's own is not running any more: it failed, or was put back.
+                elif batch.owner in ("", self.owner) or batch.lease_until <= self.clock():
+                    yield batch, found.version
+
+    def _make_room(self, turns: Counter[str], tenant: str) -> bool:
+        """Puts a batch back whose tenant has more here than this one would, or that had its turn where this tenant has
+        none. Returns whether there is one. What it has begun goes on, and is found when it is taken up again.
+        """
+        most = max(turns.values())
+        of_most = [name for name, running in self._running.items() if turns[running.tenant] == most]
+        first = self._running[of_most[0]]
+        if most >= turns[tenant] + 2:
+            name = of_most[-1]
+        elif not turns[tenant] and self.clock() - first.since > TURN:
+            name = of_most[0]
+        else:
+            return False
+        self._running.pop(name).task.cancel()
+        return True
+
+    async def _claim(self, batch: Batch, version: int) -> "BatchRun | None":
+        run = BatchRun(batch, version, self)
         try:
             await run.save()
         except LeaseLostError:
@@ -197,7 +229,8 @@ class BatchWorker:
     async def _work(self, run: "BatchRun") -> None:
         batch_id = run.batch.id
         try:
-            await run.work()
+            with _batch_span(run.batch):
+                await run.work()
         except LeaseLostError:
             log.info("another router works on batch %s", batch_id)
         except QuireError as error:
@@ -206,7 +239,18 @@ class BatchWorker:
             log.exception("batch %s failed, and is tried again", batch_id)
             await asyncio.sleep(LEASE)
         finally:
-            self._running.pop(batch_id, None)
+            run.show("")
+            if (running := self._running.get(batch_id)) is not None and running.task is asyncio.current_task():
+                del self._running[batch_id]
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A batch that is worked on, since when, in seconds of the worker's clock."""
+
+    tenant: str
+    since: float
+    task: asyncio.Task[None]
 
 
 class BatchRun:
@@ -222,6 +266,15 @@ class BatchRun:
         self._owner = worker.owner
         self._max_line_bytes = worker.max_line_bytes
         self._clock = worker.clock
+        self._shown = ""
+
+    def show(self, status: str) -> None:
+        """Counts the batch among those that this router works on, under its status; under none if that is empty."""
+        if self._shown:
+            metrics.BATCHES.labels(self._shown).dec()
+        if status:
+            metrics.BATCHES.labels(status).inc()
+        self._shown = status
 
     async def work(self) -> None:
         """Brings the batch to its end. Raises ``LeaseLostError``, and ``QuireError`` for what passes."""
@@ -255,6 +308,7 @@ class BatchRun:
             if batch.status in ("validating", "in_progress"):
                 batch.status, batch.cancelling_at = "cancelling", stored.cancelling_at
         self._version += 1
+        self.show("" if batch.ended else batch.status)
 
     async def _while_leased(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Returns the result of ``work``, while which the lease is renewed; None when the batch is cancelled first."""
@@ -276,6 +330,7 @@ class BatchRun:
         self.batch.status = status
         setattr(self.batch, f"{status}_at", int(self._clock()))
         await self.save()
+        metrics.BATCHES_ENDED.labels(status).inc()
         await self._store.delete_parts(self.batch.id)
         await self._store.leave(ACTIVE, self.batch.id)
 
@@ -375,7 +430,8 @@ class BatchRun:
     async def _run_line(self, line: Line) -> None:
         """Runs a line, and writes its result."""
         batch = self.batch
-        result = await _persistently(lambda: self._result(line))
+        with metrics.BATCH_LINES_IN_FLIGHT.track_inprogress():
+            result = await _persistently(lambda: self._result(line))
         ttl = self._batches.ttl(batch)
         if await _persistently(lambda: self._store.add_part(batch.id, line.number, result, ttl)):
             batch.result_bytes += len(result)
@@ -383,6 +439,7 @@ class BatchRun:
                 batch.completed += 1
             else:
                 batch.failed += 1
+            metrics.BATCH_LINES.labels("completed" if result.startswith(_OK) else "failed").inc()
 
     async def _result(self, line: Line) -> bytes:
         most = self._files.settings.max_tenant_bytes
@@ -400,7 +457,8 @@ class BatchRun:
             async for line in lines:
                 if isinstance(line, Line) and line.number not in done:
                     await self._lines.cancel(self.batch, line.number)
-                    await self._store.add_part(self.batch.id, line.number, _result(line, None, error), ttl)
+                    if await self._store.add_part(self.batch.id, line.number, _result(line, None, error), ttl):
+                        metrics.BATCH_LINES.labels("expired").inc()
 
     async def _cancel_lines(self) -> None:
         """Ends what has no result and may run: what lies in the window behind the first line without one."""
@@ -448,6 +506,22 @@ class BatchRun:
             if first is not None:
                 await self._files.write(info, _chain(first, results))
         return count
+
+
+@contextmanager
+def _batch_span(batch: Batch) -> Iterator[None]:
+    """The span of one router's work on a batch, with how far it came. Its lines have traces of their own."""
+    if not is_recording(_TRACER):
+        yield
+        return
+    attributes = {Attribute.BATCH_ID: batch.id}
+    with _TRACER.start_as_current_span(Span.BATCH, Context(), attributes=attributes) as span:
+        try:
+            yield
+        finally:
+            span.set_attribute(Attribute.BATCH_STATUS, batch.status)
+            span.set_attribute(Attribute.BATCH_COMPLETED, batch.completed)
+            span.set_attribute(Attribute.BATCH_FAILED, batch.failed)
 
 
 async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:

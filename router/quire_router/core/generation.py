@@ -11,6 +11,7 @@ from typing import Any, Protocol, Self
 
 from opentelemetry.context import Context
 from quire_proto.pooling import PoolingParams
+from quire_proto.priority import BEST_EFFORT
 from quire_proto.sampling import FinishReason, SamplingParams, StopToken, TokenLogprobs
 
 PROMPT_SEPARATOR = "_"
@@ -86,6 +87,11 @@ class GenerationRequest:
     def model_name(self) -> str:
         """The name that the client asked for: the adapter's, or the model's."""
         return self.model if self.lora is None else self.lora.name
+
+    @property
+    def best_effort(self) -> bool:
+        """Whether it runs only on what other requests leave, as the lines of batches do."""
+        return self.priority == BEST_EFFORT
 
     @property
     def selects_choices(self) -> bool:

@@ -107,6 +107,14 @@ TENANT_COMPLETION_TOKENS = Counter(
     Metric.TENANT_COMPLETION_TOKENS, "Their output tokens, of all choices.", ["tenant", "model"]
 )
 USAGE_LOST = Counter(Metric.USAGE_LOST, "Requests whose usage may not have been counted, as their records are gone.")
+BATCHES = Gauge(
+    Metric.BATCHES, "Batches that this router works on, by their status.", ["status"], multiprocess_mode="livesum"
+)
+BATCHES_ENDED = Counter(Metric.BATCHES_ENDED, "Batches that ended here, by how.", ["status"])
+BATCH_LINES = Counter(Metric.BATCH_LINES, "Lines of batches that ended here, by how.", ["result"])
+BATCH_LINES_IN_FLIGHT = Gauge(
+    Metric.BATCH_LINES_IN_FLIGHT, "Lines of batches that wait for engines or run.", multiprocess_mode="livesum"
+)
 ENGINES_READY = Gauge(
     Metric.ENGINES_READY, "Engines that can run the model now.", ["model"], multiprocess_mode="livemin"
 )
@@ -171,6 +179,12 @@ def init_series(models: Iterable[str], losses: Iterable[str]) -> None:
         PARKED.labels(model)
         IN_FLIGHT.labels(model)
         LOAD.labels(model)
+    for status in ("validating", "in_progress", "finalizing", "cancelling"):
+        BATCHES.labels(status)
+    for status in ("completed", "failed", "expired", "cancelled"):
+        BATCHES_ENDED.labels(status)
+    for result in ("completed", "failed", "expired"):
+        BATCH_LINES.labels(result)
     for reason in losses:
         ATTEMPTS_LOST.labels(reason)
     for refusal in RefusalReason:

@@ -59,12 +59,20 @@ _SLOWEST = 3600.0  # seconds; step times above are ignored
 _MOSTLY_IDLE_PART = 0.05  # of the seconds with which an engine still has capacity
 
 
+_BEST_EFFORT_PART = 0.75  # of the sequences that an engine runs at once: others find a place, and need preempt none
+_MOST_BEST_EFFORT = 1_024  # sequences, where an engine runs more
+
+
 class EngineLoad:
     """The load of the engine in ``row`` of ``table``. ``on_local_change`` is called when what this router has there has
     changed. ``on_capacity`` is called when the engine got capacity: it has fewer requests than it runs at once, and
     less than ``capacity_seconds`` of prompts to compute, or a step's where steps are not bounded in time; and when it
-    became mostly idle, with hardly any. Once ``closed``, it ignores reports. An engine that is not ``reports_tokens``
-    does not say what it has to compute: the routers' counts are all that is known of it.
+    became mostly idle, with hardly any; or when it ``has_best_effort_capacity``. Once ``closed``, it ignores reports.
+    An engine that is not ``reports_tokens`` does not say what it has to compute: the routers' counts are all that is
+    known of it.
+
+    What is best effort delays no other request at an engine that ``schedules_best_effort``, and so is no load of it:
+    ``best_effort`` are the sequences of this router there, and the engine reports those of all.
     """
 
     def __init__(
@@ -81,8 +89,11 @@ class EngineLoad:
         self.row = row
         self.local = ZERO_COUNTS
         self.remote = ZERO_COUNTS
+        self.best_effort = 0
         self.has_capacity = False
         self.is_mostly_idle = False
+        self.has_best_effort_capacity = False
+        self.schedules_best_effort = False
         self.closed = False
         self._table = table
         self._capacity_seconds = capacity_seconds
@@ -93,6 +104,7 @@ class EngineLoad:
         self._clock = clock
         self._unreported = UnreportedTokens()
         self._reported = 0
+        self._reported_best_effort = 0
         self._max_sequences = inf
         self._token_seconds = 0.0
         self.describe(engine_pb2.DescribeResponse())
@@ -100,6 +112,7 @@ class EngineLoad:
     def describe(self, description: engine_pb2.DescribeResponse) -> None:
         """Sets the engine's sizes from its description."""
         self._max_sequences = description.max_num_seqs or inf
+        self.schedules_best_effort = description.best_effort
         self._capacity_tokens = description.max_num_batched_tokens if description.unbounded_steps else 0
         self._table.max_sequences[self.row] = description.max_num_seqs
         self._table.set_sizes(
@@ -125,6 +138,7 @@ class EngineLoad:
         table.prompt_tokens_per_step[row] = min(load.prompt_tokens_per_step or step_tokens, step_tokens)
         # Of each running sequence the last token is not computed yet, and is none of a prompt.
         self._reported = max(0, load.uncomputed_tokens - load.running)
+        self._reported_best_effort = load.best_effort
         self._unreported.on_report(self._clock())
         self._write_row()
         self._begin_step()
@@ -141,6 +155,11 @@ class EngineLoad:
         was_idle = self._is_idle
         self.remote = self._apply(self.remote, before, after)
         self._update(was_idle, before, after)
+
+    def change_best_effort(self, sequences: int) -> None:
+        """This router has so many more sequences there that are best effort, or fewer."""
+        self.best_effort += sequences
+        self._write_row()
 
     @property
     def seconds_of_prompts(self) -> float:
@@ -182,14 +201,18 @@ class EngineLoad:
         table.requests[row] = requests
         table.decoding[row] = decoding
         table.pending_tokens[row] = pending
-        had_capacity, was_mostly_idle = self.has_capacity, self.is_mostly_idle
+        before = self.has_capacity, self.is_mostly_idle, self.has_best_effort_capacity
         # A request whose prompt is computed takes the place of a sequence too, soon.
         busy = max(requests, decoding) >= self._max_sequences
         seconds = pending * self._token_seconds
         is_short = seconds < self._capacity_seconds or pending < self._capacity_tokens
         self.has_capacity = not busy and is_short
         self.is_mostly_idle = not busy and seconds < _MOSTLY_IDLE_PART * self._capacity_seconds
-        if (self.has_capacity and not had_capacity) or (self.is_mostly_idle and not was_mostly_idle):
+        held = max(requests, decoding) + max(self.best_effort, self._reported_best_effort)
+        most_held = _BEST_EFFORT_PART * min(self._max_sequences, _MOST_BEST_EFFORT)
+        self.has_best_effort_capacity = self.schedules_best_effort and held < most_held
+        after = self.has_capacity, self.is_mostly_idle, self.has_best_effort_capacity
+        if any(is_so and not was_so for is_so, was_so in zip(after, before, strict=True)):
             self._on_capacity()
 
     def _set_pace(self, reported: engine_pb2.Pace) -> None:
@@ -278,15 +301,21 @@ class _RemoteRouter:
 
 
 class LedgerEntry:
-    """What one dispatched request counts for, from ``LoadLedger.begin`` until ``end``. Each may be called twice."""
+    """What one dispatched request counts for, from ``LoadLedger.begin`` until ``end``. Each may be called twice. One
+    that is best effort counts as that where the engine knows it, and else as any other.
+    """
 
-    __slots__ = ("_counts", "_load", "_sequences")
+    __slots__ = ("_best_effort", "_counts", "_load", "_sequences")
 
-    def __init__(self, load: EngineLoad, *, pending_tokens: int, sequences: int) -> None:
+    def __init__(self, load: EngineLoad, *, pending_tokens: int, sequences: int, best_effort: bool = False) -> None:
         self._load = load
         self._sequences = sequences
         self._counts = ZERO_COUNTS
-        self._set((1, max(0, pending_tokens), 0))
+        self._best_effort = sequences if best_effort and load.schedules_best_effort else 0
+        if self._best_effort:
+            load.change_best_effort(self._best_effort)
+        else:
+            self._set((1, max(0, pending_tokens), 0))
 
     def on_first_output(self) -> None:
         """Counts its first output: its prompt is computed, and its sequences decode."""
@@ -295,6 +324,9 @@ class LedgerEntry:
 
     def end(self) -> None:
         """Ends the count."""
+        if self._best_effort:
+            self._load.change_best_effort(-self._best_effort)
+            self._best_effort = 0
         if self._counts != ZERO_COUNTS:
             self._set(ZERO_COUNTS)
 
@@ -354,15 +386,18 @@ class LoadLedger:
     def remove(self, engine_id: str) -> None:
         """Closes the load of an engine that this router has nothing in flight on."""
         load = self._engines.pop(engine_id)
-        assert load.local == ZERO_COUNTS, "a request of this router is in flight there"
+        assert (load.local, load.best_effort) == (ZERO_COUNTS, 0), "a request of this router is in flight there"
         load.closed = True
         self._table.remove(engine_id)
 
     # In flight at this router
 
-    def begin(self, engine_id: str, *, pending_tokens: int, sequences: int = 1) -> LedgerEntry:
+    def begin(
+        self, engine_id: str, *, pending_tokens: int, sequences: int = 1, best_effort: bool = False
+    ) -> LedgerEntry:
         """Counts a dispatched request: ``pending_tokens`` of its prompt are not cached there. Raises ``KeyError``."""
-        return LedgerEntry(self._engines[engine_id], pending_tokens=pending_tokens, sequences=sequences)
+        load = self._engines[engine_id]
+        return LedgerEntry(load, pending_tokens=pending_tokens, sequences=sequences, best_effort=best_effort)
 
     def local_load(self) -> RouterLoad:
         """Returns what this router has in flight, for the others."""

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 from quire.v1 import engine_pb2
+from quire_proto.priority import BEST_EFFORT
 from quire_proto.supervise import SupervisedTask
 from quire_proto.text.tokenizer import ModelTokenizer
 
@@ -63,7 +64,7 @@ class Engine:
     @property
     def in_flight(self) -> int:
         """Requests of this router there."""
-        return self.load.local[0]
+        return self.load.local[0] + self.load.best_effort
 
     @property
     def models(self) -> frozenset[str]:
@@ -174,6 +175,14 @@ def any_has_capacity(loads: Sequence[EngineLoad]) -> bool:
 def has_spare_capacity(loads: Sequence[EngineLoad]) -> bool:
     """Whether an engine is mostly idle, and a quarter of all engines would be so with one more request."""
     return sum(load.is_mostly_idle for load in loads) > len(loads) // _KEPT_PART
+
+
+def has_best_effort_capacity(loads: Sequence[EngineLoad]) -> bool:
+    """Whether an engine has room for one more request that is best effort. Where it would delay others, because the
+    engine does not know the difference, spare capacity is needed.
+    """
+    others = [load for load in loads if not load.schedules_best_effort]
+    return any(load.has_best_effort_capacity for load in loads) or has_spare_capacity(others)
 
 
 class EngineKvListener(Protocol):
@@ -332,6 +341,19 @@ class EnginePool:
         """Whether so many engines are mostly idle that one more request delays no other."""
         return has_spare_capacity(self._candidates(model).loads)
 
+    def has_best_effort_capacity(self, model: str) -> bool:
+        """Whether an engine has room for one more request for the model that is best effort."""
+        return has_best_effort_capacity(self._candidates(model).loads)
+
+    def with_best_effort_capacity(self, rows: Rows) -> Rows:
+        """Returns those of ``rows`` whose engines have room for one more request that is best effort; all, if none
+        has: one that was admitted before goes on somewhere.
+        """
+        loads = {row: self._by_row[row].load for row in rows.tolist()}
+        found = [row for row, load in loads.items() if load.has_best_effort_capacity]
+        found = found or [row for row, load in loads.items() if load.is_mostly_idle and not load.schedules_best_effort]
+        return np.array(found, np.intp) if found else rows
+
     def limits(self, model: str) -> ServedModelLimits | None:
         """Returns the model's limits as engines reported them, also after these are gone; until then those ``assumed``,
         or None.
@@ -377,7 +399,14 @@ class EnginePool:
         if engine is None:
             raise EngineLost("the engine has left the fleet")
         sequences = max_sequences(message)
-        begin = partial(self.ledger.begin, engine_id, pending_tokens=pending_tokens, sequences=sequences)
+        best_effort = message.priority == BEST_EFFORT
+        begin = partial(
+            self.ledger.begin,
+            engine_id,
+            pending_tokens=pending_tokens,
+            sequences=sequences,
+            best_effort=best_effort,
+        )
         return Dispatch(engine, message, begin, self._on_release)
 
     def forward(

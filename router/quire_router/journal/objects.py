@@ -5,7 +5,7 @@ version, so two routers never overwrite each other. A part is written once: the 
 listed in collections. Everything expires. Here: the protocol, and objects in memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from time import time
 from typing import Protocol
@@ -14,6 +14,7 @@ from quire_router.core.errors import store_full
 
 MAX_MEMORY_BYTES = 256 * 2**20  # of all objects in memory
 MAX_NAMES = 10_000  # of one collection
+OBJECTS_AT_ONCE = 256  # that are read in a round trip: a text is a kilobyte or so
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,10 @@ class ObjectStore(Protocol):
 
     async def get(self, name: str) -> StoredObject | None:
         """Returns an object, or None."""
+        ...
+
+    async def get_many(self, names: Sequence[str]) -> list[StoredObject | None]:
+        """Returns the objects of these names, None for those that are not there, in one round trip."""
         ...
 
     async def put(self, name: str, data: bytes, version: int, ttl: float) -> bool:
@@ -64,8 +69,8 @@ class ObjectStore(Protocol):
         """Adds a name to a collection, which expires ``ttl`` seconds after the last one came."""
         ...
 
-    async def leave(self, collection: str, name: str) -> None:
-        """Removes a name from a collection."""
+    async def leave(self, collection: str, *names: str) -> None:
+        """Removes names from a collection."""
         ...
 
     async def names(self, collection: str) -> list[str]:
@@ -73,6 +78,20 @@ class ObjectStore(Protocol):
         have expired.
         """
         ...
+
+
+async def read_objects(
+    store: ObjectStore, collection: str, names: Sequence[str]
+) -> AsyncGenerator[tuple[str, StoredObject]]:
+    """Yields the objects of some ``names`` of a collection, with these. Names of objects that have expired leave it."""
+    for start in range(0, len(names), OBJECTS_AT_ONCE):
+        some = names[start : start + OBJECTS_AT_ONCE]
+        found = dict(zip(some, await store.get_many(some), strict=True))
+        for name, each in found.items():
+            if each is not None:
+                yield name, each
+        if gone := [name for name, each in found.items() if each is None]:
+            await store.leave(collection, *gone)
 
 
 @dataclass(slots=True)
@@ -101,6 +120,10 @@ class MemoryObjectStore:
         """See ``ObjectStore``."""
         found = self._find(name)
         return StoredObject(found.data, found.version) if found is not None and found.version else None
+
+    async def get_many(self, names: Sequence[str]) -> list[StoredObject | None]:
+        """See ``ObjectStore``."""
+        return [await self.get(name) for name in names]
 
     async def put(self, name: str, data: bytes, version: int, ttl: float) -> bool:
         """See ``ObjectStore``."""
@@ -144,11 +167,12 @@ class MemoryObjectStore:
         """See ``ObjectStore``."""
         self._collections.setdefault(collection, {})[name] = None
 
-    async def leave(self, collection: str, name: str) -> None:
+    async def leave(self, collection: str, *names: str) -> None:
         """See ``ObjectStore``."""
-        names = self._collections.get(collection, {})
-        names.pop(name, None)
-        if not names:
+        left = self._collections.get(collection, {})
+        for name in names:
+            left.pop(name, None)
+        if not left:
             self._collections.pop(collection, None)
 
     async def names(self, collection: str) -> list[str]:

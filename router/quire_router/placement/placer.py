@@ -143,16 +143,19 @@ class Placer:
             rows=rows,
             matches=matches,
             session_row=self._session_row(generation),
-            mean_queued=self._update_mean_queued(generation.model, rows),
+            mean_queued=self._update_mean_queued(generation, rows),
             tie_break=crc32(generation.request_id.encode()),
             now=self._clock(),
             lora=None if lora is None else self.lora_columns(rows, lora),
         )
 
-    def _update_mean_queued(self, model: str, rows: Rows) -> float:
+    def _update_mean_queued(self, generation: GenerationRequest, rows: Rows) -> float:
         """Returns how many requests before their first token the model's requests found at an engine lately, on
-        average, this one included.
+        average, this one included unless it is best effort: that comes when there are few.
         """
+        model = generation.model
+        if generation.best_effort:
+            return self._mean_queued.get(model, 0.0)
         waiting = np.maximum(self._table.requests[rows] - self._table.decoding[rows], 0)
         before = self._mean_queued.get(model, 0.0)
         after = before + (float(waiting.sum()) / len(rows) - before) / QUEUE_AVERAGING_REQUESTS

@@ -231,6 +231,8 @@ class Dispatcher:
 
     def _rows(self, state: RequestState) -> Rows:
         rows, ids = self._pool.rows(state.generation.model, state.generation.lora), self._pool.table.ids
+        if state.generation.best_effort:
+            rows = self._pool.with_best_effort_capacity(rows)
         if not state.refused_by:
             return rows
         return np.array([row for row in rows.tolist() if ids[row] not in state.refused_by], np.intp)

@@ -452,11 +452,12 @@ class RequestRegistry:
         return [loop.call_later(seconds, end) for seconds, end in ends if seconds is not None]
 
     def _timeout_for(self, request: GenerationRequest) -> float | None:
-        """How long a request may take from now on."""
+        """How long a request may take from now on. One that is best effort waits for others, until its deadline."""
+        most = None if request.best_effort else self._timeout
         if request.deadline is None:
-            return self._timeout
+            return most
         left = max(0.0, request.deadline - time())
-        return left if self._timeout is None else min(left, self._timeout)
+        return left if most is None else min(left, most)
 
 
 def _time_out(state: RequestState) -> None:

@@ -20,9 +20,10 @@ from quire_engine.simulation.config import SimulatedEngineConfig
 from quire_engine.simulation.simulated_executor import SimulatedExecutor, splitmix
 from quire_engine.simulation.simulator import NANOSECONDS
 from quire_proto.errors import QuireError
+from quire_proto.priority import BEST_EFFORT
 from quire_proto.sampling import SamplingParams
 
-from quire_router.admission.fair_queue import FairQueue, QueuedRequest
+from quire_router.admission.fair_queue import FairQueue, QueueBounds, QueuedRequest
 from quire_router.admission.queue import QueueSettings
 from quire_router.admission.tenants import Tenants
 from quire_router.core.generation import GenerationRequest
@@ -131,10 +132,13 @@ class FleetSimulation:
             return
         job, queue = self._jobs[index], self._queues[trace.router]
         tokens = trace.num_prompt + self._allowed(job)
-        for refused in queue.add(QueuedRequest(str(index), MODEL, trace.tenant, tokens, 8 * trace.num_prompt)):
+        request = QueuedRequest(
+            str(index), MODEL, trace.tenant, tokens, 8 * trace.num_prompt, BEST_EFFORT if job.best_effort else 0
+        )
+        for refused in queue.add(request):
             self._end(int(refused.request_id), "OVERLOADED")
         self._dispatch_queued(trace.router)
-        if trace.placed is None and trace.ended is None:
+        if trace.placed is None and trace.ended is None and not job.best_effort:
             timeout = round(self._fleet.queue.max_seconds * NANOSECONDS)
             heappush(self._heap, (self._now + timeout, _QUEUE_TIMEOUT, index))
 
@@ -176,6 +180,7 @@ class FleetSimulation:
             tenant=job.tenant,
             cache_salt=job.tenant.encode(),
             created=0.0,
+            priority=BEST_EFFORT if job.best_effort else 0,
         )
 
     def _allowed(self, job: Job) -> int:
@@ -244,28 +249,30 @@ class SimulatedQueue:
     def __init__(self, replica: SimulatedRouter, settings: QueueSettings) -> None:
         self._replica = replica
         self._queue = FairQueue(Tenants(), settings.bounds)
+        self._best_effort = FairQueue(Tenants(), QueueBounds(1 << 30, 1 << 62))
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + len(self._best_effort)
 
     def add(self, request: QueuedRequest) -> list[QueuedRequest]:
         """Adds a request. Returns those that are dropped, itself too if it is refused."""
         try:
-            return self._queue.add(request)
+            return (self._best_effort if request.best_effort else self._queue).add(request)
         except QuireError:
             return [request]
 
     def next(self) -> QueuedRequest | None:
         """Removes and returns the next request, None if none can be admitted."""
-        if not self._queue:
-            return None
         replica, now = self._replica, self._replica.seconds
+        if not self._queue:
+            has_one = len(self._best_effort) > 0 and replica.has_best_effort_capacity
+            return self._best_effort.pop(now) if has_one else None
         is_ahead = self._queue.is_ahead(self._queue.peek().tenant, now)
         return self._queue.pop(now) if (replica.has_spare_capacity if is_ahead else replica.has_capacity) else None
 
     def remove(self, request_id: str) -> bool:
         """Removes a request. Returns False if it does not wait."""
-        return self._queue.remove(request_id)
+        return self._queue.remove(request_id) or self._best_effort.remove(request_id)
 
 
 class SimulatedEngine:
@@ -314,7 +321,8 @@ class SimulatedEngine:
         """
         params = replace(generation.params, max_tokens=num_output, ignore_eos=True)
         tokens, salt = generation.prompt_token_ids, generation.cache_salt
-        self._inbox.append(Request(generation.request_id, tokens, params, cache_salt=salt))
+        request = Request(generation.request_id, tokens, params, cache_salt=salt, priority=generation.priority)
+        self._inbox.append(request)
 
     def admit_arrived(self) -> list[tuple[str, QuireError]]:
         """Adds what is in the inbox to the scheduler. Returns the requests that it rejects."""
@@ -368,6 +376,7 @@ def describe(settings: SimulatedEngineConfig) -> engine_pb2.DescribeResponse:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         prefix_caching=settings.enable_prefix_caching,
         unbounded_steps=settings.max_step_seconds == 0,
+        best_effort=True,
     )
 
 

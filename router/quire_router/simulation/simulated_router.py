@@ -19,7 +19,7 @@ from quire_router.core.generation import GenerationRequest
 from quire_router.core.retry import PublishRate
 from quire_router.engines.load import LedgerEntry, LoadLedger
 from quire_router.engines.load_messages import LoadMessage, SpeculativeBlocks
-from quire_router.engines.pool import any_has_capacity, has_spare_capacity
+from quire_router.engines.pool import any_has_capacity, has_best_effort_capacity, has_spare_capacity
 from quire_router.placement.engine_table import EngineTable
 from quire_router.placement.placer import PlacementDecision, Placer
 from quire_router.placement.policies import PlacementSettings
@@ -125,13 +125,21 @@ class SimulatedRouter:
         return has_spare_capacity(self._accounts)
 
     @property
+    def has_best_effort_capacity(self) -> bool:
+        """As ``EnginePool.has_best_effort_capacity``."""
+        return has_best_effort_capacity(self._accounts)
+
+    @property
     def in_flight(self) -> int:
         """Number of its own requests that it counts as in flight."""
-        return sum(account.local[0] for account in self._accounts)
+        return sum(account.local[0] + account.best_effort for account in self._accounts)
 
     def place(self, generation: GenerationRequest) -> PlacementDecision:
         """Places the request by what has arrived, and records the dispatch."""
-        decision = self._placer.place(generation, self._rows)
+        rows = self._rows
+        if generation.best_effort:
+            rows = np.array([load.row for load in self._accounts if load.has_best_effort_capacity], dtype=np.intp)
+        decision = self._placer.place(generation, rows if len(rows) else self._rows)
         assert decision is not None, "engines are always ready"
         self._placer.record_dispatch(decision, generation)
         return decision
@@ -139,7 +147,7 @@ class SimulatedRouter:
     def begin(self, decision: PlacementDecision, generation: GenerationRequest) -> LedgerEntry:
         """Counts the request as in flight until the entry's end."""
         pending = len(generation.prompt_token_ids) - decision.cached_tokens
-        return self._ledger.begin(decision.engine_id, pending_tokens=pending)
+        return self._ledger.begin(decision.engine_id, pending_tokens=pending, best_effort=generation.best_effort)
 
     def advance(self, now: int) -> None:
         """Applies all that has arrived by ``now``, in order. All publishers must have been flushed."""

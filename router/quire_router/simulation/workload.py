@@ -20,13 +20,15 @@ _GAP_DRAW = 1
 @dataclass(frozen=True, slots=True)
 class Job:
     """One request: when it comes (seconds), its prompt as segments of a name and a length in tokens, and how many
-    tokens it will draw. Segments of equal names are equal, so prompts share the prefix that they name alike.
+    tokens it will draw. Segments of equal names are equal, so prompts share the prefix that they name alike. One that
+    is ``best_effort`` runs on what others leave, as the lines of batches do.
     """
 
     time: float
     segments: tuple[tuple[int, int], ...]
     num_output: int
     tenant: str = ""
+    best_effort: bool = False
 
     @property
     def num_prompt(self) -> int:

@@ -1,25 +1,18 @@
-"""OpenAI's ``/v1/files`` and ``/v1/batches``: their routes, and ``BatchLines``, which runs the lines of batches as
-background requests of the routes that they name.
-"""
+"""OpenAI's ``/v1/files`` and ``/v1/batches``: their routes. What they list is read page by page."""
 
 import asyncio
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
 from secrets import token_hex
 from time import time
-from typing import Annotated, Any, Final, Literal, Protocol
+from typing import Annotated, Literal, Protocol
 from urllib.parse import parse_qsl
 
 from pydantic import Field, StringConstraints
-from quire_proto.errors import ErrorCode, QuireError, invalid
+from quire_proto.errors import invalid
 from starlette.types import Message
 
-from quire_router.admission.tenants import Tenants
-from quire_router.api.auth import Identity
-from quire_router.api.prepared_request import PreparedRequest, RequestOptions
-from quire_router.api.rest.answer_format import AnswerFormat
 from quire_router.api.rest.http import (
     BodyLimits,
     ClientDisconnectedError,
@@ -31,162 +24,30 @@ from quire_router.api.rest.http import (
 )
 from quire_router.api.rest.multipart import Field as FormField
 from quire_router.api.rest.multipart import MultipartParser, malformed
-from quire_router.api.rest.openai_format import CHAT, COMPLETION
-from quire_router.api.rest.response_history import prepare_response
-from quire_router.api.rest.responses_format import RESPONSES
-from quire_router.api.rest.sse import collect
 from quire_router.api.schemas.base import StrictModel
-from quire_router.api.schemas.openai import ChatRequest, CompletionRequest
 from quire_router.api.service import ApiService
-from quire_router.batches.batch import ENDPOINTS, WINDOW, Batch, Line
+from quire_router.batches.batch import ENDPOINTS, WINDOW, Batch
 from quire_router.batches.files import MAX_FILENAME, MAX_TTL, MIN_TTL, FileInfo, Upload
-from quire_router.batches.worker import Batches, BatchWorker, LineAnswer
-from quire_router.core.errors import batch_waits, file_in_use, files_forbidden
-from quire_router.core.retry import wait_at_most
+from quire_router.batches.worker import Batches, BatchWorker
+from quire_router.core.errors import file_in_use, files_forbidden
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
-LOWEST_PRIORITY: Final = 2**31 - 1
-_POLL = 0.05  # seconds between two looks for room
-_SPARE_RETENTION = 3_600.0  # seconds after the window for which the records of lines are kept
 _FORM_BYTES = 65_536  # beside the file
 _VALUE_BYTES = 1_024  # of a field that is no file
-_TEMPORARY = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
 _MAX_QUERY_FIELDS = 16
-PrepareLine = Callable[[bytes, str, Identity, RequestOptions], Awaitable[PreparedRequest]]
-"""Returns the request in a body, with this id. Raises ``QuireError``."""
 
 
-# Lines
+class Shown(Protocol):
+    """A file or a batch."""
 
-
-class Room(Protocol):
-    """What the engines have to do; see ``EnginePool``."""
-
-    def ready(self, model: str) -> int:
-        """Returns the number of engines that can run the model now."""
+    @property
+    def id(self) -> str:
+        """Its id."""
         ...
 
-    def has_spare_capacity(self, model: str) -> bool:
-        """Returns True if engines have so little to do that one more request delays no other."""
+    def to_object(self) -> dict[str, object]:
+        """Returns it as OpenAI's API shows it."""
         ...
-
-
-class SpareRoom:
-    """Admits lines one by one, each only while the engines have little to do and nothing waits for them: so interactive
-    requests find room, whoever sends them. While there is no engine, lines are admitted, so that autoscalers see them.
-    """
-
-    def __init__(self, engines: Room, waiting: Callable[[str], int] = lambda _: 0) -> None:
-        self._engines = engines
-        self._waiting = waiting
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._changed = asyncio.Event()
-
-    def notify_capacity(self) -> None:
-        """There may be room now: a stream has ended, or an engine is ready. Never waits."""
-        self._changed.set()
-
-    @asynccontextmanager
-    async def admitted(self, model: str) -> AsyncIterator[None]:
-        """Waits for room; the block starts a request, which is counted before the next one is admitted."""
-        async with self._locks[model]:
-            while self._is_busy(model):
-                self._changed.clear()
-                await wait_at_most(self._changed, _POLL)  # what engines have to do changes with every step
-            yield
-            await asyncio.sleep(0)  # in which the request is dispatched
-            await asyncio.sleep(0)
-
-    def _is_busy(self, model: str) -> bool:
-        return bool(self._engines.ready(model)) and (
-            self._waiting(model) > 0 or not self._engines.has_spare_capacity(model)
-        )
-
-
-class BatchLines:
-    """See ``LineRunner``. Lines are prepared and answered as at the routes that they name."""
-
-    def __init__(self, service: ApiService, tenants: Tenants, room: SpareRoom) -> None:
-        self._service = service
-        self._tenants = tenants
-        self._routes: Mapping[str, tuple[PrepareLine, AnswerFormat]] = {
-            "/v1/chat/completions": (self._preparing(ChatRequest), CHAT),
-            "/v1/completions": (self._preparing(CompletionRequest), COMPLETION),
-            "/v1/responses": (self._prepare_response, RESPONSES),
-        }
-        self._room = room
-        self._under_way: Counter[str] = Counter()
-
-    async def run(self, batch: Batch, line: Line) -> LineAnswer:
-        """See ``LineRunner``. The id of the request follows from the batch and the line's number, as from an
-        idempotency key that no client can send.
-        """
-        prepare, answer_format = self._routes[batch.endpoint]
-        caller, options = self._caller(batch), _options(batch, line.number)
-        request_id = options.request_id(caller)
-        most = caller.policy.max_concurrent
-        if most is not None and self._under_way[caller.tenant] >= max(1, most // 2):
-            raise batch_waits()
-        self._under_way[caller.tenant] += 1
-        try:
-            prepared = _as_line(await prepare(line.body, request_id, caller, options), batch)
-            async with self._room.admitted(prepared.first.model):
-                stored, _ = await self._service.responses.start_background(prepared)
-            try:
-                answer = await self._service.replay(stored, caller)
-                body, _ = await collect(answer, answer_format)
-            except QuireError as error:
-                # Its record is not there: the journal has lost it, and it is begun again.
-                raise batch_waits() if error.code is ErrorCode.NOT_FOUND else error from None
-        except QuireError as error:
-            if error.code in _TEMPORARY:
-                raise
-            status, body, _ = answer_format.error_response(error, request_id)
-            return LineAnswer(status, request_id, body)
-        finally:
-            self._under_way[caller.tenant] -= 1
-        return LineAnswer(200, request_id, body)
-
-    async def cancel(self, batch: Batch, number: int) -> None:
-        """See ``LineRunner``."""
-        await self._service.end(_options(batch, number).request_id(self._caller(batch)))
-
-    def _preparing(self, body_type: type[ChatRequest] | type[CompletionRequest]) -> PrepareLine:
-        async def prepare(body: bytes, request_id: str, caller: Identity, options: RequestOptions) -> PreparedRequest:
-            return await self._service.prepare(
-                lambda: body_type.from_json(body), request_id, caller, options, size=len(body)
-            )
-
-        return prepare
-
-    async def _prepare_response(
-        self, body: bytes, request_id: str, caller: Identity, options: RequestOptions
-    ) -> PreparedRequest:
-        return await prepare_response(self._service, lambda: body, len(body), request_id, caller, options)
-
-    def _caller(self, batch: Batch) -> Identity:
-        return Identity(batch.tenant, bytes.fromhex(batch.cache_salt), self._tenants[batch.tenant])
-
-
-def _options(batch: Batch, number: int) -> RequestOptions:
-    return RequestOptions(key=f"\0batch\0{batch.id}\0{number}")
-
-
-def _as_line(prepared: PreparedRequest, batch: Batch) -> PreparedRequest:
-    """Returns the request as one that goes behind all others. Its record is kept until the window of its batch has
-    ended, whatever the request or its tenant says: a router that stalls, and begins the line again later, finds it.
-    """
-    if len(prepared.generations) > 1:
-        raise invalid("prompt", "A request of a batch takes one prompt: give each a line of its own.")
-    left = max(0.0, batch.expires_at - time())
-    first = replace(
-        prepared.first,
-        background=True,
-        priority=LOWEST_PRIORITY,
-        deadline=float(batch.expires_at),
-        retention=left + _SPARE_RETENTION,
-    )
-    return replace(prepared, generations=(first,))
 
 
 # Bodies
@@ -248,12 +109,10 @@ class FileEndpoints:
                 return
             self._service.count_poll(exchange.caller)
             query = _query(exchange)
-            purpose = query.get("purpose")
-            owned = [file for file in await self._files.list(exchange.caller.tenant) if purpose in (None, file.purpose)]
-            if query.get("order", "desc") == "asc":
-                owned.reverse()
-            objects = [file.to_object() for file in owned]
-            await exchange.response.send(200, to_json(_page(objects, query, "file_id", 10_000, 10_000)))
+            ascending = query.get("order", "desc") == "asc"
+            files = self._files.list(exchange.caller.tenant, query.get("after", ""), ascending=ascending)
+            wanted = (file async for file in files if query.get("purpose") in (None, file.purpose))
+            await exchange.response.send(200, to_json(await _page(wanted, query, 10_000, 10_000)))
 
     async def show_or_delete(self, exchange: HttpExchange) -> None:
         """Sends what is known of a file; for ``DELETE``, deletes it, unless a batch reads it."""
@@ -264,7 +123,7 @@ class FileEndpoints:
             if method != "DELETE":
                 await exchange.response.send(200, to_json(info.to_object()))
                 return
-            for batch in await self._batches.list(exchange.caller.tenant):
+            async for batch in self._batches.list(exchange.caller.tenant):
                 if batch.input_file_id == info.id and not batch.ended:
                     raise file_in_use(batch.id)
             await self._files.delete(info)
@@ -391,8 +250,9 @@ class BatchEndpoints:
                 await exchange.response.send(200, to_json((await self._create(exchange)).to_object()))
                 return
             self._service.count_poll(exchange.caller)
-            objects = [batch.to_object() for batch in await self._batches.list(exchange.caller.tenant)]
-            await exchange.response.send(200, to_json(_page(objects, _query(exchange), "batch_id", 100, 20)))
+            query = _query(exchange)
+            batches = self._batches.list(exchange.caller.tenant, query.get("after", ""))
+            await exchange.response.send(200, to_json(await _page(batches, query, 100, 20)))
 
     async def show(self, exchange: HttpExchange) -> None:
         """Sends a batch as it is now."""
@@ -450,22 +310,23 @@ def _query(exchange: HttpExchange) -> dict[str, str]:
     return dict(fields)
 
 
-def _page(
-    objects: Sequence[dict[str, Any]], query: Mapping[str, str], param: str, most: int, default: int
-) -> dict[str, object]:
-    """Returns the page of a list that a query asks for. Raises ``QuireError`` INVALID."""
+async def _page(listed: AsyncGenerator[Shown], query: Mapping[str, str], most: int, default: int) -> dict[str, object]:
+    """Returns the page of a list that a query asks for, and reads no further. Raises ``QuireError`` INVALID."""
     given = query.get("limit", str(default))
     if not given.isascii() or not given.isdigit() or len(given) > 6 or not 1 <= int(given) <= most:
         raise invalid("limit", f"limit must be a number from 1 to {most}.")
-    ids, after = [each["id"] for each in objects], query.get("after")
-    if after is not None and after not in ids:
-        raise invalid("after", f"There is no such {param.partition('_')[0]}.")
-    begin = 0 if after is None else ids.index(after) + 1
-    page = objects[begin : begin + int(given)]
+    page: list[Shown] = []
+    has_more = False
+    async with aclosing(listed) as records:
+        async for record in records:
+            if len(page) == int(given):
+                has_more = True
+                break
+            page.append(record)
     return {
         "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": begin + len(page) < len(objects),
+        "data": [each.to_object() for each in page],
+        "first_id": page[0].id if page else None,
+        "last_id": page[-1].id if page else None,
+        "has_more": has_more,
     }

@@ -84,13 +84,13 @@ def pooling_handlers(
     """The handlers of all routes that pool prompts, by their paths."""
     make = partial(PoolingHandler, service, limits=limits)
     return {
-        EMBEDDINGS: make(EMBEDDINGS, EmbeddingRequest.from_json, _embeddings_json),
+        EMBEDDINGS: make(EMBEDDINGS, EmbeddingRequest.from_json, embeddings_json),
         **{path: make(path, ScoreRequest.from_json, _scores_json) for path in SCORE},
         **{path: make(path, RerankRequest.from_json, _rerank_json) for path in RERANK},
     }
 
 
-async def _embeddings_json(request: EmbeddingRequest, prepared: PreparedPooling, answer: PooledAnswer) -> bytes:
+async def embeddings_json(request: EmbeddingRequest, prepared: PreparedPooling, answer: PooledAnswer) -> bytes:
     """Returns the embeddings; lets the event loop run between them."""
     items = []
     for index, pooled in enumerate(answer.pooled):

@@ -36,6 +36,20 @@ class RedisObjectStore:
         data, version = found
         return None if version is None else StoredObject(data, int(version))
 
+    async def get_many(self, names: Sequence[str]) -> list[StoredObject | None]:
+        """See ``ObjectStore``."""
+        if not names:
+            return []
+
+        async def exchange() -> Any:
+            pipeline = self._client.pipeline(transaction=False)
+            for name in names:
+                pipeline.hmget(_object(name), ["data", "version"])
+            return await pipeline.execute()
+
+        found = await self._call(exchange)
+        return [None if version is None else StoredObject(data, int(version)) for data, version in found]
+
     async def put(self, name: str, data: bytes, version: int, ttl: float) -> bool:
         """See ``ObjectStore``."""
         keys = [_object(name), _parts(name)]
@@ -82,9 +96,9 @@ class RedisObjectStore:
 
         await self._call(exchange)
 
-    async def leave(self, collection: str, name: str) -> None:
+    async def leave(self, collection: str, *names: str) -> None:
         """See ``ObjectStore``."""
-        await self._call(lambda: self._client.zrem(_collection(collection), name))
+        await self._call(lambda: self._client.zrem(_collection(collection), *names))
 
     async def names(self, collection: str) -> list[str]:
         """See ``ObjectStore``."""

@@ -2,7 +2,7 @@
 
 import logging
 import sqlite3
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from time import time
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+V = TypeVar("V")
 _SWEPT = 64  # objects that one write deletes because they expired
-_READ_AT_ONCE = 500  # parts: a statement takes so many numbers
+_READ_AT_ONCE = 500  # parts, or objects: a statement takes so many values
 
 
 class SqliteObjectStore:
@@ -30,6 +31,22 @@ class SqliteObjectStore:
         query = "SELECT data, version FROM objects WHERE name = ? AND version > 0 AND expires > ?"
         row = await self._read(lambda connection: connection.execute(query, (name, time())).fetchone())
         return None if row is None else StoredObject(*row)
+
+    async def get_many(self, names: Sequence[str]) -> list[StoredObject | None]:
+        """See ``ObjectStore``."""
+
+        def read(connection: sqlite3.Connection) -> list[StoredObject | None]:
+            found: dict[str, StoredObject] = {}
+            for some in _batched(names):
+                query = (
+                    f"SELECT name, data, version FROM objects WHERE name IN ({_marks(some)}) "  # noqa: S608
+                    "AND version > 0 AND expires > ?"
+                )
+                for name, data, version in connection.execute(query, (*some, time())):
+                    found[name] = StoredObject(data, version)
+            return [found.get(name) for name in names]
+
+        return await self._read(read)
 
     async def put(self, name: str, data: bytes, version: int, ttl: float) -> bool:
         """See ``ObjectStore``."""
@@ -75,10 +92,8 @@ class SqliteObjectStore:
 
         def read(connection: sqlite3.Connection) -> list[bytes | None]:
             found: dict[int, bytes] = {}
-            for start in range(0, len(numbers), _READ_AT_ONCE):
-                some = numbers[start : start + _READ_AT_ONCE]
-                marks = ",".join("?" * len(some))
-                query = f"SELECT number, data FROM parts WHERE name = ? AND number IN ({marks})"  # noqa: S608
+            for some in _batched(numbers):
+                query = f"SELECT number, data FROM parts WHERE name = ? AND number IN ({_marks(some)})"  # noqa: S608
                 found.update(connection.execute(query, (name, *some)))
             return [found.get(number) for number in numbers]
 
@@ -98,10 +113,14 @@ class SqliteObjectStore:
         query = "INSERT INTO members (collection, name, expires) VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
         await self._write(lambda connection: _execute(connection, query, collection, name, int(time() + ttl)))
 
-    async def leave(self, collection: str, name: str) -> None:
+    async def leave(self, collection: str, *names: str) -> None:
         """See ``ObjectStore``."""
         query = "DELETE FROM members WHERE collection = ? AND name = ?"
-        await self._write(lambda connection: _execute(connection, query, collection, name))
+
+        def write(connection: sqlite3.Connection) -> None:
+            connection.executemany(query, [(collection, name) for name in names])
+
+        await self._write(write)
 
     async def names(self, collection: str) -> list[str]:
         """See ``ObjectStore``."""
@@ -130,6 +149,14 @@ class SqliteObjectStore:
         except (sqlite3.Error, OSError) as error:
             log.warning("files and batches cannot be read or written: %s", getattr(error, "sqlite_errorname", error))
             raise journal_unavailable() from error
+
+
+def _batched(values: Sequence[V]) -> Iterator[Sequence[V]]:
+    return (values[start : start + _READ_AT_ONCE] for start in range(0, len(values), _READ_AT_ONCE))
+
+
+def _marks(values: Sequence[object]) -> str:
+    return ",".join("?" * len(values))
 
 
 def _execute(connection: sqlite3.Connection, statement: str, *values: object) -> None:

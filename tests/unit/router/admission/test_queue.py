@@ -3,10 +3,12 @@
 import asyncio
 import random
 from contextlib import suppress
+from time import monotonic
 
 import pytest
 from prometheus_client import REGISTRY
 from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.priority import BEST_EFFORT
 from quire_router.admission.fair_queue import CREDIT, QueueBounds, QueuedRequest
 from quire_router.admission.queue import AdmissionQueue, QueueSettings
 from quire_router.admission.tenants import Tenant, Tenants
@@ -16,12 +18,13 @@ MODEL = "m"
 
 class FakeCapacity:
     """``Capacity`` for ``slots`` requests at once, all but ``reserved`` of them spare, which notifies the queue when a
-    request ends.
+    request ends. What is best effort has all but ``best_effort_reserve``.
     """
 
-    def __init__(self, slots=1, engines=1, reserved=0):
+    def __init__(self, slots=1, engines=1, reserved=0, best_effort_reserve=0):
         self.slots = slots
         self.reserved = reserved
+        self.best_effort_reserve = best_effort_reserve
         self.engines = engines
         self.running = []
         self.most = 0
@@ -32,6 +35,9 @@ class FakeCapacity:
 
     def has_spare_capacity(self, model):
         return self.engines > 0 and len(self.running) < self.slots - self.reserved
+
+    def has_best_effort_capacity(self, model):
+        return self.engines > 0 and len(self.running) < self.slots - self.best_effort_reserve
 
     def ready(self, model):
         return self.engines
@@ -338,3 +344,95 @@ async def test_an_unretrieved_error_is_not_logged():
     del task
     await settle()
     assert complaints == []
+
+
+# What is best effort
+
+
+def line(name, tenant="t", **fields):
+    return waiting(name, tenant, priority=BEST_EFFORT, **fields)
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_what_is_best_effort_has_its_turn_only_while_nothing_else_waits(seed):
+    chance, order = random.Random(seed), []
+    capacity = FakeCapacity(slots=2)
+    open_queue(capacity)
+    names = [f"{'line' if chance.random() < 0.5 else 'other'} {number}" for number in range(40)]
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        for name in names:
+            request = line(name) if name.startswith("line") else waiting(name)
+            tasks.create_task(run(capacity, request, order, steps=1 + chance.randrange(4)))
+    at_once = [name for name in names if name in order[:2]]
+    others = [name for name in names if name.startswith("other")]
+    lines = [name for name in names if name.startswith("line")]
+    assert [name for name in order if name not in at_once] == [
+        name for name in (*others, *lines) if name not in at_once
+    ]
+
+
+async def test_what_is_best_effort_leaves_its_reserve_to_others():
+    capacity = FakeCapacity(slots=3, best_effort_reserve=2)
+    queue = open_queue(capacity)
+    await queue.acquire(line("a"))
+    capacity.dispatch("a")
+    second = asyncio.create_task(queue.acquire(line("b")))
+    await settle()
+    assert not second.done()
+    assert (queue.waiting(MODEL), parked(MODEL)) == (0, 0), "nobody has to be told of it"
+    for name in ("c", "d"):
+        await queue.acquire(waiting(name))
+        capacity.dispatch(name)
+    for name in ("c", "d", "a"):
+        assert not second.done()
+        capacity.end(name)
+        await settle()
+    assert second.done()
+
+
+async def test_what_is_best_effort_waits_longer_than_others_may_and_until_its_deadline():
+    capacity = FakeCapacity(engines=0)
+    queue = open_queue(capacity, hold_timeout=0.01, max_seconds=0.02)
+    patient = asyncio.create_task(queue.acquire(line("a")))
+    late = asyncio.create_task(refused(queue, line("b", deadline=monotonic() + 0.03)))
+    assert await refused(queue, waiting("c")) == (ErrorCode.UNAVAILABLE, "none_ready")
+    assert await late == (ErrorCode.DEADLINE, "deadline")
+    assert not patient.done()
+    capacity.engines = 1
+    queue.notify_capacity()
+    await patient
+
+
+async def test_a_full_queue_of_others_and_one_of_best_effort_are_two():
+    capacity = FakeCapacity(slots=0)
+    queue = open_queue(capacity, bounds=QueueBounds(max_requests=1))
+    waits = [asyncio.create_task(queue.acquire(each)) for each in (line("a"), line("b"), waiting("c"))]
+    await settle()
+    assert await refused(queue, waiting("d")) == (ErrorCode.OVERLOADED, "queue_full")
+    assert not any(each.done() for each in waits)
+    queue.close()
+    assert {type(each) for each in await asyncio.gather(*waits, return_exceptions=True)} == {QuireError}
+
+
+async def test_tenants_share_turns_of_best_effort_by_what_they_got_of_these_alone():
+    capacity, order = FakeCapacity(slots=1), []
+    queue = open_queue(capacity)
+    await queue.acquire(waiting("first", "busy", tokens=100 * CREDIT))  # which does not count here
+    capacity.dispatch("first")
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        for number in range(6):
+            for tenant in ("busy", "other"):
+                request = line(f"{tenant} {number}", tenant, tokens=10)
+                tasks.create_task(run(capacity, request, order))
+        await settle()
+        capacity.end("first")
+    assert order == [f"{tenant} {number}" for number in range(6) for tenant in ("busy", "other")]
+
+
+async def test_a_line_whose_request_is_interrupted_waits_no_longer():
+    capacity = FakeCapacity(slots=0)
+    queue = open_queue(capacity)
+    waits = asyncio.create_task(queue.acquire(line("a")))
+    await settle()
+    assert queue.abandon("a")
+    await waits

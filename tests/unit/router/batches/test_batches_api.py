@@ -12,8 +12,8 @@ from quire_router.admission.tenants import Tenant, Tenants
 from quire_router.admission.tenants_file import ApiKey, TenantsFile
 from quire_router.batches.files import FileSettings
 
-from tests.support.batch_stage import Engines, batch_stage, jsonl, line
-from tests.support.scripted_api import MODEL, ask, chat
+from tests.support.batch_stage import batch_stage, jsonl, line
+from tests.support.scripted_api import MODEL, ask
 from tests.support.waiting import until
 
 KEYS = ["k" * 16, "l" * 16]
@@ -230,7 +230,7 @@ async def test_a_file_that_holds_no_batch_fails_it_before_anything_runs(content,
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
         ({"completion_window": "1h"}, "completion_window"),
         ({"metadata": {"k": "v" * 513}}, "metadata.k"),
     ],
@@ -263,18 +263,16 @@ async def test_batches_are_listed_with_their_metadata():
 # While it runs
 
 
-async def test_lines_wait_while_the_engines_have_other_work():
-    engines = Engines(busy=True)
-    async with batch_stage(engines=engines) as stage:
+async def test_a_file_that_a_batch_reads_is_kept_until_its_end():
+    gate = asyncio.Event()
+    async with batch_stage([gate, "Hi", FinishReason.STOP]) as stage:
         api = stage.openai()
         file = await upload(api, jsonl([line("a")]))
         batch = await api.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
         await until_status(api, batch.id, "in_progress")
-        await ask(stage.port, "POST", CHAT, chat())
-        assert len(stage.runner.generations) == 1
         with pytest.raises(openai.ConflictError, match="reads this file"):
             await api.files.delete(file.id)
-        engines.busy = False
+        gate.set()
         assert (await ended(api, batch.id)).status == "completed"
         await api.files.delete(file.id)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import engine_pb2
 from quire_router.engines.load import EngineLoad, LoadLedger
-from quire_router.engines.pool import any_has_capacity, has_spare_capacity
+from quire_router.engines.pool import any_has_capacity, has_best_effort_capacity, has_spare_capacity
 from quire_router.placement.engine_table import EngineTable
 
 CAPACITY = 100  # tokens, of which each takes a second
@@ -53,3 +53,56 @@ def test_waiters_are_signalled_when_an_engine_gets_spare_capacity_though_it_had_
     told.clear()
     request.on_first_output()
     assert (told, accounts[0].is_mostly_idle) == ([None], True)
+
+
+def knowing_engine(most: int = 8) -> tuple[LoadLedger, EngineLoad, list[None]]:
+    """One that schedules what is best effort behind all else."""
+    told: list[None] = []
+    ledger = LoadLedger(EngineTable(), capacity_seconds=CAPACITY, on_capacity=lambda: told.append(None))
+    load = ledger.add("e:1")
+    load.describe(engine_pb2.DescribeResponse(max_num_seqs=most, best_effort=True))
+    load.report(engine_pb2.Load(pace=engine_pb2.Pace(token_seconds=1)))
+    return ledger, load, told
+
+
+def test_what_is_best_effort_is_no_load_for_others_and_has_three_quarters_of_the_places() -> None:
+    ledger, load, told = knowing_engine()
+    entries = []
+    while has_best_effort_capacity([load]):
+        entries.append(ledger.begin("e:1", pending_tokens=500, best_effort=True))
+    assert len(entries) == 6
+    assert has_spare_capacity([load])
+    assert load.has_capacity
+    assert ledger.local_load().engines == {}
+    told.clear()
+    entries[0].on_first_output()
+    assert told == []
+    entries[0].end()
+    entries[0].end()
+    assert (told, load.best_effort, load.has_best_effort_capacity) == ([None], 5, True)
+
+
+def test_others_take_the_places_that_best_effort_may_have() -> None:
+    ledger, load, _ = knowing_engine()
+    for _ in range(6):
+        ledger.begin("e:1", pending_tokens=1)
+    assert not load.has_best_effort_capacity
+    assert load.has_capacity
+
+
+def test_what_an_engine_has_of_other_routers_counts_too() -> None:
+    _, load, told = knowing_engine()
+    load.report(engine_pb2.Load(best_effort=6))
+    assert not load.has_best_effort_capacity
+    told.clear()
+    load.report(engine_pb2.Load(best_effort=5))
+    assert load.has_best_effort_capacity
+    assert told == [None]
+
+
+def test_at_an_engine_that_does_not_know_the_class_it_is_a_request_like_any() -> None:
+    ledger, (load,) = engines([0])
+    assert has_best_effort_capacity([load])
+    ledger.begin("e0:1", pending_tokens=50, best_effort=True)
+    assert load.local == (1, 50, 0)
+    assert not has_best_effort_capacity([load]), "it would delay others"

@@ -1,0 +1,173 @@
+"""``BatchLines``: runs the lines of batches as requests of the routes that they name, behind all others. What is
+generated is a background request with a record, by which it runs once; what is embedded has none, and is the same
+whenever it is computed.
+"""
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from time import time
+from typing import Final
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from quire_proto.errors import ErrorCode, QuireError, invalid
+from quire_proto.priority import BEST_EFFORT
+from quire_proto.telemetry import Attribute, Span
+from quire_proto.tracing import is_recording
+
+from quire_router.admission.tenants import Tenants
+from quire_router.api.auth import Identity
+from quire_router.api.multi_prompt import total_usage
+from quire_router.api.pooled_requests import PooledAnswer, PreparedPooling
+from quire_router.api.prepared_request import PreparedRequest, RequestOptions
+from quire_router.api.rest.answer_format import AnswerFormat
+from quire_router.api.rest.openai_format import CHAT, COMPLETION
+from quire_router.api.rest.pooling_routes import embeddings_json
+from quire_router.api.rest.response_history import prepare_response
+from quire_router.api.rest.responses_format import RESPONSES
+from quire_router.api.rest.sse import collect
+from quire_router.api.schemas.openai import ChatRequest, CompletionRequest
+from quire_router.api.schemas.pooling import EmbeddingRequest
+from quire_router.api.service import ApiService
+from quire_router.batches.batch import EMBEDDINGS, Batch, Line
+from quire_router.batches.worker import LineAnswer
+from quire_router.core.errors import batch_waits
+
+_INPUTS_AT_ONCE = 8  # of one line that is embedded
+_SPARE_RETENTION: Final = 3_600.0  # seconds after the window for which the records of lines are kept
+_SPARE_SECONDS: Final = 60.0  # after the window until a line ends by itself, where its batch has not ended it
+_TEMPORARY = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
+PrepareLine = Callable[[bytes, str, Identity, RequestOptions], Awaitable[PreparedRequest]]
+"""Returns the request in a body, with this id. Raises ``QuireError``."""
+tracer = trace.get_tracer("quire.router")
+
+
+class BatchLines:
+    """See ``LineRunner``. Lines are prepared and answered as at the routes that they name."""
+
+    def __init__(self, service: ApiService, tenants: Tenants) -> None:
+        self._service = service
+        self._tenants = tenants
+        self._routes: Mapping[str, tuple[PrepareLine, AnswerFormat]] = {
+            "/v1/chat/completions": (self._preparing(ChatRequest), CHAT),
+            "/v1/completions": (self._preparing(CompletionRequest), COMPLETION),
+            "/v1/responses": (self._prepare_response, RESPONSES),
+        }
+        self._under_way: Counter[str] = Counter()
+
+    async def run(self, batch: Batch, line: Line) -> LineAnswer:
+        """See ``LineRunner``. The id of the request follows from the batch and the line's number, as from an
+        idempotency key that no client can send.
+        """
+        caller, options = self._caller(batch), _options(batch, line.number)
+        request_id = options.request_id(caller)
+        most = caller.policy.max_concurrent
+        if most is not None and self._under_way[caller.tenant] >= max(1, most // 2):
+            raise batch_waits()
+        self._under_way[caller.tenant] += 1
+        try:
+            with _line_span(batch, request_id):
+                if batch.endpoint == EMBEDDINGS:
+                    return await self._embed(batch, line, request_id, caller)
+                return await self._generate(batch, line, request_id, caller)
+        finally:
+            self._under_way[caller.tenant] -= 1
+
+    async def cancel(self, batch: Batch, number: int) -> None:
+        """See ``LineRunner``. What is embedded ends with the task that waits for it."""
+        if batch.endpoint != EMBEDDINGS:
+            await self._service.end(_options(batch, number).request_id(self._caller(batch)))
+
+    async def _generate(self, batch: Batch, line: Line, request_id: str, caller: Identity) -> LineAnswer:
+        prepare, answer_format = self._routes[batch.endpoint]
+        try:
+            options = _options(batch, line.number)
+            prepared = _as_line(await prepare(line.body, request_id, caller, options), batch)
+            stored, _ = await self._service.responses.start_background(prepared)
+            try:
+                answer = await self._service.replay(stored, caller)
+                body, _ = await collect(answer, answer_format)
+            except QuireError as error:
+                # Its record is not there: the journal has lost it, and it is begun again.
+                raise batch_waits() if error.code is ErrorCode.NOT_FOUND else error from None
+        except QuireError as error:
+            if error.code in _TEMPORARY:
+                raise
+            status, body, _ = answer_format.error_response(error, request_id)
+            return LineAnswer(status, request_id, body)
+        return LineAnswer(200, request_id, body)
+
+    async def _embed(self, batch: Batch, line: Line, request_id: str, caller: Identity) -> LineAnswer:
+        """Embeds the inputs of a line, some at a time."""
+        requests: list[EmbeddingRequest] = []
+
+        def read() -> EmbeddingRequest:
+            requests.append(EmbeddingRequest.from_json(line.body))
+            return requests[0]
+
+        try:
+            prepared = await self._service.prepare_pooling(read, request_id, caller, size=len(line.body))
+            deadline = batch.expires_at + _SPARE_SECONDS
+            generations = [replace(each, priority=BEST_EFFORT, deadline=deadline) for each in prepared.generations]
+            answers: list[PooledAnswer] = []
+            for start in range(0, len(generations), _INPUTS_AT_ONCE):
+                some = PreparedPooling(tuple(generations[start : start + _INPUTS_AT_ONCE]))
+                answers.append(await self._service.pool(some))
+        except QuireError as error:
+            if error.code in _TEMPORARY:
+                raise
+            status, body, _ = CHAT.error_response(error, request_id)
+            return LineAnswer(status, request_id, body)
+        pooled = [each for answer in answers for each in answer.pooled]
+        whole = PooledAnswer(pooled, total_usage([answer.usage for answer in answers]))
+        return LineAnswer(200, request_id, await embeddings_json(requests[0], prepared, whole))
+
+    def _preparing(self, body_type: type[ChatRequest] | type[CompletionRequest]) -> PrepareLine:
+        async def prepare(body: bytes, request_id: str, caller: Identity, options: RequestOptions) -> PreparedRequest:
+            return await self._service.prepare(
+                lambda: body_type.from_json(body), request_id, caller, options, size=len(body)
+            )
+
+        return prepare
+
+    async def _prepare_response(
+        self, body: bytes, request_id: str, caller: Identity, options: RequestOptions
+    ) -> PreparedRequest:
+        return await prepare_response(self._service, lambda: body, len(body), request_id, caller, options)
+
+    def _caller(self, batch: Batch) -> Identity:
+        return Identity(batch.tenant, bytes.fromhex(batch.cache_salt), self._tenants[batch.tenant])
+
+
+def _options(batch: Batch, number: int) -> RequestOptions:
+    return RequestOptions(key=f"\0batch\0{batch.id}\0{number}")
+
+
+def _as_line(prepared: PreparedRequest, batch: Batch) -> PreparedRequest:
+    """Returns the request as one that goes behind all others. Its record is kept until the window of its batch has
+    ended, whatever the request or its tenant says: a router that stalls, and begins the line again later, finds it.
+    """
+    if len(prepared.generations) > 1:
+        raise invalid("prompt", "A request of a batch takes one prompt: give each a line of its own.")
+    left = max(0.0, batch.expires_at - time())
+    first = replace(
+        prepared.first,
+        background=True,
+        priority=BEST_EFFORT,
+        deadline=batch.expires_at + _SPARE_SECONDS,
+        retention=left + _SPARE_RETENTION,
+    )
+    return replace(prepared, generations=(first,))
+
+
+@contextmanager
+def _line_span(batch: Batch, request_id: str) -> Iterator[None]:
+    """The span of one line, the root of its trace, as a request's is."""
+    if not is_recording(tracer):
+        yield
+        return
+    attributes = {Attribute.BATCH_ID: batch.id, Attribute.REQUEST_ID: request_id}
+    with tracer.start_as_current_span(Span.BATCH_LINE, Context(), attributes=attributes, record_exception=False):
+        yield
