@@ -141,7 +141,9 @@ class BatchScheduler:
         else:
             self._schedule_phase(scheduler_output, budget, _regular)
             if not self._regular_needs_step():
-                self._schedule_phase(scheduler_output, self._make_best_effort_budget(budget.tokens), _best_effort)
+                rest = self._make_best_effort_budget(budget.tokens)
+                self._schedule_phase(scheduler_output, rest, _best_effort)
+                scheduler_output.has_fragments = rest.has_prompts
         if not (
             in_flight
             or scheduler_output.chunks

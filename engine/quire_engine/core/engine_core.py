@@ -248,7 +248,7 @@ class EngineCore:
         """
         ended = self._clock()
         seconds, self._ended = ended - max(step.clocked, self._ended), ended
-        if not (model_output.errors or model_output.waited_for_others):
+        if not (model_output.errors or model_output.waited_for_others or step.scheduler_output.has_fragments):
             work = StepWork.of(step.scheduler_output.chunks)
             self.scheduler.step_times.observe(work, seconds - model_output.timings.swap, ended)
         return seconds

@@ -161,6 +161,7 @@ class SchedulerOutput:
     ``finished_seq_ids`` are sequences that have ended: nothing needs to be kept for them any more, and no step in
     flight draws for them or pools them. ``num_preempted`` counts the sequences that were preempted. ``max_seconds`` is
     what a step that computes prompts beside sequences that decode is planned to take at most; 0 without a bound.
+    ``has_fragments``: of prompts that are best effort, cut so small that how long the step takes says little of others.
     """
 
     step: int
@@ -169,6 +170,7 @@ class SchedulerOutput:
     finished_seq_ids: list[int] = field(default_factory=list)
     num_preempted: int = 0
     max_seconds: float = 0.0
+    has_fragments: bool = False
 
     @property
     def num_tokens(self) -> int:
