@@ -14,6 +14,8 @@ PASSING = (ErrorCode.OVERLOADED, ErrorCode.UNAVAILABLE)
 _WITH_REASONS = (ErrorCode.INVALID, ErrorCode.FORBIDDEN, *PASSING, ErrorCode.DEADLINE)
 _KINDS = {status.kind: code for code, status in STATUS.items()}
 _BINARY = "quire-error-bin"
+_STORED = ("request_id", "response_id", "file_id", "input_file_id", "batch_id")
+_MESSAGES_KINDS = {"overloaded_error": ErrorCode.UNAVAILABLE, "api_error": ErrorCode.INTERNAL}
 
 
 class UntypedError(ValueError):
@@ -36,7 +38,7 @@ class Failure:
     @property
     def is_unknown_request(self) -> bool:
         """Whether it says that there is no such request; that there is no such model or route is something else."""
-        is_gone = self.code is ErrorCode.NOT_FOUND and self.param in ("request_id", "response_id")
+        is_gone = self.code is ErrorCode.NOT_FOUND and self.param in _STORED
         return is_gone or (self.code is ErrorCode.INVALID and self.param == "previous_response_id")
 
 
@@ -51,6 +53,19 @@ def of_rest(body: Any, status: int | None = None) -> Failure:
     if not (word == code.name.lower() or reasoned) or status not in (None, STATUS[code].http):
         raise UntypedError(f"status, type and code are of different errors: {status} {str(body)[:300]}")
     return Failure(code, fields.get("param") or "", str(fields["message"]))
+
+
+def of_messages(body: Any, status: int | None = None) -> Failure:
+    """As ``of_rest``, of an error of Anthropic's Messages API. Raises ``UntypedError``."""
+    try:
+        error, details = body["error"], body["error"]["details"]
+        code = _MESSAGES_KINDS.get(error["type"])
+        kind = error["type"] if code is None else STATUS[code].kind
+        fields = {**error, "type": kind, "code": details["error_code"], "param": details["param"]}
+        is_error = body["type"] == "error"
+        return of_rest({**fields, "request_id": body["request_id"]} if is_error else None, status)
+    except (LookupError, TypeError):
+        raise UntypedError(f"this is no error: {str(body)[:300]}") from None
 
 
 def of_rpc(status: grpc.StatusCode, details: str, metadata: Iterable[tuple[str, Any]]) -> Failure | None:

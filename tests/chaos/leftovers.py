@@ -51,6 +51,9 @@ async def _in_redis(redis: Redis) -> AsyncIterator[str]:
     async for key in redis.scan_iter("quire:{*}:tokens", count=1000):
         if not await redis.exists(key.removesuffix(b"tokens") + b"record"):
             yield f"{key.decode()} has no record"
+    batches: Any = await redis.zrange("quire:collection:batches", 0, -1)
+    for batch_id in batches:
+        yield f"{batch_id.decode()} is among the batches that have not ended"
     background: Any = await redis.zrange("quire:background", 0, -1)
     for request_id in background:
         yield f"{request_id.decode()} is in the index of background requests that have not ended"

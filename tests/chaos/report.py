@@ -8,7 +8,7 @@ from math import inf
 from tests.chaos.answer import Answer
 from tests.chaos.faults import REDIS, ROUTER
 from tests.chaos.stack import Absence
-from tests.chaos.workload import CONVERSATION, UNWATCHED, Request
+from tests.chaos.workload import BATCH, CONVERSATION, UNWATCHED, Request
 
 FOUND = ("lost", "repeated", "changed", "errors", "untyped", "hung", "malformed", "disturbed", "cut", "left")
 COUNTS = ("streams", "resumed", "connections", "forgotten", "unwritten", *FOUND)
@@ -135,10 +135,11 @@ def _excuse(request: Request, got: Answer, absences: Sequence[Absence]) -> str |
 def _was_forgotten(request: Request, got: Answer, routers: Sequence[Absence], losses: Sequence[Absence]) -> bool:
     """Whether, within the request's lifetime and while the client had no working router, Redis was away and came
     back empty, or a router was away as well that may not have written the record again. No router has a lease on a
-    background request that has ended or whose router has, and none on a turn of a conversation that has ended.
+    background request that has ended or whose router has, and none on a turn of a conversation that has ended. What
+    is known of a file or a batch is in Redis alone.
     """
     away = [*got.away, *((each.begin, each.end) for each in routers if request.way in UNWATCHED)]
-    if request.way == CONVERSATION:  # between its turns no router has a lease
+    if request.way in (CONVERSATION, BATCH):  # between its turns no router has a lease
         away.append((0.0, inf))
     first_sent = min(got.sent, default=0.0)
     for begin, end in ((max(begin, first_sent), min(end, got.failed_at)) for begin, end in away):

@@ -15,20 +15,34 @@ from time import monotonic
 import httpx
 
 from tests.chaos.answer import Answer
+from tests.chaos.batch_client import BatchClient
 from tests.chaos.changes import named, possible, upgrade
 from tests.chaos.client import BackgroundClient, Client, Manners, PollingClient, StreamClient, WholeClient
 from tests.chaos.faults import Fault
 from tests.chaos.leftovers import leftovers
+from tests.chaos.messages_client import MessagesClient
 from tests.chaos.redis_faults import NO_CLOCK, set_back_redis
 from tests.chaos.report import Report
 from tests.chaos.responses_client import ConversationClient
 from tests.chaos.rpc_client import CrossingClient, RpcClient
 from tests.chaos.stack import PLAIN, Form, Stack, running_stack
-from tests.chaos.workload import BACKGROUND, CONVERSATION, CROSSING, POLLING, RPC, STREAM, WHOLE, Request, requests
+from tests.chaos.workload import (
+    BACKGROUND,
+    BATCH,
+    CONVERSATION,
+    CROSSING,
+    MESSAGES,
+    POLLING,
+    RPC,
+    STREAM,
+    WHOLE,
+    Request,
+    requests,
+)  # fmt: skip
 
 CLIENTS: dict[str, type[Client]] = {
     STREAM: StreamClient, WHOLE: WholeClient, RPC: RpcClient, BACKGROUND: BackgroundClient, POLLING: PollingClient,
-    CROSSING: CrossingClient, CONVERSATION: ConversationClient,
+    CROSSING: CrossingClient, CONVERSATION: ConversationClient, MESSAGES: MessagesClient, BATCH: BatchClient,
 }  # fmt: skip
 CALM = Manners(silence=60.0)  # who leaves because of a slow machine would not be undisturbed
 

@@ -19,7 +19,7 @@ from tests.chaos.answer import Answer
 from tests.chaos.client import Manners
 from tests.chaos.report import FOUND, Report
 from tests.chaos.run import CLIENTS
-from tests.chaos.workload import BACKGROUND, CONVERSATION, POLLING, RPC, STREAM, WHOLE, Request
+from tests.chaos.workload import BACKGROUND, BATCH, CONVERSATION, MESSAGES, POLLING, RPC, STREAM, WHOLE, Request
 
 MANNERS = Manners(silence=20.0, patience=0.5, limit=60.0, absence=0.0, later=0.0)
 PATH, BODY = "/v1/completions", {"model": "demo", "prompt": "x"}
@@ -289,6 +289,107 @@ async def test_a_bad_conversation_has_a_verdict(name: str) -> None:
     right = await received([events(*turn(0)), events(*turn(1))], CONVERSING)
     assert right.content()[1] == (6, 4)
     assert judged(CONVERSING, right, await received(replies, CONVERSING)) == verdict
+
+
+MESSAGING = Request(MESSAGES, "message", "/v1/messages", {"model": "demo"})
+
+
+def said(place: str, kind: str, **fields: Any) -> str:
+    """An event of a message."""
+    head = f"id: {place}\n" if place else ""
+    return f"{head}event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
+
+
+def piece(place: str, text: str) -> str:
+    return said(place, "content_block_delta", index=0, delta={"type": "text_delta", "text": text})
+
+
+def ended(reason: str = "end_turn", output: int = 2) -> str:
+    usage = {"input_tokens": 2, "cache_read_input_tokens": 1, "output_tokens": output}
+    return said("2eu", "message_delta", delta={"stop_reason": reason}, usage=usage)
+
+
+BEGUN = said("0", "message_start", message={"id": "msg_ab12", "model": "demo"})
+OPENED, CLOSED = said("0_1", "content_block_start", index=0), said("2_1", "content_block_stop", index=0)
+STOPPED = said("", "message_stop")
+MESSAGE = (BEGUN, OPENED, piece("1", "one"), piece("2", " two"), CLOSED, ended(), STOPPED)
+OVERLOADED = {"type": "overloaded_error", "message": "Why.", "details": {"error_code": "unavailable", "param": None}}
+
+
+def broken(resumable: bool) -> str:
+    details = {**OVERLOADED["details"], "resumable": resumable}
+    return said("", "error", error={**OVERLOADED, "details": details}, request_id=ID)
+
+
+BAD_MESSAGES: dict[str, tuple[list[httpx.Response], str]] = {
+    "right": ([events(*MESSAGE)], ""),
+    "broken and read on": ([events(*MESSAGE[:3], said("", "ping"), broken(True)), events(*MESSAGE[3:])], ""),
+    "refused, and then right": (
+        [httpx.Response(503, json={"type": "error", "error": OVERLOADED, "request_id": ID},
+                        headers={"retry-after": "1"}), events(*MESSAGE)], ""),
+    "a piece lost at a break": ([events(*MESSAGE[:3], ends=False), events(*MESSAGE[4:])], "lost"),
+    "a piece sent again": ([events(*MESSAGE[:4], ends=False), events(*MESSAGE[3:])], "malformed"),
+    "a beginning sent again": ([events(*MESSAGE[:3], ends=False), events(*MESSAGE)], "malformed"),
+    "another text": ([events(*MESSAGE[:3], piece("2", " too"), *MESSAGE[4:])], "changed"),
+    "another end": ([events(*MESSAGE[:5], ended("max_tokens"), STOPPED)], "changed"),
+    "another usage": ([events(*MESSAGE[:5], ended(output=3), STOPPED)], "changed"),
+    "no end": ([events(*MESSAGE[:5])], "untyped"),
+    "an event without an id": ([events(*MESSAGE[:3], piece("", " two"), *MESSAGE[4:])], "malformed"),
+    "an error that is not as resumable as it says": ([events(*MESSAGE[:3], broken(False))], "untyped"),
+    "an untyped error": ([httpx.Response(500, text="oh")], "untyped"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_MESSAGES)
+async def test_a_bad_message_has_a_verdict(name: str) -> None:
+    replies, verdict = BAD_MESSAGES[name]
+    right = await received([events(*MESSAGE)], MESSAGING)
+    assert right.content()[1] == (3, 2)
+    assert judged(MESSAGING, right, await received(replies, MESSAGING)) == verdict
+
+
+BATCHING = Request(BATCH, "batch", PATH, {"model": "demo"}, turns=("Once", "Twice"))
+
+
+def answered(number: int, text: str = "one two", **fields: Any) -> dict[str, Any]:
+    body = {**HEAD, "id": f"cmpl-{number}", "choices": [choice(text, finish_reason="stop")], "usage": USAGE}
+    return {"custom_id": str(number), "response": {"status_code": 200, "body": body}, "error": None, **fields}
+
+
+def batch(status: str = "completed", **fields: Any) -> httpx.Response:
+    known = {"id": "batch_1", "status": status, "output_file_id": "file-out", "error_file_id": None}
+    return httpx.Response(200, json={**known, **fields})
+
+
+def output(*lines: dict[str, Any]) -> httpx.Response:
+    return httpx.Response(200, text="\n".join(map(json.dumps, lines)) + "\n")
+
+
+UPLOADED, NONE_YET = httpx.Response(200, json={"id": "file-in"}), httpx.Response(200, json={"data": []})
+STARTED = [UPLOADED, NONE_YET, batch("validating")]
+GONE_BATCH = {"param": "batch_id"}
+BAD_BATCHES: dict[str, tuple[list[httpx.Response], str]] = {
+    "right": ([*STARTED, batch("in_progress"), batch(), output(answered(0), answered(1))], ""),
+    "created before the connection broke": (
+        [UPLOADED, NONE_YET, refusal(), httpx.Response(200, json={"data": [
+            {"id": "batch_1", "metadata": {"key": "key"}}]}), batch(), output(answered(0), answered(1))], ""),
+    "a line lost": ([*STARTED, batch(), output(answered(0))], "malformed"),
+    "a line twice": ([*STARTED, batch(), output(answered(0), answered(0), answered(1))], "malformed"),
+    "lines in another order": ([*STARTED, batch(), output(answered(1), answered(0))], "malformed"),
+    "another answer": ([*STARTED, batch(), output(answered(0), answered(1, "two one"))], "changed"),
+    "less of an answer": ([*STARTED, batch(), output(answered(0), answered(1, "one"))], "lost"),
+    "lines that failed": ([*STARTED, batch(error_file_id="file-bad")], "untyped"),
+    "a batch that failed": ([*STARTED, batch("failed")], "untyped"),
+    "a batch that is gone": ([*STARTED, refusal(404, **GONE_BATCH)], "errors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_BATCHES)
+async def test_a_bad_batch_has_a_verdict(name: str) -> None:
+    replies, verdict = BAD_BATCHES[name]
+    right = await received([*STARTED, batch(), output(answered(0), answered(1))], BATCHING)
+    assert right.content()[1] == (6, 4)
+    assert judged(BATCHING, right, await received(replies, BATCHING)) == verdict
 
 
 def message(place: str, text: str = "", *tokens: int, **fields: Any) -> pb.GenerateResponse:

@@ -1,6 +1,6 @@
 """The requests that clients make, mixed: sampled, penalised, structured, several choices and several prompts,
-log-probabilities, greedy, searched, tool calls, conversations of responses, each in one of several ways, of one of two
-tenants.
+log-probabilities, greedy, searched, tool calls, conversations of responses, messages, batches, each in one of several
+ways, of one of two tenants.
 """
 
 import random
@@ -36,11 +36,14 @@ WEATHER = {
 STREAM, WHOLE, RPC, BACKGROUND, POLLING = "stream", "whole", "rpc", "background", "polling"
 CROSSING = "crossing"
 CONVERSATION = "conversation"
+MESSAGES = "messages"
+BATCH = "batch"
 UNWATCHED = (BACKGROUND, POLLING)
 _WAYS = (STREAM, RPC, STREAM, WHOLE, BACKGROUND, CROSSING, POLLING)
 _WAYS_OF_SEARCHES = (WHOLE, RPC, POLLING)  # nothing of them can be streamed over REST
 _WAYS_OF_LISTS = (STREAM, WHOLE, CROSSING)  # the gRPC API takes one prompt, but streams such a response to its end
 _WAYS_OF_CONVERSATIONS = (CONVERSATION,)
+_ALWAYS_KEYED = (*UNWATCHED, MESSAGES, BATCH)  # whose events have no ids without one, or that have their own names
 _WITHOUT_KEY = 0.25
 Body = tuple[str, dict[str, Any]]
 
@@ -48,7 +51,7 @@ Body = tuple[str, dict[str, Any]]
 @dataclass(frozen=True)
 class Request:
     """``way`` is how the client asks for it, ``keyed`` whether with an idempotency key, and ``turns`` the inputs of a
-    conversation.
+    conversation, or the prompts of a batch.
     """
 
     way: str
@@ -107,7 +110,7 @@ def _request(number: int, chance: random.Random) -> Request:
     make = _KINDS[kind]
     ways = _OTHER_WAYS.get(make, _WAYS)
     way = ways[(turn + kind) % len(ways)]
-    keyed = way in UNWATCHED or chance.random() >= _WITHOUT_KEY
+    keyed = way in _ALWAYS_KEYED or chance.random() >= _WITHOUT_KEY
     path, body = make(chance)
     turns = tuple(body.pop("turns", ()))
     return Request(way, make.__name__.strip("_"), path, body, keyed, chance.choice(list(KEYS)), turns)
@@ -220,13 +223,33 @@ def _conversation(chance: random.Random) -> Body:
     return "/v1/responses", body
 
 
+def _message(chance: random.Random) -> Body:
+    body = {
+        "model": MODEL,
+        "max_tokens": chance.randint(60, 250),
+        "temperature": 1.0,
+        "seed": chance.getrandbits(32),
+        "ignore_eos": True,
+        "messages": [{"role": "user", "content": chance.choice(PROMPTS)}],
+    }
+    return "/v1/messages", body
+
+
+def _batch(chance: random.Random) -> Body:
+    path, body = _completion(chance, temperature=1.0, max_tokens=chance.randint(20, 80))
+    del body["prompt"]
+    return path, body | {"turns": [f"{number}: {_prompt(chance)}" for number in range(chance.randint(2, 12))]}
+
+
 _OTHER_WAYS = {
     _best_of: _WAYS_OF_SEARCHES,
     _beams: _WAYS_OF_SEARCHES,
     _prompts: _WAYS_OF_LISTS,
     _conversation: _WAYS_OF_CONVERSATIONS,
+    _message: (MESSAGES,),
+    _batch: (BATCH,),
 }
 _KINDS: tuple[Callable[[random.Random], Body], ...] = (
     _greedy, _forced, _sampled, _prompts, _penalised, _called, _several, _unlimited, _logprobs, _stopped, _structured,
-    _chat, _conversation, _best_of, _beams,
+    _chat, _conversation, _best_of, _beams, _message, _batch,
 )  # fmt: skip

@@ -198,6 +198,21 @@ def test_scores_by_plain_http_are_those_of_a_ranking(pooling: Router) -> None:
     }
 
 
+@client("openai (JavaScript), on files and batches", "upload, batch, lists page by page, content", "openai@")
+@needs(NODE / "openai")
+def test_openais_package_of_node_on_batches(server: Server, expected: dict[str, Any]) -> None:
+    found = run(["node", PROGRAMS / "batches_client.mjs", server.url, NODE.parent])
+    text = expected["streamed"]["text"]
+    assert found == {
+        "status": "completed",
+        "texts": [text, text],
+        "files": [True, True],
+        "batches": True,
+        "same": True,
+        "deleted": True,
+    }
+
+
 @client("anthropic (Python)", f"{USUAL}, parsed answers, token counts", "anthropic==")
 @needs(ANTHROPIC)
 def test_anthropics_package_of_python(server: Server, expected: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@ sentence-transformers.
 """
 
 import asyncio
+import json
 import os
 import signal
 from base64 import b64decode
@@ -24,7 +25,7 @@ from quire_engine import LLM, AsyncLLM, PoolingParams
 from quire_proto.errors import QuireError
 
 from tests.support.forked_engines import ForkedEngine, ForkedRouter
-from tests.support.processes import Router
+from tests.support.processes import Router, eventually
 from tests.support.sentence_folders import cross_encoder_folder, decoder_folder, encoder_folder
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
@@ -235,3 +236,35 @@ def test_async_llm_embeds_as_llm_does_and_raises_what_a_prompt_fails_with(tmp_pa
             assert await llm.embed(TEXTS[0]), "the next one runs"
 
     asyncio.run(embed())
+
+
+def test_a_batch_of_embeddings_answers_as_the_route_does(decoder: Stack) -> None:
+    bodies = [
+        {"model": MODEL, "input": TEXTS[0], "encoding_format": "float"},
+        {"model": MODEL, "input": TEXTS * 4},
+        {"model": MODEL, "input": "x", "dimensions": 65},
+    ]
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/embeddings", "body": body}
+        for number, body in enumerate(bodies)
+    ]
+    client = decoder.openai
+    file = client.files.create(file=("in.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+    eventually(lambda: client.batches.retrieve(batch.id).status == "completed")
+    done = client.batches.retrieve(batch.id)
+    assert done.output_file_id is not None
+    assert done.error_file_id is not None
+    found = [json.loads(each) for each in client.files.content(done.output_file_id).text.splitlines()]
+    for each, body in zip(found, bodies[:2], strict=True):
+        direct = httpx.post(f"{decoder.router.url}/v1/embeddings", json=body, timeout=60).json()
+        answer = each["response"]["body"]
+        assert (answer["usage"], answer["object"], answer["model"]) == (direct["usage"], "list", MODEL)
+        for one, other in zip(answer["data"], direct["data"], strict=True):
+            assert np.abs(numbers(one["embedding"]) - numbers(other["embedding"])).max() < TOLERANCE
+    (failed,) = [json.loads(each) for each in client.files.content(done.error_file_id).text.splitlines()]
+    assert (failed["custom_id"], failed["response"]["status_code"]) == ("2", 400)
+
+
+def numbers(embedding: str | list[float]) -> np.ndarray:
+    return np.frombuffer(b64decode(embedding), "<f4") if isinstance(embedding, str) else np.array(embedding, np.float32)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from secrets import token_hex
 from time import time
 from typing import Any, cast
 
@@ -13,10 +14,13 @@ from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.api.auth import Authenticator
 from quire_router.api.request_limits import ConcurrencyLimit
 from quire_router.api.service import ApiService
-from quire_router.batches.worker import ACTIVE, LEASE
+from quire_router.batches.batch import WINDOW, Batch, Line
+from quire_router.batches.files import Files, FileSettings
+from quire_router.batches.worker import ACTIVE, LEASE, MAX_RUNNING, TURN, Batches, BatchWorker, LineAnswer
 from quire_router.journal.objects import MemoryObjectStore
 
 from tests.support.batch_stage import (
+    CHAT,
     Life,
     MortalRunner,
     MortalStore,
@@ -123,3 +127,66 @@ async def test_routers_whose_clocks_differ_take_a_batch_from_each_other_and_run_
     output = await content_of(fleet.api, batch.output_file_id)
     assert [each["custom_id"] for each in output] == [f"line {number}" for number in range(count)]
     assert len({each.request_id for each in fleet.runner.generations}) == len(fleet.runner.generations) == count
+
+
+class EndlessLines:
+    """Lines that no router gets done with."""
+
+    async def run(self, batch: Batch, line: Line) -> LineAnswer:
+        return await asyncio.Event().wait()
+
+    async def cancel(self, batch: Batch, number: int) -> None:
+        pass
+
+
+class Places:
+    """A worker whose clock stands at ``now``, and the tenants whose batches it works on."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.store = MemoryObjectStore(clock=lambda: self.now)
+        self.batches = Batches(self.store, Files(self.store, FileSettings()))
+        self.worker = BatchWorker(self.batches, EndlessLines(), owner="me", clock=lambda: self.now)
+
+    async def add(self, tenant: str, count: int) -> None:
+        for _ in range(count):
+            name = f"batch_{token_hex(8)}"
+            await self.batches.create(Batch(name, tenant, "", CHAT, "file-in", 0, int(time()) + WINDOW))
+
+    async def stop(self) -> None:
+        tasks = [running.task for running in self.worker._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def look(self) -> Counter[str]:
+        await self.worker.look()
+        await asyncio.sleep(0)
+        return Counter(running.tenant for running in self.worker._running.values())
+
+
+async def test_a_router_works_on_as_many_batches_of_each_tenant() -> None:
+    places = Places()
+    await places.add("a", MAX_RUNNING + 3)
+    assert await places.look() == {"a": MAX_RUNNING}
+    await places.add("b", 2)
+    assert await places.look() == {"a": MAX_RUNNING - 2, "b": 2}
+    await places.add("b", MAX_RUNNING)
+    for _ in range(3):
+        assert await places.look() == {"a": MAX_RUNNING // 2, "b": MAX_RUNNING // 2}
+    await places.stop()
+
+
+async def test_where_there_are_more_tenants_than_places_each_has_its_turn() -> None:
+    places, worked = Places(), set[str]()
+    tenants = [f"tenant {number}" for number in range(2 * MAX_RUNNING)]
+    for tenant in tenants:
+        await places.add(tenant, 1)
+    for _ in range(4):
+        for _ in range(2):  # nobody is put back before its turn is over
+            running = await places.look()
+            assert set(running.values()) == {1}
+            worked |= set(running)
+        places.now += TURN + 1
+    assert worked == set(tenants)
+    await places.stop()

@@ -11,6 +11,7 @@ from quire_proto.sampling import FinishReason
 from quire_router.admission.tenants import Tenant, Tenants
 from quire_router.admission.tenants_file import ApiKey, TenantsFile
 from quire_router.batches.files import FileSettings
+from quire_router.journal.objects import MemoryObjectStore
 
 from tests.support.batch_stage import batch_stage, jsonl, line
 from tests.support.scripted_api import MODEL, ask
@@ -258,6 +259,30 @@ async def test_batches_are_listed_with_their_metadata():
         ]
         assert [each.id async for each in api.batches.list(limit=2)] == [each.id for each in reversed(made)]
         assert [each.metadata async for each in api.batches.list()] == [{"n": "2"}, {"n": "1"}, {"n": "0"}]
+
+
+async def test_a_page_reads_no_more_of_a_list_than_it_shows(monkeypatch):
+    monkeypatch.setattr("quire_router.journal.objects.OBJECTS_AT_ONCE", 2)
+    store, read = MemoryObjectStore(), list[int]()
+    get_many = store.get_many
+
+    async def counted(names):
+        read.append(len(names))
+        return await get_many(names)
+
+    async with batch_stage(store=store) as stage:
+        api = stage.openai()
+        files = [(await upload(api, b"x")).id for _ in range(7)][::-1]
+        monkeypatch.setattr(store, "get_many", counted)
+        page = await api.files.list(limit=3, after=files[1])
+        assert ([each.id for each in page.data], page.has_more) == (files[2:5], True)
+        assert read == [2, 2]
+        page = await api.files.list(limit=3, after=files[3])
+        assert ([each.id for each in page.data], page.has_more) == (files[4:], False)
+        with pytest.raises(openai.BadRequestError, match="in this list"):
+            await api.files.list(after="file-none")
+        with pytest.raises(openai.BadRequestError, match="limit"):
+            await api.files.list(limit=0)
 
 
 # While it runs

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from quire_proto.errors import ErrorCode, QuireError
-from quire_router.journal.objects import MemoryObjectStore, ObjectStore
+from quire_router.journal.objects import MemoryObjectStore, ObjectStore, read_objects
 from quire_router.journal.redis.redis_objects import RedisObjectStore
 from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
 
@@ -136,3 +136,24 @@ async def test_objects_in_redis_have_no_key_that_stays_for_ever(stores: Database
     for key in ("quire:{gone}:object", "quire:{gone}:parts", "quire:collection:leaving"):
         assert await client.ttl(key) > 0
     await client.aclose()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_objects_of_a_list_come_many_at_a_time_and_what_is_gone_leaves_it(
+    kind: str, stores: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire_router.journal.objects.OBJECTS_AT_ONCE", 3)
+    async with store_of(kind, stores) as store:
+        names = [f"listed {number}" for number in range(8)]
+        for number, name in enumerate(names):
+            await store.enter("many", name, TTL)
+            if number not in (1, 6, 7):
+                await store.put(name, name.encode(), 0, TTL)
+        assert await store.get_many([]) == []
+        found = await store.get_many([names[1], names[0], "nobody", names[0]])
+        assert [None if each is None else (each.data, each.version) for each in found] == [
+            None, (b"listed 0", 1), None, (b"listed 0", 1),
+        ]  # fmt: skip
+        left = [name for name in names if name not in ("listed 1", "listed 6", "listed 7")]
+        assert [name async for name, _ in read_objects(store, "many", names)] == left
+        assert await store.names("many") == left
