@@ -84,6 +84,7 @@ class BatchScheduler:
             self._watermark, int(BEST_EFFORT_RESERVE * kv_cache_manager.device_pool.num_blocks)
         )
         self._has_classes = config.batching == "continuous"  # else what is best effort only comes last
+        self.has_best_effort = False
         self._last_regular = -(1 << 62)
         self._computes_prompt = False
         self._num_admitted = 0
@@ -100,7 +101,9 @@ class BatchScheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence."""
-        if not sequence.best_effort:
+        if sequence.best_effort:
+            self.has_best_effort = True
+        else:
             self._last_regular = sequence.timings.arrived
         sequence.served_at_arrival = self._stats.computed_tokens
         self.waiting.push(sequence)
@@ -136,7 +139,7 @@ class BatchScheduler:
             self._schedule_phase(scheduler_output, budget, _prefills)
             if not scheduler_output.chunks:
                 self._schedule_phase(scheduler_output, budget, _decodes)
-        elif not self._has_classes or not self._has_best_effort():
+        elif not (self.has_best_effort and self._has_classes and self.num_best_effort()):
             self._schedule_phase(scheduler_output, budget)
         else:
             self._schedule_phase(scheduler_output, budget, _regular)
@@ -173,11 +176,13 @@ class BatchScheduler:
         are not best effort, nothing else was preempted.
         """
         self._schedule_running(scheduler_output, budget, phase)
-        if scheduler_output.num_preempted and (phase is not _regular or self._next_away(phase) is not None):
+        away = (self.swapped or self.preempted) and self._next_away(phase)
+        if scheduler_output.num_preempted and (phase is not _regular or away):
             return
-        if self._next_away(phase) is not None:
+        if away:
             self._schedule_preempted(scheduler_output, budget, phase)
-        admits = phase is not _decodes and self._next_away(phase) is None
+            away = (self.swapped or self.preempted) and self._next_away(phase)
+        admits = phase is not _decodes and not away
         if self.waiting.sequences and admits and self._can_admit():
             self._schedule_waiting(scheduler_output, budget, phase)
 
@@ -185,12 +190,6 @@ class BatchScheduler:
         """The preempted sequence that comes back next; of ``_regular`` only if it is one."""
         sequence = self.preemptor.next()
         return None if sequence is None or (phase is _regular and sequence.best_effort) else sequence
-
-    def _has_best_effort(self) -> bool:
-        """Whether anything is best effort; it stands last in each queue."""
-        if self.waiting.num_best_effort:
-            return True
-        return any(queue and queue[-1].best_effort for queue in (self.running, self.swapped, self.preempted))
 
     def _regular_needs_step(self) -> bool:
         """Whether what is best effort has to stay out of a step in which all else is scheduled: a prompt of others is
@@ -207,11 +206,15 @@ class BatchScheduler:
         return budget.chunk_length(self._step_times.mean_prompt_context, budget.tokens) if budget.max_seconds else 0
 
     def num_best_effort(self) -> int:
-        """How many sequences are best effort, wherever they are. O(running) where there are any."""
-        if not self._has_best_effort():
+        """How many sequences are best effort, wherever they are. O(running) if there may be any (``has_best_effort``),
+        of which there are none any more if there are none now.
+        """
+        if not self.has_best_effort:
             return 0
         admitted = sum(sum(each.best_effort for each in queue) for queue in self._queues.values())
-        return admitted + self.waiting.num_best_effort
+        count = admitted + self.waiting.num_best_effort
+        self.has_best_effort = count > 0
+        return count
 
     def get_lora_stats(self) -> LoRAStats:
         """The adapters of all sequences. O(running) where there are any."""
@@ -232,6 +235,7 @@ class BatchScheduler:
         config = self._config
         if config.max_step_seconds == 0:
             return StepBudget(config.max_num_batched_tokens)
+        behind = self._num_behind() if self.has_best_effort else 0
         contexts: list[int] = []
         prompts: list[int] = []
         for sequence in self._running_of_step():
@@ -244,9 +248,13 @@ class BatchScheduler:
             config.max_num_batched_tokens,
             config.max_step_seconds,
             contexts,
-            waiting=len(prompts) + _count_regular(self.preempted) + self.waiting.num_regular + more,
+            waiting=len(prompts) + len(self.preempted) + len(self.waiting.sequences) + more - behind,
             start=prompts[0] if prompts else 0,
         )
+
+    def _num_behind(self) -> int:
+        """Of the sequences that wait or are to be computed again, those that are best effort."""
+        return self.waiting.num_best_effort + sum(each.best_effort for each in self.preempted)
 
     def _running_of_step(self) -> list[Sequence]:
         """The running sequences that the step may compute: in a pipeline others are in the steps in flight."""
@@ -565,10 +573,6 @@ def _regular(sequence: Sequence) -> bool:
 
 def _best_effort(sequence: Sequence) -> bool:
     return sequence.best_effort
-
-
-def _count_regular(sequences: Iterable[Sequence]) -> int:
-    return sum(not sequence.best_effort for sequence in sequences)
 
 
 def _micro_batch(running: Collection[Sequence], num_stages: int) -> list[Sequence]:

@@ -237,7 +237,7 @@ class Scheduler:
             host_blocks_free=host.num_free,
             pace=self.step_times.pace,
             prompt_tokens_per_step=self._batch_scheduler.prompt_tokens_per_step(),
-            best_effort=self._batch_scheduler.num_best_effort(),
+            best_effort=self._batch_scheduler.num_best_effort() if self._batch_scheduler.has_best_effort else 0,
             disk_blocks_total=0 if disk is None or not disk.is_on else disk.pool.num_blocks,
             disk_blocks_free=0 if disk is None or not disk.is_on else disk.pool.num_free,
             loras=self._batch_scheduler.get_lora_stats(),

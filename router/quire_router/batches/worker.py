@@ -151,7 +151,7 @@ class BatchWorker:
         self.owner = owner
         self.max_line_bytes = max_line_bytes
         self.clock = clock
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _RunningBatch] = {}
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
@@ -184,7 +184,7 @@ class BatchWorker:
                 return
             if (run := await self._claim(batch, version)) is not None:
                 task = asyncio.create_task(self._work(run), name=f"batch {batch.id}")
-                self._running[batch.id] = _Running(batch.tenant, self.clock(), task)
+                self._running[batch.id] = _RunningBatch(batch.tenant, self.clock(), task)
 
     async def _waiting(self) -> AsyncGenerator[tuple[Batch, int]]:
         """Yields the batches that no router works on, the oldest first, with their records' versions. Forgets those
@@ -245,7 +245,7 @@ class BatchWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
+class _RunningBatch:
     """A batch that is worked on, since when, in seconds of the worker's clock."""
 
     tenant: str
