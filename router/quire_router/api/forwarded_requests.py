@@ -23,7 +23,8 @@ from quire_router.api.schemas.openai import ChatRequest, CompletionRequest, Gene
 from quire_router.api.schemas.pooling import EmbeddingRequest, PoolingBody, RerankRequest, ScoreRequest
 from quire_router.api.schemas.response_items import History
 from quire_router.api.schemas.responses import ResponsesRequest
-from quire_router.api.validation import Validator, drop_unsupported_by_template
+from quire_router.api.tools_and_reasoning import drop_unsupported_by_template
+from quire_router.api.validation import Validator
 from quire_router.core.generation import GenerationRequest
 
 BYTES_PER_TOKEN = 4
