@@ -74,7 +74,7 @@ class HttpRequest:
 
 
 @dataclass(slots=True)
-class Turn:
+class Reply:
     """What follows from one message of the gateway: the ``responses`` to it; the ``request``, once, where it is
     complete and waits for ``Exchange.send_to`` or ``Exchange.refuse``; and of the response to it the bytes that came,
     and whether these were the last.
@@ -123,7 +123,7 @@ class Exchange:
         """Every value of a header of the request."""
         return [value for key, value in self.headers if key == name]
 
-    def receive(self, message: ProcessingRequest) -> Turn:
+    def receive(self, message: ProcessingRequest) -> Reply:
         """Returns what follows from a message. Raises ``ProtocolError`` for one that may not come now, ``HttpError``
         for a request that is too large, and what ``reserve`` raises.
         """
@@ -148,12 +148,12 @@ class Exchange:
                 return self._on_response_body(message.response_body)
             case "response_trailers":
                 trailers = ProcessingResponse(response_trailers=TrailersResponse())
-                return Turn([trailers], ended=True)
+                return Reply([trailers], ended=True)
         raise ProtocolError("The message has neither headers nor a body nor trailers.")
 
     # The request
 
-    def _on_headers(self, message: HttpHeaders) -> Turn:
+    def _on_headers(self, message: HttpHeaders) -> Reply:
         if self.headers:
             raise ProtocolError("The headers of a request came twice.")
         self.headers = _read_headers(message.headers)
@@ -161,13 +161,13 @@ class Exchange:
             return self._completed()
         self._has_body = True
         if self._mode == ProcessingMode.BUFFERED:  # the body comes when the headers are answered
-            return Turn([_headers(CommonResponse())])
+            return Reply([_headers(CommonResponse())])
         if self._mode != ProcessingMode.FULL_DUPLEX_STREAMED:
             name = ProcessingMode.BodySendMode.Name(self._mode)
             raise ProtocolError(f"request_body_mode is {name} and must be FULL_DUPLEX_STREAMED or BUFFERED.")
-        return Turn()
+        return Reply()
 
-    def _on_body(self, message: HttpBody) -> Turn:
+    def _on_body(self, message: HttpBody) -> Reply:
         if not self.headers or self._is_complete:
             raise ProtocolError("A body came where none was expected.")
         size = len(self._body) + len(message.body)
@@ -176,20 +176,20 @@ class Exchange:
         self.reserve(size)
         self._body += message.body
         is_whole = message.end_of_stream or self._mode == ProcessingMode.BUFFERED
-        return self._completed() if is_whole else Turn()
+        return self._completed() if is_whole else Reply()
 
-    def _on_trailers(self, _: HttpTrailers) -> Turn:
+    def _on_trailers(self, _: HttpTrailers) -> Reply:
         if self._is_answered:  # of a body that came as a whole
-            return Turn([ProcessingResponse(request_trailers=TrailersResponse())])
+            return Reply([ProcessingResponse(request_trailers=TrailersResponse())])
         if not self.headers or self._is_complete:
             raise ProtocolError("Trailers came where none were expected.")
         self._has_trailers = True
         return self._completed()
 
-    def _completed(self) -> Turn:
+    def _completed(self) -> Reply:
         self._is_complete = True
         body = bytes(self._body) if self._has_body else None
-        return Turn(request=HttpRequest(self.headers, body, self._subset))
+        return Reply(request=HttpRequest(self.headers, body, self._subset))
 
     # Its answer
 
@@ -235,7 +235,7 @@ class Exchange:
 
     # The response to it
 
-    def _on_response_headers(self, message: HttpHeaders, metadata: Metadata) -> Turn:
+    def _on_response_headers(self, message: HttpHeaders, metadata: Metadata) -> Reply:
         self._check_answered()
         for name, value in _read_headers(message.headers):
             if name in (":status", "status") and value.isdigit():
@@ -247,15 +247,15 @@ class Exchange:
         if self.response_headers:
             common.header_mutation.CopyFrom(_set_headers(dict(self.response_headers)))
         response = ProcessingResponse(response_headers=HeadersResponse(response=common))
-        return Turn([response], ended=message.end_of_stream)
+        return Reply([response], ended=message.end_of_stream)
 
-    def _on_response_body(self, message: HttpBody) -> Turn:
+    def _on_response_body(self, message: HttpBody) -> Reply:
         self._check_answered()
         pieces: Iterator[CommonResponse] = iter([CommonResponse()])
         if self._response_mode == ProcessingMode.FULL_DUPLEX_STREAMED:
             pieces = _pieces(message.body, ends=message.end_of_stream)
         responses = [ProcessingResponse(response_body=BodyResponse(response=piece)) for piece in pieces]
-        return Turn(responses, output=message.body, ended=message.end_of_stream)
+        return Reply(responses, output=message.body, ended=message.end_of_stream)
 
     def _check_answered(self) -> None:
         if not self._is_answered:

@@ -32,7 +32,7 @@ from quire_router.api.rpc.context import Context, client_may_leave
 from quire_router.api.rpc.grpc_server import CallLimits, bind, connection_options, server_options
 from quire_router.api.rpc.interceptors import CallLimitInterceptor, MessageTimeoutInterceptor
 from quire_router.api.service import ApiService, counting_rejections, new_request_id
-from quire_router.picker.exchange import Exchange, HttpRequest, ProtocolError, Turn
+from quire_router.picker.exchange import Exchange, HttpRequest, ProtocolError, Reply
 from quire_router.picker.picker import EndpointPicker, GatewayLeftError, Pick
 
 log = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class Processor(ExternalProcessorServicer):
         exchange, request_id = Exchange(self._limits.max_body_bytes), new_request_id()
         try:
             with ExitStack() as resources:
-                turn = exchange.receive(await self._in_time(stream.read))
+                reply = exchange.receive(await self._in_time(stream.read))
                 path = api_path(exchange.path)
                 name = f"ext_proc {path or 'other'}"
                 headers = dict(exchange.headers)
@@ -183,7 +183,7 @@ class Processor(ExternalProcessorServicer):
                     caller = self._picker.authenticate(exchange.values)
                 body = resources.enter_context(self._service.bodies.reserve_incoming(caller.tenant, 0))
                 exchange.reserve = body.reserve
-                request = await self._receive_request(stream, exchange, turn)
+                request = await self._receive_request(stream, exchange, reply)
                 if request.body is None:
                     endpoints = [self._picker.pick_any(request)]
                     await stream.write(exchange.send_to(endpoints, removed=self._picker.removed_headers))
@@ -200,12 +200,12 @@ class Processor(ExternalProcessorServicer):
             log.exception("request %s failed", request_id)
             await self._refuse(stream, exchange, internal(), request_id)
 
-    async def _receive_request(self, stream: "_Stream", exchange: Exchange, turn: Turn) -> HttpRequest:
+    async def _receive_request(self, stream: "_Stream", exchange: Exchange, reply: Reply) -> HttpRequest:
         """Returns the request when it is complete. Raises ``HttpError`` if it does not come in time."""
-        while turn.request is None:
-            await stream.write(turn.responses)
-            turn = exchange.receive(await self._in_time(stream.read))
-        return turn.request
+        while reply.request is None:
+            await stream.write(reply.responses)
+            reply = exchange.receive(await self._in_time(stream.read))
+        return reply.request
 
     async def _in_time(self, read: Callable[[], Awaitable[ProcessingRequest]]) -> ProcessingRequest:
         seconds = self._limits.client_timeout
@@ -239,18 +239,18 @@ class Processor(ExternalProcessorServicer):
                 message = await stream.read()
             except GatewayLeftError:
                 return
-            turn = exchange.receive(message)
-            has_ended = turn.ended
+            reply = exchange.receive(message)
+            has_ended = reply.ended
             if pick is not None:
                 if exchange.status and not has_begun:
                     has_begun = True
                     is_stream, served = exchange.is_event_stream, exchange.served
                     pick.on_response(exchange.status, is_event_stream=is_stream, served=served)
-                if turn.output:
-                    pick.on_output(turn.output)
+                if reply.output:
+                    pick.on_output(reply.output)
                 if has_ended:
                     pick.on_end()
-            await stream.write(turn.responses)
+            await stream.write(reply.responses)
 
     async def _refuse(
         self, stream: "_Stream", exchange: Exchange, error: HttpError | QuireError, request_id: str

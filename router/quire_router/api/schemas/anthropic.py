@@ -279,7 +279,7 @@ _UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
 }
 
 
-class ConversationBody(StrictModel):
+class MessagesBody(StrictModel):
     """What a request to answer a conversation and one to count its tokens have in common."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = _UNSUPPORTED
@@ -319,7 +319,7 @@ class ConversationBody(StrictModel):
         }
 
 
-class MessagesRequest(SamplingBody, ConversationBody):
+class MessagesRequest(SamplingBody, MessagesBody):
     """The body of ``POST /v1/messages``. Besides Anthropic's fields it has the sampling parameters of chats, and some
     more of theirs (``FIELDS_OF_EXECUTION``).
     """
@@ -367,7 +367,7 @@ class MessagesRequest(SamplingBody, ConversationBody):
         return ResponseFormat(type="json_schema", json_schema=schema)
 
 
-class CountTokensRequest(ConversationBody):
+class CountTokensRequest(MessagesBody):
     """The body of ``POST /v1/messages/count_tokens``. What else a request to answer the conversation has does not
     change its tokens, and is ignored.
     """
