@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from quire_engine.core.block_pool import KVCacheConfig
+from quire_engine.core.block_table import BlockTable, CachedBlocks
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.engine_core import EngineCore
-from quire_engine.core.kv_cache_manager import BlockTable, CachedBlock, KVCacheManager
+from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.outputs import EngineCoreOutput, SchedulerStats
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler
@@ -79,7 +80,7 @@ class EmbeddingCacheManager(KVCacheManager):
         """Whether either pool has the block."""
         return self._find_cached(block_hash) is not None
 
-    def get_cached_blocks(self, table: BlockTable, token_ids: Sequence[int]) -> list[CachedBlock]:
+    def get_cached_blocks(self, table: BlockTable, token_ids: Sequence[int]) -> list[CachedBlocks]:
         """As the core's, after naming the table's blocks."""
         if not table.block_hashes:
             table.block_hashes += self._jobs[token_ids[0]].plan.block_hashes

@@ -11,8 +11,9 @@ from typing import get_args
 
 from quire_engine.config import Policy
 from quire_engine.core.block_pool import KVCacheConfig
+from quire_engine.core.block_table import BlockTable
 from quire_engine.core.config import SchedulerConfig
-from quire_engine.core.kv_cache_manager import BlockTable, KVCacheManager
+from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput

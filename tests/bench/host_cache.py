@@ -10,7 +10,8 @@ import random
 from collections.abc import Callable, Iterator
 
 from quire_engine.core.block_pool import BlockCopy, KVCacheConfig
-from quire_engine.core.kv_cache_manager import BlockTable, KVCacheManager
+from quire_engine.core.block_table import BlockTable
+from quire_engine.core.kv_cache_manager import KVCacheManager
 
 BLOCK, DEVICE, HOST = 16, 1000, 500
 REQUESTS = 3000

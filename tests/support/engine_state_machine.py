@@ -8,7 +8,7 @@ from random import Random
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from quire_engine.core.block_pool import BlockStored, KVCacheConfig
+from quire_engine.core.block_pool import BlockStored, KVCacheConfig, KVCacheGroup
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.engine_core import AbortRequest, AddRequest, EngineCore, EngineCoreOutputs
 from quire_engine.core.executor import Rates
@@ -28,6 +28,8 @@ from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor, expected_bea
 
 EOS = 7
 MAX_MODEL_LEN = 40
+# Of each group of layers; a model has one group more often than any other number.
+WINDOWS = [(None,), (None,), (None,), (None, 5), (None, 2, 9), (None, None, 4), (3, 8), (6,), (None, 1, 30)]
 LORAS = [LoRARequest(name, number, name, name.encode()) for number, name in enumerate("xyz", 1)]
 TOO_SHORT = 1e-12  # seconds; prompts get the least, however long steps take
 
@@ -97,6 +99,7 @@ class EngineStateMachine(RuleBasedStateMachine):
         disk_slots=st.sampled_from([0, 5, 40]),
         disk_seed=st.integers(0, 1 << 16),
         disk_fails=st.sampled_from([0.0, 0.0, 0.01]),
+        windows=st.sampled_from(WINDOWS),
     )
     def start(
         self,
@@ -117,8 +120,13 @@ class EngineStateMachine(RuleBasedStateMachine):
         disk_slots,
         disk_seed,
         disk_fails,
+        windows,
     ):
-        capacity = KVCacheConfig(block_size, 1 + pool_tokens // block_size, host_blocks, block_bytes=100)
+        if self.num_stages > 1 or batching == "static" or disk_slots:
+            windows = (None,)
+        groups = tuple(KVCacheGroup(window) for window in windows)
+        num_blocks = len(windows) * (pool_tokens // block_size)
+        capacity = KVCacheConfig(block_size, 1 + num_blocks, host_blocks, 100, groups, max_step_tokens=2 * budget)
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -152,7 +160,7 @@ class EngineStateMachine(RuleBasedStateMachine):
         self.decoding: set[int] = set()
         self.sampled: set[int] = set()
         self.freed: set[int] = set()
-        self.limit = min(MAX_MODEL_LEN, self.memory.device_pool.num_blocks * block_size)
+        self.limit = min(MAX_MODEL_LEN, capacity.usable_tokens)
 
     def make_executor(self, capacity: KVCacheConfig) -> PagedExecutor:
         return CheckedExecutor(capacity, self.check_scheduler_output)
@@ -305,12 +313,14 @@ class EngineStateMachine(RuleBasedStateMachine):
         if not hasattr(self, "memory"):
             return
         self.memory.check_integrity()
-        referenced = [b for queue in self.queues() for s in queue for b in s.table.block_ids]
+        groups = [group for queue in self.queues() for s in queue for group in s.table.groups]
+        referenced = [block for group in groups for block in group.block_ids[group.num_skipped :]]
+        assert not any(any(group.block_ids[: group.num_skipped]) for group in groups)
         for block_id in set(referenced):
             assert referenced.count(block_id) == self.memory.device_pool._ref_counts[block_id]
         in_use = self.memory.device_pool.num_blocks - self.memory.device_pool.num_free
         assert in_use == len(set(referenced)), "a block in use is in no sequence's table"
-        on_host = [b for queue in self.queues() for s in queue for b in s.table.host_block_ids]
+        on_host = [block for group in groups for block in group.host_block_ids]
         disk = self.memory.disk
         transferred = disk.held_host_blocks if disk is not None else []
         assert self.memory.host_pool.num_blocks - self.memory.host_pool.num_free == len({*on_host, *transferred})
@@ -404,7 +414,7 @@ class EngineStateMachine(RuleBasedStateMachine):
         if params.beam_width:
             own = self.memory.num_blocks_for(params.max_tokens) + 2
             num_blocks = prompt // self.memory.block_size + params.beam_width * own
-            blocks_suffice = num_blocks <= self.memory.device_pool.num_blocks
+            blocks_suffice = num_blocks * self.memory.num_groups <= self.memory.device_pool.num_blocks
             return fits and blocks_suffice and params.beam_width <= self.scheduler.config.max_num_seqs
         return fits and params.n <= self.scheduler.config.max_num_seqs
 

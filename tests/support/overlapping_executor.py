@@ -238,6 +238,7 @@ def as_given(scheduler_output: SchedulerOutput) -> SchedulerOutput:
             chunk,
             token_ids=[*chunk.token_ids],
             block_ids=[*chunk.block_ids],
+            other_block_ids=[[*table] for table in chunk.other_block_ids],
             prompt_logprob_targets=[*chunk.prompt_logprob_targets],
         )
         for chunk in scheduler_output.chunks

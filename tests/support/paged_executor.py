@@ -1,8 +1,9 @@
 """An executor over paged memory of tokens instead of tensors: it notices any block that does not hold what it should.
 
-Each slot remembers the whole prefix up to its token (as a running hash) and the adapter, so that reading a block which
-was overwritten, never computed, or copied to the wrong place is found at once. The next token is a pure function of the
-prefix and the seed, so the right output of any request is known without running a scheduler.
+Each slot remembers the whole prefix up to its token (as a running hash), the group of layers and the adapter, so that
+reading a block which was overwritten, never computed, given up, or copied to the wrong place is found at once. The next
+token is a pure function of the prefix and the seed, so the right output of any request is known without running a
+scheduler.
 """
 
 from collections.abc import Callable, Iterable
@@ -114,11 +115,13 @@ class PagedExecutor:
     def compute(self, chunk: ScheduledChunk, model_output: ModelOutput) -> bytes:
         """Fills the chunk's slots; returns the prefix that ends in it."""
         adapter = b"" if chunk.lora is None else chunk.lora.lora_name.encode()
-        prefix = self._read(chunk.block_ids, chunk.start, adapter)
+        tables = self._tables(chunk)
+        (prefix,) = {self._read(table, number, chunk.start, adapter) for number, table in enumerate(tables)} - {None}
         for position, token_id in enumerate(chunk.token_ids, chunk.start):
             parent, prefix = prefix, digest(prefix, token_id)
             self.parents[prefix] = parent
-            self._write(chunk.block_ids, position, prefix + adapter)
+            for number, table in enumerate(tables):
+                self._write(table, position, prefix + bytes((number,)) + adapter)
         if chunk.prompt_logprob_targets:
             pairs = zip(chunk.prompt_logprob_targets, range(chunk.start, chunk.end), strict=False)
             told = [TokenLogprobs(float(position + 1), ((token_id, 0.0),)) for token_id, position in pairs]
@@ -136,8 +139,9 @@ class PagedExecutor:
 
     def spoil(self, chunk: ScheduledChunk) -> None:
         """Leaves in the chunk's slots what no token is."""
-        for position in range(chunk.start, chunk.end):
-            self._write(chunk.block_ids, position, b"spoilt")
+        for table in self._tables(chunk):
+            for position in range(chunk.start, chunk.end):
+                self._write(table, position, b"spoilt")
 
     def draw(
         self, sample_request: SampleRequest, token_ids: list[int], prefix: bytes, model_output: ModelOutput
@@ -153,14 +157,29 @@ class PagedExecutor:
         if sample_request.params.wants_logprobs:
             model_output.logprobs[sample_request.sequence_id] = TokenLogprobs(logprob(prefix, token_id))
 
-    def _read(self, block_ids: list[int], length: int, adapter: bytes) -> bytes:
-        """The prefix of ``length`` tokens, after every slot of it was held against the tokens that led there."""
-        size = self.kv_cache_config.block_size
-        previous = b""
-        for position in range(length):
-            slot = self.device[block_ids[position // size]][position % size]
-            assert self.parents.get(slot[:DIGEST_BYTES]) == previous, f"token {position} is not what was computed there"
-            assert slot[DIGEST_BYTES:] == adapter, f"token {position} was computed with another adapter"
+    def _tables(self, chunk: ScheduledChunk) -> list[list[int]]:
+        tables = [chunk.block_ids, *chunk.other_block_ids]
+        assert len(tables) == len(self.kv_cache_config.groups), "not every group of layers has a table"
+        assert len({len(table) for table in tables}) == 1, "the groups' tables differ in length"
+        return tables
+
+    def _read(self, block_ids: list[int], number: int, length: int, adapter: bytes) -> bytes | None:
+        """The prefix of ``length`` tokens, after every slot of it that the group sees was held against the tokens that
+        led there. None if it sees none of them.
+        """
+        size, window = self.kv_cache_config.block_size, self.kv_cache_config.groups[number].window
+        first = 0 if window is None else max(0, length + 1 - window)
+        previous: bytes | None = None if first else b""
+        for position in range(first, length):
+            block_id = block_ids[position // size]
+            assert block_id != 0, f"token {position} was given up, and is read"
+            slot = self.device[block_id][position % size]
+            parent = self.parents.get(slot[:DIGEST_BYTES])
+            is_right = parent is not None if previous is None else parent == previous
+            assert is_right, f"token {position} is not what was computed there"
+            assert slot[DIGEST_BYTES:] == bytes((number,)) + adapter, (
+                f"token {position} is another group's or adapter's"
+            )
             previous = slot[:DIGEST_BYTES]
         return previous
 

@@ -20,8 +20,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import count
 from typing import TYPE_CHECKING
 
+from quire_engine.core.block_table import CachedBlocks
 from quire_engine.core.executor import Rates
-from quire_engine.core.kv_cache_manager import CachedBlock, KVCacheManager
+from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.kv_disk import DiskGate
 from quire_engine.core.lora import LoRAGate, LoRAStats
 from quire_engine.core.outputs import SchedulerStats
@@ -296,7 +297,7 @@ class BatchScheduler:
         if beside_others or not can_take_drafts(running):
             return {}
         sequences = [each for each in running if not each.table.tail_shared and each.group.beam_search is None]
-        blocks = self._kv_cache_manager.device_pool.num_free - len(self.running)
+        blocks = self._kv_cache_manager.device_pool.num_free // self._kv_cache_manager.num_groups - len(self.running)
         room = min(budget.tokens - len(self.running), blocks * self._kv_cache_manager.block_size)
         return self.speculator.propose(sequences, room) if room > 0 else {}
 
@@ -345,6 +346,8 @@ class BatchScheduler:
         token_ids = known[start:end] or [PLACEHOLDER_TOKEN_ID]
         sample_requests = sequence.sample_requests if end >= len(known) else ()
         chunk = ScheduledChunk(sequence.id, token_ids, start, sequence.table.block_ids, sample_requests)
+        if sequence.table.others:
+            chunk.other_block_ids = [other.block_ids for other in sequence.table.others]
         chunk.lora = sequence.group.request.lora
         chunk.pooling = sequence.group.request.pooling
         chunk.is_last = chunk.pooling is not None and end >= len(known)
@@ -476,7 +479,9 @@ class BatchScheduler:
             self._preempt(victim, scheduler_output)
         return True
 
-    def _cached_blocks_if_fits(self, sequence: Sequence, scheduler_output: SchedulerOutput) -> list[CachedBlock] | None:
+    def _cached_blocks_if_fits(
+        self, sequence: Sequence, scheduler_output: SchedulerOutput
+    ) -> list[CachedBlocks] | None:
         """The cached blocks of a sequence that can be admitted now; None if it has to wait.
 
         There must be room for all known tokens, though a step may compute only some of them: a prompt that is admitted
@@ -523,7 +528,7 @@ class BatchScheduler:
             return 0
         return self._best_effort_reserve if sequence.best_effort else self._watermark
 
-    def _admit(self, sequence: Sequence, hits: list[CachedBlock]) -> None:
+    def _admit(self, sequence: Sequence, hits: list[CachedBlocks]) -> None:
         group = sequence.group
         if group.admission_index is None:
             group.admission_index = self._num_admitted
@@ -538,7 +543,7 @@ class BatchScheduler:
         )
         self.start(sequence)
 
-    def _record_admission(self, sequence: Sequence, hits: list[CachedBlock], step: int) -> None:
+    def _record_admission(self, sequence: Sequence, hits: list[CachedBlocks], step: int) -> None:
         """Counts what a sequence that is admitted for the first time found in the prefix cache."""
         sequence.timings.admitted = self._clock()
         sequence.timings.first_step = step

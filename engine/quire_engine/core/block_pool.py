@@ -176,21 +176,67 @@ def _ignore(event: KVCacheEvent) -> None:
     del event
 
 
+NULL_BLOCK = 0
+"""The device block that stands in a table for one that was given up, and that is never given to a sequence."""
+UNBOUNDED_TOKENS = 1 << 40
+"""What one sequence can hold where all layers have windows."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheGroup:
+    """Layers that share the blocks of a sequence: a token sees the last ``window`` tokens in them, itself included, or
+    all if that is None (vLLM's ``KVCacheGroupSpec``).
+    """
+
+    window: int | None = None
+
+    def first_block(self, num_computed_tokens: int, block_size: int) -> int:
+        """The first block that tokens behind the first ``num_computed_tokens`` see anything of."""
+        return 0 if self.window is None else max(0, num_computed_tokens + 1 - self.window) // block_size
+
+
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """Blocks that there is memory for, as the executor that owns the memory decided. Device block 0 is the null page,
-    never given to a sequence. ``block_bytes`` is what one block takes, in either pool.
+    """Blocks that there is memory for, as the executor that owns the memory decided. Device block 0 is the null block.
+    ``block_bytes`` is what one block takes, in either pool.
+
+    A block is of one of the ``groups`` of layers, most often of the only one: a sequence has as many block tables. Of
+    one sequence, steps in flight compute up to ``max_step_tokens`` tokens, whose windows are held together.
     """
 
     block_size: int
     device_blocks: int
     host_blocks: int
     block_bytes: int = 1
+    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(),)
+    max_step_tokens: int = 1
+
+    def max_blocks(self, num_tokens: int) -> int:
+        """Device blocks that a sequence holds at most at any time until it has ``num_tokens``."""
+        whole = -(-num_tokens // self.block_size)
+        return sum(min(whole, most) for most in self._max_blocks_of_groups())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens for which there are device blocks where no window has left any."""
+        return (self.device_blocks - 1) // len(self.groups) * self.block_size
 
     @property
     def usable_tokens(self) -> int:
         """Tokens that one sequence can hold when it is alone."""
-        return (self.device_blocks - 1) * self.block_size
+        left, length = self.device_blocks - 1, 0
+        bounds = sorted(self._max_blocks_of_groups())
+        for number, bound in enumerate(bounds):  # so many groups need no more blocks as the sequence grows
+            growing = len(bounds) - number
+            if bound == UNBOUNDED_TOKENS or (bound - length) * growing > left:
+                return (length + left // growing) * self.block_size
+            left, length = left - (bound - length) * growing, bound
+        return UNBOUNDED_TOKENS
+
+    def _max_blocks_of_groups(self) -> list[int]:
+        """That of each group. What a window holds may begin and end within a block."""
+        held = [None if group.window is None else group.window - 1 + self.max_step_tokens for group in self.groups]
+        return [UNBOUNDED_TOKENS if tokens is None else -(-tokens // self.block_size) + 1 for tokens in held]
 
 
 @dataclass(frozen=True, slots=True)

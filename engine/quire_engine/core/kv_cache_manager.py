@@ -9,17 +9,22 @@ was decided when, a host block that is to be read is held until the step is sche
 can be written over it meanwhile. On the device nothing needs holding: only sequences that have no chunk in the step yet
 are preempted, so no block that the step writes is freed by it. Nor is anything held for a step that is in flight while
 the next one is scheduled: it is carried out first, copies and all.
+
+A sequence has a table for each group of layers, which most models have one of. All take their blocks from the same
+pools. Of layers with a window, blocks that it has left are given up as the sequence goes on, and a prefix is found
+where those that its end still sees are there: vLLM's hybrid KV cache manager, in one class.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from time import time_ns
-from typing import NamedTuple
 
-from quire_proto.hashing import ROOT, hash_block
+from quire_proto.hashing import HASH_BYTES
 
 from quire_engine.core.block_pool import (
+    NULL_BLOCK,
     BlockCopies,
     BlockCopy,
     BlockPool,
@@ -28,60 +33,8 @@ from quire_engine.core.block_pool import (
     KVCacheEvent,
     Tier,
 )
+from quire_engine.core.block_table import SKIPPED, BlockTable, CachedBlock, CachedBlocks, GroupTable, block_name
 from quire_engine.core.kv_disk import DiskContents, DiskTier
-
-
-@dataclass(slots=True)
-class BlockTable:
-    """The blocks that hold the tokens of one sequence, on the device or, while it is swapped out, on the host.
-
-    ``block_ids[i]`` holds tokens ``[i * block_size, (i + 1) * block_size)``; exactly one of the two lists is in
-    use.
-
-    ``block_hashes`` are the hashes of the sequence's full blocks as far as they were needed; they only ever grow,
-    because known tokens do not change. ``num_cached_blocks`` counts the blocks of the device table that were offered to
-    the pool under their name, and ``num_swapped_ahead`` those of them that ``swap_ahead`` has seen to. After a fork,
-    ``tail_shared`` says that the last block may be shared although it is not full. The sequence begins with
-    ``num_prompt_tokens`` and ends with ``max_tokens`` at most, which only memory that reserves needs to know.
-    """
-
-    extra_key: bytes
-    block_ids: list[int] = field(default_factory=list)
-    host_block_ids: list[int] = field(default_factory=list)
-    block_hashes: list[bytes] = field(default_factory=list)
-    num_cached_blocks: int = 0
-    num_swapped_ahead: int = 0
-    tail_shared: bool = False
-    num_prompt_tokens: int = 0
-    max_tokens: int = 0
-
-    def copy(self) -> "BlockTable":
-        """The same blocks for a sequence that is forked from this one; the caller adds the references."""
-        return BlockTable(
-            self.extra_key,
-            [*self.block_ids],
-            [],
-            [*self.block_hashes],
-            self.num_cached_blocks,
-            self.num_swapped_ahead,
-            self.tail_shared,
-            self.num_prompt_tokens,
-            self.max_tokens,
-        )
-
-    def extend_block_hashes(self, token_ids: Sequence[int], num_blocks: int, block_size: int) -> None:
-        """Computes names until there are ``num_blocks`` of them; all their tokens must be known."""
-        while len(self.block_hashes) < num_blocks:
-            start = len(self.block_hashes) * block_size
-            parent = self.block_hashes[-1] if self.block_hashes else ROOT
-            self.block_hashes.append(hash_block(parent, token_ids[start : start + block_size], self.extra_key))
-
-
-class CachedBlock(NamedTuple):
-    """A block that holds what is needed, and the pool that it is in."""
-
-    block_id: int
-    tier: Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +70,11 @@ class KVCacheManager:
         disk: DiskContents | None = None,
         clock: Callable[[], int] = time_ns,
     ) -> None:
+        self.capacity = capacity
         self.block_size = capacity.block_size
         self.block_bytes = capacity.block_bytes
+        self.num_groups = len(capacity.groups)
+        self._windows = [(number, group) for number, group in enumerate(capacity.groups) if group.window is not None]
         self.prefix_caching = prefix_caching
         self.host_caching = prefix_caching and host_caching and capacity.host_blocks > 0
         self._events: list[KVCacheEvent] = []
@@ -131,7 +87,7 @@ class KVCacheManager:
         self._reused_blocks: set[int] = set()
         self._evicted_after_one_use: OrderedDict[bytes, None] = OrderedDict()
         self._max_evicted_hashes = capacity.device_blocks + capacity.host_blocks
-        emit = self._events.append
+        emit = self._events.append if self.num_groups == 1 else self._emit_of_first_group
         on_evict = self._offload_evicted if self.host_caching else None
         self.device_pool = BlockPool(capacity.device_blocks, Tier.DEVICE, reserved=1, emit=emit, on_evict=on_evict)
         # Where nothing looks for prefixes in the host pool, its names are no news to a router.
@@ -143,61 +99,76 @@ class KVCacheManager:
         )
         self.disk: DiskTier | None = None
         if disk is not None and self.host_caching:
+            assert self.num_groups == 1, "blocks on disk are those of one group"
+            assert not self._windows, "blocks on disk are those of layers that see all tokens"
             self.disk = DiskTier(disk, self.device_pool, self.host_pool, clock=clock)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold ``num_tokens``."""
+        """Blocks of a group that hold ``num_tokens``."""
         return -(-num_tokens // self.block_size)
+
+    def new_table(self, extra_key: bytes) -> BlockTable:
+        """An empty table."""
+        return BlockTable(extra_key, others=tuple(GroupTable() for _ in range(1, self.num_groups)))
 
     # Finding and starting
 
-    def get_cached_blocks(self, table: BlockTable, token_ids: Sequence[int]) -> list[CachedBlock]:
+    def get_cached_blocks(self, table: BlockTable, token_ids: Sequence[int]) -> list[CachedBlocks]:
         """Blocks that already hold the longest prefix of ``token_ids``. At least one token is left to compute.
 
         They are only found, not taken: pass them to ``attach_cached_blocks`` before anything else changes.
         """
         if not self.prefix_caching:
             return []
-        hits: list[CachedBlock] = []
+        hits: list[CachedBlocks] = []
         for index in range((len(token_ids) - 1) // self.block_size):
             table.extend_block_hashes(token_ids, index + 1, self.block_size)
-            hit = self._find_cached(table.block_hashes[index])
-            if hit is None:
+            found = [
+                self._find_cached(block_name(table, number, index)) if group.window is None else SKIPPED
+                for number, group in enumerate(self.capacity.groups)
+            ]
+            if None in found:
                 break
-            hits.append(hit)
+            hits.append([hit for hit in found if hit is not None])
+        if self._windows:
+            self._find_in_windows(table, hits)
         return hits
 
-    def num_free_blocks_after(self, table: BlockTable, hits: Sequence[CachedBlock], num_tokens: int) -> int:
-        """Device blocks that stay free, below 0 if they do not suffice, when the table takes ``hits`` and grows to
-        ``num_tokens``.
+    def num_free_blocks_after(self, table: BlockTable, hits: Sequence[CachedBlocks], num_tokens: int) -> int:
+        """Device blocks that stay free at all times, below 0 if they do not suffice, when the table takes ``hits`` and
+        grows to ``num_tokens``.
         """
-        on_device = [hit.block_id for hit in hits if hit.tier is Tier.DEVICE]
+        on_device = [hit.block_id for hit in chain(*hits) if hit.tier is Tier.DEVICE and hit is not SKIPPED]
         revived = sum(self.device_pool.is_free(block_id) for block_id in on_device)
-        held = len(table.block_ids) + len(on_device)
-        return self.device_pool.num_free - revived - (self.num_blocks_for(num_tokens) - held)
+        held = table.num_held_blocks + len(on_device)
+        return self.device_pool.num_free - revived - (self.capacity.max_blocks(num_tokens) - held)
 
-    def attach_cached_blocks(self, table: BlockTable, hits: Sequence[CachedBlock]) -> int:
+    def attach_cached_blocks(self, table: BlockTable, hits: Sequence[CachedBlocks]) -> int:
         """Starts an empty table with the blocks that ``get_cached_blocks`` found; returns the tokens that they hold."""
         # All hits are taken before anything is allocated, which could be one of them.
-        for hit in hits:
-            (self.device_pool.incref if hit.tier is Tier.DEVICE else self._pin_host_block)(hit.block_id)
-        for index, hit in enumerate(hits):
-            is_there = hit.tier is Tier.DEVICE
-            table.block_ids.append(
-                hit.block_id if is_there else self._load_from_host(hit.block_id, table.block_hashes[index])
-            )
-        if self.host_caching:
-            self._reused_blocks.update(table.block_ids)
+        for hit in chain(*hits):
+            if hit is not SKIPPED:
+                (self.device_pool.incref if hit.tier is Tier.DEVICE else self._pin_host_block)(hit.block_id)
+        num_tokens = len(hits) * self.block_size
+        for number, group in enumerate(table.groups):
+            for index, hit in enumerate(blocks[number] for blocks in hits):
+                is_there = hit.tier is Tier.DEVICE
+                group.block_ids.append(
+                    hit.block_id if is_there else self._load_from_host(hit.block_id, block_name(table, number, index))
+                )
+            group.num_skipped = self.capacity.groups[number].first_block(num_tokens, self.block_size)
+            if self.host_caching:
+                self._reused_blocks.update(group.block_ids[group.num_skipped :])
         if self.disk is not None and hits:
             self.disk.on_reuse(table.block_hashes[: len(hits)])
         table.num_cached_blocks = len(hits)
-        return len(hits) * self.block_size
+        return num_tokens
 
-    def count_tiers(self, table: BlockTable, hits: Sequence[CachedBlock]) -> tuple[int, int]:
+    def count_tiers(self, table: BlockTable, hits: Sequence[CachedBlocks]) -> tuple[int, int]:
         """How many of the blocks that a request begins with were on the host, and how many of these had come from disk
         and were not used since.
         """
-        on_host = sum(hit.tier is Tier.HOST for hit in hits)
+        on_host = sum(any(hit.tier is Tier.HOST for hit in blocks) for blocks in hits)
         return on_host, 0 if self.disk is None else self.disk.count_loaded(table.block_hashes[: len(hits)])
 
     def load_from_disk(
@@ -237,8 +208,9 @@ class KVCacheManager:
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table of the same blocks. Whoever grows first gets a copy of a last block that is not full."""
-        for block_id in table.block_ids:
-            self.device_pool.incref(block_id)
+        for group in table.groups:
+            for block_id in group.block_ids[group.num_skipped :]:
+                self.device_pool.incref(block_id)
         table.tail_shared = True
         return table.copy()
 
@@ -248,23 +220,26 @@ class KVCacheManager:
         """Device blocks that it takes to compute ``[num_computed_tokens, num_tokens)`` into the table."""
         more = -(-num_tokens // self.block_size) - len(table.block_ids)
         parting = table.tail_shared and self._tail_is_shared(table, num_computed_tokens)
-        return more + parting if more > 0 else parting
+        return (more + parting if more > 0 else parting) * self.num_groups
 
     def allocate_slots(self, table: BlockTable, num_computed_tokens: int, num_tokens: int) -> None:
         """Lets tokens ``[num_computed_tokens, num_tokens)`` be computed into the table, whose last block becomes its
         own if others share it. The caller made sure that the blocks are there.
         """
         if table.tail_shared and self._tail_is_shared(table, num_computed_tokens):
-            self._copy_on_write(table, num_computed_tokens // self.block_size)
+            for group in table.groups:
+                self._copy_on_write(group, num_computed_tokens // self.block_size)
         while len(table.block_ids) * self.block_size < num_tokens:
-            table.block_ids.append(self.device_pool.allocate())
+            for group in table.groups:
+                group.block_ids.append(self.device_pool.allocate())
 
     def free_unused_blocks(self, table: BlockTable, num_computed_tokens: int) -> None:
         """Gives back the device blocks behind those that ``num_computed_tokens`` fill: they hold nothing but rejected
         drafts.
         """
         while len(table.block_ids) > self.num_blocks_for(num_computed_tokens):
-            self.device_pool.decref(table.block_ids.pop())
+            for group in table.groups:
+                self.device_pool.decref(group.block_ids.pop())
 
     def cache_full_blocks(self, table: BlockTable, token_ids: Sequence[int], num_computed_tokens: int) -> None:
         """Makes the blocks that ``num_computed_tokens`` tokens fill findable by later requests."""
@@ -272,31 +247,53 @@ class KVCacheManager:
         if not self.prefix_caching or full <= table.num_cached_blocks:
             return
         table.extend_block_hashes(token_ids, full, self.block_size)
-        for index in range(table.num_cached_blocks, full):
-            self.device_pool.cache_block(table.block_ids[index], table.block_hashes[index])
+        for number, group in enumerate(table.groups):
+            for index in range(max(table.num_cached_blocks, group.num_skipped), full):
+                self.device_pool.cache_block(group.block_ids[index], block_name(table, number, index))
         table.num_cached_blocks = full
+
+    def remove_skipped_blocks(self, table: BlockTable, num_computed_tokens: int) -> None:
+        """Gives up the blocks that no window reaches from behind ``num_computed_tokens``. To be called after
+        ``cache_full_blocks``, so that others find them until the pool needs the room; and once these tokens have been
+        computed, as a step that failed may be run again.
+        """
+        for number, spec in self._windows:
+            group = table.groups[number]
+            first = spec.first_block(num_computed_tokens, self.block_size)
+            for index in range(group.num_skipped, first):
+                self.device_pool.decref(group.block_ids[index])
+                group.block_ids[index] = NULL_BLOCK
+            group.num_skipped = max(group.num_skipped, first)
 
     # Swapping
 
-    def can_swap_out(self, num_computed_tokens: int) -> bool:
+    def can_swap_out(self, table: BlockTable, num_computed_tokens: int) -> bool:
         """Whether the host pool has room for all computed blocks; its free blocks with a name count as room."""
-        return 0 < self.num_blocks_for(num_computed_tokens) <= self.host_pool.num_free
+        return 0 < self._num_computed_blocks(table, num_computed_tokens) <= self.host_pool.num_free
 
     def swap_cost(self, table: BlockTable, num_computed_tokens: int) -> SwapCost:
         """What it costs to take the table off the device, either way. Blocks that others hold, and those that the host
         has already, are cached.
         """
-        blocks = self.num_blocks_for(num_computed_tokens)
-        on_host = cached = reloaded = 0
-        for index in range(table.num_cached_blocks):
-            is_on_host = self._is_on_host(table.block_hashes[index])
-            on_host += is_on_host
-            is_shared = self.device_pool.is_shared(table.block_ids[index])
-            if cached == index and (is_shared or (is_on_host and self.host_caching)):
-                cached += 1
-                reloaded += not is_shared
+
+        def outlives(number: int, index: int) -> bool:
+            is_on_host = self.host_caching and self._is_on_host(block_name(table, number, index))
+            return is_on_host or self._is_held_by_others(table, number, index)
+
+        full_groups = [number for number, spec in enumerate(self.capacity.groups) if spec.window is None]
+        cached = 0
+        while cached < table.num_cached_blocks and all(outlives(number, cached) for number in full_groups):
+            cached += 1
+        cached = self._longest_prefix(cached, outlives)
+        on_host = reloaded = 0
+        for number, group in enumerate(table.groups):
+            first = self.capacity.groups[number].first_block(cached * self.block_size, self.block_size)
+            for index in range(group.num_skipped, table.num_cached_blocks):
+                on_host += self._is_on_host(block_name(table, number, index))
+            reloaded += sum(not self._is_held_by_others(table, number, index) for index in range(first, cached))
         return SwapCost(
-            bytes_to_move=(2 * blocks - on_host - reloaded) * self.block_bytes,
+            bytes_to_move=(2 * self._num_computed_blocks(table, num_computed_tokens) - on_host - reloaded)
+            * self.block_bytes,
             uncached_tokens=max(0, num_computed_tokens - cached * self.block_size),
         )
 
@@ -306,11 +303,13 @@ class KVCacheManager:
         A full block that the host pool holds already is taken from there and not copied.
         """
         before = len(self._pending_copies.blocks_to_swap_out)
-        for index, source in enumerate(table.block_ids[: self.num_blocks_for(num_computed_tokens)]):
-            target, is_new = self._host_block(table, index)
-            table.host_block_ids.append(target)
-            if is_new:
-                self._pending_copies.blocks_to_swap_out.append(BlockCopy(source, target))
+        self.remove_skipped_blocks(table, num_computed_tokens)  # a step in flight may still read them: it runs before
+        for number, group in enumerate(table.groups):
+            for index in range(group.num_skipped, self.num_blocks_for(num_computed_tokens)):
+                target, is_new = self._host_block(table, number, index)
+                group.host_block_ids.append(target)
+                if is_new:
+                    self._pending_copies.blocks_to_swap_out.append(BlockCopy(group.block_ids[index], target))
         self._release_device(table)
         return len(self._pending_copies.blocks_to_swap_out) - before
 
@@ -324,21 +323,24 @@ class KVCacheManager:
         before = len(self._pending_copies.blocks_to_swap_ahead)
         while table.num_swapped_ahead < table.num_cached_blocks and limit and self.host_pool.num_free:
             index = table.num_swapped_ahead
-            if not self._is_on_host(table.block_hashes[index]):
+            for number, group in enumerate(table.groups):
+                name = block_name(table, number, index)
+                if index < group.num_skipped or self._is_on_host(name) or not (limit and self.host_pool.num_free):
+                    continue
                 target = self.host_pool.allocate()
-                self.host_pool.cache_block(target, table.block_hashes[index])
+                self.host_pool.cache_block(target, name)
                 self._pinned_host_blocks.append(target)
                 self._unused_ahead.add(target)
-                self._pending_copies.blocks_to_swap_ahead.append(BlockCopy(table.block_ids[index], target))
+                self._pending_copies.blocks_to_swap_ahead.append(BlockCopy(group.block_ids[index], target))
                 limit -= 1
             table.num_swapped_ahead += 1
         return len(self._pending_copies.blocks_to_swap_ahead) - before
 
     def num_blocks_needed_to_swap_in(self, table: BlockTable, num_tokens: int) -> int:
         """Free device blocks that ``swap_in`` and an ``allocate_slots`` to ``num_tokens`` would take."""
-        found = [self._device_block(table, index) for index in range(len(table.host_block_ids))]
+        found = chain(*self._blocks_still_on_device(table))
         in_use = sum(block_id is not None and not self.device_pool.is_free(block_id) for block_id in found)
-        return self.num_blocks_for(num_tokens) - in_use
+        return self._num_computed_blocks(table, num_tokens) - in_use
 
     def swap_in(self, table: BlockTable) -> int:
         """Moves the table back to the device; returns how many blocks are copied for that.
@@ -347,19 +349,18 @@ class KVCacheManager:
         contents of full blocks under their names until it needs the room.
         """
         before = len(self._pending_copies.blocks_to_swap_in)
-        found = [self._device_block(table, index) for index in range(len(table.host_block_ids))]
-        for block_id in found:
+        found = self._blocks_still_on_device(table)
+        for block_id in chain(*found):
             if block_id is not None:
                 self.device_pool.incref(block_id)
-        for index, source in enumerate(table.host_block_ids):
-            block_id = found[index]
-            if block_id is None:
-                block_id = self._load_from_host(
-                    source, table.block_hashes[index] if index < table.num_cached_blocks else None
-                )
-            table.block_ids.append(block_id)
-        self._pinned_host_blocks += table.host_block_ids
-        table.host_block_ids.clear()
+        for number, group in enumerate(table.groups):
+            group.block_ids += [NULL_BLOCK] * group.num_skipped
+            for block_id, source in zip(found[number], group.host_block_ids, strict=True):
+                index = len(group.block_ids)
+                name = block_name(table, number, index) if index < table.num_cached_blocks else None
+                group.block_ids.append(self._load_from_host(source, name) if block_id is None else block_id)
+            self._pinned_host_blocks += group.host_block_ids
+            group.host_block_ids.clear()
         return len(self._pending_copies.blocks_to_swap_in) - before
 
     # Ending
@@ -368,6 +369,8 @@ class KVCacheManager:
         """Gives back every block that the table holds, in either pool."""
         self._release_device(table)
         self._release_host(table)
+        for group in table.groups:
+            group.num_skipped = 0
 
     def plan_stores(self, max_copies: int) -> None:
         """Has blocks stored on disk that are to be kept there, of which up to ``max_copies`` are copied to the host for
@@ -396,8 +399,9 @@ class KVCacheManager:
         return events
 
     def stored_blocks(self) -> list[BlockStored]:
-        """Everything that can be hit, in both tiers."""
-        return self.device_pool.stored_blocks() + (self.host_pool.stored_blocks() if self.host_caching else [])
+        """Everything that events tell of, in both tiers."""
+        stored = self.device_pool.stored_blocks() + (self.host_pool.stored_blocks() if self.host_caching else [])
+        return stored if self.num_groups == 1 else [each for each in stored if _is_of_first_group(each)]
 
     def check_integrity(self) -> None:
         """Asserts the integrity of both pools."""
@@ -408,12 +412,46 @@ class KVCacheManager:
 
     # Inside
 
+    def _emit_of_first_group(self, event: KVCacheEvent) -> None:
+        """Routers hear of one block for each of a prompt's, that of the first group: it sees all tokens if any does.
+        What they find there is the most that a request can begin with.
+        """
+        if _is_of_first_group(event):
+            self._events.append(event)
+
     def _find_cached(self, name: bytes) -> CachedBlock | None:
         block_id = self.device_pool.get_cached_block(name)
         if block_id is not None:
             return CachedBlock(block_id, Tier.DEVICE)
         block_id = self.host_pool.get_cached_block(name) if self.host_caching else None
         return None if block_id is None else CachedBlock(block_id, Tier.HOST)
+
+    def _find_in_windows(self, table: BlockTable, hits: list[CachedBlocks]) -> None:
+        """Cuts ``hits`` to what the groups with windows have too, and adds their blocks."""
+
+        def find(number: int, index: int) -> CachedBlock | None:
+            return self._find_cached(block_name(table, number, index))
+
+        num_blocks = self._longest_prefix(len(hits), lambda number, index: find(number, index) is not None)
+        del hits[num_blocks:]
+        for number, spec in self._windows:
+            for index in range(spec.first_block(num_blocks * self.block_size, self.block_size), num_blocks):
+                hit = find(number, index)
+                assert hit is not None
+                hits[index][number] = hit
+
+    def _longest_prefix(self, num_blocks: int, is_there: Callable[[int, int], bool]) -> int:
+        """The most blocks, up to ``num_blocks``, behind which windows reach only such blocks as ``is_there`` says of,
+        by group and index. From the right, as vLLM looks for it: what lacks a block lacks it behind all that follow.
+        """
+        while gaps := [
+            index
+            for number, spec in self._windows
+            for index in range(spec.first_block(num_blocks * self.block_size, self.block_size), num_blocks)
+            if not is_there(number, index)
+        ]:
+            num_blocks = min(gaps)
+        return num_blocks
 
     def _pin_host_block(self, host_block_id: int) -> None:
         self.host_pool.incref(host_block_id)
@@ -453,24 +491,36 @@ class KVCacheManager:
             self.disk.on_host_eviction(name)
 
     def _tail_is_shared(self, table: BlockTable, num_computed_tokens: int) -> bool:
-        """Whether the next token would be written into a block that others hold too."""
+        """Whether the next token would be written into a block that others hold too. It is so in all groups."""
         index = num_computed_tokens // self.block_size
         table.tail_shared = index < len(table.block_ids) and self.device_pool.is_shared(table.block_ids[index])
         return table.tail_shared
 
-    def _copy_on_write(self, table: BlockTable, index: int) -> None:
+    def _copy_on_write(self, group: GroupTable, index: int) -> None:
         """Copy on write: gives the table a block of its own in place of a shared one."""
-        shared, own = table.block_ids[index], self.device_pool.allocate()
+        shared, own = group.block_ids[index], self.device_pool.allocate()
         self._pending_copies.blocks_to_copy.append(BlockCopy(shared, own))
-        table.block_ids[index] = own
+        group.block_ids[index] = own
         self.device_pool.decref(shared)
+
+    def _num_computed_blocks(self, table: BlockTable, num_computed_tokens: int) -> int:
+        """Blocks of all groups that hold what is needed of ``num_computed_tokens``."""
+        return sum([self.num_blocks_for(num_computed_tokens) - group.num_skipped for group in table.groups])
 
     def _is_on_host(self, name: bytes) -> bool:
         return self.host_pool.get_cached_block(name) is not None
 
-    def _host_block(self, table: BlockTable, index: int) -> tuple[int, bool]:
+    def _is_held_by_others(self, table: BlockTable, number: int, index: int) -> bool:
+        """Whether others than the table hold its block ``index``, which it may have given up."""
+        group = table.groups[number]
+        if index >= group.num_skipped:
+            return self.device_pool.is_shared(group.block_ids[index])
+        found = self.device_pool.get_cached_block(block_name(table, number, index))
+        return found is not None and not self.device_pool.is_free(found)
+
+    def _host_block(self, table: BlockTable, number: int, index: int) -> tuple[int, bool]:
         """A referenced host block for block ``index``, and whether its contents must be copied."""
-        name = table.block_hashes[index] if index < table.num_cached_blocks else None
+        name = block_name(table, number, index) if index < table.num_cached_blocks else None
         found = self.host_pool.get_cached_block(name) if name is not None else None
         if found is not None:
             self.host_pool.incref(found)
@@ -483,18 +533,33 @@ class KVCacheManager:
             self.host_pool.cache_block(block_id, name)
         return block_id, True
 
-    def _device_block(self, table: BlockTable, index: int) -> int | None:
-        """The device block that still holds block ``index`` of a swapped table."""
-        return self.device_pool.get_cached_block(table.block_hashes[index]) if index < table.num_cached_blocks else None
+    def _blocks_still_on_device(self, table: BlockTable) -> list[list[int | None]]:
+        """For each group of a swapped table, and each of its host blocks, the device block that still holds it."""
+        found: list[list[int | None]] = []
+        for number, group in enumerate(table.groups):
+            names = [
+                block_name(table, number, index) if index < table.num_cached_blocks else None
+                for index in range(group.num_skipped, group.num_skipped + len(group.host_block_ids))
+            ]
+            found.append([None if name is None else self.device_pool.get_cached_block(name) for name in names])
+        return found
 
     def _release_device(self, table: BlockTable) -> None:
         # Tail first: a prefix is worth more than what follows it, and the free order evicts the longest free first.
-        for block_id in reversed(table.block_ids):
-            self.device_pool.decref(block_id)
-        table.block_ids.clear()
+        for blocks in zip(*[reversed(group.block_ids) for group in table.groups], strict=True):
+            for block_id in blocks:
+                if block_id != NULL_BLOCK:
+                    self.device_pool.decref(block_id)
+        for group in table.groups:
+            group.block_ids.clear()
         table.num_swapped_ahead = 0
 
     def _release_host(self, table: BlockTable) -> None:
-        for block_id in reversed(table.host_block_ids):
-            self.host_pool.decref(block_id)
-        table.host_block_ids.clear()
+        for group in table.groups:
+            for block_id in reversed(group.host_block_ids):
+                self.host_pool.decref(block_id)
+            group.host_block_ids.clear()
+
+
+def _is_of_first_group(event: KVCacheEvent) -> bool:
+    return len(event.block_hash) == HASH_BYTES

@@ -8,7 +8,8 @@ from quire_proto.errors import QuireError
 from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 
 from quire_engine.core.block_pool import BlockPool
-from quire_engine.core.kv_cache_manager import BlockTable, KVCacheManager
+from quire_engine.core.block_table import BlockTable
+from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.kv_disk import DiskFailure
 from quire_engine.core.lora import LoRAStats
 from quire_engine.core.preemption import PreemptionMode, PreemptionReason
@@ -146,9 +147,10 @@ def measure_fragmentation(
     empty: dict[int, int] = {}
     for table, num_computed_tokens in tables:
         for index in range(num_computed_tokens // size, len(table.block_ids)):
-            block_id = table.block_ids[index]
             missing = size - max(0, num_computed_tokens - index * size)
-            empty[block_id] = min(missing, empty.get(block_id, size))
+            for group in table.groups:
+                block_id = group.block_ids[index]
+                empty[block_id] = min(missing, empty.get(block_id, size))
     return KVCacheFragmentation(sum(empty.values()), _in_use(kv_cache_manager.device_pool) * size)
 
 
@@ -159,8 +161,9 @@ def count_leaked_blocks(kv_cache_manager: KVCacheManager, tables: Iterable[Block
     device: set[int] = set()
     host: set[int] = set()
     for table in tables:
-        device.update(table.block_ids)
-        host.update(table.host_block_ids)
+        for group in table.groups:
+            device.update(group.block_ids[group.num_skipped :])
+            host.update(group.host_block_ids)
     if kv_cache_manager.disk is not None:
         host.update(kv_cache_manager.disk.held_host_blocks)
     return _in_use(kv_cache_manager.device_pool) - len(device) + _in_use(kv_cache_manager.host_pool) - len(host)

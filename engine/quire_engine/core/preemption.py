@@ -121,10 +121,10 @@ def swap_ahead(running: "abc.Sequence[Sequence]", memory: KVCacheManager, *, par
         table = sequence.table
         steps_to_copy = 1 + (table.num_cached_blocks - table.num_swapped_ahead) // limit
         is_early = free >= _num_blocks_taken_in(steps_to_copy + SWAP_AHEAD_STEPS, running, memory)
-        if is_early or not left or not memory.can_swap_out(sequence.num_scheduled_tokens):
+        if is_early or not left or not memory.can_swap_out(table, sequence.num_scheduled_tokens):
             break
         left -= memory.swap_ahead(table, left)
-        free += len(table.block_ids)
+        free += table.num_held_blocks
     return limit - left
 
 
@@ -132,7 +132,7 @@ def _num_blocks_taken_in(steps: int, running: "abc.Sequence[Sequence]", memory: 
     """Blocks that the running sequences may take in so many steps: for what is left of their prompts, and a token a
     step.
     """
-    return sum(memory.num_blocks_for(each.num_tokens + steps) - len(each.table.block_ids) for each in running)
+    return sum(memory.capacity.max_blocks(each.num_tokens + steps) - each.table.num_held_blocks for each in running)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +250,7 @@ class Preemptor:
             self._config.preemption_mode,
             self._kv_cache_manager.swap_cost(victim.table, victim.num_scheduled_tokens),
             self._rates,
-            host_has_room=self._kv_cache_manager.can_swap_out(victim.num_scheduled_tokens),
+            host_has_room=self._kv_cache_manager.can_swap_out(victim.table, victim.num_scheduled_tokens),
             may_swap=len(self.swapped) < self._config.max_swapped,
         )
         self._stats.preemptions[mode, reason] += 1

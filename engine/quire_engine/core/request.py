@@ -13,7 +13,8 @@ from quire_proto.priority import BEST_EFFORT
 from quire_proto.sampling import SamplingParams, check_length, choice_seed
 
 from quire_engine.core.beam_search import BeamSearch
-from quire_engine.core.kv_cache_manager import BlockTable, KVCacheManager
+from quire_engine.core.block_table import BlockTable
+from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.speculation import NgramProposer, SuffixProposer
 from quire_engine.core.step import BeamCandidates, Grammar, SampleRequest, SchedulerOutput
@@ -368,7 +369,8 @@ class SequenceRegistry:
         tokens = [*request.prompt_token_ids, *output]
         max_output = 0 if request.pooling is not None else request.sampling.max_tokens
         limit = min(group.num_prompt_tokens + max_output, self._config.max_model_len)
-        table = BlockTable(extra_key(self._config.model_revision, request.cache_salt, lora_digest))
+        key = extra_key(self._config.model_revision, request.cache_salt, lora_digest)
+        table = self._kv_cache_manager.new_table(key)
         table.num_prompt_tokens, table.max_tokens = group.num_prompt_tokens, limit
         timings = SequenceTimings(arrived=self._clock())
         sequence = Sequence(self._next_sequence_id(), group, index, tokens, table=table, timings=timings, limit=limit)
@@ -422,7 +424,7 @@ def check_request(request: Request, config: "SchedulerConfig", kv_cache_manager:
     if request.task not in config.supported_tasks:
         raise invalid("model", _UNSUPPORTED[request.task])
     sampling = request.sampling
-    limit = min(config.max_model_len, kv_cache_manager.device_pool.num_blocks * kv_cache_manager.block_size)
+    limit = min(config.max_model_len, kv_cache_manager.capacity.usable_tokens)
     if request.pooling is not None:
         _check_pooling(request, request.pooling, config, limit)
         return
@@ -489,7 +491,7 @@ def _check_width(request: Request, config: "SchedulerConfig", kv_cache_manager: 
             kv_cache_manager.num_blocks_for(sampling.max_tokens) + 2
         )  # the block that the prompt ends in, and the copy of it
         blocks = len(request.prompt_token_ids) // kv_cache_manager.block_size + sampling.beam_width * own
-        if blocks > kv_cache_manager.device_pool.num_blocks:
+        if blocks * kv_cache_manager.num_groups > kv_cache_manager.device_pool.num_blocks:
             raise invalid("beam_width", "The engine's KV memory cannot hold so many beams of this length.")
 
 

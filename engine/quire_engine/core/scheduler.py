@@ -273,6 +273,7 @@ class Scheduler:
         if sequence.table.block_ids:  # otherwise it was preempted, and these were counted then
             end = sequence.num_computed_tokens = chunk.start + num_computed_tokens
             self.kv_cache_manager.cache_full_blocks(sequence.table, sequence.token_ids, end)
+            self.kv_cache_manager.remove_skipped_blocks(sequence.table, end)
             if sequence.absence is not None:
                 self._batch_scheduler.preemptor.on_computed(sequence)
         self.stats.computed_tokens += num_computed_tokens
@@ -319,6 +320,7 @@ class Scheduler:
         sequence.num_scheduled_tokens = end
         self.kv_cache_manager.cache_full_blocks(sequence.table, sequence.token_ids, end)
         self.kv_cache_manager.free_unused_blocks(sequence.table, end)
+        self.kv_cache_manager.remove_skipped_blocks(sequence.table, end)
         self.stats.computed_tokens += end - chunk.start
         self.stats.num_drafts += 1
         self.stats.num_draft_tokens += chunk.num_draft_tokens

@@ -96,7 +96,8 @@ class ScheduledChunk:
     ``start`` tokens before them are in the KV blocks already, or will be by the step before. ``block_ids`` is the
     sequence's block table, and covers at least ``end`` tokens: token ``p`` lives in slot ``p % block_size`` of
     ``block_ids[p // block_size]``. It is the scheduler's own list: read it when the step is launched or run, never keep
-    or change it.
+    or change it. That is the table for the first group of layers; ``other_block_ids`` are those for the others. Of a
+    group with a window, blocks that no token from ``start`` on sees may be the null block.
 
     ``sample_requests`` is filled when the chunk reaches the sequence's last known token: token ``end`` is then to be
     drawn, once for each of them, all from the same logits. There are several where one prompt has several outputs, and
@@ -128,6 +129,7 @@ class ScheduledChunk:
     lora: LoRARequest | None = None
     pooling: PoolingParams | None = None
     is_last: bool = False
+    other_block_ids: Sequence[list[int]] = ()
 
     @property
     def lora_int_id(self) -> int:

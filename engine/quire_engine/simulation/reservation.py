@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire_engine.core.block_pool import KVCacheConfig
-from quire_engine.core.kv_cache_manager import BlockTable, CachedBlock, KVCacheManager
+from quire_engine.core.block_table import BlockTable, CachedBlocks
+from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.request import Sequence as RunningSequence
 
 Memory = Literal["paged", "max", "pow2", "oracle"]
@@ -97,14 +98,14 @@ class ReservingKVCacheManager(KVCacheManager):
         self._num_live = 0
         self._slots = FirstFit(1, 1 + capacity.usable_tokens)
 
-    def num_free_blocks_after(self, table: BlockTable, hits: Sequence[CachedBlock], num_tokens: int) -> int:
+    def num_free_blocks_after(self, table: BlockTable, hits: Sequence[CachedBlocks], num_tokens: int) -> int:
         """As many as there are if there is a hole for the table's reservation, else below 0: what runs has all of its
         slots already, so that none need to be left for it.
         """
         del hits, num_tokens
         return -1 if self._slots.find(self._reservation(table)) is None else self.device_pool.num_blocks
 
-    def attach_cached_blocks(self, table: BlockTable, hits: Sequence[CachedBlock]) -> int:
+    def attach_cached_blocks(self, table: BlockTable, hits: Sequence[CachedBlocks]) -> int:
         """Reserves the table's slots; there are no ``hits``, and nothing of the table is computed."""
         length = self._reservation(table)
         start = self._slots.allocate(length)

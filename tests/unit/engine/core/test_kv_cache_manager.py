@@ -2,7 +2,8 @@
 
 import pytest
 from quire_engine.core.block_pool import BlockPool, BlockRemoved, BlockStored, KVCacheConfig, Tier
-from quire_engine.core.kv_cache_manager import BlockTable, CachedBlock, KVCacheManager, SwapCost
+from quire_engine.core.block_table import BlockTable, CachedBlocks
+from quire_engine.core.kv_cache_manager import KVCacheManager, SwapCost
 
 SIZE = 4
 
@@ -20,9 +21,9 @@ def filled(kv: KVCacheManager, tokens: list[int]) -> BlockTable:
     return table
 
 
-def on_device(hits: list[CachedBlock]) -> list[int]:
-    assert all(hit.tier is Tier.DEVICE for hit in hits)
-    return [hit.block_id for hit in hits]
+def on_device(hits: list[CachedBlocks]) -> list[int]:
+    assert all(hit.tier is Tier.DEVICE for (hit,) in hits)
+    return [hit.block_id for (hit,) in hits]
 
 
 def test_the_null_block_is_never_allocated() -> None:
@@ -217,7 +218,7 @@ def test_a_block_recomputed_after_its_eviction_is_kept_the_second_time() -> None
         kv.free(filled(kv, filler()))
     assert len(kv.take_pending_copies().blocks_to_swap_out) == 3
     hits = kv.get_cached_blocks(BlockTable(b""), list(range(13)))
-    assert [hit.tier for hit in hits] == [Tier.HOST] * 3
+    assert [hit.tier for (hit,) in hits] == [Tier.HOST] * 3
 
 
 def test_the_hashes_of_evicted_blocks_are_bounded() -> None:
@@ -250,7 +251,7 @@ def test_a_block_evicted_from_the_device_after_a_second_use_is_copied_back_from_
     kv.free(evicting)
     table = BlockTable(b"")
     hits = kv.get_cached_blocks(table, tokens)
-    assert [hit.tier for hit in hits] == [Tier.HOST] * 3
+    assert [hit.tier for (hit,) in hits] == [Tier.HOST] * 3
     assert kv.attach_cached_blocks(table, hits) == 12
     copies = kv.take_pending_copies()
     assert {copy.source for copy in copies.blocks_to_swap_in} == {copy.target for copy in out}
@@ -269,7 +270,7 @@ def test_a_host_block_that_is_to_be_read_is_not_written_in_the_same_plan() -> No
     kv.take_pending_copies()
     table = BlockTable(b"")
     hits = kv.get_cached_blocks(table, tokens)
-    assert {hit.tier for hit in hits} == {Tier.HOST}
+    assert {hit.tier for (hit,) in hits} == {Tier.HOST}
     kv.attach_cached_blocks(table, hits)
     copies = kv.take_pending_copies()
     assert not {copy.target for copy in copies.blocks_to_swap_out} & {copy.source for copy in copies.blocks_to_swap_in}

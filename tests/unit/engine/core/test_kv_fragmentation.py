@@ -3,9 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.core.block_pool import KVCacheConfig
+from quire_engine.core.block_table import BlockTable
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.engine_core import EngineCore
-from quire_engine.core.kv_cache_manager import BlockTable, KVCacheManager
+from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.outputs import KVCacheFragmentation, count_leaked_blocks, measure_fragmentation
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler

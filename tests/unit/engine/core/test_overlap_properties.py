@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from quire_engine.core import batch_scheduler
-from quire_engine.core.block_pool import BlockStored, KVCacheConfig, Tier
+from quire_engine.core.block_pool import NULL_BLOCK, BlockStored, KVCacheConfig, Tier
+from quire_engine.core.block_table import BlockTable, CachedBlocks
 from quire_engine.core.engine_core import GetSnapshot
-from quire_engine.core.kv_cache_manager import CachedBlock
 from quire_engine.core.outputs import EngineLoad
 from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, SchedulerOutput
 
@@ -40,6 +40,10 @@ def no_misuse() -> Iterator[None]:
         raise AssertionError(str(breach)) from breach
 
 
+def blocks_of(table: BlockTable) -> list[int]:
+    return [block_id for group in table.groups for block_id in group.block_ids]
+
+
 class OverlapStateMachine(EngineStateMachine):
     """The same engine, on an executor that overlaps steps and sometimes fails one."""
 
@@ -50,12 +54,12 @@ class OverlapStateMachine(EngineStateMachine):
         self.blames = False
         self.blamed: set[str] = set()
         fork, admit = self.memory.fork, self.memory.attach_cached_blocks
-        self.memory.fork = lambda table: self.check_not_being_written(table.block_ids) or fork(table)
+        self.memory.fork = lambda table: self.check_not_being_written(blocks_of(table)) or fork(table)
         self.memory.attach_cached_blocks = lambda table, hits: self.check_hits(hits) or admit(table, hits)
         return self.executor
 
-    def check_hits(self, hits: Sequence[CachedBlock]) -> None:
-        self.check_not_being_written([hit.block_id for hit in hits if hit.tier is Tier.DEVICE])
+    def check_hits(self, hits: Sequence[CachedBlocks]) -> None:
+        self.check_not_being_written([hit.block_id for each in hits for hit in each if hit.tier is Tier.DEVICE])
 
     def check_not_being_written(self, block_ids: list[int]) -> None:
         """No step in flight writes to a block that becomes shared."""
@@ -63,8 +67,9 @@ class OverlapStateMachine(EngineStateMachine):
         for scheduler_output in self.scheduler._in_flight:
             for chunk in scheduler_output.chunks:
                 if self.scheduler._registry.sequences.get(chunk.sequence_id) is not None:
-                    written = chunk.block_ids[chunk.start // size : -(-chunk.end // size)]
-                    assert set(block_ids).isdisjoint(written), "a block is shared while it is written"
+                    for table in (chunk.block_ids, *chunk.other_block_ids):
+                        written = set(table[chunk.start // size : -(-chunk.end // size)]) - {NULL_BLOCK}
+                        assert written.isdisjoint(block_ids), "a block is shared while it is written"
 
     def fails(self, where: str, scheduler_output: SchedulerOutput) -> bool:
         if where == "launch":

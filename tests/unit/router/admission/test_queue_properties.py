@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from quire_engine.core.kv_cache_manager import BlockTable
+from quire_engine.core.block_table import BlockTable
 from quire_engine.core.request import Request, Sequence, SequenceGroup, SequenceTimings
 from quire_engine.core.request_queue import AdmittedQueue, WaitingQueue
 from quire_proto.sampling import SamplingParams
