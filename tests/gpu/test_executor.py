@@ -11,7 +11,7 @@ from quire_engine.errors import ModelError
 from quire_proto.sampling import SamplingParams
 
 from tests.model.engine import load, run
-from tests.model.models import OUTPUT_TOKENS, SmallModels
+from tests.model.models import OUTPUT_TOKENS, SmallModels, tight
 from tests.model.test_bfloat16 import PARAMS, check_close, theirs
 from tests.support.executors import load_executor
 from tests.support.sampling_inputs import make_sample_request
@@ -27,8 +27,9 @@ MIB = 1 << 20
 def test_greedy_output_is_transformers_own(
     small_models: SmallModels, model_name: str, pressure: str, chunk: int, overlaps: bool
 ) -> None:
-    folder, prompts = small_models.folder(model_name), small_models.prompts
-    executor = load(folder, *PRESSURES[pressure], device="cuda", attention="reference", async_scheduling=overlaps)
+    folder, prompts, (blocks, host_blocks) = small_models.folder(model_name), small_models.prompts, PRESSURES[pressure]
+    settings = {"device": "cuda", "attention": "reference", "async_scheduling": overlaps}
+    executor = load(folder, tight(folder, blocks), host_blocks, **settings)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     made = run(executor, prompts, [params] * len(prompts), chunk=chunk, max_num_seqs=8)
     executor.close()

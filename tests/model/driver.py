@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
-from quire_engine.core.block_pool import BlockCopy
+from quire_engine.core.block_pool import NULL_BLOCK, BlockCopy
 from quire_engine.core.executor import Executor
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import ModelOutput, SampleRequest, ScheduledChunk, SchedulerOutput
@@ -14,7 +14,7 @@ GREEDY = SamplingParams(temperature=0)
 
 @dataclass
 class Sequence:
-    """Tokens, and where the keys and values of the first ``computed`` of them are."""
+    """Tokens, and where the keys and values of the first ``computed`` of them are, for each group of layers."""
 
     id: int
     prompt: list[int]
@@ -23,8 +23,8 @@ class Sequence:
     lora: LoRARequest | None = None
     output: list[int] = field(default_factory=list)
     computed: int = 0
-    blocks: list[int] = field(default_factory=list)
-    host_blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
+    host_blocks: list[list[int | None]] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
@@ -71,36 +71,48 @@ class Driver:
         return scheduler_output
 
     def _chunk(self, one: Sequence) -> list[ScheduledChunk]:
-        size = self._executor.kv_cache_config.block_size
+        size, groups = self._executor.kv_cache_config.block_size, self._executor.kv_cache_config.groups
+        one.blocks = one.blocks or [[] for _ in groups]
+        for group, table in zip(groups, one.blocks, strict=True):
+            left = range(group.first_block(one.computed, size))
+            self._give_back(self._free, [table[index] for index in left if table[index] != NULL_BLOCK])
+            table[: len(left)] = [NULL_BLOCK] * len(left)
         end = min(len(one.tokens), one.computed + self._random.randint(1, self._max_chunk))
-        missing = max(0, -(-end // size) - len(one.blocks))
-        if missing > len(self._free):
+        missing = max(0, -(-end // size) - len(one.blocks[0]))
+        if missing * len(groups) > len(self._free):
             return []
-        one.blocks += [self._free.pop() for _ in range(missing)]
+        for table in one.blocks:
+            table += [self._free.pop() for _ in range(missing)]
         sample_request = SampleRequest(
             one.id, one.sampling, one.sampling.seed, one.tokens, len(one.tokens) - len(one.output)
         )
         sample_requests = (sample_request,) if end == len(one.tokens) else ()
-        known = one.tokens[one.computed : end]
-        chunk = ScheduledChunk(one.id, known, one.computed, one.blocks, sample_requests, lora=one.lora)
+        known, (first, *others) = one.tokens[one.computed : end], one.blocks
+        chunk = ScheduledChunk(
+            one.id, known, one.computed, first, sample_requests, lora=one.lora, other_block_ids=others
+        )
         one.computed = end
         return [chunk]
 
     def _swap_out(self, one: Sequence) -> list[BlockCopy]:
-        if not one.blocks or len(one.blocks) > len(self._host_free):
+        held = [block for table in one.blocks for block in table if block != NULL_BLOCK]
+        if not held or len(held) > len(self._host_free):
             return []
-        one.host_blocks = [self._host_free.pop() for _ in one.blocks]
-        copies = [BlockCopy(*pair) for pair in zip(one.blocks, one.host_blocks, strict=True)]
-        self._give_back(self._free, one.blocks)
+        copies = [BlockCopy(block, self._host_free.pop()) for block in held]
+        targets = {copy.source: copy.target for copy in copies}
+        one.host_blocks = [[targets.get(block) for block in table] for table in one.blocks]
+        self._give_back(self._free, held)
         one.blocks = []
         return copies
 
     def _swap_in(self, one: Sequence) -> list[BlockCopy]:
-        if len(one.host_blocks) > len(self._free):
+        held = [block for table in one.host_blocks for block in table if block is not None]
+        if len(held) > len(self._free):
             return []
-        one.blocks = [self._free.pop() for _ in one.host_blocks]
-        copies = [BlockCopy(*pair) for pair in zip(one.host_blocks, one.blocks, strict=True)]
-        self._give_back(self._host_free, one.host_blocks)
+        copies = [BlockCopy(block, self._free.pop()) for block in held]
+        targets = {None: NULL_BLOCK, **{copy.source: copy.target for copy in copies}}
+        one.blocks = [[targets[block] for block in table] for table in one.host_blocks]
+        self._give_back(self._host_free, held)
         one.host_blocks = []
         return copies
 
@@ -118,5 +130,5 @@ class Driver:
     def _release(self, sequences: list[Sequence]) -> None:
         for one in sequences:
             if one.done and one.blocks:
-                self._give_back(self._free, one.blocks)
+                self._give_back(self._free, [block for table in one.blocks for block in table if block != NULL_BLOCK])
                 one.blocks = []

@@ -207,6 +207,8 @@ STATES = {"qwen3.5": 16 + 2 * 4 * (4 * 128 + 4 * 16 * 16), "lfm2": 16 + 2 * 4 * 
 FALLBACK = ("gemma2", "gemma3", "gemma4", "gpt-oss", "deepseek-v3", "qwen3.5", "lfm2", "gpt-neox", "gpt2", "granite")
 OWN = tuple(name for name in NAMES if name not in FALLBACK)
 SHARDED = ("llama3", "qwen3")
+# Those with layers that give up the KV blocks which their window has left.
+WINDOWED = ("qwen2-yarn", "mistral", "mixtral", "gemma2", "gemma3", "gemma4", "gpt-oss")
 # Those whose experts are written as transformers holds them, instead of as they are published.
 STACKED = ("qwen3-moe",)
 
@@ -270,6 +272,11 @@ def small_model(name: str, tmp: Path, **changes: Any) -> Path:
         save_original_format=name not in STACKED,
     )
     return folder
+
+
+def tight(folder: Path, blocks: int) -> int:
+    """So many KV blocks as put the model under the pressure that others are under in ``blocks``."""
+    return blocks // 2 if folder.name in WINDOWED else blocks
 
 
 def small_prompts(count: int = NUM_PROMPTS) -> list[list[int]]:

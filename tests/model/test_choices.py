@@ -14,7 +14,7 @@ from quire_engine.executor.torch_executor import TorchExecutor
 from quire_proto.sampling import SamplingParams, choice_seed
 
 from tests.model.engine import load, run
-from tests.model.models import OUTPUT_TOKENS, SmallModels
+from tests.model.models import OUTPUT_TOKENS, SmallModels, tight
 from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor
 
 OTHER_MODELS = ("mixtral", "gemma3", "mistral")
@@ -24,7 +24,8 @@ SCHEDULES = [(pressure, caching) for pressure in PRESSURES for caching in ("devi
 
 @cache
 def executor_of(folder: Path, pressure: str) -> TorchExecutor:
-    return load(folder, *PRESSURES[pressure])
+    device, host = PRESSURES[pressure]
+    return load(folder, tight(folder, device), host)
 
 
 def sampled(seed: int, n: int = 1) -> SamplingParams:

@@ -398,7 +398,7 @@ def test_a_step_that_fails_is_run_one_by_one_while_the_others_keep_up(
 
         def fail(batch: ModelInput, pending: torch.Tensor | None = None) -> torch.Tensor:
             nonlocal failures
-            if poison in batch.token_ids[batch.attention.positions == 0]:
+            if poison in batch.token_ids[batch.positions == 0]:
                 failures += 1
                 raise RuntimeError("no batch for this model")
             return forward(batch, pending)

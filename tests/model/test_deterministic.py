@@ -11,7 +11,7 @@ from quire_engine.executor.torch_executor import TorchExecutor
 from quire_proto.sampling import SamplingParams
 
 from tests.model.engine import Choice, load, run
-from tests.model.models import VOCAB_SIZE, SmallModels
+from tests.model.models import VOCAB_SIZE, SmallModels, tight
 
 # Both kinds of norm, per-head norms, biases and experts.
 MODELS = ("llama3", "qwen2", "qwen3", "mixtral")
@@ -22,14 +22,14 @@ SCHEDULES = {
     "whole prompts": (400, 0, 1 << 20, True),
     "small chunks": (400, 0, 23, True),
     "nothing cached": (400, 0, 64, False),
-    "recompute": (30, 0, 64, True),
-    "swap": (30, 400, 64, True),
+    "recompute": (22, 0, 64, True),
+    "swap": (22, 400, 64, True),
 }
 
 
 @cache
 def executor_of(folder: Path, blocks: int, host_blocks: int, quantization: str | None) -> TorchExecutor:
-    return load(folder, blocks, host_blocks, "bfloat16", deterministic=True, quantization=quantization)
+    return load(folder, tight(folder, blocks), host_blocks, "bfloat16", deterministic=True, quantization=quantization)
 
 
 @cache

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from quire_engine.attention.base import LayerKV
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import EngineArgs, ExecutorConfig
 from quire_engine.core.step import SchedulerOutput
@@ -128,7 +129,7 @@ def test_prompts_are_split_together_with_the_tokens_of_those_that_decode(
     forward = ModelRunner._forward
 
     def record(runner: ModelRunner, batch: ModelInput, pending: torch.Tensor | None) -> torch.Tensor:
-        chunks.append(batch.attention.query_indptr.diff().tolist())
+        chunks.append(batch.attention[0].query_indptr.diff().tolist())
         return forward(runner, batch, pending)
 
     monkeypatch.setattr(ModelRunner, "_forward", record)
@@ -276,7 +277,7 @@ class RecordedAttention:
     def __init__(self, events: list[str]) -> None:
         self._events = events
 
-    def forward(self, query: torch.Tensor, *_: Any) -> torch.Tensor:
+    def forward(self, query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         self._events.append(f"attention of {len(query)}")
         return query
 
@@ -301,7 +302,7 @@ def recorded_step(folder: Path, tokens: int, *, waits_at_once: bool = False) -> 
             mlp._experts = Recorded("mlp", events, down)
         else:
             down._local = Recorded("mlp", events, down._local)
-    kv = [torch.empty(1)] * config.num_layers
+    kv = [LayerKV(torch.empty(1))] * config.num_layers
     with torch.inference_mode():
         inputs = model.inputs(torch.arange(tokens), torch.arange(tokens))
         model.layers(inputs, kv, RecordedAttention(events))  # type: ignore[arg-type]

@@ -25,11 +25,14 @@ def flashinfer(
     return FlashInferAttention(shape, device, dtype, kv_dtype, deterministic=deterministic)
 
 
-@pytest.mark.parametrize(("name", "deterministic"), [("mistral", False), ("qwen2-yarn", True)])
+@pytest.mark.parametrize(
+    ("name", "deterministic"), [("mistral", False), ("qwen2-yarn", True), ("qwen2-yarn", False), ("gemma3", False)]
+)
 def test_output_is_transformers_own_under_random_chunks_blocks_and_swaps(
     small_models: SmallModels, name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire_engine.worker.model_runner.make_attention", flashinfer)
+    monkeypatch.setattr("quire_engine.worker.input_batch.WINDOW_ALIGNMENT", 16)  # the contexts are short
     with installed():
         executor = load_executor(
             small_models.folder(name), kv_cache_memory=POOL, swap_bytes=POOL, deterministic=deterministic

@@ -59,8 +59,13 @@ def _logits(executor: TorchExecutor, tokens: list[int]) -> torch.Tensor:
     from quire_engine.core.step import ScheduledChunk
     from quire_engine.worker.input_batch import prepare_inputs
 
-    blocks = list(range(1, executor.kv_cache_config.device_blocks))
-    batch = prepare_inputs([ScheduledChunk(0, tokens, 0, blocks)], executor.kv_cache_config.block_size).model_input
+    capacity = executor.kv_cache_config
+    count = (capacity.device_blocks - 1) // len(capacity.groups)
+    first, *others = [
+        list(range(1 + number * count, 1 + (number + 1) * count)) for number in range(len(capacity.groups))
+    ]
+    chunk = ScheduledChunk(0, tokens, 0, first, other_block_ids=others)
+    batch = prepare_inputs([chunk], capacity.block_size, capacity.groups).model_input
     with torch.inference_mode():
         hidden = executor._runner.forward(batch)
         return executor._runner.logits(hidden, torch.arange(len(tokens)))

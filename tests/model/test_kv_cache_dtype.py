@@ -16,7 +16,7 @@ from quire_proto.sampling import SamplingParams
 from transformers import AutoTokenizer
 
 from tests.model.engine import Run, load, run
-from tests.model.models import FALLBACK, SmallModels
+from tests.model.models import FALLBACK, SmallModels, tight
 from tests.model.test_demo import CONVERSATIONS, DEMO, prompts_of
 from tests.model.test_schedules import PRESSURES, SCHEDULES, UNLIMITED
 from tests.support.executors import load_executor
@@ -30,7 +30,8 @@ needs_kernel = pytest.mark.skipif(library() is None, reason="the kernels cannot 
 
 @cache
 def executor_of(folder: Path, pressure: str, dtype: str = "float32") -> TorchExecutor:
-    return load(folder, *PRESSURES[pressure], dtype=dtype, kv_cache_dtype="int8", deterministic=True)
+    device, host = PRESSURES[pressure]
+    return load(folder, tight(folder, device), host, dtype=dtype, kv_cache_dtype="int8", deterministic=True)
 
 
 def outputs_of(made: Run) -> list[tuple[list[int], list[object]]]:

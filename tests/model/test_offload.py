@@ -81,9 +81,9 @@ def hidden_states(model: LoadedModel, prompts: list[list[int]], device: FakeDevi
             ScheduledChunk(number, prompt[start:end], start, [1 + number]) for number, prompt in enumerate(prompts)
         ]
         inputs = prepare_inputs(chunks, model.block_size).model_input
-        model.attention.prepare(inputs.attention)
+        model.attention.prepare(*inputs.attention)
         with torch.inference_mode(), nullcontext() if device is None else QueuedOperations(device):
-            made.append(model.model.forward(inputs.token_ids, inputs.attention.positions, kv, model.attention))
+            made.append(model.model.forward(inputs.token_ids, inputs.positions, kv, model.attention))
     if device is not None:
         with torch.inference_mode():
             device.run()

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.model.engine import load as load_engine
 from tests.model.engine import run as run_engine
-from tests.model.models import OUTPUT_TOKENS, VOCAB_SIZE, SmallModels, small_model
+from tests.model.models import OUTPUT_TOKENS, VOCAB_SIZE, SmallModels, small_model, tight
 from tests.model.overlapping import Loop, Sequence, assert_equal, came_of, some_sequences
 from tests.support.executors import load_executor
 from tests.support.sampling_inputs import ModuloGrammar, make_sample_request
@@ -244,7 +244,8 @@ PRESSURES = {"no pressure": (200, 0), "recompute": (24, 0), "swap": (24, 200)}
 def test_the_engine_with_overlap_makes_transformers_own_tokens(
     small_models: SmallModels, model_name: str, pressure: str, chunk: int
 ) -> None:
-    executor = load_engine(small_models.folder(model_name), *PRESSURES[pressure], async_scheduling=True)
+    folder, (device, host) = small_models.folder(model_name), PRESSURES[pressure]
+    executor = load_engine(folder, tight(folder, device), host, async_scheduling=True)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     prompts = small_models.prompts
     made = run_engine(executor, prompts, [params] * len(prompts), chunk=chunk, max_num_seqs=8)

@@ -19,7 +19,7 @@ from quire_proto.sampling import SamplingParams
 from transformers import AutoTokenizer
 
 from tests.model.engine import Run, load, run
-from tests.model.models import OWN, SmallModels
+from tests.model.models import OWN, SmallModels, tight
 from tests.model.test_demo import CONVERSATIONS, DEMO, prompts_of
 from tests.model.test_schedules import PRESSURES, SCHEDULES, UNLIMITED
 from tests.support.executors import load_executor
@@ -35,7 +35,8 @@ INT8 = LoadOptions(ExecutorConfig(quantization="int8"))
 def executor_of(
     folder: Path, pressure: str, dtype: str = "float32", quantization: Quantization = "int8"
 ) -> TorchExecutor:
-    return load(folder, *PRESSURES[pressure], dtype=dtype, quantization=quantization, deterministic=True)
+    device, host = PRESSURES[pressure]
+    return load(folder, tight(folder, device), host, dtype=dtype, quantization=quantization, deterministic=True)
 
 
 def outputs_of(made: Run) -> list[tuple[list[int], list[object]]]:

@@ -14,7 +14,7 @@ from quire_engine.executor.torch_executor import TorchExecutor
 from quire_proto.sampling import SamplingParams
 
 from tests.model.engine import SWAPPING_PAYS, load, run
-from tests.model.models import FALLBACK, OUTPUT_TOKENS, OWN, SmallModels
+from tests.model.models import FALLBACK, OUTPUT_TOKENS, OWN, SmallModels, tight
 from tests.support.kernels import PATHS, cpu_path
 
 UNLIMITED = 1 << 20
@@ -30,7 +30,8 @@ SCHEDULES = [(pressure, caching) for pressure in PRESSURES for caching in ("devi
 def executor_of(folder: Path, pressure: str, path: str = "") -> TorchExecutor:
     """On a path of its own: what is packed for one cannot be used by the other."""
     del path
-    return load(folder, *PRESSURES[pressure])
+    device, host = PRESSURES[pressure]
+    return load(folder, tight(folder, device), host)
 
 
 def matrix() -> Iterator[Any]:

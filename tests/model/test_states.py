@@ -82,7 +82,7 @@ def test_a_sequence_whose_state_is_lost_ends_and_no_other(
 
     forward([ScheduledChunk(0, tokens, 0, [1]), ScheduledChunk(1, tokens, 0, [2])])
     with torch.inference_mode():
-        runner._kv_cache.layers[-1][1].zero_()
+        runner._kv_cache.layers[-1].pages[1].zero_()
     with pytest.raises(RuntimeError, match="block 1 has the state behind 0 tokens, and not behind 4"):
         forward([ScheduledChunk(0, tokens[:1], 4, [1]), ScheduledChunk(1, tokens[:1], 4, [2])])
     assert len(forward([ScheduledChunk(1, tokens[:1], 4, [2])])) == 1

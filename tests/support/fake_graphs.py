@@ -100,28 +100,41 @@ class StaticDecode:
 
     def __init__(self, shape: AttentionShape, batch_size: int, max_pages: int) -> None:
         self._shape, self.size, self._max_pages = shape, batch_size, max_pages
-        self._pages = torch.zeros(batch_size, max_pages // batch_size, dtype=torch.int64)
-        self._context_lens = torch.ones(batch_size, dtype=torch.int64)
-        self.prepared: list[AttentionBatch] = []
+        # Of each group of layers, its sequences' pages and how many tokens they have in these.
+        self._groups: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.prepared: list[tuple[AttentionBatch, ...]] = []
 
-    def prepare(self, batch: AttentionBatch) -> None:
-        check_decode(batch, self.size, self._max_pages, self._shape.block_size)
-        self.prepared.append(batch)
-        self._pages.zero_()
-        for row, (start, end) in enumerate(pairwise(batch.page_indptr.tolist())):
-            self._pages[row, : end - start] = batch.page_ids[start:end]
-        self._context_lens.copy_(batch.context_lens)
+    def prepare(self, *batches: AttentionBatch) -> None:
+        self.prepared.append(batches)
+        for group, batch in enumerate(batches):
+            check_decode(batch, self.size, self._max_pages, self._shape.block_size)
+            if group == len(self._groups):
+                pages = torch.zeros(self.size, self._max_pages // self.size, dtype=torch.int64)
+                self._groups.append((pages, torch.ones(self.size, dtype=torch.int64)))
+            pages, context_lens = self._groups[group]
+            pages.zero_()
+            for row, (start, end) in enumerate(pairwise(batch.page_indptr.tolist())):
+                pages[row, : end - start] = batch.page_ids[start:end]
+            context_lens.copy_(batch.context_lens)
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, window: int | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv: torch.Tensor,
+        window: int | None,
+        *,
+        group: int = 0,
     ) -> torch.Tensor:
-        size, last = self._shape.block_size, self._context_lens - 1
-        page, offset = self._pages.gather(1, (last // size)[:, None]).squeeze(1), last % size
+        pages, context_lens = self._groups[group]
+        size, last = self._shape.block_size, context_lens - 1
+        page, offset = pages.gather(1, (last // size)[:, None]).squeeze(1), last % size
         kv[page, 0, :, offset] = key
         kv[page, 1, :, offset] = value
-        seen = kv[self._pages].permute(2, 0, 3, 1, 4, 5).flatten(3, 4).float()
-        group = self._shape.num_heads // self._shape.num_kv_heads
-        keys, values = (part.repeat_interleave(group, 1) for part in (seen[0], seen[1]))
+        seen = kv[pages].permute(2, 0, 3, 1, 4, 5).flatten(3, 4).float()
+        sharing = self._shape.num_heads // self._shape.num_kv_heads
+        keys, values = (part.repeat_interleave(sharing, 1) for part in (seen[0], seen[1]))
         distance = last[:, None] - torch.arange(keys.shape[2])
         hidden = (distance < 0) | (distance >= (window or keys.shape[2]))
         scores = (query.float()[:, :, None] @ keys.transpose(2, 3)) * self._shape.scale

@@ -4,10 +4,12 @@ KV memory is block-major: a block has the keys and values of all layers (see ``k
 copy, which is what makes swapping pay. The view of one layer, ``[blocks, 2, kv_heads, block_size, head_dim]``, is
 FlashInfer's HND paged form with a larger page stride. The index arrays are FlashInfer's too, so that every backend
 reads the same plan.
+
+Layers are in groups, most often in one: those of a group share the blocks of a sequence, and so one batch of pages.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -50,14 +52,24 @@ class AttentionShape:
     soft_cap: float | None = None
 
 
+class LayerKV(NamedTuple):
+    """One layer's part of KV memory: ``pages`` [blocks, 2, kv_heads, block_size, row_size], and the ``group`` of layers
+    whose batch says which of them are a sequence's.
+    """
+
+    pages: torch.Tensor
+    group: int = 0
+
+
 @dataclass(slots=True)
 class AttentionBatch:
-    """The ragged batch of one step. All tensors are int32 on the host; B chunks, T tokens.
+    """The ragged batch of one step, for one group of layers. All tensors are int32 on the host; B chunks, T tokens.
 
     ``query_indptr`` [B+1] bounds each chunk's tokens in the packed batch. ``page_indptr`` [B+1] bounds each chunk's
     pages in ``page_ids`` [sum of pages], and counts only the pages in use. ``last_page_len`` [B] is 1..block_size,
     after this step's tokens are stored. ``context_lens`` [B] are the tokens known to each chunk's attention, this
-    step's included. ``positions`` [T] is each token's index in its sequence.
+    step's included. ``positions`` [T] is each token's index among them. Of layers with a window, a chunk's context
+    begins with a page that the window of its first token still reaches, or before it.
     """
 
     query_indptr: torch.Tensor
@@ -71,8 +83,10 @@ class AttentionBatch:
 class AttentionBackend(Protocol):
     """One way to compute attention. Used by one thread, one step at a time."""
 
-    def prepare(self, batch: AttentionBatch) -> None:
-        """Takes the plan of the step; everything that is equal for all layers happens here."""
+    def prepare(self, *batches: AttentionBatch) -> None:
+        """Takes the plan of the step, a batch for each group of layers; everything that is equal for all layers of a
+        group happens here.
+        """
         ...
 
     def forward(
@@ -83,14 +97,15 @@ class AttentionBackend(Protocol):
         kv: torch.Tensor,
         window: int | None,
         *,
+        group: int = 0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Stores this step's keys and values into one layer's pages, then attends causally.
 
         ``query`` [T, heads, head_dim], ``key`` and ``value`` [T, kv_heads, head_dim], after rotation; ``kv`` is the
         layer's view [blocks, 2, kv_heads, block_size, row_size] of the same dtype, or of one with eight bits (see
-        ``kv_rows``). ``window`` limits each token to
-        the last ``window`` tokens, itself included. ``sinks`` [heads] are scores that take part in the softmax of each
+        ``kv_rows``), and ``group`` the one that it is of. ``window`` limits each token to the last ``window`` tokens,
+        itself included. ``sinks`` [heads] are scores that take part in the softmax of each
         head as if of one more key, which has no value (gpt-oss). Returns [T, heads, head_dim].
         """
         ...
@@ -103,10 +118,10 @@ class GraphAttention(AttentionBackend, Protocol):
         """A backend for the graph of one batch size: its ``forward`` can be captured, on memory that never moves.
 
         ``batch_size`` is at most ``MAX_GRAPH_BATCH_SIZE``. ``prepare`` takes exactly that many chunks of one token with
-        at most ``max_pages`` page ids in all, pads included. A pad is a chunk of the null page: position 0, context 1,
-        last_page_len 1. ``prepare`` runs outside of the graph, before the capture and before every replay, on the
-        stream that the graph runs on. ``forward`` has to run once uncaptured before the capture, as every window that a
-        layer asks for is learned there.
+        at most ``max_pages`` page ids in each batch, pads included. A pad is a chunk of the null page: position 0,
+        context 1, last_page_len 1. ``prepare`` runs outside of the graph, before the capture and before every replay,
+        on the stream that the graph runs on. ``forward`` has to run once uncaptured before the capture, as every window
+        that a layer asks for is learned there.
 
         The backends of all graphs and this one share memory for what is planned and computed: only what was prepared
         last may run.

@@ -44,23 +44,25 @@ class CpuAttention:
         self._kernels = None if use_kernel is False else library()
         if use_kernel and self._kernels is None:
             raise RuntimeError("the CPU attention kernel is not available")
-        self._plan: _Plan | None = None
-        # All calls point here, those of a CPU graph too: what stands here is the plan of the step.
-        self._current = AttentionPlan()
+        self._plans: list[_Plan] = []
+        # All calls of a group's layers point here, those of a CPU graph too: what stands here is the plan of the step.
+        self._current: list[AttentionPlan] = []
 
     @property
     def is_compiled(self) -> bool:
         """Whether the kernel computes, for tensors that suit it."""
         return self._kernels is not None
 
-    def prepare(self, batch: AttentionBatch) -> None:
+    def prepare(self, *batches: AttentionBatch) -> None:
         """Takes the plan of the step.
 
         Raises:
             ValueError: the plan contradicts itself; nothing of it is kept.
         """
-        self._plan = None
-        self._plan = _Plan(batch, self._shape, self._current)
+        self._plans = []
+        while len(self._current) < len(batches):
+            self._current.append(AttentionPlan())
+        self._plans = [_Plan(*each, self._shape) for each in zip(batches, self._current, strict=False)]
 
     def check_pages(self, kv: torch.Tensor) -> None:
         """Checks the prepared plan before captured calls are replayed on ``kv``, a layer's view or the whole memory.
@@ -68,9 +70,10 @@ class CpuAttention:
         Raises:
             ValueError: the prepared plan names a page that is not there.
         """
-        if self._plan is None:
+        if not self._plans:
             raise ValueError("attention: prepare comes before forward")
-        _require(self._plan.last_page < kv.shape[0], f"kv has no page {self._plan.last_page}", kv)
+        for plan in self._plans:
+            _require(plan.last_page < kv.shape[0], f"kv has no page {plan.last_page}", kv)
 
     def forward(
         self,
@@ -80,6 +83,7 @@ class CpuAttention:
         kv: torch.Tensor,
         window: int | None,
         *,
+        group: int = 0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As ``AttentionBackend.forward``: stores, then attends.
@@ -87,13 +91,13 @@ class CpuAttention:
         Raises:
             ValueError: a tensor does not fit the prepared plan; no page has been touched.
         """
-        if self._plan is None:
+        if group >= len(self._plans):
             raise ValueError("attention: prepare comes before forward")
         _require(window is None or window > 0, f"a window of {window}")
         if sinks is not None:
             _require(sinks.shape == (self._shape.num_heads,), "sinks have another shape", sinks)
             sinks = sinks.float().contiguous()
-        plan, layer = self._plan, _LayerTensors(query, key, value, kv, window, sinks)
+        plan, layer = self._plans[group], _LayerTensors(query, key, value, kv, window, sinks)
         form = layer.form()
         if form != plan.checked:
             self._check(layer, plan)
@@ -141,12 +145,12 @@ class _LayerTensors(NamedTuple):
 
 
 class _Plan:
-    """The plan of one step, checked, as the kernel and the torch form want it.
+    """The plan of one step for one group of layers, checked, as the kernel and the torch form want it.
 
     ``checked`` is the form of the last layer that was found to fit, which is that of all layers of most models.
     """
 
-    def __init__(self, batch: AttentionBatch, shape: AttentionShape, current: AttentionPlan) -> None:
+    def __init__(self, batch: AttentionBatch, current: AttentionPlan, shape: AttentionShape) -> None:
         self._tensors = (batch.query_indptr, batch.page_indptr, batch.page_ids, batch.context_lens)
         for tensor in self._tensors:
             packed = tensor.dtype == torch.int32 and tensor.dim() == 1 and tensor.is_contiguous()

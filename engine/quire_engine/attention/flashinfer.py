@@ -7,6 +7,7 @@ staging buffer of the wrapper, from which it is copied asynchronously; hence the
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -86,8 +87,8 @@ class PageArrays:
 
 
 class _PreparedPart(NamedTuple):
-    """The arrays of a part of a prepared step, and the ``tokens`` of the step that it has. Plans take page ids from
-    ``device``, and the kernels read ``read``: the same arrays, or in a graph the fixed ones.
+    """The arrays of a part of a prepared step for one group of layers, and the ``tokens`` of the step that it has.
+    Plans take page ids from ``device``, and the kernels read ``read``: the same arrays, or in a graph the fixed ones.
     """
 
     tokens: slice
@@ -106,6 +107,7 @@ class _Kind(NamedTuple):
 
     window: int | None
     has_sinks: bool
+    group: int = 0
 
 
 class _PlannedAttention:
@@ -113,16 +115,17 @@ class _PlannedAttention:
 
     def __init__(self, shared: "_SharedState") -> None:
         self._shared = shared
-        self._parts: list[_PreparedPart] = []
+        self._batches: Sequence[AttentionBatch] = ()
+        # Of the groups that its layers are of: with heads of several shapes, no backend has layers of all.
+        self._parts: dict[int, list[_PreparedPart]] = {}
         self._planned: dict[_Kind, list[Any]] = {}
         self._wrappers: dict[tuple[str, bool, _Kind], Any] = {}
 
-    def prepare(self, batch: AttentionBatch) -> None:
+    def prepare(self, *batches: AttentionBatch) -> None:
         """See ``AttentionBackend.prepare``. Waits for the copies of the previous plans, and for nothing else."""
-        self._parts, self._planned = [], {}
+        self._batches, self._parts, self._planned = batches, {}, {}
         self._shared.fence.wait()
         try:
-            self._parts = self._stage(batch)
             for kind in self._shared.kinds:
                 self._plan(kind)
         finally:
@@ -137,6 +140,7 @@ class _PlannedAttention:
         kv: torch.Tensor,
         window: int | None,
         *,
+        group: int = 0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``AttentionBackend.forward``.
@@ -144,9 +148,9 @@ class _PlannedAttention:
         Raises:
             ValueError: no step was prepared, or the tensors do not match it.
         """
-        if not self._parts:
+        if group >= len(self._batches):
             raise ValueError("attention: prepare comes before forward")
-        kind = _Kind(window, sinks is not None)
+        kind = _Kind(window, sinks is not None, group)
         if kind not in self._planned:
             self._add_kind(kind)
         key, value = encode_rows(key, kv.dtype), encode_rows(value, kv.dtype)
@@ -154,7 +158,7 @@ class _PlannedAttention:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         # The kernel with sinks was made for them, and takes what it needs in this order.
         extra = () if sinks is None else (sinks.float(), self._shared.shape.scale)
-        for (tokens, _, _, read), wrapper in zip(self._parts, self._planned[kind], strict=True):
+        for (tokens, _, _, read), wrapper in zip(self._parts[group], self._planned[kind], strict=True):
             self._shared.flashinfer.append_paged_kv_cache(
                 *(key[tokens], value[tokens], read.chunk_ids, read.positions),
                 *(kv, read.page_ids, read.page_indptr, read.last_page_len),
@@ -171,7 +175,9 @@ class _PlannedAttention:
         self._shared.fence.record()
 
     def _plan(self, kind: _Kind) -> None:
-        self._planned[kind] = [self._plan_part(part, kind) for part in self._parts]
+        if kind.group not in self._parts:
+            self._parts[kind.group] = self._stage(kind.group)
+        self._planned[kind] = [self._plan_part(part, kind) for part in self._parts[kind.group]]
 
     def _plan_part(self, part: _PreparedPart, kind: _Kind) -> Any:
         """A wrapper that has planned the part."""
@@ -191,7 +197,7 @@ class _PlannedAttention:
         self._shared.plan(self._wrappers[name], kernel, kind, part.host, part.device)
         return self._wrappers[name]
 
-    def _stage(self, batch: AttentionBatch) -> list[_PreparedPart]:
+    def _stage(self, group: int) -> list[_PreparedPart]:
         raise NotImplementedError
 
     def _make_wrapper(self, kernel: str, kind: _Kind) -> Any:
@@ -224,9 +230,9 @@ class FlashInferAttention(_PlannedAttention):
             raise ValueError(f"a graph's batch size is 1 to {MAX_GRAPH_BATCH_SIZE}, not {batch_size}")
         return _GraphDecode(self._shared, batch_size, max_pages)
 
-    def _stage(self, batch: AttentionBatch) -> list[_PreparedPart]:
+    def _stage(self, group: int) -> list[_PreparedPart]:
         parts, start = [], 0
-        for each in self._shared.divide(batch):
+        for each in self._shared.divide(self._batches[group]):
             host, device = self._shared.stage(each)
             parts.append(_PreparedPart(slice(start, start + len(each.positions)), host, device, device))
             start += len(each.positions)
@@ -241,21 +247,30 @@ class _GraphDecode(_PlannedAttention):
 
     def __init__(self, shared: "_SharedState", batch_size: int, max_pages: int) -> None:
         super().__init__(shared)
-        self._fixed = shared.graph_arrays(batch_size, max_pages)
+        self._batch_size, self._max_pages = batch_size, max_pages
+        self._fixed: dict[int, PageArrays] = {}
 
-    def _stage(self, batch: AttentionBatch) -> list[_PreparedPart]:
+    def prepare(self, *batches: AttentionBatch) -> None:
+        """See ``AttentionBackend.prepare``."""
+        self._batches = ()
+        for batch in batches:
+            if not len(batch.positions) == len(batch.last_page_len) == self._batch_size:
+                raise ValueError(f"attention: a graph of {self._batch_size} tokens was given {len(batch.positions)}")
+        super().prepare(*batches)
+
+    def _stage(self, group: int) -> list[_PreparedPart]:
         """Copies the positions to their fixed array. The wrappers copy the arrays that they have buffers for."""
-        expected = len(self._fixed.positions)
-        if not len(batch.positions) == len(batch.last_page_len) == expected:
-            raise ValueError(f"attention: a graph of {expected} tokens was given {len(batch.positions)}")
-        host, device = self._shared.stage(batch)
-        self._fixed.positions.copy_(device.positions)
-        return [_PreparedPart(slice(expected), host, device, self._fixed)]
+        if group not in self._fixed:
+            self._fixed[group] = self._shared.graph_arrays(group, self._batch_size, self._max_pages)
+        fixed = self._fixed[group]
+        host, device = self._shared.stage(self._batches[group])
+        fixed.positions.copy_(device.positions)
+        return [_PreparedPart(slice(self._batch_size), host, device, fixed)]
 
     def _make_wrapper(self, kernel: str, kind: _Kind) -> Any:
         if kernel != _DECODE:
             raise ValueError("attention: FlashInfer's kernel with sinks is in no graph")
-        return self._shared.make_graph_wrapper(kind, self._fixed)
+        return self._shared.make_graph_wrapper(kind, self._fixed[kind.group])
 
 
 class _SharedState:
@@ -285,7 +300,7 @@ class _SharedState:
         group = shape.num_heads // shape.num_kv_heads
         self._on_tensor_cores = group > _MAX_GROUP_ON_CUDA_CORES or not is_measured
         self._has_fa3 = is_measured and _gpu(device)[1][0] == 9
-        self._graph_memory: PageArrays | None = None
+        self._graph_memory: dict[int, PageArrays] = {}
         self._graph_plans: dict[_Kind, torch.Tensor] = {}
 
     def stage(self, batch: AttentionBatch) -> tuple[PageArrays, PageArrays]:
@@ -375,13 +390,13 @@ class _SharedState:
         wrapper.reset_workspace_buffer(self.workspace, self._graph_plans[kind])
         return wrapper
 
-    def graph_arrays(self, batch_size: int, max_pages: int) -> PageArrays:
-        """The fixed arrays of a graph. Graphs share memory: smaller ones use the beginning of the first one's arrays,
-        as each is planned again before it is replayed.
+    def graph_arrays(self, group: int, batch_size: int, max_pages: int) -> PageArrays:
+        """The fixed arrays of a graph for one group of layers. Graphs share memory: smaller ones use the beginning of
+        the first one's arrays, as each is planned again before it is replayed.
         """
-        memory = self._graph_memory
+        memory = self._graph_memory.get(group)
         if memory is None or len(memory.positions) < batch_size or len(memory.page_ids) < max_pages:
-            memory = self._graph_memory = _null_pages(batch_size, max_pages, self.device)
+            memory = self._graph_memory[group] = _null_pages(batch_size, max_pages, self.device)
         return PageArrays(
             query_indptr=memory.query_indptr[: batch_size + 1],
             page_indptr=memory.page_indptr[: batch_size + 1],

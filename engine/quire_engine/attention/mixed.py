@@ -15,10 +15,10 @@ class MixedAttention:
     def __init__(self, backends: dict[tuple[int, int, int], AttentionBackend]) -> None:
         self._backends = backends
 
-    def prepare(self, batch: AttentionBatch) -> None:
+    def prepare(self, *batches: AttentionBatch) -> None:
         """See ``AttentionBackend.prepare``."""
         for backend in self._backends.values():
-            backend.prepare(batch)
+            backend.prepare(*batches)
 
     def forward(
         self,
@@ -28,11 +28,12 @@ class MixedAttention:
         kv: torch.Tensor,
         window: int | None,
         *,
+        group: int = 0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``AttentionBackend.forward``."""
         backend = self._backends[query.shape[1], key.shape[1], query.shape[2]]
-        return backend.forward(query, key, value, kv, window, sinks=sinks)
+        return backend.forward(query, key, value, kv, window, group=group, sinks=sinks)
 
 
 class BatchAttention:
@@ -42,10 +43,10 @@ class BatchAttention:
         self._backend = backend
         self.batch: AttentionBatch | None = None
 
-    def prepare(self, batch: AttentionBatch) -> None:
-        """See ``AttentionBackend.prepare``."""
-        self._backend.prepare(batch)
-        self.batch = batch
+    def prepare(self, *batches: AttentionBatch) -> None:
+        """See ``AttentionBackend.prepare``. Layers that keep a state are all in one group."""
+        self._backend.prepare(*batches)
+        (self.batch,) = batches
 
     def forward(
         self,
@@ -55,10 +56,11 @@ class BatchAttention:
         kv: torch.Tensor,
         window: int | None,
         *,
+        group: int = 0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``AttentionBackend.forward``."""
-        return self._backend.forward(query, key, value, kv, window, sinks=sinks)
+        return self._backend.forward(query, key, value, kv, window, group=group, sinks=sinks)
 
 
 def attention_of(

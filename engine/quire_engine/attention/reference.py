@@ -21,18 +21,9 @@ class ReferenceAttention:
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
 
-    def prepare(self, batch: AttentionBatch) -> None:
-        """Keeps the bounds of the chunks, and works out the slot of every token."""
-        size = self._shape.block_size
-        self._queries = _slices(batch.query_indptr)
-        self._pages = [batch.page_ids[pages].long() for pages in _slices(batch.page_indptr)]
-        self._context_lens: list[int] = batch.context_lens.tolist()
-        self._positions = batch.positions.long()
-        pages = [
-            pages[self._positions[tokens] // size] for pages, tokens in zip(self._pages, self._queries, strict=True)
-        ]
-        self._slot_pages = torch.cat(pages) if pages else self._positions
-        self._slot_offsets = self._positions % size
+    def prepare(self, *batches: AttentionBatch) -> None:
+        """See ``AttentionBackend.prepare``."""
+        self._plans = [_ChunkPlan(batch, self._shape.block_size) for batch in batches]
 
     def forward(
         self,
@@ -42,23 +33,25 @@ class ReferenceAttention:
         kv: torch.Tensor,
         window: int | None,
         *,
+        group: int = 0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``AttentionBackend.forward``."""
-        pages, offsets = upload(self._slot_pages, kv.device), upload(self._slot_offsets, kv.device)
+        plan = self._plans[group]
+        pages, offsets = upload(plan.slot_pages, kv.device), upload(plan.slot_offsets, kv.device)
         store_rows(kv, 0, pages, offsets, key)
         store_rows(kv, 1, pages, offsets, value)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for chunk, tokens in enumerate(self._queries):
-            rows = self._gather(chunk, kv)
-            hidden = upload(~_visible(self._positions[tokens], rows.shape[2], window), rows.device)
+        for chunk, tokens in enumerate(plan.queries):
+            rows = self._gather(plan, chunk, kv)
+            hidden = upload(~_visible(plan.positions[tokens], rows.shape[2], window), rows.device)
             output[tokens] = self._attend(query[tokens], rows, hidden, sinks)
         return output
 
-    def _gather(self, chunk: int, kv: torch.Tensor) -> torch.Tensor:
+    def _gather(self, plan: "_ChunkPlan", chunk: int, kv: torch.Tensor) -> torch.Tensor:
         """Keys and values [2, kv_heads, context, head_dim] of one chunk's sequence, in float32."""
-        pages = load_pages(kv, upload(self._pages[chunk], kv.device), self._shape.head_dim).permute(1, 2, 0, 3, 4)
-        return pages.flatten(2, 3)[:, :, : self._context_lens[chunk]].float()
+        pages = load_pages(kv, upload(plan.pages[chunk], kv.device), self._shape.head_dim).permute(1, 2, 0, 3, 4)
+        return pages.flatten(2, 3)[:, :, : plan.context_lens[chunk]].float()
 
     def _attend(
         self, query: torch.Tensor, rows: torch.Tensor, hidden: torch.Tensor, sinks: torch.Tensor | None
@@ -70,6 +63,21 @@ class ReferenceAttention:
         scores = query.float().transpose(0, 1) @ keys.transpose(1, 2) * self._shape.scale
         weights = softmax_weights(scores, hidden, self._shape.soft_cap, sinks)
         return (weights @ values).transpose(0, 1).to(query.dtype)
+
+
+class _ChunkPlan:
+    """The bounds of the chunks in one group's batch, and the slot of every token."""
+
+    def __init__(self, batch: AttentionBatch, block_size: int) -> None:
+        self.queries = _slices(batch.query_indptr)
+        self.pages = [batch.page_ids[pages].long() for pages in _slices(batch.page_indptr)]
+        self.context_lens: list[int] = batch.context_lens.tolist()
+        self.positions = batch.positions.long()
+        pages = [
+            pages[self.positions[tokens] // block_size] for pages, tokens in zip(self.pages, self.queries, strict=True)
+        ]
+        self.slot_pages = torch.cat(pages) if pages else self.positions
+        self.slot_offsets = self.positions % block_size
 
 
 def softmax_weights(

@@ -195,7 +195,7 @@ def _peer_settings(
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
-        "kv_tokens": engine[0].executor.kv_cache_config.usable_tokens if engine else KV_TOKENS,
+        "kv_tokens": engine[0].executor.kv_cache_config.num_tokens if engine else KV_TOKENS,
         "tensor_parallel_size": config.tensor_parallel_size,
         "pipeline_parallel_size": config.pipeline_parallel_size,
     }

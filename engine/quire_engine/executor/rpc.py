@@ -162,33 +162,38 @@ def stored_from_arrays(arrays: Sequence[RpcArray]) -> tuple[str, bytes]:
 
 
 _BATCH_FIELDS = [field.name for field in fields(ModelInput) if field.name != "attention"]
+_BATCH_DTYPES = [np.int32 if name == "positions" else np.int64 for name in _BATCH_FIELDS]
 _ATTENTION_FIELDS = [field.name for field in fields(AttentionBatch)]
 
 
 def batch_to_arrays(batch: ModelInput) -> list[RpcArray]:
     """All tensors of ``batch``, which are on the host."""
-    outer = [getattr(batch, name) for name in _BATCH_FIELDS]
-    return [tensor.numpy() for tensor in (*outer, *(getattr(batch.attention, name) for name in _ATTENTION_FIELDS))]
+    tensors = [getattr(batch, name) for name in _BATCH_FIELDS]
+    tensors += [getattr(group, name) for group in batch.attention for name in _ATTENTION_FIELDS]
+    return [tensor.numpy() for tensor in tensors]
 
 
 def batch_from_arrays(arrays: Sequence[RpcArray]) -> ModelInput:
     """The inverse of ``batch_to_arrays``. Raises ``MessageError`` when the arrays do not make a batch."""
-    if [array.dtype for array in arrays] != [np.int64] * len(_BATCH_FIELDS) + [np.int32] * len(_ATTENTION_FIELDS):
+    outer, width = len(_BATCH_FIELDS), len(_ATTENTION_FIELDS)
+    num_groups = max(1, (len(arrays) - outer) // width)
+    if [array.dtype for array in arrays] != _BATCH_DTYPES + [np.int32] * width * num_groups:
         raise MessageError("A batch has other tensors.")
     tensors = [torch.from_numpy(array) for array in arrays]
-    attention = AttentionBatch(**dict(zip(_ATTENTION_FIELDS, tensors[len(_BATCH_FIELDS) :], strict=True)))
+    parts = [tensors[first : first + width] for first in range(outer, len(tensors), width)]
+    attention = tuple(AttentionBatch(**dict(zip(_ATTENTION_FIELDS, part, strict=True))) for part in parts)
     batch = ModelInput(attention=attention, **dict(zip(_BATCH_FIELDS, tensors, strict=False)))
     _check_batch(batch)
     return batch
 
 
 def _check_batch(batch: ModelInput) -> None:
-    tokens, attention = len(batch.token_ids), batch.attention
-    chunks = len(attention.context_lens)
-    bounds = (len(attention.query_indptr), len(attention.page_indptr), len(attention.last_page_len) + 1)
+    tokens, chunks = len(batch.token_ids), len(batch.attention[0].context_lens)
+    bounds = [len(bound) for each in batch.attention for bound in (each.query_indptr, each.page_indptr)]
+    bounds += [1 + len(count) for each in batch.attention for count in (each.last_page_len, each.context_lens)]
     rows = (batch.sampled_rows, batch.prompt_logprob_rows, batch.pending_rows)
     if (
-        len(attention.positions) != tokens
+        any(len(each) != tokens for each in (batch.positions, *(each.positions for each in batch.attention)))
         or len(batch.lora_ids) not in (0, tokens)
         or any(bound != chunks + 1 for bound in bounds)
         or any(len(each) and not 0 <= int(each.min()) <= int(each.max()) < tokens for each in rows)

@@ -81,7 +81,8 @@ class TorchExecutor:
         self._device = model.device
         with inference_on(model.device):
             self._runner = make_runner(model, cache_sizes)
-        self._block_size = self._runner.kv_cache_config.block_size
+        num_tokens = min(depth * model.max_num_batched_tokens, model.max_model_len)
+        self._kv_cache_config = replace(self._runner.kv_cache_config, max_step_tokens=num_tokens)
         self._sampler = Sampler(model.config.vocab_size)
         pooler = model.config.pooler_config
         self._pooler = None if pooler is None else Pooler(pooler, model.classifier)
@@ -218,7 +219,12 @@ class TorchExecutor:
         lora = DUMMY_LORA if limits.enable_lora else None
         pooler = executor.config.pooler_config
         pooling = None if pooler is None else PoolingParams(pooler.task)
-        step = largest_step(num_tokens, num_seqs, length, block_size, vocab_size, lora=lora, pooling=pooling)
+        step = largest_step(
+            *(num_tokens, num_seqs, length, block_size, vocab_size),
+            lora=lora,
+            pooling=pooling,
+            num_groups=len(executor.kv_cache_config.groups),
+        )
         executor.execute_model(step)
         if lora is not None:
             executor.remove_lora(lora.lora_int_id)
@@ -226,7 +232,7 @@ class TorchExecutor:
     @property
     def kv_cache_config(self) -> KVCacheConfig:
         """Blocks of both pools; constant."""
-        return self._runner.kv_cache_config
+        return self._kv_cache_config
 
     @property
     def dtype_name(self) -> str:
@@ -257,6 +263,7 @@ class TorchExecutor:
         wait for the step, whatever it is that takes long there.
         """
         forward = self._runner.forward if self._engines is None else self._forward_together
+        capacity = self._kv_cache_config
         step = AsyncStep(self._runner, forward, self._sampler, self._pooler, self._device)
         if scheduler_output.finished_seq_ids:
             self._sampler.remove_finished(scheduler_output.finished_seq_ids)
@@ -271,7 +278,7 @@ class TorchExecutor:
             if any(chunk.lora is not None for chunk in chunks):
                 chunks = self._load_loras(chunks, step.output)
             if chunks:
-                step.launch(prepare_inputs(chunks, self._block_size), self._previous_step)
+                step.launch(prepare_inputs(chunks, capacity.block_size, capacity.groups), self._previous_step)
                 step.output.waited_for_others = self._engines is not None and not self._engines.has_most_tokens
             empty = [chunk for chunk in scheduler_output.chunks if not chunk.token_ids]
             for chunk in empty:  # it has nothing to draw from
@@ -313,7 +320,8 @@ class TorchExecutor:
     def _fingerprint(self, config: EngineArgs) -> str:
         """All that decides what numbers a block of KV memory has, but what its hash names."""
         numbers = (config.dtype, config.kv_cache_dtype, config.quantization, config.deterministic, config.attention)
-        facts = (__version__, self.config.model_revision, self.dtype_name, self._device.type, self._block_size)
+        block_size = self._kv_cache_config.block_size
+        facts = (__version__, self.config.model_revision, self.dtype_name, self._device.type, block_size)
         sizes = (config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size)
         return repr((facts, numbers, sizes))
 

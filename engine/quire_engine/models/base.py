@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from quire_engine.attention.base import AttentionBackend, LayerAttention
+from quire_engine.attention.base import AttentionBackend, LayerAttention, LayerKV
 
 
 class Model(Protocol):
@@ -36,13 +36,12 @@ class Model(Protocol):
         ...
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: Sequence[torch.Tensor], attention: AttentionBackend
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: Sequence[LayerKV], attention: AttentionBackend
     ) -> torch.Tensor:
         """Hidden states [T, hidden] of tokens [T] at positions [T], both integers.
 
-        ``kv`` are the views of KV memory as ``BlockLayout.views`` has them, [blocks, 2, kv_heads, block_size, head_dim]
-        of each layer. They are read and written by ``attention``, which was prepared for this batch. Raises
-        ``IndexError`` for a token id outside of the vocabulary.
+        ``kv`` are the views of KV memory as ``BlockLayout.views`` has them. They are read and written by ``attention``,
+        which was prepared for this batch. Raises ``IndexError`` for a token id outside of the vocabulary.
         """
         ...
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from quire_engine.attention.base import MAX_GRAPH_BATCH_SIZE, AttentionBackend, LayerAttention
+from quire_engine.attention.base import MAX_GRAPH_BATCH_SIZE, AttentionBackend, LayerAttention, LayerKV
 from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.core.executor import WeightStats
 from quire_engine.distributed.communicator import PendingSum, shard
@@ -84,7 +84,7 @@ class Llama:
         return any(layer.waits_for_device for layer in self._layers)
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: Sequence[torch.Tensor], attention: AttentionBackend
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: Sequence[LayerKV], attention: AttentionBackend
     ) -> torch.Tensor:
         """See ``Model.forward``."""
         return self.layers(self.inputs(token_ids, positions), kv, attention)
@@ -101,7 +101,7 @@ class Llama:
             states = self._stage.receive(empty)
         return LayerInputs(states, *self._rope.cos_sin(positions))
 
-    def layers(self, inputs: LayerInputs, kv: Sequence[torch.Tensor], attention: AttentionBackend) -> torch.Tensor:
+    def layers(self, inputs: LayerInputs, kv: Sequence[LayerKV], attention: AttentionBackend) -> torch.Tensor:
         """Hidden states [T, hidden], as ``forward`` returns them; of a stage that is not the last one, as the next one
         takes them.
         """
@@ -123,7 +123,7 @@ class Llama:
         return self.communicator.overlaps_sums and not has_loras
 
     def _overlapped_layers(
-        self, inputs: LayerInputs, kv: Sequence[torch.Tensor], attention: AttentionBackend
+        self, inputs: LayerInputs, kv: Sequence[LayerKV], attention: AttentionBackend
     ) -> torch.Tensor:
         """``layers`` of a step whose rows are computed in two halves (dual batch overlap)."""
         residuals, angles = inputs.hidden_states.chunk(2), (inputs.cos, inputs.sin)
@@ -201,7 +201,7 @@ class _Attention:
         self._head_norms = _load_head_norms(config, weights, name, self._heads[0]) if config.qk_norm else None
 
     def __call__(
-        self, projected: torch.Tensor, angles: CosSin, kv: torch.Tensor, attention: AttentionBackend
+        self, projected: torch.Tensor, angles: CosSin, kv: LayerKV, attention: AttentionBackend
     ) -> torch.Tensor:
         tokens = projected.shape[0]
         heads = projected.view(tokens, -1, self._head_dim)
@@ -211,7 +211,7 @@ class _Attention:
         else:
             norm_rotate(heads[:, : queries + keys], self._head_norms, *angles)
         query, key, value = heads.split_with_sizes(self._heads, dim=1)
-        return attention.forward(query, key, value, kv, self._window).reshape(tokens, -1)
+        return attention.forward(query, key, value, kv.pages, self._window, group=kv.group).reshape(tokens, -1)
 
 
 def _load_head_norms(config: DecoderConfig, weights: WeightLoader, name: str, queries: int) -> HeadNorms:
@@ -253,7 +253,7 @@ class _DecoderLayer:
         residual: torch.Tensor,
         update: torch.Tensor | None,
         angles: CosSin,
-        kv: torch.Tensor,
+        kv: LayerKV,
         attention: AttentionBackend,
     ) -> torch.Tensor:
         gather, tokens = self._token_communicator.all_gather, len(angles[0])
@@ -274,7 +274,7 @@ class _DecoderLayer:
         residuals: Sequence[torch.Tensor],
         updates: Sequence[PendingSum | None],
         angles: CosSin,
-        kv: torch.Tensor,
+        kv: LayerKV,
         attention: AttentionBackend,
     ) -> Sequence[PendingSum]:
         """As a call, for the two halves of a large step's rows: a sum of one half is under way while the other half is

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from quire_engine.attention.base import AttentionBackend, LayerAttention
+from quire_engine.attention.base import AttentionBackend, LayerAttention, LayerKV
 from quire_engine.attention.mixed import BatchAttention
 from quire_engine.checkpoint.config import (
     SUPPORTED_ARCHITECTURES,
@@ -175,7 +175,7 @@ class PagedAttentionContext:
     """
 
     attention: AttentionBackend
-    layers: dict[int, tuple[LayerAttention, torch.Tensor]]
+    layers: dict[int, tuple[LayerAttention, LayerKV]]
 
 
 @dataclass(slots=True)
@@ -224,7 +224,7 @@ class TransformersModel:
         causal.set_submodule(next(name for name, part in causal.named_modules() if part is self._decoder), replacement)
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: Sequence[torch.Tensor], attention: AttentionBackend
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: Sequence[LayerKV], attention: AttentionBackend
     ) -> torch.Tensor:
         """See ``Model.forward``."""
         layers = zip(self.attention_layers, kv, strict=False)  # the states come last
@@ -234,7 +234,7 @@ class TransformersModel:
         else:
             assert isinstance(attention, BatchAttention)
             assert attention.batch is not None
-            with self._states.step(attention.batch, kv[0].shape[3], kv[-1]):
+            with self._states.step(attention.batch, kv[0].pages.shape[3], kv[-1].pages):
                 output = self._run_decoder(token_ids, positions, quire_step=context)
         self._output_class = type(output)
         hidden: torch.Tensor = output.last_hidden_state[0]
@@ -383,7 +383,7 @@ def paged_attention(
     index, size = module.layer_idx, value.shape[-1]
     layer, kv = quire_step.layers[index]
     query, key, value = (_rows(tensor, layer.head_dim) for tensor in (query, key, value))
-    mixed = quire_step.attention.forward(query, key, value, kv, layer.window, sinks=s_aux)
+    mixed = quire_step.attention.forward(query, key, value, kv.pages, layer.window, group=kv.group, sinks=s_aux)
     return mixed[None, :, :, :size], None
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire_engine.attention.base import AttentionBackend
+from quire_engine.attention.base import AttentionBackend, LayerKV
 from quire_engine.attention.cpu import CpuAttention
 from quire_engine.kernels.bindings import library
 from quire_engine.kernels.host_call import HostCall, recorded_host_calls
@@ -224,7 +224,7 @@ class _CapturedStep(NamedTuple):
     inputs: LayerInputs
 
 
-def make_cpu_graphs(model: Model, kv: Sequence[torch.Tensor], attention: AttentionBackend) -> "CpuGraphRunner | None":
+def make_cpu_graphs(model: Model, kv: Sequence[LayerKV], attention: AttentionBackend) -> "CpuGraphRunner | None":
     """The graphs of ``model`` over ``kv``; None where it computes with more than the compiled kernels."""
     if not (isinstance(model, Llama) and model.capturable and model.communicator.is_capturable):
         return None
@@ -236,7 +236,7 @@ def make_cpu_graphs(model: Model, kv: Sequence[torch.Tensor], attention: Attenti
 class CpuGraphRunner:
     """The graphs of one model over one KV memory. Used by one thread, in inference mode."""
 
-    def __init__(self, model: Llama, kv: Sequence[torch.Tensor], attention: CpuAttention) -> None:
+    def __init__(self, model: Llama, kv: Sequence[LayerKV], attention: CpuAttention) -> None:
         self._model = model
         self._ranks = model.communicator if model.communicator.size > 1 else None
         self._kv = kv
@@ -262,7 +262,7 @@ class CpuGraphRunner:
         self._graphs.move_to_end(kind)
         for captured, new in zip(known.inputs, fresh, strict=True):
             captured.copy_(new)
-        self._attention.check_pages(self._kv[0])
+        self._attention.check_pages(self._kv[0].pages)
         known.graph.replay()
         if self._ranks is not None:
             self._ranks.raise_if_lost()

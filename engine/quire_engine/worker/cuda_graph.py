@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 import torch
 
-from quire_engine.attention.base import MAX_GRAPH_BATCH_SIZE, AttentionBackend, GraphAttention
+from quire_engine.attention.base import MAX_GRAPH_BATCH_SIZE, AttentionBackend, GraphAttention, LayerKV
 from quire_engine.device.accelerator import pin
 from quire_engine.errors import first_line
 from quire_engine.models.base import Model
@@ -54,7 +54,7 @@ class CudaGraphRunner:
     def __init__(
         self,
         model: Model,
-        kv: Sequence[torch.Tensor],
+        kv: Sequence[LayerKV],
         attention: GraphAttention,
         *,
         sizes: Sequence[int],
@@ -65,7 +65,7 @@ class CudaGraphRunner:
         ``RuntimeError``, ``ValueError`` or ``NotImplementedError`` for work that cannot be captured.
         """
         self._sizes = sorted(sizes)
-        self._inputs = torch.zeros(2 * self._sizes[-1], dtype=torch.int64, device=kv[0].device)
+        self._inputs = torch.zeros(2 * self._sizes[-1], dtype=torch.int64, device=kv[0].pages.device)
         self._hidden: torch.Tensor | None = None
         self._graphs: dict[int, tuple[AttentionBackend, CapturedGraph]] = {}
         # The largest first: the memory that it needs is enough for all others.
@@ -83,11 +83,11 @@ class CudaGraphRunner:
         count = len(batch.token_ids)
         size = self._sizes[bisect_left(self._sizes, count)]
         attention, graph = self._graphs[size]
-        padded = pad_decode(batch.attention, size)
+        padded = [pad_decode(each, size) for each in batch.attention]
         # Planned outside of the graph, before each replay: the graph has captured addresses, not their contents.
-        attention.prepare(padded)
+        attention.prepare(*padded)
         inputs = torch.zeros((2, size), dtype=torch.int64)
-        inputs[0, :count], inputs[1] = batch.token_ids, padded.positions
+        inputs[0, :count], inputs[1, :count] = batch.token_ids, batch.positions
         token_ids, _ = self._inputs_of(size)
         self._inputs[: 2 * size].copy_(pin(inputs.view(-1), self._inputs.device), non_blocking=True)
         if pending is not None:
@@ -100,12 +100,12 @@ class CudaGraphRunner:
         self,
         size: int,
         model: Model,
-        kv: Sequence[torch.Tensor],
+        kv: Sequence[LayerKV],
         attention: AttentionBackend,
         capture: GraphCapturer,
     ) -> tuple[AttentionBackend, CapturedGraph]:
         token_ids, positions = self._inputs_of(size)
-        attention.prepare(dummy_decode(size))
+        attention.prepare(*[dummy_decode(size)] * (1 + max(layer.group for layer in kv)))
         # A warm-up without a graph: libraries make their workspaces and compile their kernels at the first call.
         warm_up = model.forward(token_ids, positions, kv, attention)
         hidden = self._hidden = torch.zeros_like(warm_up) if self._hidden is None else self._hidden
@@ -118,7 +118,7 @@ class CudaGraphRunner:
 
 def capture_graphs(
     model: Model,
-    kv: Sequence[torch.Tensor],
+    kv: Sequence[LayerKV],
     attention: AttentionBackend,
     *,
     sizes: Sequence[int],

@@ -1,5 +1,6 @@
 """The tensors of one step, made from its chunks."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -8,17 +9,24 @@ import numpy as np
 import torch
 
 from quire_engine.attention.base import AttentionBatch
+from quire_engine.core.block_pool import KVCacheGroup
 from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, SampleRequest, ScheduledChunk
 from quire_engine.device.accelerator import upload
 
 _NO_ROWS = torch.empty(0, dtype=torch.int64)
+_ONE_GROUP = (KVCacheGroup(),)
+WINDOW_ALIGNMENT = 512
+"""The context of a chunk in layers with a window begins at a multiple of so many tokens. No kernel has larger tiles of
+keys, so that the tiles, and with them the order of every sum, are the same wherever chunks begin.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
     """The tokens of a step, packed in the order of its chunks: all that a forward pass needs, as plain numbers.
 
-    ``token_ids`` [T] int64. ``sampled_rows`` [S] int64 are the indices in the batch of the tokens whose logits are
+    ``token_ids`` [T] int64, and ``positions`` [T] int32, each one's index in its sequence. ``attention`` has the batch
+    of each group of layers. ``sampled_rows`` [S] int64 are the indices in the batch of the tokens whose logits are
     drawn from: of each chunk with sample requests the last, and as many before it as it has drafts;
     ``prompt_logprob_rows`` [N] int64 those of the tokens that targets follow. ``pending_rows`` [P] int64 are the
     indices of tokens that are not known yet, as they are drawn by the step before. ``lora_ids`` [T] int64 are the
@@ -26,7 +34,8 @@ class ModelInput:
     """
 
     token_ids: torch.Tensor
-    attention: AttentionBatch
+    positions: torch.Tensor
+    attention: tuple[AttentionBatch, ...]
     sampled_rows: torch.Tensor
     prompt_logprob_rows: torch.Tensor
     pending_rows: torch.Tensor
@@ -35,7 +44,7 @@ class ModelInput:
     @property
     def is_decode(self) -> bool:
         """Whether each chunk is one token."""
-        return len(self.token_ids) == len(self.attention.context_lens)
+        return len(self.token_ids) == len(self.attention[0].context_lens)
 
     @property
     def has_loras(self) -> bool:
@@ -98,26 +107,29 @@ class PooledChunk:
         return slice(self.row, self.row + len(self.chunk.token_ids))
 
 
-def prepare_inputs(chunks: Sequence[ScheduledChunk], block_size: int) -> InputBatch:
-    """The batch of ``chunks``, each of at least one token."""
+def prepare_inputs(
+    chunks: Sequence[ScheduledChunk], block_size: int, groups: Sequence[KVCacheGroup] = _ONE_GROUP
+) -> InputBatch:
+    """The batch of ``chunks``, each of at least one token, for a model with these ``groups`` of layers."""
     lengths = np.array([len(chunk.token_ids) for chunk in chunks], np.int64)
     starts = np.array([chunk.start for chunk in chunks], np.int64)
-    query_indptr, context_lens = _indptr(lengths), starts + lengths
+    query_indptr = _indptr(lengths)
     num_tokens = int(query_indptr[-1])
     token_ids = np.fromiter(chain.from_iterable([chunk.token_ids for chunk in chunks]), np.int64, num_tokens)
     positions = np.arange(num_tokens) + np.repeat(starts - query_indptr[:-1], lengths)
-    page_counts = -(-context_lens // block_size)
-    page_indptr, last_page_len = _indptr(page_counts), context_lens - (page_counts - 1) * block_size
-    page_lists = [chunk.block_ids[:count] for chunk, count in zip(chunks, page_counts.tolist(), strict=True)]
-    page_ids = np.fromiter(chain.from_iterable(page_lists), np.int32, int(page_indptr[-1]))
-    attention_arrays = query_indptr, page_indptr, page_ids, last_page_len, context_lens, positions
+    tables = [[chunk.block_ids for chunk in chunks]]
+    tables += [[chunk.other_block_ids[number] for chunk in chunks] for number in range(len(groups) - 1)]
     sampled = [chunk for chunk in chunks if chunk.sample_requests]
     pending = [chunk for chunk in chunks if chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID]
     prompt_logprob_chunks = [chunk for chunk in chunks if chunk.prompt_logprob_targets]
     lora_ids = np.array([chunk.lora_int_id for chunk in chunks], np.int64)
     model_input = ModelInput(
         token_ids=torch.from_numpy(token_ids),
-        attention=AttentionBatch(*[torch.from_numpy(array.astype(np.int32, copy=False)) for array in attention_arrays]),
+        positions=torch.from_numpy(positions.astype(np.int32)),
+        attention=tuple(
+            _attention_batch(table, query_indptr, starts, positions, block_size=block_size, window=group.window)
+            for group, table in zip(groups, tables, strict=True)
+        ),
         sampled_rows=_sampled_rows(chunks, query_indptr),
         prompt_logprob_rows=_prompt_logprob_rows(chunks, query_indptr) if prompt_logprob_chunks else _NO_ROWS,
         pending_rows=torch.from_numpy(np.flatnonzero(token_ids == PLACEHOLDER_TOKEN_ID)) if pending else _NO_ROWS,
@@ -136,6 +148,34 @@ def prepare_inputs(chunks: Sequence[ScheduledChunk], block_size: int) -> InputBa
             if chunk.pooling is not None
         ],
     )
+
+
+def _attention_batch(
+    tables: Sequence[list[int]],
+    query_indptr: np.ndarray,
+    starts: np.ndarray,
+    positions: np.ndarray,
+    *,
+    block_size: int,
+    window: int | None,
+) -> AttentionBatch:
+    """The batch of one group of layers, which these are the block ``tables`` for. With a ``window`` the context of a
+    chunk begins where that of its first token does, or before it, at a multiple of ``WINDOW_ALIGNMENT``.
+    """
+    lengths = np.diff(query_indptr)
+    context_lens, firsts = starts + lengths, [0] * len(tables)
+    if window is not None:
+        alignment = math.lcm(WINDOW_ALIGNMENT, block_size)
+        skipped = np.maximum(starts + 1 - window, 0) // alignment * alignment
+        context_lens, positions = context_lens - skipped, positions - np.repeat(skipped, lengths)
+        firsts = (skipped // block_size).tolist()
+    page_counts = -(-context_lens // block_size)
+    page_indptr, last_page_len = _indptr(page_counts), context_lens - (page_counts - 1) * block_size
+    bounds = zip(tables, firsts, page_counts.tolist(), strict=True)
+    page_lists = [table[first : first + count] for table, first, count in bounds]
+    page_ids = np.fromiter(chain.from_iterable(page_lists), np.int32, int(page_indptr[-1]))
+    arrays = query_indptr, page_indptr, page_ids, last_page_len, context_lens, positions
+    return AttentionBatch(*[torch.from_numpy(array.astype(np.int32, copy=False)) for array in arrays])
 
 
 def _indptr(sizes: np.ndarray) -> np.ndarray:
@@ -193,7 +233,7 @@ def pad_decode(batch: AttentionBatch, size: int) -> AttentionBatch:
 
 
 def dummy_decode(size: int) -> AttentionBatch:
-    """A batch of nothing but pads."""
+    """A batch of nothing but pads, for one group of layers."""
     start, nothing = torch.zeros(1, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
     return pad_decode(AttentionBatch(start, start, nothing, nothing, nothing, nothing), size)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from quire_engine.attention.kv_cache_spec import BlockLayout
-from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig
+from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig, KVCacheGroup
 from quire_engine.core.executor import CopyError
 from quire_engine.core.kv_disk import DiskContents, TransferResult
 from quire_engine.device.accelerator import pin_pages
@@ -89,9 +89,6 @@ class StepEvent:
         self._event.synchronize()
 
 
-MIN_BLOCKS = 2
-
-
 def _nothing() -> None:
     """On the CPU copies are made when they are launched."""
 
@@ -114,12 +111,13 @@ class KVCache:
     ) -> None:
         block_size, block_bytes, dtype = layout.block_size, layout.block_bytes, layout.dtype
         blocks, host_blocks = sizes.kv_cache_bytes // block_bytes, max(0, sizes.swap_bytes) // block_bytes
-        if blocks < MIN_BLOCKS:
+        if blocks < _min_blocks(layout):
             raise ModelError(
-                f"The KV cache of {sizes.kv_cache_bytes} bytes holds fewer than {MIN_BLOCKS} blocks "
+                f"The KV cache of {sizes.kv_cache_bytes} bytes holds fewer than {_min_blocks(layout)} blocks "
                 f"of {block_size} tokens, which take {block_bytes} bytes each for this model."
             )
-        self.capacity = KVCacheConfig(block_size, blocks, host_blocks, block_bytes)
+        groups = tuple(KVCacheGroup(window) for window in layout.windows)
+        self.capacity = KVCacheConfig(block_size, blocks, host_blocks, block_bytes, groups)
         self.blocks = _lazy_zeros((blocks, layout.elements), dtype, device)
         self.layers = layout.views(self.blocks)
         self._host_blocks = _lazy_zeros((host_blocks, layout.elements), dtype, torch.device("cpu"))
@@ -180,7 +178,12 @@ class KVCache:
 
 def min_cache_sizes(layout: BlockLayout) -> CacheSizes:
     """The least that an executor can be made with."""
-    return CacheSizes(MIN_BLOCKS * layout.block_bytes, 0)
+    return CacheSizes(_min_blocks(layout) * layout.block_bytes, 0)
+
+
+def _min_blocks(layout: BlockLayout) -> int:
+    """The null block, and one for each group of layers."""
+    return 1 + len(layout.windows)
 
 
 def _copy_blocks(sources: torch.Tensor, targets: torch.Tensor, copies: Sequence[BlockCopy]) -> None:

@@ -198,7 +198,8 @@ def _no_memory_message(measured: MemoryProfile, usable: int) -> str:
 def format_memory_table(budget: CacheBudget, measured: MemoryProfile, config: KVCacheConfig, max_length: int) -> str:
     """The decision as a table for the log. ``max_length`` is the model's longest sequence in tokens."""
     device, host = (count * config.block_bytes for count in (config.device_blocks, config.host_blocks))
-    host_tokens = config.host_blocks * config.block_size
+    more = "" if all(group.window is None for group in config.groups) else ", and more in long sequences"
+    host_tokens = config.host_blocks // len(config.groups) * config.block_size
     step = "not measured: the KV pool's size was given" if measured.peak is None else "of the largest step"
     rows = [
         ("limit", _mib(measured.limit), f"{measured.source}; {_describe_limit(budget, measured)}"),
@@ -206,7 +207,7 @@ def format_memory_table(budget: CacheBudget, measured: MemoryProfile, config: KV
         ("weights", _mib(measured.weight_bytes), "as loaded"),
         ("activations", _mib(measured.activation_bytes), step),
         ("kept free", _mib(measured.growth_reserve), "for what grows while it runs"),
-        ("KV pool", _mib(device), f"{config.device_blocks} blocks, {config.usable_tokens} tokens"),
+        ("KV pool", _mib(device), f"{config.device_blocks} blocks, {config.num_tokens} tokens{more}"),
         ("host pool", _mib(host), f"{config.host_blocks} blocks, {host_tokens} tokens"),
         ("longest request", f"{min(max_length, config.usable_tokens)} tokens", f"the model's limit is {max_length}"),
     ]
@@ -377,10 +378,12 @@ def largest_step(
     *,
     lora: LoRARequest | None = None,
     pooling: PoolingParams | None = None,
+    num_groups: int = 1,
 ) -> SchedulerOutput:
     """A step of as many tokens and sequences as can be, each of which samples a token and returns prompt
     log-probabilities, or is pooled where ``pooling`` is given. ``length`` is the longest sequence in tokens, and all
-    have the adapter ``lora``. All tokens lie in block 1, so that a pool of two blocks is enough.
+    have the adapter ``lora``. All tokens lie in block 1, those of all ``num_groups`` of layers, so that the smallest
+    pool is enough.
     """
     sizes = _chunk_lengths(max_num_batched_tokens, max_num_seqs, length)
     if pooling is not None:
@@ -388,12 +391,21 @@ def largest_step(
             0,
             [
                 ScheduledChunk(
-                    number, _sample_tokens(size, vocab), 0, [1] * -(-size // block_size), pooling=pooling, is_last=True
+                    number,
+                    _sample_tokens(size, vocab),
+                    0,
+                    [1] * -(-size // block_size),
+                    pooling=pooling,
+                    is_last=True,
+                    other_block_ids=[[1] * -(-size // block_size)] * (num_groups - 1),
                 )
                 for number, size in enumerate(sizes)
             ],
         )
-    chunks = [_costliest_chunk(number, size, block_size, vocab, lora) for number, size in enumerate(sizes)]
+    chunks = [
+        _costliest_chunk(number, size, block_size, vocab, lora=lora, num_groups=num_groups)
+        for number, size in enumerate(sizes)
+    ]
     return SchedulerOutput(0, chunks)
 
 
@@ -401,9 +413,12 @@ def measure_rates(executor: Executor, longest: int, vocab: int) -> Rates:
     """Measures how fast ``executor`` computes a prompt of at most ``longest`` tokens, and copies blocks. Takes a
     fraction of a second unless one step takes longer. Overwrites the contents of blocks.
     """
-    size = executor.kv_cache_config.block_size
-    tokens = min(TIMED_TOKENS, longest, executor.kv_cache_config.usable_tokens)
-    prompt = ScheduledChunk(0, _sample_tokens(tokens, vocab), 0, list(range(1, -(-tokens // size) + 1)))
+    capacity = executor.kv_cache_config
+    size = capacity.block_size
+    tokens = min(TIMED_TOKENS, longest, (capacity.device_blocks - 1) * size)
+    blocks = list(range(1, -(-tokens // size) + 1))
+    others = [blocks] * (len(capacity.groups) - 1)
+    prompt = ScheduledChunk(0, _sample_tokens(tokens, vocab), 0, blocks, other_block_ids=others)
     seconds = _min_seconds(lambda: executor.execute_model(SchedulerOutput(0, [prompt])))
     return Rates(tokens / seconds, _bytes_per_second(executor))
 
@@ -443,7 +458,9 @@ def _chunk_lengths(max_num_batched_tokens: int, max_num_seqs: int, length: int) 
         left -= size
 
 
-def _costliest_chunk(number: int, size: int, block_size: int, vocab: int, lora: LoRARequest | None) -> ScheduledChunk:
+def _costliest_chunk(
+    number: int, size: int, block_size: int, vocab: int, *, lora: LoRARequest | None, num_groups: int
+) -> ScheduledChunk:
     tokens = _sample_tokens(size, vocab)
     sample = SampleRequest(number, COSTLIEST_PARAMS, number, tokens, len(tokens))
     blocks = [1] * -(-size // block_size)
@@ -456,6 +473,7 @@ def _costliest_chunk(number: int, size: int, block_size: int, vocab: int, lora: 
         prompt_logprob_targets=tokens[1 : PROMPT_LOGPROB_TOKENS + 1],
         num_prompt_logprobs=MAX_LOGPROBS,
         lora=lora,
+        other_block_ids=[blocks] * (num_groups - 1),
     )
 
 

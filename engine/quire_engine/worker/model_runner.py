@@ -47,10 +47,12 @@ from quire_engine.worker.cuda_graph import (
     capture_sizes,
 )
 from quire_engine.worker.input_batch import ModelInput, scatter_pending
-from quire_engine.worker.kv_cache import MIN_BLOCKS, KVCache, min_cache_sizes
+from quire_engine.worker.kv_cache import KVCache, min_cache_sizes
 from quire_engine.worker.memory import CacheSizes
 
 log = logging.getLogger(__name__)
+KEEPS_WINDOWS = "layers with a window keep the keys and values of all tokens, %s"
+FREES_WINDOWS = "a token has a KV block in each of these groups of layers, until their window has left it: %s"
 STATE_IN_BLOCKS = "each block has the state behind its last token, %.1f MiB: a --block-size above %d has fewer of them"
 
 
@@ -59,9 +61,10 @@ class LoadedModel:
     """A model, its attention and its limits: all that a ``ModelRunner`` is made of but the KV memory. ``max_model_len``
     is the longest sequence in tokens. ``graph_sizes`` are the batch sizes of decode steps that are captured as CUDA
     graphs, where model and attention allow it; where there are any, the CPU captures CPU graphs of the sizes that come.
-    Rows of KV memory are held in ``kv_cache_dtype``. ``stage`` is the part of a pipeline that ``model`` is. ``loras``
-    holds its adapters; None if it has no slots for any. ``classifier`` scores what was pooled; None for a model that
-    does not.
+    Rows of KV memory are held in ``kv_cache_dtype``, and where it ``frees_windows``, blocks that the windows of layers
+    have left are given up. A step computes at most ``max_num_batched_tokens``. ``stage`` is the part of a pipeline that
+    ``model`` is. ``loras`` holds its adapters; None if it has no slots for any. ``classifier`` scores what was pooled;
+    None for a model that does not.
     """
 
     config: ModelConfig
@@ -70,7 +73,9 @@ class LoadedModel:
     kv_cache_dtype: torch.dtype
     block_size: int
     max_model_len: int
+    max_num_batched_tokens: int
     device: torch.device
+    frees_windows: bool = False
     graph_sizes: Sequence[int] = ()
     stage: PipelineStage | None = None
     loras: LoRAManager | None = None
@@ -79,7 +84,7 @@ class LoadedModel:
     @property
     def block_bytes(self) -> int:
         """What a block of KV memory takes."""
-        return self.min_cache_sizes.kv_cache_bytes // MIN_BLOCKS
+        return self.block_layout.block_bytes
 
     def kept_bytes(self, max_num_seqs: int) -> int:
         """What steps of so many sequences keep on the device beside KV memory: the states that they begin with, in the
@@ -101,8 +106,9 @@ class LoadedModel:
         """What a block of KV memory holds. Raises ``ModelError`` for an impossible block size."""
         if self.block_size < 1:
             raise ModelError(f"The block size is {self.block_size} tokens, and it must be at least 1.")
-        model = self.model
-        return BlockLayout.of(model.attention_layers, self.block_size, self.kv_cache_dtype, model.state_bytes)
+        model, longest = self.model, self.max_model_len if self.frees_windows else None
+        layers, states = model.attention_layers, model.state_bytes
+        return BlockLayout.of(layers, self.block_size, self.kv_cache_dtype, states, max_model_len=longest)
 
     def make_kv_cache(self, pools: CacheSizes) -> KVCache:
         """KV memory for this model. Raises ``ModelError`` where it cannot be had."""
@@ -143,19 +149,49 @@ def load_model_and_attention(
     loras = None
     if isinstance(model, Llama) and isinstance(model_config, DecoderConfig) and model.loras is not None:
         loras = LoRAManager(model_config, model.loras)
-    return LoadedModel(
+    loaded = LoadedModel(
         config=model_config,
         model=model,
         attention=backend,
         kv_cache_dtype=kv_dtype,
         block_size=config.block_size,
         max_model_len=length,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         device=device,
+        frees_windows=_frees_windows(config, model, length),
         graph_sizes=graph_sizes,
         stage=stage,
         loras=loras,
         classifier=load_classifier(model_config, config.model, device) if ranks.rank == 0 else None,
     )
+    if loaded.frees_windows:
+        _log_groups(loaded.block_layout)
+    return loaded
+
+
+def _frees_windows(config: EngineArgs, model: Model, max_model_len: int) -> bool:
+    """Whether layers have windows that sequences outgrow, and nothing that is asked for needs all of their tokens."""
+    if not any(layer.window is not None and layer.window < max_model_len for layer in model.attention_layers):
+        return False
+    reasons = {
+        "as others keep a state": model.state_bytes > 0,
+        "with --pipeline-parallel-size": config.pipeline_parallel_size > 1,
+        "with --kv-disk-path": config.kv_disk_path is not None,
+        "with --batching static": config.batching == "static",
+    }
+    reason = next((text for text, holds in reasons.items() if holds), None)
+    if reason is not None:
+        log.info(KEEPS_WINDOWS, reason)
+    return reason is None
+
+
+def _log_groups(layout: BlockLayout) -> None:
+    if layout.windows == (None,):
+        log.info(KEEPS_WINDOWS, "as no groups of layers take blocks of about one size")
+        return
+    counts = [layout.layer_groups.count(number) for number in range(len(layout.windows))]
+    seen = ["all tokens" if window is None else f"the last {window}" for window in layout.windows]
+    log.info(FREES_WINDOWS, ", ".join(f"{count} ({tokens})" for count, tokens in zip(counts, seen, strict=True)))
 
 
 def _check_state(config: EngineArgs) -> None:
@@ -288,9 +324,9 @@ class ModelRunner:
             self._loras.prepare(batch.lora_ids)
         if self._cuda_graphs is not None and self._cuda_graphs.can_run(batch):
             return self._cuda_graphs.forward(batch, pending)
-        self._attention.prepare(batch.attention)
+        self._attention.prepare(*batch.attention)
         device = self._kv_cache.blocks.device
-        token_ids, positions = upload(batch.token_ids, device), upload(batch.attention.positions, device)
+        token_ids, positions = upload(batch.token_ids, device), upload(batch.positions, device)
         if pending is not None:
             scatter_pending(token_ids, batch.pending_rows, pending)
         if self._cpu_graphs is not None and batch.is_drawn_from_whole and self._cpu_graphs.can_run(len(token_ids)):

@@ -1,6 +1,7 @@
 """Layers that differ in heads lie in one block, one behind the other, and attend through one plan."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.attention.base import LayerAttention
 from quire_engine.attention.cpu import CpuAttention
-from quire_engine.attention.kv_cache_spec import BlockLayout
+from quire_engine.attention.kv_cache_spec import MAX_GROUPS, MAX_PADDING, BlockLayout, group_layers
 from quire_engine.attention.mixed import MixedAttention, attention_of
 from quire_engine.attention.reference import ReferenceAttention
 
@@ -36,7 +37,8 @@ def test_each_layer_has_a_part_of_every_block_and_no_element_belongs_to_two(
 ) -> None:
     layout = BlockLayout.of(layers, BLOCK_SIZE, dtype)
     blocks = torch.zeros(3, layout.elements, dtype=dtype)
-    for number, (view, layer) in enumerate(zip(layout.views(blocks), layers, strict=True), start=1):
+    views = [each.pages for each in layout.views(blocks)]
+    for number, (view, layer) in enumerate(zip(views, layers, strict=True), start=1):
         row = layer.head_dim + (4 if dtype == torch.int8 else 0)
         assert view.shape == (3, 2, layer.num_kv_heads, BLOCK_SIZE, row)
         assert (view == 0).all()
@@ -49,9 +51,73 @@ def test_layers_that_are_equal_lie_as_one_tensor_of_them_would() -> None:
     layout = BlockLayout.of([LOCAL] * 3, BLOCK_SIZE, torch.float32)
     blocks = torch.arange(2 * layout.elements).view(2, -1)
     whole = blocks.view(2, 3, 2, LOCAL.num_kv_heads, BLOCK_SIZE, LOCAL.head_dim)
-    for layer, view in enumerate(layout.views(blocks)):
+    for layer, (view, _) in enumerate(layout.views(blocks)):
         assert torch.equal(view, whole[:, layer])
         assert view.stride() == whole[:, layer].stride()
+
+
+# Of layers that see all tokens, and of those with a window: how many there are, and how large one is in a block.
+SHAPES = st.tuples(*[st.integers(0, 40), st.integers(0, 60), st.integers(1, 4), st.integers(1, 4)])
+
+
+@given(SHAPES)
+def test_groups_have_every_layer_once_and_take_about_the_same(shape: tuple[int, int, int, int]) -> None:
+    full, local, full_size, local_size = shape
+    windows = {index: None if index < full else 100 for index in range(full + local)}
+    sizes = {index: full_size if index < full else local_size for index in windows}
+    groups = group_layers(windows, sizes)
+    if not groups:
+        return
+    assert sorted(index for group in groups for index in group.layers) == list(windows)
+    assert all(windows[index] == group.window for group in groups for index in group.layers)
+    assert len(groups) <= MAX_GROUPS
+    block = max(sum(sizes[index] for index in group.layers) for group in groups)
+    assert sum(sizes.values()) >= (1 - MAX_PADDING) * block * len(groups)
+    assert full == 0 or groups[0].window is None
+
+
+@pytest.mark.parametrize(
+    ("full", "local", "counts"),
+    [
+        (5, 29, [5, 5, 5, 5, 5, 5, 4]),  # Gemma 3 4B
+        (8, 40, [8, 8, 8, 8, 8, 8]),
+        (21, 21, [21, 21]),
+        (12, 13, [12, 13]),
+        (0, 32, [32]),
+        (32, 0, [32]),
+        (1, 1, [1, 1]),
+    ],
+)
+def test_groups_are_as_few_as_can_be(full: int, local: int, counts: list[int]) -> None:
+    windows = {index: None if index < full else 100 for index in range(full + local)}
+    groups = group_layers(windows, dict.fromkeys(windows, 1))
+    assert [len(group.layers) for group in groups] == counts
+
+
+def test_no_groups_where_a_block_of_one_layer_would_be_mostly_empty_in_the_others() -> None:
+    assert group_layers({0: None, 1: 8, 2: 8, 3: 8}, {0: 7, 1: 4, 2: 4, 3: 4}) == []
+
+
+def test_layers_of_several_groups_lie_in_the_same_part_of_a_block() -> None:
+    full, local = replace(LOCAL, window=None), replace(LOCAL, window=8)
+    reader = replace(local, kv_layer=1)
+    layout = BlockLayout.of([local, full, local, full, reader], BLOCK_SIZE, torch.float32, max_model_len=100)
+    assert layout.windows == (None, 8)
+    assert layout.layer_groups == (1, 0, 1, 0, 0)
+    assert layout.elements == BlockLayout.of([full] * 2, BLOCK_SIZE, torch.float32).elements
+    blocks = torch.zeros(2, layout.elements)
+    views = layout.views(blocks)
+    assert [view.group for view in views] == [1, 0, 1, 0, 0]
+    assert views[0].pages.data_ptr() == views[1].pages.data_ptr()
+    assert views[2].pages.data_ptr() == views[3].pages.data_ptr() > views[0].pages.data_ptr()
+    assert BlockLayout.of([local, full], BLOCK_SIZE, torch.float32, max_model_len=8).windows == (None,)
+
+
+def test_a_layer_is_kept_for_all_that_read_it() -> None:
+    """The second reads the keys of the first, and sees further back."""
+    far = replace(LOCAL, window=30, kv_layer=0)
+    layout = BlockLayout.of([replace(LOCAL, window=8), far], BLOCK_SIZE, torch.float32, max_model_len=100)
+    assert layout.windows == (30,)
 
 
 def test_a_layer_that_reads_the_keys_of_another_has_no_room_of_its_own() -> None:
@@ -65,7 +131,7 @@ def test_a_layer_that_reads_the_keys_of_another_has_no_room_of_its_own() -> None
 def test_states_lie_where_numbers_of_any_size_can_be_read_and_in_no_layer(dtype: torch.dtype) -> None:
     layout = BlockLayout.of([LOCAL, GLOBAL], 1, dtype, state_bytes=40)
     blocks = torch.zeros(3, layout.elements, dtype=dtype)
-    *layers, states = layout.views(blocks)
+    *layers, states = [each.pages for each in layout.views(blocks)]
     assert states.shape == (3, 40)
     states.view(torch.int64).fill_(-1)
     assert all((layer == 0).all() for layer in layers)

@@ -23,7 +23,7 @@ from quire_engine.attention.base import AttentionBatch
 from quire_engine.checkpoint.config import DecoderConfig, MoEConfig
 from quire_engine.checkpoint.weights import Checkpoint
 from quire_engine.config import EngineArgs
-from quire_engine.core.block_pool import BlockCopies, BlockCopy, DiskTransfer
+from quire_engine.core.block_pool import BlockCopies, BlockCopy, DiskTransfer, KVCacheGroup
 from quire_engine.core.kv_disk import TransferOutcome, TransferResult
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ScheduledChunk
@@ -226,11 +226,14 @@ def chunks(draw: st.DrawFn) -> list[ScheduledChunk]:
     return made
 
 
-@given(chunks())
-def test_a_batch_arrives_as_it_was(chunks: list[ScheduledChunk]) -> None:
-    batch = prepare_inputs(chunks, 4).model_input
+@given(chunks(), st.lists(st.sampled_from([None, 3, 6]), min_size=1, max_size=3))
+def test_a_batch_arrives_as_it_was(chunks: list[ScheduledChunk], windows: list[int | None]) -> None:
+    for chunk in chunks:
+        chunk.other_block_ids = [list(range(number, 20 + number)) for number in range(1, len(windows))]
+    batch = prepare_inputs(chunks, 4, [KVCacheGroup(window) for window in windows]).model_input
     again = batch_from_arrays(batch_to_arrays(batch))
-    for kind, one, other in ((ModelInput, batch, again), (AttentionBatch, batch.attention, again.attention)):
+    groups = [(AttentionBatch, *pair) for pair in zip(batch.attention, again.attention, strict=True)]
+    for kind, one, other in ((ModelInput, batch, again), *groups):
         for field in fields(kind):
             if field.name != "attention":
                 mine, theirs = getattr(one, field.name), getattr(other, field.name)
@@ -241,8 +244,8 @@ def test_a_batch_arrives_as_it_was(chunks: list[ScheduledChunk]) -> None:
 @given(chunks(), st.data())
 def test_a_batch_whose_parts_do_not_fit_is_refused(chunks: list[ScheduledChunk], data: st.DataObject) -> None:
     arrays = batch_to_arrays(prepare_inputs(chunks, 4).model_input)
-    with_loras = [4] if len(arrays[4]) else []
-    place = data.draw(st.sampled_from([0, *with_loras, 5, 6, 8, 9, 10]))
+    with_loras = [5] if len(arrays[5]) else []
+    place = data.draw(st.sampled_from([0, 1, *with_loras, 6, 7, 9, 10, 11]))
     arrays[place] = np.append(arrays[place], arrays[place][:1])
     with pytest.raises(MessageError):
         batch_from_arrays(arrays)

@@ -130,9 +130,9 @@ def logits(folder: Path) -> torch.Tensor:
     parts = load_model_and_attention(config, read_model_config(folder), CPU)
     kv = parts.make_kv_cache(CacheSizes(1 << 20, 0))
     batch = prepare_inputs([ScheduledChunk(0, list(range(3, 33)), 0, [1, 2])], 16).model_input
-    parts.attention.prepare(batch.attention)
+    parts.attention.prepare(*batch.attention)
     with torch.inference_mode():
-        hidden = parts.model.forward(batch.token_ids, batch.attention.positions, kv.layers, parts.attention)
+        hidden = parts.model.forward(batch.token_ids, batch.positions, kv.layers, parts.attention)
         return parts.model.logits(hidden)
 
 

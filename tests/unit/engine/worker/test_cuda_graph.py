@@ -97,11 +97,12 @@ def test_the_ladder_is_1_2_4_and_the_eights() -> None:
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=5), st.integers(0, 3))
 def test_a_padded_batch_is_the_batch_and_then_first_tokens_on_the_null_page(lengths: list[int], more: int) -> None:
     batch = prepare_inputs(decode_chunks(lengths), BLOCK_SIZE).model_input
-    padded = pad_decode(batch.attention, len(lengths) + more)
+    (attention,) = batch.attention
+    padded = pad_decode(attention, len(lengths) + more)
     check_decode(padded, len(lengths) + more, sum(-(-length // BLOCK_SIZE) for length in lengths) + more, BLOCK_SIZE)
-    for own, after in zip(parts_of(batch.attention), parts_of(padded), strict=True):
+    for own, after in zip(parts_of(attention), parts_of(padded), strict=True):
         assert torch.equal(after[: len(own)], own)
-    assert padded.page_ids[len(batch.attention.page_ids) :].tolist() == [0] * more
+    assert padded.page_ids[len(attention.page_ids) :].tolist() == [0] * more
     assert padded.context_lens[len(lengths) :].tolist() == [1] * more
 
 
@@ -131,8 +132,10 @@ def test_replayed_steps_make_the_same_tokens(name: str, folders: Path) -> None:
     assert sum(len(one.prepared) - 1 for one in made) == capturer.replays
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_graphs_work_with_the_attention_of_gpus(folders: Path, deterministic: bool) -> None:
+@pytest.mark.parametrize(("name", "deterministic"), [("mistral", False), ("mistral", True), ("qwen2-yarn", False)])
+def test_graphs_work_with_the_attention_of_gpus(
+    folders: Path, name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its kernels are emulated, and what is replayed here is the code that was recorded."""
     replayed: list[int] = []
 
@@ -143,7 +146,8 @@ def test_graphs_work_with_the_attention_of_gpus(folders: Path, deterministic: bo
     def sequences() -> list[Sequence]:
         return [Sequence(id, prompt, 12) for id, prompt in enumerate(small_prompts()[:6])]
 
-    parts = loaded_model("mistral", folders)
+    monkeypatch.setattr("quire_engine.worker.input_batch.WINDOW_ALIGNMENT", 16)
+    parts = loaded_model(name, folders)
     expected = Driver(TorchExecutor(replace(parts, graph_sizes=()), POOLS), seed=1, max_chunk=40).run(sequences())
     with installed():
         attention = FlashInferAttention(
