@@ -168,6 +168,7 @@ def _describe(config: EngineConfig, executor: "ModelExecutor", max_model_len: in
         vocab_size=executor.config.vocab_size,
         eos_token_ids=executor.config.eos_token_ids,
         block_size=executor.kv_cache_config.block_size,
+        kv_cache_groups=len(executor.kv_cache_config.groups),
         blocks_total=executor.kv_cache_config.device_blocks - 1,
         host_blocks_total=executor.kv_cache_config.host_blocks,
         max_num_seqs=config.max_num_seqs,

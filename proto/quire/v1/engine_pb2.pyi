@@ -939,6 +939,7 @@ class DescribeResponse(_message.Message):
     POOLED_SIZE_FIELD_NUMBER: _builtins.int
     MATRYOSHKA_DIMENSIONS_FIELD_NUMBER: _builtins.int
     BEST_EFFORT_FIELD_NUMBER: _builtins.int
+    KV_CACHE_GROUPS_FIELD_NUMBER: _builtins.int
     model_revision: _builtins.str
     """Identifies the weights; part of every block hash."""
     max_model_len: _builtins.int
@@ -973,6 +974,8 @@ class DescribeResponse(_message.Message):
     """Numbers of what is pooled: those of an embedding, or the classes. 0 where nothing is."""
     best_effort: _builtins.bool
     """Whether requests of the largest priority are best effort. Not so at engines of older versions: other requests wait for them."""
+    kv_cache_groups: _builtins.int
+    """Groups of layers, each of which takes a device block for `block_size` tokens; 0 from engines that know none, which have one."""
     @_builtins.property
     def served_model_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names under which clients may ask for the model, the preferred one first."""
@@ -1012,10 +1015,11 @@ class DescribeResponse(_message.Message):
         pooled_size: _builtins.int = ...,
         matryoshka_dimensions: _abc.Iterable[_builtins.int] | None = ...,
         best_effort: _builtins.bool = ...,
+        kv_cache_groups: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_effort", b"best_effort", "block_size", b"block_size", "blocks_total", b"blocks_total", "config_digest", b"config_digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation", b"generation", "host_blocks_total", b"host_blocks_total", "matryoshka_dimensions", b"matryoshka_dimensions", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_revision", b"model_revision", "pooled_size", b"pooled_size", "prefix_caching", b"prefix_caching", "served_model_names", b"served_model_names", "supported_tasks", b"supported_tasks", "tokenizer_digest", b"tokenizer_digest", "unbounded_steps", b"unbounded_steps", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_effort", b"best_effort", "block_size", b"block_size", "blocks_total", b"blocks_total", "config_digest", b"config_digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation", b"generation", "host_blocks_total", b"host_blocks_total", "kv_cache_groups", b"kv_cache_groups", "matryoshka_dimensions", b"matryoshka_dimensions", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_revision", b"model_revision", "pooled_size", b"pooled_size", "prefix_caching", b"prefix_caching", "served_model_names", b"served_model_names", "supported_tasks", b"supported_tasks", "tokenizer_digest", b"tokenizer_digest", "unbounded_steps", b"unbounded_steps", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -115,9 +115,11 @@ class EngineLoad:
         self.schedules_best_effort = description.best_effort
         self._capacity_tokens = description.max_num_batched_tokens if description.unbounded_steps else 0
         self._table.max_sequences[self.row] = description.max_num_seqs
+        # Where layers are in groups, so many tokens take a block in each.
+        block_size = (description.block_size or ASSUMED_BLOCK_SIZE) / (description.kv_cache_groups or 1)
         self._table.set_sizes(
             self.row,
-            block_size=description.block_size or ASSUMED_BLOCK_SIZE,
+            block_size=max(1, round(block_size)),
             step_tokens=description.max_num_batched_tokens or _ASSUMED_STEP_TOKENS,
         )
         self._update_token_seconds()

@@ -49,10 +49,11 @@ class EngineColumns:
     ``pending_tokens``, those of their prompts that are not computed yet, as far as they are not cached there;
     ``decoding`` sequences past their first token; ``waiting`` and ``swapped`` sequences as the engine last reported;
     ``blocks_free`` (or evictable) and ``blocks_total``; ``max_sequences``; ``step_tokens``, the most that one step
-    computes; ``block_size`` in tokens; the four of its ``StepTimes``, and ``measured``, 1 where the engine reported
-    them and 0 where they are a guess; ``prompt_tokens_per_step``, the most of prompts in a step beside what decodes
-    there now, ``step_tokens`` unless the engine bounds its steps in time; ``stepped``, when its last step began as far
-    as is known, in seconds of the routers' clock, and ``computing``, how many of the pending tokens are in that step.
+    computes; ``block_size``, the tokens that take a block; the four of its ``StepTimes``, and ``measured``, 1 where the
+    engine reported them and 0 where they are a guess; ``prompt_tokens_per_step``, the most of prompts in a step beside
+    what decodes there now, ``step_tokens`` unless the engine bounds its steps in time; ``stepped``, when its last step
+    began as far as is known, in seconds of the routers' clock, and ``computing``, how many of the pending tokens are in
+    that step.
     """
 
     requests: Column

@@ -147,7 +147,9 @@ async def test_rows_are_the_same_array_until_an_engine_comes_or_goes() -> None:
 
 
 async def test_an_engines_description_is_in_its_row() -> None:
-    engine = ScriptedEngine(model_revision="r", block_size=32, max_num_seqs=7, max_num_batched_tokens=10)
+    engine = ScriptedEngine(
+        model_revision="r", block_size=32, kv_cache_groups=4, max_num_seqs=7, max_num_batched_tokens=10
+    )
     async with fleet_of(engine) as fleet:
         await all_ready(fleet, 1)
         pace = engine_pb2.Pace(step_seconds=0.5, token_seconds=0.25, sequence_seconds=0.125, host_block_seconds=2)
@@ -156,7 +158,7 @@ async def test_an_engines_description_is_in_its_row() -> None:
         await until(lambda: fleet.table.waiting[row] == 3)
         expected = {
             "requests": 0, "pending_tokens": 40, "decoding": 0, "waiting": 3, "swapped": 2, "blocks_free": 5,
-            "blocks_total": 9, "max_sequences": 7, "step_tokens": 10, "block_size": 32, "step_seconds": 0.5,
+            "blocks_total": 9, "max_sequences": 7, "step_tokens": 10, "block_size": 8, "step_seconds": 0.5,
             "token_seconds": 0.25, "sequence_seconds": 0.125, "host_block_seconds": 2,
         }  # fmt: skip
         assert {name: getattr(fleet.table, name)[row] for name in expected} == expected
