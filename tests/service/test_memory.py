@@ -4,9 +4,11 @@ import asyncio
 import json
 import socket
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 from openai import OpenAI
 
 from tests.service.conftest import DEMO, FLOAT32, MODEL, SMALL_POOLS, Stack
@@ -29,16 +31,28 @@ def load(stack_url: str, requests: int) -> None:
         list(stream)
 
 
-def test_engine_and_router_stay_within_their_limits_after_work(stack: Stack) -> None:
-    load(stack.router.url, 48)
+@pytest.fixture(scope="module")
+def router(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+    """A router as it is started: one that is forked from the tests has their libraries mapped."""
+    folder = tmp_path_factory.mktemp("router")
+    router = Router(DEMO, [engine.address for engine in stack.engines], folder, "--redis-url", stack.redis.url)
+    try:
+        router.wait_ready()
+        yield router
+    finally:
+        router.stop()
+
+
+def test_engine_and_router_stay_within_their_limits_after_work(stack: Stack, router: Router) -> None:
+    load(router.url, 48)
     weights = sum(path.stat().st_size for path in DEMO.glob("*.safetensors")) / (1 << 20)
     for engine in stack.engines:
         assert engine.resident_mib < weights + POOLS_MIB + ENGINE_ALLOWANCE_MIB
-    assert stack.router.resident_mib < ROUTER_LIMIT_MIB
+    assert router.resident_mib < ROUTER_LIMIT_MIB
 
 
-def test_the_router_has_no_torch_loaded(stack: Stack) -> None:
-    mapped = Path(f"/proc/{stack.router.popen.pid}/maps").read_text()
+def test_the_router_has_no_torch_loaded(router: Router) -> None:
+    mapped = Path(f"/proc/{router.popen.pid}/maps").read_text()
     assert "torch" not in mapped
 
 
