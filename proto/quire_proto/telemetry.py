@@ -137,6 +137,7 @@ class Metric:
     LOAD_SHARES_IGNORED = "quire_load_shares_ignored"
     ROUTE_DECISIONS = "quire_route_decisions"
     PICKS = "quire_picks"
+    ROUTE_SECONDS = "quire_route_seconds"
     INDEX_BLOCKS = "quire_index_blocks"
     INDEX_DROPPED = "quire_index_dropped_blocks"
     JOURNAL_AVAILABLE = "quire_journal_available"

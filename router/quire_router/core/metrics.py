@@ -147,6 +147,11 @@ LOAD_ROUTERS = Gauge(Metric.LOAD_ROUTERS, "Other routers whose load is known.", 
 LOAD_SHARES_IGNORED = Counter(Metric.LOAD_SHARES_IGNORED, "Shares of load that were damaged, or of too many routers.")
 ROUTE_DECISIONS = Counter(Metric.ROUTE_DECISIONS, "Choices of an engine.", ["policy", "result"])
 PICKS = Counter(Metric.PICKS, "Requests that gateways were sent on with, by how they ended.", ["model", "end"])
+ROUTE_SECONDS = Histogram(
+    Metric.ROUTE_SECONDS,
+    "Seconds in which an engine was chosen.",
+    buckets=(5e-5, 1e-4, 2e-4, 3e-4, 5e-4, 7e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.05),
+)
 INDEX_BLOCKS = Gauge(
     Metric.INDEX_BLOCKS,
     "Blocks in the prefix index, counted for each engine that has them.",
