@@ -134,7 +134,7 @@ class Router:
     ) -> None:
         self._settings = settings
         self._worker = worker
-        self._components = Components(settings, tokenizers)
+        self._components = Components(settings, tokenizers, worker)
         self._picker: PickerServer | None = None
         self._stopping, self._stop_now = asyncio.Event(), asyncio.Event()
 

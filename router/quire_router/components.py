@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -35,6 +36,7 @@ from quire_router.batches.worker import Batches, BatchWorker
 from quire_router.config import Settings
 from quire_router.core import metrics
 from quire_router.core.fleet_view import FleetLog
+from quire_router.core.metrics import WorkerContext
 from quire_router.core.retry import supervise
 from quire_router.discovery.combined import create_discovery
 from quire_router.engines.cache_events import CacheEvents
@@ -45,6 +47,7 @@ from quire_router.engines.model_matcher import ModelIdentity
 from quire_router.engines.output_stream import ATTEMPT_FAILURES
 from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ConnectionSettings, assumed_limits
+from quire_router.engines.update_sharing import UpdateSharing, WorkerPlace
 from quire_router.journal.buffered_journal import BufferedJournal
 from quire_router.journal.codec import JournalSettings
 from quire_router.journal.memory import MemoryJournal
@@ -65,12 +68,19 @@ if TYPE_CHECKING:
 
 
 class Components:
-    """Everything of a router but its ports. Raises ``ValueError`` for settings that cannot be used."""
+    """Everything of a router but its ports; ``worker`` is given if it is one of several. Raises ``ValueError`` for
+    settings that cannot be used.
+    """
 
-    def __init__(self, settings: Settings, tokenizers: Mapping[str, ModelTokenizer]) -> None:
+    def __init__(
+        self, settings: Settings, tokenizers: Mapping[str, ModelTokenizer], worker: WorkerContext | None = None
+    ) -> None:
         metrics.init_series(settings.models, ATTEMPT_FAILURES)
         tenants = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
         self.index = PrefixIndex()
+        self.update_sharing = (
+            None if worker is None else UpdateSharing(WorkerPlace(Path(worker.folder), worker.number, settings.workers))
+        )
         self.fleet = EnginePool(
             create_discovery(settings.engine, dns_period=settings.engine_dns_period),
             settings.models,
@@ -81,8 +91,11 @@ class Components:
                 for name, folder in settings.models.items()
             },
             tokenizers=tokenizers,
+            update_sharing=self.update_sharing,
         )
-        self.fleet.on_kv_event = CacheEvents(self.index, self.fleet.table)
+        cache_events = self.fleet.on_kv_event = CacheEvents(self.index, self.fleet.table)
+        if self.update_sharing is not None:
+            self.update_sharing.blocks = cache_events.blocks
         self.queue = AdmissionQueue(settings.models, self.fleet, tenants.tenants, _queue_settings(settings))
         self.fleet.on_capacity = self.queue.notify_capacity
         redis = settings.redis
@@ -164,6 +177,9 @@ class Components:
                 self.picker.on_load_changed = self._load_publisher.changed
             self._load_publisher.start()
         stack.push_async_callback(self.load.close)
+        if self.update_sharing is not None:
+            self.update_sharing.start()
+            stack.push_async_callback(self.update_sharing.close)
         stack.push_async_callback(self.fleet.close)
         await self.fleet.start()
         if self.lora_updater is not None:

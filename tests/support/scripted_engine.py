@@ -170,6 +170,10 @@ class ScriptedEngine(EngineServicer):
         """The next Ack that arrives."""
         return (await self._command("ack")).ack.sequence
 
+    async def updates(self) -> engine_pb2.SetUpdates:
+        """The next SetUpdates that arrives."""
+        return (await self._command("set_updates")).set_updates
+
     async def _command(self, kind: str) -> engine_pb2.SessionRequest:
         while True:
             command = await asyncio.wait_for(self.commands.get(), 10)

@@ -129,21 +129,22 @@ def load_to_proto(load: EngineLoad) -> pb.Load:
 def events_to_proto(events: Iterable[KVCacheEvent]) -> list[pb.KvEvent]:
     """Changes of the prefix cache, in their order. Consecutive ones of one kind and tier are one message."""
     return [
-        _changes_to_proto(kind, tier, [event.block_hash for event in alike])
+        changes_to_proto(kind, tier, [event.block_hash for event in alike])
         for (kind, tier), alike in groupby(events, key=lambda event: (type(event), event.tier))
     ]
+
+
+def changes_to_proto(kind: type[KVCacheEvent], tier: Tier, hashes: Sequence[bytes]) -> pb.KvEvent:
+    """Blocks of one tier that were all stored, or all removed."""
+    if kind is BlockStored:
+        return pb.KvEvent(stored=pb.KvStored(block_hashes=hashes, tier=_TIER[tier]))
+    return pb.KvEvent(removed=pb.KvRemoved(block_hashes=hashes, tier=_TIER[tier]))
 
 
 def cached_to_proto(stored: Sequence[BlockStored]) -> list[pb.KvStored]:
     """All cached blocks, one message for each tier that has any."""
     hashes = {tier: [each.block_hash for each in stored if each.tier is tier] for tier in Tier}
     return [pb.KvStored(block_hashes=cached, tier=_TIER[tier]) for tier, cached in hashes.items() if cached]
-
-
-def _changes_to_proto(kind: type[KVCacheEvent], tier: Tier, hashes: Sequence[bytes]) -> pb.KvEvent:
-    if kind is BlockStored:
-        return pb.KvEvent(stored=pb.KvStored(block_hashes=hashes, tier=_TIER[tier]))
-    return pb.KvEvent(removed=pb.KvRemoved(block_hashes=hashes, tier=_TIER[tier]))
 
 
 def _pace_to_proto(pace: Pace) -> pb.Pace:

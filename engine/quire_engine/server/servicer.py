@@ -133,6 +133,8 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
                 self._sessions.cancel(session, message.cancel.request_id, tuple(message.cancel.indexes))
             case "ack":
                 session.acknowledge(message.ack.sequence)
+            case "set_updates":
+                self._sessions.set_updates(session, message.set_updates)
             case _:
                 pass  # a second Open changes nothing, and a newer router may know commands that this engine does not
 

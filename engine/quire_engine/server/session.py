@@ -1,22 +1,66 @@
-"""One router's session: its live requests, and the batches that it has not acknowledged."""
+"""One router's session: its live requests, the batches that it has not acknowledged, and what it is to hear of the
+engine with the next one (``CacheChanges``).
+"""
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from itertools import islice
+from math import isfinite
 
 from quire.v1 import engine_pb2 as pb
 
+from quire_engine.core.block_pool import BlockRemoved, BlockStored, KVCacheEvent, Tier
 from quire_engine.server.loras import LoRARegistry
+from quire_engine.server.messages import changes_to_proto
 
 MAX_UNACKNOWLEDGED = 8192
 MAX_UNACKNOWLEDGED_BYTES = 16 << 20
 MAX_BATCH_BYTES = 1 << 20
 """A longer batch is split, so that no step can exceed what a router receives as one message."""
 
+UPDATE_INTERVAL = 0.2
+"""Seconds from one batch to the next of a session without outputs, unless its router asks for others. Routers need the
+engine's load and cache contents, but not every step: otherwise a router would pay for all steps of a fleet.
+"""
+
+MAX_UPDATE_INTERVAL = 60.0
+
 
 class SessionOverflowError(Exception):
     """The router does not read, or does not acknowledge: the batches kept for it reached their limit."""
+
+
+class CacheChanges:
+    """What changed in the prefix cache from one batch of a session to the next. Of a block that was stored and removed
+    again, or the reverse, nothing is left: a pool stores only what it does not have, and removes only what it has. So
+    there are never more changes than blocks in the cache before and now.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[Tier, dict[bytes, bool]] = {tier: {} for tier in Tier}  # by hash, whether it was stored
+        self._device, self._host = self._pending[Tier.DEVICE], self._pending[Tier.HOST]
+
+    def add(self, events: Iterable[KVCacheEvent]) -> None:
+        """Adds the changes of a step, in their order."""
+        device, host = self._device, self._host
+        for event in events:
+            pending = device if event.tier is Tier.DEVICE else host
+            if pending.pop(event.block_hash, None) is None:
+                pending[event.block_hash] = isinstance(event, BlockStored)
+
+    def take(self) -> list[pb.KvEvent]:
+        """Returns the changes and forgets them. What was removed comes first, so that a router that applies them in
+        order never counts more blocks than the engine has.
+        """
+        changes: list[pb.KvEvent] = []
+        for kind, is_stored in ((BlockRemoved, False), (BlockStored, True)):
+            for tier, pending in self._pending.items():
+                if hashes := [block_hash for block_hash, stored in pending.items() if stored is is_stored]:
+                    changes.append(changes_to_proto(kind, tier, hashes))
+        self._device.clear()
+        self._host.clear()
+        return changes
 
 
 class Session:
@@ -24,12 +68,18 @@ class Session:
 
     ``requests`` maps the live requests' ids, as the router chose them, to their keys in the core. ``draining`` is sent
     with every later batch, and with the next one ``loras`` and ``active_loras``, which are the engine's adapters and
-    those in use, where they have changed.
+    those in use, where they have changed. A batch without outputs that is not urgent is sent ``update_interval``
+    seconds after the one before; ``update_due`` is when. With ``updates.off`` no batch has load or cache contents.
     """
 
-    def __init__(self, session_id: str, generation: int, *, draining: bool = False) -> None:
+    def __init__(
+        self, session_id: str, generation: int, updates: pb.SetUpdates | None = None, *, draining: bool = False
+    ) -> None:
         self.session_id = session_id
         self.draining = draining
+        self.updates_off = updates is not None and updates.off
+        self.update_interval = UPDATE_INTERVAL
+        self.update_due = 0.0
         self.loras: pb.Loras | None = None
         self.active_loras: pb.ActiveLoras | None = None
         self.requests: dict[str, str] = {}
@@ -40,12 +90,10 @@ class Session:
         self._stream = 0
         self._broken = 0
         self._changed = asyncio.Event()
-        self._deferred: list[pb.KvEvent] | None = None
-
-    @property
-    def has_deferred(self) -> bool:
-        """Whether a step was deferred to the next batch."""
-        return self._deferred is not None
+        self._changes = CacheChanges()
+        self.has_deferred = False
+        if updates is not None:
+            self.set_updates(updates)
 
     @property
     def acknowledged(self) -> int:
@@ -66,36 +114,50 @@ class Session:
         while self._unacknowledged and self._unacknowledged[0].sequence <= sequence:
             self._unacknowledged_bytes -= self._unacknowledged.popleft().ByteSize()
 
-    def defer(self, events: Sequence[pb.KvEvent]) -> None:
-        """Defers a step that need not be sent at once: its events come first in the next batch."""
-        self._deferred = self._deferred or []
-        self._deferred += events
+    def set_updates(self, updates: pb.SetUpdates) -> None:
+        """Applies what the router asks for. Whether updates are off does not change."""
+        before, asked = self.update_interval, updates.interval_seconds
+        self.update_interval = min(asked, MAX_UPDATE_INTERVAL) if isfinite(asked) and asked > 0 else UPDATE_INTERVAL
+        self.update_due += self.update_interval - before
+
+    def defer(self, events: Iterable[KVCacheEvent]) -> None:
+        """Defers a step that need not be sent at once: its changes come with the next batch."""
+        if not self.updates_off:
+            self._changes.add(events)
+            self.has_deferred = True
 
     def publish(
         self,
         step: int,
         outputs: Sequence[pb.SequenceOutput],
         load: pb.Load,
-        events: Sequence[pb.KvEvent],
+        events: Sequence[pb.KvEvent] = (),
         tokens: pb.TokenColumns | None = None,
+        *,
+        now: float = 0.0,
     ) -> None:
-        """Adds a step's batch, split if it is too large. ``step`` is 0 for a batch without a step. Raises
+        """Adds a batch with what was deferred, or with the ``events`` of its step where nothing was; split if it is too
+        large. ``step`` is 0 for a batch without a step; ``now`` is in seconds of the clock of ``update_due``. Raises
         ``SessionOverflowError`` when too many batches are kept already.
         """
+        assert not (events and self.has_deferred), "they follow what was deferred"
+        if self.updates_off:
+            events = ()
         if len(self._unacknowledged) >= MAX_UNACKNOWLEDGED or self._unacknowledged_bytes >= MAX_UNACKNOWLEDGED_BYTES:
             raise SessionOverflowError
         whole = pb.StepBatch(
             sequence=self.sequence + 1,
             step=step,
             outputs=outputs,
-            load=load,
-            kv_events=[*(self._deferred or ()), *events],
+            load=None if self.updates_off else load,
+            kv_events=self._changes.take() if self.has_deferred else events,
             draining=self.draining,
             tokens=tokens,
             loras=self.loras,
             active_loras=self.active_loras,
         )
-        self._deferred = self.loras = self.active_loras = None
+        self.loras = self.active_loras = None
+        self.has_deferred, self.update_due = False, now + self.update_interval
         if (size := whole.ByteSize()) <= MAX_BATCH_BYTES:
             self._append(whole, size)
         else:
@@ -116,7 +178,7 @@ class Session:
                 sequence=sequence,
                 resumed=resumed,
                 load=load,
-                cached=cached,
+                cached=() if self.updates_off else cached,
                 draining=self.draining,
                 loras=loras.to_proto(),
                 active_loras=loras.active,

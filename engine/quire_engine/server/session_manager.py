@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
+from math import inf
 
 from quire.v1 import engine_pb2 as pb
 from quire_proto.errors import ErrorCode, QuireError, internal
@@ -51,12 +52,6 @@ from quire_engine.structured_output.llguidance import CompiledGrammar
 log = logging.getLogger(__name__)
 MAX_SESSIONS = 256
 HEARTBEAT_INTERVAL = 0.5
-IDLE_UPDATE_INTERVAL = 0.2
-"""Seconds from one batch to the next of a session without requests here. Its router needs the engine's load and cache
-contents, but not every step: otherwise a router would pay for all steps of a fleet. What routers know of an engine is
-never older than this.
-"""
-
 
 GRAMMAR_TIMEOUT_SECONDS = 15.0
 """How long a request waits for its grammar. Compiling one takes a second or two at most: the rest is queueing."""
@@ -136,8 +131,7 @@ class SessionManager:
         self._expiries: dict[str, asyncio.TimerHandle] = {}
         self._load = pb.Load()
         self._step = 0
-        self._idle_update_due = 0.0
-        self._idle_update_timer: asyncio.TimerHandle | None = None
+        self._update_timer: asyncio.TimerHandle | None = None
         self._core: EngineCore | None = None
         self.draining = False
 
@@ -189,11 +183,12 @@ class SessionManager:
         session = self._sessions.get(message.session_id)
         if session is not None and session.can_resume(message.last_sequence):
             self._cancel_expiry(session)
+            session.set_updates(message.updates)
             session.acknowledge(message.last_sequence)
             return session, session.attach(), session.snapshot(self._load, [], self.loras, resumed=True)
         if session is not None:
             self.close(session)
-        return await self._open_new(message.session_id)
+        return await self._open_new(message)
 
     def detach(self, session: Session, number: int) -> None:
         """Handles the end of stream ``number``: without a newer one, the session closes after the grace period, or at
@@ -241,9 +236,14 @@ class SessionManager:
         else:
             self.core.send(AbortRequest(key, indexes))
 
+    def set_updates(self, session: Session, updates: pb.SetUpdates) -> None:
+        """Changes how often a session hears of the engine."""
+        session.set_updates(updates)
+        self._send_updates()
+
     def publish(self, step: EngineCoreOutputs) -> None:
-        """Sends every session its outputs of a step, its load and its KV events: at once if the session has requests,
-        else with the next idle update.
+        """Sends every session its outputs of a step at once, with the engine's load and the changes of its cache. A
+        session without outputs hears of these with its next update.
         """
         self._step = step.trace.step
         self._load = load_to_proto(step.load)
@@ -255,37 +255,30 @@ class SessionManager:
                 mine.add(live, output)
                 if output.ends_request:
                     self._remove(output.request_id)
-        events = events_to_proto(step.kv_events)
+        events = events_to_proto(step.kv_events) if steps else []
         for session in list(self._sessions.values()):
-            if (found := steps.get(session.session_id)) is not None:
-                self._send(session, self._step, found.outputs, events, found.tokens)
-            elif session.requests:
-                self._send(session, self._step, [], events)
-            else:
-                session.defer(events)
-        self._schedule_idle_update()
+            found = steps.get(session.session_id)
+            if found is None or session.has_deferred:
+                session.defer(step.kv_events)
+            if found is not None:
+                new = () if session.has_deferred else events
+                self._send(session, self._step, found.outputs, new, found.tokens)
+        self._send_updates()
         self._tracing.on_step(step)  # last: should tracing raise, the tokens have been sent
 
-    def _schedule_idle_update(self) -> None:
-        """Updates sessions without requests: at once after a pause, else when the interval since the last
-        update is over.
-        """
-        loop = asyncio.get_running_loop()
-        if self._idle_update_timer is not None:
-            return
-        if loop.time() >= self._idle_update_due:
-            self._update_idle_sessions()
-        else:
-            self._idle_update_timer = loop.call_at(self._idle_update_due, self._update_idle_sessions)
-
-    def _update_idle_sessions(self) -> None:
-        self._idle_update_timer, sent = None, False
+    def _send_updates(self) -> None:
+        """Sends the updates that are due, which is at once after a pause, and others when they are."""
+        loop, next_due = asyncio.get_running_loop(), inf
         for session in list(self._sessions.values()):
-            if session.has_deferred:
-                sent = True
+            if session.has_deferred and session.update_due <= loop.time():
                 self._send(session, self._step, [], [])
-        if sent:
-            self._idle_update_due = asyncio.get_running_loop().time() + IDLE_UPDATE_INTERVAL
+            elif session.has_deferred:
+                next_due = min(next_due, session.update_due)
+        if self._update_timer is not None and not loop.time() < self._update_timer.when() <= next_due:
+            self._update_timer.cancel()
+            self._update_timer = None
+        if self._update_timer is None and next_due < inf:
+            self._update_timer = loop.call_at(next_due, self._send_updates)
 
     def _send(
         self,
@@ -296,7 +289,8 @@ class SessionManager:
         tokens: pb.TokenColumns | None = None,
     ) -> None:
         try:
-            session.publish(step, outputs, self._load, events, tokens)
+            now = asyncio.get_running_loop().time()
+            session.publish(step, outputs, self._load, events, tokens, now=now)
         except SessionOverflowError:
             log.warning("session %s does not read what it is sent and is closed", session.session_id)
             self.close(session)
@@ -353,9 +347,8 @@ class SessionManager:
         """Has every session hear which adapters are in use, with its next batch."""
         for session in self._sessions.values():
             session.active_loras = pb.ActiveLoras(names=self.loras.active)
-            if not session.requests:
-                session.defer([])
-        self._schedule_idle_update()
+            session.has_deferred = True
+        self._send_updates()
 
     def _remove_lora(self, lora_id: int) -> None:
         self.core.send(RemoveLoRA(lora_id))
@@ -375,14 +368,14 @@ class SessionManager:
         self.core.send(GetBlockStates(reply))
         return await found
 
-    async def _open_new(self, session_id: str) -> tuple[Session, int, pb.SessionResponse]:
+    async def _open_new(self, message: pb.Open) -> tuple[Session, int, pb.SessionResponse]:
         if len(self._sessions) >= MAX_SESSIONS:
             raise QuireError(ErrorCode.OVERLOADED, "The engine has too many sessions.", retry_after=1.0)
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[tuple[Session, int, pb.SessionResponse]] = loop.create_future()
 
         def reply(load: EngineLoad, stored: list[BlockStored]) -> None:
-            loop.call_soon_threadsafe(self._register, session_id, load, stored, opened)
+            loop.call_soon_threadsafe(self._register, message, load, stored, opened)
 
         self.core.send(GetSnapshot(reply))
         try:
@@ -394,7 +387,7 @@ class SessionManager:
 
     def _register(
         self,
-        session_id: str,
+        message: pb.Open,
         load: EngineLoad,
         stored: list[BlockStored],
         opened: "asyncio.Future[tuple[Session, int, pb.SessionResponse]]",
@@ -404,10 +397,11 @@ class SessionManager:
         """
         if opened.cancelled():
             return
-        if (other := self._sessions.get(session_id)) is not None:
+        if (other := self._sessions.get(message.session_id)) is not None:
             self.close(other)
         self._load = load_to_proto(load)
-        session = self._sessions[session_id] = Session(session_id, self._generation, draining=self.draining)
+        session = Session(message.session_id, self._generation, message.updates, draining=self.draining)
+        self._sessions[message.session_id] = session
         snapshot = session.snapshot(self._load, cached_to_proto(stored), self.loras, resumed=False)
         opened.set_result((session, session.attach(), snapshot))
 

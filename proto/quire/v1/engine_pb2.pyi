@@ -3,8 +3,8 @@
 isort:skip_file
 The contract between routers and engines.
 
-One router and one engine share one Session stream. Commands go down, one StepBatch per engine step comes up, so tokens, load
-and cache contents arrive in one order and cannot disagree.
+One router and one engine share one Session stream. Commands go down, StepBatches come up, so tokens, load and cache contents
+arrive in one order and cannot disagree.
 """
 
 from collections import abc as _abc
@@ -52,6 +52,7 @@ class SessionRequest(_message.Message):
     SUBMIT_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     ACK_FIELD_NUMBER: _builtins.int
+    SET_UPDATES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___Open: ...
     @_builtins.property
@@ -60,6 +61,8 @@ class SessionRequest(_message.Message):
     def cancel(self) -> Global___Cancel: ...
     @_builtins.property
     def ack(self) -> Global___Ack: ...
+    @_builtins.property
+    def set_updates(self) -> Global___SetUpdates: ...
     def __init__(
         self,
         *,
@@ -67,12 +70,13 @@ class SessionRequest(_message.Message):
         submit: Global___Submit | None = ...,
         cancel: Global___Cancel | None = ...,
         ack: Global___Ack | None = ...,
+        set_updates: Global___SetUpdates | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "command", b"command", "open", b"open", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "command", b"command", "open", b"open", "set_updates", b"set_updates", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "command", b"command", "open", b"open", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel", b"cancel", "command", b"command", "open", b"open", "set_updates", b"set_updates", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open", "submit", "cancel", "ack"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open", "submit", "cancel", "ack", "set_updates"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -86,23 +90,61 @@ class Open(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     LAST_SEQUENCE_FIELD_NUMBER: _builtins.int
+    UPDATES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Chosen by the router, `[A-Za-z0-9_-]{1,64}`; the same on every reconnect."""
     last_sequence: _builtins.int
     """The last StepBatch.sequence that the router processed; 0 for a new session."""
+    @_builtins.property
+    def updates(self) -> Global___SetUpdates:
+        """What the session hears beside its own outputs. Older routers leave it out: it is then as if nothing were set in it."""
+
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         last_sequence: _builtins.int = ...,
+        updates: Global___SetUpdates | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["updates", b"updates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_sequence", b"last_sequence", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_sequence", b"last_sequence", "session_id", b"session_id", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Open: _TypeAlias = Open  # noqa: Y015
+
+@_typing.final
+class SetUpdates(_message.Message):
+    """How often a session hears of the engine's load and cache contents. They come with the session's outputs, which are sent at once, and
+    otherwise in a batch of their own for all steps since the last batch, at most one in each interval. Of a block that was stored and
+    removed again, or the reverse, such a batch says nothing. Nothing is sent where no step was made. An engine that does not know this
+    message sends a batch for every step while the session has requests, and at most five a second while it has none.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INTERVAL_SECONDS_FIELD_NUMBER: _builtins.int
+    OFF_FIELD_NUMBER: _builtins.int
+    interval_seconds: _builtins.float
+    """Seconds from one batch to the next that has none of the session's outputs; 0, and what is no number: 0.2. At most 60."""
+    off: _builtins.bool
+    """The router hears of load and cache contents from elsewhere: batches have neither, and the Snapshot has no cached blocks. Fixed when
+    the session is opened.
+    """
+    def __init__(
+        self,
+        *,
+        interval_seconds: _builtins.float = ...,
+        off: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval_seconds", b"interval_seconds", "off", b"off"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetUpdates: _TypeAlias = SetUpdates  # noqa: Y015
 
 @_typing.final
 class Submit(_message.Message):
@@ -359,8 +401,9 @@ Global___Snapshot: _TypeAlias = Snapshot  # noqa: Y015
 
 @_typing.final
 class StepBatch(_message.Message):
-    """The outputs of one step for one session, or one batch for several steps in which the session has no outputs. While the session has
-    live requests, the engine sends an empty one at least every second, so that a router can distinguish a long step from a lost engine.
+    """The outputs of one step for one session, or one batch for all steps of an update interval in which the session has no outputs. While
+    the session has live requests, the engine sends an empty one at least every second, so that a router can distinguish a long step from
+    a lost engine.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -384,11 +427,11 @@ class StepBatch(_message.Message):
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceOutput]: ...
     @_builtins.property
     def load(self) -> Global___Load:
-        """After the step."""
+        """After the step. Not set where SetUpdates has them off."""
 
     @_builtins.property
     def kv_events(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEvent]:
-        """In the order in which they happened."""
+        """All changes since the batch before, to be applied in this order."""
 
     @_builtins.property
     def tokens(self) -> Global___TokenColumns:

@@ -66,9 +66,9 @@ class EngineServicer:
 
     def Session(self, request_iterator, context):
         """The multiplexed stream of one router. The first message must be Open; the engine answers it with a Snapshot, then sends one
-        StepBatch for each step, and while the session has no live requests one for all steps of a fifth of a second. When the stream
-        breaks, the session's requests go on for the engine's grace period, and a new stream that opens the same session_id receives
-        what was not acknowledged.
+        StepBatch for each step with outputs of the session, and one for all other steps of an update interval. When the stream breaks,
+        the session's requests go on for the engine's grace period, and a new stream that opens the same session_id receives what was
+        not acknowledged.
         Errors: INVALID_ARGUMENT (no Open first), RESOURCE_EXHAUSTED (too many sessions), UNAVAILABLE (shutting down).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -3,8 +3,8 @@
 isort:skip_file
 The contract between routers and engines.
 
-One router and one engine share one Session stream. Commands go down, one StepBatch per engine step comes up, so tokens, load
-and cache contents arrive in one order and cannot disagree.
+One router and one engine share one Session stream. Commands go down, StepBatches come up, so tokens, load and cache contents
+arrive in one order and cannot disagree.
 """
 
 from collections import abc as _abc
@@ -37,9 +37,9 @@ class EngineStub:
     def __new__(cls, channel: _aio.Channel) -> EngineAsyncStub: ...
     Session: _grpc.StreamStreamMultiCallable[_engine_pb2.SessionRequest, _engine_pb2.SessionResponse]
     """The multiplexed stream of one router. The first message must be Open; the engine answers it with a Snapshot, then sends one
-    StepBatch for each step, and while the session has no live requests one for all steps of a fifth of a second. When the stream
-    breaks, the session's requests go on for the engine's grace period, and a new stream that opens the same session_id receives
-    what was not acknowledged.
+    StepBatch for each step with outputs of the session, and one for all other steps of an update interval. When the stream breaks,
+    the session's requests go on for the engine's grace period, and a new stream that opens the same session_id receives what was
+    not acknowledged.
     Errors: INVALID_ARGUMENT (no Open first), RESOURCE_EXHAUSTED (too many sessions), UNAVAILABLE (shutting down).
     """
     Describe: _grpc.UnaryUnaryMultiCallable[_engine_pb2.DescribeRequest, _engine_pb2.DescribeResponse]
@@ -65,9 +65,9 @@ class EngineAsyncStub(EngineStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Session: _aio.StreamStreamMultiCallable[_engine_pb2.SessionRequest, _engine_pb2.SessionResponse]  # type: ignore[assignment]
     """The multiplexed stream of one router. The first message must be Open; the engine answers it with a Snapshot, then sends one
-    StepBatch for each step, and while the session has no live requests one for all steps of a fifth of a second. When the stream
-    breaks, the session's requests go on for the engine's grace period, and a new stream that opens the same session_id receives
-    what was not acknowledged.
+    StepBatch for each step with outputs of the session, and one for all other steps of an update interval. When the stream breaks,
+    the session's requests go on for the engine's grace period, and a new stream that opens the same session_id receives what was
+    not acknowledged.
     Errors: INVALID_ARGUMENT (no Open first), RESOURCE_EXHAUSTED (too many sessions), UNAVAILABLE (shutting down).
     """
     Describe: _aio.UnaryUnaryMultiCallable[_engine_pb2.DescribeRequest, _engine_pb2.DescribeResponse]  # type: ignore[assignment]
@@ -96,9 +96,9 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_engine_pb2.SessionResponse], _abc.AsyncIterator[_engine_pb2.SessionResponse]]:
         """The multiplexed stream of one router. The first message must be Open; the engine answers it with a Snapshot, then sends one
-        StepBatch for each step, and while the session has no live requests one for all steps of a fifth of a second. When the stream
-        breaks, the session's requests go on for the engine's grace period, and a new stream that opens the same session_id receives
-        what was not acknowledged.
+        StepBatch for each step with outputs of the session, and one for all other steps of an update interval. When the stream breaks,
+        the session's requests go on for the engine's grace period, and a new stream that opens the same session_id receives what was
+        not acknowledged.
         Errors: INVALID_ARGUMENT (no Open first), RESOURCE_EXHAUSTED (too many sessions), UNAVAILABLE (shutting down).
         """
 

@@ -22,15 +22,22 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from quire.v1 import engine_pb2 as quire_dot_v1_dot_engine__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13quire/v1/load.proto\x12\x08quire.v1\"\xe2\x01\n\tLoadShare\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x12\n\nengine_ids\x18\x04 \x03(\t\x12\x10\n\x08requests\x18\x05 \x03(\r\x12\x16\n\x0epending_tokens\x18\x06 \x03(\r\x12\x10\n\x08\x64\x65\x63oding\x18\x07 \x03(\r\x12\x18\n\x10\x65xpected_engines\x18\x0b \x03(\r\x12\x17\n\x0f\x65xpected_blocks\x18\x0c \x03(\r\x12\x16\n\x0e\x65xpected_names\x18\r \x01(\x0cJ\x04\x08\x08\x10\x0b\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13quire/v1/load.proto\x12\x08quire.v1\x1a\x15quire/v1/engine.proto\"\xe2\x01\n\tLoadShare\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x12\n\nengine_ids\x18\x04 \x03(\t\x12\x10\n\x08requests\x18\x05 \x03(\r\x12\x16\n\x0epending_tokens\x18\x06 \x03(\r\x12\x10\n\x08\x64\x65\x63oding\x18\x07 \x03(\r\x12\x18\n\x10\x65xpected_engines\x18\x0b \x03(\r\x12\x17\n\x0f\x65xpected_blocks\x18\x0c \x03(\r\x12\x16\n\x0e\x65xpected_names\x18\r \x01(\x0cJ\x04\x08\x08\x10\x0b\"8\n\rEngineUpdates\x12\'\n\x07updates\x18\x01 \x03(\x0b\x32\x16.quire.v1.EngineUpdate\"\x8b\x01\n\x0c\x45ngineUpdate\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x1c\n\x04load\x18\x02 \x01(\x0b\x32\x0e.quire.v1.Load\x12$\n\x08snapshot\x18\x03 \x01(\x0b\x32\x12.quire.v1.Snapshot\x12$\n\tkv_events\x18\x04 \x03(\x0b\x32\x11.quire.v1.KvEvent\")\n\x13\x45ngineUpdatesWanted\x12\x12\n\nengine_ids\x18\x01 \x03(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.load_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LOADSHARE']._serialized_start=34
-  _globals['_LOADSHARE']._serialized_end=260
+  _globals['_LOADSHARE']._serialized_start=57
+  _globals['_LOADSHARE']._serialized_end=283
+  _globals['_ENGINEUPDATES']._serialized_start=285
+  _globals['_ENGINEUPDATES']._serialized_end=341
+  _globals['_ENGINEUPDATE']._serialized_start=344
+  _globals['_ENGINEUPDATE']._serialized_end=483
+  _globals['_ENGINEUPDATESWANTED']._serialized_start=485
+  _globals['_ENGINEUPDATESWANTED']._serialized_end=526
 # @@protoc_insertion_point(module_scope)

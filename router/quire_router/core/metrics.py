@@ -20,13 +20,14 @@ _VARIABLE = "QUIRE_ROUTER_WORKER_PLACE"
 class WorkerContext:
     """What a worker gets from the process that started it. ``http_port`` and ``grpc_port`` are shared with the other
     workers. ``parent`` is a file descriptor that reads as ended once the supervisor is gone. ``number`` counts the
-    workers from 1.
+    workers from 1. ``folder`` is the supervisor's, for sockets between workers.
     """
 
     http_port: int
     grpc_port: int
     parent: int
     number: int
+    folder: str
 
     def environment(self) -> dict[str, str]:
         """What a worker's process is started with, besides what this one has."""

@@ -64,6 +64,13 @@ class CacheEvents:
         else:
             self._take(engine_id, _changes(change))
 
+    def blocks(self, engine_id: str) -> Iterator[tuple[Tier, bytes]] | None:
+        """Returns all that an engine has cached, by tier; None while earlier events of it are waiting."""
+        if engine_id in self._waiting:
+            return None
+        row = self._table.row_of(engine_id)
+        return iter(()) if row < 0 else self._index.blocks(row)
+
     def _start_over(self, engine_id: str, snapshot: engine_pb2.Snapshot) -> None:
         self._waiting.pop(engine_id, None)
         row = self._table.row_of(engine_id)

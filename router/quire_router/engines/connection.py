@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 2**20
+MAX_UNACKNOWLEDGED_BYTES = 2**20  # a sixteenth of what an engine keeps of a session
 INSPECT_TIMEOUT = 5.0  # seconds
 LOAD_LORA_TIMEOUT = 120.0  # seconds
 UNLOAD_LORA_TIMEOUT = 2.0  # seconds, after which only requests that run with it are waited for
@@ -206,17 +207,27 @@ class LivenessMonitor:
         self._ticks = self._ticks + 1 if expecting else 0
 
 
-MAX_CONNECTS_PER_SECOND = 100
+MAX_RECONNECTS_PER_SECOND = 100
 """Of all connections together, once each has tried a few times: a try costs about 2 ms of CPU, over TLS up to 7."""
+
+MAX_CONNECTS_PER_SECOND = 400
+"""Tries that begin, of all connections together, so that a fleet that is found at once, or comes back at once, leaves
+time for streams between them: a thousand engines are tried within two and a half seconds.
+"""
+
+CONNECT_BURST = 20
+"""Tries that may begin at once."""
 
 
 class ReconnectLimiter:
-    """Counts the connections of one pool that wait for their next try, so that each tries less often the more there
-    are.
+    """When the connections of one pool try to connect. Those that wait for their next try are counted, so that each
+    tries less often the more there are; and tries begin one after the other, but for those that requests depend on.
+    The latter is the generic cell rate algorithm (ITU-T I.371).
     """
 
     def __init__(self) -> None:
         self._disconnected = 0
+        self._next_turn = 0.0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -229,8 +240,39 @@ class ReconnectLimiter:
 
     @property
     def spacing(self) -> float:
-        """Seconds between two tries of one connection with which all make ``MAX_CONNECTS_PER_SECOND``."""
-        return self._disconnected / MAX_CONNECTS_PER_SECOND
+        """Seconds between two tries of one connection with which all make ``MAX_RECONNECTS_PER_SECOND``."""
+        return self._disconnected / MAX_RECONNECTS_PER_SECOND
+
+    def turn(self, now: float, *, urgent: bool = False) -> float:
+        """Seconds until a connection may begin a try, none if it is ``urgent``; takes this turn."""
+        delay = self._next_turn - CONNECT_BURST / MAX_CONNECTS_PER_SECOND - now
+        self._next_turn = max(self._next_turn, now) + 1 / MAX_CONNECTS_PER_SECOND
+        return 0.0 if urgent else max(0.0, delay)
+
+
+MAX_UPDATES_PER_SECOND = 1000
+"""Batches without outputs, from all engines together: reading one takes about a tenth of a millisecond."""
+
+MIN_UPDATE_INTERVAL = 0.2  # seconds
+_RELEVANT_CHANGE = 1.25  # of the interval: what is less is not worth a message to every engine
+
+
+class UpdateRate:
+    """How often each engine of a pool is to send an update, which is what it does for other routers: seldom enough that
+    all together send ``MAX_UPDATES_PER_SECOND``. Between two updates a router knows what it has dispatched itself, and
+    what the other routers have.
+    """
+
+    def __init__(self) -> None:
+        self.interval = MIN_UPDATE_INTERVAL
+
+    def set_engines(self, count: int) -> None:
+        """Sets how many engines there are. They are told with the next acknowledgement that they get."""
+        self.interval = max(MIN_UPDATE_INTERVAL, count / MAX_UPDATES_PER_SECOND)
+
+    def differs(self, told: float) -> bool:
+        """Whether an engine that was told an interval has to be told another one."""
+        return not 1 / _RELEVANT_CHANGE < self.interval / told < _RELEVANT_CHANGE
 
 
 _MIN_RETRY_INTERVAL = 1.0  # seconds between two tries for which ``retry_now`` ends a pause
@@ -247,7 +289,8 @@ class EngineConnection:
     A stream that breaks is opened again at once; while that takes less than ``settings.grace`` seconds, and the engine
     still knows the session, running requests do not notice. ``on_change`` is called when ``ready`` may have changed,
     ``on_load`` with each report of the engine's load, ``on_lost`` when all that it reported before is void.
-    ``reconnect_limiter`` counts it while there is no stream, and spaces its tries to open one.
+    ``reconnect_limiter`` counts it while there is no stream, and spaces its tries to open one; ``update_rate`` is how
+    often the engine sends what concerns no request of this router, which it does not at all unless ``hears_updates``.
     """
 
     def __init__(
@@ -260,6 +303,8 @@ class EngineConnection:
         on_load: LoadListener | None = None,
         on_lost: Callable[[], None] = lambda: None,
         reconnect_limiter: ReconnectLimiter | None = None,
+        update_rate: UpdateRate | None = None,
+        hears_updates: bool = True,
     ) -> None:
         self.address = address
         self.settings = settings or ConnectionSettings()
@@ -274,7 +319,12 @@ class EngineConnection:
         self._unacknowledged = 0
         self._ack_timer: asyncio.TimerHandle | None = None
         self._grace_timer: asyncio.TimerHandle | None = None
+        self._unacknowledged_bytes = 0
         self._reconnect_limiter = reconnect_limiter or ReconnectLimiter()
+        self._update_rate = update_rate or UpdateRate()
+        self._hears_updates = hears_updates
+        self._told_interval = MIN_UPDATE_INTERVAL
+        self._busy = asyncio.Event()  # set while the engine has anything to send
         self._retry_requested = asyncio.Event()
         self._last_early_retry = -inf
         self._task: SupervisedTask | None = None
@@ -333,7 +383,9 @@ class EngineConnection:
         """Sends a request. Raises ``EngineLost`` if the engine is not connected, ``EngineFull`` if too many wait."""
         if self._lost:
             raise EngineLost("the engine is not connected")
-        return self.session.submit(message, self.description.vocab_size if self.description is not None else 0)
+        stream = self.session.submit(message, self.description.vocab_size if self.description is not None else 0)
+        self._busy.set()
+        return stream
 
     def expect_cached(self, hashes: Sequence[bytes]) -> None:
         """Does nothing: the engine reports what it has."""
@@ -380,6 +432,8 @@ class EngineConnection:
     async def _run(self) -> None:
         failures = ConnectFailureLog(self.address, self.settings, self.settings.start_patience)
         while not self._closing:  # a stream that breaks at the same moment can swallow the cancellation
+            urgent = self.session.in_flight > 0
+            await asyncio.sleep(self._reconnect_limiter.turn(asyncio.get_running_loop().time(), urgent=urgent))
             try:
                 await self._run_stream()
             except* (grpc.aio.AioRpcError, StreamBroken, SequenceGap, TimeoutError, TlsError) as errors:
@@ -436,11 +490,15 @@ class EngineConnection:
                 self._stub = None
 
     async def _open(self, call: SessionCall) -> engine_pb2.Snapshot:
-        await call.write(self.session.open_request())
+        self._told_interval = self._update_rate.interval
+        await call.write(self.session.open_request(self._updates()))
         response = await _receive(call)
         if response.WhichOneof("event") != "snapshot":
             raise StreamBroken("the engine did not begin with a snapshot")
         return response.snapshot
+
+    def _updates(self) -> engine_pb2.SetUpdates:
+        return engine_pb2.SetUpdates(interval_seconds=self._told_interval, off=not self._hears_updates)
 
     async def _write(self, call: SessionCall) -> None:
         while True:
@@ -457,13 +515,16 @@ class EngineConnection:
                 self._liveness.on_message()
                 if response.WhichOneof("event") == "step_batch":
                     await _yielding_to_loop(self._process_batch(response.step_batch))
-                    self._acknowledge()
+                    self._acknowledge(response.step_batch)
 
     async def _watch_liveness(self) -> None:
         while True:
+            await self._busy.wait()
             await asyncio.sleep(self._liveness.period)
             with self._notifying_change():
                 self._liveness.tick(expecting=self.session.in_flight > 0)
+            if not self.session.in_flight:  # no timer for engines that owe nothing: a fleet has many
+                self._busy.clear()
             if self._liveness.stalled:
                 raise StreamBroken(f"the engine said nothing for {self.settings.stall:g} seconds")
 
@@ -498,7 +559,7 @@ class EngineConnection:
     def _on_stream_lost(self) -> None:
         self._connected = False
         _cancel(self._ack_timer)
-        self._ack_timer, self._unacknowledged = None, 0
+        self._ack_timer, self._unacknowledged, self._unacknowledged_bytes = None, 0, 0
         self._grace_timer = asyncio.get_running_loop().call_later(self.settings.grace, self._declare_lost)
         self._on_change()
 
@@ -522,9 +583,10 @@ class EngineConnection:
 
     # Acknowledgements
 
-    def _acknowledge(self) -> None:
+    def _acknowledge(self, batch: engine_pb2.StepBatch) -> None:
         self._unacknowledged += 1
-        if self._unacknowledged >= self.settings.ack_batches:
+        self._unacknowledged_bytes += batch.ByteSize()
+        if self._unacknowledged >= self.settings.ack_batches or self._unacknowledged_bytes >= MAX_UNACKNOWLEDGED_BYTES:
             _cancel(self._ack_timer)
             self._send_ack()
         elif self._ack_timer is None:
@@ -532,8 +594,11 @@ class EngineConnection:
             self._ack_timer = asyncio.get_running_loop().call_later(interval, self._send_ack)
 
     def _send_ack(self) -> None:
-        self._ack_timer, self._unacknowledged = None, 0
+        self._ack_timer, self._unacknowledged, self._unacknowledged_bytes = None, 0, 0
         self.session.commands.ack(self.session.sequence)
+        if self._update_rate.differs(self._told_interval):
+            self._told_interval = self._update_rate.interval
+            self.session.commands.set_updates(self._updates())
 
 
 async def _receive(call: SessionCall) -> engine_pb2.SessionResponse:

@@ -4,6 +4,7 @@ chooses among them.
 
 import asyncio
 import logging
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -13,7 +14,7 @@ from types import TracebackType
 from typing import Protocol
 
 import numpy as np
-from quire.v1 import engine_pb2
+from quire.v1 import engine_pb2, load_pb2
 from quire_proto.priority import BEST_EFFORT
 from quire_proto.supervise import SupervisedTask
 from quire_proto.text.tokenizer import ModelTokenizer
@@ -23,12 +24,13 @@ from quire_router.core.generation import LoRA
 from quire_router.core.retry import CpuThrottle, supervise
 from quire_router.discovery.base import Discovery, Endpoint, split_external
 from quire_router.engines.base import EngineClient
-from quire_router.engines.connection import EngineConnection, ReconnectLimiter
+from quire_router.engines.connection import EngineConnection, ReconnectLimiter, UpdateRate
 from quire_router.engines.forwarded import Forwarded
 from quire_router.engines.load import ASSUMED_BLOCK_SIZE, CAPACITY_SECONDS, EngineLoad, LedgerEntry, LoadLedger
 from quire_router.engines.model_matcher import ModelIdentity, ModelMatcher
 from quire_router.engines.output_stream import EngineLost, OutputStream, max_sequences
 from quire_router.engines.settings import ConnectionSettings, KnownModel, ServedLoRA, ServedModelLimits
+from quire_router.engines.update_sharing import UpdateSharing
 from quire_router.placement.engine_table import EngineTable, Rows
 from quire_router.placement.policies import LoRAColumns
 from quire_router.placement.prefix_index import BlockNamespace
@@ -46,6 +48,7 @@ class Engine:
         self.load = load
         self._model_matcher = served
         self.endpoint = Endpoint(connection.address)
+        self.is_passed_on = False  # by another worker of this router, which hears it
         self.retired = False
         self._description: engine_pb2.DescribeResponse | None = None
         self._models: frozenset[str] = frozenset()
@@ -209,7 +212,8 @@ class EnginePool:
     known engine, with the load of all routers that ``ledger`` knows of. ``assumed`` are the limits of models until an
     engine reports some. Engines whose tokens are not those of ``vocabularies`` do not serve the model. ``tokenizers``
     are for engines that do not say which one they have, or know only text. Requests may also name ``expected_loras``,
-    as an engine is going to have them: they wait for it.
+    as an engine is going to have them: they wait for it. With ``update_sharing`` this pool is one of several of one
+    router, and hears of the load and the caches of other pools' engines from these.
 
     Where no engine of a model was ready and one is, but others are known to have it that are not, none counts as ready
     before all are or ``GATHER_SECONDS`` have passed.
@@ -228,6 +232,7 @@ class EnginePool:
         assumed: Mapping[str, ServedModelLimits] | None = None,
         vocabularies: Mapping[str, ModelIdentity] | None = None,
         tokenizers: Mapping[str, ModelTokenizer] | None = None,
+        update_sharing: UpdateSharing | None = None,
     ) -> None:
         self.table = EngineTable() if table is None else table
         self.on_capacity = on_capacity
@@ -242,7 +247,9 @@ class EnginePool:
         self.on_kv_event = on_kv_event
         self.expected_loras: dict[str, ServedLoRA] = {}
         self._reconnect_limiter = ReconnectLimiter()
+        self._update_rate = UpdateRate()
         self._engines: dict[str, Engine] = {}
+        self._not_started: list[EngineClient] = []
         self._by_row: dict[int, Engine] = {}
         self._candidates_cache: dict[tuple[str, LoRA | None], _Candidates] = {}
         self._loras: Mapping[str, ServedLoRA] = {}
@@ -254,6 +261,10 @@ class EnginePool:
         self._throttled_notify = CpuThrottle(self._notify)
         self._discovery_task: SupervisedTask | None = None
         self._closing: set[asyncio.Task[None]] = set()
+        self._update_sharing = update_sharing
+        if update_sharing is not None:
+            update_sharing.apply, update_sharing.forget = self._apply_update, self._forget_reported
+            update_sharing.engine_ids = lambda: [engine.id for engine in self._engines.values() if engine.is_passed_on]
 
     async def start(self) -> None:
         """Starts to discover and to connect engines; never waits for one."""
@@ -483,6 +494,8 @@ class EnginePool:
         for endpoint in endpoints:
             with _log_and_continue(endpoint.address):
                 self._add_or_update(endpoint)
+        self._update_rate.set_engines(len(self._engines))
+        self._start_connections()
         known = frozenset(endpoint.address for endpoint in endpoints)
         for engine in list(self._engines.values()):
             engine.retired = engine.retired or engine.id not in known
@@ -499,7 +512,11 @@ class EnginePool:
     def _connect(self, address: str) -> None:
         kind, url = split_external(address)
         load = self.ledger.add(address, reports_tokens=not kind)
-        create: Callable[..., EngineClient] = EngineConnection
+        sharing = None if kind else self._update_sharing  # others' servers are asked by every worker
+        hears = sharing is None or sharing.hears(address)
+        create: Callable[..., EngineClient] = partial(
+            EngineConnection, update_rate=self._update_rate, hears_updates=hears
+        )
         if kind:
             from quire_router.engines.external.client import ExternalEngine  # an HTTP client takes 12 MiB
 
@@ -508,28 +525,74 @@ class EnginePool:
             address,
             self._settings,
             on_change=self._on_change,
-            on_kv_event=None if self.on_kv_event is None else partial(self._on_kv_event, address, load),
-            on_load=load.report,
-            on_lost=partial(self._clear_reported, address, load),
+            on_kv_event=partial(self._on_kv_event, address, load) if hears and self.on_kv_event is not None else None,
+            on_load=partial(self._on_load, address, load) if hears else None,
+            on_lost=partial(self._clear_reported, address, load) if hears else _nothing,
             reconnect_limiter=self._reconnect_limiter,
         )
-        self._engines[address] = self._by_row[load.row] = Engine(connection, load, self._model_matcher)
-        connection.start()
+        engine = self._engines[address] = self._by_row[load.row] = Engine(connection, load, self._model_matcher)
+        engine.is_passed_on = not hears
+        self._not_started.append(connection)
+        if sharing is not None and not hears:
+            sharing.want(address)
+
+    def _start_connections(self) -> None:
+        """Starts the new connections in an order of this router's own: others find the same engines now."""
+        random.shuffle(self._not_started)
+        for connection in self._not_started:
+            connection.start()
+        self._not_started.clear()
+
+    def _on_load(self, engine_id: str, load: EngineLoad, report: engine_pb2.Load) -> None:
+        load.report(report)
+        if self._update_sharing is not None and not load.closed:
+            self._update_sharing.on_load(engine_id, report)
 
     def _on_kv_event(self, engine_id: str, load: EngineLoad, change: engine_pb2.Snapshot | engine_pb2.KvEvent) -> None:
-        if self.on_kv_event is not None and not load.closed:
+        if load.closed:
+            return
+        if self.on_kv_event is not None:
             self.on_kv_event(engine_id, change)
+        if self._update_sharing is not None:
+            self._update_sharing.on_kv_event(engine_id, change)
 
     def _clear_reported(self, engine_id: str, load: EngineLoad) -> None:
         """Forgets the load and the cache contents that the engine reported."""
-        load.report(engine_pb2.Load())
+        self._on_load(engine_id, load, engine_pb2.Load())
         self._on_kv_event(engine_id, load, engine_pb2.Snapshot())
+
+    def _apply_update(self, update: load_pb2.EngineUpdate) -> None:
+        """Applies what another worker has heard of an engine."""
+        engine = self._engines.get(update.engine_id)
+        if engine is None or not engine.is_passed_on:
+            return
+        if update.HasField("load"):
+            engine.load.report(update.load)
+        if self.on_kv_event is not None:
+            if update.HasField("snapshot"):
+                self.on_kv_event(engine.id, update.snapshot)
+            for event in update.kv_events:
+                self.on_kv_event(engine.id, event)
+
+    def _forget_engine(self, engine: Engine) -> None:
+        """Forgets what was reported of an engine that leaves."""
+        if engine.is_passed_on:
+            self._forget_reported(engine.id)
+            return
+        self._clear_reported(engine.id, engine.load)
+        if self._update_sharing is not None:
+            self._update_sharing.on_removed(engine.id)
+
+    def _forget_reported(self, engine_id: str) -> None:
+        self._apply_update(
+            load_pb2.EngineUpdate(engine_id=engine_id, load=engine_pb2.Load(), snapshot=engine_pb2.Snapshot())
+        )
 
     def _remove_if_idle(self, engine: Engine) -> None:
         """Removes an engine that left the fleet, once its last request has ended."""
         if not engine.retired or engine.in_flight or self._engines.get(engine.id) is not engine:
             return
-        self._clear_reported(engine.id, engine.load)
+        self._forget_engine(engine)
         del self._engines[engine.id], self._by_row[engine.row]
         self._candidates_cache.clear()
         self.ledger.remove(engine.id)
@@ -597,6 +660,10 @@ class EnginePool:
         ]
         if described:
             self._limits[model] = ServedModelLimits.of(described)
+
+
+def _nothing() -> None:
+    """What another worker has heard of an engine holds, whatever becomes of this one's own connection."""
 
 
 @contextmanager

@@ -46,6 +46,7 @@ class CommandQueue:
         self._submits: OrderedDict[str, engine_pb2.Submit] = OrderedDict()
         self._cancels: OrderedDict[str, dict[int, None]] = OrderedDict()
         self._ack = 0
+        self._updates: engine_pb2.SetUpdates | None = None
         self._nonempty = asyncio.Event()
 
     def submit(self, message: engine_pb2.Submit) -> None:
@@ -87,10 +88,17 @@ class CommandQueue:
         self._ack = sequence
         self._nonempty.set()
 
+    def set_updates(self, updates: engine_pb2.SetUpdates) -> None:
+        """Has the engine send its updates as often as this."""
+        self._updates = updates
+        self._nonempty.set()
+
     def reset_for_stream(self) -> None:
-        """A new stream begins: acknowledgements and Cancels of the old one mean nothing on it."""
+        """A new stream begins: acknowledgements and Cancels of the old one mean nothing on it, and its Open has the
+        updates.
+        """
         self._cancels.clear()
-        self._ack = 0
+        self._ack, self._updates = 0, None
 
     async def next(self) -> engine_pb2.SessionRequest:
         """Waits for a command and takes it out."""
@@ -111,6 +119,9 @@ class CommandQueue:
         if self._ack:
             sequence, self._ack = self._ack, 0
             return engine_pb2.SessionRequest(ack=engine_pb2.Ack(sequence=sequence))
+        if self._updates is not None:
+            updates, self._updates = self._updates, None
+            return engine_pb2.SessionRequest(set_updates=updates)
         return None
 
 
@@ -194,9 +205,10 @@ class Session:
             self._unconfirmed.popitem(last=False)
         return stream
 
-    def open_request(self) -> engine_pb2.SessionRequest:
-        """The first command of a stream."""
-        return engine_pb2.SessionRequest(open=engine_pb2.Open(session_id=self.id, last_sequence=self.sequence))
+    def open_request(self, updates: engine_pb2.SetUpdates | None = None) -> engine_pb2.SessionRequest:
+        """The first command of a stream, which says how often the router wants to hear of the engine."""
+        opening = engine_pb2.Open(session_id=self.id, last_sequence=self.sequence, updates=updates)
+        return engine_pb2.SessionRequest(open=opening)
 
     def begin(self, snapshot: engine_pb2.Snapshot) -> None:
         """A stream is open. Decides what has survived: all, when the engine resumed the session where it broke. Raises

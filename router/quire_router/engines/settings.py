@@ -48,7 +48,7 @@ class ConnectionSettings:
     open_timeout: float = 30.0
     ack_batches: int = 32
     ack_interval: float = 1.0
-    idle_ack_interval: float = 2.0
+    idle_ack_interval: float = 15.0
     backoff: float = 0.05
     max_backoff: float = 2.0
     max_unsent: int = 1024

@@ -173,6 +173,19 @@ class PrefixIndex:
                 slot.keys.remove(key)
                 self.counts.blocks -= 1
 
+    def blocks(self, row: int) -> Iterator[tuple[Tier, bytes]]:
+        """Yields the blocks that the row's engine has in each tier. Of what is stored or removed meanwhile it may have
+        the state before or after.
+        """
+        slot = self._slots.find(row)
+        if slot is None:
+            return
+        for key in list(slot.keys):
+            holders = self._shards[key & _SHARD].get(key, 0)
+            for tier in Tier:
+                if holders & slot.bits[tier]:
+                    yield tier, key.to_bytes(HASH_BYTES, "big")
+
     def clear(self, row: int) -> None:
         """Removes all blocks of the row, and its bound: its engine left, or is about to send a snapshot. Takes no time;
         call ``sweep`` afterwards, until it returns False. The row may be used for another engine at once.

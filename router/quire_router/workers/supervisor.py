@@ -89,7 +89,7 @@ class Supervisor:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(admin_server.run_until_stopped())
                 for number in range(1, settings.workers + 1):
-                    tasks.create_task(self._keep_running(WorkerContext(*ports, read_end, number), folder))
+                    tasks.create_task(self._keep_running(WorkerContext(*ports, read_end, number, folder), folder))
                 await self._stopping.wait()
                 await self._stop_workers()
                 admin_server.should_exit = True

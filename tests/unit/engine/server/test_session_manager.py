@@ -17,7 +17,13 @@ from quire_engine.core.outputs import EngineCoreOutput
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.server import messages, session_manager
 from quire_engine.server.messages import cached_to_proto, output_to_proto, request_from_proto
-from quire_engine.server.session import Session, SessionOverflowError
+from quire_engine.server.session import (
+    MAX_UPDATE_INTERVAL,
+    UPDATE_INTERVAL,
+    CacheChanges,
+    Session,
+    SessionOverflowError,
+)
 from quire_engine.server.session_manager import SessionManager
 from quire_engine.server.tracing import TraceExporter
 from quire_proto.convert import stop_token_from_proto
@@ -45,8 +51,12 @@ class Engine:
         self.core = EngineCore(scheduler, PagedExecutor(CAPACITY), self.manager.publish)
         self.manager.bind(self.core)
 
-    async def open(self, session_id: str, last_sequence: int = 0) -> tuple[Session, int, pb.Snapshot]:
-        opening = asyncio.create_task(self.manager.open(pb.Open(session_id=session_id, last_sequence=last_sequence)))
+    async def open(
+        self, session_id: str, last_sequence: int = 0, *, interval: float = 0.0, off: bool = False
+    ) -> tuple[Session, int, pb.Snapshot]:
+        updates = pb.SetUpdates(interval_seconds=interval, off=off) if interval or off else None
+        message = pb.Open(session_id=session_id, last_sequence=last_sequence, updates=updates)
+        opening = asyncio.create_task(self.manager.open(message))
         await asyncio.sleep(0)
         self.take_commands()
         session, number, snapshot = await opening
@@ -119,8 +129,10 @@ OPERATIONS = st.lists(
 
 @given(OPERATIONS)
 def test_merged_batches_equal_the_batches_of_single_steps(operations: list[tuple]) -> None:
-    """Every session hears the same tokens, changes of the cache and last load, in the same order and without a gap."""
-    every_step, together = asyncio.run(heard(operations, 0.0)), asyncio.run(heard(operations, 3600.0))
+    """Every session hears the same tokens and last load, in the same order and without a gap, and has the cache's
+    contents with everything that it hears.
+    """
+    every_step, together = asyncio.run(heard(operations, 1e-9)), asyncio.run(heard(operations, 3600.0))
     happened = every_step.pop("all")
     assert hashes_of(together.pop("all")) == hashes_of(happened)
     assert sum(map(len, together.values())) <= sum(map(len, every_step.values()))
@@ -128,21 +140,21 @@ def test_merged_batches_equal_the_batches_of_single_steps(operations: list[tuple
         whole = every_step[name]
         assert [batch.sequence for batch in batches] == list(range(1, len(batches) + 1))
         assert outputs_of(batches) == outputs_of(whole)
-        assert hashes_of(batches) == hashes_of(happened)
         assert [load_of(batch) for batch in batches[-1:]] == [load_of(batch) for batch in whole[-1:]]
+        assert contents(batches) == contents(happened)
+        assert len(hashes_of(batches)) <= len(hashes_of(happened))
         for batch in batches:  # what a session has in progress it hears of at once
             if batch.outputs:
                 earlier = [each for each in batches if each.sequence <= batch.sequence]
-                assert hashes_of(earlier) == hashes_of([each for each in happened if each.step <= batch.step])
+                assert contents(earlier) == contents([each for each in happened if each.step <= batch.step])
 
 
 async def heard(operations: list[tuple], interval: float) -> dict[str, list[pb.StepBatch]]:
-    """The batches of two sessions, where those without requests hear every ``interval`` seconds; ``all`` are the
+    """The batches of two sessions, which hear every ``interval`` seconds of steps without outputs; ``all`` are the
     changes of the cache as the core published them.
     """
     happened: list[pb.StepBatch] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session_manager, "IDLE_UPDATE_INTERVAL", interval)
         publish = SessionManager.publish
 
         def note(manager: SessionManager, step: EngineCoreOutputs) -> None:
@@ -152,7 +164,7 @@ async def heard(operations: list[tuple], interval: float) -> dict[str, list[pb.S
 
         patch.setattr(SessionManager, "publish", note)
         engine = Engine()
-        sessions_of = {name: (await engine.open(name))[0] for name in "ab"}
+        sessions_of = {name: (await engine.open(name, interval=interval))[0] for name in "ab"}
         for kind, *rest in operations:
             if kind == "submit":
                 message = pb.Submit(request_id=f"r{rest[1]}", prompt_token_ids=[rest[1], *range(9)])
@@ -163,9 +175,57 @@ async def heard(operations: list[tuple], interval: float) -> dict[str, list[pb.S
             elif kind == "step":
                 engine.step(*rest)
             else:
-                engine.manager._update_idle_sessions()
-        engine.manager._update_idle_sessions()
+                let_updates_be_due(engine, *sessions_of.values())
+        let_updates_be_due(engine, *sessions_of.values())
         return {"all": happened, **{name: list(session._unacknowledged) for name, session in sessions_of.items()}}
+
+
+def let_updates_be_due(engine: Engine, *sessions: Session) -> None:
+    for session in sessions:
+        session.update_due = 0.0
+    engine.manager._send_updates()
+
+
+def contents(batches: list[pb.StepBatch]) -> set[tuple[int, bytes]]:
+    """What is cached after these batches, by tier."""
+    cached: set[tuple[int, bytes]] = set()
+    for kind, tier, name in hashes_of(batches):
+        (cached.add if kind == "stored" else cached.remove)((tier, name))
+    return cached
+
+
+CHANGES = st.lists(st.lists(st.tuples(st.sampled_from(Tier), st.integers(0, 5)), max_size=6), max_size=12)
+"""Of each step the blocks that change, each from what it was."""
+
+
+@given(CHANGES, st.sets(st.tuples(st.sampled_from(Tier), st.integers(0, 5))), st.sets(st.integers(0, 12)))
+def test_whatever_changes_are_merged_a_router_has_the_contents_of_the_cache(
+    steps: list[list[tuple[Tier, int]]], before: set[tuple[Tier, int]], taken_after: set[int]
+) -> None:
+    """Nothing is said twice, and no more is said than there are blocks; at no time does a router count more blocks than
+    there were or are.
+    """
+    cached, changes = set(before), CacheChanges()
+    told = {(messages._TIER[tier], bytes([number])) for tier, number in before}
+    for number, step in enumerate(steps):
+        events: list[KVCacheEvent] = []
+        for tier, block in step:
+            kind = BlockRemoved if (tier, block) in cached else BlockStored
+            cached ^= {(tier, block)}
+            events.append(kind(bytes([block]), tier))
+        changes.add(events)
+        if number in taken_after or number == len(steps) - 1:
+            most = max(len(told), len(cached))
+            for event in changes.take():
+                kind = event.WhichOneof("event")
+                changed = getattr(event, kind)
+                named = {(changed.tier, block_hash) for block_hash in changed.block_hashes}
+                assert len(named) == len(changed.block_hashes)
+                assert named.isdisjoint(told) if kind == "stored" else named <= told
+                told = told | named if kind == "stored" else told - named
+                assert len(told) <= most
+            assert told == {(messages._TIER[tier], bytes([block])) for tier, block in cached}
+            assert not changes.take()
 
 
 def load_of(batch: pb.StepBatch) -> tuple[int, ...]:
@@ -243,7 +303,7 @@ async def test_outputs_that_are_more_than_a_token_are_messages() -> None:
     assert sum(len(each.token_ids) for each in outputs_of(batches)) == 6
 
 
-async def test_a_session_without_requests_gets_many_steps_in_one_batch_and_one_with_requests_gets_each() -> None:
+async def test_a_session_gets_its_outputs_at_once_and_all_other_steps_in_one_batch() -> None:
     engine = Engine()
     (busy, _, _), (idle, _, _) = await engine.open("busy"), await engine.open("idle")
     engine.submit(busy, "r", max_tokens=20)
@@ -252,11 +312,57 @@ async def test_a_session_without_requests_gets_many_steps_in_one_batch_and_one_w
     await until(lambda: idle.sequence == 2)
     assert idle._unacknowledged[-1].step == busy._unacknowledged[-1].step
     assert idle._unacknowledged[-1].load == busy._unacknowledged[-1].load
-    await asyncio.sleep(session_manager.IDLE_UPDATE_INTERVAL)
+    await asyncio.sleep(UPDATE_INTERVAL)
     assert idle.sequence == 2  # nothing is sent without a step
     engine.submit(idle, "s", max_tokens=20)
     engine.step(3)
     assert idle.sequence == 5
+
+
+async def test_a_session_whose_request_waits_does_not_hear_every_step_of_others() -> None:
+    engine = Engine()
+    (busy, _, _), (waiting, _, _) = await engine.open("busy"), await engine.open("waiting", interval=60.0)
+    for number in range(CAPACITY.device_blocks):  # so that nothing more is admitted
+        engine.submit(busy, f"r{number}", max_tokens=20)
+    engine.step()
+    engine.submit(waiting, "s")
+    engine.step(8)
+    assert busy.sequence == 9
+    assert waiting.sequence == 1  # after the pause
+
+
+async def test_a_router_says_how_often_it_hears_and_may_say_it_again() -> None:
+    engine = Engine()
+    (busy, _, _), (slow, _, _) = await engine.open("busy"), await engine.open("slow", interval=3600.0)
+    assert slow.update_interval == MAX_UPDATE_INTERVAL
+    engine.submit(busy, "r", max_tokens=20)
+    engine.step(4)
+    assert slow.sequence == 1
+    engine.manager.set_updates(slow, pb.SetUpdates(interval_seconds=0.001))
+    await until(lambda: slow.sequence == 2)
+    for nothing in (0.0, -1.0, float("nan"), float("inf")):
+        slow.set_updates(pb.SetUpdates(interval_seconds=nothing))
+        assert slow.update_interval == UPDATE_INTERVAL
+
+
+async def test_a_session_that_is_off_hears_of_its_own_requests_and_of_nothing_else() -> None:
+    engine = Engine()
+    busy, _, _ = await engine.open("busy")
+    engine.submit(busy, "r", max_tokens=20)
+    engine.step(9)
+    off, _, snapshot = await engine.open("off", off=True)
+    heard_all, _, whole = await engine.open("all")
+    assert whole.cached
+    assert not snapshot.cached
+    engine.step(3)
+    let_updates_be_due(engine, off, heard_all)
+    assert (off.sequence, heard_all.sequence) == (0, 2)
+    engine.submit(off, "s", max_tokens=9)
+    engine.step(9)
+    assert sum(len(output.token_ids) for output in outputs_of(list(off._unacknowledged))) == 9
+    assert not any(batch.HasField("load") or batch.kv_events for batch in off._unacknowledged)
+    engine.manager.drain()
+    assert off._unacknowledged[-1].draining
 
 
 async def test_tokens_are_delivered_even_when_tracing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -626,7 +732,9 @@ def is_closed(engine: Engine, session: Session) -> None:
 
 
 def is_replaced(engine: Engine, session: Session) -> None:
-    engine.manager._register("s", engine.core.scheduler.get_load(), [], asyncio.get_running_loop().create_future())
+    engine.manager._register(
+        pb.Open(session_id="s"), engine.core.scheduler.get_load(), [], asyncio.get_running_loop().create_future()
+    )
 
 
 @pytest.mark.parametrize("lost", [is_closed, is_replaced])

@@ -11,7 +11,14 @@ import pytest
 from quire.v1 import engine_pb2, types_pb2
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import FinishReason
-from quire_router.engines.connection import EngineConnection, _yielding_to_loop
+from quire_router.engines.connection import (
+    MAX_UNACKNOWLEDGED_BYTES,
+    MAX_UPDATES_PER_SECOND,
+    MIN_UPDATE_INTERVAL,
+    EngineConnection,
+    UpdateRate,
+    _yielding_to_loop,
+)
 from quire_router.engines.output_stream import EngineFull, EngineLost, Output, OutputStream
 from quire_router.engines.settings import ConnectionSettings
 
@@ -571,6 +578,47 @@ async def test_while_a_request_is_in_flight_batches_are_acknowledged_sooner() ->
         await submitted(engine, link, submit("a"))
         engine.send(output("a", [1], 0))
         assert await engine.ack() == 1
+
+
+async def test_many_bytes_are_acknowledged_at_once() -> None:
+    async with linked(ConnectionSettings(ack_batches=1000, ack_interval=60, idle_ack_interval=60)) as (engine, _):
+        hashes = [number.to_bytes(16, "big") for number in range(MAX_UNACKNOWLEDGED_BYTES // 16)]
+        engine.send(kv_events=[engine_pb2.KvEvent(stored=engine_pb2.KvStored(block_hashes=hashes))])
+        assert await engine.ack() == 1
+
+
+async def test_an_engine_is_told_how_often_to_send_updates_when_a_stream_opens_and_when_it_changes() -> None:
+    rate, engine = UpdateRate(), ScriptedEngine()
+    rate.set_engines(3 * MAX_UPDATES_PER_SECOND)
+    link = EngineConnection(await engine.start(), PATIENT, update_rate=rate)
+    link.start()
+    try:
+        assert (await connected(engine)).updates == engine_pb2.SetUpdates(interval_seconds=3.0)
+        engine.send()
+        await engine.ack()
+        rate.set_engines(MAX_UPDATES_PER_SECOND)
+        engine.send()
+        await engine.ack()
+        assert await engine.updates() == engine_pb2.SetUpdates(interval_seconds=1.0)
+        engine.break_stream()
+        assert (await connected(engine)).updates == engine_pb2.SetUpdates(interval_seconds=1.0)
+    finally:
+        await link.close()
+        await engine.stop()
+
+
+def test_engines_send_the_less_often_the_more_there_are() -> None:
+    rate = UpdateRate()
+    assert rate.interval == MIN_UPDATE_INTERVAL
+    for engines in (0, 1, 100):
+        rate.set_engines(engines)
+        assert rate.interval == MIN_UPDATE_INTERVAL
+    rate.set_engines(1000)
+    assert 1000 / rate.interval <= MAX_UPDATES_PER_SECOND
+    assert not rate.differs(rate.interval)
+    assert not rate.differs(1.1 * rate.interval)
+    assert rate.differs(2 * rate.interval)
+    assert rate.differs(rate.interval / 2)
 
 
 async def test_the_load_is_that_of_the_last_batch() -> None:

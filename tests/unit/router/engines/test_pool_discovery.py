@@ -12,7 +12,9 @@ from quire_router.clients.kube_client import KubeAccess
 from quire_router.discovery.base import Endpoint, KubernetesService
 from quire_router.discovery.kubernetes import KubernetesDiscovery, WatchSettings
 from quire_router.engines.connection import (
+    CONNECT_BURST,
     MAX_CONNECTS_PER_SECOND,
+    MAX_RECONNECTS_PER_SECOND,
     ConnectFailureLog,
     EngineConnection,
     ReconnectLimiter,
@@ -161,9 +163,22 @@ def test_a_large_fleet_that_is_away_is_tried_at_a_bounded_rate() -> None:
         outage = ConnectFailureLog("e:1", settings)
         delays = [outage.next_delay(away.spacing) for _ in range(20)]
     assert delays[0] <= settings.backoff  # who is away for a moment only is not made to wait
-    assert 5000 / delays[-1] <= 2 * MAX_CONNECTS_PER_SECOND
-    assert max(outage.next_delay(away.spacing) for _ in range(2)) <= 5000 / MAX_CONNECTS_PER_SECOND
+    assert 5000 / delays[-1] <= 2 * MAX_RECONNECTS_PER_SECOND
+    assert max(outage.next_delay(away.spacing) for _ in range(2)) <= 5000 / MAX_RECONNECTS_PER_SECOND
     assert outage.next_delay(away.spacing) <= settings.max_backoff
+
+
+def test_a_fleet_that_is_found_at_once_is_tried_one_after_the_other() -> None:
+    limiter, starts = ReconnectLimiter(), []
+    for _ in range(1000):
+        starts.append(limiter.turn(100.0))
+    assert starts == sorted(starts)
+    assert sum(start == 0.0 for start in starts) <= CONNECT_BURST + 1
+    assert starts[-1] <= 1000 / MAX_CONNECTS_PER_SECOND
+    for second in range(int(starts[-1])):
+        assert sum(second <= start < second + 1 for start in starts) <= MAX_CONNECTS_PER_SECOND + CONNECT_BURST + 1
+    assert limiter.turn(100.0, urgent=True) == 0.0  # requests depend on it
+    assert limiter.turn(200.0) == 0.0
 
 
 async def test_engines_finish_their_requests_while_their_pods_terminate(tmp_path: Path) -> None:
