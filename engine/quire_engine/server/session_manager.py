@@ -132,6 +132,7 @@ class SessionManager:
         self._load = pb.Load()
         self._step = 0
         self._update_timer: asyncio.TimerHandle | None = None
+        self._update_timer_due = inf
         self._core: EngineCore | None = None
         self.draining = False
 
@@ -274,11 +275,11 @@ class SessionManager:
                 self._send(session, self._step, [], [])
             elif session.has_deferred:
                 next_due = min(next_due, session.update_due)
-        if self._update_timer is not None and not loop.time() < self._update_timer.when() <= next_due:
-            self._update_timer.cancel()
-            self._update_timer = None
-        if self._update_timer is None and next_due < inf:
-            self._update_timer = loop.call_at(next_due, self._send_updates)
+        if not loop.time() < self._update_timer_due <= next_due:
+            if self._update_timer is not None:
+                self._update_timer.cancel()
+            self._update_timer = loop.call_at(next_due, self._send_updates) if next_due < inf else None
+            self._update_timer_due = next_due
 
     def _send(
         self,

@@ -511,27 +511,29 @@ class EngineConnection:
     async def _read(self, call: SessionCall) -> None:
         while True:
             response = await _receive(call)
-            with self._notifying_change():
-                self._liveness.on_message()
-                if response.WhichOneof("event") == "step_batch":
+            ready, leaving = self.ready, self.session.draining
+            self._liveness.on_message()
+            try:
+                if response.HasField("step_batch"):
                     await _yielding_to_loop(self._process_batch(response.step_batch))
                     self._acknowledge(response.step_batch)
+            finally:
+                self._notify_change(ready, leaving)
 
     async def _watch_liveness(self) -> None:
         while True:
             await self._busy.wait()
             await asyncio.sleep(self._liveness.period)
-            with self._notifying_change():
-                self._liveness.tick(expecting=self.session.in_flight > 0)
+            ready, leaving = self.ready, self.session.draining
+            self._liveness.tick(expecting=self.session.in_flight > 0)
+            self._notify_change(ready, leaving)
             if not self.session.in_flight:  # no timer for engines that owe nothing: a fleet has many
                 self._busy.clear()
             if self._liveness.stalled:
                 raise StreamBroken(f"the engine said nothing for {self.settings.stall:g} seconds")
 
-    @contextmanager
-    def _notifying_change(self) -> Iterator[None]:
-        ready, leaving = self.ready, self.session.draining
-        yield
+    def _notify_change(self, ready: bool, leaving: bool) -> None:
+        """Reports what is not as it was before."""
         if self.session.draining and not leaving:
             log.info("engine %s is leaving: it ends what it runs, and gets nothing new", self.address)
         if ready != self.ready:

@@ -155,23 +155,31 @@ class PrefixIndex:
     def store(self, row: int, tier: Tier, hashes: Iterable[bytes]) -> None:
         """Adds blocks that the row's engine has from now on. Drops those over a bound, and what is no hash."""
         slot = self._get_slot(row)
-        bit = slot.bits[tier]
+        bit, keys, shards = slot.bits[tier], slot.keys, self._shards
         if tier == Tier.HOST:
             self._slots.hosting |= bit
         for key in self._keys(hashes):
-            if key in slot.keys or self._admit(slot, key):
-                shard = self._shards[key & _SHARD]
-                shard[key] = self._share_mask(shard.get(key, 0) | bit)
+            if key in keys or self._admit(slot, key):
+                shard = shards[key & _SHARD]
+                holders = shard.get(key)  # most blocks have one holder, and then the mask is the slot's own
+                shard[key] = bit if holders is None else self._share_mask(holders | bit)
 
     def remove(self, row: int, tier: Tier, hashes: Iterable[bytes]) -> None:
         """Removes blocks that the row's engine does not have in the tier any more."""
         slot = self._slots.find(row)
         if slot is None:
             return
+        bit, keys, shards = slot.bits[tier], slot.keys, self._shards
         for key in self._keys(hashes):
-            if key in slot.keys and not self._remove_holders(key, slot.bits[tier]) & slot.mask:
-                slot.keys.remove(key)
-                self.counts.blocks -= 1
+            if key not in keys:
+                continue
+            shard = shards[key & _SHARD]
+            if shard[key] is bit:
+                del shard[key]
+            elif self._remove_holders(key, bit) & slot.mask:
+                continue
+            keys.remove(key)
+            self.counts.blocks -= 1
 
     def blocks(self, row: int) -> Iterator[tuple[Tier, bytes]]:
         """Yields the blocks that the row's engine has in each tier. Of what is stored or removed meanwhile it may have
@@ -209,8 +217,8 @@ class PrefixIndex:
         """Records that a request with these blocks was sent to the row's engine at ``now``: for two seconds they count
         as if it had them on its device. Of a long prompt only the first ``MAX_PROMPT_BLOCKS`` count.
         """
-        slot = self._get_slot(row)
-        slot.speculative_tick = self._speculative.add(slot.bits[Tier.DEVICE], self._keys(hashes), now)
+        slot, first = self._get_slot(row), islice(hashes, MAX_PROMPT_BLOCKS)
+        slot.speculative_tick = self._speculative.add(slot.bits[Tier.DEVICE], self._keys(first), now)
 
     def match(self, hashes: Iterable[bytes], now: float, num_rows: int = 0) -> BlockMatches:
         """Returns how many leading blocks of a prompt each row has. Iterates over ``hashes`` for as long as any engine
@@ -253,13 +261,12 @@ class PrefixIndex:
     def _get_slot(self, row: int) -> IndexSlot:
         return self._slots.find(row) or self._slots.get_or_create(row, self._bounds.get(row, self._max_blocks))
 
-    def _keys(self, hashes: Iterable[bytes]) -> Iterator[int]:
-        """Yields hashes as numbers, which take less memory. Counts and skips what is no hash."""
-        for block_hash in hashes:
-            if len(block_hash) == HASH_BYTES:
-                yield int.from_bytes(block_hash, "big")
-            else:
-                self.counts.damaged += 1
+    def _keys(self, hashes: Iterable[bytes]) -> list[int]:
+        """Returns hashes as numbers, which take less memory. Counts and leaves out what is no hash."""
+        hashes = list(hashes)
+        found = [int.from_bytes(block_hash, "big") for block_hash in hashes if len(block_hash) == HASH_BYTES]
+        self.counts.damaged += len(hashes) - len(found)
+        return found
 
     def _admit(self, slot: IndexSlot, key: int) -> bool:
         """Counts one more block of an engine. If the index is full, sweeps a few cleared ones first. Returns False if
