@@ -42,7 +42,7 @@ from tests.support.redis_server import RedisServer, redis_server
 
 SLICE = 100
 ROUTERS = 8
-STREAMS_OF_AN_ENGINE = 8
+STREAMS_OF_AN_ENGINE = 32
 CHOICES = 400
 READY = "quire_engines_ready"
 MIB = 1 << 20

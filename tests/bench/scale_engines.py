@@ -95,6 +95,11 @@ class WorkingCore:
         trace = StepTrace(self._steps, 0, StepTimings(), 0, 0, 0.01, 0, 16, 16, 0, 0, False, [])
         self._manager.publish(EngineCoreOutputs(outputs, self._load(), events, trace))
 
+    @property
+    def num_live(self) -> int:
+        """Requests that it runs."""
+        return len(self._live)
+
     def _output(self, name: str, place: list[int]) -> EngineCoreOutput:
         position, end = place
         place[0] += 1
@@ -117,7 +122,7 @@ class WorkingCore:
 
     def _load(self) -> EngineLoad:
         running = len(self._live) if self._free else 24 + self._steps % 7
-        prompts = 0 if self._free else 2_000 + 320 * (self._steps % PROMPT_EVERY)
+        prompts = 0 if self._free else 200_000 + 320 * (self._steps % PROMPT_EVERY)
         pace = Pace(0.02, 1e-4 * (1 + (self._steps // 50) % 5 / 100), 2e-4, 1e-4)
         used = 40 * running + self._steps % 1000
         return EngineLoad(running, 0, 0, running + prompts, BLOCKS, BLOCKS - used, 0, 0, pace)
@@ -233,6 +238,9 @@ class Host:
     async def _take_sessions(self, _: None) -> list[tuple[int, int]]:
         return [engine.sessions for engine in self._engines]
 
+    async def _take_live(self, _: None) -> int:
+        return sum(engine.core is not None and engine.core.num_live > 0 for engine in self._engines)
+
     async def _work(self) -> None:
         """Steps of all engines, one after the other, spread over the time between two of one engine."""
         loop = asyncio.get_running_loop()
@@ -309,6 +317,10 @@ class Engines:
         each = [times for answer in self._ask("take_opened") for times in answer]
         together = [moment for times in each for moment in times]
         return Opened(len(together), _most_in_a_second(together), max(map(_most_in_a_second, each), default=0))
+
+    def num_serving(self) -> int:
+        """How many engines have requests of the router."""
+        return sum(self._ask("take_live"))
 
     def sessions(self) -> list[tuple[int, int]]:
         """Of each engine the sessions that hear of its load and its cache, and those that do not."""
