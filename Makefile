@@ -19,7 +19,7 @@ export TORCH_SIZE
 # Hundreds of processes start in the tests: what Python compiles of our sources is kept, whatever the user's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up test soak chaos lint bench bench-router bench-simulation bench-fleet peers clients images dist first-hour proto proto-check clean help
+.PHONY: up test soak chaos lint bench bench-router bench-scale bench-simulation bench-fleet peers clients images dist first-hour proto proto-check clean help
 
 help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2] [ARGS='--port 80']   quire serve, from this checkout"
@@ -31,6 +31,7 @@ help:
 	@echo "make peers                                    vLLM's CPU build and llama.cpp, each in an environment of its own"
 	@echo "make clients [OPEN_WEBUI=1]                   clients that others wrote, installed in .clients, talk to a router"
 	@echo "make bench-router                             what the router costs, and what some clients do to others"
+	@echo "make bench-scale                              what fleets of 10 to 1,000 engines cost a router (ten minutes)"
 	@echo "make bench-simulation TRACE=/path/to/file     KV waste, and sjf against fcfs, on a trace"
 	@echo "make bench-fleet TRACES=/path/to/folder       placement policies against each other, simulated"
 	@echo "make images [DEVICES='cpu cuda']              the router's and the engines' images (docker/README.md)"
@@ -130,6 +131,9 @@ bench-router: $(READY)
 	$(BIN)/python -m tests.bench.hostile_clients
 	$(BIN)/python -m tests.bench.metric_age
 	$(BIN)/python -m tests.bench.page
+
+bench-scale: $(READY)
+	$(BIN)/python -m tests.bench.scale --storms --json .run/scale.json --plot .run/scale.png $(ARGS)
 
 peers:
 	scripts/peers.sh .peers $(PYTHON)
