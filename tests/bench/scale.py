@@ -20,6 +20,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
 import threading
@@ -345,6 +346,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="file to write")
     options = parser.parse_args()
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it tells of each engine that leaves
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves no process behind
     points: list[dict[str, Any]] = []
     print(HEAD, flush=True)
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as name, slices(Path(name)) as api:
