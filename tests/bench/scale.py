@@ -7,7 +7,7 @@ EndpointSlices of the tests' API server. Printed for each fleet, all of the rout
 
 * the seconds from its start until it has every engine, its memory, and its processor time while no engine works;
 * its processor time while each makes ``--steps`` steps a second for others;
-* the time in which it chooses an engine, and its processor time for a token of a stream, beside those steps;
+* its processor time for the choice of an engine, and for a token of a stream, beside those steps;
 * with ``--storms``: all engines leave and join at once, all are killed and started again, and eight routers are started
   together.
 

@@ -150,7 +150,7 @@ ROUTE_DECISIONS = Counter(Metric.ROUTE_DECISIONS, "Choices of an engine.", ["pol
 PICKS = Counter(Metric.PICKS, "Requests that gateways were sent on with, by how they ended.", ["model", "end"])
 ROUTE_SECONDS = Histogram(
     Metric.ROUTE_SECONDS,
-    "Seconds in which an engine was chosen.",
+    "Processor seconds in which an engine was chosen.",
     buckets=(5e-5, 1e-4, 2e-4, 3e-4, 5e-4, 7e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.05),
 )
 INDEX_BLOCKS = Gauge(
