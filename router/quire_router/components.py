@@ -154,8 +154,8 @@ class Components:
         )
         batches = Batches(self._objects, files)
         lines = BatchLines(self.service, tenants.tenants)
-        worker = BatchWorker(batches, lines, owner=router_id, max_line_bytes=settings.max_body_bytes)
-        self.batches = BatchApi(batches, worker)
+        batch_worker = BatchWorker(batches, lines, owner=router_id, max_line_bytes=settings.max_body_bytes)
+        self.batches = BatchApi(batches, batch_worker)
         self.conversations = Conversations(self._objects, settings.responses_retention)
 
     async def start(self, stack: AsyncExitStack) -> None:
