@@ -14,9 +14,9 @@ COPY constraints.txt ./
 COPY proto ./proto
 COPY router ./router
 # First builds all wheels, then an environment of nothing but these.
-RUN python -m pip wheel --quiet --wheel-dir /wheels --constraint constraints.txt ./proto "./router[kubernetes]"
+RUN python -m pip wheel --quiet --wheel-dir /wheels --constraint constraints.txt ./proto "./router[kubernetes,kv-events]"
 RUN python -m venv --without-pip /opt/quire \
- && python -m pip --python /opt/quire/bin/python install --quiet --no-index --find-links /wheels "quire-router[kubernetes]" \
+ && python -m pip --python /opt/quire/bin/python install --quiet --no-index --find-links /wheels "quire-router[kubernetes,kv-events]" \
  && find /opt/quire -type d -name tests -prune -exec rm -r {} +
 
 FROM ${BASE}${BASE_DIGEST:+@${BASE_DIGEST}} AS router

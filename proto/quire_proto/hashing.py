@@ -28,11 +28,11 @@ def hash_block(parent: bytes, tokens: Sequence[int], extra: bytes) -> bytes:
     return blake2b(parent + pack(tokens) + extra, digest_size=HASH_BYTES).digest()
 
 
-def hash_chain(packed: bytes | memoryview, block_bytes: int, extra: bytes) -> Iterator[bytes]:
-    """Yields the hashes of the full blocks of tokens that ``pack`` has packed, in order. Lazy, and one loop instead of
-    a call of ``hash_block`` for each block, which would take as long as the hash: a router hashes every prompt.
+def hash_chain(packed: bytes | memoryview, block_bytes: int, extra: bytes, parent: bytes = ROOT) -> Iterator[bytes]:
+    """Yields the hashes of the full blocks of tokens that ``pack`` has packed, in order, after ``parent``. Lazy, and
+    one loop instead of a call of ``hash_block`` for each block, which would take as long as the hash: a router hashes
+    every prompt.
     """
-    parent = ROOT
     for end in range(block_bytes, len(packed) + 1, block_bytes):
         parent = blake2b(parent + packed[end - block_bytes : end] + extra, digest_size=HASH_BYTES).digest()
         yield parent

@@ -260,7 +260,13 @@ def _token_verifier(settings: OidcSettings) -> "OidcVerifier":
 
 def _connection_settings(settings: Settings) -> ConnectionSettings:
     key = None if settings.engine_api_key is None else settings.engine_api_key.get_secret_value()
-    return ConnectionSettings(slow_client_timeout=settings.slow_client_timeout, tls=settings.engine_tls, api_key=key)
+    return ConnectionSettings(
+        slow_client_timeout=settings.slow_client_timeout,
+        tls=settings.engine_tls,
+        api_key=key,
+        kv_events_port=settings.engine_kv_events_port,
+        kv_events_replay_port=settings.engine_kv_events_replay_port,
+    )
 
 
 def _queue_settings(settings: Settings) -> QueueSettings:

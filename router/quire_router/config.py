@@ -9,6 +9,7 @@ import re
 import resource
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -214,6 +215,12 @@ class Settings(CliSettings):
     engine_api_key: EngineKey | None = Field(
         default=None, description="The key that vLLM, SGLang and other servers ask for; none: none is sent."
     )
+    engine_kv_events_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
+        default=None, description="Port on which servers of vLLM publish their KV events; none: they are not read."
+    )
+    engine_kv_events_replay_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
+        default=None, description="Port on which servers of vLLM repeat KV events; none: what was missed stays unknown."
+    )
     engine_dns_period: Annotated[float, Field(gt=0, le=60)] = Field(
         default=1, description="Seconds at most between two lookups of a dns:// name."
     )
@@ -398,6 +405,18 @@ class Settings(CliSettings):
     def _engine_tls_can_be_used(self) -> Self:
         if self.engine_tls is not None:
             check_cert_key(self.engine_tls.identity, "--engine-tls")
+        return self
+
+    @model_validator(mode="after")
+    def _kv_events_can_be_read(self) -> Self:
+        if self.engine_kv_events_port is None:
+            if self.engine_kv_events_replay_port is not None:
+                raise ValueError("--engine-kv-events-replay-port needs --engine-kv-events-port: it fills gaps of that.")
+            return self
+        if not any(entry.startswith("vllm+") for entry in self.engine):
+            raise ValueError("--engine-kv-events-port needs servers of vLLM, such as --engine vllm+http://HOST:PORT.")
+        if find_spec("zmq") is None or find_spec("msgspec") is None:
+            raise ValueError("--engine-kv-events-port needs two packages: pip install 'quire-router[kv-events]'")
         return self
 
     @model_validator(mode="after")

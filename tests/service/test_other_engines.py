@@ -6,7 +6,7 @@ import json
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,9 +88,11 @@ class Service:
 
 
 @contextmanager
-def serving(folder: Path, *servers: AnyServer, ends_servers: bool = True) -> Iterator[Service]:
-    """A router in front of servers, which end with it if ``ends_servers``."""
-    router = ForkedRouter(DEMO, [server.address for server in servers], folder, "--debug-route", name="m")
+def serving(
+    folder: Path, *servers: AnyServer, ends_servers: bool = True, flags: Sequence[str] = ()
+) -> Iterator[Service]:
+    """A router with these ``flags`` in front of servers, which end with it if ``ends_servers``."""
+    router = ForkedRouter(DEMO, [server.address for server in servers], folder, "--debug-route", *flags, name="m")
     try:
         router.wait_ready()
         yield Service(router, {server.address: server for server in servers})

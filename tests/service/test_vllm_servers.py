@@ -3,6 +3,7 @@ a pause. What the stand-in of the other tests says is what these say. Skipped wh
 vLLM.
 """
 
+import json
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -38,6 +40,14 @@ class VllmProcess(Process):
         command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(DEMO)]
         command += ["--served-model-name", "m", MODEL, "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--block-size", "32"]
+        self.kv_events_port, self.kv_events_replay_port = free_port(), free_port()
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{self.kv_events_port}",
+            "replay_endpoint": f"tcp://*:{self.kv_events_replay_port}",
+        }
+        command += ["--kv-events-config", json.dumps(events)]
         environment = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -153,6 +163,23 @@ def test_a_prefix_that_was_sent_there_is_cached_there(servers: list[VllmProcess]
             answer.read()
     assert "cached=288" in route
     assert hits(servers[0]) - before == 288
+
+
+def test_a_prefix_that_others_sent_there_is_found_by_its_kv_events(servers: list[VllmProcess], tmp_path: Path) -> None:
+    """A router that starts later, and reads what the server reports, knows what a client of the server had computed."""
+    prompt = list(range(500, 800))
+    body = json.dumps({"model": "m", "prompt": prompt, "max_tokens": 1}).encode()
+    headers = {"content-type": "application/json"}
+    with urlopen(Request(f"{servers[0].url}/v1/completions", body, headers), timeout=60) as answer:
+        assert answer.status == 200
+    flags = ["--engine-kv-events-port", str(servers[0].kv_events_port)]
+    flags += ["--engine-kv-events-replay-port", str(servers[0].kv_events_replay_port)]
+    with serving(tmp_path, servers[0], ends_servers=False, flags=flags) as service:
+        ready(service, 1)
+        eventually(lambda: service.router.metric("quire_index_blocks") >= 9)
+        with service.post({"prompt": prompt, "max_tokens": 1}) as answer:
+            assert "cached=288" in answer.headers["x-quire-route"]
+            answer.read()
 
 
 def hits(server: VllmProcess) -> float:

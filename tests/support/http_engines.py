@@ -60,8 +60,9 @@ class HttpEngine(ABC):
     kind: str
     path: str
 
-    def __init__(self, model: str = "m", *, seconds_per_token: float = 0.0) -> None:
+    def __init__(self, model: str = "m", *, seconds_per_token: float = 0.0, host: str = "127.0.0.1") -> None:
         self.model = model
+        self.host = host
         self.requests: list[Event] = []
         self.headers: list[dict[str, str]] = []
         self.running = self.aborted = self.polls = 0
@@ -81,7 +82,7 @@ class HttpEngine(ABC):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     async def start(self) -> None:
         app = web.Application(middlewares=[self._guard])
@@ -91,7 +92,7 @@ class HttpEngine(ABC):
         app.router.add_post("/tokenize", self._tokenize)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
+        await web.TCPSite(self._runner, self.host, self.port, reuse_address=True).start()
 
     async def stop(self) -> None:
         if self._runner is not None:

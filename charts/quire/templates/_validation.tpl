@@ -332,6 +332,9 @@
 {{- if and $picker.enabled .Values.networkPolicy.enabled (not .Values.networkPolicy.gatewayNamespace) -}}
 {{- fail "router.picker.enabled is true and networkPolicy.gatewayNamespace is empty: the port would be closed to gateways. Name the namespace that their pods are in." -}}
 {{- end -}}
+{{- if and (default dict .Values.router.kvEvents).port (not .Values.router.engines) -}}
+{{- fail "router.kvEvents.port is set and router.engines is empty: servers of vLLM publish KV events, as vllm+kubernetes://SERVICE; the chart's own engines report theirs to the routers." -}}
+{{- end -}}
 {{- if and $picker.enabled (not .Values.router.engines) -}}
 {{- fail "router.picker.enabled is true and router.engines is empty: routers pick among servers of others, as vllm+kubernetes://SERVICE; what the chart's own engines run goes through the routers." -}}
 {{- end -}}

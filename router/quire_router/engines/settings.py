@@ -35,7 +35,8 @@ class ConnectionSettings:
     acknowledgement costs as much as a batch, and only frees the engine's memory of batches that came. Between two tries
     to connect a connection waits from ``backoff`` up to ``max_backoff``, doubling. At most ``max_unsent`` requests wait
     to be sent, and ``max_unconfirmed`` that were sent are kept until the engine answers. ``tls`` encrypts the
-    connections. ``api_key`` is what servers that are not Quire's ask for.
+    connections. ``api_key`` is what servers that are not Quire's ask for. Servers of vLLM publish their KV events on
+    ``kv_events_port``, and again on request on ``kv_events_replay_port``; None: they do not.
     """
 
     grace: float = 5.0
@@ -55,6 +56,8 @@ class ConnectionSettings:
     max_unconfirmed: int = 1024
     tls: ClientTls | None = None
     api_key: str | None = None
+    kv_events_port: int | None = None
+    kv_events_replay_port: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,10 @@ SIMULATOR_DOOR = {SIMULATOR / "__init__.py", SIMULATOR / "main.py"}
 TRITON_FUNCTIONS = ROOT / "engine/quire_engine/kernels/gumbel_argmax.py"
 # Imported once the library for Kubernetes is known to be there.
 KUBERNETES = ROOT / "router/quire_router/discovery/kubernetes.py"
+# Imported where servers of vLLM publish KV events: ``--engine-kv-events-port`` looks for the libraries.
+KV_EVENTS = tuple(
+    ROOT / f"router/quire_router/engines/external/{name}.py" for name in ("kv_events", "kv_event_subscriber")
+)
 # Scripts that run in the environment of what they run, never in ours.
 FOREIGN = ROOT / "engine/quire_engine/bench/peers"
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "os.system"}
@@ -114,7 +118,9 @@ def own_modules(distribution: str) -> Iterator[Path]:
 
 
 def is_behind_a_door(path: Path) -> bool:
-    return path in (TRITON_FUNCTIONS, KUBERNETES) or (SIMULATOR in path.parents and path not in SIMULATOR_DOOR)
+    return path in (TRITON_FUNCTIONS, KUBERNETES, *KV_EVENTS) or (
+        SIMULATOR in path.parents and path not in SIMULATOR_DOOR
+    )
 
 
 def test_triton_functions_are_imported_by_name_where_they_are_used() -> None:

@@ -292,6 +292,30 @@ def test_a_wrong_setting_ends_the_start_with_a_line_that_names_it(arguments, fla
     assert "pydantic" not in errors
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engine-kv-events-port", "5557"], "needs servers of vLLM"),
+        (["--engine-kv-events-port", "5557", "--engine", "sglang+http://h:1"], "needs servers of vLLM"),
+        (["--engine-kv-events-replay-port", "5558", "--engine", "vllm+http://h:1"], "needs --engine-kv-events-port"),
+        (["--engine-kv-events-port", "0", "--engine", "vllm+http://h:1"], "greater than or equal to 1"),
+    ],
+)
+def test_kv_events_are_read_from_servers_of_vllm_alone(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        read_settings(["--model", "/m", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_kv_events_need_packages_that_not_every_router_has(capsys, monkeypatch):
+    flags = ["--model", "/m", "--engine", "vllm+dns://s:8000", "--engine-kv-events-port", "5557"]
+    assert read_settings([*flags, "--engine-kv-events-replay-port", "5558"]).engine_kv_events_replay_port == 5558
+    monkeypatch.setattr("quire_router.config.find_spec", lambda _: None)
+    with pytest.raises(SystemExit):
+        read_settings(flags)
+    assert "pip install 'quire-router[kv-events]'" in capsys.readouterr().err
+
+
 def test_each_wrong_setting_has_a_line(capsys):
     with pytest.raises(SystemExit):
         command.read_settings(SimulationConfig, ["--trace", "x", "--max-num-seqs", "0", "--rate", "0"])

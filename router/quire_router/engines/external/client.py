@@ -4,12 +4,14 @@ request of HTTP for each choice that it runs.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from time import monotonic
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from quire.v1 import engine_pb2
 from quire_proto.convert import sampling_from_proto
@@ -48,6 +50,9 @@ from quire_router.engines.output_stream import (
 )
 from quire_router.engines.settings import ConnectionSettings, KnownModel
 
+if TYPE_CHECKING:
+    from quire_router.engines.external.kv_events import ReportedCache
+
 log = logging.getLogger(__name__)
 
 POLL_PERIOD = 1.0
@@ -59,6 +64,7 @@ MAX_CHOICES = 4096
 """That run at one server: each has a connection."""
 
 _ASSUMED_BLOCKS = 1 << 16
+_REMEMBERED = 2  # times what a server can have cached, of what it reports
 _OTHER_TOKENIZER = b"not the router's"
 _BAD_REQUEST = (400, 413, 422)
 _FULL = (429, 503)
@@ -94,7 +100,7 @@ class ExternalEngine:
     error, if no other engine has begun it. Whether the server is ready is known from polls, and no connection outlives
     a request: where one breaks off, the server is asked at once, and gets nothing until it has answered.
 
-    What is cached at the server, and how fast it is, are estimates.
+    What is cached at the server, and how fast it is, are estimates, unless it publishes its KV events.
     """
 
     def __init__(
@@ -131,6 +137,8 @@ class ExternalEngine:
         self._liveness = LivenessMonitor(self.settings)
         self._pace = ObservedPace()
         self._cache = PredictedCache(_ASSUMED_BLOCKS, self._report_kv_event)
+        self._reported: ReportedCache | None = None
+        self._salted = False
         self._running: dict[str, _Running] = {}
         self._connected = self._broken = False
         self._closing = False
@@ -178,7 +186,7 @@ class ExternalEngine:
     def expect_cached(self, hashes: Sequence[bytes]) -> None:
         """Adds the blocks to those that the server should have."""
         if self._connected:
-            self._cache.add(hashes)
+            self._predict(hashes)
 
     def on_forwarded_gap(self, seconds: float, sequences: int) -> None:
         """Learns how long a step takes."""
@@ -222,6 +230,7 @@ class ExternalEngine:
         choices = list(split_choices(message, description.served_model_names[0]))
         if len(choices) + self._num_choices() > MAX_CHOICES:
             raise EngineFull("too many requests run there")
+        self._note_salt(message.cache_salt)
         hashes = self._hashes(choices[0].token_ids, message.cache_salt)
         running = _Running(
             stream,
@@ -282,14 +291,14 @@ class ExternalEngine:
                         return
         finally:
             if len(written) > len(choice.token_ids):
-                self._cache.add(self._hashes(written, running.message.cache_salt))
+                self._predict(self._hashes(written, running.message.cache_salt))
         raise EngineLost(f"the engine ended the stream at token {reader.position}, before the answer was complete")
 
     def _on_first_output(self, running: _Running, now: float) -> None:
         running.started = True
         if running.was_alone and len(running.tasks) == 1:
             self._pace.on_prompt(now - running.began, running.uncached)
-        self._cache.add(running.hashes)
+        self._predict(running.hashes)
 
     def _on_server_error(self, stream: OutputStream, error: ServerError) -> None:
         if error.status in _FULL and not stream.confirmed:
@@ -335,7 +344,8 @@ class ExternalEngine:
         while not self._closing:
             try:
                 await self._connect()
-                await self._poll()
+                async with self._reading_kv_events():
+                    await self._poll()
             except ServerError as error:
                 problem = ConnectFailure(str(error))
             except BadAnswer as error:
@@ -384,6 +394,28 @@ class ExternalEngine:
         if model.tokenizer is not None and tokens is not None:
             alike = tokens == model.tokenizer.encode_plain(_PROBE)
             description.tokenizer_digest = model.tokenizer.vocabulary_digest if alike else _OTHER_TOKENIZER
+
+    @asynccontextmanager
+    async def _reading_kv_events(self) -> AsyncIterator[None]:
+        """Reads the server's KV events within the block, where it publishes some and says of what its blocks are."""
+        known, port = self.description, self.settings.kv_events_port
+        if known is None or port is None or not (self._kind.publishes_kv_events and known.block_size):
+            yield
+            return
+        from quire_router.engines.external.kv_event_subscriber import KvEventSubscriber  # ZeroMQ has its own threads
+        from quire_router.engines.external.kv_events import ReportedCache
+
+        most = _REMEMBERED * (known.blocks_total or _ASSUMED_BLOCKS) * known.block_size
+        reported = self._reported = ReportedCache(self._cache, known.model_revision, known.block_size, most)
+        reported.salted = self._salted
+        host = urlsplit(self._url).hostname or ""
+        subscriber = KvEventSubscriber(self.address, host, port, self.settings.kv_events_replay_port, reported)
+        task = supervise("KV events", subscriber.run, of=self.address, vital=False)
+        try:
+            yield
+        finally:
+            self._reported = None
+            await task.stop()
 
     async def _poll(self) -> None:
         """Asks the server how it is until it does not answer. Raises as ``ServerKind.load``."""
@@ -474,6 +506,16 @@ class ExternalEngine:
     def _report_kv_event(self, event: engine_pb2.KvEvent) -> None:
         if self._on_kv_event is not None and not self._closing and self._connected:
             self._on_kv_event(event)
+
+    def _predict(self, hashes: Sequence[bytes]) -> None:
+        """Adds blocks that the server should have, unless it reports all that it has."""
+        if self._reported is None or not self._reported.complete:
+            self._cache.add(hashes)
+
+    def _note_salt(self, salt: bytes) -> None:
+        self._salted = self._salted or bool(salt)
+        if self._reported is not None:
+            self._reported.salted = self._salted
 
     def _hashes(self, token_ids: Sequence[int], salt: bytes) -> list[bytes]:
         """The names of the full blocks of some tokens, as placement computes them for this server."""

@@ -8,19 +8,20 @@ from collections.abc import Callable, Iterable, Sequence
 from quire.v1 import engine_pb2
 
 KvEventListener = Callable[[engine_pb2.KvEvent], None]
+_MISSING = object()
 
 
 class PredictedCache:
     """The blocks that a server should have: those of the prompts and answers that this router had computed there, and
     of the prompts that other routers had, the ``capacity`` used last. Servers evict what was used longest ago, too, and
     of one prompt the last blocks first; what other clients send is not seen. ``on_event`` is called with each change,
-    as an engine of Quire would report it.
+    as an engine of Quire would report it. Where the server's own events are read they are entered here, too.
     """
 
     def __init__(self, capacity: int, on_event: KvEventListener) -> None:
         self._capacity = capacity
         self._on_event = on_event
-        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+        self._blocks: OrderedDict[bytes, object] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -44,9 +45,20 @@ class PredictedCache:
         if new:
             stored = engine_pb2.KvStored(block_hashes=new, tier=engine_pb2.KV_TIER_DEVICE)
             self._on_event(engine_pb2.KvEvent(stored=stored))
-        evicted = [self._blocks.popitem(last=False)[0] for _ in range(len(self._blocks) - self._capacity)]
-        if evicted:
-            removed = engine_pb2.KvRemoved(block_hashes=evicted, tier=engine_pb2.KV_TIER_DEVICE)
+        self._report_removed([self._blocks.popitem(last=False)[0] for _ in range(len(self._blocks) - self._capacity)])
+
+    def remove(self, hashes: Iterable[bytes]) -> None:
+        """The server has evicted these blocks, and says so."""
+        known = self._blocks
+        self._report_removed([each for each in hashes if known.pop(each, _MISSING) is not _MISSING])
+
+    def clear(self) -> None:
+        """The server has nothing any more, or it is not known what."""
+        self.remove(list(self._blocks))
+
+    def _report_removed(self, hashes: Sequence[bytes]) -> None:
+        if hashes:
+            removed = engine_pb2.KvRemoved(block_hashes=hashes, tier=engine_pb2.KV_TIER_DEVICE)
             self._on_event(engine_pb2.KvEvent(removed=removed))
 
 

@@ -106,12 +106,13 @@ class ChoiceReader(ABC):
 
 class ServerKind(ABC):
     """One kind of server. ``name`` is the one in ``--engine``, ``title`` the one in messages; requests are posted to
-    ``path``.
+    ``path``. ``publishes_kv_events``: it can, once it has been described.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     path: ClassVar[str]
+    publishes_kv_events = False
 
     @abstractmethod
     def body(self, choice: ChoiceRequest) -> dict[str, Any]:

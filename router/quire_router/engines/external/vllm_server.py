@@ -110,6 +110,8 @@ class VllmServer(ServerKind):
         caches = [labels for _, labels, _ in iter_samples(await http.get("/metrics"), {_CACHE_INFO: ""})]
         cache = caches[0] if caches else {}
         self._blocks = sum(positive(each.get("num_gpu_blocks")) for each in caches)
+        prefix_caching = cache.get("enable_prefix_caching") == "True"
+        self.publishes_kv_events = prefix_caching and len(caches) == 1  # of several caches it chooses one itself
         return engine_pb2.DescribeResponse(
             served_model_names=names,
             model_revision=f"{self.name}:{entry.get('root') or names[0]}",
@@ -117,7 +119,7 @@ class VllmServer(ServerKind):
             block_size=positive(cache.get("block_size")),
             blocks_total=self._blocks,
             version=version,
-            prefix_caching=cache.get("enable_prefix_caching") == "True",
+            prefix_caching=prefix_caching,
         )
 
     async def tokenize(self, http: HttpClient, model: str, text: str) -> list[int] | None:
