@@ -489,16 +489,20 @@ class BatchScheduler:
         """
         if self._waits_for_other_choice(sequence):
             return None
-        hits = (
-            []
-            if sequence.group.needs_prompt_logprobs or self._is_pooled_whole(sequence)
-            else self._kv_cache_manager.get_cached_blocks(sequence.table, sequence.token_ids)
-        )
         memory = self._kv_cache_manager
-        while memory.num_free_blocks_after(sequence.table, hits, sequence.num_tokens) < self._reserve(sequence):
+        while True:
+            # Looked for anew after a preemption: what is swapped out takes the place of blocks that the host had.
+            hits = self._find_cached_blocks(sequence)
+            if memory.num_free_blocks_after(sequence.table, hits, sequence.num_tokens) >= self._reserve(sequence):
+                return hits
             if not self._preempt_for(sequence, scheduler_output):
                 return None
-        return hits
+
+    def _find_cached_blocks(self, sequence: Sequence) -> list[CachedBlocks]:
+        """The cached blocks that a sequence may begin with."""
+        if sequence.group.needs_prompt_logprobs or self._is_pooled_whole(sequence):
+            return []
+        return self._kv_cache_manager.get_cached_blocks(sequence.table, sequence.token_ids)
 
     def _is_pooled_whole(self, sequence: Sequence) -> bool:
         """Whether hidden states are pooled that cached blocks do not hold."""

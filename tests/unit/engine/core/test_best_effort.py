@@ -22,9 +22,9 @@ POLICIES = ["fcfs", "sjf", "priority"]
 class Bench:
     """A scheduler that is stepped by hand; every token drawn is 9. Its clock stands at ``seconds``."""
 
-    def __init__(self, device: int = 100, host: int = 0, **limits: Any) -> None:
+    def __init__(self, device: int = 100, host: int = 0, *, prefix_caching: bool = False, **limits: Any) -> None:
         self.seconds = 0.0
-        self.memory = KVCacheManager(KVCacheConfig(SIZE, device, host), prefix_caching=False)
+        self.memory = KVCacheManager(KVCacheConfig(SIZE, device, host), prefix_caching=prefix_caching)
         config = SchedulerConfig(max_model_len=400, **limits)
         self.scheduler = Scheduler(config, self.memory, clock=lambda: round(self.seconds * 1e9))
 
@@ -99,6 +99,26 @@ def test_it_gives_up_its_memory_to_others_at_once(host: int) -> None:
     bench.step()
     bench.step()
     assert set(bench.step()) == {"one", "two"}
+
+
+def test_what_it_is_swapped_out_to_is_not_what_the_other_found_there() -> None:
+    bench = Bench(device=9, host=5, prefix_caching=True, preemption_mode="swap", max_num_batched_tokens=64)
+    bench.line("line", 5 * SIZE)
+    bench.step()
+    prompt, host = [2] * (5 * SIZE), bench.memory.host_pool
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    bench.scheduler.add_request(Request("new", prompt, params))
+    table = bench.scheduler.waiting.next().table
+    table.extend_block_hashes(prompt, 2, SIZE)
+    for block_hash in table.block_hashes:
+        host.cache_block(block_id := host.allocate(), block_hash)
+        host.decref(block_id)
+    assert len(bench.memory.get_cached_blocks(table, prompt)) == 2
+    output = bench.scheduler.schedule()
+    assert bench.scheduler.request_ids(output) == ["new"]
+    assert len(output.copies.blocks_to_swap_out) == 5
+    assert [(chunk.start, len(chunk.token_ids)) for chunk in output.chunks] == [(0, len(prompt))]
+    assert not output.copies.blocks_to_swap_in
 
 
 def test_others_that_were_preempted_come_back_before_it_and_take_its_memory() -> None:
