@@ -22,6 +22,7 @@ from tests.support.processes import Router, eventually
 from tests.support.redis_server import RedisServer, redis_server
 
 LINES = 200
+PATIENCE = 120.0  # seconds for what takes a few on a machine that has nothing else to do
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Machine:
         self.router.wait_ready()
 
 
-@pytest.fixture(scope="module", params=["redis", "file"])
+@pytest.fixture(params=["redis", "file"])
 def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     folder, ports = tmp_path_factory.mktemp("batches"), (free_port(), free_port(), free_port())
     with ExitStack() as ending:
@@ -87,15 +88,15 @@ def test_each_line_is_answered_once_whatever_is_restarted(machine: Machine) -> N
         """Lines whose result this router wrote."""
         return machine.router.metric("quire_batch_lines_total", result="completed")
 
-    eventually(lambda: written() >= LINES // 20)
+    eventually(lambda: written() >= LINES // 20, PATIENCE)
     machine.restart_router()
     assert api.batches.retrieve(batch.id).status == "in_progress"
-    eventually(lambda: written() >= LINES // 20)
+    eventually(lambda: written() >= LINES // 20, PATIENCE)
     if machine.redis is not None:
         machine.redis.restart()
     else:
         machine.restart_router()
-    eventually(lambda: api.batches.retrieve(batch.id).status == "completed")
+    eventually(lambda: api.batches.retrieve(batch.id).status == "completed", PATIENCE)
 
     done = api.batches.retrieve(batch.id)
     assert done.request_counts.to_dict() == {"total": LINES, "completed": LINES, "failed": 0}
