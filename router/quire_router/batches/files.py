@@ -185,9 +185,11 @@ async def listed(store: ObjectStore, collection: str, after: str, *, ascending: 
 
 
 async def _create(store: ObjectStore, info: FileInfo, ttl: float) -> None:
-    """Lists a file first: a name without an object leaves the list again, and a file that is not listed would stay."""
-    await store.enter(collection_of(info.tenant), info.id, ttl)
+    """Lists a file that is there: whoever reads the list takes names without an object out of it (``read_objects``). A
+    file that its router did not come to list expires.
+    """
     await store.put(info.id, dumps(asdict(info)).encode(), 0, ttl)
+    await store.enter(collection_of(info.tenant), info.id, ttl)
 
 
 def collection_of(tenant: str) -> str:

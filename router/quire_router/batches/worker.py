@@ -91,9 +91,10 @@ class Batches:
             raise too_many_files(f"There are {MAX_BATCHES} batches, as many as there may be.")
         if sum(not each.ended for each in owned) >= MAX_ACTIVE:
             raise too_many_files(f"There are {MAX_ACTIVE} batches that have not ended, as many as there may be.")
+        # Listed when it is there: routers that look for batches take names without a record out of the lists.
+        await self.store.put(batch.id, batch.to_json(), 0, self.ttl(batch))
         await self.store.enter(collection_of(batch.tenant), batch.id, self.ttl(batch))
         await self.store.enter(ACTIVE, batch.id, self.ttl(batch))
-        await self.store.put(batch.id, batch.to_json(), 0, self.ttl(batch))
 
     async def get(self, batch_id: str, tenant: str) -> Batch:
         """Returns a batch of this tenant. Raises ``QuireError`` NOT_FOUND."""

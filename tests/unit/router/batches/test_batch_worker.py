@@ -17,7 +17,7 @@ from quire_router.api.service import ApiService
 from quire_router.batches.batch import WINDOW, Batch, Line
 from quire_router.batches.files import Files, FileSettings
 from quire_router.batches.worker import ACTIVE, LEASE, MAX_RUNNING, TURN, Batches, BatchWorker, LineAnswer
-from quire_router.journal.objects import MemoryObjectStore
+from quire_router.journal.objects import MemoryObjectStore, read_objects
 
 from tests.support.batch_stage import (
     CHAT,
@@ -190,3 +190,27 @@ async def test_where_there_are_more_tenants_than_places_each_has_its_turn() -> N
         places.now += TURN + 1
     assert worked == set(tenants)
     await places.stop()
+
+
+class ListingStore(MemoryObjectStore):
+    """One whose lists others read before and after each change, as routers that look for batches do."""
+
+    async def put(self, name: str, data: bytes, version: int, ttl: float) -> bool:
+        await self._read_all()
+        done = await super().put(name, data, version, ttl)
+        await self._read_all()
+        return done
+
+    async def _read_all(self) -> None:
+        for collection in [*self._collections]:
+            async for _ in read_objects(self, collection, await self.names(collection)):
+                pass
+
+
+async def test_what_is_made_while_others_read_the_lists_stays_in_them() -> None:
+    store = ListingStore()
+    api = batch_api(service_of(ScriptedRunner()), cast(Any, store))
+    batch, batches = await store_batch(api, jsonl([line("a")])), api.batches
+    assert await store.names(ACTIVE) == [batch.id]
+    assert [each.id async for each in batches.list(batch.tenant)] == [batch.id]
+    assert [each.id async for each in batches.files.list(batch.tenant)] == [batch.input_file_id]
