@@ -22,6 +22,7 @@ from quire_router.journal.objects import ObjectStore
 
 _ID = re.compile("conv_[0-9a-f]{48}")
 MAX_TURNS = 4096  # of one conversation
+MAX_CONVERSATION_BYTES = MAX_CONVERSATION_CHARACTERS  # no response could follow more, and each read has all of it
 _ATTEMPTS = 8  # to change a conversation that others change too
 
 
@@ -38,7 +39,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation without its items. ``deleted`` are the ids of items that are not there any more."""
+    """A conversation without its items. ``deleted`` are the ids of items that are not there any more. Those that
+    clients wrote take ``size`` bytes; what responses add is bounded by the prompts that models read.
+    """
 
     id: str
     tenant: str
@@ -46,6 +49,7 @@ class Conversation:
     metadata: Mapping[str, str] = field(default_factory=dict)
     turns: tuple[Turn, ...] = ()
     deleted: tuple[str, ...] = ()
+    size: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as the API shows it."""
@@ -76,8 +80,9 @@ class Conversations:
         """Makes a conversation, with items if there are some."""
         made = Conversation(f"conv_{token_hex(24)}", tenant, int(time()), metadata)
         if items:
-            await self._write_items(made.id, 0, items)
-            made = replace(made, turns=(Turn(0),))
+            data = _encode(items)
+            made = _with_turn(made, size=len(data))
+            await self._write(made.id, 0, data)
         await self._put(made, 0)
         return made
 
@@ -100,8 +105,9 @@ class Conversations:
 
     async def add_items(self, conversation_id: str, tenant: str, items: Items) -> Conversation:
         """Adds a turn of a client. Raises as ``get``, and INVALID for a conversation that is full."""
-        changed = await self.change(conversation_id, tenant, lambda found: _with_turn(found, "", 0))
-        await self._write_items(conversation_id, changed.turns[-1].number, items)
+        data = _encode(items)
+        changed = await self.change(conversation_id, tenant, lambda found: _with_turn(found, size=len(data)))
+        await self._write(conversation_id, changed.turns[-1].number, data)
         return changed
 
     async def add_response(self, conversation_id: str, tenant: str, response: str, known: int) -> None:
@@ -116,7 +122,7 @@ class Conversations:
 
     async def write_response(self, conversation: Conversation, turn: Turn, items: Items) -> None:
         """Writes the items of a response that has ended, if nobody else has."""
-        await self._write_items(conversation.id, turn.number, items)
+        await self._write(conversation.id, turn.number, _encode(items))
 
     async def delete(self, conversation: Conversation) -> None:
         """Deletes a conversation with its items; its responses stay."""
@@ -133,21 +139,27 @@ class Conversations:
         data = json.dumps(asdict(conversation), separators=(",", ":")).encode()
         return await self._store.put(conversation.id, data, version, self._retention)
 
-    async def _write_items(self, conversation_id: str, number: int, items: Items) -> None:
-        data = json.dumps(items, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
-        if len(data) > MAX_CONVERSATION_CHARACTERS:
-            raise invalid("items", "The items are too long to be stored.")
+    async def _write(self, conversation_id: str, number: int, data: bytes) -> None:
         await self._store.add_part(conversation_id, number, data, self._retention)
 
 
-def _with_turn(conversation: Conversation, response: str, known: int) -> Conversation:
-    """Returns a conversation with another turn, whose items are written after that. Raises ``QuireError`` INVALID."""
+def _encode(items: Items) -> bytes:
+    return json.dumps(items, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+
+
+def _with_turn(conversation: Conversation, response: str = "", known: int = 0, size: int = 0) -> Conversation:
+    """Returns a conversation with another turn, whose items are written after that: a client's take ``size`` bytes.
+    Raises ``QuireError`` INVALID.
+    """
     turns = conversation.turns
     if response and any(turn.response == response for turn in turns):
         return conversation
     if len(turns) == MAX_TURNS:
         raise invalid("conversation", f"A conversation has at most {MAX_TURNS} turns.")
-    return replace(conversation, turns=(*turns, Turn(len(turns), response, known)))
+    if conversation.size + size > MAX_CONVERSATION_BYTES:
+        most = f"The items that clients add to a conversation have at most {MAX_CONVERSATION_BYTES} bytes together."
+        raise invalid("items", most)
+    return replace(conversation, turns=(*turns, Turn(len(turns), response, known)), size=conversation.size + size)
 
 
 def _decode(data: bytes) -> Conversation:

@@ -76,6 +76,10 @@ def history_of(listed: Items, token_ids: Sequence[int]) -> History:
     return History(items, token_ids, {item.id or "": item for item in items})
 
 
+class _StillRunningError(Exception):
+    """The response of a turn runs, and is not waited for."""
+
+
 class HistoryReader:
     """Finds what requests go on from. Those of other tenants are not found. Without ``conversations`` they go on from
     none.
@@ -107,23 +111,30 @@ class HistoryReader:
             is_last = turn is responses[-1]
             if turn.number in written and not (wait and is_last):
                 continue
-            earlier = await self._turn(turn, conversation, caller, wait=wait)
+            try:
+                earlier = await self._turn(turn, conversation, caller, wait=wait)
+            except _StillRunningError:
+                continue
             token_ids = () if earlier is None else earlier.all_token_ids
             if turn.number not in written and (earlier is not None or not is_last):
                 written[turn.number] = [] if earlier is None else earlier.items()[turn.known :]
                 await self._conversations.write_response(conversation, turn, written[turn.number])
         items = [item for turn in conversation.turns for item in written.get(turn.number, ())]
-        return ConversationItems([item for item in items if item["id"] not in conversation.deleted], token_ids)
+        deleted = frozenset(conversation.deleted)
+        return ConversationItems([item for item in items if item["id"] not in deleted], token_ids)
 
     async def _turn(
         self, turn: Turn, conversation: Conversation, caller: Identity, *, wait: bool
     ) -> EarlierResponse | None:
-        """Returns the response of a turn; None for one that has failed, was never begun, or is not waited for."""
+        """Returns the response of a turn; None for one that has failed, or was never begun. Raises
+        ``_StillRunningError`` for one that is not waited for.
+        """
         try:
             stored = await self.stored(turn.response, caller, polled=False)
-            running = stored.status is RequestStatus.RUNNING
-            if stored.status is RequestStatus.FAILED or (running and not wait):
+            if stored.status is RequestStatus.FAILED:
                 return None
+            if stored.status is RequestStatus.RUNNING and not wait:
+                raise _StillRunningError
             return await self._whole(stored, caller)
         except QuireError as error:
             if error.code is ErrorCode.NOT_FOUND:

@@ -14,6 +14,7 @@ from quire_router.journal.objects import MemoryObjectStore
 from tests.support.response_streams import response_events, response_of
 from tests.support.scripted_api import MODEL, TOKENIZER, Limits, ask, open_stage, script_of
 from tests.support.tool_models import THINKING_TEMPLATE
+from tests.support.waiting import until
 
 RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
 USER = {"role": "user", "content": "hello"}
@@ -211,3 +212,34 @@ async def test_changes_at_once_are_all_kept():
         answers = await asyncio.gather(*(ask(stage.port, "POST", path, body) for body in bodies))
         assert [answer.status for answer in answers] == [200] * 6
         assert sorted(await texts(stage, conversation)) == [str(number) for number in range(6)]
+
+
+async def test_responses_that_run_at_once_are_in_the_conversation_when_they_have_ended(monkeypatch):
+    release, begun, add = asyncio.Event(), asyncio.Barrier(2), Conversations.add_response
+
+    async def add_together(*given: Any) -> None:
+        await begun.wait()  # both have read what they go on from
+        await add(*given)
+
+    monkeypatch.setattr(Conversations, "add_response", add_together)
+    async with stage_with(["so", release, FinishReason.STOP]) as stage:
+        conversation = await make(stage)
+        running = [asyncio.create_task(respond(stage, conversation, text)) for text in ("one", "two")]
+        await until(lambda: len(stage.runner.generations) == 2)
+        assert await texts(stage, conversation) == []
+        release.set()
+        assert [(await each).status for each in running] == [200, 200]
+        assert sorted(await texts(stage, conversation)) == ["one", "so", "so", "two"]
+
+
+async def test_what_clients_add_to_a_conversation_is_bounded(monkeypatch):
+    monkeypatch.setattr("quire_router.api.conversations.MAX_CONVERSATION_BYTES", 1000)
+    long = {"role": "user", "content": "x" * 400}
+    async with stage_with() as stage:
+        conversation = await make(stage, items=[long])
+        path = f"{CONVERSATIONS}/{conversation}/items"
+        refused = await ask(stage.port, "POST", path, {"items": [long, long]})
+        assert (refused.status, refused.error["param"]) == (400, "items")
+        assert (await ask(stage.port, "POST", path, {"items": [USER]})).status == 200
+        assert await texts(stage, conversation) == ["x" * 400, "hello"]
+        assert (await ask(stage.port, "POST", CONVERSATIONS, {"items": [long] * 3})).status == 400
