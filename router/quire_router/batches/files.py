@@ -59,11 +59,14 @@ class Files:
 
     async def new_upload(self, tenant: str) -> "Upload":
         """Returns an upload for a tenant. Raises ``QuireError`` for one that has as many files as it may have."""
+        return Upload(self, self._store, tenant, await self.room(tenant))
+
+    async def room(self, tenant: str) -> int:
+        """Returns how many bytes a tenant may still have. Raises ``QuireError`` as ``new_upload`` does."""
         owned = [file async for file in self.list(tenant)]
         if len(owned) >= MAX_FILES:
             raise too_many_files(f"There are {MAX_FILES} files, as many as there may be: delete some.")
-        left = self.settings.max_tenant_bytes - sum(file.bytes for file in owned)
-        return Upload(self._store, self.settings, tenant, left)
+        return self.settings.max_tenant_bytes - sum(file.bytes for file in owned)
 
     async def get(self, file_id: str, tenant: str) -> FileInfo:
         """Returns a file of this tenant. Raises ``QuireError`` NOT_FOUND."""
@@ -113,10 +116,11 @@ class Upload:
     one that breaks off is deleted, or expires if its router dies.
     """
 
-    def __init__(self, store: ObjectStore, settings: FileSettings, tenant: str, left: int) -> None:
+    def __init__(self, files: Files, store: ObjectStore, tenant: str, left: int) -> None:
         self.id = f"file-{token_hex(12)}"
+        self._files = files
         self._store = store
-        self._settings = settings
+        self._settings = files.settings
         self._tenant = tenant
         self._left = left
         self._writer = _ChunkWriter(store, self.id, UPLOAD_TTL)
@@ -126,18 +130,25 @@ class Upload:
         size = self._writer.bytes + len(data)
         if size > self._settings.max_bytes:
             raise invalid("file", f"The file is larger than the limit of {self._settings.max_bytes} bytes.")
-        if size > self._left:
-            most = self._settings.max_tenant_bytes
-            raise too_many_files(f"All files together would be larger than {most} bytes: delete some.")
+        self._check_room(size)
         await self._writer.write(data)
 
     async def end(self, filename: str, purpose: str, ttl: float | None) -> FileInfo:
-        """Makes the file one that can be found, for ``ttl`` seconds at most."""
+        """Makes the file one that can be found, for ``ttl`` seconds at most. Raises ``QuireError`` if others that ended
+        meanwhile have taken its room.
+        """
+        self._left = await self._files.room(self._tenant)
+        self._check_room(self._writer.bytes)
         size, now = await self._writer.end(), int(time())
         kept = min(self._settings.retention, self._settings.retention if ttl is None else ttl)
         info = FileInfo(self.id, self._tenant, filename, purpose, size, now, int(now + kept))
         await _create(self._store, info, kept)
         return info
+
+    def _check_room(self, size: int) -> None:
+        if size > self._left:
+            most = self._settings.max_tenant_bytes
+            raise too_many_files(f"All files together would be larger than {most} bytes: delete some.")
 
     async def abandon(self) -> None:
         """Deletes what has arrived."""

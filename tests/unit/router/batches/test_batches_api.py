@@ -10,7 +10,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 from quire_router.admission.tenants import Tenant, Tenants
 from quire_router.admission.tenants_file import ApiKey, TenantsFile
-from quire_router.batches.files import FileSettings
+from quire_router.batches.files import Files, FileSettings
 from quire_router.journal.objects import MemoryObjectStore
 
 from tests.support.batch_stage import batch_stage, jsonl, line
@@ -137,6 +137,17 @@ async def test_files_are_bounded():
         with pytest.raises(openai.APIStatusError) as refused:
             await upload(api, b"x" * 100_000)
         assert refused.value.status_code == 413
+
+
+async def test_files_that_arrive_at_once_are_bounded_together():
+    files = Files(MemoryObjectStore(), FileSettings(max_tenant_bytes=1500))
+    first, second = [await files.new_upload("tenant") for _ in range(2)]
+    for each in (first, second):
+        await each.write(b"x" * 1000)
+    await first.end("one", "batch", None)
+    with pytest.raises(QuireError, match="delete some"):
+        await second.end("two", "batch", None)
+    assert [each.filename async for each in files.list("tenant")] == ["one"]
 
 
 async def test_what_is_no_form_is_refused():
