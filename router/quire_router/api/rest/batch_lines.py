@@ -85,9 +85,15 @@ class BatchLines:
         try:
             options = _options(batch, line.number)
             prepared = _as_line(await prepare(line.body, request_id, caller, options), batch)
-            stored, _ = await self._service.responses.start_background(prepared)
             try:
-                answer = await self._service.replay(stored, caller)
+                await self._service.responses.start_background(prepared)
+            except QuireError as error:
+                # No client has this key: the line was begun with another prompt, as templates may name the date.
+                if error.code is not ErrorCode.CONFLICT:
+                    raise
+            try:
+                stored = await self._service.recorded(request_id, caller)
+                answer = await self._service.responses.resume(stored, "", caller)
                 body, _ = await collect(answer, answer_format)
             except QuireError as error:
                 # Its record is not there: the journal has lost it, and it is begun again.

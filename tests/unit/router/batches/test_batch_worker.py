@@ -1,6 +1,7 @@
 """A batch is worked through by any routers, one after the other, however they die: each line once."""
 
 import asyncio
+import json
 from collections import Counter
 from secrets import token_hex
 from time import time
@@ -214,3 +215,13 @@ async def test_what_is_made_while_others_read_the_lists_stays_in_them() -> None:
     assert await store.names(ACTIVE) == [batch.id]
     assert [each.id async for each in batches.list(batch.tenant)] == [batch.id]
     assert [each.id async for each in batches.files.list(batch.tenant)] == [batch.input_file_id]
+
+
+async def test_a_line_that_was_begun_with_another_prompt_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet()
+    batch = await store_batch(fleet.api, jsonl([line("a")]))
+    asked = Line(0, "a", json.dumps(line("a")["body"]).encode())
+    first = await fleet.api.worker.lines.run(batch, asked)
+    monkeypatch.setattr("quire_router.api.prepared_request._digest", lambda *_: "of the next day")
+    assert await fleet.api.worker.lines.run(batch, asked) == first
+    assert (first.status, len(fleet.runner.generations)) == (200, 1)
