@@ -196,8 +196,8 @@ async def listed(store: ObjectStore, collection: str, after: str, *, ascending: 
 
 
 async def _create(store: ObjectStore, info: FileInfo, ttl: float) -> None:
-    """Lists a file that is there: whoever reads the list takes names without an object out of it (``read_objects``). A
-    file that its router did not come to list expires.
+    """Lists a file that is there: readers of a list take names without an object out of it (``read_objects``). A file
+    whose router died before it was listed expires.
     """
     await store.put(info.id, dumps(asdict(info)).encode(), 0, ttl)
     await store.enter(collection_of(info.tenant), info.id, ttl)

@@ -1,8 +1,8 @@
 """``BatchWorker``: continues batches. Each has a lease in its record, so any router takes up those of one that died.
 
 A batch is worked through line by line, a window of them at a time. What each line gave is written once, as a part of
-the batch's object with the line's number: whoever works on a batch reads which numbers are there, and goes on with the
-others. A line that was begun and has no result yet is begun again under the same id, and so only followed
+the batch's object with the line's number: a router that works on a batch reads which numbers are there, and goes on
+with the others. A line that was begun and has no result yet is begun again under the same id, and so only followed
 (``LineRunner``). At the end the results are copied in order into files whose ids follow from the batch's, and a file
 that is written twice is the same.
 """
@@ -60,7 +60,7 @@ class LineAnswer:
 
 
 class LineRunner(Protocol):
-    """Runs lines as requests; see ``api.rest.batch_endpoints.BatchLines``."""
+    """Runs lines as requests; see ``api.rest.batch_lines.BatchLines``."""
 
     async def run(self, batch: Batch, line: Line) -> LineAnswer:
         """Returns the answer to a line, which is run once however often this is called. Waits until there is room.

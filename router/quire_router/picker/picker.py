@@ -117,8 +117,8 @@ class EndpointPicker:
         has_left: Callable[[], bool] = lambda: False,
     ) -> AsyncIterator["Pick"]:
         """Waits for the turn of a request to a ``path`` of ``api_path``, and returns where it goes; the request is in
-        progress until the block ends. ``on_read`` is called before it waits, and ``has_left`` says afterwards whether
-        the gateway has given it up. Raises ``QuireError``, and ``GatewayLeftError`` if it has.
+        progress until the block ends. ``has_left`` says when its turn has come whether the gateway has given it up
+        meanwhile. Raises ``QuireError``, and ``GatewayLeftError`` if it has.
         """
         values = request.values
         options = options_from_headers(values)

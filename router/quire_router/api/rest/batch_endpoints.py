@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from secrets import token_hex
 from time import time
 from typing import Annotated, Literal, Protocol
-from urllib.parse import parse_qsl
 
 from pydantic import Field, StringConstraints
 from quire_proto.errors import invalid
@@ -22,6 +21,7 @@ from quire_router.api.rest.http import (
     read_body,
     to_json,
 )
+from quire_router.api.rest.item_list import read_query
 from quire_router.api.rest.multipart import Field as FormField
 from quire_router.api.rest.multipart import MultipartParser, malformed
 from quire_router.api.schemas.base import StrictModel
@@ -34,7 +34,6 @@ from quire_router.core.errors import file_in_use, files_forbidden
 FILES, BATCHES = "/v1/files", "/v1/batches"
 _FORM_BYTES = 65_536  # beside the file
 _VALUE_BYTES = 1_024  # of a field that is no file
-_MAX_QUERY_FIELDS = 16
 
 
 class Shown(Protocol):
@@ -108,7 +107,7 @@ class FileEndpoints:
                 await exchange.response.send(200, to_json((await self._upload(exchange)).to_object()))
                 return
             self._service.count_poll(exchange.caller)
-            query = _query(exchange)
+            query = read_query(exchange)
             ascending = query.get("order", "desc") == "asc"
             files = self._files.list(exchange.caller.tenant, query.get("after", ""), ascending=ascending)
             wanted = (file async for file in files if query.get("purpose") in (None, file.purpose))
@@ -250,7 +249,7 @@ class BatchEndpoints:
                 await exchange.response.send(200, to_json((await self._create(exchange)).to_object()))
                 return
             self._service.count_poll(exchange.caller)
-            query = _query(exchange)
+            query = read_query(exchange)
             batches = self._batches.list(exchange.caller.tenant, query.get("after", ""))
             await exchange.response.send(200, to_json(await _page(batches, query, 100, 20)))
 
@@ -299,15 +298,6 @@ class BatchEndpoints:
 
 def _id(exchange: HttpExchange) -> str:
     return str(exchange.path_parameters["id"])
-
-
-def _query(exchange: HttpExchange) -> dict[str, str]:
-    """Returns the fields of the address, the last of each name. Raises ``QuireError`` INVALID for too many."""
-    try:
-        fields = parse_qsl(exchange.scope["query_string"].decode("latin-1"), max_num_fields=_MAX_QUERY_FIELDS)
-    except ValueError:
-        raise invalid("query", f"The address has more than {_MAX_QUERY_FIELDS} fields.") from None
-    return dict(fields)
 
 
 async def _page(listed: AsyncGenerator[Shown], query: Mapping[str, str], most: int, default: int) -> dict[str, object]:
