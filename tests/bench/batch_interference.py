@@ -1,8 +1,9 @@
 """What a batch does to interactive requests: their p95 time to the first token beside one, over that without.
 
 A router and engines as real processes. Interactive requests come as a Poisson process, whatever is answered, and are
-the same in each round. Rounds alternate: calm, and with a batch that was begun before and is cancelled after. What is
-told is the median over the rounds of the ratio of both. The bar: at most 1.05, beside 10,000 lines that fill the fleet.
+as many, as long and at the same times in each phase of a round. Rounds alternate: calm, and with a batch that was begun
+before and is cancelled after. What is told is the median over the rounds of the ratio of both. The bar: at most 1.05,
+beside 10,000 lines that fill the fleet.
 
     .venv/bin/python -m tests.bench.batch_interference --simulated a100-8b --engines 2 --rate 4 --lines 10000
     .venv/bin/python -m tests.bench.batch_interference --model FOLDER --rate 0.4 --prompt 600 --lines 2000
@@ -113,12 +114,14 @@ def body(prompt: str, output: int) -> dict[str, object]:
     return {"model": MODEL, "prompt": prompt, "max_tokens": max(1, output), "ignore_eos": True, "temperature": 0}
 
 
-def arrivals(shape: Shape, seed: int) -> list[tuple[float, dict[str, object]]]:
-    """When each interactive request comes, and its body; equal seeds, equal requests."""
+def arrivals(shape: Shape, seed: int, phase: str) -> list[tuple[float, dict[str, object]]]:
+    """When each interactive request comes, and its body; equal seeds, equal times and lengths. No prompt is that of
+    another phase, which would be cached.
+    """
     chance, now, found = random.Random(seed), 0.0, list[tuple[float, dict[str, object]]]()
     while (now := now + chance.expovariate(shape.rate)) < shape.seconds:
         words = min(4 * shape.prompt, int(shape.prompt * chance.lognormvariate(-0.32, 0.8)))
-        found.append((now, body(f"{seed} {len(found)} " + text(chance, words), shape.output)))
+        found.append((now, body(f"{phase} {seed} {len(found)} " + text(chance, words), shape.output)))
     return found
 
 
@@ -186,7 +189,7 @@ async def measure(http: httpx.AsyncClient, shape: Shape, seed: int, *, with_batc
     batch_id = await begin_batch(http, lines(shape, seed)) if with_batch else ""
     before = await completed(http, batch_id) if with_batch else 0
     began = perf_counter()
-    found = await interactive(http, arrivals(shape, seed))
+    found = await interactive(http, arrivals(shape, seed, "beside" if with_batch else "calm"))
     done = (await completed(http, batch_id) - before) / (perf_counter() - began) if with_batch else 0.0
     if with_batch:
         status = (await status_of(http, batch_id))["status"]
@@ -200,7 +203,7 @@ async def measure(http: httpx.AsyncClient, shape: Shape, seed: int, *, with_batc
 async def run(url: str, shape: Shape, rounds: int) -> None:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
-        await interactive(http, arrivals(shape, -1)[:8])  # what is built once is built
+        await interactive(http, arrivals(shape, -1, "first")[:8])  # what is built once is built
         ratios = []
         for number in range(rounds):
             pair = {}
