@@ -118,7 +118,8 @@ def test_a_grid_over_machines_makes_the_tokens_of_one_process(
 
 
 def test_another_model_or_another_setting_is_refused(small_models: SmallModels, tmp_path: Path, tls: list[str]) -> None:
-    with nodes(small_models.folder("llama3"), tmp_path, *TWO, tls=tls, seconds=25) as made:
+    # Both others have to be there before node 0 gives up, on a busy machine too.
+    with nodes(small_models.folder("llama3"), tmp_path, *TWO, tls=tls, seconds=60) as made:
         refused: list[BaseException] = []
 
         def load() -> None:
@@ -134,10 +135,10 @@ def test_another_model_or_another_setting_is_refused(small_models: SmallModels, 
             (made.start_other("--max-num-seqs", "7"), "another --max-num-seqs than node 0: 7 instead of 64"),
         ]
         for other, said in others:
-            assert other.wait(SECONDS_TO_END) == 1
+            assert other.wait(3 * SECONDS_TO_END) == 1
             assert said in other.text
         loading.join()
-        assert [str(error) for error in refused] == ["Node 1 has not joined within 25 seconds."]
+        assert [str(error) for error in refused] == ["Node 1 has not joined within 60 seconds."]
 
 
 @pytest.fixture(params=["killed", "stopped", "its rank killed"])
