@@ -267,12 +267,12 @@ class UpdateRate:
         self.interval = MIN_UPDATE_INTERVAL
 
     def set_engines(self, count: int) -> None:
-        """Sets how many engines there are. They are told with the next acknowledgement that they get."""
+        """Sets how many engines there are. They are sent it with the next acknowledgement that they get."""
         self.interval = max(MIN_UPDATE_INTERVAL, count / MAX_UPDATES_PER_SECOND)
 
-    def differs(self, told: float) -> bool:
-        """Whether an engine that was told an interval has to be told another one."""
-        return not 1 / _RELEVANT_CHANGE < self.interval / told < _RELEVANT_CHANGE
+    def has_changed_since(self, sent: float) -> bool:
+        """Whether an engine that was sent an interval has to be sent another one."""
+        return not 1 / _RELEVANT_CHANGE < self.interval / sent < _RELEVANT_CHANGE
 
 
 _MIN_RETRY_INTERVAL = 1.0  # seconds between two tries for which ``retry_now`` ends a pause
@@ -323,7 +323,7 @@ class EngineConnection:
         self._reconnect_limiter = reconnect_limiter or ReconnectLimiter()
         self._update_rate = update_rate or UpdateRate()
         self._hears_updates = hears_updates
-        self._told_interval = MIN_UPDATE_INTERVAL
+        self._sent_interval = MIN_UPDATE_INTERVAL
         self._busy = asyncio.Event()  # set while the engine has anything to send
         self._retry_requested = asyncio.Event()
         self._last_early_retry = -inf
@@ -490,7 +490,7 @@ class EngineConnection:
                 self._stub = None
 
     async def _open(self, call: SessionCall) -> engine_pb2.Snapshot:
-        self._told_interval = self._update_rate.interval
+        self._sent_interval = self._update_rate.interval
         await call.write(self.session.open_request(self._updates()))
         response = await _receive(call)
         if response.WhichOneof("event") != "snapshot":
@@ -498,7 +498,7 @@ class EngineConnection:
         return response.snapshot
 
     def _updates(self) -> engine_pb2.SetUpdates:
-        return engine_pb2.SetUpdates(interval_seconds=self._told_interval, off=not self._hears_updates)
+        return engine_pb2.SetUpdates(interval_seconds=self._sent_interval, off=not self._hears_updates)
 
     async def _write(self, call: SessionCall) -> None:
         while True:
@@ -598,8 +598,8 @@ class EngineConnection:
     def _send_ack(self) -> None:
         self._ack_timer, self._unacknowledged, self._unacknowledged_bytes = None, 0, 0
         self.session.commands.ack(self.session.sequence)
-        if self._update_rate.differs(self._told_interval):
-            self._told_interval = self._update_rate.interval
+        if self._update_rate.has_changed_since(self._sent_interval):
+            self._sent_interval = self._update_rate.interval
             self.session.commands.set_updates(self._updates())
 
 

@@ -615,10 +615,10 @@ def test_engines_send_the_less_often_the_more_there_are() -> None:
         assert rate.interval == MIN_UPDATE_INTERVAL
     rate.set_engines(1000)
     assert 1000 / rate.interval <= MAX_UPDATES_PER_SECOND
-    assert not rate.differs(rate.interval)
-    assert not rate.differs(1.1 * rate.interval)
-    assert rate.differs(2 * rate.interval)
-    assert rate.differs(rate.interval / 2)
+    assert not rate.has_changed_since(rate.interval)
+    assert not rate.has_changed_since(1.1 * rate.interval)
+    assert rate.has_changed_since(2 * rate.interval)
+    assert rate.has_changed_since(rate.interval / 2)
 
 
 async def test_the_load_is_that_of_the_last_batch() -> None:
