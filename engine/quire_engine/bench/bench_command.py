@@ -56,8 +56,8 @@ KV_TOKENS = 1 << 16  # of a peer whose memory is set by nothing else
 
 
 def bench(arguments: Sequence[str]) -> None:
-    """Runs the subcommand. Exits with 2 for wrong settings, 1 with one sentence if our own engine cannot run. SIGTERM
-    ends what was started, too.
+    """Runs the subcommand. Exits with 2 for wrong settings, 1 with one sentence if our own engine cannot run, when
+    the peers' figures are still shown. SIGTERM ends what was started, too.
     """
     config = read_settings(BenchConfig, arguments)
     signal.signal(signal.SIGTERM, _terminate)
@@ -66,15 +66,15 @@ def bench(arguments: Sequence[str]) -> None:
         report = _measure(_with_defaults(config), config)
     except (ModelError, SystemFailedError) as error:
         quit_with(1, str(error))
-    for readings in (report.readings, report.served):
-        if OURS in readings and readings[OURS].failure:
-            quit_with(1, str(readings[OURS].failure))
     sys.stdout.write(f"{report.as_table()}\n")
     if config.json_path is not None:
         try:
             config.json_path.write_text(json.dumps(report.as_data(), indent=2) + "\n")
         except OSError as error:
             quit_with(1, f"The figures cannot be written: {error}.")
+    for readings in (report.readings, report.served):
+        if OURS in readings and readings[OURS].failure:
+            quit_with(1, str(readings[OURS].failure))
 
 
 def _terminate(number: int, _frame: object) -> None:
@@ -139,7 +139,8 @@ def _measure(config: BenchConfig, given: BenchConfig) -> "BenchReport":
         vllm = _python(config, "vllm") if uses_vllm else None
         with served_folder(config.model, model.vocab_size) as folder:
             limited = given.model_copy(update={"max_model_len": config.max_model_len})
-            starts = find_servers(limited, folder, vllm, threads, "bfloat16" if dtype == "auto" else dtype)
+            served_dtype = "bfloat16" if dtype == "auto" else dtype
+            starts = find_servers(limited, folder, vllm, threads, served_dtype, device.type)
             served = measure_served(config, starts, model.vocab_size, _print_progress, in_turn=in_turn)
     return BenchReport(
         title=_title(config, threads, device, dtype),

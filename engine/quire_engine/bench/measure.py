@@ -99,7 +99,8 @@ def run_in_turn(
     between: Callable[[], None] = lambda: None,
 ) -> dict[str, Readings]:
     """Starts all systems, then measures one after the other in each round. Calls ``between`` before each measurement,
-    and ``report`` with a line when anything begins that takes long.
+    and ``report`` with a line when anything begins that takes long, and with each value: a run that is cut off has
+    shown what it measured.
     """
     readings = {name: Readings() for name in systems}
     with ExitStack() as started:
@@ -157,7 +158,9 @@ def _round(
 ) -> None:
     for figure, make in plan.workloads.items():
         report(f"round {number + 1} of {plan.rounds}: {name}, {figure}")
-        readings.values.setdefault(figure, []).append(_read(figure, system, make(number)))
+        value = _read(figure, system, make(number))
+        report(f"  {value:,.4g} {UNITS[figure]}")
+        readings.values.setdefault(figure, []).append(value)
         if figure == "throughput":
             readings.padding = system.padding
             if plan.has_latencies and system.latencies:

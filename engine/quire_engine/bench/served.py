@@ -40,7 +40,7 @@ FIGURES: Mapping[str, str] = {
 }
 HIGHER_IS_BETTER = ("output_throughput",)
 NAME = "bench"  # the model's name at every server
-KV_BYTES = 2 << 30  # for the KV pool of each server
+KV_BYTES = 2 << 30  # for the KV pool of each server on a CPU; on a GPU each takes what its defaults say
 START_TIMEOUT = 900.0  # seconds; vLLM compiles the model when it first sees it
 RUNS_LIMIT = 3600.0  # seconds of one run of the client
 WARMUP_SEED = 1 << 32
@@ -153,6 +153,7 @@ def measure_served(
                             report(f"round {number + 1} of {config.rounds}: {name} served, {sampling}")
                             with _record_failure(readings[name]):
                                 found = run_client(config, server, sampling, vocab, seed)
+                                report("  " + ", ".join(f"{title} {found[key]:,.4g}" for key, title in FIGURES.items()))
                                 values = readings[name].values.setdefault(sampling, {})
                                 for key in FIGURES:
                                     values.setdefault(key, []).append(found[key])
@@ -209,17 +210,19 @@ def _spread(lengths: Lengths) -> float:
     return (lengths.most - lengths.least) / (lengths.most + lengths.least)
 
 
-def find_servers(config: BenchConfig, model: Path, vllm: Path | None, threads: int, dtype: str) -> dict[str, Start]:
+def find_servers(
+    config: BenchConfig, model: Path, vllm: Path | None, threads: int, dtype: str, device: str
+) -> dict[str, Start]:
     """A function that starts each server: ours, and vLLM's with the interpreter ``vllm``. ``config`` is as the user
-    gave it, with ``max_model_len``: settings that he made hold for our engine.
+    gave it, with ``max_model_len``: settings that he made hold for our engine. ``device`` is the type of torch's.
     """
-    starts: dict[str, Start] = {"quire": lambda: start_quire(config, model)}
+    starts: dict[str, Start] = {"quire": lambda: start_quire(config, model, device)}
     if vllm is not None:
         starts["vllm"] = lambda: start_vllm(config, vllm, model, threads, dtype)
     return starts
 
 
-def start_quire(config: BenchConfig, model: Path) -> Server:
+def start_quire(config: BenchConfig, model: Path, device: str) -> Server:
     """Redis where it is installed, an engine and a router, with the defaults of each. Raises ``SystemFailedError``."""
     for module in ("quire_router", "quire_cli"):
         if not has_module(own_python(), module):
@@ -237,17 +240,17 @@ def start_quire(config: BenchConfig, model: Path) -> Server:
         flags = ["--model", str(model), "--served-model-name", NAME, "--port", str(engine)]
         flags += ["--metrics-port", str(engine_metrics), "--max-model-len", str(config.max_model_len)]
         quiet = ["--log-level", "warning"]
-        programs.append(("engine", [*_module("quire_engine.cli"), *flags, *quiet], engine_variables(config)))
+        programs.append(("engine", [*_module("quire_engine.cli"), *flags, *quiet], engine_variables(config, device)))
         programs.append(("router", [*router, *quiet], {}))
         return programs
 
     return Server(f"http://127.0.0.1:{http}", make)
 
 
-def engine_variables(config: BenchConfig) -> dict[str, str]:
-    """The engine's settings that the user gave, as variables of its process, and a KV pool of ``KV_BYTES``."""
+def engine_variables(config: BenchConfig, device: str) -> dict[str, str]:
+    """The engine's settings that the user gave, as variables of its process; on a CPU a KV pool of ``KV_BYTES``."""
     ours = {"model", "served_model_name", "max_model_len", "seed"}
-    variables = {f"{PREFIX}KV_CACHE_MEMORY": str(KV_BYTES)}
+    variables = {f"{PREFIX}KV_CACHE_MEMORY": str(KV_BYTES)} if device == "cpu" else {}
     for name in sorted((config.model_fields_set & set(EngineArgs.model_fields)) - ours):
         value = getattr(config, name)
         if value is not None:

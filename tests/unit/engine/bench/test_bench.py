@@ -97,8 +97,8 @@ def test_latencies_of_requests_are_figures_where_they_are_asked_for_and_known() 
     assert ratio(2.0, 6.0, "E2EL p99") == 3.0, "less is better"
 
 
-def test_a_line_is_written_before_anything_that_takes_long() -> None:
-    """Each line comes before what it names: a system takes in a workload after its line."""
+def test_a_line_is_written_before_anything_that_takes_long_and_each_value_as_soon_as_it_is_known() -> None:
+    """Each line comes before what it names: a system takes in a workload after its line. A value is indented."""
     said: list[str] = []
 
     class Telling(Steady):
@@ -107,6 +107,10 @@ def test_a_line_is_written_before_anything_that_takes_long() -> None:
             return super().seconds(workload)
 
     run_in_turn({"a": lambda: Telling([], "a", 0.01, 0.02)}, plan(2), said.append)
+    values = [line for line in said if line.startswith("  ")]
+    assert [line.split(maxsplit=1)[1] for line in values] == ["output tokens/s", "ms/token", "tokens/s"] * 2
+    assert values[0] == "  25 output tokens/s"
+    said = [line for line in said if line not in values]
     figures = ["throughput", "latency", "prefill"]
     assert [line for line in said if line != "…"] == [
         "starting a",

@@ -151,12 +151,11 @@ def has_ended(pid: int) -> bool:
 
 def test_the_engine_of_the_stack_has_the_settings_that_the_user_gave() -> None:
     given = config(quantization="int8", enable_prefix_caching=False, max_model_len=64)
-    assert served.engine_variables(given) == {
-        "QUIRE_ENGINE_KV_CACHE_MEMORY": str(served.KV_BYTES),
-        "QUIRE_ENGINE_QUANTIZATION": "int8",
-        "QUIRE_ENGINE_ENABLE_PREFIX_CACHING": "false",
-    }
-    assert served.engine_variables(config(kv_cache_memory=7))["QUIRE_ENGINE_KV_CACHE_MEMORY"] == "7"
+    settings = {"QUIRE_ENGINE_QUANTIZATION": "int8", "QUIRE_ENGINE_ENABLE_PREFIX_CACHING": "false"}
+    pool = {"QUIRE_ENGINE_KV_CACHE_MEMORY": str(served.KV_BYTES)}
+    assert served.engine_variables(given, "cpu") == settings | pool
+    assert served.engine_variables(given, "cuda") == settings  # each server takes what its defaults say of a GPU
+    assert served.engine_variables(config(kv_cache_memory=7), "cpu")["QUIRE_ENGINE_KV_CACHE_MEMORY"] == "7"
 
 
 @given(st.integers(1, 3000), st.integers(0, 3000))
