@@ -12,11 +12,13 @@ from time import monotonic
 from typing import NoReturn
 
 from quire_engine.checkpoint.config import config_path, read_config_json
+from quire_engine.checkpoint.pooler_config import read_pooler_config
 from quire_engine.checkpoint.support import check_max_model_len, plain_max_length
 from quire_engine.config import OTHER_VARIABLES, EngineConfig
 from quire_engine.errors import ModelError
 from quire_engine.kernels.build import needs_build
 from quire_proto.cli import join_host_port, read_settings, reject_unknown_env
+from quire_proto.pooling import Task
 from quire_router.config import Settings
 
 from quire_cli.machine.gpus import visible_gpus
@@ -144,24 +146,40 @@ async def _announce(plan: Plan, tree: ProcessTree, changed: asyncio.Event) -> No
 
 
 def how_to_try(plan: Plan) -> str:
-    """Commands that ask for an answer."""
+    """Commands that ask for an answer, of the kind that the model gives."""
     url = url_of(plan)
-    body: dict[str, object] = {"model": plan.name, "stream": True}
+    body: dict[str, object] = {"model": plan.name}
     where = "" if url == DEFAULT_URL else f" --url {shlex.quote(url)}"
-    if has_template(plan.tokenizer):
-        route, command = "chat/completions", f"quire chat{where}"
-        body["messages"] = [{"role": "user", "content": "What is 7 plus 5?"}]
+    task, command = task_of(plan), ""
+    if task is Task.EMBED:
+        route = "v1/embeddings"
+        body["input"] = ["What is 7 plus 5?", "Once upon a time"]
+    elif task is Task.CLASSIFY:
+        route = "score"
+        body |= {"text_1": "What is 7 plus 5?", "text_2": ["7 plus 5 is 12.", "Once upon a time"]}
+    elif has_template(plan.tokenizer):
+        route, command = "v1/chat/completions", f"  quire chat{where}\n\n"
+        body |= {"stream": True, "messages": [{"role": "user", "content": "What is 7 plus 5?"}]}
     else:
-        route, command = "completions", f"quire complete{where} 'Once upon a time'"
-        body |= {"prompt": "Once upon a time", "max_tokens": 64}
+        route, command = "v1/completions", f"  quire complete{where} 'Once upon a time'\n\n"
+        body |= {"stream": True, "prompt": "Once upon a time", "max_tokens": 64}
     key = f'    -H "Authorization: Bearer {_variable_of_key()}" \\\n' if os.environ.get("QUIRE_ROUTER_API_KEY") else ""
     return (
         f"ready: {plan.name} on {url} (gRPC on {plan.settings.grpc_port}); Ctrl-C stops it. Try\n\n"
-        f"  {command}\n\n"
-        f"  curl -N {shlex.quote(f'{url}/v1/{route}')} \\\n"
+        f"{command}"
+        f"  curl -N {shlex.quote(f'{url}/{route}')} \\\n"
         f"    -H 'Content-Type: application/json' \\\n{key}"
         f"    -d '{json.dumps(body)}'\n"
     )
+
+
+def task_of(plan: Plan) -> Task:
+    """What the engines do with prompts, by their settings and the model's folder."""
+    try:
+        pooler = read_pooler_config(plan.model, read_config_json(plan.model), plan.engine)
+    except (ModelError, OSError):  # it was there when the engines read it: what is printed is no reason to end them
+        return Task.GENERATE
+    return Task.GENERATE if pooler is None else pooler.task
 
 
 def url_of(plan: Plan) -> str:

@@ -1,5 +1,6 @@
 """What ``quire serve`` says when it is ready."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -59,6 +60,24 @@ def test_the_command_to_try_names_the_server_unless_it_is_where_that_looks(host:
     url = f"http://[{host}]:8000" if ":" in host else f"http://{host}:8000"
     assert ("--url" not in told) == (host in ("127.0.0.1", "0.0.0.0"))
     assert (f"quire complete --url {shlex.quote(url)} " in told) == (host in ("::1", "localhost"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "architecture", "tried"),
+    [
+        ((), "Qwen3ForCausalLM", "quire complete"),
+        (("--convert", "embed"), "Qwen3ForCausalLM", "/v1/embeddings"),
+        ((), "Qwen3Model", "/v1/embeddings"),
+        ((), "BertForSequenceClassification", "/score"),
+    ],
+)
+def test_the_command_to_try_is_for_what_the_model_does(
+    tmp_path: Path, arguments: tuple[str, ...], architecture: str, tried: str
+) -> None:
+    config = {"architectures": [architecture], "hidden_size": 64, "num_labels": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = how_to_try(replace(plan(*arguments), model=tmp_path))
+    assert [each for each in ("quire complete", "/v1/embeddings", "/score") if each in told] == [tried]
 
 
 def test_an_unknown_environment_variable_is_refused_before_the_download(
