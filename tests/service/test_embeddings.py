@@ -141,7 +141,10 @@ def test_an_embedding_model_scores_by_the_cosine(decoder: Stack) -> None:
     scores = decoder.post("/v1/score", text_1=TEXTS[0], text_2=TEXTS[1:]).json()
     assert np.abs(np.array([each["score"] for each in scores["data"]]) - cosines).max() < TOLERANCE
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-        ranked = decoder.post(path, query=TEXTS[0], documents=TEXTS[1:], top_n=2).json()["results"]
+        answer = decoder.post(path, query=TEXTS[0], documents=TEXTS[1:], top_n=2).json()
+        ranked, tokens = answer["results"], answer["usage"]["total_tokens"]
+        assert tokens > 0
+        assert answer["meta"] == {"tokens": {"input_tokens": tokens, "output_tokens": 0}}  # where Cohere's clients look
         assert [each["index"] for each in ranked] == np.argsort(-cosines)[:2].tolist()
         assert [each["document"]["text"] for each in ranked] == [TEXTS[1:][each["index"]] for each in ranked]
     bare = decoder.post("/rerank", query="x", documents=[{"text": "a"}], return_documents=False).json()
