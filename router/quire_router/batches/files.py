@@ -68,12 +68,12 @@ class Files:
             raise too_many_files(f"There are {MAX_FILES} files, as many as there may be: delete some.")
         return self.settings.max_tenant_bytes - sum(file.bytes for file in owned)
 
-    async def get(self, file_id: str, tenant: str) -> FileInfo:
-        """Returns a file of this tenant. Raises ``QuireError`` NOT_FOUND."""
-        found = await self._store.get(_name(file_id))
+    async def get(self, file_id: str, tenant: str, param: str = "file_id") -> FileInfo:
+        """Returns a file of this tenant. Raises ``QuireError`` NOT_FOUND for the parameter that names it."""
+        found = await self._store.get(_name(file_id, param))
         info = None if found is None else FileInfo(**loads(found.data))
         if info is None or info.tenant != tenant:
-            raise file_not_found(file_id)
+            raise file_not_found(file_id, param)
         return info
 
     async def list(self, tenant: str, after: str = "", *, ascending: bool = False) -> AsyncGenerator[FileInfo]:
@@ -208,8 +208,8 @@ def collection_of(tenant: str) -> str:
     return f"files:{tenant}"
 
 
-def _name(file_id: str) -> str:
+def _name(file_id: str, param: str) -> str:
     """Raises ``QuireError`` NOT_FOUND for what is no file's id."""
     if not file_id.startswith("file-") or not file_id.isascii() or len(file_id) > 64:
-        raise file_not_found(file_id)
+        raise file_not_found(file_id, param)
     return file_id

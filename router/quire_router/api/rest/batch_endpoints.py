@@ -276,7 +276,7 @@ class BatchEndpoints:
             request = BatchBody.from_json(body.detach())
         if request.endpoint not in ENDPOINTS:
             raise invalid("endpoint", f"endpoint must be one of {', '.join(ENDPOINTS)}.")
-        info = await self._batches.files.get(request.input_file_id, caller.tenant)
+        info = await self._batches.files.get(request.input_file_id, caller.tenant, "input_file_id")
         if info.purpose != "batch":
             raise invalid("input_file_id", "The purpose of the input file must be 'batch'.")
         now, output = int(time()), request.output_expires_after

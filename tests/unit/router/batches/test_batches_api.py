@@ -101,8 +101,10 @@ async def test_files_and_batches_of_others_are_not_found():
         ):
             with pytest.raises(openai.NotFoundError):
                 await call
-        with pytest.raises(openai.NotFoundError):
-            await other.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h")
+        for file_id in (batch.input_file_id, "no file's id"):
+            with pytest.raises(openai.NotFoundError) as refused:
+                await other.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
+            assert refused.value.param == "input_file_id"
         assert [each async for each in other.files.list()] == [each async for each in other.batches.list()] == []
         assert len(await lines_of(own, batch.output_file_id)) == 1
 
