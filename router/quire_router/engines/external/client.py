@@ -377,7 +377,7 @@ class ExternalEngine:
         self._cache = PredictedCache(capacity, self._report_kv_event)
         self._connected, self._broken = True, False
         self._liveness.on_message()
-        log.info("engine %s is connected (%s %s)", self.address, self._kind.title, description.version)
+        log.info("engine %s is connected (%s)", self.address, f"{self._kind.title} {description.version}".strip())
         self._on_change()
         if self._on_kv_event is not None:  # the first snapshot says how many blocks there can be
             self._on_kv_event(engine_pb2.Snapshot(load=engine_pb2.Load(blocks_total=capacity)))

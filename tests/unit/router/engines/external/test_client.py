@@ -111,10 +111,12 @@ async def test_tokens_go_in_and_come_out(kind: type[HttpEngine]) -> None:
     assert engine.aborted == 0
 
 
-async def test_text_goes_in_and_comes_out() -> None:
+async def test_text_goes_in_and_comes_out(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     engine = OpenAIEngine()
     prompt = engine.tokenizer.encode_plain("Once upon a time")
     async with connected(engine) as client:
+        assert "is connected (a server of the OpenAI API)" in caplog.text
         stream = client.submit(submit(prompt=prompt, max_tokens=50))
         assert await read(stream) == {0: engine.continuation(prompt, 50)}
 
