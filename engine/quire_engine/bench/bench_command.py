@@ -140,7 +140,7 @@ def _measure(config: BenchConfig, given: BenchConfig) -> "BenchReport":
         with served_folder(config.model, model.vocab_size) as folder:
             limited = given.model_copy(update={"max_model_len": config.max_model_len})
             served_dtype = "bfloat16" if dtype == "auto" else dtype
-            starts = find_servers(limited, folder, vllm, threads, served_dtype, device.type)
+            starts = find_servers(limited, folder, vllm, threads=threads, dtype=served_dtype, device=device.type)
             served = measure_served(config, starts, model.vocab_size, _print_progress, in_turn=in_turn)
     return BenchReport(
         title=_title(config, threads, device, dtype),

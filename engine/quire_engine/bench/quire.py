@@ -103,7 +103,7 @@ class Quire:
         )
 
     def close(self) -> None:
-        """See ``System.close``. What torch has cached of a GPU's memory is given back, too: the next system needs it."""
+        """See ``System.close``. What torch has cached of a GPU is given back, too: the next system needs it."""
         self._executor.close()
         gc.collect()
         if torch.cuda.is_available():

@@ -211,7 +211,7 @@ def _spread(lengths: Lengths) -> float:
 
 
 def find_servers(
-    config: BenchConfig, model: Path, vllm: Path | None, threads: int, dtype: str, device: str
+    config: BenchConfig, model: Path, vllm: Path | None, *, threads: int, dtype: str, device: str
 ) -> dict[str, Start]:
     """A function that starts each server: ours, and vLLM's with the interpreter ``vllm``. ``config`` is as the user
     gave it, with ``max_model_len``: settings that he made hold for our engine. ``device`` is the type of torch's.
