@@ -367,7 +367,8 @@ class Settings(CliSettings):
     shutdown_timeout: Seconds = Field(default=25, description="Seconds that running requests get when stopping.")
     retention: Seconds = Field(default=3600, description="Seconds that finished requests are stored.")
     responses_retention: Seconds = Field(
-        default=21_600, description="Seconds that finished responses of the Responses API are stored."
+        default=21_600,
+        description="Seconds that finished responses of the Responses API, and conversations after their last change, are stored.",
     )
     usage_retention: Seconds = Field(
         default=400 * 86_400, description="Seconds that what tenants used in an hour is stored."
