@@ -2,7 +2,7 @@
 parts in their order (``parts``), or into what a chunk of the OpenAI API holds of them (``parse``).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -73,6 +73,8 @@ class OutputParser:
         self._tool_parser = tool_parser
         self._hide_reasoning = hide_reasoning
         self._calls = 0
+        self.kinds: set[type[OutputPart]] = set()
+        """The kinds of the parts so far, with reasoning that is hidden."""
 
     def parse(self, delta: Delta) -> ParsedDelta:
         """Parses the next delta. To be called with every delta in order, also with those that are replayed."""
@@ -86,6 +88,7 @@ class OutputParser:
         parts = self._push(delta.text)
         if delta.finish_reason is not None:
             parts = [*parts, *self._finish()]
+        self.kinds.update(map(type, parts))
         return [part for part in parts if not isinstance(part, Reasoning)] if self._hide_reasoning else parts
 
     def _push(self, text: str) -> list[OutputPart]:
@@ -169,3 +172,28 @@ def _new_parsers(prepared: PreparedRequest) -> tuple[ReasoningParser | None, Str
         return reasoning_parser, None
     exact = first.params.structured is not None  # with tools the grammar is always of calls
     return reasoning_parser, new_tool_parser(tokenizer.tool_format, options.tools, options.tool_types, exact=exact)
+
+
+def count_reasoning(prepared: PreparedRequest, parser: OutputParser, token_ids: Sequence[int]) -> int:
+    """Returns how many tokens of an answer that ``parser`` has read are reasoning, with its marks: those up to its end,
+    wherever that was split. A choice that reasons has one piece of it, at its beginning.
+    """
+    if Reasoning not in parser.kinds:
+        return 0
+    marks = prepared.tokenizer.reasoning
+    end = None if marks is None else prepared.tokenizer.marker_tokens.get(marks.end)
+    if end in token_ids:
+        return token_ids.index(end) + 1
+    return len(token_ids) if parser.kinds == {Reasoning} else _count_before_others(prepared, token_ids)
+
+
+def _count_before_others(prepared: PreparedRequest, token_ids: Sequence[int]) -> int:
+    """Counts the tokens before those that write something else, for models that write the end with several tokens."""
+    parser, first = OutputParser("", *_new_parsers(prepared)), prepared.first
+    text = prepared.tokenizer.new_output_stream(
+        first.prompt_token_ids, first.stop, skip_special_tokens=first.skip_special_tokens, keep_markers=True
+    )
+    for count, token_id in enumerate(token_ids):
+        if any(not isinstance(part, Reasoning) for part in parser.parts(Delta(text.push_token(token_id), [token_id]))):
+            return count
+    return len(token_ids)

@@ -21,7 +21,7 @@ from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
 from quire_proto.text.stream_scanner import Content, OutputPart, Reasoning, ToolCallArguments, ToolCallStart
 
-from quire_router.api.output_parser import call_digest, choice_name, create_parsers
+from quire_router.api.output_parser import call_digest, choice_name, count_reasoning, create_parsers
 from quire_router.api.prepared_request import PreparedRequest
 from quire_router.api.rest.answer_format import ErrorResponse, EventEncoder, error_headers
 from quire_router.api.rest.http import JSON_HEADERS, HttpError, json_text, to_json
@@ -199,19 +199,23 @@ def message_object(prepared: PreparedRequest) -> dict[str, Any]:
     return {**known, "container": None}
 
 
-def message_usage(usage: Usage) -> dict[str, Any]:
+def message_usage(usage: Usage, thinking_tokens: int) -> dict[str, Any]:
     """Returns the ``usage`` of a message: that of its end, and what only other servers have."""
     written = {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0}
-    return {**usage_object(usage), "cache_creation": written, "server_tool_use": None, "service_tier": "standard"}
+    others = {"cache_creation": written, "server_tool_use": None, "service_tier": "standard"}
+    return {**usage_object(usage, thinking_tokens), **others}
 
 
-def usage_object(usage: Usage) -> dict[str, Any]:
-    """Returns Anthropic's ``usage``, where tokens that are read from a cache are not among ``input_tokens``."""
+def usage_object(usage: Usage, thinking_tokens: int) -> dict[str, Any]:
+    """Returns Anthropic's ``usage``, where tokens that are read from a cache are not among ``input_tokens``, and those
+    of thinking are among ``output_tokens``, also where it is not shown.
+    """
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": thinking_tokens},
     }
 
 
@@ -220,18 +224,26 @@ class _Reader:
     ``is_plain`` where all of it is text.
     """
 
-    __slots__ = ("_limited_by_context", "_parser", "choice", "is_plain", "stop_fields")
+    __slots__ = ("_limited_by_context", "_parser", "_prepared", "_token_ids", "choice", "is_plain", "stop_fields")
 
     def __init__(self, prepared: PreparedRequest) -> None:
         self.choice = choice_name(prepared.first.request_id, 0)
         self.stop_fields: dict[str, Any] | None = None
         self.is_plain = not prepared.is_parsed
+        self._prepared = prepared
         self._parser = create_parsers(prepared)[0]
+        self._token_ids: list[int] = []
         self._limited_by_context = prepared.response_options.limited_by_context
 
     def parts(self, delta: Delta) -> Sequence[OutputPart]:
         """Returns what a delta consists of."""
+        if not self.is_plain:
+            self._token_ids += delta.token_ids
         return self._parser.parts(delta)
+
+    def count_thinking(self) -> int:
+        """Returns how many tokens of the answer are thinking, with its marks."""
+        return count_reasoning(self._prepared, self._parser, self._token_ids)
 
     def end(self, delta: Delta, calls: int) -> None:
         """Records the end of the answer, in which ``calls`` were made."""
@@ -267,7 +279,7 @@ class MessageEncoder:
         if self._cursor.started(0):
             return b""
         self._cursor.open(0)
-        usage = message_usage(Usage(len(self._prepared.first.prompt_token_ids), 0))
+        usage = message_usage(Usage(len(self._prepared.first.prompt_token_ids), 0), 0)
         unknown: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "stop_details": None}
         message = {**message_object(self._prepared), **unknown, "usage": usage}
         return self._with_id(event({"type": "message_start", "message": message}), str(self._cursor))
@@ -311,7 +323,8 @@ class MessageEncoder:
         if self._cursor.usage:
             return stop
         self._cursor.usage = True
-        fields = {"type": "message_delta", "delta": self._reader.stop_fields, "usage": usage_object(usage)}
+        told = usage_object(usage, self._reader.count_thinking())
+        fields = {"type": "message_delta", "delta": self._reader.stop_fields, "usage": told}
         return self._with_id(event(fields), str(self._cursor)) + stop
 
     def _with_id(self, text: str, event_id: str) -> bytes:
@@ -347,7 +360,7 @@ class MessageBuilder:
             raise internal()
         content = {"content": [*self._content()]}
         message = {**message_object(self._prepared), **content, **self._reader.stop_fields}
-        return to_json({**message, "usage": message_usage(usage)})
+        return to_json({**message, "usage": message_usage(usage, self._reader.count_thinking())})
 
     def _content(self) -> Iterator[dict[str, Any]]:
         calls = 0

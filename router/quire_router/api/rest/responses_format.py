@@ -18,9 +18,9 @@ from typing import Any, Final
 
 from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
-from quire_proto.text.stream_scanner import Content, OutputPart, Reasoning, ToolCallStart
+from quire_proto.text.stream_scanner import Content, OutputPart, ToolCallStart
 
-from quire_router.api.output_parser import create_parsers
+from quire_router.api.output_parser import count_reasoning, create_parsers
 from quire_router.api.prepared_request import PreparedRequest
 from quire_router.api.rest.answer_format import ErrorResponse, EventEncoder, error_headers
 from quire_router.api.rest.http import JSON_HEADERS, HttpError, json_text, to_json
@@ -34,7 +34,7 @@ from quire_router.api.rest.response_events import (
     ResponseEvent,
     TokenEntry,
 )
-from quire_router.api.schemas.response_items import MESSAGE, REASONING
+from quire_router.api.schemas.response_items import MESSAGE
 from quire_router.api.schemas.response_state import ResponseState
 from quire_router.api.schemas.responses import FIELD_NAMES
 from quire_router.api.stored_requests import no_such_place
@@ -192,7 +192,7 @@ class Answer:
             "incomplete_details": {"reason": "max_output_tokens"} if limited else None,
             "model": first.model_name,
             **self._state.response_fields,
-            "usage": None if usage is None else usage_object(usage, self._reasoning_tokens()),
+            "usage": None if usage is None else usage_object(usage, self._count_reasoning()),
         }
         return f'{json_text(fields)[:-1]},"output":{self.writer.output_json()}}}'
 
@@ -210,31 +210,8 @@ class Answer:
             pass
         return self.json("failed", None, error)
 
-    def _reasoning_tokens(self) -> int:
-        """Returns how many tokens the reasoning has, with its marks: those up to its end, wherever that was split."""
-        kinds = {item.kind for item in self.writer.items}
-        if REASONING not in kinds:
-            return 0
-        tokenizer = self._prepared.tokenizer
-        end = None if tokenizer.reasoning is None else tokenizer.marker_tokens.get(tokenizer.reasoning.end)
-        if end in self._token_ids:
-            return self._token_ids.index(end) + 1
-        if kinds == {REASONING}:
-            return len(self._token_ids)
-        return _count_reasoning(self._prepared, self._token_ids)
-
-
-def _count_reasoning(prepared: PreparedRequest, token_ids: Sequence[int]) -> int:
-    """Counts the tokens before those that write something else, for models that write the end with several tokens."""
-    (parser,) = create_parsers(prepared)
-    first = prepared.first
-    text = prepared.tokenizer.new_output_stream(
-        first.prompt_token_ids, first.stop, skip_special_tokens=first.skip_special_tokens, keep_markers=True
-    )
-    for count, token_id in enumerate(token_ids):
-        if any(not isinstance(part, Reasoning) for part in parser.parts(Delta(text.push_token(token_id), [token_id]))):
-            return count
-    return len(token_ids)
+    def _count_reasoning(self) -> int:
+        return count_reasoning(self._prepared, self._parser, self._token_ids)
 
 
 class LogprobQueue:

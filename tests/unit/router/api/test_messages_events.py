@@ -211,12 +211,29 @@ def test_the_stop_sequence_that_ended_an_answer_is_named(cut: Cut, other: Cut) -
 
 def test_tokens_from_the_prefix_cache_are_told_apart_in_the_usage():
     record = recorded("so", [], FinishReason.STOP)
-    events, counted = streamed(prepared_for(), record), {"cache_creation_input_tokens": 0}
+    events = streamed(prepared_for(), record)
+    counted = {"cache_creation_input_tokens": 0, "output_tokens_details": {"thinking_tokens": 0}}
     begun = {"input_tokens": len(prepared_for().first.prompt_token_ids), "output_tokens": 0}
     assert events[0].data["message"]["usage"].items() >= {**begun, "cache_read_input_tokens": 0, **counted}.items()
     usage = {"input_tokens": 3, "cache_read_input_tokens": 2, "output_tokens": 9, **counted}
     assert events[-2].data["usage"] == usage
     assert whole(prepared_for(), record)["usage"].items() >= usage.items()
+
+
+@given(CUTS)
+@settings(max_examples=20, deadline=None)
+def test_the_usage_tells_tokens_of_thinking_also_where_that_is_not_shown(cut: Cut) -> None:
+    answer = recorded(f"<think>hm</think>so {CALLS[0]}", cut, FinishReason.STOP)
+    thinking = {"thinking_tokens": len(TOKENIZER.encode_plain("<think>hm</think>"))}
+    hidden = OPTIONS.model_copy(update={"reasoning": ReasoningPlacement.HIDDEN})
+    for prepared in (prepared_for(), prepared_for(hidden)):
+        assert whole(prepared, answer)["usage"]["output_tokens_details"] == thinking
+        events = streamed(prepared, answer)
+        assert events[0].data["message"]["usage"]["output_tokens_details"] == {"thinking_tokens": 0}
+        assert events[-2].data["usage"]["output_tokens_details"] == thinking
+    endless = recorded("<think>hm, and on", cut, FinishReason.LENGTH)
+    counted = len(TOKENIZER.encode_plain("<think>hm, and on"))
+    assert whole(prepared_for(), endless)["usage"]["output_tokens_details"] == {"thinking_tokens": counted}
 
 
 def test_ids_of_blocks_follow_from_the_requests():

@@ -252,6 +252,9 @@ def test_the_usage_tells_cached_and_reasoning_tokens(cut: Cut) -> None:
     }
     unthinking = whole(prepared_for(), recorded("so", cut, FinishReason.STOP))
     assert unthinking["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
+    hidden = OPTIONS.model_copy(update={"reasoning": ReasoningPlacement.HIDDEN})
+    untold = whole(prepared_for(hidden), recorded(ANSWER, cut, FinishReason.STOP))
+    assert untold["usage"]["output_tokens_details"] == response["usage"]["output_tokens_details"]
     endless = recorded("<think>hm, and on", cut, FinishReason.LENGTH)
     counted = whole(prepared_for(), endless)["usage"]["output_tokens_details"]["reasoning_tokens"]
     assert counted == len(TOKENIZER.encode_plain("<think>hm, and on"))
