@@ -136,11 +136,11 @@ class ConversationEndpoints:
 
 
 def _listed(items: Sequence[InputItem]) -> list[dict[str, Any]]:
-    """Returns items as they are stored, with ids. Raises ``QuireError`` INVALID for references: they may expire."""
+    """Returns items as they are stored, with ids that nothing else has. Raises ``QuireError`` INVALID for references: they may expire."""
     for number, item in enumerate(items):
         if item.type == REFERENCE:
             raise invalid(f"items[{number}].type", f"items[{number}] names an item: a conversation holds items alone.")
-    return list_items(items, token_hex(16))
+    return list_items(items, token_hex(16), kept=0)
 
 
 def _without(conversation: Conversation, item_id: str) -> Conversation:

@@ -125,15 +125,17 @@ class InputItem(LenientModel):
 _PREFIXES: Final = {MESSAGE: "msg", REASONING: "rs", CALL: "fc", OUTPUT: "fco"}
 
 
-def list_items(items: Sequence[InputItem], request_id: str) -> list[dict[str, Any]]:
-    """Returns the items of a request as its response lists them, each with an id of its own: the client's, unless an
-    item before has that, or else one that follows from the request's.
+def list_items(items: Sequence[InputItem], request_id: str, kept: int | None = None) -> list[dict[str, Any]]:
+    """Returns the items of a request as its response lists them, each with an id of its own: that which it has, unless
+    an item before has that, or else one that follows from the request's. Where only the first ``kept`` items keep
+    theirs, the others have ids that no item of another request has, whatever clients send at once.
     """
     taken: set[str] = set()
     listed = []
     for number, item in enumerate(items):
         own = f"{_PREFIXES[item.type]}_{request_id}_in{number}"
-        item_id = own if item.id is None or item.id in taken else item.id
+        keeps = (kept is None or number < kept) and item.id not in taken
+        item_id = item.id if keeps and item.id is not None else own
         taken.add(item_id)
         listed.append(item.to_json(item_id))
     return listed

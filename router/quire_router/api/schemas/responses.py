@@ -287,7 +287,8 @@ class ResponsesRequest(SamplingBody, InputBody):
                 "top_logprobs": (self.top_logprobs or 0) if shown else None,
             }
         )
-        listed = list_items(items, request_id) if self.store is not False else None
+        kept = len(history.items) if self.conversation is not None else None
+        listed = list_items(items, request_id, kept) if self.store is not False else None
         state = ResponseState(self._repeated(), listed)
         chat = chat.made_from(self).continuing(history.token_ids).storing(state)
         if len(chat.conversation) > MAX_CONVERSATION_CHARACTERS:

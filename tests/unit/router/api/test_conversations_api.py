@@ -232,6 +232,54 @@ async def test_responses_that_run_at_once_are_in_the_conversation_when_they_have
         assert sorted(await texts(stage, conversation)) == ["one", "so", "so", "two"]
 
 
+async def items_of(stage, conversation: str) -> list[dict[str, Any]]:
+    path = f"{CONVERSATIONS}/{conversation}/items?order=asc&limit=100"
+    return (await ask(stage.port, "GET", path)).json["data"]
+
+
+async def test_ids_are_unique_in_a_conversation_whatever_clients_send(monkeypatch):
+    """Also where two responses begin at once, neither of which knows the other's input."""
+    named = {"type": "message", "role": "user", "id": "msg_1", "content": "hello"}
+    begun, add = asyncio.Barrier(2), Conversations.add_response
+
+    async def add_together(*given: Any) -> None:
+        await begun.wait()
+        await add(*given)
+
+    async with stage_with() as stage:
+        conversation = await make(stage, items=[named, named])
+        path = f"{CONVERSATIONS}/{conversation}/items"
+        added = (await ask(stage.port, "POST", path, {"items": [named]})).json["data"]
+        monkeypatch.setattr(Conversations, "add_response", add_together)
+        body = {"model": MODEL, "input": [named], "conversation": conversation}
+        responses = await asyncio.gather(*(ask(stage.port, "POST", RESPONSES, body) for _ in range(2)))
+        monkeypatch.setattr(Conversations, "add_response", add)
+        listed = await items_of(stage, conversation)
+        ids = [item["id"] for item in listed]
+        assert len(set(ids)) == len(ids) == 3 + 2 * 2
+        assert added[0]["id"] == ids[2]
+        for response in responses:
+            inputs = (await ask(stage.port, "GET", f"{RESPONSES}/{response.json['id']}/input_items")).json["data"]
+            assert {item["id"] for item in inputs} <= {*ids}
+            assert {item["id"] for item in response.json["output"]} <= {*ids}
+        await respond(stage, conversation, "more")
+        assert (await items_of(stage, conversation))[: len(ids)] == listed
+        await ask(stage.port, "DELETE", f"{path}/{ids[0]}")
+        assert [item["id"] for item in await items_of(stage, conversation)][: len(ids) - 1] == ids[1:]
+
+
+async def test_an_item_that_is_named_again_has_an_id_of_its_own():
+    async with stage_with() as stage:
+        conversation = await make(stage)
+        first = (await respond(stage, conversation, "one")).json["output"][0]["id"]
+        again = {"type": "item_reference", "id": first}
+        repeated = {"model": MODEL, "input": [again, USER], "conversation": conversation}
+        assert (await ask(stage.port, "POST", RESPONSES, repeated)).status == 200
+        assert await texts(stage, conversation) == ["one", "yes", "yes", "hello", "yes"]
+        ids = [item["id"] for item in await items_of(stage, conversation)]
+        assert len(set(ids)) == len(ids)
+
+
 async def test_what_clients_add_to_a_conversation_is_bounded(monkeypatch):
     monkeypatch.setattr("quire_router.api.conversations.MAX_CONVERSATION_BYTES", 1000)
     long = {"role": "user", "content": "x" * 400}
