@@ -368,7 +368,8 @@ class Settings(CliSettings):
     retention: Seconds = Field(default=3600, description="Seconds that finished requests are stored.")
     responses_retention: Seconds = Field(
         default=21_600,
-        description="Seconds that finished responses of the Responses API, and conversations after their last change, are stored.",
+        description="Seconds that finished responses of the Responses API, and conversations after their last change, "
+        "are stored.",
     )
     usage_retention: Seconds = Field(
         default=400 * 86_400, description="Seconds that what tenants used in an hour is stored."

@@ -8,7 +8,7 @@ items are written once. Those of a response are in its record first, and are cop
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from secrets import token_hex
 from time import time
@@ -28,8 +28,8 @@ _ATTEMPTS = 8  # to change a conversation that others change too
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The ``number`` of a turn, in the order in which they came. Of a ``response``, the id of its request, and of the
-    items in its record how many are of the turns before (``known``).
+    """The ``number`` of a turn: numbers grow, and are never used again, also where a turn was removed. Of a
+    ``response``, the id of its request, and of the items in its record how many are of the turns before (``known``).
     """
 
     number: int
@@ -81,7 +81,7 @@ class Conversations:
         made = Conversation(f"conv_{token_hex(24)}", tenant, int(time()), metadata)
         if items:
             data = _encode(items)
-            made = _with_turn(made, size=len(data))
+            made = _with_turn(made, 0, size=len(data))
             await self._write(made.id, 0, data)
         await self._put(made, 0)
         return made
@@ -91,14 +91,14 @@ class Conversations:
         return (await self._find(conversation_id, tenant))[0]
 
     async def change(
-        self, conversation_id: str, tenant: str, change: Callable[[Conversation], Conversation]
+        self, conversation_id: str, tenant: str, change: Callable[[Conversation, int], Conversation]
     ) -> Conversation:
-        """Replaces a conversation by what ``change`` makes of it, whatever others change meanwhile, and keeps it for
-        longer. Raises as ``get``, and as ``change`` does.
+        """Replaces a conversation by what ``change`` makes of it and of its version, whatever others change meanwhile,
+        and keeps it for longer. Raises as ``get``, and as ``change`` does.
         """
         for _ in range(_ATTEMPTS):
             found, version = await self._find(conversation_id, tenant)
-            changed = change(found)
+            changed = change(found, version)
             if await self._put(changed, version):
                 return changed
         raise conversation_locked(conversation_id)
@@ -106,13 +106,27 @@ class Conversations:
     async def add_items(self, conversation_id: str, tenant: str, items: Items) -> Conversation:
         """Adds a turn of a client. Raises as ``get``, and INVALID for a conversation that is full."""
         data = _encode(items)
-        changed = await self.change(conversation_id, tenant, lambda found: _with_turn(found, size=len(data)))
+        changed = await self.change(
+            conversation_id, tenant, lambda found, version: _with_turn(found, version, size=len(data))
+        )
         await self._write(conversation_id, changed.turns[-1].number, data)
         return changed
 
-    async def add_response(self, conversation_id: str, tenant: str, response: str, known: int) -> None:
-        """Adds a response that begins, unless it is one of the turns. Raises as ``add_items``."""
-        await self.change(conversation_id, tenant, lambda found: _with_turn(found, response, known))
+    async def add_response(
+        self, conversation_id: str, tenant: str, response: str, known: int, failed: Collection[str] = ()
+    ) -> None:
+        """Adds a response that begins, unless it is one of the turns, of which those that ``failed`` are removed.
+        Raises as ``add_items``.
+        """
+
+        def change(found: Conversation, version: int) -> Conversation:
+            return _with_turn(_without_responses(found, failed), version, response, known)
+
+        await self.change(conversation_id, tenant, change)
+
+    async def remove_response(self, conversation_id: str, tenant: str, response: str) -> None:
+        """Removes a response that was refused, or has failed: it is no turn any more. Raises as ``get``."""
+        await self.change(conversation_id, tenant, lambda found, _: _without_responses(found, [response]))
 
     async def items(self, conversation: Conversation) -> dict[int, Items]:
         """Returns the items of the turns that have been written, by the numbers of the turns."""
@@ -147,9 +161,17 @@ def _encode(items: Items) -> bytes:
     return json.dumps(items, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
 
-def _with_turn(conversation: Conversation, response: str = "", known: int = 0, size: int = 0) -> Conversation:
-    """Returns a conversation with another turn, whose items are written after that: a client's take ``size`` bytes.
-    Raises ``QuireError`` INVALID.
+def _without_responses(conversation: Conversation, responses: Collection[str]) -> Conversation:
+    turns = (turn for turn in conversation.turns if not turn.response or turn.response not in responses)
+    return replace(conversation, turns=tuple(turns))
+
+
+def _with_turn(
+    conversation: Conversation, version: int, response: str = "", known: int = 0, size: int = 0
+) -> Conversation:
+    """Returns a conversation of this ``version`` with another turn, whose items are written after that: a client's take
+    ``size`` bytes. The turn has the version as its number, which no other change begins with. Raises ``QuireError``
+    INVALID.
     """
     turns = conversation.turns
     if response and any(turn.response == response for turn in turns):
@@ -159,7 +181,7 @@ def _with_turn(conversation: Conversation, response: str = "", known: int = 0, s
     if conversation.size + size > MAX_CONVERSATION_BYTES:
         most = f"The items that clients add to a conversation have at most {MAX_CONVERSATION_BYTES} bytes together."
         raise invalid("items", most)
-    return replace(conversation, turns=(*turns, Turn(len(turns), response, known)), size=conversation.size + size)
+    return replace(conversation, turns=(*turns, Turn(version, response, known)), size=conversation.size + size)
 
 
 def _decode(data: bytes) -> Conversation:

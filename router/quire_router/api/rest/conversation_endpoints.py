@@ -71,7 +71,7 @@ class ConversationEndpoints:
             async with self._body(exchange, name) as body:
                 metadata = ConversationUpdate.from_json(body.detach()).metadata or {}
                 changed = await self._conversations.change(
-                    conversation_id, tenant, lambda found: replace(found, metadata=metadata)
+                    conversation_id, tenant, lambda found, _: replace(found, metadata=metadata)
                 )
                 await exchange.response.send(200, to_json(changed.to_json()))
             return
@@ -108,7 +108,7 @@ class ConversationEndpoints:
                 raise item_not_found("item_id", item_id)
             if exchange.scope["method"] == "DELETE":
                 found = await self._conversations.change(
-                    found.id, exchange.caller.tenant, lambda conversation: _without(conversation, item_id)
+                    found.id, exchange.caller.tenant, lambda conversation, _: _without(conversation, item_id)
                 )
                 await exchange.response.send(200, to_json(found.to_json()))
             else:
@@ -136,7 +136,9 @@ class ConversationEndpoints:
 
 
 def _listed(items: Sequence[InputItem]) -> list[dict[str, Any]]:
-    """Returns items as they are stored, with ids that nothing else has. Raises ``QuireError`` INVALID for references: they may expire."""
+    """Returns items as they are stored, with ids that nothing else has. Raises ``QuireError`` INVALID for references:
+    they may expire.
+    """
     for number, item in enumerate(items):
         if item.type == REFERENCE:
             raise invalid(f"items[{number}].type", f"items[{number}] names an item: a conversation holds items alone.")

@@ -80,6 +80,10 @@ class _StillRunningError(Exception):
     """The response of a turn runs, and is not waited for."""
 
 
+class _FailedError(Exception):
+    """The response of a turn has failed, which adds nothing."""
+
+
 class HistoryReader:
     """Finds what requests go on from. Those of other tenants are not found. Without ``conversations`` they go on from
     none.
@@ -107,6 +111,7 @@ class HistoryReader:
         written = await self._conversations.items(conversation)
         responses = [turn for turn in conversation.turns if turn.response]
         token_ids: Sequence[int] = ()
+        failed = list[str]()
         for turn in responses:
             is_last = turn is responses[-1]
             if turn.number in written and not (wait and is_last):
@@ -115,31 +120,38 @@ class HistoryReader:
                 earlier = await self._turn(turn, conversation, caller, wait=wait)
             except _StillRunningError:
                 continue
+            except _FailedError:
+                failed.append(turn.response)
+                continue
             token_ids = () if earlier is None else earlier.all_token_ids
             if turn.number not in written and (earlier is not None or not is_last):
                 written[turn.number] = [] if earlier is None else earlier.items()[turn.known :]
                 await self._conversations.write_response(conversation, turn, written[turn.number])
         items = [item for turn in conversation.turns for item in written.get(turn.number, ())]
         deleted = frozenset(conversation.deleted)
-        return ConversationItems([item for item in items if item["id"] not in deleted], token_ids)
+        return ConversationItems([item for item in items if item["id"] not in deleted], token_ids, failed)
 
     async def _turn(
         self, turn: Turn, conversation: Conversation, caller: Identity, *, wait: bool
     ) -> EarlierResponse | None:
-        """Returns the response of a turn; None for one that has failed, or was never begun. Raises
-        ``_StillRunningError`` for one that is not waited for.
+        """Returns the response of a turn; None for one that was never begun, or whose record is gone. Raises
+        ``_StillRunningError`` for one that is not waited for, and ``_FailedError``.
         """
         try:
             stored = await self.stored(turn.response, caller, polled=False)
             if stored.status is RequestStatus.FAILED:
-                return None
+                raise _FailedError
             if stored.status is RequestStatus.RUNNING and not wait:
                 raise _StillRunningError
             return await self._whole(stored, caller)
         except QuireError as error:
             if error.code is ErrorCode.NOT_FOUND:
                 return None
-            raise conversation_locked(conversation.id) if error.code is ErrorCode.DEADLINE else error from None
+            if error.code is ErrorCode.DEADLINE:
+                raise conversation_locked(conversation.id) from None
+            if await self.is_over(turn.response, caller):
+                raise _FailedError from None
+            raise
 
     async def _conversation(self, conversation_id: str, caller: Identity, request_id: str) -> "ConversationItems":
         if self._conversations is None:
@@ -158,6 +170,13 @@ class HistoryReader:
         if ResponseOptions.from_record(found.first).api is not Api.RESPONSES:
             raise response_not_found(response_id)
         return found
+
+    async def is_over(self, response_id: str, caller: Identity) -> bool:
+        """Whether there is no such response, or it has ended with an error."""
+        try:
+            return (await self.stored(response_id, caller, polled=False)).status is RequestStatus.FAILED
+        except QuireError as error:
+            return error.code is ErrorCode.NOT_FOUND
 
     async def _previous(self, response_id: str, caller: Identity) -> EarlierResponse:
         try:
@@ -248,10 +267,13 @@ class RecordedHistory:
 
 @dataclass(frozen=True, slots=True)
 class ConversationItems:
-    """The items of a conversation, and the tokens of the prompt and the answer of its last response."""
+    """The items of a conversation, and the tokens of the prompt and the answer of its last response. Its responses that
+    ``failed`` are turns of it no longer.
+    """
 
     items: Items
     token_ids: Sequence[int]
+    failed: Sequence[str] = ()
 
 
 def keeps_items(stored: StoredRequest) -> bool:
@@ -277,6 +299,6 @@ async def prepare_response(  # noqa: PLR0917 - as ``ApiService.prepare``
         lambda: request.to_chat(history.read(), request_id), request_id, caller, options, size=size + history.size
     )
     if conversations is not None and request.conversation is not None and history.conversation is not None:
-        known = len(history.conversation.items)
-        await conversations.add_response(request.conversation, caller.tenant, request_id, known)
+        known, failed = len(history.conversation.items), history.conversation.failed
+        await conversations.add_response(request.conversation, caller.tenant, request_id, known, failed)
     return prepared

@@ -2,6 +2,7 @@
 are stored.
 """
 
+import logging
 import re
 from contextlib import aclosing, suppress
 from typing import Final
@@ -25,7 +26,7 @@ from quire_router.api.rest.http import (
 )
 from quire_router.api.rest.item_list import item_page, read_query
 from quire_router.api.rest.response_history import HistoryReader, keeps_items, prepare_response
-from quire_router.api.rest.responses_format import RESPONSES, Answer
+from quire_router.api.rest.responses_format import RESPONSES, Answer, read_state
 from quire_router.api.rest.sse import KeepAlive, collect, stream
 from quire_router.api.schemas.response_state import ResponseState
 from quire_router.api.schemas.responses import (
@@ -37,6 +38,8 @@ from quire_router.api.tokenize import TokenizeResult, input_to_tokenize
 from quire_router.core.errors import (
     response_not_found,
 )
+
+log = logging.getLogger(__name__)
 
 PATH: Final = "/v1/responses"
 _NUMBER = re.compile(r"[0-9]{1,15}", re.ASCII)
@@ -88,6 +91,21 @@ class ResponseEndpoints:
         return await prepare_response(
             self._service, body.detach, size, request_id, caller, options, self._conversations
         )
+
+    async def forget(self, exchange: HttpExchange, prepared: PreparedRequest) -> None:
+        """Takes a response that was refused, or has failed for good, out of its conversation. One with an idempotency
+        key may have begun as another request, and stays then.
+        """
+        conversation = read_state(prepared).repeated.get("conversation")
+        if conversation is None or self._conversations is None:
+            return
+        first, caller = prepared.first, exchange.caller
+        if first.digest and not await self._history.is_over(first.request_id, caller):
+            return
+        try:
+            await self._conversations.remove_response(conversation["id"], caller.tenant, first.request_id)
+        except QuireError as error:  # it is empty, and goes with the next response
+            log.debug("response %s stays a turn of its conversation: %s", first.request_id, error.message)
 
     async def start(self, exchange: HttpExchange, prepared: PreparedRequest) -> None:
         """Starts a response in the background, and sends its state, or its events if they are asked for."""

@@ -166,11 +166,14 @@ Prepare = Callable[[HttpExchange, ReservedBody, RequestOptions], Awaitable[Prepa
 """Returns the request in a body. Raises ``QuireError``."""
 Start = Callable[[HttpExchange, PreparedRequest], Awaitable[None]]
 """Starts a request in the background, and sends the response to that. Raises ``QuireError``."""
+Forget = Callable[[HttpExchange, PreparedRequest], Awaitable[None]]
+"""Takes back what preparing a request has written, as it was refused or has failed, and cannot be resumed."""
 
 
 class GenerateHandler:
     """One of the routes that generate. ``path`` names its span, ``prepare`` reads the request in its body, ``start``
-    takes one for the background, where the response is not the state of the request.
+    takes one for the background, where the response is not the state of the request, and ``forget`` one that was
+    refused or has failed.
     """
 
     def __init__(
@@ -181,6 +184,7 @@ class GenerateHandler:
         answer_format: AnswerFormat,
         *,
         start: Start | None = None,
+        forget: Forget | None = None,
         limits: BodyLimits,
         keepalive: KeepAlive,
     ) -> None:
@@ -188,6 +192,7 @@ class GenerateHandler:
         self._name = f"POST {path}"
         self._prepare = prepare
         self._start = start or self._start_request
+        self._forget = forget
         self._format = answer_format
         self._limits = limits
         self._keepalive = keepalive
@@ -209,13 +214,20 @@ class GenerateHandler:
             await cancel_on_disconnect(exchange.receive, self._answer(exchange, body, options))
 
     async def _answer(self, exchange: HttpExchange, body: ReservedBody, options: RequestOptions) -> None:
-        caller = exchange.caller
         prepared = await self._prepare(exchange, body, options)
+        try:
+            await self._send(exchange, body, prepared)
+        except QuireError as error:
+            if self._forget is not None and not _is_resumable(exchange, error):
+                await self._forget(exchange, prepared)
+            raise
+
+    async def _send(self, exchange: HttpExchange, body: ReservedBody, prepared: PreparedRequest) -> None:
         body.hold_until_queued(prepared.first.request_id)
         if prepared.first.background:
             await self._start(exchange, prepared)
             return
-        answer = await self._service.responses.open(prepared, caller)
+        answer = await self._service.responses.open(prepared, exchange.caller)
         if answer.replayed:
             body.release()  # nothing is queued, and the first request's response may take long
         exchange.resumable = bool(prepared.first.digest)
@@ -283,9 +295,15 @@ def build_api(
     tokens = TokenizeEndpoints(service, limits)
     responses = ResponseEndpoints(service, limits, keepalive, conversations)
 
-    def generate(path: str, prepare: Prepare, answer_format: AnswerFormat, start: Start | None = None) -> Route:
+    def generate(
+        path: str,
+        prepare: Prepare,
+        answer_format: AnswerFormat,
+        start: Start | None = None,
+        forget: Forget | None = None,
+    ) -> Route:
         handler = GenerateHandler(
-            service, path, prepare, answer_format, start=start, limits=limits, keepalive=keepalive
+            service, path, prepare, answer_format, start=start, forget=forget, limits=limits, keepalive=keepalive
         )
         return _route(path, "POST", handler)
 
@@ -294,7 +312,7 @@ def build_api(
         generate("/v1/chat/completions", _preparing(service, ChatRequest.from_json), CHAT),
         generate(_MESSAGES, _preparing(service, MessagesRequest.chat_from_json), MESSAGES),
         _route(f"{_MESSAGES}/count_tokens", "POST", tokens.count_tokens),
-        generate(RESPONSES_PATH, responses.prepare, RESPONSES, responses.start),
+        generate(RESPONSES_PATH, responses.prepare, RESPONSES, responses.start, responses.forget),
         _route(f"{RESPONSES_PATH}/input_tokens", "POST", responses.input_tokens),
         _route(f"{RESPONSES_PATH}/{{id}}", ("GET", "DELETE"), responses.show_or_delete),
         _route(f"{RESPONSES_PATH}/{{id}}/cancel", "POST", responses.cancel),
@@ -392,6 +410,10 @@ def _route(path: str, method: str | Sequence[str], handler: Handler) -> Route:
     return Route(path, _Asgi(handler), methods=methods, name=path)
 
 
+def _is_resumable(exchange: HttpExchange, error: QuireError) -> bool:
+    return (exchange.has_output or exchange.resumable) and error.code in _TRANSIENT
+
+
 async def _send_error(exchange: HttpExchange, error: HttpError | QuireError) -> None:
     """Sends an error as a response or, in a stream that has started, as its last event: it never just ends. A stream
     with ids that can be resumed also says after which time.
@@ -399,7 +421,7 @@ async def _send_error(exchange: HttpExchange, error: HttpError | QuireError) -> 
     if not exchange.response.started:
         await exchange.response.send(*exchange.format.error_response(error, exchange.request_id))
     elif not exchange.response.ended and isinstance(error, QuireError):
-        resumable = (exchange.has_output or exchange.resumable) and error.code in _TRANSIENT
+        resumable = _is_resumable(exchange, error)
         encoder = exchange.encoder
         event = exchange.format.error_event(error, exchange.request_id, resumable=resumable, encoder=encoder)
         await exchange.response.end((RECONNECT if resumable and exchange.event_ids else b"") + event)

@@ -8,7 +8,7 @@ import openai
 import pytest
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
-from quire_router.api.conversations import Conversations
+from quire_router.api.conversations import Conversations, Turn
 from quire_router.journal.objects import MemoryObjectStore
 
 from tests.support.response_streams import response_events, response_of
@@ -22,8 +22,8 @@ KEYS = ["k" * 16, "l" * 16]
 
 
 @asynccontextmanager
-async def stage_with(script: Any = "yes", **more: Any):
-    store = MemoryObjectStore()
+async def stage_with(script: Any = "yes", store: MemoryObjectStore | None = None, **more: Any):
+    store = store or MemoryObjectStore()
     played = script_of(script) if isinstance(script, str) else script
     async with open_stage(
         played, template=THINKING_TEMPLATE, conversations=Conversations(store, 60.0), **more
@@ -131,6 +131,93 @@ async def test_what_failed_adds_nothing():
         stage.runner.script = script_of("yes")
         assert (await respond(stage, conversation, "two")).status == 200
         assert await texts(stage, conversation) == ["hello", "two", "yes"]
+
+
+async def turns_of(store: MemoryObjectStore, conversation: str) -> list[Turn]:
+    return [*(await Conversations(store, 60.0).get(conversation, "")).turns]
+
+
+@pytest.mark.parametrize("headers", [{}, {"idempotency-key": "once"}], ids=["without key", "with key"])
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"background": True}], ids=str)
+async def test_a_response_that_is_refused_is_no_turn(fields, headers, monkeypatch):
+    """Once with a full queue, before there is a record of it."""
+    store = MemoryObjectStore()
+
+    async def refuse(*_: Any) -> None:
+        raise QuireError(ErrorCode.OVERLOADED, "Too many requests wait.")
+
+    async def refuse_run(*_: Any):
+        await refuse()
+        yield
+
+    async with stage_with(store=store) as stage:
+        conversation = await make(stage, items=[USER])
+        for name, refused in (("run", refuse_run), ("run_once", refuse), ("start", refuse)):
+            monkeypatch.setattr(stage.runner, name, refused)
+        assert (await respond(stage, conversation, "one", headers, **fields)).status == 429
+        assert len(await turns_of(store, conversation)) == 1
+        monkeypatch.undo()
+        assert (await respond(stage, conversation, "two")).status == 200
+        assert (await respond(stage, conversation, "one", headers, **fields)).status == 200
+        await until(lambda: not stage.runner.background)
+        assert await texts(stage, conversation) == ["hello", "two", "yes", "one", "yes"]
+        assert len(await turns_of(store, conversation)) == 3
+
+
+async def test_a_response_that_cannot_be_prepared_is_no_turn():
+    store = MemoryObjectStore()
+    async with stage_with(store=store) as stage:
+        conversation = await make(stage, items=[USER])
+        assert (await respond(stage, conversation, "one", temperature=-1)).status == 400
+        assert len(await turns_of(store, conversation)) == 1
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"background": True}], ids=str)
+async def test_a_response_that_failed_is_no_turn_once_the_next_begins(fields):
+    store = MemoryObjectStore()
+    async with stage_with(["no", QuireError(ErrorCode.INTERNAL, "It broke.")], store=store) as stage:
+        conversation = await make(stage, items=[USER])
+        await respond(stage, conversation, "one", **fields)
+        await until(lambda: not stage.runner.background)
+        assert await texts(stage, conversation) == ["hello"]
+        stage.runner.script = script_of("yes")
+        await respond(stage, conversation, "two")
+        turns = await turns_of(store, conversation)
+        assert [bool(turn.response) for turn in turns] == [False, True]
+        assert await texts(stage, conversation) == ["hello", "two", "yes"]
+
+
+async def test_a_key_that_is_refused_while_its_response_runs_leaves_that_in_the_conversation(monkeypatch):
+    store, release, once = MemoryObjectStore(), asyncio.Event(), {"idempotency-key": "once"}
+    async with stage_with(["so", release, FinishReason.STOP], store=store) as stage:
+        conversation = await make(stage)
+        running = asyncio.create_task(respond(stage, conversation, "one", once))
+        await stage.runner.started.wait()
+
+        async def refuse(*_: Any) -> None:
+            raise QuireError(ErrorCode.OVERLOADED, "Too many requests a minute.")
+
+        monkeypatch.setattr(stage.runner, "run_once", refuse)
+        assert (await respond(stage, conversation, "one", once)).status == 429
+        release.set()
+        assert (await running).status == 200
+        assert await texts(stage, conversation) == ["one", "so"]
+
+
+async def test_a_number_of_a_turn_is_never_used_again():
+    """What was written of a turn that is gone would be the items of the next one."""
+    conversations = Conversations(MemoryObjectStore(), 60.0)
+    made = await conversations.create("", {}, [{"id": "msg_1"}])
+    for name in "ab":
+        await conversations.add_response(made.id, "", name, 0)
+    before = await conversations.get(made.id, "")
+    await conversations.write_response(before, before.turns[1], [{"id": "msg_2"}])
+    for name in "ab":
+        await conversations.remove_response(made.id, "", name)
+    await conversations.add_response(made.id, "", "c", 0)
+    found = await conversations.get(made.id, "")
+    assert [turn.response for turn in found.turns] == ["", "c"]
+    assert await conversations.items(found) == {0: [{"id": "msg_1"}]}
 
 
 async def test_a_response_that_runs_is_waited_for():
