@@ -9,7 +9,7 @@ items are written once. Those of a response are in its record first, and are cop
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from secrets import token_hex
 from time import time
 from typing import Any
@@ -18,6 +18,7 @@ from quire_proto.errors import invalid
 
 from quire_router.core.errors import conversation_locked, conversation_not_found
 from quire_router.core.generation import MAX_CONVERSATION_CHARACTERS
+from quire_router.journal import records
 from quire_router.journal.objects import ObjectStore
 
 _ID = re.compile("conv_[0-9a-f]{48}")
@@ -144,14 +145,13 @@ class Conversations:
 
     async def _find(self, conversation_id: str, tenant: str) -> tuple[Conversation, int]:
         found = await self._store.get(conversation_id) if _ID.fullmatch(conversation_id) else None
-        conversation = None if found is None else _decode(found.data)
+        conversation = None if found is None else records.decode(Conversation, found.data)
         if found is None or conversation is None or conversation.tenant != tenant:
             raise conversation_not_found(conversation_id)
         return conversation, found.version
 
     async def _put(self, conversation: Conversation, version: int) -> bool:
-        data = json.dumps(asdict(conversation), separators=(",", ":")).encode()
-        return await self._store.put(conversation.id, data, version, self._retention)
+        return await self._store.put(conversation.id, records.encode(conversation), version, self._retention)
 
     async def _write(self, conversation_id: str, number: int, data: bytes) -> None:
         await self._store.add_part(conversation_id, number, data, self._retention)
@@ -182,9 +182,3 @@ def _with_turn(
         most = f"The items that clients add to a conversation have at most {MAX_CONVERSATION_BYTES} bytes together."
         raise invalid("items", most)
     return replace(conversation, turns=(*turns, Turn(version, response, known)), size=conversation.size + size)
-
-
-def _decode(data: bytes) -> Conversation:
-    fields = json.loads(data)
-    turns = tuple(Turn(**turn) for turn in fields.pop("turns"))
-    return Conversation(**{**fields, "turns": turns, "deleted": tuple(fields.pop("deleted"))})

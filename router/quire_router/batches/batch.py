@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from typing import Any, Final, Self
 
+from quire_router.journal import records
+
 EMBEDDINGS: Final = "/v1/embeddings"
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", EMBEDDINGS)
 WINDOW: Final = 86_400  # seconds: the one completion window, "24h"
@@ -55,12 +57,12 @@ class Batch:
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
-        """Returns the batch that ``to_json`` wrote."""
-        return cls(**json.loads(data))
+        """Returns the batch that ``to_json`` wrote. Raises ``UnreadableRecordError``."""
+        return records.decode(cls, data)
 
     def to_json(self) -> bytes:
         """Returns what is stored."""
-        return json.dumps(asdict(self)).encode()
+        return records.encode(self)
 
     @property
     def ended(self) -> bool:

@@ -5,13 +5,13 @@ this tenant alone, and gone after a time.
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
-from json import dumps, loads
 from secrets import token_hex
 from time import time
 
 from quire_proto.errors import invalid
 
 from quire_router.core.errors import file_not_found, too_many_files
+from quire_router.journal import records
 from quire_router.journal.objects import ObjectStore, read_objects
 
 CHUNK_BYTES = 256 * 1024
@@ -71,7 +71,7 @@ class Files:
     async def get(self, file_id: str, tenant: str, param: str = "file_id") -> FileInfo:
         """Returns a file of this tenant. Raises ``QuireError`` NOT_FOUND for the parameter that names it."""
         found = await self._store.get(_name(file_id, param))
-        info = None if found is None else FileInfo(**loads(found.data))
+        info = None if found is None else records.decode(FileInfo, found.data)
         if info is None or info.tenant != tenant:
             raise file_not_found(file_id, param)
         return info
@@ -83,7 +83,7 @@ class Files:
         names = await listed(self._store, collection_of(tenant), after, ascending=ascending)
         async with aclosing(read_objects(self._store, collection_of(tenant), names)) as objects:
             async for _, found in objects:
-                yield FileInfo(**loads(found.data))
+                yield records.decode(FileInfo, found.data)
 
     async def delete(self, info: FileInfo) -> None:
         """Deletes a file."""
@@ -199,7 +199,7 @@ async def _create(store: ObjectStore, info: FileInfo, ttl: float) -> None:
     """Lists a file that is there: readers of a list take names without an object out of it (``read_objects``). A file
     whose router died before it was listed expires.
     """
-    await store.put(info.id, dumps(asdict(info)).encode(), 0, ttl)
+    await store.put(info.id, records.encode(info), 0, ttl)
     await store.enter(collection_of(info.tenant), info.id, ttl)
 
 

@@ -47,8 +47,7 @@ _RETRY_AFTER: Final = {ErrorCode.OVERLOADED: 1.0, ErrorCode.UNAVAILABLE: 5.0}
 """For errors that pass, where nothing better is known."""
 RETRY_NOT_READY: Final = 2.0  # until an engine may be there
 _RETRY_BUSY = 1.0
-_RETRY_CAPACITY = 5.0
-_RETRY_BACKGROUND = 5.0
+_RETRY_CAPACITY = _RETRY_BACKGROUND = 5.0
 _RETRY_STOPPING = 5.0  # another replica, or the next start
 _NAMED_MODELS: Final = 5  # in one message
 
@@ -58,8 +57,7 @@ _NAMED_MODELS: Final = 5  # in one message
 
 def key_missing() -> QuireError:
     """The request has no API key."""
-    message = "An API key is needed: send the header Authorization: Bearer KEY."
-    return QuireError(ErrorCode.UNAUTHENTICATED, message)
+    return QuireError(ErrorCode.UNAUTHENTICATED, "An API key is needed: send the header Authorization: Bearer KEY.")
 
 
 def several_keys() -> QuireError:
@@ -332,6 +330,11 @@ def journal_unavailable() -> QuireError:
     return QuireError(ErrorCode.UNAVAILABLE, "Request state cannot be read now.", retry_after=1.0)
 
 
+def newer_record() -> QuireError:
+    """Only newer routers can go on with a request: the next try may reach one."""
+    return QuireError(ErrorCode.UNAVAILABLE, "A newer router has this request: try again.", retry_after=_RETRY_STOPPING)
+
+
 def store_full() -> QuireError:
     """There is no room for more files and batches."""
     message = "There is no room for more files and batches now. Delete files that are not needed any more."
@@ -404,8 +407,7 @@ def prompt_forgotten() -> QuireError:
 
 def response_not_found(response_id: str) -> QuireError:
     """A response of the Responses API is not stored, or is another tenant's."""
-    message = f"Response with id {response_id[:128]!r} not found."
-    return QuireError(ErrorCode.NOT_FOUND, message, param="response_id")
+    return QuireError(ErrorCode.NOT_FOUND, f"Response with id {response_id[:128]!r} not found.", param="response_id")
 
 
 def previous_not_found(response_id: str) -> QuireError:
@@ -436,10 +438,9 @@ def item_not_found(param: str, item_id: str) -> QuireError:
     return QuireError(ErrorCode.NOT_FOUND, message, param=param, reason="item_not_found")
 
 
-def conversation_not_found(conversation_id: str) -> QuireError:
+def conversation_not_found(name: str) -> QuireError:
     """A conversation is not stored, or is another tenant's. In OpenAI's words."""
-    message = f"Conversation with id {conversation_id[:128]!r} not found."
-    return QuireError(ErrorCode.NOT_FOUND, message, param="conversation_id")
+    return QuireError(ErrorCode.NOT_FOUND, f"Conversation with id {name[:128]!r} not found.", param="conversation_id")
 
 
 def conversation_locked(conversation_id: str) -> QuireError:

@@ -272,7 +272,7 @@ def decode_error(text: str) -> QuireError:
 
 def _details(text: str) -> dict[str, Any]:
     """Raises ``ValueError`` for what is not written by ``encode_error``."""
-    known: dict[str, Any] = json.loads(text)
+    known = {name: value for name, value in json.loads(text).items() if name in ("param", "retry_after", "reason")}
     wait = known.get("retry_after", 0.0)
     texts = (known.get("param", ""), known.get("reason", ""))
     if not isinstance(wait, int | float) or not 0 <= wait < 1e9 or not all(isinstance(each, str) for each in texts):

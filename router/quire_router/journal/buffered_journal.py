@@ -18,7 +18,7 @@ from quire_proto.sampling import FinishReason
 from quire_proto.supervise import SupervisedTask
 
 from quire_router.core import metrics
-from quire_router.core.errors import journal_unavailable
+from quire_router.core.errors import journal_unavailable, newer_record
 from quire_router.core.generation import NO_USAGE, GenerationRequest, Usage
 from quire_router.core.retry import supervise
 from quire_router.core.usage import Account, UsageRow
@@ -34,6 +34,7 @@ from quire_router.journal.base import (
 from quire_router.journal.codec import (
     TOKEN_BYTES,
     CorruptRecordError,
+    NewerRecordError,
     decode_deadline,
     decode_epoch,
     decode_status,
@@ -260,6 +261,8 @@ class BufferedJournal(ABC):
             return None
         try:
             record = decode_status(request_id, fields, prompt, now)
+        except NewerRecordError:
+            raise newer_record() from None
         except CorruptRecordError:
             raise corrupt_record_error(request_id) from None
         return self._with_local_end(record or await self.read(request_id, tokens_only=True))
@@ -369,6 +372,8 @@ class BufferedJournal(ABC):
         """
         try:
             return await operation()
+        except NewerRecordError:
+            raise newer_record() from None
         except CorruptRecordError:
             raise corrupt_record_error(request_id) from None
         except self._store.errors:
@@ -395,6 +400,9 @@ class BufferedJournal(ABC):
                 self._store.abandon(lease)
                 raise journal_unavailable()
             record, *_ = await read_record(request_id, fields, packed)
+        except NewerRecordError:
+            self._store.abandon(lease)
+            raise newer_record() from None
         except CorruptRecordError:
             await self._fail_corrupt(lease)
             raise internal() from None

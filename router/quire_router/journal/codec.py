@@ -2,7 +2,8 @@
 
 The request is JSON in one field of the hash. It is read field by field, so that each value has the type that it had;
 its prompt is packed in another field, its conversation, where it has one, is text in a third, and a checksum over all
-of them (``seal``) detects a damaged record.
+of them (``seal``) detects a damaged record. Routers of other versions write and read the same records: ``records``
+has the rule.
 """
 
 import json
@@ -92,6 +93,10 @@ class CorruptRecordError(ValueError):
     """What is stored is not a record."""
 
 
+class NewerRecordError(CorruptRecordError):
+    """A record whose answer depends on what only newer routers know. It is left to them."""
+
+
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
     """Four bytes for each token, or other value of a ``TokenLog``."""
     packed = token_ids if isinstance(token_ids, array) else array("i", token_ids)
@@ -134,8 +139,10 @@ def encode_request(generation: GenerationRequest) -> bytes:
         "session": generation.session,
         "deadline": generation.deadline,
     }
-    if generation.lora is not None:  # a router that knows no adapters is to refuse the record
+    if generation.lora is not None:
         stored["lora"] = (generation.lora.name, generation.lora.digest.hex())
+    if newer := [name for name in _PARAMS if name not in _KNOWN_TO_ALL and _is_set(generation.params, name)]:
+        stored["needs"] = [f"params.{name}" for name in newer]
     return json.dumps(stored, separators=(",", ":"), default=asdict).encode()
 
 
@@ -185,6 +192,8 @@ def decode_record(
             conversation=conversation.decode("utf-8", "surrogatepass"),
         )
         return _to_record(request_id, generation, fields, now)
+    except NewerRecordError:
+        raise
     except _DECODE_ERRORS as error:
         raise CorruptRecordError(f"the record is damaged ({type(error).__name__})") from error
 
@@ -201,6 +210,8 @@ def decode_status(request_id: str, fields: Mapping[bytes, bytes], prompt: int, n
         if b"told" not in fields:
             return None
         return replace(record, usage=Usage(prompt // TOKEN_BYTES, int(fields[b"told"])))
+    except NewerRecordError:
+        raise
     except _DECODE_ERRORS as error:
         raise CorruptRecordError(f"the record is damaged ({type(error).__name__})") from error
 
@@ -276,8 +287,8 @@ def encode_usage(usage: Usage) -> str:
 
 
 def decode_usage(text: bytes) -> Usage:
-    """The usage. Raises ``ValueError`` if it is none."""
-    counts = [int(count) for count in text.split()]
+    """The usage. Raises ``ValueError`` if it is none. Newer routers may count more, behind what is known here."""
+    counts = [int(count) for count in text.split()][: len(fields_of(Usage))]
     if not all(0 <= count < 2**31 for count in counts):
         raise ValueError("no request uses so many tokens")
     return Usage(*counts) if counts else NO_USAGE
@@ -289,6 +300,8 @@ def decode_account(request: bytes) -> Account:
         fields = json.loads(request)
         model = fields["model"] if "lora" not in fields else _as_lora(fields["lora"]).name
         return Account(_as_str(fields["tenant"]), _as_str(model))
+    except NewerRecordError:
+        raise
     except _DECODE_ERRORS as error:
         raise CorruptRecordError(f"the record is damaged ({type(error).__name__})") from error
 
@@ -297,32 +310,36 @@ def decode_num_choices(request: bytes) -> int:
     """How many choices the client of a stored request gets. Raises ``CorruptRecordError``."""
     try:
         return decode_params(json.loads(request)["params"]).n
+    except NewerRecordError:
+        raise
     except _DECODE_ERRORS as error:
         raise CorruptRecordError(f"the record is damaged ({type(error).__name__})") from error
 
 
 def decode_request(fields: dict[str, Any], prompt: "array[int]") -> GenerationRequest:
-    """The request. Raises ``ValueError``, ``TypeError``, ``KeyError``, ``AttributeError`` or ``QuireError`` if it is
-    none.
+    """The request. Raises ``NewerRecordError``; and ``ValueError``, ``TypeError``, ``KeyError``, ``AttributeError`` or
+    ``QuireError`` if it is none.
     """
+    if unknown := [name for name in map(_as_str, fields.get("needs", ())) if name not in _KNOWN]:
+        raise NewerRecordError(f"the record needs what this version does not know: {', '.join(unknown)[:256]}")
     if min(prompt, default=0) < 0:
         raise ValueError("the prompt is not made of tokens")
-    plain = {name: read(fields.pop(name)) for name, read in _FIELD_DECODERS.items() if name in fields}
+    plain = {name: read(fields[name]) for name, read in _FIELD_DECODERS.items() if name in fields}
     return GenerationRequest(
-        response_options=_as_str(fields.pop("shape", "")),
+        response_options=_as_str(fields.get("shape", "")),
         prompt_token_ids=prompt,
-        params=decode_params(fields.pop("params")),
-        stop=tuple(map(_as_str, fields.pop("stop"))),
-        parts=tuple(map(_as_str, fields.pop("parts", ()))),
-        cache_salt=bytes.fromhex(fields.pop("cache_salt")),
+        params=decode_params(fields["params"]),
+        stop=tuple(map(_as_str, fields["stop"])),
+        parts=tuple(map(_as_str, fields.get("parts", ()))),
+        cache_salt=bytes.fromhex(fields["cache_salt"]),
         **plain,
-        **fields,
     )
 
 
 def decode_params(fields: Mapping[str, Any]) -> SamplingParams:
     """The request's parameters. Raises as ``decode_request``."""
-    read = {name: _decode_param(name, value) for name, value in fields.items() if name != "structured"}
+    plain = _PARAM_DEFAULTS.keys() - {"structured"}
+    read = {name: _decode_param(name, value) for name, value in fields.items() if name in plain}
     structured = fields.get("structured")
     if structured is not None:
         structured = Structured(StructuredKind(structured["kind"]), _as_str(structured["text"]))
@@ -381,7 +398,19 @@ def _as_optional_float(value: Any) -> float | None:
     return None if value is None else _as_float(value)
 
 
+def _is_set(params: SamplingParams, name: str) -> bool:
+    return bool(getattr(params, name) != _PARAM_DEFAULTS[name])
+
+
 _PARAM_DEFAULTS = {each.name: each.default for each in fields_of(SamplingParams)}
+_KNOWN_TO_ALL = frozenset(
+    {
+        "temperature", "top_p", "top_k", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "min_p",
+        "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "min_tokens", "n",
+        "best_of", "beam_width", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs", "structured",
+    }
+)  # fmt: skip
+"""The parameters that the first routers knew which read ``needs``. Others are needed where they have been set."""
 _FIELD_DECODERS: dict[str, Callable[[Any], Any]] = {
     "request_id": _as_str,
     "model": _as_str,
@@ -399,3 +428,7 @@ _FIELD_DECODERS: dict[str, Callable[[Any], Any]] = {
     "deadline": _as_optional_float,
     "lora": _as_lora,
 }
+_KNOWN = frozenset({*_FIELD_DECODERS, "shape", "params", "stop", "parts", "cache_salt"}) | {
+    f"params.{name}" for name in _PARAMS
+}
+"""The fields of a request, and its parameters, that this router reads."""

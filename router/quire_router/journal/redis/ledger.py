@@ -161,11 +161,15 @@ async def read_usage(client: Redis, since: float, until: float, tenant: str | No
 
 
 def rows_of(hour: int, counts: dict[bytes, bytes]) -> list[UsageRow]:
-    """The rows of an hour's hash, whose fields are a column, a tenant and a model."""
+    """The rows of an hour's hash, whose fields are a column, a tenant and a model. Columns of newer routers are none of
+    these.
+    """
     found: dict[tuple[str, str], dict[str, int]] = {}
     for field, count in counts.items():
-        column, tenant, model = field.decode(errors="replace").split(" ", 2)
-        found.setdefault((tenant, model), dict.fromkeys(_COLUMNS, 0))[column] = int(count)
+        column, _, account = field.decode(errors="replace").partition(" ")
+        tenant, separator, model = account.partition(" ")
+        if column in _COLUMNS and separator:
+            found.setdefault((tenant, model), dict.fromkeys(_COLUMNS, 0))[column] = int(count)
     return [UsageRow(hour, tenant, model, *columns.values()) for (tenant, model), columns in found.items()]
 
 

@@ -1,0 +1,44 @@
+"""Records that are kept as JSON (``encode``, ``decode``), and the rule of all that routers keep in a database.
+
+**The rule.** While an update rolls, routers of two versions read what the other writes. So a field keeps its name and
+its meaning, a new one has a default, and a router ignores fields that it does not know. What a request's answer depends
+on cannot be ignored: a record says in ``needs`` which of its newer fields that is, and a router that does not know one
+of them leaves the request to those that do (``codec``). ``tests/unit/router/journal/test_versions.py`` holds every kind
+of record to this.
+"""
+
+import json
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+RecordT = TypeVar("RecordT")
+
+
+class UnreadableRecordError(ValueError):
+    """What is stored is damaged: it is no record of this kind in any version."""
+
+
+def encode(record: Any) -> bytes:
+    """Returns a record, a dataclass, as JSON."""
+    return json.dumps(asdict(record), separators=(",", ":")).encode()
+
+
+def decode(kind: type[RecordT], data: bytes) -> RecordT:
+    """Returns the record, a dataclass, that a router of this version or another one wrote. Raises
+    ``UnreadableRecordError``.
+    """
+    try:
+        return _adapter(kind).validate_python(json.loads(data))
+    except (ValidationError, ValueError, RecursionError) as error:
+        raise UnreadableRecordError(f"this is no {kind.__name__} ({type(error).__name__})") from error
+
+
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {}
+
+
+def _adapter(kind: type[RecordT]) -> TypeAdapter[RecordT]:
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
