@@ -143,6 +143,7 @@ class Metric:
     JOURNAL_AVAILABLE = "quire_journal_available"
     JOURNAL_PENDING = "quire_journal_pending_requests"
     JOURNAL_DROPPED = "quire_journal_dropped_writes"
+    RECORDS_UNREADABLE = "quire_unreadable_records"
     STALE_EPOCHS = "quire_stale_epoch_rejections"
     TASK_RESTARTS = "quire_router_task_restarts"
     ENGINE_RUNNING = "quire_engine_running_sequences"

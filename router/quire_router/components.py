@@ -31,8 +31,9 @@ from quire_router.api.rest.sse import KeepAlive
 from quire_router.api.service import ApiService
 from quire_router.autoscale.load_totals import Load, LoadPublisher, LocalLoad, RedisLoad
 from quire_router.background_jobs import BackgroundJobs
+from quire_router.batches.batch_store import Batches
 from quire_router.batches.files import Files, FileSettings
-from quire_router.batches.worker import Batches, BatchWorker
+from quire_router.batches.worker import BatchWorker
 from quire_router.config import Settings
 from quire_router.core import metrics
 from quire_router.core.fleet_view import FleetLog

@@ -13,8 +13,9 @@ from quire_router.api.rest.batch_endpoints import BatchApi
 from quire_router.api.rest.batch_lines import BatchLines
 from quire_router.api.service import ApiService
 from quire_router.batches.batch import WINDOW, Batch
+from quire_router.batches.batch_store import Batches
 from quire_router.batches.files import CHUNK_BYTES, FileInfo, Files, FileSettings
-from quire_router.batches.worker import Batches, BatchWorker
+from quire_router.batches.worker import BatchWorker
 from quire_router.core.generation import Delta, GenerationRequest, StreamCursor
 from quire_router.journal.base import RequestRecord
 from quire_router.journal.objects import MemoryObjectStore, ObjectStore, StoredObject

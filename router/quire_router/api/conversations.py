@@ -145,7 +145,7 @@ class Conversations:
 
     async def _find(self, conversation_id: str, tenant: str) -> tuple[Conversation, int]:
         found = await self._store.get(conversation_id) if _ID.fullmatch(conversation_id) else None
-        conversation = None if found is None else records.decode(Conversation, found.data)
+        conversation = None if found is None else records.read(Conversation, conversation_id, found.data)
         if found is None or conversation is None or conversation.tenant != tenant:
             raise conversation_not_found(conversation_id)
         return conversation, found.version

@@ -1,10 +1,12 @@
-"""``Batch``: the record of a batch, with who works on it; and what its input file must hold (``read_lines``)."""
+"""``Batch``: the record of a batch, with who works on it; its lines, what runs them (``LineRunner``), and what its file
+must hold (``read_lines``).
+"""
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
-from typing import Any, Final, Self
+from typing import Any, Final, Protocol, Self
 
 from quire_router.journal import records
 
@@ -56,9 +58,11 @@ class Batch:
     lease_until: float = 0.0
 
     @classmethod
-    def from_json(cls, data: bytes) -> Self:
-        """Returns the batch that ``to_json`` wrote. Raises ``UnreadableRecordError``."""
-        return records.decode(cls, data)
+    def unreadable(cls, batch_id: str, tenant: str) -> Self:
+        """Returns the batch whose record is damaged, as one that failed."""
+        message = "What is stored of this batch is damaged, so it cannot go on. Its file can be run as a new batch."
+        error = LineError("batch_unreadable", message).error
+        return cls(batch_id, tenant, "", "", "", 0, 0, status="failed", errors=[error])
 
     def to_json(self) -> bytes:
         """Returns what is stored."""
@@ -107,6 +111,29 @@ class Line:
     custom_id: str
     body: bytes
     model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LineAnswer:
+    """The answer to a line: HTTP's status, the request's id, and the body as JSON."""
+
+    status: int
+    request_id: str
+    body: bytes
+
+
+class LineRunner(Protocol):
+    """Runs lines as requests; see ``api.rest.batch_lines.BatchLines``."""
+
+    async def run(self, batch: Batch, line: Line) -> LineAnswer:
+        """Returns the answer to a line, which is run once however often this is called. Waits until there is room.
+        Raises ``QuireError`` only for what passes. May be cancelled; the request goes on then.
+        """
+        ...
+
+    async def cancel(self, batch: Batch, number: int) -> None:
+        """Ends the request of a line, if it runs."""
+        ...
 
 
 class LineError(ValueError):

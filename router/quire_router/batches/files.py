@@ -71,7 +71,7 @@ class Files:
     async def get(self, file_id: str, tenant: str, param: str = "file_id") -> FileInfo:
         """Returns a file of this tenant. Raises ``QuireError`` NOT_FOUND for the parameter that names it."""
         found = await self._store.get(_name(file_id, param))
-        info = None if found is None else records.decode(FileInfo, found.data)
+        info = None if found is None else records.read(FileInfo, file_id, found.data)
         if info is None or info.tenant != tenant:
             raise file_not_found(file_id, param)
         return info
@@ -82,8 +82,9 @@ class Files:
         """
         names = await listed(self._store, collection_of(tenant), after, ascending=ascending)
         async with aclosing(read_objects(self._store, collection_of(tenant), names)) as objects:
-            async for _, found in objects:
-                yield records.decode(FileInfo, found.data)
+            async for name, found in objects:
+                if (info := records.read(FileInfo, name, found.data)) is not None:
+                    yield info
 
     async def delete(self, info: FileInfo) -> None:
         """Deletes a file."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from random import uniform
 from secrets import token_hex
 from time import time
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -25,23 +25,21 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.telemetry import Attribute, Span
 from quire_proto.tracing import is_recording
 
-from quire_router.batches.batch import MAX_ERRORS, Batch, Line, LineError, read_lines
-from quire_router.batches.files import FileInfo, Files, listed
+from quire_router.batches.batch import MAX_ERRORS, Batch, Line, LineAnswer, LineError, LineRunner, read_lines
+from quire_router.batches.batch_store import ACTIVE, Batches
+from quire_router.batches.files import FileInfo
 from quire_router.core import metrics
-from quire_router.core.errors import batch_ended, batch_not_found, too_many_files
 from quire_router.core.retry import wait_at_most
-from quire_router.journal.objects import ObjectStore, read_objects
+from quire_router.journal import records
+from quire_router.journal.objects import read_objects
 
 log = logging.getLogger(__name__)
 
-ACTIVE = "batches"
-"""The collection of batches that have not ended."""
 LEASE, RENEWAL = 10.0, 2.0  # seconds that a lease lasts, and between two times that it is renewed
 LOOK_PERIOD = 1.0  # seconds between two looks for batches without a router, give or take a quarter
 LINE_WINDOW = 32  # lines of a batch that are under way
 MAX_RUNNING = 8  # batches that one router works on
 TURN = 60.0  # seconds for which it works on a batch before one of a tenant that has none takes its place
-MAX_ACTIVE, MAX_BATCHES = 20, 1_000  # of a tenant: that have not ended, and in all
 PAUSE, MAX_PAUSE = 1.0, 10.0  # seconds before a line is tried again that could not begin
 _COPIED = 64  # results that are read at once
 _OK, _FAILED = b"+", b"-"
@@ -50,89 +48,8 @@ T = TypeVar("T")
 _TRACER = trace.get_tracer("quire.router")
 
 
-@dataclass(frozen=True, slots=True)
-class LineAnswer:
-    """The answer to a line: HTTP's status, the request's id, and the body as JSON."""
-
-    status: int
-    request_id: str
-    body: bytes
-
-
-class LineRunner(Protocol):
-    """Runs lines as requests; see ``api.rest.batch_lines.BatchLines``."""
-
-    async def run(self, batch: Batch, line: Line) -> LineAnswer:
-        """Returns the answer to a line, which is run once however often this is called. Waits until there is room.
-        Raises ``QuireError`` only for what passes. May be cancelled; the request goes on then.
-        """
-        ...
-
-    async def cancel(self, batch: Batch, number: int) -> None:
-        """Ends the request of a line, if it runs."""
-        ...
-
-
 class LeaseLostError(Exception):
     """Another router works on the batch now, or it is gone."""
-
-
-class Batches:
-    """The records of batches, which the API reads and changes. Raises ``QuireError``."""
-
-    def __init__(self, store: ObjectStore, files: Files) -> None:
-        self.store = store
-        self.files = files
-
-    async def create(self, batch: Batch) -> None:
-        """Stores a new batch, which some router takes up. Raises ``QuireError`` when its tenant has too many."""
-        owned = [each async for each in self.list(batch.tenant)]
-        if len(owned) >= MAX_BATCHES:
-            raise too_many_files(f"There are {MAX_BATCHES} batches, as many as there may be.")
-        if sum(not each.ended for each in owned) >= MAX_ACTIVE:
-            raise too_many_files(f"There are {MAX_ACTIVE} batches that have not ended, as many as there may be.")
-        # Listed when it is there: routers that look for batches take names without a record out of the lists.
-        await self.store.put(batch.id, batch.to_json(), 0, self.ttl(batch))
-        await self.store.enter(collection_of(batch.tenant), batch.id, self.ttl(batch))
-        await self.store.enter(ACTIVE, batch.id, self.ttl(batch))
-
-    async def get(self, batch_id: str, tenant: str) -> Batch:
-        """Returns a batch of this tenant. Raises ``QuireError`` NOT_FOUND."""
-        batch, _ = await self._read(batch_id, tenant)
-        return batch
-
-    async def list(self, tenant: str, after: str = "") -> AsyncGenerator[Batch]:
-        """Yields the batches of a tenant, the newest first, or those that come ``after`` one of them. Raises
-        ``QuireError`` INVALID if there is none of that id.
-        """
-        names = await listed(self.store, collection_of(tenant), after)
-        async with aclosing(read_objects(self.store, collection_of(tenant), names)) as objects:
-            async for _, found in objects:
-                yield Batch.from_json(found.data)
-
-    async def cancel(self, batch_id: str, tenant: str) -> Batch:
-        """Asks for the end of a batch, and returns it. Raises ``QuireError`` CONFLICT if it has ended."""
-        while True:
-            batch, version = await self._read(batch_id, tenant)
-            if batch.status == "cancelling":
-                return batch
-            if batch.ended or batch.status == "finalizing":
-                raise batch_ended(batch.status)
-            batch.status, batch.cancelling_at = "cancelling", int(time())
-            if await self.store.put(batch.id, batch.to_json(), version, self.ttl(batch)):
-                return batch
-
-    def ttl(self, batch: Batch) -> float:
-        """Returns for how many seconds a batch is kept from now on: as long as its files."""
-        return max(batch.expires_at - time(), 0.0) + self.files.settings.retention
-
-    async def _read(self, batch_id: str, tenant: str) -> tuple[Batch, int]:
-        named = batch_id.startswith("batch_") and batch_id.isascii() and len(batch_id) <= 64
-        found = await self.store.get(batch_id) if named else None
-        batch = None if found is None else Batch.from_json(found.data)
-        if found is None or batch is None or batch.tenant != tenant:
-            raise batch_not_found(batch_id)
-        return batch, found.version
 
 
 class BatchWorker:
@@ -189,14 +106,16 @@ class BatchWorker:
 
     async def _waiting(self) -> AsyncGenerator[tuple[Batch, int]]:
         """Yields the batches that no router works on, the oldest first, with their records' versions. Forgets those
-        whose router died just when they had ended.
+        whose router died just when they had ended, and those that cannot be read: they are shown as failed.
         """
         store = self.batches.store
         names = [name for name in await store.names(ACTIVE) if name not in self._running]
         async with aclosing(read_objects(store, ACTIVE, names)) as objects:
             async for name, found in objects:
-                batch = Batch.from_json(found.data)
-                if batch.ended:
+                batch = records.read(Batch, name, found.data)
+                if batch is None:
+                    await store.leave(ACTIVE, name)
+                elif batch.ended:
                     await store.delete_parts(name)
                     await store.leave(ACTIVE, name)
                 # One of this router's own is not running any more: it failed, or was put back.
@@ -300,7 +219,7 @@ class BatchRun:
         batch.owner, batch.lease_until = self._owner, self._clock() + LEASE
         while not await self._store.put(batch.id, batch.to_json(), self._version, self._batches.ttl(batch)):
             found = await self._store.get(batch.id)
-            stored = None if found is None else Batch.from_json(found.data)
+            stored = None if found is None else records.read(Batch, batch.id, found.data)
             if found is None or stored is None or stored.status != "cancelling":
                 raise LeaseLostError
             if stored.owner not in ("", self._owner):
@@ -567,8 +486,3 @@ def _result(line: Line, answer: LineAnswer | None, error: dict[str, str] | None)
     tail = b', "error": ' + json.dumps(error).encode() + b"}"
     mark = _OK if answer is not None and answer.status == 200 else _FAILED
     return mark + head + b', "response": ' + response + tail
-
-
-def collection_of(tenant: str) -> str:
-    """Returns the collection of a tenant's batches."""
-    return f"batches:{tenant}"

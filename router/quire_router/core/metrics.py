@@ -168,6 +168,9 @@ JOURNAL_PENDING = Gauge(
     Metric.JOURNAL_PENDING, "Requests with state that is not written yet.", multiprocess_mode="livesum"
 )
 JOURNAL_DROPPED = Counter(Metric.JOURNAL_DROPPED, "Writes given up because too many were pending.")
+RECORDS_UNREADABLE = Counter(
+    Metric.RECORDS_UNREADABLE, "Times that a damaged record of a batch, file or conversation was read.", ["kind"]
+)
 STALE_EPOCHS = Counter(Metric.STALE_EPOCHS, "Writes refused because another router owns the request now.")
 TASK_RESTARTS = Counter(Metric.TASK_RESTARTS, "Tasks of this router that failed and were started again.", ["task"])
 
@@ -189,6 +192,8 @@ def init_series(models: Iterable[str], losses: Iterable[str]) -> None:
         BATCHES.labels(status)
     for status in ("completed", "failed", "expired", "cancelled"):
         BATCHES_ENDED.labels(status)
+    for kind in ("batch", "file", "conversation"):
+        RECORDS_UNREADABLE.labels(kind)
     for result in ("completed", "failed", "expired"):
         BATCH_LINES.labels(result)
     for reason in losses:

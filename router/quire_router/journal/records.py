@@ -1,4 +1,4 @@
-"""Records that are kept as JSON (``encode``, ``decode``), and the rule of all that routers keep in a database.
+"""Records that are kept as JSON (``encode``, ``read``), and the rule of all that routers keep in a database.
 
 **The rule.** While an update rolls, routers of two versions read what the other writes. So a field keeps its name and
 its meaning, a new one has a default, and a router ignores fields that it does not know. What a request's answer depends
@@ -8,11 +8,16 @@ of record to this.
 """
 
 import json
+import logging
 from dataclasses import asdict
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from quire_router.core import metrics
+
+log = logging.getLogger(__name__)
+MAX_LOGGED = 128  # characters of a name
 RecordT = TypeVar("RecordT")
 
 
@@ -33,6 +38,16 @@ def decode(kind: type[RecordT], data: bytes) -> RecordT:
         return _adapter(kind).validate_python(json.loads(data))
     except (ValidationError, ValueError, RecursionError) as error:
         raise UnreadableRecordError(f"this is no {kind.__name__} ({type(error).__name__})") from error
+
+
+def read(kind: type[RecordT], name: str, data: bytes) -> RecordT | None:
+    """As ``decode``, but returns None for what is damaged, which is logged and counted: that costs only itself."""
+    try:
+        return decode(kind, data)
+    except UnreadableRecordError as error:
+        log.error("the record of %s is damaged: %s", name[:MAX_LOGGED], error)
+        metrics.RECORDS_UNREADABLE.labels(kind.__name__.removesuffix("Info").lower()).inc()
+        return None
 
 
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {}

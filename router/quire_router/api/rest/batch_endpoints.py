@@ -27,8 +27,9 @@ from quire_router.api.rest.multipart import MultipartParser, malformed
 from quire_router.api.schemas.base import StrictModel
 from quire_router.api.service import ApiService
 from quire_router.batches.batch import ENDPOINTS, WINDOW, Batch
+from quire_router.batches.batch_store import Batches
 from quire_router.batches.files import MAX_FILENAME, MAX_TTL, MIN_TTL, FileInfo, Upload
-from quire_router.batches.worker import Batches, BatchWorker
+from quire_router.batches.worker import BatchWorker
 from quire_router.core.errors import file_in_use, files_forbidden
 
 FILES, BATCHES = "/v1/files", "/v1/batches"

@@ -31,8 +31,7 @@ from quire_router.api.rest.sse import collect
 from quire_router.api.schemas.openai import ChatRequest, CompletionRequest
 from quire_router.api.schemas.pooling import EmbeddingRequest
 from quire_router.api.service import ApiService
-from quire_router.batches.batch import EMBEDDINGS, Batch, Line
-from quire_router.batches.worker import LineAnswer
+from quire_router.batches.batch import EMBEDDINGS, Batch, Line, LineAnswer
 from quire_router.core.errors import batch_waits
 
 _INPUTS_AT_ONCE = 8  # of one line that is embedded

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, RedisError
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from quire_router.clients.redis_client import RedisAccess, lua_source, redis_client
 from quire_router.core.errors import journal_unavailable, store_full
@@ -32,9 +32,7 @@ class RedisObjectStore:
 
     async def get(self, name: str) -> StoredObject | None:
         """See ``ObjectStore``."""
-        found: Any = await self._call(lambda: self._client.hmget(_object(name), ["data", "version"]))
-        data, version = found
-        return None if version is None else StoredObject(data, int(version))
+        return (await self.get_many([name]))[0]
 
     async def get_many(self, names: Sequence[str]) -> list[StoredObject | None]:
         """See ``ObjectStore``."""
@@ -45,10 +43,9 @@ class RedisObjectStore:
             pipeline = self._client.pipeline(transaction=False)
             for name in names:
                 pipeline.hmget(_object(name), ["data", "version"])
-            return await pipeline.execute()
+            return await pipeline.execute(raise_on_error=False)
 
-        found = await self._call(exchange)
-        return [None if version is None else StoredObject(data, int(version)) for data, version in found]
+        return [_read(reply) for reply in await self._call(exchange)]
 
     async def put(self, name: str, data: bytes, version: int, ttl: float) -> bool:
         """See ``ObjectStore``."""
@@ -120,6 +117,16 @@ class RedisObjectStore:
         except (RedisError, OSError, TimeoutError) as error:
             log.warning("files and batches cannot be read or written in Redis: %s", type(error).__name__)
             raise journal_unavailable() from error
+
+
+def _read(reply: Any) -> StoredObject | None:
+    """Returns the object in a reply. One whose key is something else's has no text: only its own reader fails."""
+    if isinstance(reply, ResponseError):
+        return StoredObject(b"", 0)
+    data, version = reply
+    if version is None:
+        return None
+    return StoredObject(data or b"", int(version)) if version.isdigit() else StoredObject(b"", 0)
 
 
 def _object(name: str) -> str:

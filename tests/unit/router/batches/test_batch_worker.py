@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections import Counter
+from dataclasses import replace
 from secrets import token_hex
 from time import time
 from typing import Any, cast
@@ -10,14 +11,17 @@ from typing import Any, cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import REGISTRY
+from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.text.chat_template import ChatTemplate
 from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.api.auth import Authenticator
 from quire_router.api.request_limits import ConcurrencyLimit
 from quire_router.api.service import ApiService
-from quire_router.batches.batch import WINDOW, Batch, Line
+from quire_router.batches.batch import WINDOW, Batch, Line, LineAnswer
+from quire_router.batches.batch_store import ACTIVE, Batches
 from quire_router.batches.files import Files, FileSettings
-from quire_router.batches.worker import ACTIVE, LEASE, MAX_RUNNING, TURN, Batches, BatchWorker, LineAnswer
+from quire_router.batches.worker import LEASE, MAX_RUNNING, TURN, BatchWorker
 from quire_router.journal.objects import MemoryObjectStore, read_objects
 
 from tests.support.batch_stage import (
@@ -225,3 +229,56 @@ async def test_a_line_that_was_begun_with_another_prompt_is_followed(monkeypatch
     monkeypatch.setattr("quire_router.api.prepared_request._digest", lambda *_: "of the next day")
     assert await fleet.api.worker.lines.run(batch, asked) == first
     assert (first.status, len(fleet.runner.generations)) == (200, 1)
+
+
+DAMAGED = {
+    "no JSON": lambda _: b"{",
+    "no object": lambda _: b"[]",
+    "nothing": lambda _: b"",
+    "fields that are missing": lambda _: b'{"id": "batch_0"}',
+    "another type": lambda batch: batch.to_json().replace(b'"lease_until":0.0', b'"lease_until":"soon"'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+async def test_a_damaged_record_stops_no_other_batch_and_is_one_that_failed(damage: str) -> None:
+    fleet, before = Fleet(), damaged_records("batch")
+    batches = fleet.api.batches
+    await store_batch(fleet.api, jsonl([line("a")]))
+    bad = replace(await batches.get("batch_1", ""), id="batch_0")
+    await fleet.store.put("batch_0", DAMAGED[damage](bad), 0, 60.0)
+    for collection in (ACTIVE, "batches:"):
+        await fleet.store.leave(collection, "batch_1")
+        for name in ("batch_0", "batch_1"):
+            await fleet.store.enter(collection, name, 60.0)
+    await fleet.live(Life(IMMORTAL), "router")
+    assert (await batches.get("batch_1", "")).status == "completed"
+    assert await fleet.store.names(ACTIVE) == []
+    assert damaged_records("batch") > before
+    failed = await batches.get("batch_0", "")
+    assert (failed.status, failed.errors[0]["code"]) == ("failed", "batch_unreadable")
+    assert [each.id async for each in batches.list("")] == ["batch_1", "batch_0"]
+    for call in (batches.cancel("batch_0", ""), batches.get("batch_0", "another tenant")):
+        with pytest.raises(QuireError) as caught:
+            await call
+        assert caught.value.code in (ErrorCode.CONFLICT, ErrorCode.NOT_FOUND)
+
+
+async def test_a_damaged_file_is_not_there_and_the_others_are() -> None:
+    fleet, before = Fleet(), damaged_records("file")
+    files, names = fleet.api.batches.files, []
+    for content in (b"one", b"two"):
+        upload = await files.new_upload("")
+        await upload.write(content)
+        names.append((await upload.end("a", "batch", None)).id)
+    await fleet.store.put(names[0], b"{", 1, 60.0)
+    assert [each.id async for each in files.list("")] == names[1:]
+    with pytest.raises(QuireError) as caught:
+        await files.get(names[0], "")
+    assert caught.value.code is ErrorCode.NOT_FOUND
+    assert damaged_records("file") == before + 2
+    assert (await (await files.new_upload("")).end("b", "batch", None)).bytes == 0
+
+
+def damaged_records(kind: str) -> float:
+    return REGISTRY.get_sample_value("quire_unreadable_records_total", {"kind": kind}) or 0.0

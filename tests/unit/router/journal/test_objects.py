@@ -6,11 +6,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 from quire_proto.errors import ErrorCode, QuireError
-from quire_router.journal.objects import MemoryObjectStore, ObjectStore, read_objects
+from quire_router.journal.objects import MemoryObjectStore, ObjectStore, StoredObject, read_objects
 from quire_router.journal.redis.redis_objects import RedisObjectStore
 from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
 
 from tests.support.journal_kinds import KINDS, Databases, databases
+from tests.support.redis_journals import redis_at
 
 TTL = 60.0
 
@@ -136,6 +137,18 @@ async def test_objects_in_redis_have_no_key_that_stays_for_ever(stores: Database
     for key in ("quire:{gone}:object", "quire:{gone}:parts", "quire:collection:leaving"):
         assert await client.ttl(key) > 0
     await client.aclose()
+
+
+async def test_a_key_in_redis_that_is_something_else_costs_no_other_object(stores: Databases) -> None:
+    async with store_of("redis", stores) as store, redis_at(stores.redis) as redis:
+        for name in ("bad", "odd", "good"):
+            await store.put(name, b"text", 0, 60.0)
+        await redis.delete("quire:{bad}:object")
+        await redis.set("quire:{bad}:object", "no hash")
+        await redis.hset("quire:{odd}:object", "version", "x")
+        found = await store.get_many(["bad", "odd", "good", "absent"])
+        assert found == [StoredObject(b"", 0), StoredObject(b"", 0), StoredObject(b"text", 1), None]
+        assert await store.get("bad") == found[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,82 @@
+"""``Batches``: the records of batches, by their tenants, and the list of those that have not ended."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from time import time
+
+from quire_router.batches.batch import Batch
+from quire_router.batches.files import Files, listed
+from quire_router.core.errors import batch_ended, batch_not_found, too_many_files
+from quire_router.journal import records
+from quire_router.journal.objects import ObjectStore, read_objects
+
+ACTIVE = "batches"
+"""The collection of batches that have not ended."""
+MAX_ACTIVE, MAX_BATCHES = 20, 1_000  # of a tenant: that have not ended, and in all
+
+
+class Batches:
+    """The records of batches, which the API reads and changes. One that is damaged is a batch that failed, and disturbs
+    no other. Raises ``QuireError``.
+    """
+
+    def __init__(self, store: ObjectStore, files: Files) -> None:
+        self.store = store
+        self.files = files
+
+    async def create(self, batch: Batch) -> None:
+        """Stores a new batch, which some router takes up. Raises ``QuireError`` when its tenant has too many."""
+        owned = [each async for each in self.list(batch.tenant)]
+        if len(owned) >= MAX_BATCHES:
+            raise too_many_files(f"There are {MAX_BATCHES} batches, as many as there may be.")
+        if sum(not each.ended for each in owned) >= MAX_ACTIVE:
+            raise too_many_files(f"There are {MAX_ACTIVE} batches that have not ended, as many as there may be.")
+        # Listed when it is there: routers that look for batches take names without a record out of the lists.
+        await self.store.put(batch.id, batch.to_json(), 0, self.ttl(batch))
+        await self.store.enter(collection_of(batch.tenant), batch.id, self.ttl(batch))
+        await self.store.enter(ACTIVE, batch.id, self.ttl(batch))
+
+    async def get(self, batch_id: str, tenant: str) -> Batch:
+        """Returns a batch of this tenant. Raises ``QuireError`` NOT_FOUND."""
+        batch, _ = await self._read(batch_id, tenant)
+        return batch
+
+    async def list(self, tenant: str, after: str = "") -> AsyncGenerator[Batch]:
+        """Yields the batches of a tenant, the newest first, or those that come ``after`` one of them. Raises
+        ``QuireError`` INVALID if there is none of that id.
+        """
+        names = await listed(self.store, collection_of(tenant), after)
+        async with aclosing(read_objects(self.store, collection_of(tenant), names)) as objects:
+            async for name, found in objects:
+                yield records.read(Batch, name, found.data) or Batch.unreadable(name, tenant)
+
+    async def cancel(self, batch_id: str, tenant: str) -> Batch:
+        """Asks for the end of a batch, and returns it. Raises ``QuireError`` CONFLICT if it has ended."""
+        while True:
+            batch, version = await self._read(batch_id, tenant)
+            if batch.status == "cancelling":
+                return batch
+            if batch.ended or batch.status == "finalizing":
+                raise batch_ended(batch.status)
+            batch.status, batch.cancelling_at = "cancelling", int(time())
+            if await self.store.put(batch.id, batch.to_json(), version, self.ttl(batch)):
+                return batch
+
+    def ttl(self, batch: Batch) -> float:
+        """Returns for how many seconds a batch is kept from now on: as long as its files."""
+        return max(batch.expires_at - time(), 0.0) + self.files.settings.retention
+
+    async def _read(self, batch_id: str, tenant: str) -> tuple[Batch, int]:
+        named = batch_id.startswith("batch_") and batch_id.isascii() and len(batch_id) <= 64
+        found = await self.store.get(batch_id) if named else None
+        batch = None if found is None else records.read(Batch, batch_id, found.data)
+        if found is not None and batch is None and batch_id in await self.store.names(collection_of(tenant)):
+            return Batch.unreadable(batch_id, tenant), found.version
+        if found is None or batch is None or batch.tenant != tenant:
+            raise batch_not_found(batch_id)
+        return batch, found.version
+
+
+def collection_of(tenant: str) -> str:
+    """Returns the collection of a tenant's batches."""
+    return f"batches:{tenant}"
