@@ -244,6 +244,7 @@ class Router:
             lora_updater=self._components.lora_updater,
             batches=self._components.batches,
             conversations=self._components.conversations,
+            quota=self._components.response_quota,
         )
         if settings.allowed_origins:
             api = allow_origins(api, settings.allowed_origins)

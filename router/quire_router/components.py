@@ -29,6 +29,7 @@ from quire_router.api.rest.batch_lines import BatchLines
 from quire_router.api.rest.endpoints import FleetEndpoint
 from quire_router.api.rest.sse import KeepAlive
 from quire_router.api.service import ApiService
+from quire_router.api.stored_quota import ResponseQuota
 from quire_router.autoscale.load_totals import Load, LoadPublisher, LocalLoad, RedisLoad
 from quire_router.background_jobs import BackgroundJobs
 from quire_router.batches.batch_store import Batches
@@ -52,7 +53,7 @@ from quire_router.engines.update_sharing import UpdateSharing, WorkerPlace
 from quire_router.journal.buffered_journal import BufferedJournal
 from quire_router.journal.codec import JournalSettings
 from quire_router.journal.memory import MemoryJournal
-from quire_router.journal.objects import MemoryObjectStore
+from quire_router.journal.objects import MemoryObjectStore, Quota
 from quire_router.journal.redis.redis_journal import RedisJournal
 from quire_router.journal.redis.redis_objects import RedisObjectStore
 from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
@@ -154,10 +155,12 @@ class Components:
             FileSettings(settings.max_file_bytes, settings.max_tenant_file_bytes, settings.file_retention),
         )
         batches = Batches(self._objects, files)
-        lines = BatchLines(self.service, tenants.tenants)
+        self.response_quota = ResponseQuota(self._objects, settings.max_tenant_response_bytes)
+        lines = BatchLines(self.service, tenants.tenants, self.response_quota)
         batch_worker = BatchWorker(batches, lines, owner=router_id, max_line_bytes=settings.max_body_bytes)
         self.batches = BatchApi(batches, batch_worker)
-        self.conversations = Conversations(self._objects, settings.responses_retention)
+        quota = Quota(settings.max_tenant_conversations, settings.max_tenant_conversation_bytes)
+        self.conversations = Conversations(self._objects, settings.responses_retention, quota)
 
     async def start(self, stack: AsyncExitStack) -> None:
         """Begins to connect to engines and to Redis, and never waits for them; ``stack`` closes what was started."""

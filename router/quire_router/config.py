@@ -371,6 +371,13 @@ class Settings(CliSettings):
         description="Seconds that finished responses of the Responses API, and conversations after their last change, "
         "are stored.",
     )
+    max_tenant_response_bytes: Count = Field(
+        default=2 * 2**30, description="Bytes of all stored responses of a tenant, without their answers."
+    )
+    max_tenant_conversations: Count = Field(default=10_000, description="Conversations of a tenant.")
+    max_tenant_conversation_bytes: Count = Field(
+        default=256 * 2**20, description="Bytes of all conversations of a tenant."
+    )
     usage_retention: Seconds = Field(
         default=400 * 86_400, description="Seconds that what tenants used in an hour is stored."
     )

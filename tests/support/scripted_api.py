@@ -27,6 +27,7 @@ from quire_router.api.rest.rest_app import RestApp, allow_origins, build_admin, 
 from quire_router.api.rest.sse import KeepAlive
 from quire_router.api.rpc.grpc_server import CallLimits, RpcServer
 from quire_router.api.service import ApiService
+from quire_router.api.stored_quota import ResponseQuota
 from quire_router.core.generation import (
     NO_USAGE,
     Delta,
@@ -381,6 +382,7 @@ async def open_stage(
     lora_updater: LoRAUpdater | None = None,
     batches: Callable[[ApiService], BatchApi] | None = None,
     conversations: Conversations | None = None,
+    quota: ResponseQuota | None = None,
     **settings: Any,
 ) -> AsyncIterator[Stage]:
     """Serves until the block ends. Streams with ids have a comment after ``heartbeat`` seconds of silence, others after
@@ -407,6 +409,7 @@ async def open_stage(
         lora_updater=lora_updater,
         batches=None if batches is None else batches(service),
         conversations=conversations,
+        quota=quota,
     )
     server = HttpServer(allow_origins(app, origins) if origins else app, listen("127.0.0.1", 0), limits)
     admin = HttpServer(build_admin(service, client_timeout=patience), listen("127.0.0.1", 0))

@@ -16,14 +16,16 @@ from typing import Any
 
 from quire_proto.errors import invalid
 
-from quire_router.core.errors import conversation_locked, conversation_not_found
+from quire_router.admission.limits import counting_refusals
+from quire_router.core.errors import RefusalReason, conversation_locked, conversation_not_found, too_much_stored
 from quire_router.core.generation import MAX_CONVERSATION_CHARACTERS
 from quire_router.journal import records
-from quire_router.journal.objects import ObjectStore
+from quire_router.journal.objects import ANY, Excess, ObjectStore, Quota
 
 _ID = re.compile("conv_[0-9a-f]{48}")
 MAX_TURNS = 4096  # of one conversation
 MAX_CONVERSATION_BYTES = MAX_CONVERSATION_CHARACTERS  # no response could follow more, and each read has all of it
+QUOTA = Quota(10_000, 256 * 2**20)  # of a tenant, where nothing else is said
 _ATTEMPTS = 8  # to change a conversation that others change too
 
 
@@ -41,7 +43,8 @@ class Turn:
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """A conversation without its items. ``deleted`` are the ids of items that are not there any more. Those that
-    clients wrote take ``size`` bytes; what responses add is bounded by the prompts that models read.
+    clients wrote take ``size`` bytes; what responses add is bounded by the prompts that models read. All items that are
+    written take ``stored`` bytes.
     """
 
     id: str
@@ -51,6 +54,7 @@ class Conversation:
     turns: tuple[Turn, ...] = ()
     deleted: tuple[str, ...] = ()
     size: int = 0
+    stored: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as the API shows it."""
@@ -70,12 +74,14 @@ Items = Sequence[Mapping[str, Any]]
 
 class Conversations:
     """The conversations of all tenants; those of others are not found. Each is kept for ``retention`` seconds after it
-    was last used. Raises ``QuireError`` as ``ObjectStore`` does.
+    was last used. A tenant has as many of them, and bytes of them, as ``quota`` says: who would add to more is refused
+    (``QuireError`` OVERLOADED), and what a response has written is kept. Raises ``QuireError`` as ``ObjectStore`` does.
     """
 
-    def __init__(self, store: ObjectStore, retention: float) -> None:
+    def __init__(self, store: ObjectStore, retention: float, quota: Quota = QUOTA) -> None:
         self._store = store
         self._retention = retention
+        self._quota = quota
 
     async def create(self, tenant: str, metadata: Mapping[str, str], items: Items = ()) -> Conversation:
         """Makes a conversation, with items if there are some."""
@@ -83,6 +89,8 @@ class Conversations:
         if items:
             data = _encode(items)
             made = _with_turn(made, 0, size=len(data))
+        await self._charge(made, self._quota)
+        if items:
             await self._write(made.id, 0, data)
         await self._put(made, 0)
         return made
@@ -92,14 +100,21 @@ class Conversations:
         return (await self._find(conversation_id, tenant))[0]
 
     async def change(
-        self, conversation_id: str, tenant: str, change: Callable[[Conversation, int], Conversation]
+        self,
+        conversation_id: str,
+        tenant: str,
+        change: Callable[[Conversation, int], Conversation],
+        *,
+        limited: bool = True,
     ) -> Conversation:
         """Replaces a conversation by what ``change`` makes of it and of its version, whatever others change meanwhile,
-        and keeps it for longer. Raises as ``get``, and as ``change`` does.
+        and keeps it for longer. What is not ``limited`` may be more than the quota. Raises as ``get``, and as
+        ``change`` does.
         """
         for _ in range(_ATTEMPTS):
             found, version = await self._find(conversation_id, tenant)
             changed = change(found, version)
+            await self._charge(changed, self._quota if limited else ANY)
             if await self._put(changed, version):
                 return changed
         raise conversation_locked(conversation_id)
@@ -127,7 +142,9 @@ class Conversations:
 
     async def remove_response(self, conversation_id: str, tenant: str, response: str) -> None:
         """Removes a response that was refused, or has failed: it is no turn any more. Raises as ``get``."""
-        await self.change(conversation_id, tenant, lambda found, _: _without_responses(found, [response]))
+        await self.change(
+            conversation_id, tenant, lambda found, _: _without_responses(found, [response]), limited=False
+        )
 
     async def items(self, conversation: Conversation) -> dict[int, Items]:
         """Returns the items of the turns that have been written, by the numbers of the turns."""
@@ -137,11 +154,19 @@ class Conversations:
 
     async def write_response(self, conversation: Conversation, turn: Turn, items: Items) -> None:
         """Writes the items of a response that has ended, if nobody else has."""
-        await self._write(conversation.id, turn.number, _encode(items))
+        data = _encode(items)
+        if await self._write(conversation.id, turn.number, data):
+            await self.change(
+                conversation.id,
+                conversation.tenant,
+                lambda found, _: replace(found, stored=_stored(found) + len(data)),
+                limited=False,
+            )
 
     async def delete(self, conversation: Conversation) -> None:
         """Deletes a conversation with its items; its responses stay."""
         await self._store.delete(conversation.id)
+        await self._store.discharge(_account(conversation.tenant), conversation.id)
 
     async def _find(self, conversation_id: str, tenant: str) -> tuple[Conversation, int]:
         found = await self._store.get(conversation_id) if _ID.fullmatch(conversation_id) else None
@@ -153,8 +178,31 @@ class Conversations:
     async def _put(self, conversation: Conversation, version: int) -> bool:
         return await self._store.put(conversation.id, records.encode(conversation), version, self._retention)
 
-    async def _write(self, conversation_id: str, number: int, data: bytes) -> None:
-        await self._store.add_part(conversation_id, number, data, self._retention)
+    async def _write(self, conversation_id: str, number: int, data: bytes) -> bool:
+        return await self._store.add_part(conversation_id, number, data, self._retention)
+
+    async def _charge(self, conversation: Conversation, quota: Quota) -> None:
+        """Counts a conversation as it is about to be. Raises ``QuireError`` OVERLOADED where that is too much."""
+        size = _stored(conversation) + len(records.encode(conversation))
+        account = _account(conversation.tenant)
+        excess = await self._store.charge(account, conversation.id, size, self._retention, quota)
+        if excess is None:
+            return
+        is_number = excess is Excess.NAMES
+        most = f"{quota.max_names} conversations" if is_number else f"{quota.max_bytes} bytes of conversations"
+        setting = "--max-tenant-conversations" if is_number else "--max-tenant-conversation-bytes"
+        with counting_refusals():
+            message = f"This key may have {most} ({setting}): delete some, or wait until they expire."
+            raise too_much_stored(message, RefusalReason.MAX_CONVERSATIONS)
+
+
+def _stored(conversation: Conversation) -> int:
+    """Returns how many bytes its items take; of one that an older router made what clients wrote of them."""
+    return max(conversation.stored, conversation.size)
+
+
+def _account(tenant: str) -> str:
+    return f"conversations:{tenant}"
 
 
 def _encode(items: Items) -> bytes:
@@ -181,4 +229,6 @@ def _with_turn(
     if conversation.size + size > MAX_CONVERSATION_BYTES:
         most = f"The items that clients add to a conversation have at most {MAX_CONVERSATION_BYTES} bytes together."
         raise invalid("items", most)
-    return replace(conversation, turns=(*turns, Turn(version, response, known)), size=conversation.size + size)
+    taken = conversation.size + size
+    stored = _stored(conversation) + size
+    return replace(conversation, turns=(*turns, Turn(version, response, known)), size=taken, stored=stored)

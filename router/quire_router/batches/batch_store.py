@@ -6,7 +6,7 @@ from time import time
 
 from quire_router.batches.batch import Batch
 from quire_router.batches.files import Files, listed
-from quire_router.core.errors import batch_ended, batch_not_found, too_many_files
+from quire_router.core.errors import batch_ended, batch_not_found, too_much_stored
 from quire_router.journal import records
 from quire_router.journal.objects import ObjectStore, read_objects
 
@@ -28,9 +28,9 @@ class Batches:
         """Stores a new batch, which some router takes up. Raises ``QuireError`` when its tenant has too many."""
         owned = [each async for each in self.list(batch.tenant)]
         if len(owned) >= MAX_BATCHES:
-            raise too_many_files(f"There are {MAX_BATCHES} batches, as many as there may be.")
+            raise too_much_stored(f"There are {MAX_BATCHES} batches, as many as there may be.")
         if sum(not each.ended for each in owned) >= MAX_ACTIVE:
-            raise too_many_files(f"There are {MAX_ACTIVE} batches that have not ended, as many as there may be.")
+            raise too_much_stored(f"There are {MAX_ACTIVE} batches that have not ended, as many as there may be.")
         # Listed when it is there: routers that look for batches take names without a record out of the lists.
         await self.store.put(batch.id, batch.to_json(), 0, self.ttl(batch))
         await self.store.enter(collection_of(batch.tenant), batch.id, self.ttl(batch))

@@ -10,7 +10,7 @@ from time import time
 
 from quire_proto.errors import invalid
 
-from quire_router.core.errors import file_not_found, too_many_files
+from quire_router.core.errors import file_not_found, too_much_stored
 from quire_router.journal import records
 from quire_router.journal.objects import ObjectStore, read_objects
 
@@ -65,7 +65,7 @@ class Files:
         """Returns how many bytes a tenant may still have. Raises ``QuireError`` as ``new_upload`` does."""
         owned = [file async for file in self.list(tenant)]
         if len(owned) >= MAX_FILES:
-            raise too_many_files(f"There are {MAX_FILES} files, as many as there may be: delete some.")
+            raise too_much_stored(f"There are {MAX_FILES} files, as many as there may be: delete some.")
         return self.settings.max_tenant_bytes - sum(file.bytes for file in owned)
 
     async def get(self, file_id: str, tenant: str, param: str = "file_id") -> FileInfo:
@@ -149,7 +149,7 @@ class Upload:
     def _check_room(self, size: int) -> None:
         if size > self._left:
             most = self._settings.max_tenant_bytes
-            raise too_many_files(f"All files together would be larger than {most} bytes: delete some.")
+            raise too_much_stored(f"All files together would be larger than {most} bytes: delete some.")
 
     async def abandon(self) -> None:
         """Deletes what has arrived."""

@@ -41,6 +41,8 @@ class RefusalReason(StrEnum):
     FILES = "files"
     MAX_FILES = "max_files"
     FILES_FULL = "files_full"
+    MAX_CONVERSATIONS = "max_conversations"
+    MAX_RESPONSES = "max_responses"
 
 
 _RETRY_AFTER: Final = {ErrorCode.OVERLOADED: 1.0, ErrorCode.UNAVAILABLE: 5.0}
@@ -341,9 +343,9 @@ def store_full() -> QuireError:
     return QuireError(ErrorCode.OVERLOADED, message, retry_after=60.0, reason=RefusalReason.FILES_FULL)
 
 
-def too_many_files(message: str) -> QuireError:
-    """The tenant has as many files, batches or bytes of them as it may have."""
-    return QuireError(ErrorCode.OVERLOADED, message, reason=RefusalReason.MAX_FILES)
+def too_much_stored(message: str, reason: RefusalReason = RefusalReason.MAX_FILES) -> QuireError:
+    """The tenant has as many files or batches, conversations or responses, or bytes of them, as it may have."""
+    return QuireError(ErrorCode.OVERLOADED, message, reason=reason)
 
 
 def files_forbidden() -> QuireError:

@@ -1,5 +1,7 @@
 """``ObjectStore``: what is kept beside the records of requests, in the same database: files and batches.
 
+An account counts the bytes that are kept for somebody, by names that expire with what they count.
+
 An object is a short text with a version, and numbered parts. The text is replaced only by who has read its last
 version, so two routers never overwrite each other. A part is written once: the first write of a number stays. Names are
 listed in collections. Everything expires. Here: the protocol, and objects in memory.
@@ -7,8 +9,10 @@ listed in collections. Everything expires. Here: the protocol, and objects in me
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
+from heapq import heappop, heappush
 from time import time
-from typing import Protocol
+from typing import Final, Protocol
 
 from quire_router.core.errors import store_full
 
@@ -23,6 +27,24 @@ class StoredObject:
 
     data: bytes
     version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What an account may have at most: so many names, and so many bytes. None: any number."""
+
+    max_names: int | None = None
+    max_bytes: int | None = None
+
+
+ANY: Final = Quota()
+
+
+class Excess(IntEnum):
+    """What an account would have too much of."""
+
+    NAMES = 1
+    BYTES = 2
 
 
 class ObjectStore(Protocol):
@@ -79,6 +101,16 @@ class ObjectStore(Protocol):
         """
         ...
 
+    async def charge(self, account: str, name: str, size: int, ttl: float, quota: Quota = ANY) -> Excess | None:
+        """Counts ``size`` bytes of ``name`` in an account for ``ttl`` seconds, instead of what was counted before.
+        Returns what there would be too much of, and changes nothing then. Less than before is never too much.
+        """
+        ...
+
+    async def discharge(self, account: str, name: str) -> None:
+        """Counts nothing of ``name`` in an account any more."""
+        ...
+
 
 async def read_objects(
     store: ObjectStore, collection: str, names: Sequence[str]
@@ -92,6 +124,40 @@ async def read_objects(
                 yield name, each
         if gone := [name for name, each in found.items() if each is None]:
             await store.leave(collection, *gone)
+
+
+def excess_of(quota: Quota, names: int, total: int, before: int | None, size: int) -> Excess | None:
+    """Returns what an account of so many ``names`` and ``total`` bytes would have too much of with ``size`` bytes of a
+    name, instead of those ``before``.
+    """
+    if before is None and quota.max_names is not None and names >= quota.max_names:
+        return Excess.NAMES
+    more = size - (before or 0)
+    return Excess.BYTES if more > 0 and quota.max_bytes is not None and total + more > quota.max_bytes else None
+
+
+@dataclass(slots=True)
+class _MemoryAccount:
+    """When each name expires, and its bytes; ``total`` of all. ``expirations`` is a heap, also of what was replaced."""
+
+    entries: dict[str, tuple[float, int]] = field(default_factory=dict)
+    total: int = 0
+    expirations: list[tuple[float, str]] = field(default_factory=list)
+
+    def expire(self, now: float) -> None:
+        while self.expirations and self.expirations[0][0] <= now:
+            expires, name = heappop(self.expirations)
+            if self.entries.get(name, (0.0, 0))[0] == expires:
+                self.remove(name)
+
+    def put(self, name: str, expires: float, size: int) -> None:
+        self.remove(name)
+        self.entries[name] = (expires, size)
+        self.total += size
+        heappush(self.expirations, (expires, name))
+
+    def remove(self, name: str) -> None:
+        self.total -= self.entries.pop(name, (0.0, 0))[1]
 
 
 @dataclass(slots=True)
@@ -112,6 +178,7 @@ class MemoryObjectStore:
     def __init__(self, max_bytes: int = MAX_MEMORY_BYTES, clock: Callable[[], float] = time) -> None:
         self._objects: dict[str, _MemoryObject] = {}
         self._collections: dict[str, dict[str, None]] = {}
+        self._accounts: dict[str, _MemoryAccount] = {}
         self._max_bytes = max_bytes
         self._bytes = 0
         self._clock = clock
@@ -178,6 +245,23 @@ class MemoryObjectStore:
     async def names(self, collection: str) -> list[str]:
         """See ``ObjectStore``."""
         return list(self._collections.get(collection, ()))[:MAX_NAMES]
+
+    async def charge(self, account: str, name: str, size: int, ttl: float, quota: Quota = ANY) -> Excess | None:
+        """See ``ObjectStore``."""
+        now, counted = self._clock(), self._accounts.setdefault(account, _MemoryAccount())
+        counted.expire(now)
+        _, before = counted.entries.get(name, (0.0, None))
+        excess = excess_of(quota, len(counted.entries), counted.total, before, size)
+        if excess is None:
+            counted.put(name, now + ttl, size)
+        return excess
+
+    async def discharge(self, account: str, name: str) -> None:
+        """See ``ObjectStore``."""
+        if (counted := self._accounts.get(account)) is not None:
+            counted.remove(name)
+            if not counted.entries:
+                del self._accounts[account]
 
     async def close(self) -> None:
         """There is nothing to close."""

@@ -31,6 +31,7 @@ from quire_router.api.rest.sse import collect
 from quire_router.api.schemas.openai import ChatRequest, CompletionRequest
 from quire_router.api.schemas.pooling import EmbeddingRequest
 from quire_router.api.service import ApiService
+from quire_router.api.stored_quota import ResponseQuota
 from quire_router.batches.batch import EMBEDDINGS, Batch, Line, LineAnswer
 from quire_router.core.errors import batch_waits
 
@@ -44,10 +45,13 @@ tracer = trace.get_tracer("quire.router")
 
 
 class BatchLines:
-    """See ``LineRunner``. Lines are prepared and answered as at the routes that they name."""
+    """See ``LineRunner``. Lines are prepared and answered as at the routes that they name; a response waits until there
+    is room for it in its tenant's ``quota``.
+    """
 
-    def __init__(self, service: ApiService, tenants: Tenants) -> None:
+    def __init__(self, service: ApiService, tenants: Tenants, quota: ResponseQuota | None = None) -> None:
         self._service = service
+        self._quota = quota
         self._tenants = tenants
         self._routes: Mapping[str, tuple[PrepareLine, AnswerFormat]] = {
             "/v1/chat/completions": (self._preparing(ChatRequest), CHAT),
@@ -84,6 +88,8 @@ class BatchLines:
         try:
             options = _options(batch, line.number)
             prepared = _as_line(await prepare(line.body, request_id, caller, options), batch)
+            if self._quota is not None and answer_format is RESPONSES:
+                await self._quota.charge(prepared)
             try:
                 await self._service.responses.start_background(prepared)
             except QuireError as error:

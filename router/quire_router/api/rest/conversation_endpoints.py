@@ -108,7 +108,10 @@ class ConversationEndpoints:
                 raise item_not_found("item_id", item_id)
             if exchange.scope["method"] == "DELETE":
                 found = await self._conversations.change(
-                    found.id, exchange.caller.tenant, lambda conversation, _: _without(conversation, item_id)
+                    found.id,
+                    exchange.caller.tenant,
+                    lambda conversation, _: _without(conversation, item_id),
+                    limited=False,
                 )
                 await exchange.response.send(200, to_json(found.to_json()))
             else:

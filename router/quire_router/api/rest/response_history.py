@@ -23,6 +23,7 @@ from quire_router.api.schemas.responses import (
     ResponsesRequest,
 )
 from quire_router.api.service import ApiService
+from quire_router.api.stored_quota import ResponseQuota
 from quire_router.api.stored_requests import RequestStatus, StoredRequest
 from quire_router.core.errors import (
     conversation_locked,
@@ -149,7 +150,7 @@ class HistoryReader:
                 return None
             if error.code is ErrorCode.DEADLINE:
                 raise conversation_locked(conversation.id) from None
-            if await self.is_over(turn.response, caller):
+            if await self.status(turn.response, caller) is RequestStatus.FAILED:
                 raise _FailedError from None
             raise
 
@@ -171,12 +172,14 @@ class HistoryReader:
             raise response_not_found(response_id)
         return found
 
-    async def is_over(self, response_id: str, caller: Identity) -> bool:
-        """Whether there is no such response, or it has ended with an error."""
+    async def status(self, response_id: str, caller: Identity) -> RequestStatus | None:
+        """Returns the status of a response; None if there is none. Raises ``QuireError`` UNAVAILABLE."""
         try:
-            return (await self.stored(response_id, caller, polled=False)).status is RequestStatus.FAILED
+            return (await self.stored(response_id, caller, polled=False)).status
         except QuireError as error:
-            return error.code is ErrorCode.NOT_FOUND
+            if error.code is ErrorCode.NOT_FOUND:
+                return None
+            raise
 
     async def _previous(self, response_id: str, caller: Identity) -> EarlierResponse:
         try:
@@ -289,15 +292,18 @@ async def prepare_response(  # noqa: PLR0917 - as ``ApiService.prepare``
     caller: Identity,
     options: RequestOptions,
     conversations: Conversations | None = None,
+    quota: ResponseQuota | None = None,
 ) -> PreparedRequest:
-    """Returns the request in a body of ``size`` bytes, with what it goes on from; a conversation has it as a turn then.
-    Raises ``QuireError``.
+    """Returns the request in a body of ``size`` bytes, with what it goes on from; a conversation has it as a turn then,
+    and it counts in its tenant's ``quota``. Raises ``QuireError``.
     """
     request = await service.parse(lambda: ResponsesRequest.from_json(body()), caller, size=size)
     history = await HistoryReader(service, conversations).read(request, caller, request_id)
     prepared = await service.prepare(
         lambda: request.to_chat(history.read(), request_id), request_id, caller, options, size=size + history.size
     )
+    if quota is not None:
+        await quota.charge(prepared)
     if conversations is not None and request.conversation is not None and history.conversation is not None:
         known, failed = len(history.conversation.items), history.conversation.failed
         await conversations.add_response(request.conversation, caller.tenant, request_id, known, failed)

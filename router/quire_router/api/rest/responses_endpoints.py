@@ -33,6 +33,7 @@ from quire_router.api.schemas.responses import (
     InputTokensRequest,
 )
 from quire_router.api.service import ApiService, counting_rejections, ignored_parameters_header
+from quire_router.api.stored_quota import ResponseQuota
 from quire_router.api.stored_requests import RequestStatus, StoredRequest
 from quire_router.api.tokenize import TokenizeResult, input_to_tokenize
 from quire_router.core.errors import (
@@ -78,34 +79,37 @@ class ResponseEndpoints:
         limits: BodyLimits,
         keepalive: KeepAlive,
         conversations: Conversations | None = None,
+        quota: ResponseQuota | None = None,
     ) -> None:
         self._service = service
         self._limits = limits
         self._keepalive = keepalive
         self._conversations = conversations
+        self._quota = quota
         self._history = HistoryReader(service, conversations)
 
     async def prepare(self, exchange: HttpExchange, body: ReservedBody, options: RequestOptions) -> PreparedRequest:
         """Returns the request in a body, with what it goes on from. Raises ``QuireError``."""
         size, request_id, caller = len(body), exchange.request_id, exchange.caller
         return await prepare_response(
-            self._service, body.detach, size, request_id, caller, options, self._conversations
+            self._service, body.detach, size, request_id, caller, options, self._conversations, self._quota
         )
 
     async def forget(self, exchange: HttpExchange, prepared: PreparedRequest) -> None:
-        """Takes a response that was refused, or has failed for good, out of its conversation. One with an idempotency
-        key may have begun as another request, and stays then.
+        """Takes a response that was refused, or has failed for good, out of its conversation, and out of its tenant's
+        quota if nothing is stored of it. One with an idempotency key may have begun as another request, and stays then.
         """
-        conversation = read_state(prepared).repeated.get("conversation")
-        if conversation is None or self._conversations is None:
-            return
         first, caller = prepared.first, exchange.caller
-        if first.digest and not await self._history.is_over(first.request_id, caller):
-            return
+        conversation = read_state(prepared).repeated.get("conversation")
         try:
-            await self._conversations.remove_response(conversation["id"], caller.tenant, first.request_id)
-        except QuireError as error:  # it is empty, and goes with the next response
-            log.debug("response %s stays a turn of its conversation: %s", first.request_id, error.message)
+            status = await self._history.status(first.request_id, caller)
+            if status is None and self._quota is not None:
+                await self._quota.discharge(first.request_id, caller.tenant)
+            is_over = status in (None, RequestStatus.FAILED) or not first.digest
+            if is_over and conversation is not None and self._conversations is not None:
+                await self._conversations.remove_response(conversation["id"], caller.tenant, first.request_id)
+        except QuireError as error:  # it is an empty turn, which goes with the next response, and expires in the quota
+            log.debug("response %s is not forgotten: %s", first.request_id, error.message)
 
     async def start(self, exchange: HttpExchange, prepared: PreparedRequest) -> None:
         """Starts a response in the background, and sends its state, or its events if they are asked for."""
@@ -126,6 +130,8 @@ class ResponseEndpoints:
             if exchange.scope["method"] == "DELETE":
                 stored = await self._history.stored(_id(exchange), exchange.caller)
                 await self._service.delete(stored.first.request_id, exchange.caller)
+                if self._quota is not None:
+                    await self._quota.discharge(stored.first.request_id, exchange.caller.tenant)
                 deleted = {"id": f"resp_{stored.first.request_id}", "object": "response", "deleted": True}
                 await exchange.response.send(200, to_json(deleted))
             else:

@@ -62,6 +62,7 @@ from quire_router.api.rest.usage_page import UsageEndpoint
 from quire_router.api.schemas.anthropic import MessagesRequest
 from quire_router.api.schemas.openai import ChatRequest, CompletionRequest, GenerationBody
 from quire_router.api.service import ApiService, counting_rejections, new_request_id
+from quire_router.api.stored_quota import ResponseQuota
 from quire_router.api.validation import check_stream
 from quire_router.engines.lora_updates import LoRAUpdater
 
@@ -278,10 +279,12 @@ def build_api(
     lora_updater: LoRAUpdater | None = None,
     batches: BatchApi | None = None,
     conversations: Conversations | None = None,
+    quota: ResponseQuota | None = None,
 ) -> RestApp:
     """Returns the public REST API. ``client_timeout`` bounds a body's arrival and each write, in seconds. ``page`` is
     what browsers get, and ``fleet`` the stream that it reads; ``lora_updater`` loads adapters, ``batches`` runs
-    batches, and ``conversations`` keeps those of responses. None: there is nothing at their paths.
+    batches, and ``conversations`` keeps those of responses. None: there is nothing at their paths. ``quota`` bounds
+    what is stored of responses.
     """
     absent = {FLEET} if fleet is None else set()
     if lora_updater is None:
@@ -293,7 +296,7 @@ def build_api(
     status, requests = StatusEndpoints(service, absent), RequestEndpoints(service, keepalive)
     limits = BodyLimits(max_body_bytes, client_timeout)
     tokens = TokenizeEndpoints(service, limits)
-    responses = ResponseEndpoints(service, limits, keepalive, conversations)
+    responses = ResponseEndpoints(service, limits, keepalive, conversations, quota)
 
     def generate(
         path: str,

@@ -1,5 +1,5 @@
 """Objects in Redis: the text of ``NAME`` in the hash ``quire:{NAME}:object``, its parts in ``quire:{NAME}:parts``, and
-collections as sorted sets, by when each name came.
+collections as sorted sets, by when each name came; accounts in two keys (``charge.lua``).
 """
 
 import logging
@@ -14,7 +14,7 @@ from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from quire_router.clients.redis_client import RedisAccess, lua_source, redis_client
 from quire_router.core.errors import journal_unavailable, store_full
-from quire_router.journal.objects import MAX_NAMES, StoredObject
+from quire_router.journal.objects import ANY, MAX_NAMES, Excess, Quota, StoredObject
 
 log = logging.getLogger(__name__)
 COLLECTION_TTL = 2_764_800  # seconds at least, from the last name that came: longer than what they name
@@ -29,6 +29,7 @@ class RedisObjectStore:
     def __init__(self, access: RedisAccess | str, *, timeout: float = 5.0) -> None:
         self._client: Redis = redis_client(access, timeout=timeout, connections=8)
         self._replace = self._client.register_script(lua_source(__package__, "object"))
+        self._charge = self._client.register_script(lua_source(__package__, "charge"))
 
     async def get(self, name: str) -> StoredObject | None:
         """See ``ObjectStore``."""
@@ -102,6 +103,17 @@ class RedisObjectStore:
         found: Any = await self._call(lambda: self._client.zrange(_collection(collection), 0, MAX_NAMES - 1))
         return [name.decode() for name in found]
 
+    async def charge(self, account: str, name: str, size: int, ttl: float, quota: Quota = ANY) -> Excess | None:
+        """See ``ObjectStore``."""
+        limits = ["" if most is None else most for most in (quota.max_names, quota.max_bytes)]
+        arguments = [name, size, ceil(ttl), *limits, COLLECTION_TTL]
+        excess = await self._call(lambda: self._charge(_account(account), arguments))
+        return Excess(excess) if excess else None
+
+    async def discharge(self, account: str, name: str) -> None:
+        """See ``ObjectStore``."""
+        await self._call(lambda: self._charge(_account(account), [name, "", 0, "", "", COLLECTION_TTL]))
+
     async def close(self) -> None:
         """Closes the connections."""
         await self._client.aclose()
@@ -139,3 +151,7 @@ def _parts(name: str) -> str:
 
 def _collection(name: str) -> str:
     return f"quire:collection:{name}"
+
+
+def _account(name: str) -> list[str]:
+    return [f"quire:{{account:{name}}}:expirations", f"quire:{{account:{name}}}:sizes"]

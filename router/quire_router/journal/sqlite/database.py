@@ -107,6 +107,24 @@ MIGRATIONS = (
     CREATE TRIGGER part_left AFTER DELETE ON parts
     BEGIN UPDATE object_bytes SET bytes = bytes - length(OLD.data); END;
     """,
+    """
+    CREATE TABLE accounts (
+        account TEXT NOT NULL,
+        name TEXT NOT NULL,
+        bytes INTEGER NOT NULL,
+        expires INTEGER NOT NULL,  -- s
+        PRIMARY KEY (account, name)
+    ) STRICT, WITHOUT ROWID;
+    CREATE INDEX expiring_accounts ON accounts (account, expires);
+    CREATE TABLE account_totals (account TEXT PRIMARY KEY, names INTEGER NOT NULL, bytes INTEGER NOT NULL) STRICT;
+    CREATE TRIGGER name_came AFTER INSERT ON accounts
+    BEGIN INSERT INTO account_totals VALUES (NEW.account, 1, NEW.bytes)
+        ON CONFLICT (account) DO UPDATE SET names = names + 1, bytes = bytes + excluded.bytes; END;
+    CREATE TRIGGER name_left AFTER DELETE ON accounts
+    BEGIN UPDATE account_totals SET names = names - 1, bytes = bytes - OLD.bytes WHERE account = OLD.account; END;
+    CREATE TRIGGER account_emptied AFTER UPDATE ON account_totals WHEN NEW.names = 0
+    BEGIN DELETE FROM account_totals WHERE account = NEW.account; END;
+    """,
 )
 """What makes each version of the schema of the one before; ``PRAGMA user_version`` counts them."""
 

@@ -7,7 +7,7 @@ from time import time
 from typing import TYPE_CHECKING, TypeVar
 
 from quire_router.core.errors import journal_unavailable, store_full
-from quire_router.journal.objects import MAX_NAMES, StoredObject
+from quire_router.journal.objects import ANY, MAX_NAMES, Excess, Quota, StoredObject, excess_of
 
 if TYPE_CHECKING:
     from quire_router.journal.sqlite.sqlite_journal import SqliteStore
@@ -128,6 +128,29 @@ class SqliteObjectStore:
         return await self._read(
             lambda connection: [name for (name,) in connection.execute(query, (collection, MAX_NAMES))]
         )
+
+    async def charge(self, account: str, name: str, size: int, ttl: float, quota: Quota = ANY) -> Excess | None:
+        """See ``ObjectStore``."""
+
+        def write(connection: sqlite3.Connection) -> Excess | None:
+            connection.execute("DELETE FROM accounts WHERE account = ? AND expires <= ?", (account, time()))
+            query = "SELECT names, bytes FROM account_totals WHERE account = ?"
+            names, total = connection.execute(query, (account,)).fetchone() or (0, 0)
+            query = "SELECT bytes FROM accounts WHERE account = ? AND name = ?"
+            (before,) = connection.execute(query, (account, name)).fetchone() or (None,)
+            excess = excess_of(quota, names, total, before, size)
+            if excess is None:
+                _execute(connection, "DELETE FROM accounts WHERE account = ? AND name = ?", account, name)
+                row = account, name, size, int(time() + ttl)
+                _execute(connection, "INSERT INTO accounts VALUES (?, ?, ?, ?)", *row)
+            return excess
+
+        return await self._write(write)
+
+    async def discharge(self, account: str, name: str) -> None:
+        """See ``ObjectStore``."""
+        query = "DELETE FROM accounts WHERE account = ? AND name = ?"
+        await self._write(lambda connection: _execute(connection, query, account, name))
 
     async def close(self) -> None:
         """The journal closes the file."""

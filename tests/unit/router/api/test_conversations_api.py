@@ -9,7 +9,8 @@ import pytest
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 from quire_router.api.conversations import Conversations, Turn
-from quire_router.journal.objects import MemoryObjectStore
+from quire_router.api.stored_quota import RECORD_BYTES, ResponseQuota
+from quire_router.journal.objects import MemoryObjectStore, Quota
 
 from tests.support.response_streams import response_events, response_of
 from tests.support.scripted_api import MODEL, TOKENIZER, Limits, ask, open_stage, script_of
@@ -22,12 +23,13 @@ KEYS = ["k" * 16, "l" * 16]
 
 
 @asynccontextmanager
-async def stage_with(script: Any = "yes", store: MemoryObjectStore | None = None, **more: Any):
+async def stage_with(
+    script: Any = "yes", store: MemoryObjectStore | None = None, most: Quota | None = None, **more: Any
+):
     store = store or MemoryObjectStore()
+    conversations = Conversations(store, 60.0, most or Quota())
     played = script_of(script) if isinstance(script, str) else script
-    async with open_stage(
-        played, template=THINKING_TEMPLATE, conversations=Conversations(store, 60.0), **more
-    ) as stage:
+    async with open_stage(played, template=THINKING_TEMPLATE, conversations=conversations, **more) as stage:
         stage.fleet.model_limits = Limits(4096)
         yield stage
 
@@ -378,3 +380,83 @@ async def test_what_clients_add_to_a_conversation_is_bounded(monkeypatch):
         assert (await ask(stage.port, "POST", path, {"items": [USER]})).status == 200
         assert await texts(stage, conversation) == ["x" * 400, "hello"]
         assert (await ask(stage.port, "POST", CONVERSATIONS, {"items": [long] * 3})).status == 400
+
+
+async def test_a_tenant_has_so_many_conversations_and_others_have_their_own():
+    async with stage_with(most=Quota(max_names=2), keys=KEYS) as stage:
+        first, second = ({"authorization": f"Bearer {key}"} for key in KEYS)
+        made = [(await ask(stage.port, "POST", CONVERSATIONS, {}, first)).json["id"] for _ in range(2)]
+        refused = await ask(stage.port, "POST", CONVERSATIONS, {}, first)
+        assert (refused.status, refused.error["code"]) == (429, "max_conversations")
+        assert "2 conversations (--max-tenant-conversations)" in str(refused.error["message"])
+        assert (await ask(stage.port, "POST", CONVERSATIONS, {}, second)).status == 200
+        path = f"{CONVERSATIONS}/{made[0]}"
+        assert (await ask(stage.port, "POST", path, {"metadata": {"a": "b"}}, first)).status == 200
+        assert (await ask(stage.port, "DELETE", path, None, first)).status == 200
+        assert (await ask(stage.port, "POST", CONVERSATIONS, {}, first)).status == 200
+
+
+async def test_all_conversations_of_a_tenant_have_so_many_bytes():
+    long, store = {"role": "user", "content": "x" * 2000}, MemoryObjectStore()
+    async with stage_with(most=Quota(max_bytes=5000), store=store) as stage:
+        made = [await make(stage, items=[long]) for _ in range(2)]
+        for path, body in (
+            (CONVERSATIONS, {"items": [long]}),
+            (f"{CONVERSATIONS}/{made[0]}/items", {"items": [long]}),
+            (f"{CONVERSATIONS}/{made[0]}", {"metadata": {str(number): "x" * 500 for number in range(4)}}),
+        ):
+            refused = await ask(stage.port, "POST", path, body)
+            assert (refused.status, refused.error["code"]) == (429, "max_conversations"), path
+            assert "5000 bytes of conversations (--max-tenant-conversation-bytes)" in str(refused.error["message"])
+        assert await texts(stage, made[0]) == ["x" * 2000]
+        await ask(stage.port, "DELETE", f"{CONVERSATIONS}/{made[1]}")
+        assert (await ask(stage.port, "POST", f"{CONVERSATIONS}/{made[0]}/items", {"items": [long]})).status == 200
+
+
+async def test_what_responses_add_counts_and_an_answer_is_kept_all_the_same():
+    async with stage_with("y" * 3000, most=Quota(max_bytes=3500)) as stage:
+        conversation = await make(stage, items=[USER])
+        assert (await respond(stage, conversation, "one", max_output_tokens=3000)).status == 200
+        assert [len(text) for text in await texts(stage, conversation)] == [5, 3, 3000]
+        ran = len(stage.runner.generations)
+        refused = await respond(stage, conversation, "z" * 500)
+        assert (refused.status, refused.error["code"]) == (429, "max_conversations")
+        assert len(stage.runner.generations) == ran
+        assert len(await texts(stage, conversation)) == 3
+        item = (await items_of(stage, conversation))[0]["id"]
+        path = f"{CONVERSATIONS}/{conversation}"
+        assert (await ask(stage.port, "DELETE", f"{path}/items/{item}")).status == 200
+        assert (await ask(stage.port, "DELETE", path)).status == 200
+        assert (await ask(stage.port, "POST", CONVERSATIONS, {"items": [USER]})).status == 200
+
+
+async def test_all_stored_responses_of_a_tenant_have_so_many_bytes():
+    quota = ResponseQuota(MemoryObjectStore(), 2 * RECORD_BYTES + 6000)
+    async with stage_with(quota=quota, keys=KEYS) as stage:
+        first, second = ({"authorization": f"Bearer {key}"} for key in KEYS)
+        body = {"model": MODEL, "input": "x" * 400}
+        stored = [await ask(stage.port, "POST", RESPONSES, body, first) for _ in range(2)]
+        assert [answer.status for answer in stored] == [200, 200]
+        refused = await ask(stage.port, "POST", RESPONSES, body, first)
+        assert (refused.status, refused.error["code"]) == (429, "max_responses")
+        assert f"{2 * RECORD_BYTES + 6000} bytes (--max-tenant-response-bytes)" in str(refused.error["message"])
+        assert (await ask(stage.port, "POST", RESPONSES, body | {"store": False}, first)).status == 200
+        assert (await ask(stage.port, "POST", RESPONSES, body, second)).status == 200
+        await ask(stage.port, "DELETE", f"{RESPONSES}/{stored[0].json['id']}", None, first)
+        assert (await ask(stage.port, "POST", RESPONSES, body, first)).status == 200
+
+
+async def test_a_response_counts_once_and_not_if_nothing_is_stored_of_it(monkeypatch):
+    quota = ResponseQuota(MemoryObjectStore(), RECORD_BYTES + 3000)
+    body, once = {"model": MODEL, "input": "x" * 400}, {"idempotency-key": "once"}
+    async with stage_with(quota=quota) as stage:
+
+        async def refuse(*_: Any) -> None:
+            raise QuireError(ErrorCode.OVERLOADED, "Too many requests a minute.")
+
+        monkeypatch.setattr(stage.runner, "run_once", refuse)
+        assert (await ask(stage.port, "POST", RESPONSES, body, once)).status == 429
+        monkeypatch.undo()
+        for _ in range(3):
+            assert (await ask(stage.port, "POST", RESPONSES, body, {"idempotency-key": "another"})).status == 200
+        assert (await ask(stage.port, "POST", RESPONSES, body, once)).error["code"] == "max_responses"

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from quire_proto.errors import ErrorCode, QuireError
-from quire_router.journal.objects import MemoryObjectStore, ObjectStore, StoredObject, read_objects
+from quire_router.journal.objects import Excess, MemoryObjectStore, ObjectStore, Quota, StoredObject, read_objects
 from quire_router.journal.redis.redis_objects import RedisObjectStore
 from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
 
@@ -137,6 +137,37 @@ async def test_objects_in_redis_have_no_key_that_stays_for_ever(stores: Database
     for key in ("quire:{gone}:object", "quire:{gone}:parts", "quire:collection:leaving"):
         assert await client.ttl(key) > 0
     await client.aclose()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_account_counts_what_is_kept_and_refuses_more_than_its_quota(kind: str, stores: Databases) -> None:
+    quota = Quota(2, 100)
+    async with store_of(kind, stores) as store:
+
+        async def charge(name: str, size: int, most: Quota = quota, account: str = "a") -> Excess | None:
+            return await store.charge(account, name, size, TTL, most)
+
+        assert await charge("total", 60) is None
+        assert await charge("x", 41) is Excess.BYTES
+        assert await charge("x", 40) is None
+        assert await charge("y", 0) is Excess.NAMES
+        assert await charge("x", 41) is Excess.BYTES, "what is counted is replaced, not added to"
+        assert await charge("x", 39) is None
+        assert await charge("other", 100, account="b") is None, "each has an account of its own"
+        assert await charge("x", 90, Quota()) is None, "what is written all the same counts"
+        assert await charge("x", 80) is None, "less than before is never too much"
+        await store.discharge("a", "x")
+        await store.discharge("a", "x")
+        assert await charge("y", 40) is None
+        await store.charge("a", "total", 60, 0.0)
+        assert await charge("z", 60) is None, "what expires counts no more"
+
+
+async def test_accounts_in_redis_do_not_stay_for_ever(stores: Databases) -> None:
+    async with store_of("redis", stores) as store, redis_at(stores.redis) as redis:
+        await store.charge("kept", "x", 1, TTL)
+        for key in ("expirations", "sizes"):
+            assert await redis.ttl(f"quire:{{account:kept}}:{key}") > 0
 
 
 async def test_a_key_in_redis_that_is_something_else_costs_no_other_object(stores: Databases) -> None:
