@@ -249,6 +249,7 @@ class Components:
             fallbacks=settings.picker_fallbacks,
             request_timeout=settings.request_timeout,
             expose_route=settings.debug_route,
+            count_usage=self.journal.count_usage,
         )
 
     def _count_load(self, model: str) -> int:

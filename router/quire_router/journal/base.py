@@ -14,7 +14,7 @@ from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 
 from quire_router.core.generation import NO_USAGE, Delta, GenerationRequest, Usage
-from quire_router.core.usage import UsageRow
+from quire_router.core.usage import Account, UsageRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +231,12 @@ class Journal(Protocol):
     async def usage(self, since: float, until: float, tenant: str | None = None) -> list[UsageRow]:
         """What one tenant, or each, used in the hours that begin from ``since`` until before ``until``, in seconds
         after 1970; by hour, tenant and model. Raises ``QuireError`` UNAVAILABLE when it cannot be read.
+        """
+        ...
+
+    def count_usage(self, lease: Lease, account: Account, usage: Usage) -> None:
+        """Counts what a request has used that has ended and has no record (``unrecorded``), such as one that a gateway
+        sent to a server itself. Never waits; counted once, also where it is written more than once.
         """
         ...
 

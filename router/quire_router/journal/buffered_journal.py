@@ -317,6 +317,15 @@ class BufferedJournal(ABC):
         """See ``Journal``."""
         return await self._call("of usage", lambda: self._store.usage(since, until, tenant))
 
+    def count_usage(self, lease: Lease, account: Account, usage: Usage) -> None:
+        """See ``Journal``."""
+        if usage == NO_USAGE:
+            return
+        self.start()
+        if not self._buffer.add_dropped(DroppedUsage(lease, account, usage)):
+            log.warning("the usage of request %s is not counted: too much is to be written", lease.request_id)
+            metrics.USAGE_LOST.inc()
+
     async def settle_usage(self) -> None:
         """See ``Journal``."""
         await self._call("of usage", self._store.settle_usage)
@@ -451,12 +460,8 @@ class BufferedJournal(ABC):
 
     def _count_dropped(self, lease: Lease, usage: Usage) -> None:
         """Counts what a request used that the journal has dropped: no record says it."""
-        generation = self._dropped.pop(lease, None)
-        if generation is None or usage == NO_USAGE:
-            return
-        if not self._buffer.add_dropped(DroppedUsage(lease, Account.of(generation), usage)):
-            log.warning("the usage of request %s is not counted: too much is to be written", lease.request_id)
-            metrics.USAGE_LOST.inc()
+        if (generation := self._dropped.pop(lease, None)) is not None:
+            self.count_usage(lease, Account.of(generation), usage)
 
     def _writable_request(self, lease: Lease) -> BufferedRequest | None:
         request = self._buffer.get(lease.request_id)

@@ -261,6 +261,11 @@ class MemoryJournal:
         """See ``Journal``: what was used since the process began."""
         return self._ledger.rows(since, until, tenant)
 
+    def count_usage(self, lease: Lease, account: Account, usage: Usage) -> None:  # noqa: ARG002 - it is written once
+        """See ``Journal``."""
+        if usage != NO_USAGE:
+            self._ledger.add(account, difference(usage, NO_USAGE))
+
     async def settle_usage(self) -> None:
         """Nothing is ever left to be counted."""
 

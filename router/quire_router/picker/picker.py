@@ -9,8 +9,8 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from time import time_ns
 
 import numpy as np
@@ -29,10 +29,12 @@ from quire_router.api.service import ApiService, counting_rejections
 from quire_router.core import metrics
 from quire_router.core.errors import no_engine_ready
 from quire_router.core.generation import GenerationRequest, Usage
+from quire_router.core.usage import Account
 from quire_router.discovery.base import http_endpoint
 from quire_router.engines.forwarded import Forwarded
 from quire_router.engines.output_stream import EngineLost
 from quire_router.engines.pool import EnginePool
+from quire_router.journal.base import Lease, unrecorded
 from quire_router.picker.exchange import HttpRequest, is_in_subset
 from quire_router.placement.engine_table import ArrayCache, Rows
 from quire_router.placement.placer import PlacementDecision, Placer, route_header
@@ -54,6 +56,7 @@ class EndpointPicker:
     """Picks among the engines of ``pool`` that have an HTTP API of their own; requests for Quire's own engines have to
     come through the router. So many ``fallbacks`` are named behind the best endpoint, the next best ones. No request
     may take more than ``request_timeout`` seconds. With ``expose_route`` responses say where they come from, and why.
+    ``count_usage`` adds what a request has used to its account.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class EndpointPicker:
         fallbacks: int = 0,
         request_timeout: float,
         expose_route: bool = False,
+        count_usage: Callable[[Lease, Account, Usage], None] = lambda *_: None,
     ) -> None:
         self.on_load_changed: Callable[[], None] = lambda: None
         self._service = service
@@ -79,6 +83,7 @@ class EndpointPicker:
         self._fallbacks = fallbacks
         self._request_timeout = request_timeout
         self._expose_route = expose_route
+        self._count_usage = count_usage
         self._reachable: ArrayCache[Rows] = ArrayCache()
         self._in_progress: Counter[str] = Counter()
 
@@ -96,10 +101,11 @@ class EndpointPicker:
         """What servers do not get to see: the keys of this router's clients."""
         return ("authorization", *KEY_HEADERS) if self._service.keys.required else ()
 
-    def pick_any(self, request: HttpRequest) -> str:
+    async def pick_any(self, request: HttpRequest, caller: Identity) -> str:
         """Returns an endpoint for a request without a body, such as that for the list of models: the one with the
-        fewest requests. Raises ``QuireError`` UNAVAILABLE.
+        fewest requests. Charged as one that reaches no engine. Raises ``QuireError`` OVERLOADED and UNAVAILABLE.
         """
+        await self._service.charge(caller)
         rows = [row for card in self._service.models() for row in self._pool.rows(card.name).tolist()]
         allowed = self._allowed(np.array(rows, np.intp), request.subset)
         if not len(allowed):
@@ -139,6 +145,7 @@ class EndpointPicker:
                 pick = self._place(forwarded, request, hashes)
             pick.reservation = reservation
             pick.tenant = self._limits.label(caller.tenant)
+            pick.count_usage = partial(self._count_usage, unrecorded(request_id), Account.of(first))
             yield resources.enter_context(pick)
 
     def abandon(self, request_id: str) -> None:
@@ -223,6 +230,7 @@ class Pick:
         self.response_headers = [("x-quire-route", route)] if route else []
         self.reservation: Reservation | None = None
         self.tenant = ""
+        self.count_usage: Callable[[Usage], None] = lambda _usage: None
         self._pool = pool
         self._forwarded = forwarded
         self._decision = decision
@@ -293,6 +301,7 @@ class Pick:
             self.reservation.cancel()  # no server ran it
             return
         self.reservation.used = first.cost(usage.prompt_tokens, usage.completion_tokens)
+        self.count_usage(usage)
         counts = (1, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
         metrics.count_tenant(self.tenant, first.model, counts)
 
@@ -301,8 +310,15 @@ class Pick:
         return 200 <= self._status < 300
 
     def _usage(self) -> Usage:
-        """What the response says, or else what was seen of it: each event of a stream is about a token."""
-        return self._answer.usage or Usage(self._forwarded.prompt_tokens, self._answer.events)
+        """What the response says, or else what was seen of it: each event of a stream is about a token, and the prompt
+        has as many as this router counts.
+        """
+        said = self._answer.usage
+        return Usage(
+            self._forwarded.prompt_tokens if said.prompt_tokens is None else said.prompt_tokens,
+            self._answer.events if said.completion_tokens is None else said.completion_tokens,
+            said.cached_tokens,
+        )
 
     def _count_at(self, engine_id: str, uncached_tokens: int) -> None:
         try:
@@ -318,38 +334,52 @@ class Pick:
             self._at = self._resources.enter_context(forwarded)
 
 
-_TAIL_BYTES = 4096
+_KEPT_BYTES = 4096
 _EVENT_END = b"\n\n"
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*([0-9]{1,9})')
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*([0-9]{1,9})')
+_READ_TOKENS = re.compile(rb'"cache_read_input_tokens"\s*:\s*([0-9]{1,9})')
+_WRITTEN_TOKENS = re.compile(rb'"cache_creation_input_tokens"\s*:\s*([0-9]{1,9})')
+"""Of the Messages API: what was read from a cache and written to it, which are not among ``input_tokens``."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaidUsage:
+    """The tokens that a response says it used; None for what it does not say."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int = 0
 
 
 class AnswerReader:
     """What the bytes of a response say beside the text: ``events``, how many of a stream have come, and its usage,
-    which stands near the end. A quotation mark in a text has a backslash before it, so a text cannot pretend to be one.
+    which stands near the end, and in streams of the Messages API the prompt's at the beginning. A quotation mark in a
+    text has a backslash before it, so a text cannot pretend to be one.
     """
 
     def __init__(self) -> None:
         self.events = 0
-        self._tail = b""
+        self._head = self._tail = b""
 
     def read(self, data: bytes) -> int:
         """Returns how many events end in the next bytes."""
         ended = (self._tail[-1:] + data).count(_EVENT_END)
         self.events += ended
-        self._tail = (self._tail + data)[-_TAIL_BYTES:]
+        if len(self._head) < _KEPT_BYTES:
+            self._head += data[: _KEPT_BYTES - len(self._head)]
+        self._tail = (self._tail + data)[-_KEPT_BYTES:]
         return ended
 
     @property
-    def usage(self) -> Usage | None:
-        """The tokens that it says; None if it says none."""
-        prompt, completion = _last(_PROMPT_TOKENS, self._tail), _last(_COMPLETION_TOKENS, self._tail)
-        if prompt is None and completion is None:
-            return None
-        return Usage(prompt or 0, completion or 0, _last(_CACHED_TOKENS, self._tail) or 0)
+    def usage(self) -> SaidUsage:
+        """The tokens that it says. What the Messages API counts beside the input is part of the prompt."""
+        prompt = self._last(_PROMPT_TOKENS)
+        read, written = (self._last(pattern) or 0 for pattern in (_READ_TOKENS, _WRITTEN_TOKENS))
+        whole = None if prompt is None else prompt + read + written
+        return SaidUsage(whole, self._last(_COMPLETION_TOKENS), self._last(_CACHED_TOKENS) or read)
 
-
-def _last(pattern: re.Pattern[bytes], text: bytes) -> int | None:
-    found = pattern.findall(text)
-    return int(found[-1]) if found else None
+    def _last(self, pattern: re.Pattern[bytes]) -> int | None:
+        found = pattern.findall(self._tail) or pattern.findall(self._head)
+        return int(found[-1]) if found else None

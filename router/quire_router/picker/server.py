@@ -185,7 +185,7 @@ class Processor(ExternalProcessorServicer):
                 exchange.reserve = body.reserve
                 request = await self._receive_request(stream, exchange, reply)
                 if request.body is None:
-                    endpoints = [self._picker.pick_any(request)]
+                    endpoints = [await self._picker.pick_any(request, caller)]
                     await stream.write(exchange.send_to(endpoints, removed=self._picker.removed_headers))
                     await self._pass_response(stream, exchange, None)
                     return

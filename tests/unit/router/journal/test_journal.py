@@ -9,8 +9,9 @@ from uuid import uuid4
 import pytest
 from hypothesis import HealthCheck, given, settings
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_router.core.generation import MAX_CONVERSATION_CHARACTERS, GenerationRequest
-from quire_router.journal.base import DeliveredChoice, Lease, RecordedDelta, RequestRecord
+from quire_router.core.generation import MAX_CONVERSATION_CHARACTERS, NO_USAGE, GenerationRequest, Usage
+from quire_router.core.usage import Account
+from quire_router.journal.base import DeliveredChoice, Lease, RecordedDelta, RequestRecord, unrecorded
 
 from tests.support.journal_kinds import KINDS, AnyJournal, Databases, databases, journal_of
 from tests.support.journals import Seen, append_tokens, by_choice, seen
@@ -214,3 +215,15 @@ def test_a_record_comes_back_exactly_from_a_database(
             assert replace(record, deltas=[]) == RequestRecord(unique, "me", 1, [], leased=True)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_a_request_without_a_record_has_used_is_counted(kind: str, stores: Databases, fresh: str) -> None:
+    async with journal_of(kind, stores) as journal:
+        account = Account(fresh, "m")
+        for number, usage in enumerate([Usage(5, 2, 1), Usage(7, 0), NO_USAGE]):
+            journal.count_usage(unrecorded(f"{fresh}-{number}"), account, usage)
+        await journal.flush()
+        rows = await journal.usage(0, 1e11, fresh)
+        assert [sum(each) for each in zip(*(row.counts for row in rows), strict=True)] == [2, 12, 1, 2]
+        assert await journal.read(f"{fresh}-0") is None

@@ -27,7 +27,6 @@ from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.api import service
 from quire_router.app import Components
 from quire_router.config import Settings
-from quire_router.core.generation import Usage
 from quire_router.picker import picker
 from quire_router.picker.server import (
     LIVENESS,
@@ -415,6 +414,17 @@ class TestKeys:
             await each.idle()
             assert (await gateway.post(chat(), authorization="Bearer ada-key-0123456789")).status == 200
 
+    async def test_a_request_without_a_body_is_charged(self, flags: list[str]) -> None:
+        async with fleet(ForwardedEngine(), flags=flags) as each:
+            for status in (None, 429):
+                stream = each.stream()
+                asked = request_headers("/v1/models", end=True, authorization="Bearer eve-key-0123456789")
+                reply = await stream.ask(asked)
+                answer = immediate(reply.immediate_response) if reply.HasField("immediate_response") else None
+                assert (None if answer is None else answer.status) == status
+            assert answer is not None
+            assert answer.headers["x-quire-reason"] == "requests_per_minute"
+
     async def test_what_the_response_says_is_charged(self, flags: list[str]) -> None:
         async with fleet(ForwardedEngine(), flags=flags) as each:
             gateway, key = each.gateway(), "Bearer bob-key-0123456789"
@@ -566,6 +576,36 @@ class TestWhatIsSeen:
         assert prompt > 11  # which the whole answer says; of the stream it is the router's count
         assert completion == 6 + 7  # the stream's last event says that it is done
 
+    async def test_the_ledger_has_what_the_response_says_or_else_what_was_seen_of_it(self, tmp_path: Path) -> None:
+        file = tmp_path / "tenants.toml"
+        file.write_text(TENANTS)
+        key, engine = "Bearer ada-key-0123456789", ForwardedEngine()
+        async with fleet(engine, flags=[f"--tenants={file}"]) as each:
+
+            async def used() -> list[tuple[int, ...]]:
+                rows = await each.components.journal.usage(0, 1e11)
+                return [(row.tenant, row.model, *row.counts) for row in rows]
+
+            gateway = each.gateway()
+            assert (await gateway.post(chat(max_tokens=6), authorization=key)).status == 200
+            await each.idle()
+            assert await used() == [("ada", "m", 1, 11, 0, 6)]
+            engine.refusal = (500, {"error": {"message": "no"}})
+            assert (await gateway.post(chat(), authorization=key)).status == 500
+            await each.idle()
+            assert await used() == [("ada", "m", 1, 11, 0, 6)], "no server ran it"
+            stream = each.stream()
+            await stream.send(request_headers(authorization=key))
+            await stream.ask(request_body(json.dumps(chat(stream=True)).encode()))
+            await stream.read()
+            await stream.ask(response_headers(200, "text/event-stream"))
+            await stream.ask(response_body(b"data: {}\n\ndata: {}\n\n"))
+            await stream.half_close()
+            await each.idle()
+            [(_, _, requests, prompt, _, completion)] = await used()
+            assert (requests, completion) == (2, 6 + 2)
+            assert prompt > 11
+
     async def test_responses_say_where_they_come_from_if_that_is_asked_for(self) -> None:
         engine = ForwardedEngine()
         async with fleet(engine, flags=["--debug-route"]) as each:
@@ -592,13 +632,26 @@ def test_the_usage_is_read_however_a_response_is_cut(size: int) -> None:
     reader = picker.AnswerReader()
     for start in range(0, len(data), size):
         reader.read(data[start : start + size])
-    assert (reader.events, reader.usage) == (41, Usage(7, 10, 3))
+    assert (reader.events, reader.usage) == (41, picker.SaidUsage(7, 10, 3))
+
+
+@pytest.mark.parametrize("size", [1, 50, 10_000])
+def test_the_prompt_of_a_message_is_said_at_its_beginning_without_what_was_cached(size: int) -> None:
+    begun = {"input_tokens": 7, "cache_read_input_tokens": 3, "cache_creation_input_tokens": 2, "output_tokens": 1}
+    text = {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "well " * 20}}
+    end = {"type": "message_delta", "usage": {"output_tokens": 90, "output_tokens_details": {"thinking_tokens": 5}}}
+    events = [{"type": "message_start", "message": {"usage": begun}}, *([text] * 60), end]
+    data = b"".join(b"event: x\ndata: " + json.dumps(event).encode() + b"\n\n" for event in events)
+    reader = picker.AnswerReader()
+    for start in range(0, len(data), size):
+        reader.read(data[start : start + size])
+    assert reader.usage == picker.SaidUsage(12, 90, 3)
 
 
 def test_a_response_without_usage_has_none() -> None:
     reader = picker.AnswerReader()
     reader.read(b'{"choices": [{"message": {"content": "\\"prompt_tokens\\": 5"}}]}')
-    assert reader.usage is None
+    assert reader.usage == picker.SaidUsage(None, None)
 
 
 def ends_of(end: str) -> float:
