@@ -12,16 +12,17 @@ import re
 import select
 import socket
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any, ClassVar
 
 import uvicorn
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from quire_proto.errors import QuireError
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -61,12 +62,12 @@ _POLL_DISCONNECT = getattr(select, "POLLRDHUP", 0)  # Linux; elsewhere poll stil
 class ConnectionLimits:
     """At most ``connections`` at once on one port, shared between peers' addresses as ``ConnectionShares`` says. A
     request's head arrives within ``head`` seconds, and a connection may wait ``idle`` seconds for its next request:
-    longer than load balancers keep one that they may still use.
+    longer than load balancers keep one that they may still use, of which Google's keep it for 600.
     """
 
     connections: int = 4096
     head: float = 30.0
-    idle: float = 75.0
+    idle: float = 620.0
     peer_share: float = 0.5
 
 
@@ -85,6 +86,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     on. While requests wait, nothing is read from the client, and ``_disconnect_timer`` checks whether it is still
     connected. ``_abort_timer`` ends a connection that is closing: a transport waits for its client to take what was
     written.
+
+    A response that is the last one on its connection may be sent before the request's body has arrived, as errors are.
+    Then the rest of the body is read and thrown away (``_linger``): the kernel answers what nobody reads with a reset,
+    for which proxies drop the response and say 502.
     """
 
     def __init__(
@@ -104,6 +109,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._trailer_bytes = 0
         self._head_begun = False
         self._in_body = False
+        self._lingering = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accepts the connection, unless there are too many and none of them is idle."""
@@ -132,7 +138,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parses ``data``, and sends errors that the callbacks below raise. Ignores it on a closing connection."""
-        if self.transport.is_closing():
+        if self._lingering or self.transport.is_closing():
             return
         self._unset_keepalive_if_required()
         self._head_bytes += len(data)
@@ -223,6 +229,47 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if not self.parser.should_upgrade():
             self._in_body = False
             super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        super()._start_asgi_task(cycle, partial(self._respond, cycle, app))
+
+    async def _respond(
+        self, cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Runs the application for one request, with what uvicorn's way of sending lacks."""
+        is_delimited = True  # by a length, or as chunks
+
+        def sending(message: Message) -> Awaitable[None]:
+            nonlocal is_delimited
+            if message["type"] == "http.response.start":
+                is_delimited = scope["http_version"] != "1.0" or any(
+                    name == b"content-length" for name, _ in message["headers"]
+                )
+                if not is_delimited:
+                    cycle.chunked_encoding = False
+                return send(message)
+            is_last = not message.get("more_body", False)
+            if not is_delimited:  # chunks are not known in HTTP/1.0 (RFC 9112, 6.1): the connection's end is the body's
+                cycle.expected_content_length = len(message.get("body", b"")) + (not is_last)
+            if is_last and not cycle.keep_alive and cycle.more_body:
+                return self._send_and_linger(cycle, message, send)
+            return send(message)
+
+        await app(scope, receive, sending)
+
+    async def _send_and_linger(self, cycle: RequestResponseCycle, message: Message, send: Send) -> None:
+        cycle.keep_alive = True  # else uvicorn closes the connection; the response's head says that it is the last one
+        await send(message)
+        if not self.transport.is_closing():
+            self._linger(self._limits.head)
+
+    def _linger(self, seconds: float) -> None:
+        """Says that nothing more will be sent, and takes no notice of what arrives until the client closes the
+        connection, for at most ``seconds``.
+        """
+        self._lingering = True
+        self.transport.write_eof()
+        self._abort_timer = self.loop.call_later(seconds, self.transport.abort)
 
     def on_response_complete(self) -> None:
         """A request is answered, also one whose body is still coming."""

@@ -283,12 +283,12 @@ async def test_long_trailers_within_the_limit_are_read_over() -> None:
 
 
 OF_A_CONNECTION = {
-    "_unset_keepalive_if_required", "app_state", "connections", "cycle", "flow", "headers", "loop", "parser",
-    "pipeline", "scope", "transport", "url",
+    "_start_asgi_task", "_unset_keepalive_if_required", "app_state", "connections", "cycle", "flow", "headers", "loop",
+    "parser", "pipeline", "scope", "transport", "url",
 }  # fmt: skip
 OF_A_CYCLE = {
-    "body", "chunked_encoding", "disconnected", "message_event", "response_complete", "response_started", "scope",
-    "transport",
+    "body", "chunked_encoding", "disconnected", "expected_content_length", "keep_alive", "message_event", "more_body",
+    "response_complete", "response_started", "scope", "transport",
 }  # fmt: skip
 OF_A_SERVER = {"capture_signals", "on_tick", "serve", "server_state", "should_exit"}
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from quire_router.api.rest.http_server import MAX_PIPELINED, ConnectionLimits, LimitedHttpProtocol
 
-from tests.support.scripted_api import ANSWER, ask, chat, open_stage, read_answer
+from tests.support.scripted_api import ANSWER, Answer, ask, chat, open_stage, read_answer
 from tests.support.waiting import until
 
 CHAT = "/v1/chat/completions"
@@ -199,3 +199,65 @@ async def test_an_evicted_idle_connection_is_closed_even_if_its_responses_are_no
         assert (await ask(stage.port, "GET", "/live")).status == 200
         await until(lambda: protocol not in protocol.connections)
         client.close()
+
+
+def post(body: bytes, version: str = "1.1", *headers: str, size: int = 0) -> bytes:
+    """A request whose length is that of ``body``, or ``size``."""
+    lines = [f"POST {CHAT} HTTP/{version}", "host: test", "content-type: application/json", *headers]
+    return "\r\n".join([*lines, f"content-length: {size or len(body)}", "", ""]).encode() + body
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_nothing_is_chunked_in_http_1_0(stream: bool) -> None:
+    async with open_stage() as stage:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        writer.write(post(json.dumps(chat(stream=stream)).encode(), "1.0"))
+        head, _, body = (await asyncio.wait_for(reader.read(), LONG)).partition(b"\r\n\r\n")
+        writer.close()
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"connection: close" in head
+    assert b"transfer-encoding" not in head
+    assert (b"content-length" in head) is not stream
+    if stream:
+        answer = Answer(200, {}, body)
+        assert answer.events[-1] == "[DONE]"
+        pieces = [event["choices"][0]["delta"].get("content", "") for event in answer.events[:-1]]
+        assert "".join(pieces) == "Hello wörld"
+    else:
+        assert json.loads(body)["choices"][0]["message"]["content"] == "Hello wörld"
+
+
+@pytest.mark.parametrize(("version", "headers"), [("1.0", ()), ("1.1", ("connection: close",))])
+async def test_a_body_that_is_refused_on_its_last_connection_is_read_to_its_end(
+    version: str, headers: tuple[str, ...]
+) -> None:
+    """A proxy that cannot send it all, or hears a reset, says 502 and not what the router said."""
+    loop = asyncio.get_running_loop()
+    async with open_stage(max_body_bytes=1000) as stage:
+        with socket.create_connection(("127.0.0.1", stage.port)) as client:
+            client.setblocking(False)
+            async with asyncio.timeout(LONG):
+                await loop.sock_sendall(client, post(b"x" * 2**25, version, *headers))  # far more than sockets hold
+                said = b""
+                while data := await loop.sock_recv(client, 65536):
+                    said += data
+    assert said.startswith(b"HTTP/1.1 413 ")
+    assert said.count(b"HTTP/1.1") == 1
+
+
+async def test_a_client_that_goes_on_sending_what_was_refused_is_disconnected() -> None:
+    async with open_stage(max_body_bytes=1000, limits=ConnectionLimits(head=0.1)) as stage:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        writer.write(post(b"x", "1.1", "connection: close", size=2**40))
+        assert (await read_answer(reader)).status == 413
+        assert await asyncio.wait_for(reader.read(), LONG) == b""
+
+        async def send_on() -> None:
+            while True:
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(send_on(), LONG)
+        writer.close()
