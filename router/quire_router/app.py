@@ -189,6 +189,7 @@ class Router:
             join_host_port(settings.host, self._worker.grpc_port if self._worker else settings.grpc_port),
             max_message_bytes=settings.max_body_bytes,
             client_timeout=write_timeout,
+            keepalive=settings.grpc_keepalive_seconds,
             shared=self._worker is not None,
             limits=CallLimits(settings.max_concurrent_requests, connections=connections_within(settings)),
         )

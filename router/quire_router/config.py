@@ -361,6 +361,9 @@ class Settings(CliSettings):
     sse_keepalive_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=15, description="Seconds of silence after which a stream has a comment; 0: never."
     )
+    grpc_keepalive_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=15, description="Seconds of silence after which a stream over gRPC has an empty message; 0: never."
+    )
     shutdown_delay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=0, description="Seconds in which new requests are still taken after SIGTERM, while /ready says no."
     )

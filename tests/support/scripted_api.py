@@ -373,6 +373,7 @@ async def open_stage(
     call_limits: CallLimits | None = None,
     heartbeat: float = 5.0,
     keepalive: float = 15.0,
+    rpc_keepalive: float = 15.0,
     runner: Runner | None = None,
     file: TenantsFile | None = None,
     tokens: TokenVerifier | None = None,
@@ -386,7 +387,8 @@ async def open_stage(
     **settings: Any,
 ) -> AsyncIterator[Stage]:
     """Serves until the block ends. Streams with ids have a comment after ``heartbeat`` seconds of silence, others after
-    ``keepalive``. ``runner`` may take the place of the scripted one, and ``settings`` are the service's.
+    ``keepalive``, and those over gRPC an empty message after ``rpc_keepalive``. ``runner`` may take the place of the
+    scripted one, and ``settings`` are the service's.
     """
     tokenizers = {MODEL: ModelTokenizer(byte_level(), ChatTemplate(template, {}, "the test"))}
     fleet, scripted = ScriptedPool(), ScriptedRunner(script)
@@ -414,7 +416,12 @@ async def open_stage(
     server = HttpServer(allow_origins(app, origins) if origins else app, listen("127.0.0.1", 0), limits)
     admin = HttpServer(build_admin(service, client_timeout=patience), listen("127.0.0.1", 0))
     rpc = RpcServer(
-        service, "127.0.0.1:0", max_message_bytes=max_body_bytes, client_timeout=patience, limits=call_limits
+        service,
+        "127.0.0.1:0",
+        max_message_bytes=max_body_bytes,
+        client_timeout=patience,
+        keepalive=rpc_keepalive,
+        limits=call_limits,
     )
     await rpc.start()
     async with asyncio.TaskGroup() as serving:

@@ -237,6 +237,7 @@ SHORT_TASKS = {
     "router/quire_router/api/rest/http.py": {"cancel_on_disconnect"},  # a request's
     "router/quire_router/api/fleet_feed.py": {"FleetFeed._start", "_Inspection.ask"},  # end with the last viewer
     "router/quire_router/api/rest/sse.py": {"SseStream._check_idle"},
+    "router/quire_router/api/rpc/servicer.py": {"MessageStream.__aenter__"},  # a call's, which it ends with
     "router/quire_router/api/multi_prompt.py": {"_merged"},
     "router/quire_router/autoscale/keda.py": {"Relay._relay"},  # a connection's
     "router/quire_router/autoscale/scaling_server.py": {"TlsServer._accept"},  # a handshake, within its time

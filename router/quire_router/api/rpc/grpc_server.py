@@ -18,7 +18,7 @@ from quire_router.api.rpc.interceptors import (
     DecodeErrorInterceptor,
     MessageTimeoutInterceptor,
 )
-from quire_router.api.rpc.servicer import SERVICE, InferenceService
+from quire_router.api.rpc.servicer import KEEPALIVE, SERVICE, InferenceService
 from quire_router.api.service import ApiService
 from quire_router.core.retry import supervise
 
@@ -54,8 +54,8 @@ class CallLimits:
 
 class RpcServer:
     """Listens on ``address`` (port 0: any free one, which ``port`` returns); with ``shared`` other processes may listen
-    on it too. A client has ``client_timeout`` seconds to send a message, and to read one. Raises ``OSError`` when it
-    cannot listen.
+    on it too. A client has ``client_timeout`` seconds to send a message, and to read one, and its stream is silent for
+    ``keepalive`` seconds at most (0: for ever). Raises ``OSError`` when it cannot listen.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class RpcServer:
         *,
         max_message_bytes: int,
         client_timeout: float,
+        keepalive: float = KEEPALIVE,
         shared: bool = False,
         limits: CallLimits | None = None,
     ) -> None:
@@ -83,7 +84,7 @@ class RpcServer:
             maximum_concurrent_rpcs=limits.calls,
         )
         self._health = Health()
-        add_InferenceServicer_to_server(InferenceService(service, client_timeout), self._server)
+        add_InferenceServicer_to_server(InferenceService(service, client_timeout, keepalive), self._server)
         add_HealthServicer_to_server(self._health, self._server)
         _add_reflection(self._server)
         self.port = bind(self._server, address)

@@ -1,13 +1,15 @@
 """``InferenceService``: the public gRPC service, with the same requests as REST and one stream for each, whose messages
-``DeltaMessages`` makes.
+``DeltaMessages`` makes and ``MessageStream`` sends.
 """
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager, closing, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from types import TracebackType
+from typing import Final, Self, TypeAlias
 
 from google.protobuf.message import Message
 from quire.v1 import inference_pb2 as pb
@@ -20,7 +22,7 @@ from quire_router.api.prepared_request import NO_OPTIONS, RequestOptions
 from quire_router.api.request_limits import WriteTimeout
 from quire_router.api.response_opener import Response
 from quire_router.api.rpc import messages
-from quire_router.api.rpc.context import Context, RpcCall, abort
+from quire_router.api.rpc.context import Context, RpcCall, abort, client_may_leave
 from quire_router.api.rpc.interceptors import authenticate
 from quire_router.api.rpc.messages import add_parsed
 from quire_router.api.schemas.openai import GenerationBody
@@ -61,21 +63,82 @@ class DeltaMessages:
         add_parsed(message, parsed)
         return message
 
+    def empty(self) -> Message:
+        """Returns a message that only says which request it is of, and where the answer stands."""
+        return self._respond(self._generation, Delta("", []), str(self._cursor))
+
 
 def _has_content(delta: Delta) -> bool:
     """Whether a delta has anything: the last one may have only the usage, which the client may have already."""
     return bool(delta.token_ids or delta.text or delta.finish_reason or delta.usage or delta.prompt_logprobs)
 
 
+KEEPALIVE: Final = 15.0
+
+
+class MessageStream:
+    """Writes the messages of one call and, whenever none was written for ``keepalive`` seconds (0: never), what
+    ``empty`` makes: proxies count the silence of a stream, whatever pings pass on its connection. Messages never
+    interleave. To be used as a context, by one task.
+    """
+
+    def __init__(self, context: Context, client_timeout: float, keepalive: float, empty: Callable[[], Message]) -> None:
+        self._context = context
+        self._write_timeout = WriteTimeout(client_timeout)
+        self._keepalive = keepalive
+        self._empty = empty
+        self._loop = asyncio.get_running_loop()
+        self._last_write = self._loop.time()
+        self._writing = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._keepalive:
+            self._task = self._loop.create_task(self._break_silence(), name="grpc keepalive")
+        return self
+
+    async def __aexit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._write_timeout.close()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def write(self, message: Message) -> None:
+        """Writes one message. Raises ``QuireError`` when the client does not read."""
+        async with self._writing:
+            await self._write(message)
+
+    async def _write(self, message: Message) -> None:
+        try:
+            await self._write_timeout.wait(self._context.write(message))
+        except TimeoutError:
+            raise stream_unread(self._write_timeout.seconds) from None
+        self._last_write = self._loop.time()
+
+    async def _break_silence(self) -> None:
+        """Ends when a message cannot be written; the next one of the answer then says why."""
+        with suppress(QuireError), client_may_leave():
+            while True:
+                await asyncio.sleep(self._last_write + self._keepalive - self._loop.time())
+                async with self._writing:
+                    if self._loop.time() >= self._last_write + self._keepalive:
+                        await self._write(self._empty())
+
+
 SERVICE = "quire.v1.Inference"
 
 
 class InferenceService(InferenceServicer):
-    """Serves ``quire.v1.Inference``. A client may leave its stream unread for ``client_timeout`` seconds."""
+    """Serves ``quire.v1.Inference``. A client may leave its stream unread for ``client_timeout`` seconds, and gets an
+    empty message after ``keepalive`` seconds of silence (0: never).
+    """
 
-    def __init__(self, service: ApiService, client_timeout: float) -> None:
+    def __init__(self, service: ApiService, client_timeout: float, keepalive: float = KEEPALIVE) -> None:
         self._service = service
         self._client_timeout = client_timeout
+        self._keepalive = keepalive
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
         """Continues a text or tokens."""
@@ -225,22 +288,15 @@ class InferenceService(InferenceServicer):
 
     async def _send(self, answer: Response, respond: Respond, context: Context) -> None:
         delta_messages = DeltaMessages(answer, respond)
-        async with aclosing(answer.deltas) as deltas:
-            with closing(WriteTimeout(self._client_timeout)) as client_timeout:
-                async for delta in deltas:
-                    message = delta_messages.message(delta)
-                    if message is not None:
-                        await _write(context, message, client_timeout)
-                    if delta.usage is not None:
-                        return
+        sending = MessageStream(context, self._client_timeout, self._keepalive, delta_messages.empty)
+        async with aclosing(answer.deltas) as deltas, sending as stream:
+            async for delta in deltas:
+                message = delta_messages.message(delta)
+                if message is not None:
+                    await stream.write(message)
+                if delta.usage is not None:
+                    return
         raise internal()
-
-
-async def _write(context: Context, response: Message, client_timeout: WriteTimeout) -> None:
-    try:
-        await client_timeout.wait(context.write(response))
-    except TimeoutError:
-        raise stream_unread(client_timeout.seconds) from None
 
 
 @asynccontextmanager

@@ -249,6 +249,35 @@ async def test_a_request_whose_client_vanished_is_cancelled():
         call.cancel()
 
 
+async def test_a_stream_that_is_silent_has_empty_messages_that_say_where_it_stands():
+    first, second = asyncio.Event(), asyncio.Event()
+    script = [first, "one", second, *ANSWER]
+    async with open_stage(script, rpc_keepalive=0.02) as stage, stage.channel() as channel:
+        call = InferenceStub(channel).Chat(CHAT)
+        messages = aiter(call)
+        before = await anext(messages)
+        assert before == pb.ChatResponse(request_id=before.request_id, event_id=before.event_id)
+        assert before.request_id
+        first.set()
+        while not (begun := await anext(messages)).text:
+            assert begun == before
+        between = await anext(messages)
+        assert between == pb.ChatResponse(request_id=before.request_id, event_id=begun.event_id)
+        second.set()
+        rest = [message async for message in messages]
+        assert begun.text + "".join(message.text for message in rest) == "oneHello wörld"
+        assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_a_stream_may_be_silent_where_that_is_set():
+    go_on = asyncio.Event()
+    async with open_stage([go_on, *ANSWER], rpc_keepalive=0) as stage, stage.channel() as channel:
+        call = InferenceStub(channel).Chat(CHAT)
+        await stage.runner.started.wait()
+        asyncio.get_running_loop().call_later(0.1, go_on.set)
+        assert all([message.token_ids or message.finish_reason async for message in call])
+
+
 async def test_metadata_are_bounded():
     async with open_stage() as stage, stage.channel() as channel:
         call = InferenceStub(channel).ListModels(pb.ListModelsRequest(), metadata=(("x-long", "x" * 20_000),))
