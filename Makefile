@@ -69,6 +69,7 @@ test: $(READY) $(HELM_READY)
 	@scripts/redis.sh
 	@scripts/promtool.sh $(BIN)
 	@scripts/envoy.sh $(BIN)
+	@scripts/proxies.sh
 	@scripts/chromium.sh
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)

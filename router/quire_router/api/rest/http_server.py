@@ -87,9 +87,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     connected. ``_abort_timer`` ends a connection that is closing: a transport waits for its client to take what was
     written.
 
-    A response that is the last one on its connection may be sent before the request's body has arrived, as errors are.
-    Then the rest of the body is read and thrown away (``_linger``): the kernel answers what nobody reads with a reset,
-    for which proxies drop the response and say 502.
+    A response that starts before the request's body has arrived, as errors do, is the last one on its connection: some
+    proxies then send no more of the body, and another request in its place (HAProxy 2.6 between HTTP/2 and 1.1). The
+    rest of the body is read and thrown away (``_linger``): the kernel answers what nobody reads with a reset, for which
+    proxies drop the response and say 502.
     """
 
     def __init__(
@@ -242,6 +243,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         def sending(message: Message) -> Awaitable[None]:
             nonlocal is_delimited
             if message["type"] == "http.response.start":
+                cycle.keep_alive = cycle.keep_alive and not cycle.more_body
                 is_delimited = scope["http_version"] != "1.0" or any(
                     name == b"content-length" for name, _ in message["headers"]
                 )
@@ -251,14 +253,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             is_last = not message.get("more_body", False)
             if not is_delimited:  # chunks are not known in HTTP/1.0 (RFC 9112, 6.1): the connection's end is the body's
                 cycle.expected_content_length = len(message.get("body", b"")) + (not is_last)
-            if is_last and not cycle.keep_alive and cycle.more_body:
+            if is_last and cycle.more_body:
                 return self._send_and_linger(cycle, message, send)
             return send(message)
 
         await app(scope, receive, sending)
 
     async def _send_and_linger(self, cycle: RequestResponseCycle, message: Message, send: Send) -> None:
-        cycle.keep_alive = True  # else uvicorn closes the connection; the response's head says that it is the last one
+        cycle.keep_alive = True  # else uvicorn closes the connection; the response's head said that it is the last one
         await send(message)
         if not self.transport.is_closing():
             self._linger(self._limits.head)
