@@ -171,6 +171,26 @@ def test_a_gateway_waits_longer_than_the_router(helm: Helm, seconds: int, timeou
     assert route["spec"]["rules"][0]["timeouts"] == {"request": timeout, "backendRequest": timeout}
 
 
+def test_grpc_has_an_ingress_of_its_own_for_the_annotations_that_it_needs(helm: Helm) -> None:
+    grpc = {"enabled": True, "hosts": ["llm.example.com"], "annotations": {"haproxy.org/server-proto": "h2"}}
+    values = with_values(example_values("tls"), ingress__grpc=grpc)
+    rest, calls = sorted(helm.render(values).of("Ingress"), key=lambda each: each["metadata"]["name"])
+    assert calls["metadata"]["annotations"] == grpc["annotations"]
+    assert "annotations" not in rest["metadata"]
+    assert calls["spec"]["ingressClassName"] == rest["spec"]["ingressClassName"]
+    ((path, port),) = paths(calls)
+    assert (path, port) == ("/quire.v1.Inference", "grpc")
+    assert paths(rest) == [(each, "http") for each in ("/v1", "/tokenize", "/detokenize")]
+    alone = with_values(example_values("tls"), ingress__enabled=False, ingress__grpc={"enabled": True})
+    assert [each["metadata"]["name"] for each in helm.render(alone).of("Ingress")] == [calls["metadata"]["name"]]
+
+
+def paths(ingress: dict[str, Any]) -> list[tuple[str, str]]:
+    """The paths of its one host, with the names of the ports that they lead to."""
+    (rule,) = ingress["spec"]["rules"]
+    return [(each["path"], each["backend"]["service"]["port"]["name"]) for each in rule["http"]["paths"]]
+
+
 @pytest.fixture(scope="module")
 def reused(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The chart with the previous version's defaults: what ``helm upgrade --reuse-values`` makes of it."""

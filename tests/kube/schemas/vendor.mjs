@@ -8,7 +8,6 @@ import { join, resolve } from "node:path";
 import { pathToFileURL } from "node:url";
 
 const KINDS = {
-  "gateway-api": { "gateway.networking.k8s.io/v1": ["GRPCRoute", "Gateway", "HTTPRoute"] },
   "prometheus-operator": { "monitoring.coreos.com/v1": ["PodMonitor", "PrometheusRule", "ServiceMonitor"] },
   "cert-manager": { "cert-manager.io/v1": ["Certificate", "Issuer"] },
   keda: { "keda.sh/v1alpha1": ["ScaledObject", "TriggerAuthentication"] },
