@@ -143,7 +143,7 @@ def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
     folder = tmp_path_factory.mktemp("behind-proxies")
     engine = ForkedEngine(DEMO, folder, *FLOAT32, *SMALL_POOLS)
     flags = (f"--sse-keepalive-seconds={KEEPALIVE}", f"--grpc-keepalive-seconds={KEEPALIVE}")
-    router = ForkedRouter(DEMO, [engine.address], folder, *flags, f"--max-body-bytes={MAX_BODY}")
+    router = ForkedRouter(DEMO, [engine.address], folder, *flags, f"--max-body-bytes={MAX_BODY}", "--hold-timeout=60")
     try:
         engine.wait_ready()
         router.wait_ready()
