@@ -131,7 +131,7 @@ async def test_a_file_of_the_version_before_gets_the_table_and_counts_what_had_n
     path = tmp_path / "journal"
     await left(path)
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        for later in ("parts", "members", "object_bytes", "objects", "usage"):
+        for later in ("accounts", "account_totals", "parts", "members", "object_bytes", "objects", "usage"):
             connection.execute(f"DROP TABLE {later}")
         connection.execute("ALTER TABLE records DROP COLUMN counted")
         connection.execute("PRAGMA user_version = 2")
