@@ -97,12 +97,22 @@ def batch(*events: Any, ts: float = 1.0, arrays: bool = False) -> bytes:
 
 
 class KvPublisher:
-    """Publishes at ``host`` on ``port``; with ``replays`` it repeats its last ``buffer_steps`` on ``replay_port``."""
+    """Publishes at ``host`` on ``port``; with ``replays`` it repeats its last ``steps`` on ``replay_port``, with the
+    topic before each as newer versions do (vLLM's pull request 45177), or without it.
+    """
 
     def __init__(
-        self, host: str = "127.0.0.1", port: int = 0, replay_port: int = 0, *, replays: bool = True, steps: int = 10_000
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        replay_port: int = 0,
+        *,
+        replays: bool = True,
+        steps: int = 10_000,
+        topic: bytes | None = b"kv-events",
     ) -> None:
         context = zmq.asyncio.Context.instance()
+        self._replayed_topic, self._end_topic = ([], []) if topic is None else ([topic], [b""])
         self.replays = 0
         self._first_ts = 1.0
         self._sequence = count()
@@ -159,5 +169,6 @@ class KvPublisher:
             self.replays += 1
             for sequence, payload in list(self._buffer):
                 if sequence >= int.from_bytes(start, "big"):
-                    await self._router.send_multipart([client, b"", sequence.to_bytes(8, "big"), payload])
-            await self._router.send_multipart([client, b"", END.to_bytes(8, "big"), b""])
+                    frames = [*self._replayed_topic, sequence.to_bytes(8, "big"), payload]
+                    await self._router.send_multipart([client, b"", *frames])
+            await self._router.send_multipart([client, b"", *self._end_topic, END.to_bytes(8, "big"), b""])

@@ -148,8 +148,8 @@ class KvEventSubscriber:
                 async with asyncio.timeout(REPLAY_TIMEOUT):
                     frames = await socket.recv_multipart()
                 began = monotonic()
-                frames = frames[1:] if frames[:1] == [b""] else frames
-                if frames and frames[0] == _END.to_bytes(_SEQUENCE_BYTES, "big"):
+                frames = frames[-2:]  # behind an empty one, and in newer versions the topic
+                if frames[0] == _END.to_bytes(_SEQUENCE_BYTES, "big"):
                     return
                 self._take(*_parse(frames))
                 await asyncio.sleep(_REST * (monotonic() - began))

@@ -66,8 +66,9 @@ def test_it_is_read_on_the_routers_event_loop_too() -> None:
     uvloop.run(test_a_gap_is_filled_where_the_server_repeats())
 
 
-async def test_what_was_published_before_is_repeated() -> None:
-    async with KvPublisher() as publisher:
+@pytest.mark.parametrize("topic", [b"kv@10.0.0.7@m", b"", None])
+async def test_what_was_published_before_is_repeated(topic: bytes | None) -> None:
+    async with KvPublisher(topic=topic) as publisher:
         await publisher.publish(block(0))
         await publisher.publish(block(1, 0))
         async with reading(publisher) as caches:
