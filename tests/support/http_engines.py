@@ -54,7 +54,9 @@ class HttpEngine(ABC):
     ``aborted`` those that their client closed, and ``polls`` all
     other questions. After ``hold_after`` tokens a stream waits for ``released``, after
     ``break_after`` its connection is cut, and with ``refusal`` requests get that status and body instead. Without
-    ``healthy`` polls are refused, and until it is ``thawed`` a frozen one answers nothing at all.
+    ``healthy`` polls are refused, and until it is ``thawed`` a frozen one answers nothing at all. An id
+    that it has had is refused, as vLLM and SGLang refuse one that still runs: whether they have noticed that a client
+    left is not known to it.
     """
 
     kind: str
@@ -65,6 +67,7 @@ class HttpEngine(ABC):
         self.host = host
         self.requests: list[Event] = []
         self.headers: list[dict[str, str]] = []
+        self._ids: set[str] = set()
         self.running = self.aborted = self.polls = 0
         self.hold_after: int | None = None
         self.break_after: int | None = None
@@ -140,6 +143,10 @@ class HttpEngine(ABC):
         self.changed.set()
         if self.refusal is not None:
             return web.json_response(self.refusal[1], status=self.refusal[0])
+        request_id = self.id_of(body, request.headers.get("X-Request-Id", ""))
+        if request_id in self._ids:
+            return web.json_response({"error": {"message": f"Request id {request_id} already running."}}, status=400)
+        self._ids.add(request_id)
         if (refused := self.refuse(body)) is not None:
             return web.json_response(refused, status=400)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -154,6 +161,10 @@ class HttpEngine(ABC):
             self.running -= 1
             self.changed.set()
         return response
+
+    def id_of(self, body: Event, header: str) -> str:
+        """By which name it knows a request."""
+        return header
 
     def refuse(self, body: Event) -> Event | None:
         """An error before the stream begins."""
@@ -284,6 +295,7 @@ class SglangEngine(HttpEngine):
     def __init__(self, model: str = "m", *, seconds_per_token: float = 0.0, incremental: bool = False) -> None:
         super().__init__(model, seconds_per_token=seconds_per_token)
         self.incremental = incremental
+        self.more_metrics: list[str] = []
 
     def answers(self) -> dict[str, Any]:
         return {
@@ -299,6 +311,9 @@ class SglangEngine(HttpEngine):
     def max_tokens_of(self, body: Event) -> int:
         return int(body["sampling_params"]["max_new_tokens"])
 
+    def id_of(self, body: Event, header: str) -> str:
+        return str(body["rid"])
+
     def stop_tokens_of(self, body: Event) -> list[int]:
         return list(body["sampling_params"]["stop_token_ids"])
 
@@ -306,6 +321,8 @@ class SglangEngine(HttpEngine):
         return dict(body["sampling_params"].get("logit_bias") or {})
 
     def event(self, body: Event, written: list[int], reason: str | None, matched: int | None) -> Event:
+        if len(body["input_ids"]) + self.max_tokens_of(body) > MODEL_LENGTH:
+            return {"error": {"message": "Requested token count exceeds the model's maximum context length."}}
         shown = written[-1:] if self.incremental else list(written)
         finish: Event | None = None
         if reason == "length":
@@ -341,6 +358,7 @@ class SglangEngine(HttpEngine):
             f"sglang:num_running_reqs{{{labels}}} {float(self.running)}",
             "# TYPE sglang:num_queue_reqs gauge",
             f"sglang:num_queue_reqs{{{labels}}} {float(self.waiting)}",
+            *self.more_metrics,
             "# TYPE sglang:token_usage gauge",
             f"sglang:token_usage{{{labels}}} 0.5",
         ]

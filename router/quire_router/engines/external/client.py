@@ -139,7 +139,9 @@ class ExternalEngine:
         self._cache = PredictedCache(_ASSUMED_BLOCKS, self._report_kv_event)
         self._reported: ReportedCache | None = None
         self._salted = False
-        self._running: dict[str, _Running] = {}
+        # In the order in which they came. By identity: an attempt may have been lost here, and still be ending, when the
+        # next one at the same request begins.
+        self._running: dict[_Running, None] = {}
         self._connected = self._broken = False
         self._closing = False
         self._wake = asyncio.Event()  # to poll, or to connect, now
@@ -194,7 +196,7 @@ class ExternalEngine:
 
     def on_forwarded_prompt(self, seconds: float, tokens: int) -> None:
         """Learns how long a prompt takes, unless others that this router sent there had not begun."""
-        if all(running.started for running in self._running.values()):
+        if all(running.started for running in self._running):
             self._pace.on_prompt(seconds, tokens)
 
     async def inspect(self) -> engine_pb2.InspectResponse | None:
@@ -216,12 +218,10 @@ class ExternalEngine:
         http, description = self._http, self.description
         if not self._connected or http is None or description is None:
             raise EngineLost("the engine is not connected")
-        if message.request_id in self._running:
-            raise internal()
         stream = OutputStream(
             message.request_id,
             ExpectedOutput.of(message, description.vocab_size),
-            on_cancel=self._cancel,
+            on_cancel=lambda _, index: self._cancel(running, index),
             slow_client_timeout=self.settings.slow_client_timeout,
         )
         error = self._kind.unsupported(sampling_from_proto(message.sampling), resumed=stream.expected.is_resumed)
@@ -238,9 +238,9 @@ class ExternalEngine:
             monotonic(),
             hashes,
             uncached=len(choices[0].token_ids) - self._cache.count(hashes) * description.block_size,
-            was_alone=all(other.started for other in self._running.values()),
+            was_alone=all(other.started for other in self._running),
         )
-        self._running[message.request_id] = running
+        self._running[running] = None
         for choice in choices:
             task = running.tasks[choice.index] = asyncio.create_task(self._run_choice(http, running, choice))
             task.add_done_callback(partial(self._on_choice_end, running, choice.index))  # also if it never ran
@@ -273,7 +273,8 @@ class ExternalEngine:
             headers["traceparent"] = running.message.traceparent
         last, written = None, list(choice.token_ids)
         try:
-            async with aclosing(http.stream(self._kind.path, self._kind.body(choice), headers)) as events:
+            body, unnamed = self._kind.body(choice), self._kind.unnamed_status
+            async with aclosing(http.stream(self._kind.path, body, headers, unnamed)) as events:
                 async for event in events:
                     self._liveness.on_message()
                     output = reader.read(event)
@@ -311,14 +312,11 @@ class ExternalEngine:
     def _on_choice_end(self, running: _Running, index: int, _: asyncio.Task[None]) -> None:
         running.tasks.pop(index, None)
         running.stream.on_engine_end(index, FinishReason.STOP)
-        if not running.tasks and self._running.get(running.stream.request_id) is running:
-            del self._running[running.stream.request_id]
+        if not running.tasks:
+            self._running.pop(running, None)
 
-    def _cancel(self, request_id: str, index: int | None) -> None:
+    def _cancel(self, running: _Running, index: int | None) -> None:
         """Closes the connections of a request, or of one choice."""
-        running = self._running.get(request_id)
-        if running is None:
-            return
         tasks = list(running.tasks.values()) if index is None else [running.tasks[index]] * (index in running.tasks)
         for task in tasks:
             if task is not asyncio.current_task():
@@ -327,7 +325,7 @@ class ExternalEngine:
     def _lose_all(self, reason: str) -> list[asyncio.Task[None]]:
         """Ends all requests. Returns the tasks that end with them."""
         tasks: list[asyncio.Task[None]] = []
-        for running in list(self._running.values()):
+        for running in list(self._running):
             tasks += running.tasks.values()
             running.stream.lose(EngineLost(reason))
             for task in running.tasks.values():
@@ -335,7 +333,7 @@ class ExternalEngine:
         return tasks
 
     def _num_choices(self) -> int:
-        return sum(len(running.tasks) for running in self._running.values())
+        return sum(len(running.tasks) for running in self._running)
 
     # The server's state
 

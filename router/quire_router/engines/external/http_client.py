@@ -26,16 +26,17 @@ class ServerError(Exception):
         self.message = message
 
     @classmethod
-    def of(cls, status: int, body: Any) -> Self:
+    def of(cls, status: int, body: Any, unnamed: int = 500) -> Self:
         """Reads the shapes of errors that servers have: ``{"error": {"message": …, "code": …}}``, also as an event of a
-        stream, whose ``status`` is 200; and ``{"message": …}`` or ``{"detail": …}``.
+        stream, whose ``status`` is 200; and ``{"message": …}`` or ``{"detail": …}``. An event that names no code has
+        the status ``unnamed``.
         """
         error = body.get("error", body) if isinstance(body, dict) else body
         if not isinstance(error, dict):
-            return cls(status if status >= 400 else 500, _one_line(error))
+            return cls(status if status >= 400 else unnamed, _one_line(error))
         code = error.get("code")
         if status < 400:
-            status = code if type(code) is int and 400 <= code < 600 else 500
+            status = code if type(code) is int and 400 <= code < 600 else unnamed
         return cls(status, _one_line(error.get("message") or error.get("detail") or ""))
 
 
@@ -108,10 +109,12 @@ class HttpClient:
                 raise await _error(response)
             return _parse(await _read(response, MAX_ANSWER_BYTES))
 
-    async def stream(self, path: str, body: Json, headers: Mapping[str, str]) -> AsyncGenerator[Json]:
+    async def stream(
+        self, path: str, body: Json, headers: Mapping[str, str], unnamed: int = 500
+    ) -> AsyncGenerator[Json]:
         """Posts ``body`` and yields the objects in the events of the answer, until it ends or says ``[DONE]``. Closing
         the generator closes the connection, which makes servers end the request. Raises as ``get``, also after some
-        events.
+        events: an error among them without a code has the status ``unnamed``.
         """
         async with self._session.post(
             self._url + path, json=body, headers=headers, allow_redirects=False, server_hostname=self._host
@@ -131,7 +134,7 @@ class HttpClient:
                         return
                     event = _parse(payload)
                     if event.get("error"):
-                        raise ServerError.of(response.status, event)
+                        raise ServerError.of(response.status, event, unnamed)
                     yield event
 
 

@@ -5,6 +5,7 @@ cannot do, and how it says what it is and how busy.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from secrets import token_hex
 from typing import Any, ClassVar
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -50,13 +51,15 @@ class ChoiceRequest:
 
 
 def split_choices(message: engine_pb2.Submit, model: str) -> Iterator[ChoiceRequest]:
-    """Yields each choice that is to be run, of the ``model`` as the server calls it."""
+    """Yields each choice that is to be run, of the ``model`` as the server calls it. Its id has an ending of its own at
+    each attempt: a server refuses one that it knows, and may not have noticed yet that the attempt before was given up.
+    """
     params = sampling_from_proto(message.sampling)
     written: dict[int, Sequence[int]] = {0: message.output_token_ids}
     written |= {each.index: each.token_ids for each in message.delivered}
     prompt = list(message.prompt_token_ids)
     logprobs = params.logprobs if params.logprobs is not None or not params.wants_logprobs else 0
-    positions = positions_of(message)
+    positions, attempt = positions_of(message), token_hex(4)
     for index, position in positions.items():
         own = replace(
             params,
@@ -67,7 +70,7 @@ def split_choices(message: engine_pb2.Submit, model: str) -> Iterator[ChoiceRequ
             min_tokens=max(0, params.min_tokens - position),
             logprobs=logprobs,
         )
-        request_id = message.request_id if len(positions) == 1 else f"{message.request_id}-{index}"
+        request_id = f"{message.request_id}-{index}-{attempt}"
         tokens = [*prompt, *written.get(index, ())]
         yield ChoiceRequest(model, request_id, index, tokens, position, own, message.cache_salt, message.priority)
 
@@ -106,12 +109,14 @@ class ChoiceReader(ABC):
 
 class ServerKind(ABC):
     """One kind of server. ``name`` is the one in ``--engine``, ``title`` the one in messages; requests are posted to
-    ``path``. ``publishes_kv_events``: it can, once it has been described.
+    ``path``. ``unnamed_status`` is that of HTTP which errors within a stream mean that name none.
+    ``publishes_kv_events``: it can, once it has been described.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     path: ClassVar[str]
+    unnamed_status: ClassVar[int] = 500
     publishes_kv_events = False
 
     @abstractmethod
@@ -154,11 +159,13 @@ class ServerKind(ABC):
 
 def read_load(text: bytes, names: Mapping[str, str], blocks: int) -> engine_pb2.Load:
     """The load in some metrics, of which ``names`` says which are ``running``, ``waiting`` and the part of the
-    ``blocks`` in ``usage``. A server with several engines has each metric of each of them. Raises ``BadAnswer``.
+    ``blocks`` in ``usage``. A server with several engines has each metric of each of them, and SGLang with priorities
+    that of each priority beside the sum. Raises ``BadAnswer``.
     """
     found: dict[str, list[float]] = {meaning: [] for meaning in names.values()}
-    for name, _, value in iter_samples(text, names):
-        found[names[name]].append(value)
+    for name, labels, value in iter_samples(text, names):
+        if not labels.get("priority"):
+            found[names[name]].append(value)
     usage = sum(found["usage"]) / max(1, len(found["usage"]))
     return engine_pb2.Load(
         running=positive(sum(found["running"])),

@@ -46,6 +46,7 @@ class SglangServer(ServerKind):
     name = "sglang"
     title = "SGLang"
     path = "/generate"
+    unnamed_status = 400  # what it finds wrong with a request it says in the stream, and names no code
 
     def __init__(self) -> None:
         self._blocks = 0
@@ -185,7 +186,7 @@ def _reason(finish: Json | None) -> FinishReason | None:
     if finish["type"] == "stop":
         return FinishReason.STOP
     status = finish.get("status_code")
-    if type(status) is int and 400 <= status < 500:
+    if type(status) is int and 400 <= status < 600:
         raise ServerError(status, str(finish.get("message", ""))[:300])
     raise EngineLost(f"the engine gave the request back ({finish['type']})")
 

@@ -127,7 +127,19 @@ async def test_the_server_learns_the_requests_id_and_trace() -> None:
     message.traceparent = "00-1-2-01"
     async with connected(engine) as client:
         await read(client.submit(message))
-    assert (engine.headers[0]["x-request-id"], engine.headers[0]["traceparent"]) == ("an-id", "00-1-2-01")
+    assert engine.headers[0]["x-request-id"].startswith("an-id-0-")
+    assert engine.headers[0]["traceparent"] == "00-1-2-01"
+
+
+@pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
+async def test_an_attempt_is_not_taken_for_the_one_before(kind: type[HttpEngine]) -> None:
+    """Which the server may still run: it refuses an id that it knows, and that would be the client's error."""
+    async with connected(kind()) as client:
+        client.submit(submit("a")).close()
+        await idle(client)
+        for _ in range(2):
+            assert await read(client.submit(submit("a"))) == {0: continuation(PROMPT, 5)}
+            await idle(client)
 
 
 async def test_choices_are_requests_of_their_own_and_go_on_where_each_of_them_was() -> None:
@@ -141,6 +153,26 @@ async def test_choices_are_requests_of_their_own_and_go_on_where_each_of_them_wa
     assert tokens == {1: continuation([*PROMPT, 11, 12], 3), 2: continuation(PROMPT, 5)}
     assert sorted(len(body["prompt"]) for body in engine.requests) == [3, 5]
     assert len({body["seed"] for body in engine.requests}) == 2
+
+
+async def test_a_lost_attempt_may_still_be_ending_when_the_next_one_begins() -> None:
+    """Where there is one server, and one of several choices failed there."""
+
+    class Failing(VllmEngine):
+        def refuse(self, body: Any) -> dict[str, Any] | None:
+            if len(self.requests) == 2:
+                raise web.HTTPInternalServerError
+            return None
+
+    engine = Failing()
+    engine.hold_after = 0
+    async with connected(engine) as client:
+        message = submit(n=2)
+        first = client.submit(message)
+        with pytest.raises(EngineLost):
+            await first.__anext__()
+        engine.released.set()
+        assert await read(client.submit(message)) == dict.fromkeys((0, 1), continuation(PROMPT, 5))
 
 
 async def test_a_request_that_is_closed_ends_at_the_server() -> None:
@@ -292,6 +324,16 @@ async def test_what_the_server_finds_wrong_in_its_stream_is_the_clients_error_to
     async with connected(VllmEngine()) as client:
         with pytest.raises(Exception, match="out-of-vocab"):
             await read(client.submit(submit(logit_bias=((99_999, 1.0),))))
+
+
+async def test_what_sglang_finds_wrong_is_the_clients_error_though_it_names_no_code() -> None:
+    async with connected(SglangEngine()) as client:
+        with pytest.raises(Exception, match="maximum context length") as refused:
+            await read(client.submit(submit(max_tokens=3000)))
+        assert getattr(refused.value, "code", None) is ErrorCode.INVALID
+        assert client.ready
+        with pytest.raises(EngineLost, match="maximum context length"):
+            await read(client.submit(submit(max_tokens=3000, output_token_ids=[4])))
 
 
 async def test_a_request_that_another_engine_began_cannot_be_wrong() -> None:

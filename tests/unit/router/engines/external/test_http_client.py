@@ -96,6 +96,13 @@ def test_errors_within_a_stream_have_the_status_that_they_name(body: Any, status
     assert (error.status, error.message) == (status, message)
 
 
+def test_an_error_without_a_code_means_what_the_kind_of_server_means_by_it() -> None:
+    assert ServerError.of(200, {"error": {"message": "too long"}}, 400).status == 400
+    assert ServerError.of(200, {"error": "too long"}, 400).status == 400
+    assert ServerError.of(200, {"error": {"message": "busy", "code": 503}}, 400).status == 503
+    assert ServerError.of(502, {"error": {"message": "gone"}}, 400).status == 502
+
+
 def test_errors_are_read_whatever_their_shape() -> None:
     assert ServerError.of(404, {"detail": "Not Found"}).message == "Not Found"
     assert ServerError.of(422, {"object": "error", "message": "no"}).message == "no"

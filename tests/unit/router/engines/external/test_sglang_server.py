@@ -84,6 +84,15 @@ def test_an_aborted_request_is_lost_and_a_wrong_one_is_refused() -> None:
         SglangServer().reader(choice_of(GREEDY)).read(event)
 
 
+def test_a_server_that_is_full_or_fails_says_so_with_the_end() -> None:
+    for status in (503, 500):
+        finish = {"type": "abort", "message": "The request queue is full.", "status_code": status}
+        event = {"output_ids": [], "meta_info": {"completion_tokens": 0, "finish_reason": finish}}
+        with pytest.raises(ServerError, match="queue is full") as raised:
+            SglangServer().reader(choice_of(GREEDY)).read(event)
+        assert raised.value.status == status
+
+
 @pytest.mark.parametrize(
     "event",
     [
@@ -107,7 +116,8 @@ def test_parameters_are_named_as_sglang_names_them() -> None:
     assert (sampling["top_k"], sampling["sampling_seed"]) == (-1, 2**31 - 1)
     assert (sampling["max_new_tokens"], sampling["min_new_tokens"]) == (8, 2)
     assert sampling["logit_bias"] == {"4": 1.0}
-    assert (body["rid"], body["input_ids"], body["extra_key"]) == ("recorded", list(PROMPT), "c2FsdA==")
+    assert body["rid"].startswith("recorded-0-")
+    assert (body["input_ids"], body["extra_key"]) == (list(PROMPT), "c2FsdA==")
 
 
 @pytest.mark.parametrize(
@@ -140,6 +150,7 @@ async def test_a_server_describes_itself_and_its_load(path: str) -> None:
 
     engine, server = Named(), SglangServer()
     engine.waiting = 2
+    engine.more_metrics = [f'sglang:num_queue_reqs{{model_name="m",priority="{each}"}} 1.0' for each in (0, 5)]
     async with serving(engine):
         http = HttpClient(engine.url)
         description, load = await server.describe(http, {"m": KnownModel()}), await server.load(http)
