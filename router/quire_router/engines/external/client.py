@@ -139,8 +139,8 @@ class ExternalEngine:
         self._cache = PredictedCache(_ASSUMED_BLOCKS, self._report_kv_event)
         self._reported: ReportedCache | None = None
         self._salted = False
-        # In the order in which they came. By identity: an attempt may have been lost here, and still be ending, when the
-        # next one at the same request begins.
+        # In the order in which they came, by identity: an attempt that was lost here may still be ending when the next
+        # one at the same request begins.
         self._running: dict[_Running, None] = {}
         self._connected = self._broken = False
         self._closing = False
@@ -227,7 +227,7 @@ class ExternalEngine:
         error = self._kind.unsupported(sampling_from_proto(message.sampling), resumed=stream.expected.is_resumed)
         if error is not None:
             raise RequestUnsupported(error)
-        choices = list(split_choices(message, description.served_model_names[0]))
+        choices = list(split_choices(message, description.served_model_names[0], description.vocab_size))
         if len(choices) + self._num_choices() > MAX_CHOICES:
             raise EngineFull("too many requests run there")
         self._note_salt(message.cache_salt)

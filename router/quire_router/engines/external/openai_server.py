@@ -116,17 +116,18 @@ class _TextReader(ChoiceReader):
     def __init__(self, choice: ChoiceRequest, tokenizer: ModelTokenizer) -> None:
         super().__init__(choice)
         self._tokenizer = tokenizer
-        self._left = choice.params.max_tokens
 
     def _read(self, event: Json) -> Output | None:
         if not event["choices"]:
             return None
         choice = event["choices"][0]
         text, reason = choice.get("text") or "", _reason(choice.get("finish_reason"))
-        token_ids = self._tokenizer.encode_text(text, add_special_tokens=False) if text else []
-        if len(token_ids) > self._left:
-            token_ids, reason = token_ids[: self._left], FinishReason.LENGTH
-        self._left -= len(token_ids)
+        try:
+            token_ids = self._tokenizer.encode_text(text, add_special_tokens=False) if text else []
+        except QuireError as error:
+            raise BadAnswer(f"it answers what is no text: {error.message}") from None
+        if len(token_ids) > self.left:
+            token_ids, reason = token_ids[: self.left], FinishReason.LENGTH
         if not token_ids and reason is None:
             return None
         return Output(token_ids, self.position, reason, index=self.index)

@@ -5,6 +5,7 @@ cannot do, and how it says what it is and how busy.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf, isfinite
 from secrets import token_hex
 from typing import Any, ClassVar
 
@@ -22,6 +23,8 @@ from quire_router.engines.settings import KnownModel
 MAX_SEED = 2**63 - 1
 """Others' seeds are signed."""
 
+MAX_TOKEN_ID = 2**31 - 1
+
 _MIX = 0xBF58476D1CE4E5B9  # odd, so that no two positions have one multiple
 
 
@@ -30,7 +33,7 @@ class ChoiceRequest:
     """One choice of a request, as a request of its own: choices that an earlier engine has begun differ in what was
     delivered of them. ``token_ids`` are the prompt's and what was ``delivered``; of ``params`` are ``seed``,
     ``max_tokens`` and ``min_tokens`` those of this choice from here on, and ``logprobs`` is set where ``best_of`` needs
-    them. ``salt`` separates prefix caches.
+    them. ``salt`` separates prefix caches. ``vocab_size`` is 0 if it is not known.
     """
 
     model: str
@@ -41,6 +44,7 @@ class ChoiceRequest:
     params: SamplingParams
     salt: bytes
     priority: int
+    vocab_size: int = 0
 
     @property
     def fresh_seed(self) -> int:
@@ -50,9 +54,10 @@ class ChoiceRequest:
         return (self.params.seed ^ (self.delivered * _MIX)) & MAX_SEED
 
 
-def split_choices(message: engine_pb2.Submit, model: str) -> Iterator[ChoiceRequest]:
-    """Yields each choice that is to be run, of the ``model`` as the server calls it. Its id has an ending of its own at
-    each attempt: a server refuses one that it knows, and may not have noticed yet that the attempt before was given up.
+def split_choices(message: engine_pb2.Submit, model: str, vocab_size: int = 0) -> Iterator[ChoiceRequest]:
+    """Yields each choice that is to be run, of the ``model`` as the server calls it, with so many tokens. Its id has an
+    ending of its own at each attempt: a server refuses one that it knows, and may not have noticed yet that the attempt
+    before was given up.
     """
     params = sampling_from_proto(message.sampling)
     written: dict[int, Sequence[int]] = {0: message.output_token_ids}
@@ -72,20 +77,23 @@ def split_choices(message: engine_pb2.Submit, model: str) -> Iterator[ChoiceRequ
         )
         request_id = f"{message.request_id}-{index}-{attempt}"
         tokens = [*prompt, *written.get(index, ())]
-        yield ChoiceRequest(model, request_id, index, tokens, position, own, message.cache_salt, message.priority)
+        salt, priority = message.cache_salt, message.priority
+        yield ChoiceRequest(model, request_id, index, tokens, position, own, salt, priority, vocab_size)
 
 
 class ChoiceReader(ABC):
-    """Turns the events of one choice into outputs. ``position`` is that of its next token, and ``ended`` whether its
-    end has come.
+    """Turns the events of one choice into outputs. ``position`` is that of its next token, ``left`` how many it may
+    still have, and ``ended`` whether its end has come.
     """
 
     def __init__(self, choice: ChoiceRequest) -> None:
         self.index = choice.index
         self.position = choice.delivered
+        self.left = choice.params.max_tokens
         self.wants_logprobs = choice.params.logprobs is not None
         self.num_top = choice.params.logprobs or 0
         self.ended = False
+        self._vocab_size = choice.vocab_size or MAX_TOKEN_ID + 1
 
     def read(self, event: Json) -> Output | None:
         """Returns what is new in an event, None if nothing is. Raises ``BadAnswer``, and ``AttemptFailed`` where the
@@ -93,14 +101,27 @@ class ChoiceReader(ABC):
         """
         try:
             output = self._read(event)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise BadAnswer(f"an event lacks what it should have: {error!r}") from None
         if output is not None:
-            if any(type(token_id) is not int for token_id in output.token_ids):
-                raise BadAnswer("a token id is no number")
+            self._check(output)
             self.position += len(output.token_ids)
+            self.left -= len(output.token_ids)
             self.ended = output.finish_reason is not None
         return output
+
+    def _check(self, output: Output) -> None:
+        """Raises ``BadAnswer`` for what no server may answer, so that another one goes on."""
+        stop = output.stop_token
+        logprobs = [*output.logprobs, *([] if stop is None else [stop.logprobs])]
+        token_ids = [*output.token_ids, *([] if stop is None else [stop.token_id])]
+        token_ids += [token_id for each in logprobs for token_id, _ in each.top]
+        if not all(type(each) is int and 0 <= each < self._vocab_size for each in token_ids):
+            raise BadAnswer("a token is none of the vocabulary")
+        if not all(isfinite(value) for each in logprobs for value in (each.logprob, *(top for _, top in each.top))):
+            raise BadAnswer("a log-probability is no number")
+        if len(output.token_ids) > self.left:
+            raise BadAnswer("it answers with more tokens than it was asked for")
 
     @abstractmethod
     def _read(self, event: Json) -> Output | None:
@@ -235,5 +256,8 @@ def drop_stop_token(output: Output) -> Output:
 
 
 def most_probable(pairs: Sequence[tuple[int, float]], count: int) -> tuple[tuple[int, float], ...]:
-    """The ``count`` most probable of some tokens with their log-probabilities, best first."""
-    return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count])
+    """The ``count`` most probable of some tokens with their log-probabilities, best first. Those that cannot be, as a
+    grammar forbids them, are left out.
+    """
+    possible = [pair for pair in pairs if pair[1] != -inf]
+    return tuple(sorted(possible, key=lambda pair: (-pair[1], pair[0]))[:count])

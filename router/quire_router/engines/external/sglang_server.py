@@ -4,6 +4,7 @@ import base64
 import json
 import re
 from collections.abc import Mapping
+from math import inf
 from typing import Any
 
 from quire.v1 import engine_pb2
@@ -146,7 +147,8 @@ class _SglangReader(ChoiceReader):
         if len(token_ids) != new:
             raise BadAnswer("an event lacks token ids")
         self._seen += new
-        output = Output(token_ids, self.position, reason, index=self.index, cached_tokens=info.get("cached_tokens", 0))
+        output = Output(token_ids, self.position, reason, index=self.index)
+        output.cached_tokens = positive(info.get("cached_tokens"))
         if self.wants_logprobs and new:
             output.logprobs = self._logprobs(info, new)
         stopped_by = (info["finish_reason"] or {}).get("matched")
@@ -162,10 +164,15 @@ class _SglangReader(ChoiceReader):
         return [
             TokenLogprobs(
                 float(logprob),
-                most_probable([(int(token_id), float(value)) for value, token_id, *_ in others or ()], self.num_top),
+                most_probable([(token_id, _logprob(value)) for value, token_id, *_ in others or ()], self.num_top),
             )
             for (logprob, *_), others in zip(chosen, top, strict=True)
         ]
+
+
+def _logprob(value: float | None) -> float:
+    """SGLang writes minus infinity as null."""
+    return -inf if value is None else float(value)
 
 
 async def _server_info(http: HttpClient) -> Json:
