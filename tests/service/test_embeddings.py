@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from time import time
 from typing import Any
 
 import grpc
@@ -33,6 +34,7 @@ sentence_transformers = pytest.importorskip("sentence_transformers")
 MODEL = "quire-demo"
 TEXTS = ["the fox runs", "a lazy dog sleeps under the river", "paris is the capital of france", "the cat", "fox " * 40]
 TOLERANCE = 1e-4
+COLUMNS = ("num_model_requests", "input_tokens", "output_tokens")
 FLAGS = ("--dtype", "float32", "--kv-cache-memory", str(32 << 20), "--swap-space", "0.01")
 
 
@@ -129,6 +131,20 @@ def test_what_cannot_be_is_a_400_that_says_so(decoder: Stack, path: str, body: d
     answer = decoder.post(path, **body)
     assert answer.status_code == 400, answer.text
     assert sentence in answer.json()["error"]["message"]
+
+
+def test_what_is_pooled_is_in_the_ledger(decoder: Stack) -> None:
+    def counted() -> tuple[int, int, int]:
+        page = httpx.get(f"{decoder.router.url}/v1/usage", params={"start_time": int(time()) - 7200}).json()
+        results = [each for bucket in page["data"] for each in bucket["results"]]
+        return tuple(sum(each[name] for each in results) for name in COLUMNS)  # type: ignore[return-value]
+
+    before = counted()
+    usage = decoder.openai.embeddings.create(model=MODEL, input=TEXTS).usage
+    decoder.post("/v1/embeddings", input="fox " * 900)  # is refused
+    scored = decoder.post("/score", text_1=TEXTS[0], text_2=TEXTS[1:3]).json()["usage"]
+    more = [after - earlier for earlier, after in zip(before, counted(), strict=True)]
+    assert more == [len(TEXTS) + 3, usage.prompt_tokens + scored["prompt_tokens"], 0]
 
 
 def test_the_model_says_what_it_does(decoder: Stack) -> None:

@@ -12,6 +12,10 @@ from quire_router.core.generation import NO_USAGE, GenerationRequest, Usage
 
 HOUR = 3600  # seconds
 MAX_ROWS = 100_000  # that a ledger in memory keeps
+MAX_COUNTED_AGE = 3 * 3600.0
+"""Seconds after which it may be forgotten that a request's usage was counted, so that it is not counted any more."""
+REMEMBERED = 4 * 3600.0
+"""Seconds for which it is remembered: an hour longer, as nobody counts at the moment at which it is forgotten."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,12 @@ class Journal(Protocol):
         """Creates a record with a lease of epoch 1. Never waits."""
         ...
 
+    def open_unrecorded(self, generation: GenerationRequest) -> Lease:
+        """A lease on no record, for a request of which nothing is kept but what it used, with the lease's ``finish`` or
+        ``release``: once, however often a request of this id is opened within hours. Never waits.
+        """
+        ...
+
     async def open_if_absent(self, generation: GenerationRequest) -> Lease | None:
         """As ``open``, but returns None if there is a record of this id already, from any router. While the journal is
         not available, only this router's own are known.

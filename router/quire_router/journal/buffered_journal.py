@@ -30,6 +30,7 @@ from quire_router.journal.base import (
     LeaseListener,
     RecordUpdate,
     RequestRecord,
+    unrecorded,
 )
 from quire_router.journal.codec import (
     TOKEN_BYTES,
@@ -132,7 +133,7 @@ class BufferedJournal(ABC):
         self._buffer = buffer
         self._store = store
         self._writer = writer
-        self._dropped: dict[Lease, GenerationRequest] = {}  # those that run without a record
+        self._uncounted: dict[Lease, GenerationRequest] = {}  # those that run without a record
         self._openings: set[asyncio.Task[Lease | None]] = set()
         self._task: SupervisedTask | None = None
 
@@ -164,8 +165,15 @@ class BufferedJournal(ABC):
             metrics.STALE_EPOCHS.inc()
             return Lease(generation.request_id, self._owner, REFUSED_EPOCH)
         if not self._buffer.add(BufferedRequest(generation, lease)):
-            self._dropped[lease] = generation
+            self._uncounted[lease] = generation
             metrics.JOURNAL_DROPPED.inc()
+        return lease
+
+    def open_unrecorded(self, generation: GenerationRequest) -> Lease:
+        """See ``Journal``."""
+        self.start()
+        lease = unrecorded(generation.request_id)
+        self._uncounted[lease] = generation
         return lease
 
     async def open_if_absent(self, generation: GenerationRequest) -> Lease | None:
@@ -208,7 +216,7 @@ class BufferedJournal(ABC):
             request.close(usage)
             self._buffer.mark_dirty(request)
         else:
-            self._count_dropped(lease, usage)
+            self._count_unrecorded(lease, usage)
 
     def release(self, lease: Lease, usage: Usage = NO_USAGE) -> None:
         """See ``Journal``. A cancelled request ends."""
@@ -219,7 +227,7 @@ class BufferedJournal(ABC):
             request.end = RequestEnd(FinishReason.ABORT) if request.cancelled else None
             self._buffer.mark_dirty(request)
         else:
-            self._count_dropped(lease, usage)
+            self._count_unrecorded(lease, usage)
 
     async def claim(self, request_id: str) -> tuple[RequestRecord, Lease] | None:
         """See ``Journal``. A damaged record ends with an error. Nothing is claimed just after the database was
@@ -455,12 +463,12 @@ class BufferedJournal(ABC):
 
     def _on_dropped(self, request: BufferedRequest) -> None:
         metrics.JOURNAL_DROPPED.inc()
-        self._dropped[request.lease] = request.generation
+        self._uncounted[request.lease] = request.generation
         self._store.abandon(request.lease)
 
-    def _count_dropped(self, lease: Lease, usage: Usage) -> None:
-        """Counts what a request used that the journal has dropped: no record says it."""
-        if (generation := self._dropped.pop(lease, None)) is not None:
+    def _count_unrecorded(self, lease: Lease, usage: Usage) -> None:
+        """Counts what a request used that has no record, or was dropped: no record says it."""
+        if (generation := self._uncounted.pop(lease, None)) is not None:
             self.count_usage(lease, Account.of(generation), usage)
 
     def _writable_request(self, lease: Lease) -> BufferedRequest | None:

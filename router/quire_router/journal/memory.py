@@ -21,6 +21,7 @@ from quire_router.journal.base import (
     RecordUpdate,
     RequestRecord,
     partial_update,
+    unrecorded,
 )
 from quire_router.journal.codec import MIN_RETENTION
 from quire_router.journal.token_log import TokenLog, TokenLogReader, read_chunk, read_log
@@ -114,7 +115,8 @@ class MemoryJournal:
         self._unleased: OrderedDict[str, None] = OrderedDict()  # records without a lease, in the order of release
         self._expirations: LazyHeap[str] = LazyHeap()  # the same, by when they expire
         self._ledger = MemoryLedger()
-        self._dropped: dict[Lease, GenerationRequest] = {}  # those that run without a record
+        self._uncounted: dict[Lease, GenerationRequest] = {}  # those that run without a record
+        self._counted: OrderedDict[str, None] = OrderedDict()  # the last ones of these that were counted
         self._orphan_offset = 0  # how many the calls of this round have returned
         metrics.JOURNAL_AVAILABLE.set(1)
 
@@ -142,9 +144,15 @@ class MemoryJournal:
             self._records[generation.request_id] = record
             self._tokens += record.size
         else:
-            self._dropped[record.lease] = generation
+            self._uncounted[record.lease] = generation
             metrics.JOURNAL_DROPPED.inc()
         return record.lease
+
+    def open_unrecorded(self, generation: GenerationRequest) -> Lease:
+        """See ``Journal``."""
+        lease = unrecorded(generation.request_id)
+        self._uncounted[lease] = generation
+        return lease
 
     async def open_if_absent(self, generation: GenerationRequest) -> Lease | None:
         """See ``Journal``."""
@@ -177,7 +185,7 @@ class MemoryJournal:
                 record,
                 RequestEnd(FinishReason.ABORT, "", usage) if record.cancelled else RequestEnd(reason, error, usage),
             )
-        self._count_dropped(lease, usage)
+        self._count_unrecorded(lease, usage)
 
     def release(self, lease: Lease, usage: Usage = NO_USAGE) -> None:
         """See ``Journal``. A cancelled request ends."""
@@ -187,7 +195,7 @@ class MemoryJournal:
         elif record is not None:
             self._count(record, usage)
             self._begin_retention(record)
-        self._count_dropped(lease, usage)
+        self._count_unrecorded(lease, usage)
 
     async def claim(self, request_id: str) -> tuple[RequestRecord, Lease] | None:
         """See ``Journal``."""
@@ -261,10 +269,14 @@ class MemoryJournal:
         """See ``Journal``: what was used since the process began."""
         return self._ledger.rows(since, until, tenant)
 
-    def count_usage(self, lease: Lease, account: Account, usage: Usage) -> None:  # noqa: ARG002 - it is written once
+    def count_usage(self, lease: Lease, account: Account, usage: Usage) -> None:
         """See ``Journal``."""
-        if usage != NO_USAGE:
-            self._ledger.add(account, difference(usage, NO_USAGE))
+        if usage == NO_USAGE or lease.request_id in self._counted:
+            return
+        self._ledger.add(account, difference(usage, NO_USAGE))
+        self._counted[lease.request_id] = None
+        if len(self._counted) > self._max_records:
+            self._counted.popitem(last=False)
 
     async def settle_usage(self) -> None:
         """Nothing is ever left to be counted."""
@@ -293,10 +305,9 @@ class MemoryJournal:
         self._count(record, end.usage)
         self._begin_retention(record)
 
-    def _count_dropped(self, lease: Lease, usage: Usage) -> None:
-        generation = self._dropped.pop(lease, None)
-        if generation is not None and usage != NO_USAGE:
-            self._ledger.add(Account.of(generation), difference(usage, NO_USAGE))
+    def _count_unrecorded(self, lease: Lease, usage: Usage) -> None:
+        if (generation := self._uncounted.pop(lease, None)) is not None:
+            self.count_usage(lease, Account.of(generation), usage)
 
     def _count(self, record: _MemoryRecord, usage: Usage) -> None:
         """Adds what the request used since it was counted last to the ledger."""

@@ -10,14 +10,12 @@ from zlib import crc32
 from quire_proto.sampling import FinishReason
 
 from quire_router.core.generation import NO_USAGE, GenerationRequest, Usage
-from quire_router.core.usage import Account, used
+from quire_router.core.usage import MAX_COUNTED_AGE, Account, used
 from quire_router.journal.base import MAX_LOG_VALUES, AnyDelta, Lease
 from quire_router.journal.codec import pack_tokens
 from quire_router.journal.token_log import TokenLog
 
 MAX_TOKENS_PER_WRITE = 65_536
-MAX_COUNTED_AGE = 3 * 3600.0
-"""Seconds after which it may be forgotten that a request's usage was counted, so that it is not counted any more."""
 
 
 @dataclass(frozen=True, slots=True)

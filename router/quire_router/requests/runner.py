@@ -33,7 +33,7 @@ from quire_router.core.generation import (
 )
 from quire_router.engines.output_stream import AttemptFailed, EngineFull
 from quire_router.engines.pool import EnginePool
-from quire_router.journal.base import Journal, Lease, RequestRecord, encode_error, unrecorded
+from quire_router.journal.base import Journal, Lease, RequestRecord, encode_error
 from quire_router.placement.placer import PlacementDecision, Placer, route_header
 from quire_router.requests.dispatch import Dispatcher, attempt_span
 from quire_router.requests.resume import BackgroundRequests, RequestResumer
@@ -123,8 +123,10 @@ class RequestRunner:
             return None  # also where the journal had no room for it
         with ExitStack() as undo:
             reservation = undo.enter_context(await self._reserve(request))
-            recorded = request.pooling is None
-            lease = await self._journal.open_if_absent(request) if recorded else unrecorded(request.request_id)
+            if request.pooling is None:
+                lease = await self._journal.open_if_absent(request)
+            else:
+                lease = self._journal.open_unrecorded(request)
             if lease is None:
                 return None
             undo.pop_all()
@@ -195,7 +197,8 @@ class RequestRunner:
         self._registry.check_unused(request.request_id)
         with ExitStack() as undo:
             reservation = undo.enter_context(await self._reserve(request))
-            lease = self._journal.open(request) if request.pooling is None else unrecorded(request.request_id)
+            journal = self._journal
+            lease = journal.open(request) if request.pooling is None else journal.open_unrecorded(request)
             undo.pop_all()
         async with aclosing(self._begin(request, lease, reservation, consumer)) as answer:
             async for delta in answer:

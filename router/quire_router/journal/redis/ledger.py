@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 
 from quire_router.core import metrics
 from quire_router.core.generation import NO_USAGE, Usage
-from quire_router.core.usage import HOUR, Account, UsageRow, in_order, used
+from quire_router.core.usage import HOUR, MAX_COUNTED_AGE, REMEMBERED, Account, UsageRow, in_order, used
 from quire_router.journal.codec import (
     MAX_LEASE,
     TOKEN_BYTES,
@@ -32,12 +32,9 @@ from quire_router.journal.redis.redis_connection import (
     keys,
     to_milliseconds,
 )
-from quire_router.journal.write_buffer import MAX_COUNTED_AGE
 
 log = logging.getLogger(__name__)
 
-REMEMBERED = 4 * 3600.0
-"""An hour longer than ``MAX_COUNTED_AGE``: nobody counts at the moment at which it is forgotten."""
 GRACE = 20.0  # seconds from a note to the look at its record; with SETTLE_PERIOD less than any record is kept
 EXAMINED = 64  # records that are looked at in one exchange
 MAX_EXAMINED = 4_096  # records that one call of ``settle`` looks at

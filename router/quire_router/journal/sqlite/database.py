@@ -125,6 +125,13 @@ MIGRATIONS = (
     CREATE TRIGGER account_emptied AFTER UPDATE ON account_totals WHEN NEW.names = 0
     BEGIN DELETE FROM account_totals WHERE account = NEW.account; END;
     """,
+    """
+    CREATE TABLE counted (
+        request_id TEXT PRIMARY KEY,  -- of requests without a record whose usage is in there
+        at INTEGER NOT NULL  -- s
+    ) STRICT, WITHOUT ROWID;
+    CREATE INDEX counted_at ON counted (at);
+    """,
 )
 """What makes each version of the schema of the one before; ``PRAGMA user_version`` counts them."""
 

@@ -17,7 +17,7 @@ from zlib import crc32
 from quire_proto.sampling import FinishReason
 
 from quire_router.core.generation import NO_USAGE, GenerationRequest, Usage
-from quire_router.core.usage import HOUR, difference
+from quire_router.core.usage import HOUR, REMEMBERED, difference
 from quire_router.journal.base import Lease
 from quire_router.journal.codec import (
     MIN_RETENTION,
@@ -144,13 +144,17 @@ class RecordWriter:
                 self._end(stored, RequestEnd(FinishReason.ERROR, error), self._settings.retention_s)
 
     def count_dropped(self, dropped: Sequence[DroppedUsage]) -> None:
-        """Counts what requests used that have no record, or only its beginning."""
+        """Counts what requests used that have no record, or only its beginning; of each id once in ``REMEMBERED``
+        seconds.
+        """
         with self._transaction():
             for each in dropped:
                 stored = self._stored(each.lease.request_id)
                 if stored is not None and stored.is_of(each.lease):
                     self._count(stored, each.usage)
-                else:
+                elif self._connection.execute(
+                    "INSERT OR IGNORE INTO counted VALUES (?, ?)", (each.lease.request_id, int(self._now))
+                ).rowcount:
                     add_usage(self._connection, each.account, difference(each.usage, NO_USAGE), self._now)
 
     def write_objects(self, write: Callable[[sqlite3.Connection], T]) -> T:
@@ -188,11 +192,12 @@ class RecordWriter:
         self.has_garbage = bool(busy)  # somebody reads an older state
 
     def _sweep_usage(self) -> None:
-        """Deletes the hours that are too old, once an hour."""
+        """Deletes the hours that are too old, and what is remembered of those that were counted, once an hour."""
         if time() >= self._next_usage_sweep:
             with self._transaction():
                 oldest = int(self._now - self._settings.usage_retention)
                 self._connection.execute("DELETE FROM usage WHERE hour < ?", (oldest,))
+                self._connection.execute("DELETE FROM counted WHERE at < ?", (int(self._now - REMEMBERED),))
             self._next_usage_sweep = self._now + HOUR
 
     def probe(self) -> None:

@@ -3,7 +3,9 @@
 import asyncio
 from array import array
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from dataclasses import replace
+from time import time
 from uuid import uuid4
 
 import pytest
@@ -156,6 +158,39 @@ async def test_only_the_lease_may_write(kind: str, lease: Lease, stores: Databas
         journal.finish(replace(lease, request_id=fresh), FinishReason.STOP)
         await journal.flush()
         assert seen(await journal.read(fresh)) == Seen(generation, "me", 1, [DeliveredChoice([1])])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_a_request_without_a_record_used_is_counted_once_however_often_it_is_run(
+    kind: str, stores: Databases, fresh: str
+) -> None:
+    """As a line of a batch that is embedded again, because its router died before its answer was written."""
+    generation = replace(request(fresh), tenant=fresh)
+    async with AsyncExitStack() as journals:
+        journal = await journals.enter_async_context(journal_of(kind, stores))
+
+        async def counted() -> list[tuple[int, int, int, int]]:
+            await journal.flush()
+            await journal.settle_usage()
+            return [row.counts for row in await journal.usage(time() - 7200, time() + 1, fresh)]
+
+        journal.finish(journal.open_unrecorded(generation), FinishReason.ERROR)  # no engine had it
+        assert await counted() == []
+        for _ in range(2):
+            lease = journal.open_unrecorded(generation)
+            append_tokens(journal, lease, 0, [1])
+            journal.finish(lease, FinishReason.STOP, "", Usage(2, 0, 1))
+            journal.release(lease, Usage(2, 0, 1))
+        assert await counted() == [(1, 2, 1, 0)]
+        assert await journal.read(fresh) is None
+        if kind != "memory":
+            await journals.aclose()
+            journal = await journals.enter_async_context(journal_of(kind, stores))
+        journal.release(journal.open_unrecorded(generation), Usage(2, 0))
+        assert await counted() == [(1, 2, 1, 0)]
+        other = journal.open_unrecorded(replace(generation, request_id=f"{fresh}-1"))
+        journal.finish(other, FinishReason.STOP, "", Usage(5, 0))
+        assert await counted() == [(2, 7, 1, 0)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

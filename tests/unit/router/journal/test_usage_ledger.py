@@ -27,13 +27,12 @@ from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.supervise import Backoff
 from quire_router.core import metrics
 from quire_router.core.generation import MAX_RESPONSE_OPTIONS_CHARACTERS, NO_USAGE, GenerationRequest, LoRA, Usage
-from quire_router.core.usage import UsageRow, used
+from quire_router.core.usage import MAX_COUNTED_AGE, REMEMBERED, UsageRow, used
 from quire_router.journal.base import Lease
 from quire_router.journal.codec import JournalSettings, decode_usage
-from quire_router.journal.redis.ledger import REMEMBERED, rows_of
+from quire_router.journal.redis.ledger import rows_of
 from quire_router.journal.redis.redis_connection import LEDGER, keys
 from quire_router.journal.redis.redis_journal import RedisJournal
-from quire_router.journal.write_buffer import MAX_COUNTED_AGE
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from tests.support.journals import append_tokens

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.core.generation import MAX_RESPONSE_OPTIONS_CHARACTERS, NO_USAGE, GenerationRequest, LoRA, Usage
+from quire_router.core.usage import REMEMBERED
 from quire_router.journal.base import Journal
 from quire_router.journal.codec import JournalSettings
 from quire_router.journal.memory import MemoryJournal
@@ -131,7 +132,7 @@ async def test_a_file_of_the_version_before_gets_the_table_and_counts_what_had_n
     path = tmp_path / "journal"
     await left(path)
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        for later in ("accounts", "account_totals", "parts", "members", "object_bytes", "objects", "usage"):
+        for later in ("parts", "members", "object_bytes", "objects", "usage", "accounts", "account_totals", "counted"):
             connection.execute(f"DROP TABLE {later}")
         connection.execute("ALTER TABLE records DROP COLUMN counted")
         connection.execute("PRAGMA user_version = 2")
@@ -167,6 +168,21 @@ async def test_hours_go_when_their_time_is_over(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(record_writer, "time", lambda more=seconds: later() + more)
         await journal._store.clean()  # type: ignore[attr-defined]
         assert len(await journal.usage(0, 1e11)) == rows
+    await journal.close()
+
+
+async def test_what_was_counted_without_a_record_is_remembered_for_hours_and_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = SqliteJournal(tmp_path / "journal")
+    later, requests = record_writer.time, []
+    for seconds in (0, REMEMBERED - 60, REMEMBERED + 3600):
+        monkeypatch.setattr(record_writer, "time", lambda more=seconds: later() + more)
+        await journal._store.clean()  # type: ignore[attr-defined]
+        journal.finish(journal.open_unrecorded(request_of()), FinishReason.STOP, "", Usage(3, 0))
+        await journal.flush()
+        requests.append(sum(row.requests for row in await journal.usage(0, 1e11)))
+    assert requests == [1, 1, 2]
     await journal.close()
 
 
