@@ -29,6 +29,7 @@ _MAX_BYTES = 2**20
 _MAX_TOKEN_BYTES = 16 * 2**10
 _MAX_CLAIM_CHARACTERS = 256
 _CACHED_TOKENS = 4096
+_MAX_TIME = 2**53
 # Asymmetric ones alone: with HS256 whoever has the issuer's public keys could sign, and with "none" everybody.
 ALGORITHMS: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 
@@ -59,11 +60,11 @@ class OidcVerifier:
             return known[0]
         claims = self._decode(token)
         claim = claims.get(self._settings.tenant_claim)
-        if not isinstance(claim, str) or not 0 < len(claim) <= _MAX_CLAIM_CHARACTERS:
+        if not isinstance(claim, str) or not 0 < len(claim) <= _MAX_CLAIM_CHARACTERS or not _is_unicode(claim):
             raise token_invalid(
                 f"its claim {self._settings.tenant_claim} is no text of 1 to {_MAX_CLAIM_CHARACTERS} characters"
             )
-        self._verified[digest] = claim, float(claims["exp"]) + LEEWAY
+        self._verified[digest] = claim, min(int(claims["exp"]), _MAX_TIME) + LEEWAY
         if len(self._verified) > _CACHED_TOKENS:
             self._verified.popitem(last=False)
         return claim
@@ -153,6 +154,11 @@ class OidcVerifier:
             found = await _fetch_json(session, address)
         keys = jwt.PyJWKSet.from_dict(found).keys
         return {key.key_id: key for key in keys if key.public_key_use in (None, "sig")}
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair, which JSON can contain."""
+    return not any("\ud800" <= each <= "\udfff" for each in text)
 
 
 async def _fetch_json(session: aiohttp.ClientSession, address: str) -> dict[str, Any]:

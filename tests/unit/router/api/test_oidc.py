@@ -102,6 +102,7 @@ WRONG = {
     "of the future": ({"nbf": time() + 3600}, "not valid yet"),
     "without a subject": ({"sub": None}, "claim sub"),
     "with a subject that is too long": ({"sub": "x" * 257}, "claim sub"),
+    "with half a surrogate pair as its subject": ({"sub": "\ud800"}, "claim sub"),
     "signed by another key of the same name": ({"key": OTHER_RSA}, "signature"),
     "with another algorithm than its key's": ({"algorithm": "PS256"}, "signature"),
     "of an unknown key": ({"signer": "ec"}, "none of the issuer's keys"),
@@ -117,6 +118,11 @@ async def test_a_token_that_is_not_for_us_is_refused_with_the_reason(name):
             verifier.verify(token(issuer, **changes))
 
     assert refusal.value.code is ErrorCode.UNAUTHENTICATED
+
+
+async def test_a_token_may_end_later_than_any_time():
+    async with serving() as issuer:
+        assert (await read(issuer)).verify(token(issuer, exp=10**400)) == "alice"
 
 
 def encoded(fields):
