@@ -33,7 +33,7 @@ def encode_pooled(
 ) -> list[PooledPrompt]:
     """The prompts of ``texts``. With ``truncate`` each has so many tokens at most, with those that the tokenizer adds:
     a text keeps its beginning, and of a pair the longer text is cut first, as transformers does (``longest_first``).
-    Raises ``QuireError`` INVALID for what is no text.
+    Raises ``QuireError`` INVALID for what is no text, and for a length that has no room for what is added.
     """
     if truncate is None:
         encodings = _encode_all(tokenizer, texts, special=add_special_tokens)
@@ -46,7 +46,10 @@ def _truncated(tokenizer: Tokenizer, text: Texts, length: int, *, special: bool)
     parts = [text] if isinstance(text, str) else [*text]
     encodings = _encode_all(tokenizer, parts, special=False)
     added = tokenizer.num_special_tokens_to_add(len(parts) == 2) if special else 0
-    kept = _longest_first([len(each) for each in encodings], max(0, length - added))
+    if added > length:
+        message = f"truncate_prompt_tokens is {length}, and the tokenizer adds {added} tokens to each text."
+        raise invalid("truncate_prompt_tokens", message)
+    kept = _longest_first([len(each) for each in encodings], length - added)
     for encoding, count in zip(encodings, kept, strict=True):
         encoding.truncate(count)
     first, *others = encodings

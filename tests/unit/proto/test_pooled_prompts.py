@@ -6,7 +6,7 @@ import pytest
 from quire_proto.convert import pooling_from_proto, pooling_to_proto
 from quire_proto.errors import QuireError, TokenizerLoadError
 from quire_proto.pooling import PoolingParams, Task, check_dimensions
-from quire_proto.text.pooled_prompt import SentencePrompts
+from quire_proto.text.pooled_prompt import SentencePrompts, Texts
 from quire_proto.text.tokenizer import ModelTokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -35,6 +35,16 @@ def test_texts_and_pairs_are_cut_as_transformers_cuts_them(oracle: PreTrainedTok
         assert got.token_ids == wanted.input_ids
         types = wanted.token_type_ids
         assert got.second_text_start == (types.index(1) if 1 in types else 0)
+
+
+@pytest.mark.parametrize(("given", "added"), [("the fox", 2), (("the fox", "a dog"), 3)])
+def test_a_length_without_room_for_the_marks_of_the_tokenizer_is_refused(given: Texts, added: int) -> None:
+    tokenizer = ModelTokenizer(word_level(), None)
+    with pytest.raises(QuireError, match=f"adds {added} tokens") as refusal:
+        tokenizer.encode_pooled([given], 64, truncate=added - 1)
+    assert refusal.value.param == "truncate_prompt_tokens"
+    (cut,) = tokenizer.encode_pooled([given], 64, truncate=added)
+    assert len(cut.token_ids) == added
 
 
 def test_a_text_without_the_marks_of_the_tokenizer(oracle: PreTrainedTokenizerFast) -> None:

@@ -1,6 +1,7 @@
 """OpenAI's ``/v1/files`` and ``/v1/batches``: their routes. What they list is read page by page."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from time import time
 from typing import Annotated, Literal, Protocol
 
 from pydantic import Field, StringConstraints
-from quire_proto.errors import invalid
+from quire_proto.errors import QuireError, invalid
 from starlette.types import Message
 
 from quire_router.api.rest.http import (
@@ -31,6 +32,8 @@ from quire_router.batches.batch_store import Batches
 from quire_router.batches.files import MAX_FILENAME, MAX_TTL, MIN_TTL, FileInfo, Upload
 from quire_router.batches.worker import BatchWorker
 from quire_router.core.errors import file_in_use, files_forbidden
+
+log = logging.getLogger(__name__)
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
 _FORM_BYTES = 65_536  # beside the file
@@ -142,8 +145,13 @@ class FileEndpoints:
                 first = await anext(chunks, b"")  # before the head: it may have gone just now
                 await exchange.response.start(200, headers)
                 await exchange.response.write(first)
-                async for chunk in chunks:
-                    await exchange.response.write(chunk)
+                try:
+                    async for chunk in chunks:
+                        await exchange.response.write(chunk)
+                except QuireError as error:
+                    # It has gone, or cannot be read now: the connection breaks, so that nobody takes a part for all.
+                    log.warning("file %s was not sent whole: %s", info.id, error.message)
+                    raise ClientDisconnectedError from None
             await exchange.response.end()
 
     async def _upload(self, exchange: HttpExchange) -> FileInfo:

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import logging
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from quire_proto.errors import ErrorCode, QuireError
@@ -11,6 +13,7 @@ from quire_proto.sampling import FinishReason
 from quire_router.admission.tenants import Tenant, Tenants
 from quire_router.admission.tenants_file import ApiKey, TenantsFile
 from quire_router.batches.files import Files, FileSettings
+from quire_router.core.errors import journal_unavailable
 from quire_router.journal.objects import MemoryObjectStore
 
 from tests.support.batch_stage import batch_stage, jsonl, line
@@ -79,6 +82,32 @@ async def test_a_file_is_stored_listed_read_and_deleted():
         with pytest.raises(openai.NotFoundError):
             await api.files.content(first.id)
         assert [file.id async for file in api.files.list()] == [second.id]
+
+
+@pytest.mark.parametrize("error", [None, journal_unavailable()])
+async def test_a_file_that_cannot_be_sent_whole_breaks_the_connection_and_holds_nothing_else(error, caplog):
+    """It is deleted in the middle, or the journal goes away."""
+
+    class Failing(MemoryObjectStore):
+        async def parts(self, name, numbers):
+            if numbers == [2] and error is not None:
+                raise error
+            return [None] if numbers == [2] else await super().parts(name, numbers)
+
+    got = bytearray()
+
+    async def read(client, path):
+        async with client.stream("GET", path) as response:
+            async for data in response.aiter_bytes():
+                got.extend(data)
+
+    async with batch_stage(store=Failing()) as stage, httpx.AsyncClient(base_url=stage.url) as client:
+        content = b"x" * 600_000
+        file = await upload(stage.openai(), content)
+        with pytest.raises(httpx.TransportError):
+            await read(client, f"/v1/files/{file.id}/content")
+        assert content.startswith(got)
+    assert not any(each.levelno >= logging.ERROR for each in caplog.records)
 
 
 async def test_an_empty_file_can_be_read():
