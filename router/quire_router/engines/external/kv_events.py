@@ -196,12 +196,11 @@ class ReportedCache:
             return
         if event.lora_id is not None or event.lora_name is not None:
             return
+        if self._blocks and (event.block_size, event.group_idx) != (self._size, self._group):
+            return  # of another group of layers, of which some blocks may be left out
         if event.block_size < _MIN_BLOCK_SIZE or len(event.token_ids) != len(event.block_hashes) * event.block_size:
             raise BadEventError("the tokens are not those of its blocks")
-        if not self._blocks:
-            self._size, self._group = event.block_size, event.group_idx
-        if (event.block_size, event.group_idx) != (self._size, self._group):
-            return
+        self._size, self._group = event.block_size, event.group_idx
         before = self._first(event) if event.parent_block_hash is None else self._blocks.get(event.parent_block_hash)
         if before is None:
             return
