@@ -163,7 +163,8 @@ class Exchange:
         if self._mode == ProcessingMode.BUFFERED:  # the body comes when the headers are answered
             return Reply([_headers(CommonResponse())])
         if self._mode != ProcessingMode.FULL_DUPLEX_STREAMED:
-            name = ProcessingMode.BodySendMode.Name(self._mode)
+            names = ProcessingMode.BodySendMode
+            name = names.Name(self._mode) if self._mode in names.values() else str(self._mode)  # of a newer Envoy
             raise ProtocolError(f"request_body_mode is {name} and must be FULL_DUPLEX_STREAMED or BUFFERED.")
         return Reply()
 
@@ -238,7 +239,7 @@ class Exchange:
     def _on_response_headers(self, message: HttpHeaders, metadata: Metadata) -> Reply:
         self._check_answered()
         for name, value in _read_headers(message.headers):
-            if name in (":status", "status") and value.isdigit():
+            if name in (":status", "status") and value.isascii() and value.isdigit():
                 self.status = int(value)
             elif name == "content-type":
                 self.is_event_stream = value.partition(";")[0].strip().lower() == "text/event-stream"

@@ -159,7 +159,16 @@ class TestTheRequest:
 
 
 class TestWhatIsRefused:
-    @pytest.mark.parametrize("mode", [NONE, STREAMED])
+    def test_a_status_that_is_no_number_is_not_known(self) -> None:
+        exchange, headers = exchange_in(BUFFERED)
+        exchange.receive(headers)
+        exchange.receive(request_body(b"{}"))
+        exchange.send_to([A])
+        odd = HttpHeaders(headers=HeaderMap(headers=[HeaderValue(key=":status", raw_value="²".encode("latin-1"))]))
+        exchange.receive(ProcessingRequest(response_headers=odd))
+        assert exchange.status == 0
+
+    @pytest.mark.parametrize("mode", [NONE, STREAMED, 77])  # one that Envoy may have some day
     def test_a_mode_in_which_the_body_cannot_be_read_first(self, mode: Mode) -> None:
         exchange, headers = exchange_in(mode)
         with pytest.raises(ProtocolError, match="must be FULL_DUPLEX_STREAMED or BUFFERED"):
