@@ -77,7 +77,16 @@ async def test_conversations_go_on_where_they_began(tmp_path: Path) -> None:
     async with picking(tmp_path, *engines) as router, channel_to(router.picker_port, router.certificate) as channel:
         gateway = Gateway(channel)
         topics = {topic: f"{topic}: {STORY}" for topic in ("fox", "bear", "crow")}
-        answers = await asyncio.gather(*(gateway.post(chat(text, stream=True)) for text in topics.values()))
+        for engine in engines:
+            engine.hold_after = 1
+        asked = asyncio.gather(*(gateway.post(chat(text, stream=True)) for text in topics.values()))
+        async with asyncio.timeout(20):
+            while sum(len(engine.bodies) for engine in engines) < len(topics):  # noqa: ASYNC110 - requests come here
+                await asyncio.sleep(0.01)
+        for engine in engines:
+            engine.hold_after = None
+            engine.released.set()
+        answers = await asked
         homes = dict(zip(topics, (answer.endpoint for answer in answers), strict=True))
         assert len(set(homes.values())) == 3  # at the same time they share the servers
         for turn in range(3):
