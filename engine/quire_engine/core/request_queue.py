@@ -276,14 +276,17 @@ POLICIES: "Mapping[Policy, Callable[[QueuedRequest], float]]" = {"fcfs": fcfs, "
 
 
 def rank_by(policy: "Policy", kv_cache_manager: KVCacheManager) -> Callable[[Sequence], float]:
-    """The rank of a waiting sequence under a policy, by what the prefix cache has of it now. What is best effort is
-    behind all else, in the order in which it came.
+    """The rank of a waiting sequence under a policy, by what the prefix cache has of it now. What another engine has
+    begun is before all else, as what was preempted here is: its turn has come, and somebody is reading it. What is best
+    effort is behind all else. Both are in the order in which they came.
     """
     rank, by_length = POLICIES[policy], policy == "sjf"
 
     def rank_of(sequence: Sequence) -> float:
         if sequence.best_effort:
             return inf
+        if sequence.request.all_resumed_outputs:
+            return -inf
         looks = by_length and not sequence.group.needs_prompt_logprobs
         cached = len(kv_cache_manager.get_cached_blocks(sequence.table, sequence.token_ids)) if looks else 0
         uncached = sequence.num_tokens - cached * kv_cache_manager.block_size

@@ -51,7 +51,10 @@ from quire_engine.structured_output.llguidance import CompiledGrammar
 
 log = logging.getLogger(__name__)
 MAX_SESSIONS = 256
-HEARTBEAT_INTERVAL = 0.5
+HEARTBEAT_INTERVAL = 0.25
+"""Seconds. At most twice as long a router that waits for tokens hears nothing of an engine that is alive: heartbeats
+come from the event loop, which no step of the core's thread holds up.
+"""
 
 GRAMMAR_TIMEOUT_SECONDS = 15.0
 """How long a request waits for its grammar. Compiling one takes a second or two at most: the rest is queueing."""

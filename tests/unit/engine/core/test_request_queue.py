@@ -18,6 +18,7 @@ from quire_engine.core.request_queue import (
 )
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput
+from quire_proto.priority import BEST_EFFORT
 from quire_proto.sampling import SamplingParams
 
 JOBS = st.builds(QueuedRequest, st.integers(1, 10_000), st.integers(0, 10**9), st.integers(-5, 5))
@@ -103,6 +104,18 @@ def test_a_long_job_that_has_waited_goes_before_a_short_one_that_comes_late() ->
     bench.add("late", 1)
     order = bench.drain()
     assert order.index("long") < order.index("late")
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])
+def test_what_another_engine_has_begun_goes_before_what_nobody_has(policy: str) -> None:
+    bench = Bench(max_num_seqs=1, scheduling_policy=policy)
+    bench.add("running", 8, max_tokens=2)
+    bench.step()
+    bench.add("new", 1, priority=-5)
+    bench.add("begun", 60, max_tokens=9, output_token_ids=[9, 9])
+    bench.add("begun too", 8, max_tokens=9, output_token_ids=[9, 9])
+    bench.add("batch", 8, max_tokens=9, output_token_ids=[9, 9], priority=BEST_EFFORT)
+    assert bench.drain() == ["running", "begun", "begun too", "new", "batch"]
 
 
 def test_what_is_cached_makes_a_job_short() -> None:

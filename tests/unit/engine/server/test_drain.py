@@ -21,6 +21,7 @@ from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.server import server as server_module
+from quire_engine.server import session_manager
 from quire_engine.server.server import EngineServer
 from quire_router.engines.connection import EngineConnection
 
@@ -40,6 +41,7 @@ class Executor(PagedExecutor):
     """
 
     broken = False
+    spins = False  # while it is held
 
     def __init__(self, capacity: KVCacheConfig) -> None:
         super().__init__(capacity)
@@ -50,6 +52,8 @@ class Executor(PagedExecutor):
         if self.broken:
             raise ExecutorError("a block copy failed")
         time.sleep(0.001)
+        while self.spins and not self.held.is_set():
+            pass
         if not self.held.wait(20) or self.broken:
             raise ExecutorError("the others are gone")
         return super().execute_model(scheduler_output)
@@ -123,6 +127,20 @@ async def test_an_engine_in_its_shutdown_delay_still_serves_and_is_not_ready() -
         signal.raise_signal(signal.SIGINT)
         await serving
         assert not engine.link.ready
+
+
+@pytest.mark.parametrize("busy", [False, True])
+async def test_an_engine_is_heard_however_long_a_step_takes(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the core's thread computes in Python all the time."""
+    monkeypatch.setattr(session_manager, "HEARTBEAT_INTERVAL", 0.01)
+    async with served() as (engine, _):
+        engine.executor.spins = busy
+        engine.executor.held.clear()
+        running = asyncio.create_task(engine.tokens("a", 1))
+        await until(lambda: engine.link.session.sequence >= 20)
+        assert not running.done()
+        engine.executor.held.set()
+        assert len(await running) == 1
 
 
 async def test_a_client_path_on_an_engine_points_to_the_router() -> None:
