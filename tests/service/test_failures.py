@@ -12,7 +12,8 @@ import pytest
 from openai import OpenAI
 
 from tests.service.conftest import DEMO, FLOAT32, MODEL, SMALL_POOLS
-from tests.support.forked_engines import ForkedEngine, ForkedRouter
+from tests.support.forked_engines import NET_NAMESPACE, ForkedEngine, ForkedRouter
+from tests.support.net_namespace import net_namespace
 from tests.support.processes import Engine, Process, Router, eventually, fetch
 from tests.support.redis_server import RedisServer, redis_server
 
@@ -75,6 +76,48 @@ def test_an_engine_that_is_killed_changes_no_token(fleet: Fleet) -> None:
     fleet.busy_engine().kill()
     seen += stream
     assert "".join(seen) == undisturbed
+
+
+def test_an_engine_that_freezes_changes_no_token_and_drops_what_others_go_on_with(fleet: Fleet) -> None:
+    undisturbed = fleet.client.completions.create(**LONG, **IGNORE_EOS).choices[0].text
+    stream = texts(fleet.client.completions.create(**LONG, **IGNORE_EOS, stream=True))
+    seen = [next(stream) for _ in range(20)]
+    frozen = fleet.busy_engine()
+    made = frozen.metric("quire_engine_generation_tokens_total")
+    frozen.signal(signal.SIGSTOP)
+    try:
+        seen += stream
+    finally:
+        frozen.signal(signal.SIGCONT)
+    assert "".join(seen) == undisturbed
+    assert fleet.router.metric("quire_attempts_lost_total", reason="engine_silent") == 1
+    eventually(lambda: fleet.router.metric("quire_engines_ready") == 2)
+    eventually(lambda: not fleet.is_busy(frozen), message="it goes on with what was moved")
+    assert frozen.metric("quire_engine_generation_tokens_total") < made + 1000, "it went on to the end"
+
+
+def test_an_engine_whose_node_is_cut_off_changes_no_token(fleet: Fleet) -> None:
+    """One of two, each with a stream."""
+    undisturbed = fleet.client.completions.create(**LONG, **IGNORE_EOS).choices[0].text
+    with net_namespace() as network:
+        flags = (*SMALL_POOLS, *FLOAT32, "--host", network.address)
+        far = ForkedEngine(DEMO, fleet.folder, *flags, **{NET_NAMESPACE: network.name})
+        address = f"{network.address}:{far.port}"
+        router = ForkedRouter(DEMO, [fleet.engines[0].address, address], fleet.folder)
+        try:
+            eventually(lambda: router.metric("quire_engines_ready") == 2, timeout=60)
+            client = OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=120)
+            streams = [texts(client.completions.create(**LONG, **IGNORE_EOS, stream=True)) for _ in range(2)]
+            seen = [[next(stream) for _ in range(20)] for stream in streams]
+            network.cut_off()
+            whole = ["".join([*begun, *stream]) for begun, stream in zip(seen, streams, strict=True)]
+            assert whole == [undisturbed] * 2
+            assert router.metric("quire_attempts_lost_total", reason="engine_silent") == 1
+            network.heal()
+            eventually(lambda: router.metric("quire_engines_ready") == 2, timeout=60)
+        finally:
+            for process in (router, far):
+                end(process)
 
 
 @pytest.mark.parametrize("fleet", [("--hold-timeout", "2")], indirect=True)

@@ -13,7 +13,11 @@ from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
 
+from tests.support.net_namespace import enter
 from tests.support.processes import Engine, Router
+
+NET_NAMESPACE = "QUIRE_TEST_NET_NAMESPACE"
+"""The variable of the environment that names the network namespace of a process."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -94,5 +98,7 @@ def _run(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) ->
         os.dup2(output.fileno(), sys.stdout.fileno())
         os.dup2(output.fileno(), sys.stderr.fileno())
     os.environ.update(environment)
+    if (network := environment.get(NET_NAMESPACE)) is not None:
+        enter(network)
     sys.argv = list(arguments)
     import_module(arguments[0]).main()

@@ -53,6 +53,11 @@ class EngineClient(Protocol):
         ...
 
     @property
+    def late(self) -> bool:
+        """Whether a message of it is overdue, so that it may not be alive."""
+        ...
+
+    @property
     def loras(self) -> Mapping[str, LoRA]:
         """The engine's adapters by name."""
         ...

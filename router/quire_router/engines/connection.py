@@ -1,29 +1,26 @@
 """``EngineConnection``: keeps the Session stream to one of Quire's engines open and moves messages over it; ``Session``
-interprets them. With the channel, plain or over TLS, and its errors in words of the settings.
+interprets them. And what it is timed by: ``LivenessMonitor``, ``ReconnectLimiter``, ``UpdateRate``.
 """
 
 import asyncio
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import lru_cache
 from math import inf
-from time import monotonic
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import grpc
 from quire.v1 import engine_pb2
 from quire.v1.engine_pb2_grpc import EngineStub
-from quire_proto.supervise import Backoff, SupervisedTask
-from quire_proto.tls import ClientTls, Contents, TlsError, read_ca, read_cert_key
+from quire_proto.supervise import SupervisedTask
+from quire_proto.tls import TlsError
 
 from quire_router.core.fleet_view import EngineCondition
 from quire_router.core.generation import LoRA
-from quire_router.core.retry import first_error, supervise
+from quire_router.core.retry import supervise
 from quire_router.engines.base import KvListener, LoadListener
-from quire_router.engines.output_stream import EngineLost, OutputStream
+from quire_router.engines.channel import ConnectFailure, ConnectFailureLog, open_channel
+from quire_router.engines.output_stream import EngineLost, EngineSilent, OutputStream
 from quire_router.engines.session import SequenceGap, Session
 from quire_router.engines.settings import ConnectionSettings
 
@@ -32,179 +29,62 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_UNACKNOWLEDGED_BYTES = 2**20  # a sixteenth of what an engine keeps of a session
 INSPECT_TIMEOUT = 5.0  # seconds
 LOAD_LORA_TIMEOUT = 120.0  # seconds
 UNLOAD_LORA_TIMEOUT = 2.0  # seconds, after which only requests that run with it are waited for
-_OPTIONS = (
-    # An idle engine sends nothing, so pings find a frozen engine or a lost host, within 11 seconds. Engines end
-    # connections that ping them more often than every 5 seconds.
-    ("grpc.keepalive_time_ms", 6_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # a minute otherwise, whatever the former is
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    # A ping with the data that comes, to size the window by its round trip, is a third of what a message costs here. A
-    # window of this size instead holds what an engine can have under way.
-    ("grpc.http2.bdp_probe", 0),
-    ("grpc.http2.lookahead_bytes", 4 * 2**20),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Engines are in the router's own network. A proxy that the environment names is for connections beyond it.
-    ("grpc.enable_http_proxy", 0),
-    # ``ConnectFailureLog`` times each try to connect, so a try must not inherit the library's backoff from another one.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_retries", 0),
-)
-_NOT_CONNECTED = "failed to connect"
-_CLOSED = re.compile(r"socket closed|connection reset|broken pipe", re.IGNORECASE)
-_REFUSED_CERTIFICATE = re.compile(r"CERTIFICATE_VERIFY_FAILED(?:: ([A-Za-z -]+))?")
-
-
-async def open_channel(address: str, tls: ClientTls | None) -> grpc.aio.Channel:
-    """A channel that is not connected yet, in plain text only where there is no ``tls``. Its files are read now, so
-    that each connection is made with what they hold then. Raises ``TlsError``.
-    """
-    if tls is None:
-        return grpc.aio.insecure_channel(address, options=_OPTIONS)
-    credentials = await asyncio.to_thread(_credentials_now, tls)
-    name = () if tls.name is None else (("grpc.ssl_target_name_override", tls.name),)
-    return grpc.aio.secure_channel(address, credentials, options=(*_OPTIONS, *name))
-
-
-def explain(details: str, tls: ClientTls | None) -> str | None:
-    """The cause of a failed connection that has to do with TLS, as one clause; None for any other cause.
-
-    An engine that rejects the router's certificate closes the connection without saying why.
-    """
-    if refused := _REFUSED_CERTIFICATE.search(details):
-        return f"its certificate does not pass --engine-tls-ca ({refused[1] or 'it cannot be verified'})"
-    if "Hostname Verification Check failed" in details:
-        name = "its address" if tls is None or tls.name is None else tls.name
-        return f"its certificate is not for {name} (--engine-tls-name says for what it has to be)"
-    if "WRONG_VERSION_NUMBER" in details:
-        return "it does not speak TLS (--tls-cert of the engine), and plain text is not tried"
-    if _NOT_CONNECTED in details and _CLOSED.search(details):
-        return _closed(tls)
-    return None
-
-
-def _closed(tls: ClientTls | None) -> str:
-    if tls is None:
-        return "it closes the connection at once, as one does that speaks TLS (--engine-tls-ca)"
-    shown = "no certificate is shown to it" if tls.identity is None else "it may not accept the certificate"
-    return f"it closes the connection at once; {shown} (--engine-tls-cert)"
-
-
-def _credentials_now(tls: ClientTls) -> grpc.ChannelCredentials:
-    return _credentials(tls, tls.contents)
-
-
-@lru_cache(maxsize=4)
-def _credentials(tls: ClientTls, contents: Contents) -> grpc.ChannelCredentials:
-    """Checked and made once for the same contents: a large fleet that is away is tried many times a second."""
-    authorities = read_ca(tls.ca)
-    identity = None if tls.identity is None else read_cert_key(tls.identity)
-    if tls.contents != contents:
-        raise TlsError(f"{tls.ca} or what belongs to it is just being replaced")
-    if identity is None:
-        return grpc.ssl_channel_credentials(authorities)
-    return grpc.ssl_channel_credentials(authorities, identity.key, identity.chain)
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectFailure:
-    """Why there is no stream. ``refused``: the address refuses connections. ``lasting``: trying again does not help
-    before a setting or a file is changed.
-    """
-
-    text: str
-    refused: bool = False
-    lasting: bool = False
-
-    @classmethod
-    def of(cls, errors: BaseExceptionGroup, tls: ClientTls | None = None) -> Self:
-        """The first error of a group, in one line. ``tls`` is what the stream was to be opened with."""
-        error = first_error(errors)
-        if isinstance(error, grpc.aio.AioRpcError):
-            details = error.details() or ""
-            if "connection refused" in details.lower():
-                return cls("nobody listens there", refused=True)
-            if (about_tls := explain(details, tls)) is not None:
-                return cls(about_tls, lasting=True)
-            return cls(f"{error.code().name}: {details}")
-        return cls(str(error) or type(error).__name__, lasting=isinstance(error, TlsError))
-
-
-class ConnectFailureLog:
-    """One period without a stream to an engine: when to try again, and with which level failures are logged. For
-    ``patience`` seconds they are information; afterwards the first is a warning. What is less than a warning is not
-    logged if the engine is ``known_to_leave``.
-
-    A lasting problem is a reason at once, but only when it comes twice in a row: files may just be being replaced, and
-    an engine that ends closes what is being opened.
-    """
-
-    def __init__(
-        self, address: str, settings: ConnectionSettings, patience: float = 0.0, *, known_to_leave: bool = False
-    ) -> None:
-        self._address = address
-        self._warn_after = monotonic() + patience
-        self._logged_level = logging.INFO if known_to_leave else logging.NOTSET
-        self._backoff = Backoff(settings.backoff, settings.max_backoff)
-        self._last: ConnectFailure | None = None
-
-    def record(self, problem: ConnectFailure) -> None:
-        """Logs a failed try: the first as information, and the first that is a reason to warn."""
-        lasting = problem.lasting and problem == self._last
-        level = logging.WARNING if lasting or monotonic() >= self._warn_after else logging.INFO
-        self._last = problem
-        if level > self._logged_level:
-            missing = "cannot be reached" if level == logging.WARNING else "is not there yet"
-            log.log(level, "engine %s %s: %s", self._address, missing, problem.text)
-            self._logged_level = level
-
-    def next_delay(self, spacing: float) -> float:
-        """Seconds until the next try; they grow up to ``spacing`` where that is more than the settings say."""
-        return self._backoff.next(spacing)
-
-    def reset_delay(self) -> None:
-        """The next tries follow each other closely again, as there is reason to think that the engine is back."""
-        self._backoff.reset()
-
 
 TICKS = 6  # in the shorter of the two times, so that each is kept to a sixth
+_HELD_UP = 3  # periods that a tick may take
+_MIN_HELD_UP = 0.1  # seconds
 
 
 class LivenessMonitor:
-    """For how long an engine has sent nothing although it should. Counted in ticks, not by the clock, so that a router
-    that was frozen itself does not suspect its engines.
+    """For how long an engine has sent nothing although it should. After ``silence`` seconds it is suspect, until it
+    sends something; after ``stall`` it is stalled.
+
+    Counted in ticks, not by the clock, and without those that came late: a router that was frozen or starved itself
+    does not suspect its engines.
     """
 
-    def __init__(self, settings: ConnectionSettings) -> None:
-        self.period = min(settings.silence, settings.stall) / TICKS
-        self._suspect_after = settings.silence
-        self._stalled_after = settings.stall
+    def __init__(self, silence: float, stall: float) -> None:
+        self.period = min(silence, stall) / TICKS
+        self._silence = silence
+        self._stall = stall
         self._ticks = 0
+
+    @property
+    def late(self) -> bool:
+        """Whether half of ``silence`` has passed: whether it is alive is not certain."""
+        return self._ticks * self.period >= self._silence / 2
 
     @property
     def suspect(self) -> bool:
         """Whether the engine should get no new work."""
-        return self._ticks * self.period >= self._suspect_after
+        return self._ticks * self.period >= self._silence
 
     @property
     def stalled(self) -> bool:
         """Whether the stream is to be broken off."""
-        return self._ticks * self.period >= self._stalled_after
+        return self._ticks * self.period >= self._stall
 
     def on_message(self) -> None:
         """Resets the count."""
         self._ticks = 0
 
-    def tick(self, expecting: bool) -> None:
-        """``period`` seconds have passed; ``expecting`` is whether the engine has anything to send."""
-        self._ticks = self._ticks + 1 if expecting else 0
+    async def wait(self) -> float:
+        """Waits for a period; returns how many seconds that took."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await asyncio.sleep(self.period)
+        return loop.time() - began
+
+    def tick(self, seconds: float, *, expecting: bool) -> None:
+        """Counts a period that took ``seconds``; ``expecting`` is whether the engine has anything to send."""
+        if not (expecting or self.suspect):
+            self._ticks = 0
+        elif seconds < max(_HELD_UP * self.period, _MIN_HELD_UP):
+            self._ticks += 1
 
 
 MAX_RECONNECTS_PER_SECOND = 100
@@ -291,6 +171,10 @@ class EngineConnection:
     ``on_load`` with each report of the engine's load, ``on_lost`` when all that it reported before is void.
     ``reconnect_limiter`` counts it while there is no stream, and spaces its tries to open one; ``update_rate`` is how
     often the engine sends what concerns no request of this router, which it does not at all unless ``hears_updates``.
+
+    An engine that falls silent, or is away for a moment, keeps its requests unless ``has_substitute``, which is whether
+    others can take them: then they leave it (``EngineSilent``, ``EngineLost``), and are cancelled there once it hears
+    again. What was known of it stays.
     """
 
     def __init__(
@@ -305,12 +189,13 @@ class EngineConnection:
         reconnect_limiter: ReconnectLimiter | None = None,
         update_rate: UpdateRate | None = None,
         hears_updates: bool = True,
+        has_substitute: Callable[[], bool] = lambda: False,
     ) -> None:
         self.address = address
         self.settings = settings or ConnectionSettings()
         self.session = Session(self.settings, on_kv_event, on_load, on_change, address=address)
         self.description: engine_pb2.DescribeResponse | None = None
-        self._liveness = LivenessMonitor(self.settings)
+        self._liveness = LivenessMonitor(self.settings.silence, self.settings.stall)
         self._on_change = on_change
         self._on_lost = on_lost
         self._connected = False
@@ -319,10 +204,12 @@ class EngineConnection:
         self._unacknowledged = 0
         self._ack_timer: asyncio.TimerHandle | None = None
         self._grace_timer: asyncio.TimerHandle | None = None
+        self._move_timer: asyncio.TimerHandle | None = None
         self._unacknowledged_bytes = 0
         self._reconnect_limiter = reconnect_limiter or ReconnectLimiter()
         self._update_rate = update_rate or UpdateRate()
         self._hears_updates = hears_updates
+        self._has_substitute = has_substitute
         self._sent_interval = MIN_UPDATE_INTERVAL
         self._busy = asyncio.Event()  # set while the engine has anything to send
         self._retry_requested = asyncio.Event()
@@ -360,6 +247,11 @@ class EngineConnection:
     def ready(self) -> bool:
         """Whether a request that is submitted now would be run."""
         return self._connected and not self.session.draining and not self._liveness.suspect
+
+    @property
+    def late(self) -> bool:
+        """Whether a message of the engine is overdue."""
+        return self._liveness.late
 
     def start(self) -> None:
         """Starts to connect; never waits, never fails."""
@@ -523,12 +415,15 @@ class EngineConnection:
     async def _watch_liveness(self) -> None:
         while True:
             await self._busy.wait()
-            await asyncio.sleep(self._liveness.period)
+            took = await self._liveness.wait()
             ready, leaving = self.ready, self.session.draining
-            self._liveness.tick(expecting=self.session.in_flight > 0)
+            self._liveness.tick(took, expecting=self.session.in_flight > 0)
             self._notify_change(ready, leaving)
-            if not self.session.in_flight:  # no timer for engines that owe nothing: a fleet has many
-                self._busy.clear()
+            if self._liveness.suspect and self._has_substitute():
+                reason = f"the engine said nothing for {self.settings.silence:g} seconds"
+                self.session.withdraw_all(EngineSilent, reason)
+            elif not self.session.in_flight and not self._liveness.suspect:
+                self._busy.clear()  # no timer for engines that owe nothing: a fleet has many
             if self._liveness.stalled:
                 raise StreamBroken(f"the engine said nothing for {self.settings.stall:g} seconds")
 
@@ -562,8 +457,16 @@ class EngineConnection:
         self._connected = False
         _cancel(self._ack_timer)
         self._ack_timer, self._unacknowledged, self._unacknowledged_bytes = None, 0, 0
-        self._grace_timer = asyncio.get_running_loop().call_later(self.settings.grace, self._declare_lost)
+        loop = asyncio.get_running_loop()
+        self._grace_timer = loop.call_later(self.settings.grace, self._declare_lost)
+        self._move_timer = loop.call_later(self.settings.move_after, self._move_requests)
         self._on_change()
+
+    def _move_requests(self) -> None:
+        """There is still no stream: what others can take leaves, now or once there are others."""
+        if self._has_substitute():
+            self.session.withdraw_all(EngineLost, "the stream to the engine broke")
+        self._move_timer = asyncio.get_running_loop().call_later(self.settings.move_after, self._move_requests)
 
     def _shorten_grace(self, seconds: float) -> None:
         """Shortens the grace, where one is running and would take longer."""
@@ -574,7 +477,8 @@ class EngineConnection:
 
     def _stop_grace(self) -> None:
         _cancel(self._grace_timer)
-        self._grace_timer = None
+        _cancel(self._move_timer)
+        self._grace_timer = self._move_timer = None
 
     def _declare_lost(self) -> None:
         self._connected, self._lost = False, True

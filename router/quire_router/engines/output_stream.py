@@ -79,6 +79,12 @@ class EngineDraining(EngineLost):
     kind = "engine_leaving"
 
 
+class EngineSilent(EngineLost):
+    """The engine said nothing for a while. It may go on, but another one can go on at once."""
+
+    kind = "engine_silent"
+
+
 class DrainExceeded(EngineLost):
     """The engine was draining, and ended before the request had."""
 
@@ -107,7 +113,7 @@ class LoRAMissing(EngineFull):
         self.error = error
 
 
-ATTEMPT_FAILURES = (EngineLost.kind, EngineDraining.kind, DrainExceeded.kind, EngineFull.kind)
+ATTEMPT_FAILURES = (EngineLost.kind, EngineSilent.kind, EngineDraining.kind, DrainExceeded.kind, EngineFull.kind)
 """The kinds of failure of an attempt, as metrics label them."""
 
 
@@ -279,7 +285,8 @@ class OutputStream:
     first end: the prompt has been computed. ``handle`` plus a choice's index
     is its name in ``TokenColumns``. ``sink`` is called with each output that comes while the reader waits, and returns
     whether it has processed it; ``token_sink`` likewise with each output that is one token and nothing else, as choice
-    and token, where the request asks for nothing else.
+    and token, where the request asks for nothing else. One that ``stays_when_silent`` does not leave an engine because
+    that is silent: it has left others.
     """
 
     __slots__ = (
@@ -304,6 +311,7 @@ class OutputStream:
         "on_first",
         "request_id",
         "sink",
+        "stays_when_silent",
         "token_sink",
     )
 
@@ -315,6 +323,7 @@ class OutputStream:
         self.expected = expected
         self.confirmed = False
         self.end: StreamEnd | None = None
+        self.stays_when_silent = False
         self.num_running_choices = len(expected.positions)
         self.on_first: Callable[[], None] | None = None
         self.sink: Callable[[Output], bool] | None = None

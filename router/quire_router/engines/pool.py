@@ -164,6 +164,9 @@ was none are not all given to the one that comes back a moment earlier.
 MAX_RETRIED = 32
 """Engines that are tried again at once for that: a try costs about 2 ms of CPU."""
 
+LOOK_SECONDS = 0.1
+"""How long it holds that an engine of a model is alive: all engines of a large fleet may ask at once."""
+
 _KEPT_PART = 4
 """One engine in so many is kept mostly idle, for tenants who use less than their share. In the fleet simulator, one in
 two hardly helps them more, and makes the others wait several times as long.
@@ -253,6 +256,7 @@ class EnginePool:
         self._by_row: dict[int, Engine] = {}
         self._candidates_cache: dict[tuple[str, LoRA | None], _Candidates] = {}
         self._loras: Mapping[str, ServedLoRA] = {}
+        self._live: dict[str, tuple[float, bool]] = {}  # by model: whether an engine is, and until when that holds
         self._gathered: set[str] = set()  # the models with engines that are ready
         self._gathering: dict[str, asyncio.TimerHandle] = {}
         self._limits = dict(assumed or {})
@@ -466,6 +470,22 @@ class EnginePool:
                 self._candidates_cache[model, lora] = candidates
         return candidates
 
+    def _has_substitute(self, engine_id: str) -> bool:
+        """Whether another engine can take what one that is silent or away runs. Where the others are late as well, it
+        may be this router that hears nothing.
+        """
+        engine = self._engines.get(engine_id)
+        return engine is not None and any(self._has_live(model) for model in self._models if model in engine.models)
+
+    def _has_live(self, model: str) -> bool:
+        """Whether an engine of a model is ready and not late. Looked up for all that ask within ``LOOK_SECONDS``."""
+        now = asyncio.get_running_loop().time()
+        until, found = self._live.get(model, (0.0, False))
+        if now >= until:
+            found = any(not engine.connection.late for engine in self._candidates(model).engines)
+            self._live[model] = now + LOOK_SECONDS, found
+        return found
+
     def _all_ready(self, model: str | None, lora: LoRA | None) -> bool:
         return all(self.ready(name, lora) for name in ((model,) if model is not None else self._models))
 
@@ -515,7 +535,10 @@ class EnginePool:
         sharing = None if kind else self._update_sharing  # others' servers are asked by every worker
         hears = sharing is None or sharing.hears(address)
         create: Callable[..., EngineClient] = partial(
-            EngineConnection, update_rate=self._update_rate, hears_updates=hears
+            EngineConnection,
+            update_rate=self._update_rate,
+            hears_updates=hears,
+            has_substitute=partial(self._has_substitute, address),
         )
         if kind:
             from quire_router.engines.external.client import ExternalEngine  # an HTTP client takes 12 MiB

@@ -20,6 +20,7 @@ from quire_router.engines.output_stream import (
     EngineDraining,
     EngineFull,
     EngineLost,
+    EngineSilent,
     ExpectedOutput,
     LoRAMissing,
     Output,
@@ -290,6 +291,17 @@ class Session:
             stream.lose(self._loss(reason))
         self._streams.clear()
         self._choices.clear()
+
+    def withdraw_all(self, loss: type[EngineLost], reason: str) -> None:
+        """Ends requests with ``loss`` at an engine that may still run them; it gets Cancels. Those that are to stay
+        where they are do not end with ``EngineSilent``.
+        """
+        leaving = [each for each in self._streams.values() if loss is not EngineSilent or not each.stays_when_silent]
+        if leaving:
+            what = "a request goes" if len(leaving) == 1 else f"{len(leaving)} requests go"
+            log.warning("%s on without engine %s: %s", what, self.address, reason)
+        for stream in leaving:
+            stream.withdraw(loss(reason))
 
     def invalidate(self) -> None:
         """Ends the session, as its state is not known any more."""

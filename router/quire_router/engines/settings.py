@@ -20,12 +20,14 @@ from quire_router.core.generation import LoRA
 class ConnectionSettings:
     """Times in seconds.
 
-    ``grace`` is how long a router tries to resume a broken stream before its requests continue elsewhere; an engine
-    keeps them for about as long. An address that refuses connections means a lost session, so ``refused_grace`` is
-    enough then.
+    ``grace`` is how long a router tries to resume a broken stream before its requests are lost; an engine keeps them
+    for about as long. Where another engine can take them, they go there after ``move_after``. An address that refuses
+    connections means a lost session, so ``refused_grace`` is enough then.
 
-    An engine that runs requests sends a message at least every second. After ``silence`` seconds without one it gets no
-    new requests, after ``stall`` its stream counts as broken. An engine that was never reached, or that announced its
+    An engine that runs requests sends a message at least every half second. After ``silence`` seconds without one it
+    gets no new requests, and those that it has go to another engine, where one can take them; after ``stall`` its
+    stream counts as broken. Engines that others wrote are asked how they are: they have ``poll_silence`` in place of
+    ``silence``, and keep their requests until ``stall``. An engine that was never reached, or that announced its
     shutdown, may take ``start_patience`` to start (it loads a model, the first time it builds kernels) before that is
     worth a warning. ``Describe`` is answered within ``connect_timeout``; a new session opens between two steps of the
     engine, which may be long ones, hence ``open_timeout``.
@@ -40,8 +42,10 @@ class ConnectionSettings:
     """
 
     grace: float = 5.0
-    refused_grace: float = 1.0
-    silence: float = 3.0
+    move_after: float = 0.75
+    refused_grace: float = 0.2
+    silence: float = 1.5
+    poll_silence: float = 3.0
     stall: float = 5.0
     start_patience: float = 120.0
     slow_client_timeout: float = 30.0

@@ -31,7 +31,7 @@ from quire_router.core.generation import (
     ResponseConsumer,
     StreamCursor,
 )
-from quire_router.engines.output_stream import AttemptFailed, EngineFull
+from quire_router.engines.output_stream import AttemptFailed, EngineFull, EngineSilent
 from quire_router.engines.pool import EnginePool
 from quire_router.journal.base import Journal, Lease, RequestRecord, encode_error
 from quire_router.placement.placer import PlacementDecision, Placer, route_header
@@ -318,6 +318,9 @@ class RequestRunner:
             return
         log.info("attempt %d of request %s lost engine %s: %s", state.attempt, state.id, engine_id, problem)
         self._fleet_log.add("attempt_lost", engine_id, state.id, attempt=state.attempt, reason=str(problem))
+        if isinstance(problem, EngineSilent):  # nothing says that it is the request's fault
+            state.count_move()
+            return
         state.count_loss()
         if state.losses >= self._max_attempts:
             raise engines_lost()

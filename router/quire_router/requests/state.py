@@ -108,6 +108,11 @@ def _open_text(request: GenerationRequest, tokenizer: ModelTokenizer) -> OutputT
     )
 
 
+MAX_MOVES = 2
+MOVE_MEMORY = 60.0
+"""A request leaves so many silent engines within so many seconds; it waits longer for the next one."""
+
+
 class RequestState:
     """A request between its first and its last delta.
 
@@ -164,6 +169,8 @@ class RequestState:
         self._first_token_seen = False
         self.losses = 0
         self._tokens_at_loss = 0
+        self._moves = 0
+        self._moved_at = 0.0
         self._refusals = 0
         self._unreplayed: list[RecordedDelta] = [] if record is None or self._selection is not None else record.deltas
         self._token_metrics = token_metrics(request.model)
@@ -234,6 +241,17 @@ class RequestState:
         self.losses = 1 if made > self._tokens_at_loss else self.losses + 1
         self._tokens_at_loss = made
 
+    def count_move(self) -> None:
+        """An engine was left because it was silent."""
+        now = monotonic()
+        self._moves = self._moves + 1 if now - self._moved_at < MOVE_MEMORY else 1
+        self._moved_at = now
+
+    @property
+    def stays_when_silent(self) -> bool:
+        """Whether it has left enough silent engines lately: where all are starved, leaving them makes it worse."""
+        return self._moves >= MAX_MOVES and monotonic() - self._moved_at < MOVE_MEMORY
+
     def count_refusal(self, engine_id: str, refusal: EngineFull) -> None:
         """An engine was too full to take the request, or does not have its adapter."""
         self._refusals += 1
@@ -262,6 +280,7 @@ class RequestState:
     def attach_stream(self, outputs: OutputStream) -> None:
         """Makes an interruption end ``outputs``, and has them take the direct path where they can."""
         self._outputs = outputs
+        outputs.stays_when_silent = self.stays_when_silent
         if self.generation.params.prompt_logprobs is None:  # they come in parts, which ``outputs`` gathers
             outputs.sink = self.try_direct_write
             if self._passes_tokens:

@@ -26,7 +26,8 @@ from quire_router.core.fleet_view import EngineCondition
 from quire_router.core.generation import LoRA
 from quire_router.core.retry import supervise
 from quire_router.engines.base import KvListener, LoadListener
-from quire_router.engines.connection import ConnectFailure, ConnectFailureLog, LivenessMonitor, ReconnectLimiter
+from quire_router.engines.channel import ConnectFailure, ConnectFailureLog
+from quire_router.engines.connection import LivenessMonitor, ReconnectLimiter
 from quire_router.engines.external.estimates import ObservedPace, PredictedCache
 from quire_router.engines.external.http_client import (
     TRANSPORT_ERRORS,
@@ -134,7 +135,7 @@ class ExternalEngine:
         self._reconnect_limiter = reconnect_limiter or ReconnectLimiter()
         self._poll_period = poll_period
         self._http: HttpClient | None = None
-        self._liveness = LivenessMonitor(self.settings)
+        self._liveness = LivenessMonitor(self.settings.poll_silence, self.settings.stall)
         self._pace = ObservedPace()
         self._cache = PredictedCache(_ASSUMED_BLOCKS, self._report_kv_event)
         self._reported: ReportedCache | None = None
@@ -161,6 +162,11 @@ class ExternalEngine:
     def ready(self) -> bool:
         """Whether a request that is submitted now would be run."""
         return self._connected and not self._broken and not self._liveness.suspect
+
+    @property
+    def late(self) -> bool:
+        """Whether an answer or a token of the server is overdue."""
+        return self._liveness.late
 
     def start(self) -> None:
         """Starts to connect; never waits, never fails."""
@@ -421,7 +427,7 @@ class ExternalEngine:
         while True:
             await self._pause(self._poll_period)
             try:
-                async with asyncio.timeout(self.settings.silence):
+                async with asyncio.timeout(self.settings.poll_silence):
                     load = await self._kind.load(self._http)
             except TimeoutError:
                 if self._liveness.stalled:
@@ -448,9 +454,9 @@ class ExternalEngine:
     async def _watch_liveness(self) -> None:
         """A server is silent that answers no polls and streams nothing; after a time its requests are lost."""
         while True:
-            await asyncio.sleep(self._liveness.period)
+            took = await self._liveness.wait()
             was_ready = self.ready
-            self._liveness.tick(expecting=self._connected or bool(self._running))
+            self._liveness.tick(took, expecting=self._connected or bool(self._running))
             if self._liveness.stalled and self._running:
                 self._lose_all(f"the engine said nothing for {self.settings.stall:g} seconds")
             if was_ready != self.ready:

@@ -15,11 +15,13 @@ from quire_router.engines.connection import (
     MAX_UNACKNOWLEDGED_BYTES,
     MAX_UPDATES_PER_SECOND,
     MIN_UPDATE_INTERVAL,
+    TICKS,
     EngineConnection,
+    LivenessMonitor,
     UpdateRate,
     _yielding_to_loop,
 )
-from quire_router.engines.output_stream import EngineFull, EngineLost, Output, OutputStream
+from quire_router.engines.output_stream import EngineFull, EngineLost, EngineSilent, Output, OutputStream
 from quire_router.engines.settings import ConnectionSettings
 
 from tests.support.batches import take_all
@@ -270,6 +272,89 @@ async def test_a_stream_that_stays_silent_is_left_for_a_new_one() -> None:
         assert (await connected(engine)).last_sequence == 1
         engine.send(output("a", [2], 1, STOP))
         assert (await rest(stream))[0] == [1, 2]
+
+
+async def test_requests_leave_a_silent_engine_that_has_a_substitute_and_end_there_once_it_hears() -> None:
+    substitutes: list[str] = []
+    settings = ConnectionSettings(silence=0.05, stall=3600)
+    async with linked(settings, has_substitute=lambda: bool(substitutes)) as (engine, link):
+        stream, stays = [await submitted(engine, link, submit(name)) for name in "ab"]
+        stays.stays_when_silent = True
+        engine.send(output("a", [1], 0), output("b", [5], 0))
+        assert (await anext(stream)).token_ids == [1]
+        await until(lambda: not link.ready)
+        assert link.session.in_flight == 2  # nobody else can take them
+        substitutes.append("another engine")
+        with pytest.raises(EngineSilent):
+            await anext(stream)
+        assert (await engine.cancel()).request_id == "a"
+        assert not link.ready
+        assert link.session.in_flight == 1
+        engine.send(output("a", [2], 1), output("b", [6], 1))  # before it read the Cancel
+        engine.send(output("a", [], 2, ABORT), output("b", [7], 2, STOP))
+        assert (await rest(stays))[0] == [5, 6, 7]
+        await until(lambda: link.ready)
+        assert link.session.in_flight == 0
+        assert engine.opened.empty()  # on the same stream
+
+
+async def test_an_engine_that_is_silent_gets_nothing_new_though_it_owes_nothing() -> None:
+    settings = ConnectionSettings(silence=0.05, stall=0.1, backoff=0.01)
+    async with linked(settings, has_substitute=lambda: True) as (engine, link):
+        engine.send()
+        await submitted(engine, link, submit("a"))
+        await until(lambda: not link.ready)
+        await until(lambda: not link.session.in_flight)
+        assert (await connected(engine)).last_sequence == 1  # it was asked whether it lives
+        await until(lambda: link.ready)
+
+
+async def test_requests_leave_an_engine_whose_stream_stays_broken_and_the_session_goes_on() -> None:
+    substitutes: list[str] = []
+    settings = replace(PATIENT, move_after=0.01)
+    async with linked(settings, has_substitute=lambda: bool(substitutes)) as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
+        assert (await anext(stream)).token_ids == [1]
+        await engine.stop()
+        await until(lambda: not link.ready)
+        await asyncio.sleep(0.05)
+        assert link.session.in_flight == 1
+        substitutes.append("another engine")
+        with pytest.raises(EngineLost):
+            await anext(stream)
+        await engine.start()
+        assert (await connected(engine)).last_sequence == 1  # what was known of it still is
+        assert (await engine.cancel()).request_id == "a"
+
+
+def test_an_engine_is_late_then_suspect_then_stalled_and_nothing_of_it_once_it_speaks() -> None:
+    liveness = LivenessMonitor(silence=0.6, stall=1.2)
+    found = []
+    for _ in range(2 * TICKS):
+        liveness.tick(liveness.period, expecting=True)
+        found.append((liveness.late, liveness.suspect, liveness.stalled))
+    quiet, late, suspect = (False, False, False), (True, False, False), (True, True, False)
+    assert found == [quiet] * 2 + [late] * 3 + [suspect] * 6 + [(True, True, True)]
+    liveness.on_message()
+    assert not liveness.late
+
+
+def test_an_engine_that_owes_nothing_is_not_late_but_a_suspect_one_stays_so() -> None:
+    liveness = LivenessMonitor(silence=0.6, stall=1.2)
+    for owes in (True, True, True, False):
+        liveness.tick(liveness.period, expecting=owes)
+    assert not liveness.late
+    for owes in (True,) * TICKS + (False,):
+        liveness.tick(liveness.period, expecting=owes)
+    assert liveness.suspect
+
+
+def test_a_router_that_was_held_up_itself_suspects_nobody() -> None:
+    liveness = LivenessMonitor(silence=0.6, stall=1.2)
+    for _ in range(10 * TICKS):
+        liveness.tick(10 * liveness.period, expecting=True)
+    assert not liveness.late
 
 
 async def test_an_engine_without_requests_may_be_silent() -> None:

@@ -11,11 +11,11 @@ from quire.v1 import engine_pb2, types_pb2
 from quire_router.clients.kube_client import KubeAccess
 from quire_router.discovery.base import Endpoint, KubernetesService
 from quire_router.discovery.kubernetes import KubernetesDiscovery, WatchSettings
+from quire_router.engines.channel import ConnectFailureLog
 from quire_router.engines.connection import (
     CONNECT_BURST,
     MAX_CONNECTS_PER_SECOND,
     MAX_RECONNECTS_PER_SECOND,
-    ConnectFailureLog,
     EngineConnection,
     ReconnectLimiter,
 )

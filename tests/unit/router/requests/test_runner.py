@@ -14,6 +14,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.core.generation import GenerationRequest, Usage
 from quire_router.discovery.base import Endpoint
+from quire_router.requests.state import MAX_MOVES
 
 from tests.support.byte_tokenizer import tokens
 from tests.support.runner_harness import QUICK, collect, delta_text, open_runner, started
@@ -347,17 +348,51 @@ async def test_when_every_engine_is_full_the_client_gets_a_retry_time() -> None:
 
 
 async def test_a_request_leaves_a_silent_engine_for_another() -> None:
-    impatient = {**QUICK, "silence": 0.2, "stall": 0.4, "connect_timeout": 0.2}
-    async with open_runner(2, grace=0.05, link=impatient) as place:
+    impatient = {**QUICK, "silence": 0.2, "stall": 3600}
+    async with open_runner(2, link=impatient, max_attempts=1) as place:  # which is no engine lost
         task, _ = await started(place, place.lifecycle.run(request()))
         place.engine.send(output("r", tokens("a"), 0))
         await place.delivered("a")
-        place.engine.freeze()
         second = await place.engines[1].submit()
         place.engines[1].send(output(second.request_id, tokens("b"), 1, STOP))
         assert delta_text(await task) == "ab"
-        place.engine.thaw()
         assert (await place.engine.cancel()).request_id == "r"
+        await place.ready(1)
+        place.engine.send()
+        await place.ready(2)
+
+
+async def test_requests_stay_where_they_are_while_every_engine_is_silent() -> None:
+    impatient = {**QUICK, "silence": 0.2, "stall": 3600}
+    async with open_runner(2, link=impatient) as place:
+        tasks = [asyncio.create_task(collect(place.lifecycle.run(request(name)))) for name in "ab"]
+        for engine in place.engines:
+            await engine.submit()
+        await place.ready(0)  # the router, or its network, may be the cause
+        await asyncio.sleep(0.3)
+        assert all(engine.commands.empty() for engine in place.engines)
+        submitted = asyncio.create_task(place.engines[1].submit())
+        while not submitted.done():
+            place.engines[1].send()
+            await asyncio.sleep(0.01)
+        moved = await submitted
+        place.engines[1].send(output("b", tokens("b"), 0))
+        place.engines[1].send(output(moved.request_id, tokens("a"), 0, STOP), output("b", [], 1, STOP))
+        assert [delta_text(await task) for task in tasks] == ["a", "b"]
+
+
+async def test_a_request_that_left_silent_engines_waits_for_the_next_one() -> None:
+    impatient = {**QUICK, "silence": 0.2, "stall": 3600}
+    async with open_runner(MAX_MOVES + 2, link=impatient, max_attempts=1) as place:
+        task = asyncio.create_task(collect(place.lifecycle.run(request())))
+        for engine in place.engines[:MAX_MOVES]:
+            await engine.submit()  # and falls silent
+        last = await place.engines[MAX_MOVES].submit()
+        await place.ready(1)
+        await asyncio.sleep(0.3)
+        assert place.engines[-1].commands.empty()
+        place.engines[MAX_MOVES].send(output(last.request_id, tokens("a"), 0, STOP))
+        assert delta_text(await task) == "a"
 
 
 async def test_an_output_whose_finish_alone_was_lost_needs_no_other_engine() -> None:

@@ -47,7 +47,7 @@ from tests.support.model_folders import byte_level
 from tests.support.scripted_discovery import ScriptedDiscovery
 from tests.support.waiting import until
 
-QUICK = ConnectionSettings(backoff=0.01, max_backoff=0.02, silence=600, stall=600)
+QUICK = ConnectionSettings(backoff=0.01, max_backoff=0.02, poll_silence=600, stall=600)
 PROMPT = [7, 8, 9]
 LIMITS = ServedModelLimits(max_model_len=512, vocab_size=1024)
 
@@ -399,7 +399,7 @@ async def test_a_server_that_ends_in_order_gets_nothing_new_and_its_streams_go_o
 async def test_a_server_that_says_nothing_more_loses_its_requests() -> None:
     engine = VllmEngine()
     engine.hold_after = 2
-    settings = ConnectionSettings(backoff=0.01, max_backoff=0.02, silence=0.1, stall=0.2, connect_timeout=0.2)
+    settings = ConnectionSettings(backoff=0.01, max_backoff=0.02, poll_silence=0.1, stall=0.2, connect_timeout=0.2)
     async with connected(engine, settings) as client:
         stream = client.submit(submit())
         await until(lambda: engine.running == 1)
@@ -413,7 +413,7 @@ async def test_a_server_that_says_nothing_more_loses_its_requests() -> None:
 
 async def test_a_server_that_answers_polls_late_is_silent_and_stays_connected() -> None:
     engine = VllmEngine()
-    async with connected(engine, ConnectionSettings(silence=0.1, stall=600.0)) as client:
+    async with connected(engine, ConnectionSettings(poll_silence=0.1, stall=600.0)) as client:
         engine.thawed.clear()
         await until(lambda: client.condition == "silent")
         polls = engine.polls
@@ -427,7 +427,7 @@ async def test_a_server_that_answers_polls_late_is_silent_and_stays_connected() 
 async def test_a_server_that_is_merely_slow_to_stream_loses_nothing() -> None:
     engine = VllmEngine()
     engine.hold_after = 2
-    settings = ConnectionSettings(silence=0.15, stall=0.3)
+    settings = ConnectionSettings(poll_silence=0.15, stall=0.3)
     async with connected(engine, settings) as client:
         stream = client.submit(submit())
         await until(lambda: engine.running == 1)
@@ -439,7 +439,7 @@ async def test_a_server_that_is_merely_slow_to_stream_loses_nothing() -> None:
 async def test_a_key_is_sent_and_a_wrong_one_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     engine = VllmEngine()
     engine.api_key = "secret-of-vllm"
-    patient = {"backoff": 0.01, "max_backoff": 0.02, "start_patience": 0.0, "silence": 600.0, "stall": 600.0}
+    patient = {"backoff": 0.01, "max_backoff": 0.02, "start_patience": 0.0, "poll_silence": 600.0, "stall": 600.0}
     async with connected(engine, ConnectionSettings(api_key="secret-of-vllm", **patient)) as client:
         assert await read(client.submit(submit())) == {0: continuation(PROMPT, 5)}
     wrong = VllmEngine()

@@ -78,7 +78,7 @@ async def fleet(count: int) -> AsyncIterator[Fleet]:
             for engine in engines[1:]
         ]
         settings = ConnectionSettings(
-            silence=600, stall=600, kv_events_port=first.port, kv_events_replay_port=first.replay_port
+            poll_silence=600, stall=600, kv_events_port=first.port, kv_events_replay_port=first.replay_port
         )
         discovery, table, index = ScriptedDiscovery(), EngineTable(), PrefixIndex()
         tokenizers = {"m": demo_tokenizer()}
@@ -130,7 +130,7 @@ async def test_a_server_that_publishes_nothing_is_predicted() -> None:
 
 async def test_the_connection_ends_with_the_engine() -> None:
     async with KvPublisher() as publisher:
-        settings = ConnectionSettings(silence=600, stall=600, kv_events_port=publisher.port)
+        settings = ConnectionSettings(poll_silence=600, stall=600, kv_events_port=publisher.port)
         stored_there: list[bytes] = []
 
         def listen(change: engine_pb2.Snapshot | engine_pb2.KvEvent) -> None:
