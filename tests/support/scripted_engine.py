@@ -76,6 +76,8 @@ class ScriptedEngine(EngineServicer):
         self._kept: list[engine_pb2.StepBatch] = []
         self._outgoing: asyncio.Queue[engine_pb2.StepBatch | None] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
+        self._awake = asyncio.Event()
+        self._awake.set()
         self.address = ""
 
     # The test's side
@@ -97,6 +99,14 @@ class ScriptedEngine(EngineServicer):
         if self._server is not None:
             await self._server.stop(None)
             self._server = None
+
+    def freeze(self) -> None:
+        """It still listens, but says nothing to whoever asks."""
+        self._awake.clear()
+
+    def thaw(self) -> None:
+        """Ends ``freeze``."""
+        self._awake.set()
 
     def restart_as(self, generation: int) -> None:
         """What a new process would be: another generation, nothing remembered. Follows or precedes a broken stream."""
@@ -200,6 +210,7 @@ class ScriptedEngine(EngineServicer):
     async def Describe(  # noqa: N802 - the name in the proto file
         self, request: engine_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> engine_pb2.DescribeResponse:
+        await self._awake.wait()
         return engine_pb2.DescribeResponse(
             served_model_names=self._models, generation=self.generation, **self._description
         )

@@ -104,6 +104,10 @@ class EngineClient(Protocol):
         """
         ...
 
+    async def probe(self) -> None:
+        """Finds out whether an engine is alive that is not expected to send anything now."""
+        ...
+
     async def inspect(self) -> engine_pb2.InspectResponse | None:
         """Asks the engine what its blocks hold. Returns None if it cannot say."""
         ...

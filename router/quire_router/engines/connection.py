@@ -1,12 +1,12 @@
 """``EngineConnection``: keeps the Session stream to one of Quire's engines open and moves messages over it; ``Session``
-interprets them. And what it is timed by: ``LivenessMonitor``, ``ReconnectLimiter``, ``UpdateRate``.
+interprets them. And ``LivenessMonitor``, which knows for how long the engine said nothing.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from math import inf
+from contextlib import suppress
+from math import ceil, inf
 from typing import TYPE_CHECKING
 
 import grpc
@@ -21,6 +21,7 @@ from quire_router.core.retry import supervise
 from quire_router.engines.base import KvListener, LoadListener
 from quire_router.engines.channel import ConnectFailure, ConnectFailureLog, open_channel
 from quire_router.engines.output_stream import EngineLost, EngineSilent, OutputStream
+from quire_router.engines.rates import MIN_UPDATE_INTERVAL, ReconnectLimiter, UpdateRate
 from quire_router.engines.session import SequenceGap, Session
 from quire_router.engines.settings import ConnectionSettings
 
@@ -35,6 +36,7 @@ LOAD_LORA_TIMEOUT = 120.0  # seconds
 UNLOAD_LORA_TIMEOUT = 2.0  # seconds, after which only requests that run with it are waited for
 
 TICKS = 6  # in the shorter of the two times, so that each is kept to a sixth
+PROBE_PART = 1 / 3  # of the silence, so that it is known of others when an engine is suspect that was late
 _HELD_UP = 3  # periods that a tick may take
 _MIN_HELD_UP = 0.1  # seconds
 
@@ -72,6 +74,10 @@ class LivenessMonitor:
         """Resets the count."""
         self._ticks = 0
 
+    def on_no_answer(self) -> None:
+        """The engine did not answer in time, and is suspect."""
+        self._ticks = max(self._ticks, ceil(self._silence / self.period))
+
     async def wait(self) -> float:
         """Waits for a period; returns how many seconds that took."""
         loop = asyncio.get_running_loop()
@@ -85,74 +91,6 @@ class LivenessMonitor:
             self._ticks = 0
         elif seconds < max(_HELD_UP * self.period, _MIN_HELD_UP):
             self._ticks += 1
-
-
-MAX_RECONNECTS_PER_SECOND = 100
-"""Of all connections together, once each has tried a few times: a try costs about 2 ms of CPU, over TLS up to 7."""
-
-MAX_CONNECTS_PER_SECOND = 500
-"""Tries that begin, of all connections together, so that a fleet that is found at once, or comes back at once, leaves
-time for streams between them: a thousand engines are tried within two seconds.
-"""
-
-CONNECT_BURST = 20
-"""Tries that may begin at once."""
-
-
-class ReconnectLimiter:
-    """When the connections of one pool try to connect. Those that wait for their next try are counted, so that each
-    tries less often the more there are; and tries begin one after the other, but for those that requests depend on.
-    The latter is the generic cell rate algorithm (ITU-T I.371).
-    """
-
-    def __init__(self) -> None:
-        self._disconnected = 0
-        self._next_turn = 0.0
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Counts one more until the block ends."""
-        self._disconnected += 1
-        try:
-            yield
-        finally:
-            self._disconnected -= 1
-
-    @property
-    def spacing(self) -> float:
-        """Seconds between two tries of one connection with which all make ``MAX_RECONNECTS_PER_SECOND``."""
-        return self._disconnected / MAX_RECONNECTS_PER_SECOND
-
-    def turn(self, now: float, *, urgent: bool = False) -> float:
-        """Seconds until a connection may begin a try, none if it is ``urgent``; takes this turn."""
-        delay = self._next_turn - CONNECT_BURST / MAX_CONNECTS_PER_SECOND - now
-        self._next_turn = max(self._next_turn, now) + 1 / MAX_CONNECTS_PER_SECOND
-        return 0.0 if urgent else max(0.0, delay)
-
-
-MAX_UPDATES_PER_SECOND = 1000
-"""Batches without outputs, from all engines together: reading one takes about a tenth of a millisecond."""
-
-MIN_UPDATE_INTERVAL = 0.2  # seconds
-_RELEVANT_CHANGE = 1.25  # of the interval: what is less is not worth a message to every engine
-
-
-class UpdateRate:
-    """How often each engine of a pool is to send an update, which is what it does for other routers: seldom enough that
-    all together send ``MAX_UPDATES_PER_SECOND``. Between two updates a router knows what it has dispatched itself, and
-    what the other routers have.
-    """
-
-    def __init__(self) -> None:
-        self.interval = MIN_UPDATE_INTERVAL
-
-    def set_engines(self, count: int) -> None:
-        """Sets how many engines there are. They are sent it with the next acknowledgement that they get."""
-        self.interval = max(MIN_UPDATE_INTERVAL, count / MAX_UPDATES_PER_SECOND)
-
-    def has_changed_since(self, sent: float) -> bool:
-        """Whether an engine that was sent an interval has to be sent another one."""
-        return not 1 / _RELEVANT_CHANGE < self.interval / sent < _RELEVANT_CHANGE
 
 
 _MIN_RETRY_INTERVAL = 1.0  # seconds between two tries for which ``retry_now`` ends a pause
@@ -174,7 +112,7 @@ class EngineConnection:
 
     An engine that falls silent, or is away for a moment, keeps its requests unless ``has_substitute``, which is whether
     others can take them: then they leave it (``EngineSilent``, ``EngineLost``), and are cancelled there once it hears
-    again. What was known of it stays.
+    again. What was known of it stays. ``on_late`` is called when it may be falling silent.
     """
 
     def __init__(
@@ -190,6 +128,7 @@ class EngineConnection:
         update_rate: UpdateRate | None = None,
         hears_updates: bool = True,
         has_substitute: Callable[[], bool] = lambda: False,
+        on_late: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = address
         self.settings = settings or ConnectionSettings()
@@ -210,6 +149,7 @@ class EngineConnection:
         self._update_rate = update_rate or UpdateRate()
         self._hears_updates = hears_updates
         self._has_substitute = has_substitute
+        self._on_late = on_late
         self._sent_interval = MIN_UPDATE_INTERVAL
         self._busy = asyncio.Event()  # set while the engine has anything to send
         self._retry_requested = asyncio.Event()
@@ -287,6 +227,25 @@ class EngineConnection:
 
     def on_forwarded_prompt(self, seconds: float, tokens: int) -> None:
         """Does nothing: the engine reports its pace."""
+
+    async def probe(self) -> None:
+        """Asks an engine that owes nothing whether it is alive; it is suspect if it does not answer."""
+        heard = self.session.sequence
+        if not self.ready or self.session.in_flight or await self._answers() or self.session.sequence != heard:
+            return
+        ready, leaving = self.ready, self.session.draining
+        self._liveness.on_no_answer()
+        self._busy.set()
+        self._notify_change(ready, leaving)
+
+    async def _answers(self) -> bool:
+        if self._stub is None:
+            return False
+        try:
+            await self._stub.Describe(engine_pb2.DescribeRequest(), timeout=self.settings.silence * PROBE_PART)
+        except grpc.aio.AioRpcError:
+            return False
+        return True
 
     async def inspect(self) -> engine_pb2.InspectResponse | None:
         """Asks the engine what its blocks hold. Returns None if it is not connected, too busy, or too old to say."""
@@ -416,9 +375,15 @@ class EngineConnection:
         while True:
             await self._busy.wait()
             took = await self._liveness.wait()
-            ready, leaving = self.ready, self.session.draining
+            idle_suspect = self._liveness.suspect and not self.session.in_flight
+            answers = idle_suspect and await self._answers()  # else it may have nothing to say
+            ready, leaving, was_late = self.ready, self.session.draining, self._liveness.late
+            if answers:
+                self._liveness.on_message()
             self._liveness.tick(took, expecting=self.session.in_flight > 0)
             self._notify_change(ready, leaving)
+            if self._liveness.late and not was_late:
+                self._on_late()
             if self._liveness.suspect and self._has_substitute():
                 reason = f"the engine said nothing for {self.settings.silence:g} seconds"
                 self.session.withdraw_all(EngineSilent, reason)

@@ -27,7 +27,7 @@ from quire_router.core.generation import LoRA
 from quire_router.core.retry import supervise
 from quire_router.engines.base import KvListener, LoadListener
 from quire_router.engines.channel import ConnectFailure, ConnectFailureLog
-from quire_router.engines.connection import LivenessMonitor, ReconnectLimiter
+from quire_router.engines.connection import LivenessMonitor
 from quire_router.engines.external.estimates import ObservedPace, PredictedCache
 from quire_router.engines.external.http_client import (
     TRANSPORT_ERRORS,
@@ -49,6 +49,7 @@ from quire_router.engines.output_stream import (
     OutputStream,
     RequestUnsupported,
 )
+from quire_router.engines.rates import ReconnectLimiter
 from quire_router.engines.settings import ConnectionSettings, KnownModel
 
 if TYPE_CHECKING:
@@ -204,6 +205,9 @@ class ExternalEngine:
         """Learns how long a prompt takes, unless others that this router sent there had not begun."""
         if all(running.started for running in self._running):
             self._pace.on_prompt(seconds, tokens)
+
+    async def probe(self) -> None:
+        """Does nothing: the server is asked all the time."""
 
     async def inspect(self) -> engine_pb2.InspectResponse | None:
         """None: such servers do not say what each block holds."""

@@ -13,15 +13,13 @@ from quire_proto.errors import ErrorCode
 from quire_proto.sampling import FinishReason
 from quire_router.engines.connection import (
     MAX_UNACKNOWLEDGED_BYTES,
-    MAX_UPDATES_PER_SECOND,
-    MIN_UPDATE_INTERVAL,
     TICKS,
     EngineConnection,
     LivenessMonitor,
-    UpdateRate,
     _yielding_to_loop,
 )
 from quire_router.engines.output_stream import EngineFull, EngineLost, EngineSilent, Output, OutputStream
+from quire_router.engines.rates import MAX_UPDATES_PER_SECOND, MIN_UPDATE_INTERVAL, UpdateRate
 from quire_router.engines.settings import ConnectionSettings
 
 from tests.support.batches import take_all
@@ -298,15 +296,47 @@ async def test_requests_leave_a_silent_engine_that_has_a_substitute_and_end_ther
         assert engine.opened.empty()  # on the same stream
 
 
-async def test_an_engine_that_is_silent_gets_nothing_new_though_it_owes_nothing() -> None:
-    settings = ConnectionSettings(silence=0.05, stall=0.1, backoff=0.01)
+@pytest.mark.parametrize("stall", [0.1, 3600])
+async def test_an_engine_that_was_silent_gets_nothing_new_before_it_is_heard_though_it_owes_nothing(
+    stall: float,
+) -> None:
+    settings = ConnectionSettings(silence=0.05, stall=stall, backoff=0.01)
     async with linked(settings, has_substitute=lambda: True) as (engine, link):
         engine.send()
         await submitted(engine, link, submit("a"))
+        engine.freeze()
         await until(lambda: not link.ready)
         await until(lambda: not link.session.in_flight)
-        assert (await connected(engine)).last_sequence == 1  # it was asked whether it lives
+        await asyncio.sleep(0.2)
+        assert not link.ready
+        engine.thaw()
+        await until(lambda: link.ready)  # on the same stream, or on a new one of the same session
+        assert link.session.sequence == 1
+
+
+async def test_an_engine_that_owes_nothing_and_does_not_answer_gets_nothing_new_until_it_does() -> None:
+    changes: list[None] = []
+    settings = ConnectionSettings(silence=0.05, stall=3600)
+    async with linked(settings, on_change=lambda: changes.append(None)) as (engine, link):
+        await link.probe()
+        assert link.ready
+        changes.clear()
+        engine.freeze()
+        await link.probe()
+        assert (link.ready, link.condition, len(changes)) == (False, "silent", 1)
+        engine.thaw()
         await until(lambda: link.ready)
+        assert engine.opened.empty()
+
+
+async def test_an_engine_that_speaks_while_it_is_asked_is_alive() -> None:
+    async with linked(ConnectionSettings(silence=0.6, stall=3600)) as (engine, link):
+        engine.freeze()
+        probe = asyncio.create_task(link.probe())
+        await asyncio.sleep(0)
+        engine.send()
+        await probe
+        assert link.ready
 
 
 async def test_requests_leave_an_engine_whose_stream_stays_broken_and_the_session_goes_on() -> None:

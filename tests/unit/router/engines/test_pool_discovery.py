@@ -12,15 +12,15 @@ from quire_router.clients.kube_client import KubeAccess
 from quire_router.discovery.base import Endpoint, KubernetesService
 from quire_router.discovery.kubernetes import KubernetesDiscovery, WatchSettings
 from quire_router.engines.channel import ConnectFailureLog
-from quire_router.engines.connection import (
+from quire_router.engines.connection import EngineConnection
+from quire_router.engines.output_stream import EngineLost
+from quire_router.engines.pool import EnginePool
+from quire_router.engines.rates import (
     CONNECT_BURST,
     MAX_CONNECTS_PER_SECOND,
     MAX_RECONNECTS_PER_SECOND,
-    EngineConnection,
     ReconnectLimiter,
 )
-from quire_router.engines.output_stream import EngineLost
-from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ConnectionSettings
 
 from tests.support.kube_api import endpoint, kube_api, slice_of

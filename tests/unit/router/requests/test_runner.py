@@ -353,13 +353,26 @@ async def test_a_request_leaves_a_silent_engine_for_another() -> None:
         task, _ = await started(place, place.lifecycle.run(request()))
         place.engine.send(output("r", tokens("a"), 0))
         await place.delivered("a")
+        place.engine.freeze()
         second = await place.engines[1].submit()
         place.engines[1].send(output(second.request_id, tokens("b"), 1, STOP))
         assert delta_text(await task) == "ab"
         assert (await place.engine.cancel()).request_id == "r"
         await place.ready(1)
+        place.engine.thaw()
         place.engine.send()
         await place.ready(2)
+
+
+async def test_a_request_does_not_leave_a_silent_engine_for_an_idle_one_that_is_not_there_either() -> None:
+    impatient = {**QUICK, "silence": 0.6, "stall": 3600}
+    async with open_runner(3, link=impatient) as place:
+        task, _ = await started(place, place.lifecycle.run(request()))
+        place.engines[1].freeze()  # as the first one, which says nothing
+        third = await place.engines[2].submit()
+        place.engines[2].send(output(third.request_id, tokens("a"), 0, STOP))
+        assert delta_text(await task) == "a"
+        assert place.engines[1].commands.empty()
 
 
 async def test_requests_stay_where_they_are_while_every_engine_is_silent() -> None:
@@ -386,7 +399,8 @@ async def test_a_request_that_left_silent_engines_waits_for_the_next_one() -> No
     async with open_runner(MAX_MOVES + 2, link=impatient, max_attempts=1) as place:
         task = asyncio.create_task(collect(place.lifecycle.run(request())))
         for engine in place.engines[:MAX_MOVES]:
-            await engine.submit()  # and falls silent
+            await engine.submit()
+            engine.freeze()
         last = await place.engines[MAX_MOVES].submit()
         await place.ready(1)
         await asyncio.sleep(0.3)
