@@ -3,6 +3,7 @@
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from math import inf
+from time import monotonic
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -65,7 +66,8 @@ class Answer:
     request is ``known_after_all`` if it was found again after the failure, which was at ``failed_at``. ``repeated`` and
     ``malformed`` are sentences on what no answer may be, whatever died. ``away`` are the times between which no router
     was at work for this client as far as it knows, and ``sent`` those at which it sent the whole request (by
-    ``time.monotonic``). Of its connections it ``resumed`` so many, and ``broke`` not one of its own accord.
+    ``time.monotonic``). Of its connections it ``resumed`` so many, and ``broke`` not one of its own accord. ``pause``
+    are the most seconds between two of its events, resumed ones included.
     """
 
     choices: dict[int, Choice] = field(default_factory=lambda: defaultdict(Choice))
@@ -83,9 +85,18 @@ class Answer:
     sent: list[float] = field(default_factory=list)
     names: dict[str, Any] = field(default_factory=dict)
     cursor: Cursor | None = None
+    pause: float = 0.0
+    heard_at: float = inf
+
+    def hear(self) -> None:
+        """An event came."""
+        now = monotonic()
+        self.pause = max(self.pause, now - self.heard_at)
+        self.heard_at = now
 
     def take(self, event: dict[str, Any]) -> None:
         """One event's data, or a whole answer. Raises ``KeyError`` and its kin for what is neither."""
+        self.hear()
         for choice in event["choices"]:
             self._take_choice(self.choices[choice["index"]], choice)
         if event.get("usage"):
@@ -96,6 +107,7 @@ class Answer:
 
     def take_message(self, message: pb.GenerateResponse | pb.ChatResponse) -> None:
         """One message of a gRPC stream."""
+        self.hear()
         choice = self.choices[message.index]
         self._write(choice, message.text)
         logprobs: list[Any] = [MessageToDict(each) for each in message.logprobs]

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import ceil, inf
 
 from tests.chaos.answer import Answer
 from tests.chaos.faults import REDIS, ROUTER
@@ -24,7 +24,7 @@ class Report:
     these zero is the promise. ``forgotten`` are typed errors of requests whose record Redis lost, or never had, while
     no router had a lease on them. ``unwritten`` are those of requests that do not wait for their
     record, and whose router died just when they had come. ``resumed`` streams took more than one connection;
-    ``connections`` are all of them.
+    ``connections`` are all of them. ``pauses`` has the longest one of each stream, in seconds, and judges nothing.
     """
 
     abrupt: bool = True
@@ -35,6 +35,7 @@ class Report:
     faults: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
     names: Counter[str] = field(default_factory=Counter)
+    pauses: list[float] = field(default_factory=list)
 
     @property
     def clean(self) -> bool:
@@ -53,6 +54,7 @@ class Report:
         self.counts.update(streams=1, connections=1 + got.resumed, resumed=got.resumed > 0)
         self.ways[request.way] += 1
         self.kinds[request.kind] += 1
+        self.pauses.append(got.pause)
         verdict = _verdict(request, wanted, got)
         if verdict is None and self._is_named_again(got):
             verdict = "malformed"
@@ -82,7 +84,14 @@ class Report:
         lines = [f"{name:>12} {self.counts[name]}" for name in COUNTS]
         lists = {"ways": self.ways, "kinds": self.kinds, "excused": self.excused_ways, "faults": self.faults}
         lines += [f"{name:>12} {_listed(counter)}" for name, counter in lists.items() if counter]
+        lines += [f"{'pauses':>12} {_quantiles(self.pauses)}"] if self.pauses else []
         return "\n".join(lines + self.examples[:10])
+
+
+def _quantiles(seconds: Sequence[float]) -> str:
+    ordered = sorted(seconds)
+    parts = {"p50": 0.5, "p99": 0.99, "most": 1.0}
+    return ", ".join(f"{name} {ordered[ceil(part * len(ordered)) - 1]:.1f} s" for name, part in parts.items())
 
 
 def _verdict(request: Request, wanted: Answer, got: Answer) -> str | None:

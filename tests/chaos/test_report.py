@@ -367,6 +367,15 @@ def test_an_untyped_error_is_recognised(body: Any, status: int) -> None:
         of_rest(body, status)
 
 
+def test_the_longest_pause_of_each_stream_is_shown() -> None:
+    report = Report()
+    for pause in (0.1, 3.0, 0.2):
+        got = answer()
+        got.pause = pause
+        report.compare(REQUEST, answer(), got, [])
+    assert "pauses p50 0.2 s, p99 3.0 s, most 3.0 s" in str(report)
+
+
 def test_a_run_of_nothing_is_not_clean_and_what_is_left_is_counted() -> None:
     nothing, report = Report(), Report()
     assert not nothing.clean
