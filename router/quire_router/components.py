@@ -31,10 +31,12 @@ from quire_router.api.rest.sse import KeepAlive
 from quire_router.api.service import ApiService
 from quire_router.api.stored_quota import ResponseQuota
 from quire_router.autoscale.load_totals import Load, LoadPublisher, LocalLoad, RedisLoad
+from quire_router.autoscale.pod_deletion_cost import PodDeletionCosts
 from quire_router.background_jobs import BackgroundJobs
 from quire_router.batches.batch_store import Batches
 from quire_router.batches.files import Files, FileSettings
 from quire_router.batches.worker import BatchWorker
+from quire_router.clients.kube_client import KubeAccess
 from quire_router.config import Settings
 from quire_router.core import metrics
 from quire_router.core.fleet_view import FleetLog
@@ -148,6 +150,7 @@ class Components:
         local = LocalLoad(settings.models, self._count_load)
         self.load: Load = local if redis is None else RedisLoad(redis, settings.models)
         self._load_publisher = None if redis is None else LoadPublisher(redis, local.now, router_id=router_id)
+        self._deletion_costs = self._create_deletion_costs(settings, router_id, worker)
         self._background_jobs = BackgroundJobs(self.runner, self.index, self.journal)
         self._objects = _object_store(settings, self.journal)
         files = Files(
@@ -191,6 +194,8 @@ class Components:
             stack.push_async_callback(self.lora_updater.close)
         stack.push_async_callback(self._objects.close)
         stack.push_async_callback(supervise("batches", self.batches.worker.run).stop)
+        if self._deletion_costs is not None:
+            stack.push_async_callback(supervise("deletion costs", self._deletion_costs.run, vital=False).stop)
         stack.push_async_callback(self._background_jobs.stop)
         self._background_jobs.start()
 
@@ -251,6 +256,15 @@ class Components:
             expose_route=settings.debug_route,
             count_usage=self.journal.count_usage,
         )
+
+    def _create_deletion_costs(
+        self, settings: Settings, router_id: str, worker: WorkerContext | None
+    ) -> PodDeletionCosts | None:
+        """Of several workers the first one has it, as all of them know the same of the engines."""
+        lease = settings.pod_deletion_cost_lease
+        if lease is None or (worker is not None and worker.number != 1):
+            return None
+        return PodDeletionCosts(self.fleet, self.index, lease, router_id, KubeAccess.of_environment())
 
     def _count_load(self, model: str) -> int:
         """What runs here, and what gateways were sent on with."""

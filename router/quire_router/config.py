@@ -47,6 +47,7 @@ _AUTOSCALER_DESCRIPTORS = 768  # for each port of autoscalers: a relayed connect
 _MIN_CONNECTIONS = 16  # of a port
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_LEASE = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9.\[\]:_-]{1,260}")
 _ENGINE_KEY = re.compile(r"[!-~]{1,512}")
 _SERVER_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
@@ -120,6 +121,12 @@ def _namespace(entry: str) -> str:
     return entry
 
 
+def _lease(entry: str) -> str:
+    if not _LEASE.fullmatch(entry):
+        raise ValueError(f"{entry!r} is not the name of a Lease")
+    return entry
+
+
 def split_model(entry: str) -> tuple[str, Path]:
     """Name and folder of ``NAME=FOLDER``, or of ``FOLDER``, whose last component is the name."""
     name, separator, folder = entry.partition("=")
@@ -184,6 +191,7 @@ class Settings(CliSettings):
         "--scaling-namespace": "NAME",
         "--scaling-client-ca": "FILE",
         "--scaling-client-name": "NAME",
+        "--pod-deletion-cost-lease": "NAME",
         "--keda-port": "PORT",
         "--keda-cert": "FILE",
         "--keda-key": "FILE",
@@ -258,6 +266,11 @@ class Settings(CliSettings):
     scaling_client_name: Names = Field(
         default=[],
         description="Common name of a client's certificate, with --scaling-client-ca; repeatable; none: any.",
+    )
+    pod_deletion_cost_lease: Annotated[str, AfterValidator(_lease)] | None = Field(
+        default=None,
+        description="Lease of the router that marks the engines' pods, so that those go first whose end costs least; "
+        "none: no pod is marked.",
     )
     keda_port: Port | None = Field(
         default=None, description="Port of KEDA's external scaler, over gRPC; none: not served."
@@ -442,6 +455,15 @@ class Settings(CliSettings):
             check_cert_key(self.keda_tls.identity, "--keda")
         if self.is_asked_for_load:
             labels_of(self.models)
+        return self
+
+    @model_validator(mode="after")
+    def _pods_can_be_marked(self) -> Self:
+        found = any(isinstance(parse_source(entry), KubernetesService) for entry in self.engine)
+        if self.pod_deletion_cost_lease is not None and not found:
+            raise ValueError(
+                "--pod-deletion-cost-lease needs engines that Kubernetes names, such as --engine kubernetes://SERVICE."
+            )
         return self
 
     @model_validator(mode="after")

@@ -120,8 +120,8 @@ def _bind_somebody(release: Release) -> None:
     first(release, "RoleBinding")["subjects"][0]["name"] = "somebody"
 
 
-def _allow(verb: str, resource: str) -> Spoil:
-    rule = {"apiGroups": [""], "resources": [resource], "verbs": [verb]}
+def _allow(verb: str, resource: str, group: str = "") -> Spoil:
+    rule = {"apiGroups": [group], "resources": [resource], "verbs": [verb]}
     return lambda release: first(release, "Role")["rules"].append(rule)
 
 
@@ -160,6 +160,7 @@ BREACHES: tuple[tuple[Policy, Spoil], ...] = (
     ),
     (access.roles_allow_only_what_is_listed, _allow("get", "secrets")),
     (access.roles_allow_only_what_is_listed, _allow("patch", "pods")),
+    (access.roles_allow_only_what_is_listed, _allow("patch", "leases", "coordination.k8s.io")),
     (access.roles_allow_only_what_is_listed, lambda r: first(r, "Role")["rules"][0].update(verbs=["*"])),
     (access.bindings_name_what_is_there, _bind_somebody),
     (access.bindings_name_what_is_there, lambda r: first(r, "RoleBinding")["roleRef"].update(name="admin")),

@@ -236,6 +236,10 @@ class Cluster:
             return self.replace(target, value)
         return self.create(target.kind, target.namespace, value)
 
+    def merge(self, target: Target, changes: Object) -> Object:
+        """A merge patch (RFC 7396) of an object that is there."""
+        return self.replace(target, _merged(self.get(target), changes))
+
     def delete(self, target: Target) -> Object:
         """Takes an object away, and whatever it owns."""
         gone = self.get(target)
@@ -468,10 +472,24 @@ def _serve(cluster: Cluster, method: str, path: str, content_type: str, body: by
         return cluster.get(target) if target.name else cluster.list(target, query.get("labelSelector", [""])[0])
     if method == "DELETE":
         return cluster.delete(target)
+    if method == "PATCH" and content_type == "application/merge-patch+json":
+        return cluster.merge(target, json.loads(body))
     value = _object(content_type, body)
     if method == "POST":
         return cluster.create(target.kind, target.namespace, value)
     return cluster.replace(target, value) if method == "PUT" else cluster.apply(target, value)
+
+
+def _merged(value: Any, changes: Any) -> Any:
+    if not isinstance(changes, dict):
+        return changes
+    merged = dict(value) if isinstance(value, dict) else {}
+    for name, change in changes.items():
+        if change is None:
+            merged.pop(name, None)
+        else:
+            merged[name] = _merged(merged.get(name), change)
+    return merged
 
 
 def _watched(target: Target, query: Mapping[str, list[str]], event: Event) -> bool:

@@ -10,10 +10,11 @@ from quire_router.autoscale.load_totals import METRIC
 from quire_router.config import labels_of
 
 from tests.kube.conftest import Examples
-from tests.kube.helm import Helm, Manifest, Release
+from tests.kube.helm import Helm, HelmError, Manifest, Release
 from tests.kube.manifests import components
-from tests.kube.settings import environment
-from tests.kube.values import example_values
+from tests.kube.policies.access import roles_allow_only_what_is_listed
+from tests.kube.settings import Reader, environment
+from tests.kube.values import example_values, with_values
 
 TRICKY = [
     "org/model",
@@ -74,6 +75,21 @@ def test_the_horizontal_pod_autoscaler_may_read_the_metrics(example: Examples) -
     assert binding["subjects"] == [subject]
     reader = [item for item in release.of("RoleBinding") if item["metadata"].get("namespace") == "kube-system"]
     assert [item["roleRef"]["name"] for item in reader] == ["extension-apiserver-authentication-reader"]
+
+
+def test_routers_mark_pods_only_where_that_is_turned_on(helm: Helm, example: Examples, reader: Reader) -> None:
+    assert not example("hpa", "1.37").of("Lease")
+    release = helm.render(with_values(example_values("hpa"), autoscaling__podDeletionCost=True))
+    assert not list(roles_allow_only_what_is_listed(release))
+    (lease,) = release.of("Lease")
+    (role,) = [role for role in release.of("Role") if role["metadata"]["name"].endswith("-router")]
+    rights = [(rule["resources"], rule["verbs"], rule.get("resourceNames")) for rule in role["rules"][1:]]
+    name = lease["metadata"]["name"]
+    assert rights == [(["pods"], ["patch"], None), (["leases"], ["get", "patch"], [name])]
+    assert reader.read(release, components(release, "router")[0]).pod_deletion_cost_lease == name
+    without = with_values(example_values("hpa"), autoscaling__podDeletionCost=True, router__discovery="dns")
+    with pytest.raises(HelmError, match=r"podDeletionCost is true and router\.discovery is dns"):
+        helm.render(without)
 
 
 class Known:

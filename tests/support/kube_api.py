@@ -20,8 +20,9 @@ class Conflict(Exception):  # noqa: N818 - as the API calls it
     """The version that was to be changed is not the one that there is."""
 
 
-def endpoint(address: str, *, zone: str | None = None, **conditions: bool | None) -> Json:
-    return {"addresses": [address], "conditions": conditions, **({"zone": zone} if zone else {})}
+def endpoint(address: str, *, zone: str | None = None, pod: str | None = None, **conditions: bool | None) -> Json:
+    target = {"targetRef": {"kind": "Pod", "namespace": "default", "name": pod}} if pod else {}
+    return {"addresses": [address], "conditions": conditions, **({"zone": zone} if zone else {}), **target}
 
 
 def slice_of(

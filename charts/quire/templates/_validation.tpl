@@ -308,6 +308,9 @@
 
 {{- define "quire.validateAutoscaling" -}}
 {{- $hpa := .Values.autoscaling.hpa -}}
+{{- if and .Values.autoscaling.podDeletionCost (ne .Values.router.discovery "kubernetes") -}}
+{{- fail (printf "autoscaling.podDeletionCost is true and router.discovery is %s: routers know the names of engines' pods only with kubernetes." .Values.router.discovery) -}}
+{{- end -}}
 {{- if and (eq .Values.autoscaling.mode "hpa") (eq $hpa.certificate "existingSecret") (or (not $hpa.existingSecret) (not $hpa.caBundle)) -}}
 {{- fail "autoscaling.hpa.certificate is existingSecret: autoscaling.hpa.existingSecret and autoscaling.hpa.caBundle are both needed." -}}
 {{- end -}}

@@ -32,13 +32,14 @@ class Endpoint:
     sooner and better whether an engine would run a request, as the engine reports every step, than a probe that asks
     every few seconds and fails while the engine is merely busy. So an engine with an open session is chosen whatever
     ``ready`` says, and one that becomes ready is connected to at once. Sources that have no readiness report True.
-    ``zone`` is that of its node, None if unknown.
+    ``zone`` is that of its node, and ``pod`` its ``NAMESPACE/NAME``; None if unknown.
     """
 
     address: str
     ready: bool = True
     terminating: bool = False
     zone: str | None = None
+    pod: str | None = None
 
 
 def format_address(host: str, port: int, *, six: bool) -> str:

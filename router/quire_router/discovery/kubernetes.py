@@ -273,7 +273,14 @@ def _endpoint(entry: Json, address: str) -> Endpoint:
     if ready is None:
         ready = conditions.get("ready")
     terminating = conditions.get("terminating") is True
-    return Endpoint(address, ready is not False, terminating, None if zone is None else _text(zone))
+    return Endpoint(address, ready is not False, terminating, None if zone is None else _text(zone), _pod(entry))
+
+
+def _pod(entry: Json) -> str | None:
+    target = entry.get("targetRef") or {}
+    if target.get("kind") != "Pod":
+        return None
+    return f"{_text(target['namespace'])}/{_text(target['name'])}"
 
 
 def _text(value: object) -> str:

@@ -122,6 +122,7 @@ class Placer:
             cached_tokens=int(matches.device[row] + matches.host[row]),
             scores=explain(query, self._table, self._settings, row) if explained else (),
             block_hashes=hashes[self._namespace_of(row)],
+            left=self._left_engine(generation, allowed),
         )
 
     def record_dispatch(self, decision: "PlacementDecision", generation: GenerationRequest) -> None:
@@ -192,6 +193,13 @@ class Placer:
         engine_id = self._sessions.get((generation.tenant, generation.session))
         return self._table.row_of(engine_id) if engine_id is not None else -1
 
+    def _left_engine(self, generation: GenerationRequest, rows: Rows) -> str:
+        """Returns the engine that the session was on and that can run nothing now; empty if there is none."""
+        if not generation.session:
+            return ""
+        engine_id = self._sessions.get((generation.tenant, generation.session)) or ""
+        return "" if self._table.row_of(engine_id) in rows else engine_id
+
     def _engine_id(self, row: int) -> str:
         engine_id = self._table.ids[row]
         assert engine_id is not None, "a row that may run a request has an engine"
@@ -202,7 +210,8 @@ class Placer:
 class PlacementDecision:
     """``engine_id`` is where to run. ``scores`` has for some of the best engines what each scorer returned for them, in
     seconds, best first, as an explanation. ``cached_tokens`` are those of the prompt that should be cached there, and
-    ``block_hashes`` those of all its full blocks there.
+    ``block_hashes`` those of all its full blocks there. What the session had cached at the engine ``left`` is gone,
+    with that engine or for now; empty if there is none.
     """
 
     engine_id: str
@@ -211,6 +220,7 @@ class PlacementDecision:
     cached_tokens: int
     scores: Sequence[tuple[str, dict[str, float]]] = field(default=())
     block_hashes: Iterable[bytes] = field(default=(), repr=False)
+    left: str = ""
 
 
 def _get_hashes(hashes: HashesByNamespace, namespace: BlockNamespace, generation: GenerationRequest) -> BlockHashes:
@@ -296,6 +306,7 @@ def route_header(decision: PlacementDecision) -> str:
     do not fit are left out.
     """
     header = f"{_ascii(decision.engine_id)}; policy={decision.policy}; cached={decision.cached_tokens}"
+    header += f"; left={_ascii(decision.left)}" if decision.left else ""
     header = header[:MAX_ROUTE_HEADER_BYTES]
     for engine_id, scores in decision.scores:
         terms = " ".join(f"{name}={seconds:g}" for name, seconds in scores.items() if seconds)

@@ -194,6 +194,11 @@ class PrefixIndex:
                 if holders & slot.bits[tier]:
                     yield tier, key.to_bytes(HASH_BYTES, "big")
 
+    def num_blocks(self, row: int) -> int:
+        """Returns how many blocks the row's engine has, in whichever tier."""
+        slot = self._slots.find(row)
+        return 0 if slot is None else len(slot.keys)
+
     def clear(self, row: int) -> None:
         """Removes all blocks of the row, and its bound: its engine left, or is about to send a snapshot. Takes no time;
         call ``sweep`` afterwards, until it returns False. The row may be used for another engine at once.

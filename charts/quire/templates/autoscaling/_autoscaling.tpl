@@ -2,6 +2,10 @@
 
 {{/* The env of routers. Takes the root. */}}
 {{- define "quire.scalingSettings" -}}
+{{- if .Values.autoscaling.podDeletionCost }}
+- name: QUIRE_ROUTER_POD_DELETION_COST_LEASE
+  value: {{ include "quire.deletionCostLease" . | quote }}
+{{- end }}
 {{- if eq .Values.autoscaling.mode "hpa" }}
 - name: QUIRE_ROUTER_SCALING_PORT
   value: "8003"
@@ -21,6 +25,11 @@
   value: /etc/quire/keda/ca.crt
 {{- end }}
 {{- end }}
+{{- end -}}
+
+{{/* The Lease of the router that marks engines' pods. Takes the root. */}}
+{{- define "quire.deletionCostLease" -}}
+{{- printf "%s-pod-deletion-cost" (include "quire.fullname" .) -}}
 {{- end -}}
 
 {{/* The Secret with the routers' certificate for the API server. Takes the root. */}}

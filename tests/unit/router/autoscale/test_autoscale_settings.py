@@ -31,6 +31,16 @@ def test_all_of_it_is_read(tmp_path: Path) -> None:
     assert (parsed.scaling_client_ca, parsed.scaling_client_name) == (cluster.proxies_ca, [PROXY_NAME])
 
 
+def test_pods_are_marked_where_kubernetes_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", "/nowhere")
+    marking = ("--pod-deletion-cost-lease", "marks")
+    assert settings("--engine", "kubernetes://engines", *marking).pod_deletion_cost_lease == "marks"
+    with pytest.raises(SystemExit):
+        settings("--engine", "dns://engines:9000", *marking)
+    with pytest.raises(SystemExit):
+        settings("--engine", "kubernetes://engines", "--pod-deletion-cost-lease", "Marks")
+
+
 def test_keda_is_served_over_tls_if_the_settings_name_a_certificate(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     shown = ("--keda-cert", str(cluster.router.certificate), "--keda-key", str(cluster.router.key))

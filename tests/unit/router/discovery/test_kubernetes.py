@@ -81,9 +81,11 @@ def metric(name: str, service: KubernetesService = SERVICE, **labels: str) -> fl
 
 async def test_engines_come_change_and_go_with_what_is_known_of_each(tmp_path: Path) -> None:
     async with kube_api() as server:
-        server.put(slice_of("a", [endpoint("10.0.0.1", ready=True, zone="z1"), endpoint("10.0.0.2", ready=False)]))
+        first = endpoint("10.0.0.1", ready=True, zone="z1", pod="engine-0")
+        server.put(slice_of("a", [first, endpoint("10.0.0.2", ready=False)]))
         async with watched(server, tmp_path) as seen:
-            assert seen.view == (Endpoint("10.0.0.1:9000", zone="z1"), Endpoint("10.0.0.2:9000", ready=False))
+            known = Endpoint("10.0.0.1:9000", zone="z1", pod="default/engine-0")
+            assert seen.view == (known, Endpoint("10.0.0.2:9000", ready=False))
             server.put(slice_of("b", [endpoint("10.0.0.3", ready=False, serving=True, terminating=True)]))
             await until(lambda: Endpoint("10.0.0.3:9000", terminating=True) in (seen.view or ()))
             server.delete("a")

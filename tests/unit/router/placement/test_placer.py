@@ -234,6 +234,18 @@ def test_a_session_whose_engine_has_left_goes_anywhere() -> None:
     assert stage.table.add("newcomer") == 1
     decision = stage.place(session="s", explained=True)
     assert {terms["session"] for _, terms in decision.scores} == {0}
+    assert decision.left == "engine-1"
+    assert "; left=engine-1," in route_header(decision)
+    stage.placer.record_dispatch(decision, generation(session="s", prompt_token_ids=array("i", [1])))
+    assert stage.place(session="s").left == ""
+
+
+def test_a_session_whose_engine_can_run_nothing_now_says_so() -> None:
+    stage = Stage(3)
+    stage.placer.record_dispatch(stage.place(rows=[1]), generation(session="s", prompt_token_ids=array("i", [1])))
+    assert stage.place(session="s", rows=[0, 2]).left == "engine-1"
+    assert stage.place(session="s", rows=[0, 1]).left == ""
+    assert stage.place(rows=[0, 2]).left == ""
 
 
 def test_the_number_of_sessions_is_bounded() -> None:
