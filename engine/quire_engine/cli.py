@@ -16,12 +16,14 @@ from quire_proto.cli import read_settings, reject_unknown_env
 from quire_proto.convert import TASK_TO_PROTO
 from quire_proto.errors import QuireError
 from quire_proto.telemetry import DropReason
-from quire_proto.text.tokenizer import folder_config_digest, folder_vocabulary_digest
+from quire_proto.text.model_folder import folder_config_digest, folder_vocabulary_digest
 from quire_proto.tls import TlsError
 from quire_proto.tracing import setup_tracing, shutdown_tracing
 
 from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder_if_any
+from quire_engine.checkpoint.prefetch import prefetch_weights
 from quire_engine.config import OTHER_VARIABLES, EngineConfig
+from quire_engine.core.startup import StartupPhase, StartupTimer
 from quire_engine.errors import LoRAError, ModelError, quit_with
 from quire_engine.factory import block_revision, load_executor, make_scheduler, model_grammars, supported_tasks
 from quire_engine.server.loras import LoRARegistry
@@ -62,6 +64,7 @@ def _run_node(config: EngineConfig) -> None:
     """Runs ranks of an engine whose server is on another machine, and its probes."""
     from quire_engine.executor.node_agent import NodeAgent
 
+    prefetch_weights(config.model)
     try:
         agent = NodeAgent(config)
         probes = {
@@ -93,8 +96,11 @@ def _serve(config: EngineConfig, dropped_spans: Counter[DropReason] | None) -> N
     import uvloop
 
     _check_ports(config)
-    with closing(_load_executor(config)) as executor:
-        server = _make_server(config, executor, dropped_spans)
+    prefetch_weights(config.model)
+    startup = StartupTimer()
+    with closing(_load_executor(config, startup)) as executor:
+        startup.begin(StartupPhase.SERVING)
+        server = _make_server(config, executor, dropped_spans, startup)
         try:
             uvloop.run(server.serve())
         except OSError as error:
@@ -112,7 +118,10 @@ def _check_ports(config: EngineConfig) -> None:
 
 
 def _make_server(
-    config: EngineConfig, executor: "ModelExecutor", dropped_spans: Counter[DropReason] | None
+    config: EngineConfig,
+    executor: "ModelExecutor",
+    dropped_spans: Counter[DropReason] | None,
+    startup: StartupTimer,
 ) -> EngineServer:
     disable_created_metrics()  # type: ignore[no-untyped-call]  # drops the unused _created sample of each counter
     scheduler = make_scheduler(config, executor)
@@ -133,14 +142,15 @@ def _make_server(
             dropped_spans=dropped_spans,
             weights=executor.weight_stats,
             data_parallel=executor.data_parallel,
+            startup=startup,
         )
     except TlsError as error:  # the files changed after the settings were read
         quit_with(1, f"{error}.")
 
 
-def _load_executor(config: EngineConfig) -> "ModelExecutor":
+def _load_executor(config: EngineConfig, startup: StartupTimer) -> "ModelExecutor":
     try:
-        return load_executor(config, _exit_on_lost_rank, owns_process=True, nodes=config)
+        return load_executor(config, _exit_on_lost_rank, owns_process=True, nodes=config, startup=startup)
     except ModelError as error:
         quit_with(1, str(error))
 

@@ -2,6 +2,7 @@
 loaded.
 """
 
+import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.scheduler import Scheduler
+from quire_engine.core.startup import StartupTimer
 from quire_engine.structured_output.compiler import GrammarCompiler, ModelGrammars
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ def load_executor(
     *,
     owns_process: bool = False,
     nodes: NodeArgs | None = None,
+    startup: StartupTimer | None = None,
 ) -> "ModelExecutor":
     """Loads the model onto its device and allocates its KV memory. ``on_lost`` is called, on another thread, with the
     reason why a model that several processes share cannot run any more. The others are as in ``TorchExecutor.load``; if
@@ -44,15 +47,19 @@ def load_executor(
         from quire_engine.device.host import limit_onednn_caches
 
         limit_onednn_caches()
+        gc.disable()  # what is imported stays: looking for garbage among 1,500 modules takes a tenth of the time
     from quire_engine.executor.encoder_executor import EncoderExecutor
     from quire_engine.executor.torch_executor import TorchExecutor
     from quire_engine.models.encoder import EncoderConfig
     from quire_engine.models.loader import read_model_config
 
+    if owns_process:
+        gc.freeze()
+        gc.enable()
     model_config = read_model_config(config.model, config)
     if isinstance(model_config, EncoderConfig):
-        return EncoderExecutor.load(config, model_config, owns_process=owns_process)
-    return TorchExecutor.load(config, on_lost, owns_process=owns_process, nodes=nodes)
+        return EncoderExecutor.load(config, model_config, owns_process=owns_process, startup=startup)
+    return TorchExecutor.load(config, on_lost, owns_process=owns_process, nodes=nodes, startup=startup)
 
 
 def make_scheduler(config: EngineArgs, executor: "ModelExecutor") -> Scheduler:

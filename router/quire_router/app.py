@@ -28,14 +28,13 @@ from quire_router.api.rest.page import Page
 from quire_router.api.rest.rest_app import allow_origins, build_admin, build_api
 from quire_router.api.rest.sse import KeepAlive
 from quire_router.api.rpc.grpc_server import CallLimits, RpcServer
-from quire_router.autoscale.scaling_server import start_scaling_servers
 from quire_router.components import Components
 from quire_router.config import Settings, connections_within, log_startup_warnings, raise_descriptor_limit
 from quire_router.core.metrics import WorkerContext
 from quire_router.core.retry import failing_tasks, supervise, wait_at_most
-from quire_router.picker.server import PickerLimits, PickerServer, picker_credentials
 
 if TYPE_CHECKING:
+    from quire_router.picker.server import PickerServer
     from quire_router.workers.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -106,6 +105,7 @@ def _tune_garbage_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+    gc.enable()  # main has disabled it
 
 
 def _on_signals(handler: Callable[..., object] | signal.Handlers) -> None:
@@ -193,7 +193,9 @@ class Router:
             shared=self._worker is not None,
             limits=CallLimits(settings.max_concurrent_requests, connections=connections_within(settings)),
         )
-        if self._worker is None:  # for workers, their supervisor serves autoscalers
+        if self._worker is None and settings.is_asked_for_load:  # for workers, their supervisor serves autoscalers
+            from quire_router.autoscale.scaling_server import start_scaling_servers
+
             await start_scaling_servers(settings, self._components.load, stack)
         self._picker = self._open_picker()
         serving = await stack.enter_async_context(asyncio.TaskGroup())
@@ -208,11 +210,13 @@ class Router:
         _log_ports(settings, [server.port for server in servers], rpc.port)
         return servers
 
-    def _open_picker(self) -> PickerServer | None:
+    def _open_picker(self) -> "PickerServer | None":
         """The server that gateways ask; None if they do not."""
         settings, picker = self._settings, self._components.picker
         if settings.picker_port is None or picker is None:
             return None
+        from quire_router.picker.server import PickerLimits, PickerServer, picker_credentials
+
         limits = PickerLimits(
             streams=settings.max_concurrent_requests,
             max_body_bytes=settings.max_body_bytes,

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -13,7 +14,6 @@ from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.admission.fair_queue import QueueBounds
 from quire_router.admission.limits import RateLimiter
 from quire_router.admission.queue import AdmissionQueue, QueueSettings
-from quire_router.admission.redis_rate_limit import RedisRateLimiter
 from quire_router.admission.tenants_file import (
     WATCH_PERIOD,
     TenantsFile,
@@ -30,7 +30,7 @@ from quire_router.api.rest.endpoints import FleetEndpoint
 from quire_router.api.rest.sse import KeepAlive
 from quire_router.api.service import ApiService
 from quire_router.api.stored_quota import ResponseQuota
-from quire_router.autoscale.load_totals import Load, LoadPublisher, LocalLoad, RedisLoad
+from quire_router.autoscale.local_load import Load, LocalLoad
 from quire_router.autoscale.pod_deletion_cost import PodDeletionCosts
 from quire_router.background_jobs import BackgroundJobs
 from quire_router.batches.batch_store import Batches
@@ -45,22 +45,15 @@ from quire_router.core.retry import supervise
 from quire_router.discovery.combined import create_discovery
 from quire_router.engines.cache_events import CacheEvents
 from quire_router.engines.load_messages import SpeculativeBlocks
-from quire_router.engines.load_sharing import LoadSharing
 from quire_router.engines.lora_updates import LoRAUpdater
 from quire_router.engines.model_matcher import ModelIdentity
 from quire_router.engines.output_stream import ATTEMPT_FAILURES
 from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ConnectionSettings, assumed_limits
 from quire_router.engines.update_sharing import UpdateSharing, WorkerPlace
-from quire_router.journal.buffered_journal import BufferedJournal
 from quire_router.journal.codec import JournalSettings
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.objects import MemoryObjectStore, Quota
-from quire_router.journal.redis.redis_journal import RedisJournal
-from quire_router.journal.redis.redis_objects import RedisObjectStore
-from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
-from quire_router.journal.sqlite.sqlite_objects import SqliteObjectStore
-from quire_router.picker.picker import EndpointPicker
 from quire_router.placement.placer import Placer
 from quire_router.placement.policies import PlacementSettings
 from quire_router.placement.prefix_index import PrefixIndex
@@ -68,7 +61,25 @@ from quire_router.requests.dispatch import Dispatcher
 from quire_router.requests.runner import RequestRunner
 
 if TYPE_CHECKING:
+    from quire_router.admission.redis_rate_limit import RedisRateLimiter
     from quire_router.api.oidc import OidcVerifier
+    from quire_router.autoscale.load_totals import LoadPublisher
+    from quire_router.clients.redis_client import RedisAccess
+    from quire_router.engines.load_sharing import LoadSharing
+    from quire_router.journal.buffered_journal import BufferedJournal
+    from quire_router.journal.redis.redis_objects import RedisObjectStore
+    from quire_router.journal.sqlite.sqlite_objects import SqliteObjectStore
+    from quire_router.picker.picker import EndpointPicker
+
+
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """What routers share through Redis beside the journal."""
+
+    limiter: "RedisRateLimiter"
+    load_sharing: "LoadSharing"
+    load: Load
+    load_publisher: "LoadPublisher"
 
 
 class Components:
@@ -106,14 +117,14 @@ class Components:
         # One membership: the owner of leases in the journal, and the sender of load to routers and autoscalers.
         router_id = uuid4().hex
         self.journal = _journal(settings, router_id)
-        self.shared_limiter = None if redis is None else RedisRateLimiter(redis)
         self.speculative_blocks = SpeculativeBlocks(self.fleet.table, self.index)
         self.speculative_blocks.on_remote = self.fleet.expect_cached
-        self.load_sharing = (
-            None
-            if redis is None
-            else LoadSharing(redis, self.fleet.ledger, self.speculative_blocks, router_id=router_id)
-        )
+        local = LocalLoad(settings.models, self._count_load)
+        shared = None if redis is None else self._share(redis, settings, local, router_id)
+        self.shared_limiter = None if shared is None else shared.limiter
+        self.load_sharing = None if shared is None else shared.load_sharing
+        self.load = local if shared is None else shared.load
+        self._load_publisher = None if shared is None else shared.load_publisher
         self._tenants = tenants.tenants
         self.tokens = None if settings.oidc is None else _token_verifier(settings.oidc)
         limits = RateLimiter(tenants.tenants, self.shared_limiter)
@@ -147,9 +158,6 @@ class Components:
         )
         self.queue.on_queued = self.service.bodies.release_queued
         self.picker = None if settings.picker_port is None else self._create_picker(settings, limits)
-        local = LocalLoad(settings.models, self._count_load)
-        self.load: Load = local if redis is None else RedisLoad(redis, settings.models)
-        self._load_publisher = None if redis is None else LoadPublisher(redis, local.now, router_id=router_id)
         self._deletion_costs = self._create_deletion_costs(settings, router_id, worker)
         self._background_jobs = BackgroundJobs(self.runner, self.index, self.journal)
         self._objects = _object_store(settings, self.journal)
@@ -243,7 +251,21 @@ class Components:
             fleet_log=self._fleet_log,
         )
 
-    def _create_picker(self, settings: Settings, limits: RateLimiter) -> EndpointPicker:
+    def _share(self, redis: "RedisAccess", settings: Settings, local: LocalLoad, router_id: str) -> SharedState:
+        from quire_router.admission.redis_rate_limit import RedisRateLimiter
+        from quire_router.autoscale.load_totals import LoadPublisher, RedisLoad
+        from quire_router.engines.load_sharing import LoadSharing
+
+        return SharedState(
+            RedisRateLimiter(redis),
+            LoadSharing(redis, self.fleet.ledger, self.speculative_blocks, router_id=router_id),
+            RedisLoad(redis, settings.models),
+            LoadPublisher(redis, local.now, router_id=router_id),
+        )
+
+    def _create_picker(self, settings: Settings, limits: RateLimiter) -> "EndpointPicker":
+        from quire_router.picker.picker import EndpointPicker
+
         return EndpointPicker(
             self.service,
             self.fleet,
@@ -296,13 +318,17 @@ def _queue_settings(settings: Settings) -> QueueSettings:
     )
 
 
-def _journal(settings: Settings, router_id: str) -> BufferedJournal | MemoryJournal:
-    """Raises ``JournalFileError``."""
+def _journal(settings: Settings, router_id: str) -> "BufferedJournal | MemoryJournal":
+    """Raises ``JournalFileError``. Imports the one that the settings ask for."""
     times = JournalSettings(retention=settings.retention, usage_retention=settings.usage_retention)
     journal: BufferedJournal
     if settings.redis is not None:
+        from quire_router.journal.redis.redis_journal import RedisJournal
+
         journal = RedisJournal(settings.redis, owner=router_id, settings=times)
     elif settings.journal_file is not None:
+        from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
+
         most = settings.journal_max_bytes
         journal = SqliteJournal(settings.journal_file, owner=router_id, settings=times, max_bytes=most)
     else:
@@ -312,9 +338,16 @@ def _journal(settings: Settings, router_id: str) -> BufferedJournal | MemoryJour
 
 
 def _object_store(
-    settings: Settings, journal: BufferedJournal | MemoryJournal
-) -> RedisObjectStore | SqliteObjectStore | MemoryObjectStore:
+    settings: Settings, journal: "BufferedJournal | MemoryJournal"
+) -> "RedisObjectStore | SqliteObjectStore | MemoryObjectStore":
     """Returns where files and batches are kept: in the journal's place."""
     if settings.redis is not None:
+        from quire_router.journal.redis.redis_objects import RedisObjectStore
+
         return RedisObjectStore(settings.redis)
-    return journal.objects if isinstance(journal, SqliteJournal) else MemoryObjectStore()
+    if isinstance(journal, MemoryJournal):
+        return MemoryObjectStore()
+    from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
+
+    assert isinstance(journal, SqliteJournal), "it is neither in Redis nor in memory"
+    return journal.objects

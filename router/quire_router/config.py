@@ -12,7 +12,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
@@ -33,9 +33,11 @@ from quire_router.admission.tenants import check_key
 from quire_router.admission.tenants_file import TenantsFile, read_tenants
 from quire_router.api.auth import OidcSettings, check_issuer_address
 from quire_router.clients.kube_client import KubeAccess
-from quire_router.clients.redis_client import RedisAccess, read_password
 from quire_router.discovery.base import Address, EngineSource, KubernetesService, http_endpoint, parse_source
 from quire_router.placement.policies import PolicyName
+
+if TYPE_CHECKING:
+    from quire_router.clients.redis_client import RedisAccess
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +107,8 @@ def _server_name(entry: str) -> str:
 
 
 def _password_file(file: Path) -> Path:
+    from quire_router.clients.redis_client import read_password  # imports the client of Redis
+
     read_password(file)
     return file
 
@@ -526,12 +530,14 @@ class Settings(CliSettings):
         return self.scaling_port is not None or self.keda_port is not None
 
     @property
-    def redis(self) -> RedisAccess | None:
+    def redis(self) -> "RedisAccess | None":
         """Where request state is kept; None: in memory. Raises ``ValueError`` if it is no URL, or names a user or
         password twice.
         """
         if self.redis_url is None:
             return None
+        from quire_router.clients.redis_client import RedisAccess  # a tenth of a start without Redis
+
         return RedisAccess(self.redis_url.get_secret_value(), self.redis_username, self.redis_password_file)
 
     @property

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from quire.keda.externalscaler_pb2 import GetMetricsRequest, ScaledObjectRef
 from quire_router.autoscale.keda import Scaler
-from quire_router.autoscale.load_totals import METRIC
+from quire_router.autoscale.local_load import METRIC
 from quire_router.config import labels_of
 
 from tests.kube.conftest import Examples

@@ -24,8 +24,9 @@ MANIFESTS = [
     "keda-prometheus.yaml",
     "otel-collector-deployment.yaml",
     "kind/model.yaml",
+    "shared-model.yaml",
 ]
-OTHERS = ["otel-collector.yaml", "kind/cluster.yaml", "kind/values.yaml"]
+OTHERS = ["otel-collector.yaml", "kind/cluster.yaml", "kind/values.yaml", "shared-model-values.yaml"]
 
 
 def documents(name: str) -> list[dict]:
@@ -40,6 +41,22 @@ def test_every_file_is_looked_at():
 def test_kubernetes_takes_a_manifest(helm: Helm, name: str):
     for version in ("1.29", "1.37"):
         assert problems(helm, documents(name), version) == {}
+
+
+def test_engines_mount_the_claims_of_the_shared_model_and_nothing_is_downloaded(helm: Helm):
+    (values,) = documents("shared-model-values.yaml")
+    release = helm.render(values)
+    assert problems(helm, release.everything, "1.37") == {}
+    claims = {each["metadata"]["name"] for each in documents("shared-model.yaml") if each["kind"].endswith("Claim")}
+    engines = {each["metadata"]["name"]: each["spec"]["template"]["spec"] for each in release.of("Deployment")}
+    pods = [pod for name, pod in engines.items() if "engine" in name]
+    assert len(pods) == len(values["models"])
+    volumes = [volume for pod in pods for volume in pod["volumes"]]
+    assert {each["persistentVolumeClaim"]["claimName"] for each in volumes if "persistentVolumeClaim" in each} == claims
+    assert [each["image"]["reference"] for each in volumes if "image" in each] == [
+        values["models"]["imaged"]["source"]["image"]["reference"]
+    ]
+    assert not any(pod.get("initContainers") for pod in engines.values())
 
 
 def test_the_chart_takes_the_values_of_the_walkthrough_and_has_what_it_names(helm: Helm):

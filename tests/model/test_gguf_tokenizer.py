@@ -23,7 +23,8 @@ from quire_engine.checkpoint.gguf_tokenizer import (
 )
 from quire_engine.errors import ModelError
 from quire_engine.llm import LLM, SamplingParams
-from quire_proto.text.tokenizer import ModelTokenizer, folder_vocabulary_digest
+from quire_proto.text.model_folder import folder_vocabulary_digest
+from quire_proto.text.tokenizer import ModelTokenizer
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 

@@ -42,13 +42,16 @@
 {{- if has $name (list "HOME" "POD_NAME" "HF_HUB_OFFLINE" "HF_HUB_DISABLE_TELEMETRY" "HF_XET_CHUNK_CACHE_SIZE_BYTES" "HF_ENDPOINT" "SSL_CERT_FILE" "OTEL_EXPORTER_OTLP_CERTIFICATE" "OTEL_EXPORTER_OTLP_ENDPOINT" "OTEL_EXPORTER_OTLP_HEADERS" "OTEL_TRACES_SAMPLER" "OTEL_TRACES_SAMPLER_ARG" "OTEL_RESOURCE_ATTRIBUTES") -}}
 {{- fail (printf "%s.env has %s, which is set by the chart: use telemetry, trust or the endpoint of a download." $path $name) -}}
 {{- end -}}
+{{- if and $.values.cacheClaimName (has $name (list "XDG_CACHE_HOME" "FLASHINFER_WORKSPACE_BASE" "TRITON_CACHE_DIR" "CUDA_CACHE_PATH")) -}}
+{{- fail (printf "%s.env has %s, and %s.cacheClaimName sets it: leave one of the two out." $path $name $path) -}}
+{{- end -}}
 {{- if and (regexMatch "(?i)(password|token|secret|api_?key|credential)" $name) (not (regexMatch "(?i)(file|path|name|dir|url|tokens|tokenizers_parallelism)$" $name)) -}}
 {{- fail (printf "%s.env has %s, which sounds like a secret, and values hold none: name a Secret in %s.envFrom, or that of Hugging Face in tokenSecret of a download." $path $name $path) -}}
 {{- end -}}
 {{- end -}}
 {{- $own := dict -}}
 {{- range $volume := .values.volumes -}}
-{{- if or (has $volume.name (list "tmp" "shared-memory" "tls" "tenants" "redis-password" "redis-ca" "scaling" "keda" "trust")) (hasPrefix "model-" $volume.name) (hasKey $own $volume.name) -}}
+{{- if or (has $volume.name (list "tmp" "kernels" "shared-memory" "tls" "tenants" "redis-password" "redis-ca" "scaling" "keda" "trust")) (hasPrefix "model-" $volume.name) (hasKey $own $volume.name) -}}
 {{- fail (printf "%s.volumes has a volume %s, and there is one of that name already: give it another." $path $volume.name) -}}
 {{- end -}}
 {{- $_ := set $own $volume.name false -}}
@@ -59,7 +62,7 @@
 {{- fail (printf "%s.volumeMounts has %s, which is none of %s.volumes (%s)." $path .name $path (keys $own | sortAlpha | join ", " | default "none")) -}}
 {{- end -}}
 {{- $place := clean .mountPath -}}
-{{- if or (has $place (concat (list "/" "/tmp" "/dev/shm" "/models" "/etc" "/etc/quire" "/dev" "/proc" "/sys") $taken)) (hasPrefix "/etc/quire/" $place) (regexMatch "^/models/[^/]+$" $place | and (has (base $place) $.keys)) -}}
+{{- if or (has $place (concat (list "/" "/tmp" "/var/cache/quire" "/dev/shm" "/models" "/etc" "/etc/quire" "/dev" "/proc" "/sys") $taken)) (hasPrefix "/etc/quire/" $place) (regexMatch "^/models/[^/]+$" $place | and (has (base $place) $.keys)) -}}
 {{- fail (printf "%s.volumeMounts mounts %s at %s, where something else is already: choose another folder." $path .name .mountPath) -}}
 {{- end -}}
 {{- $taken = append $taken $place -}}

@@ -70,6 +70,29 @@ def _quota(quota: str = "max", period: str = "100000") -> float:
         return 0.0
 
 
+def cgroup_memory_limits(root: Path) -> Iterator[int]:
+    """Memory limits in bytes of the process's cgroup and of all above it; version 2 writes ``max`` for no limit."""
+    for (text,) in read_cgroup(root, "memory", "memory.max", "memory.limit_in_bytes"):
+        if text.isdecimal() and int(text) > 0:
+            yield int(text)
+
+
+def memory_field(path: Path, name: str) -> int:
+    """The field ``name`` of ``meminfo`` or ``status``, in bytes; 0 if there is none."""
+    for line in read_text(path).splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return int(value.split()[0]) * 1024
+    return 0
+
+
+def available_memory(root: Path = ROOT) -> int:
+    """Bytes that the machine has left, or the least limit of this process's cgroups where that is less; 0 where the
+    system does not say.
+    """
+    return min(memory_field(root / "proc/meminfo", "MemAvailable"), *cgroup_memory_limits(root), 1 << 62)
+
+
 def tune_malloc() -> bool:
     """Makes malloc keep blocks of up to ``MAX_KEPT_BLOCK`` bytes when they are freed. Returns whether it does: a C
     library without mallopt does not. Call it once weights are loaded: temporary memory of loading is returned to the

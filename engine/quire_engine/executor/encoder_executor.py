@@ -11,6 +11,7 @@ from quire_engine.core.data_parallel import DataParallel
 from quire_engine.core.executor import Rates, WeightStats
 from quire_engine.core.kv_disk import DiskContents, TransferResult
 from quire_engine.core.lora import LoRARequest
+from quire_engine.core.startup import StartupPhase, StartupTimer
 from quire_engine.core.step import ModelOutput, ScheduledChunk, SchedulerOutput
 from quire_engine.device.accelerator import configure_threads, inference_on, resolve_device
 from quire_engine.errors import LoRAError, ModelError
@@ -45,14 +46,25 @@ class EncoderExecutor:
         self.rates = Rates(self._measure(), 1e9)
 
     @classmethod
-    def load(cls, args: EngineArgs, config: EncoderConfig, *, owns_process: bool = False) -> "EncoderExecutor":
+    def load(
+        cls,
+        args: EngineArgs,
+        config: EncoderConfig,
+        *,
+        owns_process: bool = False,
+        startup: StartupTimer | None = None,
+    ) -> "EncoderExecutor":
         """Loads the model of ``args``, described by ``config``. An engine that ``owns_process`` sets the number of
-        torch's threads for all of it. Raises ``ModelError``.
+        torch's threads for all of it. ``startup`` times the phases. Raises ``ModelError``.
         """
         _check_settings(args, config)
         if owns_process:
             configure_threads()
-        return cls(load_encoder(config, args.model, args.dtype, resolve_device(args.device)), config, args)
+        timer = startup or StartupTimer()
+        timer.begin(StartupPhase.WEIGHTS)
+        model = load_encoder(config, args.model, args.dtype, resolve_device(args.device))
+        timer.begin(StartupPhase.WARMUP)
+        return cls(model, config, args)
 
     @property
     def dtype_name(self) -> str:

@@ -22,6 +22,7 @@ from quire_engine.core.data_parallel import DataParallel
 from quire_engine.core.executor import UNMEASURED, ExecutorError
 from quire_engine.core.kv_disk import DiskContents, TransferResult
 from quire_engine.core.lora import DUMMY_LORA, LoRARequest
+from quire_engine.core.startup import StartupPhase, StartupTimer
 from quire_engine.core.step import ModelOutput, ScheduledChunk, SchedulerOutput
 from quire_engine.device.accelerator import configure_threads, inference_on, resolve_device, upload, usable_threads
 from quire_engine.device.host import tune_malloc
@@ -30,6 +31,7 @@ from quire_engine.executor.engine_group import EngineGroup, join_engines
 from quire_engine.executor.multiproc import MultiprocLeader, compute_rank_cache_sizes
 from quire_engine.executor.pooler import Pooler, PoolerOutput
 from quire_engine.executor.rank_worker import RankSettings, check_parallel_sizes
+from quire_engine.kernels.bindings import library
 from quire_engine.models.llama import Llama
 from quire_engine.models.loader import read_model_config
 from quire_engine.sampling.sampler import Sampler, SamplerInput, SamplerOutput, compute_prompt_logprobs
@@ -104,6 +106,7 @@ class TorchExecutor:
         *,
         owns_process: bool = False,
         nodes: NodeArgs | None = None,
+        startup: StartupTimer | None = None,
     ) -> "TorchExecutor":
         """Loads the model of ``config`` onto a device, and makes KV pools for it.
 
@@ -116,8 +119,8 @@ class TorchExecutor:
         another thread, with the reason why they cannot go on. ``nodes`` are the machines that have the ranks, if there
         are several; this one is node 0, and waits for the others. With a ``data_parallel_size`` above 1 they say which
         engine of a group this is, and where it meets the others, for which it waits. An engine that ``owns_process``
-        sets the number of torch's threads and how the heap treats freed memory, for all of it. Raises ``ModelError``,
-        with one sentence, for what cannot be.
+        sets the number of torch's threads and how the heap treats freed memory, for all of it. ``startup`` times the
+        phases. Raises ``ModelError``, with one sentence, for what cannot be.
         """
         nnodes = 1 if nodes is None else nodes.nnodes
         threads = (configure_threads if owns_process else usable_threads)(config.num_ranks // nnodes)
@@ -134,7 +137,8 @@ class TorchExecutor:
                 leader = MultiprocLeader(settings, on_lost, nodes, engines)
                 opened.callback(leader.close)
             try:
-                executor = cls._load(settings, leader, engines, opened, owns_process=owns_process)
+                timer = startup or StartupTimer()
+                executor = cls._load(settings, leader, engines, opened, timer, owns_process=owns_process)
                 if engines is not None:
                     engines.lockstep.finish(executor.execute_dummy_batch)
             except ExecutorError as error:
@@ -153,6 +157,7 @@ class TorchExecutor:
         leader: MultiprocLeader | None,
         engines: EngineGroup | None,
         opened: ExitStack,
+        startup: StartupTimer,
         *,
         owns_process: bool,
     ) -> "TorchExecutor":
@@ -162,6 +167,10 @@ class TorchExecutor:
         config = settings.engine
         profiler = MemoryProfiler(settings.device_for(0), settings.lora_bytes)
         group = settings.make_group(0) if leader is None else leader.group
+        startup.begin(StartupPhase.KERNELS)
+        if settings.device == "cpu":
+            library()
+        startup.begin(StartupPhase.WEIGHTS)
         model = settings.load(0, group)
         if owns_process and model.device.type == "cpu":
             tune_malloc()
@@ -174,6 +183,7 @@ class TorchExecutor:
         if engines is not None:
             engines.connect(group)
         make_runner: RunnerFactory = ModelRunner if leader is None else leader.make_runner
+        startup.begin(StartupPhase.MEMORY)
         budget = CacheBudget(config.kv_cache_memory, config.swap_bytes, config.gpu_memory_utilization)
         with ExitStack() as profiled:
             make_smallest = partial(
@@ -191,7 +201,9 @@ class TorchExecutor:
         num_layers = settings.num_layers()
         decided = compute_rank_cache_sizes(budget, profiles, model.min_cache_sizes, num_layers, settings.nnodes)
         depth, held = _depth(config, model), config.num_loras_held
+        startup.begin(StartupPhase.GRAPHS)
         executor = cls(model, decided.sizes, depth=depth, num_loras_held=held, make_runner=make_runner, engines=engines)
+        startup.begin(StartupPhase.WARMUP)
         num_tokens = min(config.max_num_batched_tokens, model.max_model_len)
         if engines is not None:
             executor.execute_dummy_batch()  # ends when all have come here: no timed step waits for one that still loads

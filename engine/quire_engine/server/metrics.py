@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
 from threading import Thread
@@ -20,6 +20,7 @@ from quire_engine.core.engine_core import EngineCoreOutputs
 from quire_engine.core.executor import WeightStats
 from quire_engine.core.lora import LoRAStats
 from quire_engine.core.outputs import KVCacheFragmentation, SchedulerStats
+from quire_engine.core.startup import PhaseTime
 from quire_engine.server.loras import LoRARegistry
 from quire_engine.structured_output.compiler import CompileOutcome
 
@@ -34,7 +35,7 @@ class EngineMetrics:
     """Gauges and counters of one engine: ``quire_*``, and the ``vllm:*`` names that dashboards already read.
     ``loras`` are its adapters, in ``max_loras`` slots; None if it serves none. ``weights`` are the statistics of layers
     that are read from disk; None if there are none. ``dp_stats`` are those of an engine of a group; None if it is
-    alone.
+    alone. ``startup`` are the phases of the start, to which more may be added.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class EngineMetrics:
         max_loras: int = 0,
         weights: WeightStats | None = None,
         dp_stats: DPStats | None = None,
+        startup: Sequence[PhaseTime] = (),
     ) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_DroppedSpans(model, dropped_spans))
@@ -58,6 +60,7 @@ class EngineMetrics:
             self.registry.register(_Weights(model, weights))
         if dp_stats is not None:
             self.registry.register(_DummyPasses(model, dp_stats))
+        self.registry.register(_Startup(model, startup))
         self._model = model
         self._statistics = statistics
         self._running = self._gauge(Metric.ENGINE_RUNNING, "Sequences that hold device blocks")
@@ -247,6 +250,27 @@ class _DroppedSpans(Collector):
         for reason in DropReason:
             family.add_metric((self._model, reason), self._counts.get(reason, 0))
         yield family
+
+
+class _Startup(Collector):
+    """Reads the phases when it is asked: the last one ends with the first session."""
+
+    def __init__(self, model: str, phases: Sequence[PhaseTime]) -> None:
+        self._model = model
+        self._phases = phases
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        seconds = GaugeMetricFamily(
+            Metric.ENGINE_STARTUP_SECONDS, "Duration of a phase of the start", labels=("model", "phase")
+        )
+        cpu_seconds = GaugeMetricFamily(
+            Metric.ENGINE_STARTUP_CPU_SECONDS, "Processor time of a phase of the start", labels=("model", "phase")
+        )
+        for each in tuple(self._phases):
+            seconds.add_metric((self._model, each.phase), each.seconds)
+            cpu_seconds.add_metric((self._model, each.phase), each.cpu_seconds)
+        yield seconds
+        yield cpu_seconds
 
 
 class _DummyPasses(Collector):

@@ -26,6 +26,7 @@ from quire_engine.core.data_parallel import DataParallel, DPEngineCore
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs, Shutdown
 from quire_engine.core.executor import Executor, WeightStats
 from quire_engine.core.scheduler import Scheduler
+from quire_engine.core.startup import StartupPhase, StartupTimer
 from quire_engine.server.loras import LoRARegistry
 from quire_engine.server.metrics import EngineMetrics, ProbeServer
 from quire_engine.server.servicer import EngineServicer
@@ -61,7 +62,7 @@ class EngineServer:
     ``dropped_spans`` counts the spans that do not reach a collector; None if none are exported. ``loras`` are its
     adapters; None if it serves none. ``weights`` are the statistics of layers that are read from disk, None if none
     are. An engine of a group is ``data_parallel``: told to stop it tells the others, and takes part in their steps
-    until all have finished their requests.
+    until all have finished their requests. ``startup`` has timed the phases until now.
 
     Raises ``TlsError`` if the files of ``config.tls`` cannot be used.
     """
@@ -78,10 +79,12 @@ class EngineServer:
         dropped_spans: Counter[DropReason] | None = None,
         weights: WeightStats | None = None,
         data_parallel: DataParallel | None = None,
+        startup: StartupTimer | None = None,
     ) -> None:
         self._config = config
         self._lockstep = None if data_parallel is None else data_parallel.lockstep
         self._certificates = None if config.tls is None else ReloadingServerCredentials(config.tls)
+        self._startup = startup or StartupTimer()
         self._executor = executor
         self._description = description
         description.generation = secrets.randbits(64)
@@ -101,6 +104,7 @@ class EngineServer:
             max_loras=config.max_loras,
             weights=weights,
             dp_stats=None if data_parallel is None else data_parallel.stats,
+            startup=self._startup.phases,
         )
         self._grammars = GrammarCompiler(grammars, self._metrics.on_grammar)
         exporter = TraceExporter(
@@ -108,6 +112,8 @@ class EngineServer:
         )
         self._sessions = SessionManager(description.generation, config.session_grace, exporter, self._grammars, loras)
         self._sessions.bind(self._core)
+        self._sessions.on_first_session = self._end_startup
+        self._tracing = exporter
         self._failure: BaseException | None = None
         self._tasks: list[SupervisedTask] = []
         self._started = self._ready = False
@@ -122,6 +128,7 @@ class EngineServer:
         thread = Thread(target=self._run_core, name="engine-core", daemon=True)
         thread.start()
         self._started = True
+        self._startup.begin(StartupPhase.REGISTERED)
         await self._set_ready(True)
         heartbeats = self._supervise("session heartbeats", self._sessions.send_heartbeats)
         await self._until_leaving()
@@ -136,6 +143,10 @@ class EngineServer:
         probes.close()
         if self._failure is not None:
             raise self._failure
+
+    def _end_startup(self) -> None:
+        self._startup.end()
+        self._tracing.export_startup(self._startup.phases)
 
     async def _until_leaving(self) -> None:
         """Waits for a signal, the end of the core, or until another engine of the group was told to stop."""

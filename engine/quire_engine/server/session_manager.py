@@ -138,6 +138,7 @@ class SessionManager:
         self._update_timer_due = inf
         self._core: EngineCore | None = None
         self.draining = False
+        self.on_first_session: Callable[[], None] | None = None
 
     def bind(self, core: EngineCore) -> None:
         """Sets the core, whose steps come to ``publish``."""
@@ -408,6 +409,9 @@ class SessionManager:
         self._sessions[message.session_id] = session
         snapshot = session.snapshot(self._load, cached_to_proto(stored), self.loras, resumed=False)
         opened.set_result((session, session.attach(), snapshot))
+        if (found := self.on_first_session) is not None:
+            self.on_first_session = None
+            found()
 
     def _cancel_expiry(self, session: Session) -> None:
         handle = self._expiries.pop(session.session_id, None)

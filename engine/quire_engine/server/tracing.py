@@ -21,6 +21,7 @@ from quire_proto.tracing import extract
 from quire_engine.core.engine_core import EngineCoreOutputs, StepTrace
 from quire_engine.core.outputs import EngineCoreOutput, EngineLoad
 from quire_engine.core.request import Request, SequenceEvent, SequenceTimings
+from quire_engine.core.startup import PhaseTime
 
 SLOW_FACTOR = 4.0
 MAX_STEPS_PER_SECOND = 20.0
@@ -58,6 +59,19 @@ class TraceExporter:
         self._average_duration = 0.0
         self._tokens = MAX_STEPS_PER_SECOND
         self._refilled = monotonic()
+
+    def export_startup(self, phases: Sequence[PhaseTime]) -> None:
+        """Exports the engine's start as a root span, with a child for each phase."""
+        if not (self._enabled and phases):
+            return
+        begun, last = phases[0].started, phases[-1]
+        root = self._tracer.start_span(Span.STARTUP, Context(), start_time=round(begun * _NANOSECONDS))
+        parent = trace.set_span_in_context(root, Context())
+        for each in phases:
+            started, ended = round(each.started * _NANOSECONDS), round((each.started + each.seconds) * _NANOSECONDS)
+            attributes = {Attribute.CPU_SECONDS: each.cpu_seconds}
+            self._tracer.start_span(each.phase, parent, start_time=started, attributes=attributes).end(ended)
+        root.end(round((last.started + last.seconds) * _NANOSECONDS))
 
     def on_submit(self, request: Request) -> None:
         """Keeps the trace context of a request, if it has one."""

@@ -14,6 +14,8 @@ to Lark's notation. Constructs that it reads in another way, or would write so t
 another way, are first rewritten in plainer terms: escapes, characters that mean something in a regular expression, the
 point, and alternatives on lines of their own. Time and depth of the conversion are not bounded: it runs only in the
 sandbox, which may die of it.
+
+The library is imported with the first grammar: an engine that gets none starts without it.
 """
 
 import json
@@ -22,15 +24,16 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from time import thread_time
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import gbnf_to_lark
 from quire_proto.errors import QuireError, invalid
 from quire_proto.json_schema import min_properties_is_ambiguous, simplify, unsupported
 from quire_proto.structured_output import Structured, StructuredKind
 
 from quire_engine.core.step import GrammarError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 T = TypeVar("T")
 MAX_TOKEN_ID = 1 << 31
@@ -87,6 +90,8 @@ class Guidance:
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         """``tokenizer`` is the text of a ``tokenizer.json``. Raises ``UnusableTokenizerError``."""
+        from llguidance import LLParserLimits
+
         self._limits = LLParserLimits(step_max_items=STEP_MAX_ITEMS, verbose_errors=False)
         self._tokenizer = _make_tokenizer(tokenizer, vocab_size, sorted(set(eos_token_ids)))
 
@@ -103,6 +108,8 @@ class Guidance:
 
     def compile(self, definition: str) -> "CompiledGrammar":
         """Compiles an llguidance ``definition``, and tries its first tokens. Raises ``RejectedError``."""
+        from llguidance import LLMatcher
+
         try:
             initial = LLMatcher(self._tokenizer, definition, log_level=0, limits=self._limits)
         except (TypeError, ValueError) as error:  # such as half of a surrogate pair
@@ -115,7 +122,7 @@ class Guidance:
         self._probe(initial.deep_copy())
         return CompiledGrammar(initial, frozenset(self._tokenizer.eos_tokens))
 
-    def _probe(self, matcher: LLMatcher) -> None:
+    def _probe(self, matcher: "LLMatcher") -> None:
         for _ in range(NUM_PROBE_STEPS):
             bits = int.from_bytes(matcher.compute_bitmask(), "little")
             if matcher.is_error():
@@ -130,7 +137,9 @@ class Guidance:
                 raise RejectedError(_error_message(matcher))
 
 
-def _make_tokenizer(text: str, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
+def _make_tokenizer(text: str, vocab_size: int, eos_token_ids: list[int]) -> "LLTokenizer":
+    from llguidance import LLTokenizer
+
     if not text.lstrip().startswith("{"):  # the library takes anything else for the name of a model
         raise UnusableTokenizerError("The tokenizer is no JSON object.")
     if not eos_token_ids:
@@ -169,7 +178,7 @@ class CompiledGrammar:
 
     __slots__ = ("__weakref__", "_budget", "_ends", "_initial", "num_bytes")
 
-    def __init__(self, initial: LLMatcher, ends: frozenset[int]) -> None:
+    def __init__(self, initial: "LLMatcher", ends: frozenset[int]) -> None:
         self.num_bytes = 0
         self._initial = initial
         self._ends = ends
@@ -185,7 +194,7 @@ class GuidanceMatcher:
 
     __slots__ = ("_budget", "_ends", "_initial", "_matcher", "_matcher_age", "_max_matcher_age", "_token_ids")
 
-    def __init__(self, initial: LLMatcher, ends: frozenset[int], budget: TimeBudget) -> None:
+    def __init__(self, initial: "LLMatcher", ends: frozenset[int], budget: TimeBudget) -> None:
         self._initial = initial
         self._ends = ends
         self._budget = budget
@@ -261,7 +270,7 @@ class GuidanceMatcher:
         self._matcher_age, self._max_matcher_age = 0.0, max(MATCHER_RESET_SECONDS, 4 * (thread_time() - begin))
 
 
-def _error_message(matcher: LLMatcher) -> str:
+def _error_message(matcher: "LLMatcher") -> str:
     error = matcher.get_error() or "the output does not match it"
     return first_sentence("nothing can follow" if error.startswith("NoExtension") else error)
 
@@ -275,6 +284,8 @@ def to_llguidance(structured: Structured) -> str:
 
 
 def _define(structured: Structured) -> str:
+    from llguidance import LLMatcher
+
     match structured.kind:
         case StructuredKind.JSON_OBJECT:
             return _json({"type": "object"})
@@ -291,6 +302,8 @@ def _define(structured: Structured) -> str:
 
 
 def _json(schema: dict[str, object]) -> str:
+    from llguidance import LLMatcher
+
     return LLMatcher.grammar_from_json_schema(
         json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE, "coerce_one_of": True}
     )
@@ -366,6 +379,8 @@ def is_ebnf(text: str) -> bool:
 
 def to_lark(text: str) -> str:
     """The grammar in Lark's notation; its first rule is ``root``. Raises ``ValueError`` for invalid EBNF."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
     try:
         return gbnf_to_lark(_TOKENS.sub(_rewrite, text))
     except RecursionError:

@@ -23,10 +23,9 @@ from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig
 from quire_engine.core.executor import Executor, Rates
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import SampleRequest, ScheduledChunk, SchedulerOutput
-from quire_engine.device.host import ROOT, read_cgroup, read_text
+from quire_engine.device.host import ROOT, cgroup_memory_limits, memory_field
 from quire_engine.errors import ModelError, first_line
 
-KIB = 1024
 MIB = 1 << 20
 GIB = 1 << 30
 PROC_SELF = Path("/proc/self")
@@ -254,7 +253,7 @@ class CpuMemory:
     def __init__(self, root: Path = ROOT) -> None:
         self._meminfo = root / "proc/meminfo"
         total = self._machine_field("MemTotal")
-        limit = min(_cgroup_limits(root), default=total)
+        limit = min(cgroup_memory_limits(root), default=total)
         self.dedicated = limit < total
         self.limit = min(limit, total)
         self.source = "the container's limit" if self.dedicated else "the machine's memory"
@@ -278,10 +277,10 @@ class CpuMemory:
             (PROC_SELF / "clear_refs").write_text("5")
 
     def _process_field(self, name: str) -> int:
-        return _field(PROC_SELF / "status", name)
+        return memory_field(PROC_SELF / "status", name)
 
     def _machine_field(self, name: str) -> int:
-        return _field(self._meminfo, name)
+        return memory_field(self._meminfo, name)
 
 
 class CudaMemory:
@@ -340,22 +339,6 @@ def check_host_memory(nbytes: int, processes: int, memory: CpuMemory) -> None:
             f"--cpu-offload-gb is too much: {processes * nbytes / GIB:.3f} GiB for the GPUs of this machine, and of "
             f"{memory.source}, {memory.limit / GIB:.3f} GiB, {max(0, rest) / GIB:.3f} are left."
         )
-
-
-def _cgroup_limits(root: Path) -> Iterator[int]:
-    """Memory limits in bytes of the process's cgroup and of all above it; version 2 writes ``max`` for no limit."""
-    for (text,) in read_cgroup(root, "memory", "memory.max", "memory.limit_in_bytes"):
-        if text.isdecimal() and int(text) > 0:
-            yield int(text)
-
-
-def _field(path: Path, name: str) -> int:
-    """The field ``name`` of ``meminfo`` or ``status``, in bytes; 0 if there is none."""
-    for line in read_text(path).splitlines():
-        key, _, value = line.partition(":")
-        if key == name:
-            return int(value.split()[0]) * KIB
-    return 0
 
 
 # The costliest way to sample: with everything that needs more than the logits.

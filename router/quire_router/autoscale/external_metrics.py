@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire_router.api.rest.http import to_json
-from quire_router.autoscale.load_totals import METRIC, Load
+from quire_router.autoscale.local_load import METRIC, Load
 from quire_router.autoscale.proxy_auth import FrontProxy, peer_of
 
 log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from quire_router.api.request_limits import ConnectionShares, peer_key
 from quire_router.api.rest.http_server import listen
 from quire_router.api.rpc.context import Context, status_code
 from quire_router.api.rpc.grpc_server import CallLimits, bind, connection_options, server_options
-from quire_router.autoscale.load_totals import METRIC, Load
+from quire_router.autoscale.local_load import METRIC, Load
 from quire_router.core.errors import model_not_scaled, router_busy, unknown_metric
 from quire_router.core.retry import wait_at_most
 

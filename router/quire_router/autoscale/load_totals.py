@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 from uuid import uuid4
 
 from quire_proto.errors import QuireError
@@ -31,45 +30,10 @@ from quire_router.core.retry import supervise, wait_at_most
 
 log = logging.getLogger(__name__)
 
-METRIC = "quire_load"
-"""The metric's name in every API."""
 MAX_ROUTERS = 1024
 _FAILURES = (RedisError, OSError, TimeoutError)
 MAX_SNAPSHOT_BYTES = 256 * 1024
 _LARGEST = 2**32
-
-
-class Load(Protocol):
-    """The load of all routers."""
-
-    async def read(self) -> Mapping[str, int]:
-        """Requests of each configured model, 0 if it is idle, at most a second old. Raises ``QuireError`` UNAVAILABLE
-        if it is not known: an unknown load is never reported as 0.
-        """
-        ...
-
-    async def close(self) -> None:
-        """Closes connections."""
-        ...
-
-
-class LocalLoad:
-    """Implements ``Load`` for a single router: ``count`` returns its requests of a model."""
-
-    def __init__(self, models: Iterable[str], count: Callable[[str], int]) -> None:
-        self._models = tuple(models)
-        self._count = count
-
-    async def read(self) -> Mapping[str, int]:
-        """See ``Load``."""
-        return self.now()
-
-    async def close(self) -> None:
-        """See ``Load``."""
-
-    def now(self) -> dict[str, int]:
-        """This router's requests of each model at this moment."""
-        return {model: self._count(model) for model in self._models}
 
 
 @dataclass(frozen=True, slots=True)

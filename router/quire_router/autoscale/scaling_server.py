@@ -24,7 +24,7 @@ from quire_router.api.request_limits import peer_key
 from quire_router.api.rest.http_server import ConnectionLimits, LimitedConfig, LimitedHttpProtocol, http_config, listen
 from quire_router.autoscale.external_metrics import ExternalMetrics
 from quire_router.autoscale.keda import KedaServer, Scaler
-from quire_router.autoscale.load_totals import Load
+from quire_router.autoscale.local_load import Load
 from quire_router.autoscale.proxy_auth import PEER, FrontProxy, TlsPeer, from_cluster, from_file
 from quire_router.clients.kube_client import KubeAccess, own_namespace
 from quire_router.config import Settings, labels_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from quire.v1 import engine_pb2
-from quire_proto.text.tokenizer import folder_config_digest, read_config
+from quire_proto.text.model_folder import folder_config_digest, read_config
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ from typing import Self
 from quire.v1 import engine_pb2
 from quire_proto.convert import task_from_proto
 from quire_proto.pooling import Task
-from quire_proto.text.tokenizer import ModelTokenizer, read_config
+from quire_proto.text.model_folder import read_config
+from quire_proto.text.tokenizer import ModelTokenizer
 from quire_proto.tls import ClientTls
 
 from quire_router.core.generation import LoRA

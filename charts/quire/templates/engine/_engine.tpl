@@ -107,6 +107,16 @@ spec:
               containerName: engine
               resource: limits.cpu
         {{- end }}
+        {{- if $.model.cacheClaimName }}
+        - name: XDG_CACHE_HOME
+          value: /var/cache/quire
+        - name: FLASHINFER_WORKSPACE_BASE
+          value: /var/cache/quire
+        - name: TRITON_CACHE_DIR
+          value: /var/cache/quire/triton
+        - name: CUDA_CACHE_PATH
+          value: /var/cache/quire/cuda
+        {{- end }}
         {{- with include "quire.tracing" $.root | trim }}
         {{- . | nindent 8 }}
         {{- end }}
@@ -160,6 +170,10 @@ spec:
       volumeMounts:
         - name: tmp
           mountPath: /tmp
+        {{- if $.model.cacheClaimName }}
+        - name: kernels
+          mountPath: /var/cache/quire
+        {{- end }}
         {{- if gt (mul (int $.model.tensorParallelSize) (int $.model.pipelineParallelSize)) 1 }}
         - name: shared-memory
           mountPath: /dev/shm
@@ -180,6 +194,11 @@ spec:
     - name: tmp
       emptyDir:
         sizeLimit: {{ default "4Gi" $.model.temporaryStorage }}
+    {{- with $.model.cacheClaimName }}
+    - name: kernels
+      persistentVolumeClaim:
+        claimName: {{ . | quote }}
+    {{- end }}
     {{- if gt (mul (int $.model.tensorParallelSize) (int $.model.pipelineParallelSize)) 1 }}
     - name: shared-memory
       emptyDir:

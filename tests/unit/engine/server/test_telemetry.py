@@ -2,7 +2,8 @@
 
 from collections import Counter
 from dataclasses import replace
-from time import time
+from pathlib import Path
+from time import CLOCK_BOOTTIME, clock_gettime, time
 
 import pytest
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -17,6 +18,7 @@ from quire_engine.core.lora import LoRAStats
 from quire_engine.core.outputs import EngineCoreOutput, EngineLoad, SchedulerStats
 from quire_engine.core.preemption import PreemptionMode, TimeAway
 from quire_engine.core.request import Request, SequenceEvent, SequenceTimings
+from quire_engine.core.startup import StartupPhase, StartupTimer, process_start
 from quire_engine.core.step import StepTimings
 from quire_engine.server.loras import LoRARegistry
 from quire_engine.server.metrics import EngineMetrics
@@ -54,6 +56,54 @@ def test_a_request_with_several_choices_waits_once_and_decodes_each() -> None:
     spans = exporter.get_finished_spans()
     assert [span.name for span in spans] == [Span.WAIT, Span.PREFILL, Span.DECODE, Span.DECODE]
     assert [summary(span) for span in spans[2:]] == [(1, 5), (0, 9)]
+
+
+def timed_start() -> StartupTimer:
+    """A start whose processor works half of the time: its phases take 1, 2 and 3 seconds."""
+    seconds = iter([101.0, 103.0, 106.0, 200.0])
+    cpu_seconds = iter([0.5, 1.5, 3.0, 50.0])
+    timer = StartupTimer(100.0, lambda: next(seconds), lambda: next(cpu_seconds))
+    timer.begin(StartupPhase.WEIGHTS)
+    timer.begin(StartupPhase.REGISTERED)
+    timer.end()
+    timer.end()  # once more changes nothing
+    return timer
+
+
+def test_the_phases_of_a_start_follow_each_other_below_one_span() -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    builder = TraceExporter(enabled=True, step_interval=1000, tracer=provider.get_tracer("test"))
+    builder.export_startup(timed_start().phases)
+    spans = exporter.get_finished_spans()
+    assert [(span.name, span.start_time // 10**9, span.end_time // 10**9) for span in spans] == [
+        ("imports", 100, 101),
+        ("weights", 101, 103),
+        ("registered", 103, 106),
+        (Span.STARTUP, 100, 106),
+    ]
+    assert [span.attributes[Attribute.CPU_SECONDS] for span in spans[:3]] == [0.5, 1.0, 1.5]
+    assert {span.parent and span.parent.span_id for span in spans} == {spans[3].context.span_id, None}
+
+
+def test_phases_are_exported_as_they_end() -> None:
+    timer = timed_start()
+    registered = timer.phases.pop()
+    metrics = EngineMetrics("m", SchedulerStats(), lambda: 0.0, startup=timer.phases)
+    assert 'startup_seconds{model="m",phase="weights"} 2.0' in generate_latest(metrics.registry).decode()
+    timer.phases.append(registered)
+    text = generate_latest(metrics.registry).decode()
+    assert 'startup_seconds{model="m",phase="registered"} 3.0' in text
+    assert 'startup_cpu_seconds{model="m",phase="imports"} 0.5' in text
+
+
+def test_a_process_began_before_now_and_not_before_the_machine() -> None:
+    assert time() - clock_gettime(CLOCK_BOOTTIME) <= process_start() <= time()
+
+
+def test_where_the_system_does_not_say_when_the_process_began_it_begins_now(tmp_path: Path) -> None:
+    before = time()
+    assert before <= process_start(tmp_path) <= time()
 
 
 @pytest.mark.parametrize("passed", [18.0, 40.0])
