@@ -143,6 +143,7 @@ def _make_server(
             weights=executor.weight_stats,
             data_parallel=executor.data_parallel,
             startup=startup,
+            sleeper=executor if executor.can_sleep else None,
         )
     except TlsError as error:  # the files changed after the settings were read
         quit_with(1, f"{error}.")
@@ -194,6 +195,8 @@ def _describe(config: EngineConfig, executor: "ModelExecutor", max_model_len: in
         pooled_size=0 if pooler is None else pooler.pooled_size,
         matryoshka_dimensions=() if pooler is None else pooler.matryoshka_dimensions,
         best_effort=True,
+        can_sleep=executor.can_sleep,
+        shared_device=config.shared_device,
     )
 
 

@@ -573,6 +573,7 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         "--model": "FOLDER",
         "--served-model-name": "NAME",
         "--lora-modules": "NAME=FOLDER",
+        "--shared-device": "NAME",
         "--host": "ADDRESS",
         "--port": "PORT",
         "--metrics-port": "PORT",
@@ -639,6 +640,12 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
     metrics_port: int = Field(default=9002, ge=0, le=65535, description="HTTP port of metrics and probes.")
     session_grace: float = Field(
         default=10.0, ge=0, description="Seconds that the requests of a router go on after its stream broke."
+    )
+    shared_device: str = Field(
+        default="",
+        pattern=r"^[A-Za-z0-9_.-]{0,64}$",
+        description="Name of the GPU, or other memory, in which engines of this name are awake in turns; empty: it is "
+        "this engine's own.",
     )
     shutdown_delay: float = Field(
         default=0.0,

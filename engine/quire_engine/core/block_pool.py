@@ -131,6 +131,13 @@ class BlockPool:
             if self._ref_counts[block_id] == 0:
                 self._free.move_to_end(block_id, last=False)
 
+    def evict_all(self) -> None:
+        """Evicts every block that has a hash, in free order. Nobody may use one."""
+        assert self.num_free == self.num_blocks, "blocks are in use"
+        for block_id in self._free:
+            if (block_hash := self._block_hashes[block_id]) is not None:
+                self._evict_hash(block_id, block_hash)
+
     def restore(self, block_id: int, block_hash: bytes) -> None:
         """Makes a free block findable that has these contents since before the start, and the last to be evicted."""
         self.cache_block(block_id, block_hash)

@@ -7,16 +7,23 @@ model output of the last step is read; the synchronous loop is the reference tha
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from time import perf_counter, time_ns
 from typing import cast
 
-from quire_proto.errors import QuireError, internal
+from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
 
 from quire_engine.core.block_pool import BlockStored, KVCacheEvent
-from quire_engine.core.executor import AsyncExecutor, AsyncModelOutput, Executor, ExecutorError
+from quire_engine.core.executor import (
+    AsyncExecutor,
+    AsyncModelOutput,
+    Executor,
+    ExecutorError,
+    Sleeper,
+    SleepError,
+)
 from quire_engine.core.kv_disk import TransferResult
 from quire_engine.core.outputs import EngineCoreOutput, EngineLoad, KVCacheFragmentation
 from quire_engine.core.preemption import TimeAway
@@ -28,6 +35,9 @@ from quire_engine.core.step_time_model import StepWork
 log = logging.getLogger(__name__)
 
 FRAGMENTATION_INTERVAL = 64
+CANNOT_SLEEP = (
+    "This engine does not sleep: one that shares its model with other processes or engines, or streams weights, cannot."
+)
 DISK_WAIT_SECONDS = 0.01
 """How long a round without a step waits for the disk, and a new request for the round."""
 
@@ -73,7 +83,21 @@ class RemoveLoRA:
     lora_id: int
 
 
-Command = AddRequest | AbortRequest | GetSnapshot | GetBlockStates | Shutdown | RemoveLoRA
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Puts the engine to sleep unless it has work, and calls ``reply`` with None, or with why it does not sleep."""
+
+    reply: Callable[[QuireError | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WakeUp:
+    """Wakes the engine up, as a request does, and calls ``reply`` with None, or with why it sleeps on."""
+
+    reply: Callable[[QuireError | None], None]
+
+
+Command = AddRequest | AbortRequest | GetSnapshot | GetBlockStates | Shutdown | RemoveLoRA | Sleep | WakeUp
 
 
 @dataclass(slots=True)
@@ -135,6 +159,9 @@ class EngineCore:
 
     ``publish`` is called on that thread after each step and must return quickly. ``send`` may be called from any
     thread. The scheduler's ``step_times`` learn from each step; how long one took is read from ``clock``, in seconds.
+
+    While ``is_sleeping`` there is no work: ``sleeper`` has given memory back, and a request wakes it up first. Without
+    one the engine does not sleep.
     """
 
     def __init__(
@@ -143,12 +170,16 @@ class EngineCore:
         executor: Executor,
         publish: Callable[[EngineCoreOutputs], None],
         clock: Callable[[], float] = perf_counter,
+        *,
+        sleeper: Sleeper | None = None,
     ) -> None:
         self.scheduler = scheduler
         if executor.depth > 1:
             scheduler.disable_speculation()
         assert executor.depth <= scheduler.max_depth, f"the executor's depth is more than {scheduler.max_depth}"
         self._executor = executor
+        self._sleeper = sleeper
+        self.is_sleeping = False
         self._publish = publish
         self._clock = clock
         self._ended = clock()
@@ -240,7 +271,10 @@ class EngineCore:
         trace.seconds = self._measure(step, model_output)
         events = self.scheduler.kv_cache_manager.take_events()
         away = self.scheduler.take_times_away()
-        self._publish(EngineCoreOutputs(outputs, self.scheduler.get_load(), events, trace, fragmentation, away))
+        self._publish(EngineCoreOutputs(outputs, self._get_load(), events, trace, fragmentation, away))
+
+    def _get_load(self) -> EngineLoad:
+        return replace(self.scheduler.get_load(), is_sleeping=self.is_sleeping)
 
     def _measure(self, step: "InFlightStep", model_output: ModelOutput) -> float:
         """Returns the seconds that a step took on the core's clock, and has the scheduler learn from them, unless other
@@ -300,23 +334,67 @@ class EngineCore:
                 self.scheduler.abort_request(request_id, indexes)
             case GetSnapshot(reply):
                 self._finish_all_steps()  # steps in flight have changed the prefix cache already
-                reply(self.scheduler.get_load(), self.scheduler.kv_cache_manager.stored_blocks())
+                reply(self._get_load(), self.scheduler.kv_cache_manager.stored_blocks())
             case GetBlockStates(reply):
                 pools = self.scheduler.kv_cache_manager
                 reply(pools.device_pool.block_states(), pools.host_pool.block_states())
             case RemoveLoRA(lora_id):
                 self._executor.remove_lora(lora_id)
+            case Sleep(reply):
+                reply(self._sleep())
+            case WakeUp(reply):
+                reply(self._wake_up())
             case Shutdown():
                 self._stopped = True
 
     def _add_request(self, request: Request) -> None:
         try:
+            if (failure := self._wake_up()) is not None:
+                raise failure
             self.scheduler.add_request(request)
         except QuireError as error:
             rejection = EngineCoreOutput(
                 request.request_id, finish_reason=FinishReason.ERROR, error=error, ends_request=True
             )
             self._rejected.append(rejection)
+
+    def _sleep(self) -> QuireError | None:
+        if self._sleeper is None:
+            return QuireError(ErrorCode.UNAVAILABLE, CANNOT_SLEEP)
+        self._finish_all_steps()
+        if self._has_work:
+            return QuireError(ErrorCode.OVERLOADED, "The engine has requests, and does not sleep before they end.")
+        if self.is_sleeping:
+            return None
+        begun = perf_counter()
+        self.scheduler.kv_cache_manager.device_pool.evict_all()
+        self.step()  # copies to the host what is worth it
+        self._finish_all_steps()
+        try:
+            self._sleeper.sleep()
+        except SleepError as error:
+            return QuireError(ErrorCode.UNAVAILABLE, f"The engine cannot sleep: {error}.")
+        self.is_sleeping = True
+        log.info("asleep after %.2f s", perf_counter() - begun)
+        self.step()  # publishes that it sleeps
+        return None
+
+    def _wake_up(self) -> QuireError | None:
+        if not self.is_sleeping:
+            return None
+        assert self._sleeper is not None, "it was put to sleep"
+        begun = perf_counter()
+        try:
+            self._sleeper.wake_up()
+        except SleepError as error:
+            return QuireError(ErrorCode.UNAVAILABLE, f"The engine cannot wake up: {error}.", retry_after=1.0)
+        self.is_sleeping = False
+        seconds = perf_counter() - begun
+        self.scheduler.stats.wake_ups += 1
+        self.scheduler.stats.wake_seconds += seconds
+        log.info("awake after %.2f s", seconds)
+        self.step()
+        return None
 
 
 class InFlightStep:

@@ -48,6 +48,24 @@ class CopyError(ExecutorError):
     """
 
 
+class SleepError(Exception):
+    """An engine cannot go to sleep, or cannot wake up; it is as it was before. The text is a clause that says why."""
+
+
+class Sleeper(Protocol):
+    """Gives back the memory of an executor that has nothing to do. Between ``sleep`` and ``wake_up`` nothing may be
+    executed, and KV blocks of the device have no contents after that.
+    """
+
+    def sleep(self) -> None:
+        """Gives back the memory of weights and KV blocks. Blocks of the host pool stay. Raises ``SleepError``."""
+        ...
+
+    def wake_up(self) -> None:
+        """Takes it again, with the same weights. Raises ``SleepError``."""
+        ...
+
+
 class Executor(Protocol):
     """Executes scheduler outputs, one after the other, on one device."""
 

@@ -65,6 +65,7 @@ class EngineLoad:
     disk_blocks_total: int = 0
     disk_blocks_free: int = 0
     loras: LoRAStats = LoRAStats()  # noqa: RUF009 - it is frozen
+    is_sleeping: bool = False
 
 
 @dataclass(slots=True)
@@ -76,7 +77,7 @@ class SchedulerStats:
     sequences were swapped out, and ``blocks_used_ahead`` were found there when these were; ``blocks_parted`` those
     copied because a sequence wrote into a shared one. ``out_of_memory`` requests were alone and could not grow.
     ``num_draft_tokens`` were guessed, in ``num_drafts`` chunks, and ``num_accepted_tokens`` of them were then drawn.
-    ``disk_failures`` are blocks that the disk did not store or give back.
+    ``disk_failures`` are blocks that the disk did not store or give back. ``wake_ups`` took ``wake_seconds`` together.
     """
 
     computed_tokens: int = 0
@@ -102,6 +103,8 @@ class SchedulerStats:
     disk_bytes_stored: int = 0
     disk_bytes_loaded: int = 0
     disk_failures: Counter[DiskFailure] = field(default_factory=Counter)
+    wake_ups: int = 0
+    wake_seconds: float = 0.0
 
     @property
     def prefix_hit_tokens(self) -> int:

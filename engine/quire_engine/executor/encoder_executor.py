@@ -19,6 +19,7 @@ from quire_engine.executor.pooler import Pooler
 from quire_engine.executor.torch_executor import device_errors
 from quire_engine.models.encoder import EncoderConfig, EncoderModel, PackedPrompts, load_encoder
 from quire_engine.worker.input_batch import PooledChunk
+from quire_engine.worker.sleep import PutAway, device_storages, put_away
 
 _TIMED_TOKENS = 128
 
@@ -42,6 +43,7 @@ class EncoderExecutor:
         blocks = -(-args.max_num_batched_tokens // args.block_size) + args.max_num_seqs + 1
         self.kv_cache_config = KVCacheConfig(args.block_size, blocks, 0)
         self._model = model
+        self._put_away: PutAway | None = None
         self._pooler = Pooler(config.pooler_config, model.classifier)
         self.rates = Rates(self._measure(), 1e9)
 
@@ -96,6 +98,21 @@ class EncoderExecutor:
 
     def remove_lora(self, lora_id: int) -> None:
         """See ``Executor.remove_lora``. There is none."""
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether this is a ``Sleeper``."""
+        return True
+
+    def sleep(self) -> None:
+        """See ``Sleeper.sleep``. There is no KV memory."""
+        self._put_away = put_away(device_storages(self._model, self._model.device), self._model.device)
+
+    def wake_up(self) -> None:
+        """See ``Sleeper.wake_up``."""
+        assert self._put_away is not None, "it does not sleep"
+        self._put_away.restore()
+        self._put_away = None
 
     def close(self) -> None:
         """Gives the memory of the weights back. May be called again."""

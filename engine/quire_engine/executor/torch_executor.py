@@ -376,6 +376,24 @@ class TorchExecutor:
                 output.errors[chunk.sequence_id] = QuireError(ErrorCode.UNAVAILABLE, message, param="model")
         return [chunk for chunk in chunks if chunk.lora_int_id not in failed]
 
+    @property
+    def can_sleep(self) -> bool:
+        """Whether this is a ``Sleeper``: its weights are all its own, and all in the memory of one device."""
+        return isinstance(self._runner, ModelRunner) and self._engines is None and self.weight_stats is None
+
+    def sleep(self) -> None:
+        """See ``Sleeper.sleep``."""
+        assert isinstance(self._runner, ModelRunner), "it cannot sleep"
+        self._previous_step = None
+        with inference_on(self._device):
+            self._runner.sleep()
+
+    def wake_up(self) -> None:
+        """See ``Sleeper.wake_up``."""
+        assert isinstance(self._runner, ModelRunner), "it cannot sleep"
+        with inference_on(self._device):
+            self._runner.wake_up()
+
     def close(self) -> None:
         """Gives the memory of KV pools and weights back, and ends the other ranks. Nothing can be run any more. May be
         called again.

@@ -61,6 +61,7 @@ class EngineMetrics:
         if dp_stats is not None:
             self.registry.register(_DummyPasses(model, dp_stats))
         self.registry.register(_Startup(model, startup))
+        self.registry.register(_WakeUps(model, statistics))
         self._model = model
         self._statistics = statistics
         self._running = self._gauge(Metric.ENGINE_RUNNING, "Sequences that hold device blocks")
@@ -108,6 +109,7 @@ class EngineMetrics:
             Metric.ENGINE_DISK_FAILURES, "KV blocks that the disk did not store or give back", ("reason",)
         )
         self._empty_slots = self._gauge(Metric.ENGINE_EMPTY_SLOTS, "Slots of held KV blocks without a token")
+        self._sleeping = self._gauge(Metric.ENGINE_SLEEPING, "1 while the engine sleeps")
         self._unreachable = self._gauge(Metric.ENGINE_UNREACHABLE_BLOCKS, "KV blocks neither free nor held")
         self._vllm_totals: dict[str, Counter] = {}
         self._totals = self._counters()
@@ -133,6 +135,7 @@ class EngineMetrics:
             (self._running, load.running),
             (self._waiting, load.waiting),
             (self._swapped, load.swapped),
+            (self._sleeping, int(load.is_sleeping)),
             (self._vllm_running, load.running),
             (self._vllm_waiting, load.waiting + load.swapped),
             (self._vllm_usage, 1 - load.blocks_free / max(1, load.blocks_total)),
@@ -271,6 +274,22 @@ class _Startup(Collector):
             cpu_seconds.add_metric((self._model, each.phase), each.cpu_seconds)
         yield seconds
         yield cpu_seconds
+
+
+class _WakeUps(Collector):
+    """Reads the totals when it is asked."""
+
+    def __init__(self, model: str, stats: SchedulerStats) -> None:
+        self._model = model
+        self._stats = stats
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        count = CounterMetricFamily(Metric.ENGINE_WAKE_UPS, "Times that the engine woke up", labels=("model",))
+        count.add_metric((self._model,), self._stats.wake_ups)
+        yield count
+        seconds = CounterMetricFamily(Metric.ENGINE_WAKE_SECONDS, "Time that it took to wake up", labels=("model",))
+        seconds.add_metric((self._model,), self._stats.wake_seconds)
+        yield seconds
 
 
 class _DummyPasses(Collector):

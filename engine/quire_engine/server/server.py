@@ -24,7 +24,7 @@ from quire_proto.telemetry import DropReason
 from quire_engine.config import EngineConfig
 from quire_engine.core.data_parallel import DataParallel, DPEngineCore
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs, Shutdown
-from quire_engine.core.executor import Executor, WeightStats
+from quire_engine.core.executor import Executor, Sleeper, WeightStats
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.startup import StartupPhase, StartupTimer
 from quire_engine.server.loras import LoRARegistry
@@ -62,7 +62,8 @@ class EngineServer:
     ``dropped_spans`` counts the spans that do not reach a collector; None if none are exported. ``loras`` are its
     adapters; None if it serves none. ``weights`` are the statistics of layers that are read from disk, None if none
     are. An engine of a group is ``data_parallel``: told to stop it tells the others, and takes part in their steps
-    until all have finished their requests. ``startup`` has timed the phases until now.
+    until all have finished their requests. ``startup`` has timed the phases until now. ``sleeper``
+    gives memory back while the engine sleeps; without one it does not.
 
     Raises ``TlsError`` if the files of ``config.tls`` cannot be used.
     """
@@ -80,6 +81,7 @@ class EngineServer:
         weights: WeightStats | None = None,
         data_parallel: DataParallel | None = None,
         startup: StartupTimer | None = None,
+        sleeper: Sleeper | None = None,
     ) -> None:
         self._config = config
         self._lockstep = None if data_parallel is None else data_parallel.lockstep
@@ -89,7 +91,7 @@ class EngineServer:
         self._description = description
         description.generation = secrets.randbits(64)
         self._core = (
-            EngineCore(scheduler, executor, self._publish)
+            EngineCore(scheduler, executor, self._publish, sleeper=sleeper)
             if data_parallel is None
             else DPEngineCore(scheduler, executor, self._publish, data_parallel)
         )

@@ -16,6 +16,7 @@ from quire_engine.core.outputs import SchedulerStats
 from quire_engine.server.messages import pool_to_proto
 from quire_engine.server.session import Session as RouterSession  # the contract has a method Session
 from quire_engine.server.session_manager import SessionManager
+from quire_engine.server.sleep_control import SleepControl
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +34,16 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     """Serves the methods of ``engine.proto``. ``stats`` are the scheduler's totals."""
 
     def __init__(
-        self, sessions: SessionManager, description: pb.DescribeResponse, stats: SchedulerStats | None = None
+        self,
+        sessions: SessionManager,
+        description: pb.DescribeResponse,
+        stats: SchedulerStats | None = None,
+        sleep: SleepControl | None = None,
     ) -> None:
         self._sessions = sessions
         self._description = description
         self._stats = stats or SchedulerStats()
+        self._sleep = sleep or SleepControl(sessions, sessions.core)
 
     async def Describe(  # noqa: N802 - named by the contract
         self, request: pb.DescribeRequest, context: ServicerContext[pb.DescribeRequest, pb.DescribeResponse]
@@ -106,6 +112,34 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         except QuireError as error:
             await context.abort(grpc.StatusCode[error.status.grpc], error.message)
         return pb.UnloadLoraResponse()
+
+    async def Sleep(  # noqa: N802 - named by the contract
+        self, request: pb.SleepRequest, context: ServicerContext[pb.SleepRequest, pb.SleepResponse]
+    ) -> pb.SleepResponse:
+        """Puts the engine to sleep."""
+        try:
+            await self._sleep.sleep(request.wait_seconds)
+        except QuireError as error:
+            await context.abort(grpc.StatusCode[error.status.grpc], error.message)
+        return pb.SleepResponse()
+
+    async def WakeUp(  # noqa: N802 - named by the contract
+        self, request: pb.WakeUpRequest, context: ServicerContext[pb.WakeUpRequest, pb.WakeUpResponse]
+    ) -> pb.WakeUpResponse:
+        """Wakes the engine up."""
+        del request
+        try:
+            await self._sleep.wake_up()
+        except QuireError as error:
+            await context.abort(grpc.StatusCode[error.status.grpc], error.message)
+        return pb.WakeUpResponse()
+
+    async def IsSleeping(  # noqa: N802 - named by the contract
+        self, request: pb.IsSleepingRequest, context: ServicerContext[pb.IsSleepingRequest, pb.IsSleepingResponse]
+    ) -> pb.IsSleepingResponse:
+        """Whether the engine sleeps."""
+        del request, context
+        return pb.IsSleepingResponse(is_sleeping=self._sleep.is_sleeping)
 
     async def _read_commands(self, session: RouterSession, number: int, requests: _Requests) -> None:
         """Handles the router's commands. When the router half-closes, the stream to it continues; when a command cannot

@@ -1,7 +1,7 @@
 """All sessions of an engine, and the requests that they submitted.
 
 ``SessionManager`` sends each step's outputs to the sessions whose requests they belong to, and aborts the requests of
-sessions that have ended. ``PendingGrammars`` has the requests whose grammars are being compiled.
+sessions that have ended.
 
 Everything here runs on the event loop; the core's thread hands its steps over with ``call_soon_threadsafe``, which
 keeps their order.
@@ -9,16 +9,14 @@ keeps their order.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf
 
 from quire.v1 import engine_pb2 as pb
-from quire_proto.errors import ErrorCode, QuireError, internal
-from quire_proto.structured_output import Structured
+from quire_proto.errors import ErrorCode, QuireError
 
 from quire_engine.core.block_pool import BlockStored
 from quire_engine.core.engine_core import (
@@ -44,10 +42,10 @@ from quire_engine.server.messages import (
     refusal_to_proto,
     request_from_proto,
 )
+from quire_engine.server.pending_grammars import PendingGrammars
 from quire_engine.server.session import Session, SessionOverflowError
 from quire_engine.server.tracing import TraceExporter
 from quire_engine.structured_output.compiler import GrammarCompiler
-from quire_engine.structured_output.llguidance import CompiledGrammar
 
 log = logging.getLogger(__name__)
 MAX_SESSIONS = 256
@@ -55,9 +53,6 @@ HEARTBEAT_INTERVAL = 0.25
 """Seconds. At most twice as long a router that waits for tokens hears nothing of an engine that is alive: heartbeats
 come from the event loop, which no step of the core's thread holds up.
 """
-
-GRAMMAR_TIMEOUT_SECONDS = 15.0
-"""How long a request waits for its grammar. Compiling one takes a second or two at most: the rest is queueing."""
 
 
 @dataclass(slots=True)
@@ -137,6 +132,7 @@ class SessionManager:
         self._update_timer: asyncio.TimerHandle | None = None
         self._update_timer_due = inf
         self._core: EngineCore | None = None
+        self._num_falling_asleep = 0
         self.draining = False
         self.on_first_session: Callable[[], None] | None = None
 
@@ -224,6 +220,28 @@ class SessionManager:
                 self.loras.release(live.lora)
         self._ended.set()
 
+    @contextmanager
+    def falling_asleep(self) -> Iterator[None]:
+        """Inside this context every session hears that the engine sleeps, whether it does already or not."""
+        self._num_falling_asleep += 1
+        self._load.is_sleeping = True
+        self._send_load()
+        try:
+            yield
+        finally:
+            self._num_falling_asleep -= 1
+            self._load.is_sleeping = self.core.is_sleeping or self._num_falling_asleep > 0
+            self._send_load()
+
+    def _to_proto(self, load: EngineLoad) -> pb.Load:
+        message = load_to_proto(load)
+        message.is_sleeping = message.is_sleeping or self._num_falling_asleep > 0
+        return message
+
+    def _send_load(self) -> None:
+        for session in list(self._sessions.values()):
+            self._send(session, 0, [], [])
+
     def submit(self, session: Session, message: pb.Submit) -> None:
         """Starts a request, or sends the error that refuses it."""
         try:
@@ -251,7 +269,8 @@ class SessionManager:
         session without outputs hears of these with its next update.
         """
         self._step = step.trace.step
-        self._load = load_to_proto(step.load)
+        slept = self._load.is_sleeping
+        self._load = self._to_proto(step.load)
         steps: dict[str, _SessionStep] = {}
         for output in step.outputs:
             if (live := self._live.get(output.request_id)) is not None:
@@ -268,6 +287,8 @@ class SessionManager:
             if found is not None:
                 new = () if session.has_deferred else events
                 self._send(session, self._step, found.outputs, new, found.tokens)
+        if self._load.is_sleeping != slept:
+            self._send_load()
         self._send_updates()
         self._tracing.on_step(step)  # last: should tracing raise, the tokens have been sent
 
@@ -404,7 +425,7 @@ class SessionManager:
             return
         if (other := self._sessions.get(message.session_id)) is not None:
             self.close(other)
-        self._load = load_to_proto(load)
+        self._load = self._to_proto(load)
         session = Session(message.session_id, self._generation, message.updates, draining=self.draining)
         self._sessions[message.session_id] = session
         snapshot = session.snapshot(self._load, cached_to_proto(stored), self.loras, resumed=False)
@@ -417,98 +438,3 @@ class SessionManager:
         handle = self._expiries.pop(session.session_id, None)
         if handle is not None:
             handle.cancel()
-
-
-Ready = Callable[[Request, list[tuple[int, ...]]], None]
-Failed = Callable[[Request, QuireError], None]
-Withdrawn = Callable[[Structured], None]
-
-
-@dataclass(slots=True)
-class _Waiting:
-    request: Request
-    timer: asyncio.TimerHandle
-    cancelled: list[tuple[int, ...]] = field(default_factory=list)
-
-
-class PendingGrammars:
-    """The requests whose grammars are being compiled. For each that is not withdrawn, calls either ``ready``, with the
-    grammar in the request and the choices cancelled meanwhile, or ``failed``. Calls ``withdrawn`` with the grammar of a
-    request that was withdrawn or timed out. Runs on the event loop.
-    """
-
-    def __init__(self, ready: Ready, failed: Failed, withdrawn: Withdrawn) -> None:
-        self._ready = ready
-        self._failed = failed
-        self._withdrawn = withdrawn
-        self._waiting: dict[str, _Waiting] = {}
-
-    def start(self, request: Request, compiled: "Future[CompiledGrammar]") -> None:
-        """Adds a request that waits for ``compiled``. Calls back at once if it is done."""
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(GRAMMAR_TIMEOUT_SECONDS, self._time_out, request.request_id)
-        self._waiting[request.request_id] = _Waiting(request, timer)
-        if compiled.done():
-            self._on_compiled(request.request_id, compiled)
-        else:
-            compiled.add_done_callback(lambda done: _on_loop(loop, self._on_compiled, request.request_id, done))
-
-    def withdraw(self, key: str) -> Request | None:
-        """Removes and returns a request. Returns None if it does not wait here."""
-        waiting = self._pop(key)
-        if waiting is None:
-            return None
-        self._release_grammar(waiting.request)
-        return waiting.request
-
-    def cancel(self, key: str, indexes: tuple[int, ...]) -> bool:
-        """Records choices that are cancelled. Returns False if the request does not wait here."""
-        if (waiting := self._waiting.get(key)) is None:
-            return False
-        waiting.cancelled.append(indexes)
-        return True
-
-    def _on_compiled(self, key: str, compiled: "Future[CompiledGrammar]") -> None:
-        waiting = self._pop(key)
-        if waiting is None:
-            return
-        if (error := _error_of(compiled)) is not None:
-            self._failed(waiting.request, error)
-        else:
-            self._ready(replace(waiting.request, grammar=compiled.result()), waiting.cancelled)
-
-    def _time_out(self, key: str) -> None:
-        if (waiting := self._pop(key)) is not None:
-            self._release_grammar(waiting.request)
-            message = "The engine has too many grammars to compile."
-            self._failed(waiting.request, QuireError(ErrorCode.OVERLOADED, message, retry_after=1.0))
-
-    def _release_grammar(self, request: Request) -> None:
-        if request.sampling.structured is not None:
-            self._withdrawn(request.sampling.structured)
-
-    def _pop(self, key: str) -> _Waiting | None:
-        waiting = self._waiting.pop(key, None)
-        if waiting is not None:
-            waiting.timer.cancel()
-        return waiting
-
-
-def _on_loop(
-    loop: asyncio.AbstractEventLoop,
-    callback: Callable[[str, "Future[CompiledGrammar]"], None],
-    key: str,
-    done: "Future[CompiledGrammar]",
-) -> None:
-    with suppress(RuntimeError):  # the loop is closed, and the request with it
-        loop.call_soon_threadsafe(callback, key, done)
-
-
-def _error_of(compiled: "Future[CompiledGrammar]") -> QuireError | None:
-    if compiled.cancelled():
-        return QuireError(ErrorCode.UNAVAILABLE, "The engine is shutting down.", retry_after=1.0)
-    error = compiled.exception()
-    if error is None or isinstance(error, QuireError):
-        return error
-    log.error("a grammar could not be compiled", exc_info=error)
-    return internal()

@@ -20,6 +20,7 @@ from quire_engine.device.accelerator import pin_pages
 from quire_engine.errors import ModelError
 from quire_engine.worker.block_file import BlockFile, DiskTransfers, disk_contents, measure_block_seconds
 from quire_engine.worker.memory import CacheSizes
+from quire_engine.worker.sleep import give_back, take_again
 
 
 class CudaSwapStream:
@@ -128,6 +129,7 @@ class KVCache:
         if self.swap_stream is not None:
             self.swap_stream.record_compute()
         self.transfers: DiskTransfers | None = None
+        self._sleeping_bytes = 0
 
     def copy(self, copies: BlockCopies) -> None:
         """Copies blocks in the order of ``BlockCopies``. On the CPU all is copied when this returns. Raises
@@ -164,6 +166,15 @@ class KVCache:
         pool = self._host_blocks.view(torch.uint8).numpy()
         self.transfers = DiskTransfers(file, lambda block_id: memoryview(pool[block_id]).cast("B"), report)
         return contents
+
+    def sleep(self) -> None:
+        """Gives back the memory of the device's blocks, whose contents are lost. Those of the host stay."""
+        self._sleeping_bytes = self.blocks.untyped_storage().nbytes()
+        give_back(self.blocks.untyped_storage())
+
+    def wake_up(self) -> None:
+        """Takes it again, as zeros. Raises ``SleepError`` where there is none."""
+        take_again(self.blocks.untyped_storage(), self._sleeping_bytes)
 
     def close(self) -> None:
         """Frees the memory; nothing can be computed after that."""

@@ -3,6 +3,7 @@
 On CUDA nothing here waits for the device.
 """
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from quire_engine.checkpoint.support import check_max_model_len
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import EngineArgs
 from quire_engine.core.block_pool import BlockCopies, KVCacheConfig
+from quire_engine.core.executor import SleepError
 from quire_engine.core.kv_disk import DiskContents, TransferResult
 from quire_engine.core.lora import LoRARequest
 from quire_engine.device.accelerator import upload
@@ -49,6 +51,7 @@ from quire_engine.worker.cuda_graph import (
 from quire_engine.worker.input_batch import ModelInput, scatter_pending
 from quire_engine.worker.kv_cache import KVCache, min_cache_sizes
 from quire_engine.worker.memory import CacheSizes
+from quire_engine.worker.sleep import PutAway, device_storages, put_away
 
 log = logging.getLogger(__name__)
 KEEPS_WINDOWS = "layers with a window keep the keys and values of all tokens, %s"
@@ -288,6 +291,9 @@ class ModelRunner:
         self._kv_cache = model.make_kv_cache(sizes)
         if capture is None and model.device.type == "cuda" and model.graph_sizes:
             capture = CudaGraphCapturer()
+        self._loaded = model
+        self._capture = capture
+        self._put_away: PutAway | None = None
         self._cuda_graphs = self._cpu_graphs = None
         if capture is None and model.device.type == "cpu" and model.graph_sizes:
             self._cpu_graphs = make_cpu_graphs(model.model, self._kv_cache.layers, model.attention)
@@ -375,8 +381,37 @@ class ModelRunner:
             self._kv_cache.close()
             raise
 
+    def sleep(self) -> None:
+        """See ``Sleeper.sleep``. CUDA graphs are dropped, as they hold addresses."""
+        model, device = self._loaded, self._loaded.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        held = device_storages((model.model, model.attention, model.classifier), device)
+        blocks = self._kv_cache.blocks.untyped_storage().data_ptr()
+        self._put_away = put_away([each for each in held if each.data_ptr() != blocks], device)
+        self._cuda_graphs = None
+        self._kv_cache.sleep()
+        if device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def wake_up(self) -> None:
+        """See ``Sleeper.wake_up``."""
+        assert self._put_away is not None, "it does not sleep"
+        self._kv_cache.wake_up()
+        try:
+            self._put_away.restore()
+        except SleepError:
+            self._kv_cache.sleep()
+            raise
+        self._put_away = None
+        if self._capture is not None:
+            # Another memory pool, as that of the former graphs is gone with them.
+            again = CudaGraphCapturer() if isinstance(self._capture, CudaGraphCapturer) else self._capture
+            self._cuda_graphs = self._capture_graphs(self._loaded, again, alone=True)
+
     def close(self) -> None:
         """See ``Runner.close``."""
         self._cuda_graphs = self._cpu_graphs = self._loras = None
         self._kv_cache.close()
-        del self._model, self._attention
+        del self._model, self._attention, self._loaded

@@ -680,6 +680,7 @@ class Load(_message.Message):
     PACE_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_PER_STEP_FIELD_NUMBER: _builtins.int
     BEST_EFFORT_FIELD_NUMBER: _builtins.int
+    IS_SLEEPING_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Sequences holding device blocks."""
     waiting: _builtins.int
@@ -703,6 +704,10 @@ class Load(_message.Message):
     """Of the sequences that are running, waiting, preempted or swapped, those that are best effort. What is left to compute of their
     prompts is not among `uncomputed_tokens`, because no other request waits for it.
     """
+    is_sleeping: _builtins.bool
+    """The engine sleeps, or is to sleep when its last request has ended: it is alive, and a request there has to wait until it has woken
+    up. Engines of older versions never sleep.
+    """
     @_builtins.property
     def pace(self) -> Global___Pace:
         """How fast it is, learned from its own steps; nothing is set before the first ones."""
@@ -721,10 +726,11 @@ class Load(_message.Message):
         pace: Global___Pace | None = ...,
         prompt_tokens_per_step: _builtins.int = ...,
         best_effort: _builtins.int = ...,
+        is_sleeping: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pace", b"pace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_effort", b"best_effort", "blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "host_blocks_free", b"host_blocks_free", "host_blocks_total", b"host_blocks_total", "pace", b"pace", "prompt_tokens_per_step", b"prompt_tokens_per_step", "running", b"running", "swapped", b"swapped", "uncomputed_tokens", b"uncomputed_tokens", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_effort", b"best_effort", "blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "host_blocks_free", b"host_blocks_free", "host_blocks_total", b"host_blocks_total", "is_sleeping", b"is_sleeping", "pace", b"pace", "prompt_tokens_per_step", b"prompt_tokens_per_step", "running", b"running", "swapped", b"swapped", "uncomputed_tokens", b"uncomputed_tokens", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -983,6 +989,8 @@ class DescribeResponse(_message.Message):
     MATRYOSHKA_DIMENSIONS_FIELD_NUMBER: _builtins.int
     BEST_EFFORT_FIELD_NUMBER: _builtins.int
     KV_CACHE_GROUPS_FIELD_NUMBER: _builtins.int
+    CAN_SLEEP_FIELD_NUMBER: _builtins.int
+    SHARED_DEVICE_FIELD_NUMBER: _builtins.int
     model_revision: _builtins.str
     """Identifies the weights; part of every block hash."""
     max_model_len: _builtins.int
@@ -1019,6 +1027,10 @@ class DescribeResponse(_message.Message):
     """Whether requests of the largest priority are best effort. Not so at engines of older versions: other requests wait for them."""
     kv_cache_groups: _builtins.int
     """Groups of layers, each of which takes a device block for `block_size` tokens; 0 from engines that know none, which have one."""
+    can_sleep: _builtins.bool
+    """Whether Sleep can be called."""
+    shared_device: _builtins.str
+    """Engines that name the same device have the memory for one of them to be awake. Empty where it has its memory for itself."""
     @_builtins.property
     def served_model_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names under which clients may ask for the model, the preferred one first."""
@@ -1059,14 +1071,115 @@ class DescribeResponse(_message.Message):
         matryoshka_dimensions: _abc.Iterable[_builtins.int] | None = ...,
         best_effort: _builtins.bool = ...,
         kv_cache_groups: _builtins.int = ...,
+        can_sleep: _builtins.bool = ...,
+        shared_device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_effort", b"best_effort", "block_size", b"block_size", "blocks_total", b"blocks_total", "config_digest", b"config_digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation", b"generation", "host_blocks_total", b"host_blocks_total", "kv_cache_groups", b"kv_cache_groups", "matryoshka_dimensions", b"matryoshka_dimensions", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_revision", b"model_revision", "pooled_size", b"pooled_size", "prefix_caching", b"prefix_caching", "served_model_names", b"served_model_names", "supported_tasks", b"supported_tasks", "tokenizer_digest", b"tokenizer_digest", "unbounded_steps", b"unbounded_steps", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_effort", b"best_effort", "block_size", b"block_size", "blocks_total", b"blocks_total", "can_sleep", b"can_sleep", "config_digest", b"config_digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation", b"generation", "host_blocks_total", b"host_blocks_total", "kv_cache_groups", b"kv_cache_groups", "matryoshka_dimensions", b"matryoshka_dimensions", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_revision", b"model_revision", "pooled_size", b"pooled_size", "prefix_caching", b"prefix_caching", "served_model_names", b"served_model_names", "shared_device", b"shared_device", "supported_tasks", b"supported_tasks", "tokenizer_digest", b"tokenizer_digest", "unbounded_steps", b"unbounded_steps", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
+
+@_typing.final
+class SleepRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    wait_seconds: _builtins.float
+    """Seconds to wait for the requests to end, at most 3600."""
+    def __init__(
+        self,
+        *,
+        wait_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["wait_seconds", b"wait_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepRequest: _TypeAlias = SleepRequest  # noqa: Y015
+
+@_typing.final
+class SleepResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepResponse: _TypeAlias = SleepResponse  # noqa: Y015
+
+@_typing.final
+class WakeUpRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeUpRequest: _TypeAlias = WakeUpRequest  # noqa: Y015
+
+@_typing.final
+class WakeUpResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeUpResponse: _TypeAlias = WakeUpResponse  # noqa: Y015
+
+@_typing.final
+class IsSleepingRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IsSleepingRequest: _TypeAlias = IsSleepingRequest  # noqa: Y015
+
+@_typing.final
+class IsSleepingResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IS_SLEEPING_FIELD_NUMBER: _builtins.int
+    is_sleeping: _builtins.bool
+    def __init__(
+        self,
+        *,
+        is_sleeping: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_sleeping", b"is_sleeping"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IsSleepingResponse: _TypeAlias = IsSleepingResponse  # noqa: Y015
 
 @_typing.final
 class LoadLoraRequest(_message.Message):

@@ -59,6 +59,21 @@ class EngineStub:
                 request_serializer=quire_dot_v1_dot_engine__pb2.UnloadLoraRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_engine__pb2.UnloadLoraResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/quire.v1.Engine/Sleep',
+                request_serializer=quire_dot_v1_dot_engine__pb2.SleepRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_engine__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.WakeUp = channel.unary_unary(
+                '/quire.v1.Engine/WakeUp',
+                request_serializer=quire_dot_v1_dot_engine__pb2.WakeUpRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_engine__pb2.WakeUpResponse.FromString,
+                _registered_method=True)
+        self.IsSleeping = channel.unary_unary(
+                '/quire.v1.Engine/IsSleeping',
+                request_serializer=quire_dot_v1_dot_engine__pb2.IsSleepingRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_engine__pb2.IsSleepingResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServicer:
@@ -109,6 +124,29 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Gives the memory of weights and KV blocks back. Requests that run or wait are waited for, and others may still come: all are answered.
+        Meanwhile, and until it wakes up, Load says that it sleeps. A Submit wakes it up. To one that sleeps this changes nothing.
+        Errors: RESOURCE_EXHAUSTED (there are requests still), UNAVAILABLE (it cannot sleep, or not now).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeUp(self, request, context):
+        """Takes the memory again; answers when it is ready. To one that is awake this changes nothing.
+        Errors: UNAVAILABLE (there is not the memory; it sleeps on).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def IsSleeping(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -136,6 +174,21 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.UnloadLora,
                     request_deserializer=quire_dot_v1_dot_engine__pb2.UnloadLoraRequest.FromString,
                     response_serializer=quire_dot_v1_dot_engine__pb2.UnloadLoraResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=quire_dot_v1_dot_engine__pb2.SleepRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_engine__pb2.SleepResponse.SerializeToString,
+            ),
+            'WakeUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeUp,
+                    request_deserializer=quire_dot_v1_dot_engine__pb2.WakeUpRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_engine__pb2.WakeUpResponse.SerializeToString,
+            ),
+            'IsSleeping': grpc.unary_unary_rpc_method_handler(
+                    servicer.IsSleeping,
+                    request_deserializer=quire_dot_v1_dot_engine__pb2.IsSleepingRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_engine__pb2.IsSleepingResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -273,6 +326,87 @@ class Engine:
             '/quire.v1.Engine/UnloadLora',
             quire_dot_v1_dot_engine__pb2.UnloadLoraRequest.SerializeToString,
             quire_dot_v1_dot_engine__pb2.UnloadLoraResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Engine/Sleep',
+            quire_dot_v1_dot_engine__pb2.SleepRequest.SerializeToString,
+            quire_dot_v1_dot_engine__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Engine/WakeUp',
+            quire_dot_v1_dot_engine__pb2.WakeUpRequest.SerializeToString,
+            quire_dot_v1_dot_engine__pb2.WakeUpResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def IsSleeping(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Engine/IsSleeping',
+            quire_dot_v1_dot_engine__pb2.IsSleepingRequest.SerializeToString,
+            quire_dot_v1_dot_engine__pb2.IsSleepingResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -59,6 +59,16 @@ class EngineStub:
     """Unloads an adapter: requests for it are refused from now on, those that run go on. Answers when the last one has ended.
     Errors: NOT_FOUND (there is none of this name).
     """
+    Sleep: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]
+    """Gives the memory of weights and KV blocks back. Requests that run or wait are waited for, and others may still come: all are answered.
+    Meanwhile, and until it wakes up, Load says that it sleeps. A Submit wakes it up. To one that sleeps this changes nothing.
+    Errors: RESOURCE_EXHAUSTED (there are requests still), UNAVAILABLE (it cannot sleep, or not now).
+    """
+    WakeUp: _grpc.UnaryUnaryMultiCallable[_engine_pb2.WakeUpRequest, _engine_pb2.WakeUpResponse]
+    """Takes the memory again; answers when it is ready. To one that is awake this changes nothing.
+    Errors: UNAVAILABLE (there is not the memory; it sleeps on).
+    """
+    IsSleeping: _grpc.UnaryUnaryMultiCallable[_engine_pb2.IsSleepingRequest, _engine_pb2.IsSleepingResponse]
 
 @_typing.type_check_only
 class EngineAsyncStub(EngineStub):
@@ -87,6 +97,16 @@ class EngineAsyncStub(EngineStub):
     """Unloads an adapter: requests for it are refused from now on, those that run go on. Answers when the last one has ended.
     Errors: NOT_FOUND (there is none of this name).
     """
+    Sleep: _aio.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]  # type: ignore[assignment]
+    """Gives the memory of weights and KV blocks back. Requests that run or wait are waited for, and others may still come: all are answered.
+    Meanwhile, and until it wakes up, Load says that it sleeps. A Submit wakes it up. To one that sleeps this changes nothing.
+    Errors: RESOURCE_EXHAUSTED (there are requests still), UNAVAILABLE (it cannot sleep, or not now).
+    """
+    WakeUp: _aio.UnaryUnaryMultiCallable[_engine_pb2.WakeUpRequest, _engine_pb2.WakeUpResponse]  # type: ignore[assignment]
+    """Takes the memory again; answers when it is ready. To one that is awake this changes nothing.
+    Errors: UNAVAILABLE (there is not the memory; it sleeps on).
+    """
+    IsSleeping: _aio.UnaryUnaryMultiCallable[_engine_pb2.IsSleepingRequest, _engine_pb2.IsSleepingResponse]  # type: ignore[assignment]
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -142,5 +162,33 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         """Unloads an adapter: requests for it are refused from now on, those that run go on. Answers when the last one has ended.
         Errors: NOT_FOUND (there is none of this name).
         """
+
+    @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _engine_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.SleepResponse, _abc.Awaitable[_engine_pb2.SleepResponse]]:
+        """Gives the memory of weights and KV blocks back. Requests that run or wait are waited for, and others may still come: all are answered.
+        Meanwhile, and until it wakes up, Load says that it sleeps. A Submit wakes it up. To one that sleeps this changes nothing.
+        Errors: RESOURCE_EXHAUSTED (there are requests still), UNAVAILABLE (it cannot sleep, or not now).
+        """
+
+    @_abc_1.abstractmethod
+    def WakeUp(
+        self,
+        request: _engine_pb2.WakeUpRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.WakeUpResponse, _abc.Awaitable[_engine_pb2.WakeUpResponse]]:
+        """Takes the memory again; answers when it is ready. To one that is awake this changes nothing.
+        Errors: UNAVAILABLE (there is not the memory; it sleeps on).
+        """
+
+    @_abc_1.abstractmethod
+    def IsSleeping(
+        self,
+        request: _engine_pb2.IsSleepingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.IsSleepingResponse, _abc.Awaitable[_engine_pb2.IsSleepingResponse]]: ...
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,72 @@
+"""``SleepControl``: puts an engine to sleep when its requests have ended, and wakes it up. The words are vLLM's:
+``sleep``, ``wake_up`` and ``is_sleeping``.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from quire_proto.errors import ErrorCode, QuireError
+
+from quire_engine.core.engine_core import Command, EngineCore, Sleep, WakeUp
+from quire_engine.server.session_manager import SessionManager
+
+MAX_WAIT_SECONDS = 3600.0
+_POLL_SECONDS = 0.05
+
+
+class SleepControl:
+    """Used on the event loop. Routers are told that the engine sleeps as soon as it is to: they send it nothing new
+    then, so that what runs comes to an end. What they had sent by then, and what comes all the same, is run.
+    """
+
+    def __init__(self, sessions: SessionManager, core: EngineCore) -> None:
+        self._sessions = sessions
+        self._core = core
+        self._num_wake_ups = 0
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the memory is given back."""
+        return self._core.is_sleeping
+
+    async def sleep(self, wait_seconds: float) -> None:
+        """Returns when the engine sleeps. Raises ``QuireError``: OVERLOADED where there are requests still after
+        ``wait_seconds``, UNAVAILABLE where it cannot sleep or is woken up meanwhile.
+        """
+        loop, num_wake_ups = asyncio.get_running_loop(), self._num_wake_ups
+        deadline = loop.time() + min(max(wait_seconds, 0.0), MAX_WAIT_SECONDS)
+        with self._sessions.falling_asleep():
+            while True:
+                # A request whose grammar is compiled is not in the core yet.
+                error = _busy() if self._sessions.in_progress else await self._ask(Sleep)
+                if error is None:
+                    return
+                if error.code is not ErrorCode.OVERLOADED or loop.time() >= deadline:
+                    raise error
+                await asyncio.sleep(_POLL_SECONDS)
+                if self._num_wake_ups != num_wake_ups:
+                    raise QuireError(ErrorCode.UNAVAILABLE, "The engine was woken up before it slept.")
+
+    async def wake_up(self) -> None:
+        """Returns when the engine is awake. Raises ``QuireError`` UNAVAILABLE where it cannot be."""
+        self._num_wake_ups += 1
+        if (error := await self._ask(WakeUp)) is not None:
+            raise error
+
+    async def _ask(self, kind: Callable[[Callable[[QuireError | None], None]], Command]) -> QuireError | None:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[QuireError | None] = loop.create_future()
+
+        def settle(error: QuireError | None) -> None:
+            if not answer.done():
+                answer.set_result(error)
+
+        def reply(error: QuireError | None) -> None:
+            loop.call_soon_threadsafe(settle, error)
+
+        self._core.send(kind(reply))
+        return await answer
+
+
+def _busy() -> QuireError:
+    return QuireError(ErrorCode.OVERLOADED, "The engine has requests, and does not sleep before they end.")

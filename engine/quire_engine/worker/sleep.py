@@ -1,0 +1,194 @@
+"""Memory that is given back while an engine sleeps: ``put_away`` for tensors that have contents, which are weights, and
+``give_back`` for those that have none, which is KV memory.
+
+Tensors stay the objects that they are, and so does whatever views them. On the CPU they keep their addresses too: their
+pages are given back, and are fresh ones when they are written again, so that packed weights and CPU graphs, which are
+addresses for the compiled kernels, stay valid. On a GPU a tensor's storage becomes empty, and has memory at another
+address later, as PyTorch's FSDP frees parameters: CUDA graphs have to be captured again.
+"""
+
+import ctypes
+import gc
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import IO, Protocol
+
+import torch
+
+from quire_engine.core.executor import SleepError
+
+MIN_BYTES = 64 << 10
+"""What smaller tensors take is not worth a system call for each."""
+_PART_BYTES = 16 << 20
+_OPAQUE = (type, ModuleType, BuiltinFunctionType, str, bytes, int, float)
+
+
+def device_storages(root: object, device: torch.device) -> list[torch.UntypedStorage]:
+    """The storages of ``MIN_BYTES`` and more that can be reached from ``root`` and are on ``device``, each once. What
+    is not found is not given back, and nothing else goes wrong.
+    """
+    found: dict[int, torch.UntypedStorage] = {}
+    seen: set[int] = set()
+    pending: list[object] = [root]
+    while pending:
+        each = pending.pop()
+        if id(each) in seen or isinstance(each, _OPAQUE):
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor) and each.device.type == device.type:
+            storage = each.untyped_storage()
+            if storage.nbytes() >= MIN_BYTES:
+                found[storage.data_ptr()] = storage
+        # A function refers to its whole module; what it closes over is all that may be a model's.
+        pending += (each.__closure__ or ()) if isinstance(each, FunctionType) else gc.get_referents(each)
+    return [*found.values()]
+
+
+class PutAway(Protocol):
+    """The contents of storages that have no memory."""
+
+    def restore(self) -> None:
+        """Gives them memory and their contents again; to be called once. Raises ``SleepError`` where there is no
+        memory; nothing has changed then, and it may be called again.
+        """
+        ...
+
+
+def put_away(storages: Sequence[torch.UntypedStorage], device: torch.device) -> PutAway:
+    """Keeps the contents of ``storages`` elsewhere and gives their memory back: from a GPU they go to pinned memory of
+    the host, on the CPU to a file without a name, of which the system keeps in memory what nothing else needs. Raises
+    ``SleepError``; nothing has changed then.
+    """
+    return _OnHost(storages) if device.type == "cuda" else _InFile(storages)
+
+
+def give_back(storage: torch.UntypedStorage) -> None:
+    """Gives back the memory of a storage, whose contents are lost."""
+    if storage.device.type == "cuda":
+        storage.resize_(0)
+    else:
+        _discard_pages(storage)
+
+
+def take_again(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """Gives a storage memory again that ``give_back`` took from it: ``nbytes`` zeros. Raises ``SleepError`` where there
+    is none.
+    """
+    if storage.device.type != "cuda":
+        return  # its pages come when they are written
+    try:
+        storage.resize_(nbytes)
+    except RuntimeError as error:
+        raise SleepError("the GPU does not have the memory that it had") from error
+    _bytes_of(storage).zero_()
+
+
+class _OnHost:
+    def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        self._storages = storages
+        try:
+            self._copies = [torch.empty(each.nbytes(), dtype=torch.uint8, pin_memory=True) for each in storages]
+        except RuntimeError as error:
+            raise SleepError("the host does not have the memory for the weights") from error
+        for storage, copy in zip(storages, self._copies, strict=True):
+            copy.copy_(_bytes_of(storage), non_blocking=True)
+        torch.cuda.synchronize()
+        for storage in storages:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        try:
+            for storage, copy in zip(self._storages, self._copies, strict=True):
+                storage.resize_(len(copy))
+        except RuntimeError as error:
+            for storage in self._storages:
+                storage.resize_(0)
+            raise SleepError("the GPU does not have the memory for the weights") from error
+        for storage, copy in zip(self._storages, self._copies, strict=True):
+            _bytes_of(storage).copy_(copy, non_blocking=True)
+        torch.cuda.synchronize()
+
+
+class _InFile:
+    def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        # What is mapped from a file takes no memory that the system could not take back already.
+        anonymous = _anonymous_mappings()
+        self._storages = [each for each in storages if _is_within(each, anonymous)]
+        self._file = _unnamed_file()
+        try:
+            for storage in self._storages:
+                for part in _parts(storage):
+                    self._file.write(part)
+            self._file.flush()
+        except OSError as error:
+            self._file.close()
+            raise SleepError(f"the weights cannot be written to a file: {error.strerror}") from error
+        for storage in self._storages:
+            _discard_pages(storage)
+
+    def restore(self) -> None:
+        self._file.seek(0)
+        for storage in self._storages:
+            for part in _parts(storage):
+                _read_into(self._file, part)
+        self._file.close()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _parts(storage: torch.UntypedStorage) -> Iterator[memoryview]:
+    """The memory of a storage on the CPU, in pieces."""
+    whole = memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+    for start in range(0, len(whole), _PART_BYTES):
+        yield whole[start : start + _PART_BYTES]
+
+
+def _read_into(file: IO[bytes], part: memoryview) -> None:
+    done = 0
+    while done < len(part):
+        count = os.readv(file.fileno(), [part[done:]])
+        assert count > 0, "nobody else can have shortened the file"
+        done += count
+
+
+def _discard_pages(storage: torch.UntypedStorage) -> None:
+    """Gives back the pages that are all of this storage: they are zeros when they are next read."""
+    first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < end:
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        if madvise(first, end - first, mmap.MADV_DONTNEED):
+            raise OSError(ctypes.get_errno(), "pages cannot be given back")
+
+
+def _anonymous_mappings(root: Path = Path("/")) -> list[tuple[int, int]]:
+    """The addresses, from and to, of this process's memory that is no file's and can be written."""
+    found: list[tuple[int, int]] = []
+    for line in (root / "proc/self/maps").read_text().splitlines():
+        addresses, permissions, _, _, inode, *_ = line.split()
+        if permissions.startswith("rw") and permissions.endswith("p") and inode == "0":
+            first, _, end = addresses.partition("-")
+            found.append((int(first, 16), int(end, 16)))
+    return found
+
+
+def _is_within(storage: torch.UntypedStorage, mappings: Sequence[tuple[int, int]]) -> bool:
+    """Whether both ends of a storage are in ``mappings``: one allocation is of one kind."""
+    ends = storage.data_ptr(), storage.data_ptr() + storage.nbytes() - 1
+    return all(any(first <= address < end for first, end in mappings) for address in ends)
+
+
+def _unnamed_file() -> IO[bytes]:
+    """A file that is gone with the process: in ``TMPDIR``, else where files outlive a boot and are not in memory."""
+    folder = None if os.environ.get("TMPDIR") else "/var/tmp"  # noqa: S108 - without a name nobody can take its place
+    try:
+        return tempfile.TemporaryFile(dir=folder, buffering=0)
+    except OSError:  # a container whose root cannot be written
+        return tempfile.TemporaryFile(buffering=0)
