@@ -196,7 +196,7 @@ def _describe(config: EngineConfig, executor: "ModelExecutor", max_model_len: in
         matryoshka_dimensions=() if pooler is None else pooler.matryoshka_dimensions,
         best_effort=True,
         can_sleep=executor.can_sleep,
-        shared_device=config.shared_device,
+        shared_device=config.shared_device or "",
     )
 
 

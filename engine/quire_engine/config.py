@@ -641,11 +641,11 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
     session_grace: float = Field(
         default=10.0, ge=0, description="Seconds that the requests of a router go on after its stream broke."
     )
-    shared_device: str = Field(
-        default="",
-        pattern=r"^[A-Za-z0-9_.-]{0,64}$",
-        description="Name of the GPU, or other memory, in which engines of this name are awake in turns; empty: it is "
-        "this engine's own.",
+    shared_device: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
+        description="Name of the GPU, or other memory, that engines of the same name have in turns, while the others "
+        "sleep; none: it is this engine's own.",
     )
     shutdown_delay: float = Field(
         default=0.0,

@@ -50,6 +50,8 @@ from quire_router.engines.model_matcher import ModelIdentity
 from quire_router.engines.output_stream import ATTEMPT_FAILURES
 from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ConnectionSettings, assumed_limits
+from quire_router.engines.sleep_controller import SleepController
+from quire_router.engines.sleep_plan import SleepSettings
 from quire_router.engines.update_sharing import UpdateSharing, WorkerPlace
 from quire_router.journal.codec import JournalSettings
 from quire_router.journal.memory import MemoryJournal
@@ -157,6 +159,14 @@ class Components:
             read_usage=self.journal.usage,
         )
         self.queue.on_queued = self.service.bodies.release_queued
+        self.sleep = SleepController(
+            self.fleet,
+            list(settings.models),
+            SleepSettings(settings.sleep_after, settings.min_awake, settings.target_load),
+            num_waiting=self._num_waiting,
+            read_load=self.load.read,
+        )
+        self.queue.on_waiting = self.fleet.on_waiting = self.sleep.ask
         self.picker = None if settings.picker_port is None else self._create_picker(settings, limits)
         self._deletion_costs = self._create_deletion_costs(settings, router_id, worker)
         self._background_jobs = BackgroundJobs(self.runner, self.index, self.journal)
@@ -197,6 +207,8 @@ class Components:
             stack.push_async_callback(self.update_sharing.close)
         stack.push_async_callback(self.fleet.close)
         await self.fleet.start()
+        self.sleep.start()
+        stack.push_async_callback(self.sleep.close)
         if self.lora_updater is not None:
             self.lora_updater.start()
             stack.push_async_callback(self.lora_updater.close)
@@ -287,6 +299,13 @@ class Components:
         if lease is None or (worker is not None and worker.number != 1):
             return None
         return PodDeletionCosts(self.fleet, self.index, lease, router_id, KubeAccess.of_environment())
+
+    def _num_waiting(self, model: str) -> int:
+        """Requests of a model that wait here for an engine. What is best effort waits for one that is ready: none is
+        woken up beside others for it.
+        """
+        queued = self.queue.waiting(model) if self.fleet.ready(model) else self.queue.waiting_of_all_classes(model)
+        return queued + self.fleet.num_waiting(model)
 
     def _count_load(self, model: str) -> int:
         """What runs here, and what gateways were sent on with."""

@@ -351,6 +351,17 @@ class Settings(CliSettings):
     )
     hold_timeout: Seconds = Field(default=10, description="Seconds that requests wait while no engine is ready.")
     max_queue_seconds: Seconds = Field(default=60, description="Seconds that requests wait for an engine with room.")
+    sleep_after: Seconds | None = Field(
+        default=None, description="Seconds without a request after which engines go to sleep; none: never."
+    )
+    min_awake: Annotated[int, Field(ge=0)] = Field(
+        default=1, description="Engines of each model that --sleep-after leaves awake."
+    )
+    target_load: Count | None = Field(
+        default=None,
+        description="Requests that each awake engine is meant to have, as autoscalers have it: sleeping engines are "
+        "woken up for more; none: only when requests find no room.",
+    )
     max_queued_requests: Count = Field(default=512, description="Requests that wait for one model before 429.")
     max_queued_bytes: Count = Field(default=256 * 2**20, description="Bytes of what waits for one model before 429.")
     placement_policy: PolicyName = Field(default="cost", description="How an engine is chosen for a request.")

@@ -7,7 +7,7 @@ model output of the last step is read; the synchronous loop is the reference tha
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from time import perf_counter, time_ns
 from typing import cast
@@ -179,7 +179,6 @@ class EngineCore:
         assert executor.depth <= scheduler.max_depth, f"the executor's depth is more than {scheduler.max_depth}"
         self._executor = executor
         self._sleeper = sleeper
-        self.is_sleeping = False
         self._publish = publish
         self._clock = clock
         self._ended = clock()
@@ -189,6 +188,11 @@ class EngineCore:
         self._stopped = False
         self._busy_since: float | None = None
         self._is_pipeline = scheduler.config.num_stages > 1
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether memory is given back. May be read from any thread."""
+        return self.scheduler.is_sleeping
 
     @property
     def seconds_since_progress(self) -> float:
@@ -271,10 +275,7 @@ class EngineCore:
         trace.seconds = self._measure(step, model_output)
         events = self.scheduler.kv_cache_manager.take_events()
         away = self.scheduler.take_times_away()
-        self._publish(EngineCoreOutputs(outputs, self._get_load(), events, trace, fragmentation, away))
-
-    def _get_load(self) -> EngineLoad:
-        return replace(self.scheduler.get_load(), is_sleeping=self.is_sleeping)
+        self._publish(EngineCoreOutputs(outputs, self.scheduler.get_load(), events, trace, fragmentation, away))
 
     def _measure(self, step: "InFlightStep", model_output: ModelOutput) -> float:
         """Returns the seconds that a step took on the core's clock, and has the scheduler learn from them, unless other
@@ -334,7 +335,7 @@ class EngineCore:
                 self.scheduler.abort_request(request_id, indexes)
             case GetSnapshot(reply):
                 self._finish_all_steps()  # steps in flight have changed the prefix cache already
-                reply(self._get_load(), self.scheduler.kv_cache_manager.stored_blocks())
+                reply(self.scheduler.get_load(), self.scheduler.kv_cache_manager.stored_blocks())
             case GetBlockStates(reply):
                 pools = self.scheduler.kv_cache_manager
                 reply(pools.device_pool.block_states(), pools.host_pool.block_states())
@@ -374,7 +375,7 @@ class EngineCore:
             self._sleeper.sleep()
         except SleepError as error:
             return QuireError(ErrorCode.UNAVAILABLE, f"The engine cannot sleep: {error}.")
-        self.is_sleeping = True
+        self.scheduler.is_sleeping = True
         log.info("asleep after %.2f s", perf_counter() - begun)
         self.step()  # publishes that it sleeps
         return None
@@ -388,7 +389,7 @@ class EngineCore:
             self._sleeper.wake_up()
         except SleepError as error:
             return QuireError(ErrorCode.UNAVAILABLE, f"The engine cannot wake up: {error}.", retry_after=1.0)
-        self.is_sleeping = False
+        self.scheduler.is_sleeping = False
         seconds = perf_counter() - begun
         self.scheduler.stats.wake_ups += 1
         self.scheduler.stats.wake_seconds += seconds

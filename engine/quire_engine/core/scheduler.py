@@ -89,6 +89,7 @@ class Scheduler:
         self.swapped = self._batch_scheduler.swapped
         self.preempted = self._batch_scheduler.preempted
         self.max_depth = max(ASYNC_DEPTH, config.num_stages)
+        self.is_sleeping = False  # the core says so
         self._step = 0
         self._last_step = 0
         self._in_flight: deque[SchedulerOutput] = deque()
@@ -241,6 +242,7 @@ class Scheduler:
             disk_blocks_total=0 if disk is None or not disk.is_on else disk.pool.num_blocks,
             disk_blocks_free=0 if disk is None or not disk.is_on else disk.pool.num_free,
             loras=self._batch_scheduler.get_lora_stats(),
+            is_sleeping=self.is_sleeping,
         )
 
     def get_fragmentation(self) -> KVCacheFragmentation:

@@ -123,7 +123,7 @@ def load_to_proto(load: EngineLoad) -> pb.Load:
         pace=None if load.pace is None else _pace_to_proto(load.pace),
         prompt_tokens_per_step=load.prompt_tokens_per_step,
         best_effort=load.best_effort,
-        is_sleeping=load.is_sleeping,
+        sleep_state=pb.SLEEP_STATE_ASLEEP if load.is_sleeping else pb.SLEEP_STATE_AWAKE,
     )
 
 

@@ -222,21 +222,26 @@ class SessionManager:
 
     @contextmanager
     def falling_asleep(self) -> Iterator[None]:
-        """Inside this context every session hears that the engine sleeps, whether it does already or not."""
+        """Inside this context every session hears that the engine is falling asleep, until it does."""
         self._num_falling_asleep += 1
-        self._load.is_sleeping = True
+        self._set_sleep_state(self._load)
         self._send_load()
         try:
             yield
         finally:
             self._num_falling_asleep -= 1
-            self._load.is_sleeping = self.core.is_sleeping or self._num_falling_asleep > 0
+            self._set_sleep_state(self._load)
             self._send_load()
 
     def _to_proto(self, load: EngineLoad) -> pb.Load:
         message = load_to_proto(load)
-        message.is_sleeping = message.is_sleeping or self._num_falling_asleep > 0
+        self._set_sleep_state(message)
         return message
+
+    def _set_sleep_state(self, load: pb.Load) -> None:
+        if load.sleep_state != pb.SLEEP_STATE_ASLEEP:
+            falling = self._num_falling_asleep > 0
+            load.sleep_state = pb.SLEEP_STATE_FALLING_ASLEEP if falling else pb.SLEEP_STATE_AWAKE
 
     def _send_load(self) -> None:
         for session in list(self._sessions.values()):
@@ -269,7 +274,7 @@ class SessionManager:
         session without outputs hears of these with its next update.
         """
         self._step = step.trace.step
-        slept = self._load.is_sleeping
+        before = self._load.sleep_state
         self._load = self._to_proto(step.load)
         steps: dict[str, _SessionStep] = {}
         for output in step.outputs:
@@ -287,7 +292,7 @@ class SessionManager:
             if found is not None:
                 new = () if session.has_deferred else events
                 self._send(session, self._step, found.outputs, new, found.tokens)
-        if self._load.is_sleeping != slept:
+        if self._load.sleep_state != before:
             self._send_load()
         self._send_updates()
         self._tracing.on_step(step)  # last: should tracing raise, the tokens have been sent

@@ -24,6 +24,25 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _SleepState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SleepStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SleepState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SLEEP_STATE_AWAKE: _SleepState.ValueType  # 0
+    SLEEP_STATE_FALLING_ASLEEP: _SleepState.ValueType  # 1
+    """It still has its memory, and sleeps when its last request has ended."""
+    SLEEP_STATE_ASLEEP: _SleepState.ValueType  # 2
+
+class SleepState(_SleepState, metaclass=_SleepStateEnumTypeWrapper): ...
+
+SLEEP_STATE_AWAKE: SleepState.ValueType  # 0
+SLEEP_STATE_FALLING_ASLEEP: SleepState.ValueType  # 1
+"""It still has its memory, and sleeps when its last request has ended."""
+SLEEP_STATE_ASLEEP: SleepState.ValueType  # 2
+Global___SleepState: _TypeAlias = SleepState  # noqa: Y015
+
 class _KvTier:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -680,7 +699,7 @@ class Load(_message.Message):
     PACE_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_PER_STEP_FIELD_NUMBER: _builtins.int
     BEST_EFFORT_FIELD_NUMBER: _builtins.int
-    IS_SLEEPING_FIELD_NUMBER: _builtins.int
+    SLEEP_STATE_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Sequences holding device blocks."""
     waiting: _builtins.int
@@ -704,10 +723,8 @@ class Load(_message.Message):
     """Of the sequences that are running, waiting, preempted or swapped, those that are best effort. What is left to compute of their
     prompts is not among `uncomputed_tokens`, because no other request waits for it.
     """
-    is_sleeping: _builtins.bool
-    """The engine sleeps, or is to sleep when its last request has ended: it is alive, and a request there has to wait until it has woken
-    up. Engines of older versions never sleep.
-    """
+    sleep_state: Global___SleepState.ValueType
+    """Unless it is awake it is to get no requests, although it is alive and would wake up for one. Engines of older versions never sleep."""
     @_builtins.property
     def pace(self) -> Global___Pace:
         """How fast it is, learned from its own steps; nothing is set before the first ones."""
@@ -726,11 +743,11 @@ class Load(_message.Message):
         pace: Global___Pace | None = ...,
         prompt_tokens_per_step: _builtins.int = ...,
         best_effort: _builtins.int = ...,
-        is_sleeping: _builtins.bool = ...,
+        sleep_state: Global___SleepState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pace", b"pace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_effort", b"best_effort", "blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "host_blocks_free", b"host_blocks_free", "host_blocks_total", b"host_blocks_total", "is_sleeping", b"is_sleeping", "pace", b"pace", "prompt_tokens_per_step", b"prompt_tokens_per_step", "running", b"running", "swapped", b"swapped", "uncomputed_tokens", b"uncomputed_tokens", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_effort", b"best_effort", "blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "host_blocks_free", b"host_blocks_free", "host_blocks_total", b"host_blocks_total", "pace", b"pace", "prompt_tokens_per_step", b"prompt_tokens_per_step", "running", b"running", "sleep_state", b"sleep_state", "swapped", b"swapped", "uncomputed_tokens", b"uncomputed_tokens", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -126,7 +126,7 @@ class EngineServicer:
 
     def Sleep(self, request, context):
         """Gives the memory of weights and KV blocks back. Requests that run or wait are waited for, and others may still come: all are answered.
-        Meanwhile, and until it wakes up, Load says that it sleeps. A Submit wakes it up. To one that sleeps this changes nothing.
+        Meanwhile, and until it wakes up, `Load.sleep_state` says so. A Submit wakes it up. To one that sleeps this changes nothing.
         Errors: RESOURCE_EXHAUSTED (there are requests still), UNAVAILABLE (it cannot sleep, or not now).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

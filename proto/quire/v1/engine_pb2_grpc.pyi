@@ -61,7 +61,7 @@ class EngineStub:
     """
     Sleep: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]
     """Gives the memory of weights and KV blocks back. Requests that run or wait are waited for, and others may still come: all are answered.
-    Meanwhile, and until it wakes up, Load says that it sleeps. A Submit wakes it up. To one that sleeps this changes nothing.
+    Meanwhile, and until it wakes up, `Load.sleep_state` says so. A Submit wakes it up. To one that sleeps this changes nothing.
     Errors: RESOURCE_EXHAUSTED (there are requests still), UNAVAILABLE (it cannot sleep, or not now).
     """
     WakeUp: _grpc.UnaryUnaryMultiCallable[_engine_pb2.WakeUpRequest, _engine_pb2.WakeUpResponse]
@@ -99,7 +99,7 @@ class EngineAsyncStub(EngineStub):
     """
     Sleep: _aio.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]  # type: ignore[assignment]
     """Gives the memory of weights and KV blocks back. Requests that run or wait are waited for, and others may still come: all are answered.
-    Meanwhile, and until it wakes up, Load says that it sleeps. A Submit wakes it up. To one that sleeps this changes nothing.
+    Meanwhile, and until it wakes up, `Load.sleep_state` says so. A Submit wakes it up. To one that sleeps this changes nothing.
     Errors: RESOURCE_EXHAUSTED (there are requests still), UNAVAILABLE (it cannot sleep, or not now).
     """
     WakeUp: _aio.UnaryUnaryMultiCallable[_engine_pb2.WakeUpRequest, _engine_pb2.WakeUpResponse]  # type: ignore[assignment]
@@ -170,7 +170,7 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.SleepResponse, _abc.Awaitable[_engine_pb2.SleepResponse]]:
         """Gives the memory of weights and KV blocks back. Requests that run or wait are waited for, and others may still come: all are answered.
-        Meanwhile, and until it wakes up, Load says that it sleeps. A Submit wakes it up. To one that sleeps this changes nothing.
+        Meanwhile, and until it wakes up, `Load.sleep_state` says so. A Submit wakes it up. To one that sleeps this changes nothing.
         Errors: RESOURCE_EXHAUSTED (there are requests still), UNAVAILABLE (it cannot sleep, or not now).
         """
 

@@ -77,7 +77,7 @@ class _Waiter:
 class AdmissionQueue:
     """The queue in front of all engines, fair between tenants: one ``FairQueue`` for each of ``models``, from which
     requests are admitted while the engines have capacity. ``on_queued`` is called with the id of each request that
-    comes, whether it has to wait or not.
+    comes, whether it has to wait or not, and ``on_waiting`` when one has to wait.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class AdmissionQueue:
         self._queues = {model: _ModelQueue(model, capacity, tenants, settings, clock) for model in models}
         self._closed = False
         self.on_queued: Callable[[str], None] = lambda _: None
+        self.on_waiting: Callable[[], None] = lambda: None
 
     async def acquire(self, request: QueuedRequest) -> None:
         """Returns when the request may be placed: at once if none waits and an engine has capacity.
@@ -107,7 +108,7 @@ class AdmissionQueue:
             if self._closed:
                 raise shutting_down()
             self.on_queued(request.request_id)  # in the same step of the loop it is counted in the queue
-            await self._queues[request.model].acquire(request)
+            await self._queues[request.model].acquire(request, self.on_waiting)
 
     def notify_capacity(self) -> None:
         """There may be capacity now: a stream has ended, or an engine is ready. Never waits."""
@@ -117,6 +118,10 @@ class AdmissionQueue:
     def waiting(self, model: str) -> int:
         """Returns how many requests of the model wait, without those that are best effort."""
         return len(self._queues[model])
+
+    def waiting_of_all_classes(self, model: str) -> int:
+        """Returns how many requests of the model wait, with those that are best effort."""
+        return self._queues[model].num_waiting
 
     def abandon(self, request_id: str) -> bool:
         """Ends the wait of a request: its ``acquire`` returns at once, although there may be no capacity. For requests
@@ -154,7 +159,11 @@ class _ModelQueue:
     def __len__(self) -> int:
         return len(self._waiters) - len(self._best_effort)
 
-    async def acquire(self, request: QueuedRequest) -> None:
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiters)
+
+    async def acquire(self, request: QueuedRequest, on_waiting: Callable[[], None]) -> None:
         queue = self._queue_of(request)
         ahead = self._queue if queue is self._queue else self._waiters
         if not ahead and self._admitting is None and self._has_capacity_for(request):
@@ -162,6 +171,8 @@ class _ModelQueue:
             return
         with self._enqueued(request) as waiter:
             self.admit_next()  # there may be capacity, with only one admission in progress before this one
+            if not waiter.admitted.done():
+                on_waiting()
             try:
                 await waiter.admitted
             except asyncio.CancelledError:

@@ -170,7 +170,7 @@ class FleetFeed:
         lost = engine.connection.condition in ("lost", "connecting")
         return EngineView(
             id=engine.id,
-            condition=engine.connection.condition,
+            condition=engine.condition,
             models=sorted(engine.models),
             requests=int(table.requests[row]),
             decoding=int(table.decoding[row]),

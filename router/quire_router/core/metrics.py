@@ -119,6 +119,9 @@ BATCH_LINES_IN_FLIGHT = Gauge(
 ENGINES_READY = Gauge(
     Metric.ENGINES_READY, "Engines that can run the model now.", ["model"], multiprocess_mode="livemin"
 )
+ENGINES_SLEEPING = Gauge(
+    Metric.ENGINES_SLEEPING, "Engines of the model that sleep.", ["model"], multiprocess_mode="livemax"
+)
 DISCOVERY_ENGINES = Gauge(
     Metric.DISCOVERY_ENGINES,
     "Engines that a source of --engine names.",

@@ -119,6 +119,16 @@ class EngineClient(Protocol):
         """
         ...
 
+    async def sleep(self, wait_seconds: float) -> None:
+        """Puts the engine to sleep when its requests have ended, for which it waits so long. Raises as ``load_lora``.
+        Not called unless the ``description`` says that it ``can_sleep``, nor is ``wake_up``.
+        """
+        ...
+
+    async def wake_up(self) -> None:
+        """Wakes the engine up, and returns when it is ready. Raises as ``load_lora``."""
+        ...
+
     async def unload_lora(self, name: str) -> None:
         """Unloads an adapter, as far as new requests are concerned; one that is not there is unloaded. Raises as
         ``load_lora``.

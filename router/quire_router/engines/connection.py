@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 MAX_UNACKNOWLEDGED_BYTES = 2**20  # a sixteenth of what an engine keeps of a session
 INSPECT_TIMEOUT = 5.0  # seconds
 LOAD_LORA_TIMEOUT = 120.0  # seconds
+SLEEP_TIMEOUT = 120.0  # seconds, which copying the weights takes at most
+WAKE_UP_TIMEOUT = 300.0  # seconds, graphs included
 UNLOAD_LORA_TIMEOUT = 2.0  # seconds, after which only requests that run with it are waited for
 
 TICKS = 6  # in the shorter of the two times, so that each is kept to a sixth
@@ -277,6 +279,19 @@ class EngineConnection:
         except grpc.aio.AioRpcError as error:
             if error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.NOT_FOUND):
                 raise
+
+    async def sleep(self, wait_seconds: float) -> None:
+        """Puts the engine to sleep when its requests have ended; it waits so long. Raises as ``load_lora``."""
+        if self._stub is None:
+            raise EngineLost("the engine is not connected")
+        message = engine_pb2.SleepRequest(wait_seconds=wait_seconds)
+        await self._stub.Sleep(message, timeout=wait_seconds + SLEEP_TIMEOUT)
+
+    async def wake_up(self) -> None:
+        """Wakes the engine up, and returns when it is ready. Raises as ``load_lora``."""
+        if self._stub is None:
+            raise EngineLost("the engine is not connected")
+        await self._stub.WakeUp(engine_pb2.WakeUpRequest(), timeout=WAKE_UP_TIMEOUT)
 
     # The stream's life
 

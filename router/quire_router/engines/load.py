@@ -72,7 +72,8 @@ class EngineLoad:
     known of it.
 
     What is best effort delays no other request at an engine that ``schedules_best_effort``, and so is no load of it:
-    ``best_effort`` are the sequences of this router there, and the engine reports those of all.
+    ``best_effort`` are the sequences of this router there, and the engine reports those of all. It gets no requests
+    unless its ``sleep_state`` is awake.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class EngineLoad:
         self.is_mostly_idle = False
         self.has_best_effort_capacity = False
         self.schedules_best_effort = False
+        self.sleep_state = engine_pb2.SLEEP_STATE_AWAKE
         self.closed = False
         self._table = table
         self._capacity_seconds = capacity_seconds
@@ -105,6 +107,7 @@ class EngineLoad:
         self._unreported = UnreportedTokens()
         self._reported = 0
         self._reported_best_effort = 0
+        self._reported_sequences = 0
         self._max_sequences = inf
         self._token_seconds = 0.0
         self.describe(engine_pb2.DescribeResponse())
@@ -141,6 +144,8 @@ class EngineLoad:
         # Of each running sequence the last token is not computed yet, and is none of a prompt.
         self._reported = max(0, load.uncomputed_tokens - load.running)
         self._reported_best_effort = load.best_effort
+        self._reported_sequences = load.running + load.waiting + load.swapped
+        self.sleep_state = load.sleep_state
         self._unreported.on_report(self._clock())
         self._write_row()
         self._begin_step()
@@ -167,6 +172,16 @@ class EngineLoad:
     def seconds_of_prompts(self) -> float:
         """How long the prompts that wait there take to compute, as placement reckons."""
         return float(self._table.pending_tokens[self.row]) * self._token_seconds
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether it sleeps neither, nor is about to."""
+        return self.sleep_state == engine_pb2.SLEEP_STATE_AWAKE
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any router has a request there, or the engine says that it has one."""
+        return bool(not self._is_idle or self.best_effort or self._reported_sequences)
 
     @property
     def _is_idle(self) -> bool:

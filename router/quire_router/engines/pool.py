@@ -20,6 +20,7 @@ from quire_proto.supervise import SupervisedTask
 from quire_proto.text.tokenizer import ModelTokenizer
 
 from quire_router.core import metrics
+from quire_router.core.fleet_view import EngineCondition
 from quire_router.core.generation import LoRA
 from quire_router.core.retry import CpuThrottle, supervise
 from quire_router.discovery.base import Discovery, Endpoint, split_external
@@ -91,8 +92,26 @@ class Engine:
 
     def can_run(self, model: str, lora: LoRA | None = None) -> bool:
         """Whether it would run a request for the model, or for an adapter of it, now."""
-        ready = self.connection.ready and not self.retired and model in self.models
+        ready = self.connection.ready and not self.retired and self.load.is_awake and model in self.models
         return ready and (lora is None or self.connection.loras.get(lora.name) == lora)
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether it can be put to sleep, or woken up, now."""
+        self._refresh()
+        able = self._description is not None and self._description.can_sleep and bool(self._models)
+        return able and self.connection.ready and not self.retired
+
+    @property
+    def shared_device(self) -> str:
+        """The name of what it shares with engines that are awake in turns with it; empty if it is alone."""
+        return "" if self._description is None else self._description.shared_device
+
+    @property
+    def condition(self) -> EngineCondition:
+        """How it is, in a word."""
+        condition = self.connection.condition
+        return condition if condition != "ready" or self.load.is_awake else "sleeping"
 
     @property
     def serves_loras(self) -> bool:
@@ -270,6 +289,8 @@ class EnginePool:
         self._limits = dict(assumed or {})
         self._stale_limits: set[str] = set()  # the models whose limits may have changed
         self._changed = asyncio.Event()
+        self._waiting = Counter[str]()  # requests that wait for an engine to be ready, by model
+        self.on_waiting: Callable[[], None] = lambda: None
         self._throttled_notify = CpuThrottle(self._notify)
         self._discovery_task: SupervisedTask | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -394,13 +415,22 @@ class EnginePool:
         """Waits until an engine can run ``model``, with an adapter if one is given, or each configured model if it is
         None. Returns False on timeout.
         """
+        names = self._models if model is None else (model,)
+        self._waiting.update(names)
         try:
             async with asyncio.timeout(timeout):
                 while not self._all_ready(model, lora):
+                    self.on_waiting()
                     await self.changed()
         except TimeoutError:
             return False
+        finally:
+            self._waiting.subtract(names)
         return True
+
+    def num_waiting(self, model: str) -> int:
+        """How many wait until an engine is ready."""
+        return self._waiting[model]
 
     async def changed(self) -> None:
         """Waits until something may have changed in what can run where."""
@@ -595,9 +625,15 @@ class EnginePool:
         self._not_started.clear()
 
     def _on_load(self, engine_id: str, load: EngineLoad, report: engine_pb2.Load) -> None:
-        load.report(report)
+        self._report(load, report)
         if self._update_sharing is not None and not load.closed:
             self._update_sharing.on_load(engine_id, report)
+
+    def _report(self, load: EngineLoad, report: engine_pb2.Load) -> None:
+        was_awake = load.is_awake
+        load.report(report)
+        if load.is_awake != was_awake:
+            self._on_change()
 
     def _on_kv_event(self, engine_id: str, load: EngineLoad, change: engine_pb2.Snapshot | engine_pb2.KvEvent) -> None:
         if load.closed:
@@ -618,7 +654,7 @@ class EnginePool:
         if engine is None or not engine.is_passed_on:
             return
         if update.HasField("load"):
-            engine.load.report(update.load)
+            self._report(engine.load, update.load)
         if self.on_kv_event is not None:
             if update.HasField("snapshot"):
                 self.on_kv_event(engine.id, update.snapshot)
@@ -697,6 +733,8 @@ class EnginePool:
                 self._end_gathering(model)
             self._update_limits(model)
             metrics.ENGINES_READY.labels(model).set(self.ready(model))
+            sleeping = sum(engine.condition == "sleeping" and model in engine.models for engine in self.engines())
+            metrics.ENGINES_SLEEPING.labels(model).set(sleeping)
         # All that wait check again; the next ones wait for a new event.
         self._changed.set()
         self._changed = asyncio.Event()

@@ -254,6 +254,7 @@ SHORT_TASKS = {
     },
     "router/quire_router/engines/external/client.py": {"ExternalEngine.submit"},  # a request's, which it ends with
     "router/quire_router/engines/lora_updates.py": {"LoRAUpdater._watch"},  # an engine's, each call within its time
+    "router/quire_router/engines/sleep_controller.py": {"SleepController._begin"},  # what an engine is asked for
     "router/quire_router/journal/buffered_journal.py": {"BufferedJournal.open_if_absent"},
     "router/quire_router/requests/dispatch.py": {"Dispatcher._wait"},
     "engine/quire_engine/llm/async_llm.py": {"AsyncLLM._stream"},  # a request's, which it ends with

@@ -221,6 +221,14 @@ class ExternalEngine:
         """Raises ``EngineLost``, as ``load_lora``."""
         raise EngineLost(f"{self._kind.title} gets no adapters from this router")
 
+    async def sleep(self, wait_seconds: float) -> None:  # noqa: ARG002 - of the protocol
+        """Raises ``EngineLost``: only Quire's engines are put to sleep."""
+        raise EngineLost(f"{self._kind.title} is not put to sleep by this router")
+
+    async def wake_up(self) -> None:
+        """Raises ``EngineLost``, as ``sleep``."""
+        raise EngineLost(f"{self._kind.title} is not woken up by this router")
+
     # Requests
 
     def submit(self, message: engine_pb2.Submit) -> OutputStream:

@@ -15,7 +15,7 @@ from quire_engine.core.executor import UNMEASURED
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.outputs import EngineCoreOutput
 from quire_engine.core.scheduler import Scheduler
-from quire_engine.server import messages, session_manager
+from quire_engine.server import messages, pending_grammars, session_manager
 from quire_engine.server.messages import cached_to_proto, output_to_proto, request_from_proto
 from quire_engine.server.session import (
     MAX_UPDATE_INTERVAL,
@@ -765,7 +765,7 @@ async def test_an_engine_that_drains_waits_for_grammars_too() -> None:
 
 
 async def test_a_request_waits_only_so_long_for_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_manager, "GRAMMAR_TIMEOUT_SECONDS", 0.01)
+    monkeypatch.setattr(pending_grammars, "GRAMMAR_TIMEOUT_SECONDS", 0.01)
     engine = Engine()
     session, number, _ = await engine.open("s")
     engine.submit_structured(session, "r")

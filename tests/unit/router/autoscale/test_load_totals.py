@@ -17,11 +17,11 @@ from quire_router.autoscale.load_totals import (
     InvalidSnapshotError,
     LoadPublisher,
     LoadSettings,
-    LocalLoad,
     RedisLoad,
     decode,
     encode,
 )
+from quire_router.autoscale.local_load import LocalLoad
 from quire_router.clients.membership import TOTALS_KEYS
 from quire_router.clients.redis_client import redis_client
 

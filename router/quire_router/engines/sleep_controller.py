@@ -1,0 +1,139 @@
+"""``SleepController``: puts engines to sleep and wakes them up, as ``sleep_plan`` decides."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from time import monotonic
+
+import grpc
+from quire.v1 import engine_pb2
+from quire_proto.errors import QuireError
+from quire_proto.supervise import SupervisedTask
+
+from quire_router.core.retry import supervise, wait_at_most
+from quire_router.engines.output_stream import EngineLost
+from quire_router.engines.pool import Engine, EnginePool
+from quire_router.engines.sleep_plan import Demand, SleepCandidate, SleepSettings, plan
+
+log = logging.getLogger(__name__)
+
+PERIOD = 1.0  # seconds between two looks at the fleet
+MIN_PAUSE = 0.05  # seconds between two looks that requests asked for
+DRAIN_SECONDS = 30.0
+"""How long an engine whose turn is over may finish its requests. If that is not enough, it goes on, and has another
+turn.
+"""
+RETRY_SECONDS = 5.0  # until an engine is asked again that refused
+
+
+class SleepController:
+    """Looks at the engines of ``pool`` once a second, and at once when ``ask`` is called, which is when a request finds
+    no room. ``num_waiting`` returns the requests of a model that wait in this router, and ``read_load`` those of all
+    routers, waiting and running; it may raise ``QuireError``, and then the load is this router's waiting requests.
+    """
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        models: Sequence[str],
+        settings: SleepSettings,
+        *,
+        num_waiting: Callable[[str], int],
+        read_load: Callable[[], Awaitable[Mapping[str, int]]],
+    ) -> None:
+        self._pool = pool
+        self._models = tuple(models)
+        self._settings = settings
+        self._num_waiting = num_waiting
+        self._read_load = read_load
+        self._asked = asyncio.Event()
+        self._idle_since: dict[str, float] = {}
+        self._awake_since: dict[str, float] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}  # what engines were asked for, by engine
+        self._retry_at: dict[str, float] = {}
+        self._task: SupervisedTask | None = None
+
+    def start(self) -> None:
+        """Begins to look."""
+        self._task = supervise("sleeping engines", self._watch)
+
+    async def close(self) -> None:
+        """Ends what ``start`` has begun; engines stay as they are."""
+        if self._task is not None:
+            await self._task.stop()
+        for task in self._running.values():
+            task.cancel()
+
+    def ask(self) -> None:
+        """A request has found no room."""
+        self._asked.set()
+
+    async def _watch(self) -> None:
+        while True:
+            await wait_at_most(self._asked, PERIOD)
+            self._asked.clear()
+            await self._look()
+            await asyncio.sleep(MIN_PAUSE)
+
+    async def _look(self) -> None:
+        engines = {engine.id: engine for engine in self._pool.engines() if engine.can_sleep}
+        now = monotonic()
+        candidates = [self._candidate(engine, now) for engine in engines.values()]
+        for known in (self._idle_since, self._awake_since, self._retry_at):
+            for engine_id in known.keys() - engines.keys():
+                del known[engine_id]
+        if not (self._settings.sleep_after is not None or any(each.is_sleeping for each in candidates)):
+            return
+        demands = await self._demands()
+        decided = plan(candidates, demands, self._settings)
+        for engine_id in decided.sleep:
+            self._begin(engines[engine_id], lambda engine: engine.connection.sleep(0.0))
+        for engine_id in decided.drain:
+            self._begin(engines[engine_id], lambda engine: engine.connection.sleep(DRAIN_SECONDS))
+        for engine_id in decided.wake_up:
+            self._begin(engines[engine_id], lambda engine: engine.connection.wake_up())
+
+    def _candidate(self, engine: Engine, now: float) -> SleepCandidate:
+        sleeping = engine.load.sleep_state == engine_pb2.SLEEP_STATE_ASLEEP
+        if sleeping or engine.load.has_work:
+            self._idle_since.pop(engine.id, None)
+        if sleeping:
+            self._awake_since.pop(engine.id, None)
+        idle = not (sleeping or engine.load.has_work)
+        return SleepCandidate(
+            engine.id,
+            next(model for model in self._models if model in engine.models),
+            is_sleeping=sleeping,
+            idle_seconds=max(1e-9, now - self._idle_since.setdefault(engine.id, now)) if idle else 0.0,
+            awake_seconds=0.0 if sleeping else now - self._awake_since.setdefault(engine.id, now),
+            shared_device=engine.shared_device,
+            is_changing=engine.id in self._running or not (sleeping or engine.load.is_awake),
+            has_refused=self._retry_at.get(engine.id, 0.0) > now,
+        )
+
+    async def _demands(self) -> Mapping[str, Demand]:
+        waiting = {model: self._num_waiting(model) for model in self._models}
+        load: Mapping[str, int] = waiting
+        if self._settings.target_load is not None:
+            try:
+                load = await self._read_load()
+            except QuireError:
+                log.debug("the load of all routers is not known: no engine is woken up for it")
+        return {
+            model: Demand(count > 0 and not self._pool.has_capacity(model), load.get(model, 0))
+            for model, count in waiting.items()
+        }
+
+    def _begin(self, engine: Engine, what: Callable[[Engine], Awaitable[None]]) -> None:
+        task = asyncio.get_running_loop().create_task(self._carry_out(engine, what))
+        self._running[engine.id] = task
+        task.add_done_callback(lambda _: self._running.pop(engine.id, None))
+
+    async def _carry_out(self, engine: Engine, what: Callable[[Engine], Awaitable[None]]) -> None:
+        try:
+            await what(engine)
+        except (grpc.aio.AioRpcError, EngineLost) as error:
+            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            log.info("engine %s stays as it is: %s", engine.id, reason)
+            self._retry_at[engine.id] = monotonic() + RETRY_SECONDS
+        self.ask()
