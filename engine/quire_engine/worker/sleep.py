@@ -20,6 +20,8 @@ from typing import IO, Protocol
 import torch
 
 from quire_engine.core.executor import SleepError
+from quire_engine.device.accelerator import pin_pages
+from quire_engine.errors import ModelError
 
 MIN_BYTES = 64 << 10
 """What smaller tensors take is not worth a system call for each."""
@@ -63,7 +65,7 @@ def put_away(storages: Sequence[torch.UntypedStorage], device: torch.device) -> 
     the host, on the CPU to a file without a name, of which the system keeps in memory what nothing else needs. Raises
     ``SleepError``; nothing has changed then.
     """
-    return _OnHost(storages) if device.type == "cuda" else _InFile(storages)
+    return _OnHost(storages, device) if device.type == "cuda" else _InFile(storages)
 
 
 def give_back(storage: torch.UntypedStorage) -> None:
@@ -88,12 +90,15 @@ def take_again(storage: torch.UntypedStorage, nbytes: int) -> None:
 
 
 class _OnHost:
-    def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        self._storages = storages
+    def __init__(self, storages: Sequence[torch.UntypedStorage], device: torch.device) -> None:
+        self._storages, sizes = storages, [each.nbytes() for each in storages]
         try:
-            self._copies = [torch.empty(each.nbytes(), dtype=torch.uint8, pin_memory=True) for each in storages]
-        except RuntimeError as error:
+            pages = mmap.mmap(-1, max(1, sum(sizes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory = torch.frombuffer(pages, dtype=torch.uint8)
+            self._unpin = pin_pages(self._memory, device, "what the engine holds")
+        except (ModelError, OSError) as error:
             raise SleepError("the host does not have the memory for the weights") from error
+        self._copies = self._memory[: sum(sizes)].split(sizes)
         for storage, copy in zip(storages, self._copies, strict=True):
             copy.copy_(_bytes_of(storage), non_blocking=True)
         torch.cuda.synchronize()
@@ -111,6 +116,8 @@ class _OnHost:
         for storage, copy in zip(self._storages, self._copies, strict=True):
             _bytes_of(storage).copy_(copy, non_blocking=True)
         torch.cuda.synchronize()
+        self._unpin()
+        del self._memory, self._copies
 
 
 class _InFile:
@@ -122,8 +129,7 @@ class _InFile:
         try:
             for storage in self._storages:
                 for part in _parts(storage):
-                    self._file.write(part)
-            self._file.flush()
+                    _write_from(self._file, part)
         except OSError as error:
             self._file.close()
             raise SleepError(f"the weights cannot be written to a file: {error.strerror}") from error
@@ -147,6 +153,12 @@ def _parts(storage: torch.UntypedStorage) -> Iterator[memoryview]:
     whole = memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
     for start in range(0, len(whole), _PART_BYTES):
         yield whole[start : start + _PART_BYTES]
+
+
+def _write_from(file: IO[bytes], part: memoryview) -> None:
+    done = 0
+    while done < len(part):
+        done += os.write(file.fileno(), part[done:])
 
 
 def _read_into(file: IO[bytes], part: memoryview) -> None:
