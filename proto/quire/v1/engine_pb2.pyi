@@ -1027,11 +1027,11 @@ class DescribeResponse(_message.Message):
     """Version of the engine's software."""
     prefix_caching: _builtins.bool
     tokenizer_digest: _builtins.bytes
-    """Which token each id stands for: 16 bytes, as quire_proto.text.tokenizer computes them of the folder's tokenizer. A router gives
+    """Which token each id stands for: 16 bytes, as quire_proto.text.model_folder computes them of the folder's tokenizer. A router gives
     nothing to an engine whose digest is not its own. Empty where the engine has no tokenizer; it is then not compared.
     """
     config_digest: _builtins.bytes
-    """Which architecture of which size the model is: 16 bytes, as quire_proto.text.tokenizer computes them of the folder's config.json.
+    """Which architecture of which size the model is: 16 bytes, as quire_proto.text.model_folder computes them of the folder's config.json.
     A router that has another config.json gives nothing to the engine. Empty where the engine does not report it; it is then not compared.
     """
     unbounded_steps: _builtins.bool

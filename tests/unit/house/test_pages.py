@@ -23,6 +23,7 @@ from quire_engine.core.executor import WeightStats
 from quire_engine.core.kv_disk import DiskFailure
 from quire_engine.core.outputs import EngineLoad, KVCacheFragmentation, SchedulerStats
 from quire_engine.core.preemption import PreemptionMode, PreemptionReason, TimeAway
+from quire_engine.core.startup import StartupTimer
 from quire_engine.core.step import StepTimings
 from quire_engine.server.loras import LoRARegistry
 from quire_engine.server.metrics import EngineMetrics
@@ -186,8 +187,15 @@ def busy_engine() -> EngineMetrics:
     statistics.preemptions[next(iter(PreemptionMode)), next(iter(PreemptionReason))] += 1
     statistics.disk_failures[next(iter(DiskFailure))] += 1
     loras = LoRARegistry(lambda lora: lora, ["m"])
+    startup = StartupTimer()
+    startup.end()
     told = EngineMetrics(
-        "m", statistics, lambda: 0.0, loras=loras, max_loras=1, weights=WeightStats(), dp_stats=DPStats()
+        *("m", statistics, lambda: 0.0),
+        loras=loras,
+        max_loras=1,
+        weights=WeightStats(),
+        dp_stats=DPStats(),
+        startup=startup.phases,
     )
     told.on_grammar(CompileOutcome.COMPILED, 1.0)
     told.on_restart("session heartbeats")

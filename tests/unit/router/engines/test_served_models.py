@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_proto.text.tokenizer import (
+from quire_proto.text.model_folder import (
     DIGEST_BYTES,
-    ModelTokenizer,
     folder_config_digest,
     folder_vocabulary_digest,
     vocabulary_digest,
 )
+from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.discovery.combined import StaticDiscovery
 from quire_router.engines.model_matcher import ModelIdentity
 from quire_router.engines.pool import EnginePool
