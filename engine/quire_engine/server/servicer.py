@@ -34,16 +34,12 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     """Serves the methods of ``engine.proto``. ``stats`` are the scheduler's totals."""
 
     def __init__(
-        self,
-        sessions: SessionManager,
-        description: pb.DescribeResponse,
-        stats: SchedulerStats | None = None,
-        sleep: SleepControl | None = None,
+        self, sessions: SessionManager, description: pb.DescribeResponse, stats: SchedulerStats | None = None
     ) -> None:
         self._sessions = sessions
         self._description = description
         self._stats = stats or SchedulerStats()
-        self._sleep = sleep or SleepControl(sessions, sessions.core)
+        self._sleep = SleepControl(sessions, sessions.core)
 
     async def Describe(  # noqa: N802 - named by the contract
         self, request: pb.DescribeRequest, context: ServicerContext[pb.DescribeRequest, pb.DescribeResponse]

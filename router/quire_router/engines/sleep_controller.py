@@ -76,7 +76,11 @@ class SleepController:
             await asyncio.sleep(MIN_PAUSE)
 
     async def _look(self) -> None:
-        engines = {engine.id: engine for engine in self._pool.engines() if engine.can_sleep}
+        engines = {
+            engine.id: engine
+            for engine in self._pool.engines()
+            if engine.can_sleep and not engine.models.isdisjoint(self._models)
+        }
         now = monotonic()
         candidates = [self._candidate(engine, now) for engine in engines.values()]
         for known in (self._idle_since, self._awake_since, self._retry_at):
