@@ -12,7 +12,9 @@ import gc
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import IO, Protocol
@@ -25,6 +27,7 @@ from quire_engine.errors import ModelError
 
 MIN_BYTES = 64 << 10
 """What smaller tensors take is not worth a system call for each."""
+NUM_THREADS = 8
 _PART_BYTES = 16 << 20
 _OPAQUE = (type, ModuleType, BuiltinFunctionType, str, bytes, int, float)
 
@@ -127,9 +130,7 @@ class _InFile:
         self._storages = [each for each in storages if _is_within(each, anonymous)]
         self._file = _unnamed_file()
         try:
-            for storage in self._storages:
-                for part in _parts(storage):
-                    _write_from(self._file, part)
+            self._move(_write)
         except OSError as error:
             self._file.close()
             raise SleepError(f"the weights cannot be written to a file: {error.strerror}") from error
@@ -137,11 +138,20 @@ class _InFile:
             _discard_pages(storage)
 
     def restore(self) -> None:
-        self._file.seek(0)
-        for storage in self._storages:
-            for part in _parts(storage):
-                _read_into(self._file, part)
+        self._move(_read)
         self._file.close()
+
+    def _move(self, move_part: Callable[[int, memoryview, int], None]) -> None:
+        """Moves all pieces of all storages, each at its place in the file, on several threads: fresh pages take longer
+        than what is copied to them.
+        """
+        places, parts = [0], [part for storage in self._storages for part in _parts(storage)]
+        for part in parts:
+            places.append(places[-1] + len(part))
+        move = partial(move_part, self._file.fileno())
+        with ThreadPoolExecutor(NUM_THREADS) as threads:
+            for done in [threads.submit(move, part, place) for part, place in zip(parts, places[:-1], strict=True)]:
+                done.result()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -155,16 +165,16 @@ def _parts(storage: torch.UntypedStorage) -> Iterator[memoryview]:
         yield whole[start : start + _PART_BYTES]
 
 
-def _write_from(file: IO[bytes], part: memoryview) -> None:
+def _write(file: int, part: memoryview, place: int) -> None:
     done = 0
     while done < len(part):
-        done += os.write(file.fileno(), part[done:])
+        done += os.pwrite(file, part[done:], place + done)
 
 
-def _read_into(file: IO[bytes], part: memoryview) -> None:
+def _read(file: int, part: memoryview, place: int) -> None:
     done = 0
     while done < len(part):
-        count = os.readv(file.fileno(), [part[done:]])
+        count = os.preadv(file, [part[done:]], place + done)
         assert count > 0, "nobody else can have shortened the file"
         done += count
 

@@ -75,13 +75,13 @@ def test_a_disk_that_is_full_leaves_the_weights_where_they_are(monkeypatch: pyte
     weight = random_bytes(MIB)
     before, written = weight.clone(), []
 
-    def full(descriptor: int, part: memoryview) -> int:
+    def full(descriptor: int, part: memoryview, place: int) -> int:
         if written:
             raise OSError(28, "No space left on device")
-        written.append(descriptor)
+        written.append((descriptor, place))
         return len(part) // 2
 
-    monkeypatch.setattr(sleep.os, "write", full)
+    monkeypatch.setattr(sleep.os, "pwrite", full)
     with pytest.raises(SleepError, match="cannot be written to a file: No space left on device"):
         put_away([weight.untyped_storage()], CPU)
     assert torch.equal(weight, before)
@@ -89,9 +89,9 @@ def test_a_disk_that_is_full_leaves_the_weights_where_they_are(monkeypatch: pyte
 
 def test_short_writes_and_reads_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random_bytes(MIB)
-    before, write, readv = weight.clone(), os.write, os.readv
-    monkeypatch.setattr(sleep.os, "write", lambda descriptor, part: write(descriptor, part[:100_000]))
-    monkeypatch.setattr(sleep.os, "readv", lambda descriptor, parts: readv(descriptor, [parts[0][:77_777]]))
+    before, write, read = weight.clone(), os.pwrite, os.preadv
+    monkeypatch.setattr(sleep.os, "pwrite", lambda file, part, place: write(file, part[:100_000], place))
+    monkeypatch.setattr(sleep.os, "preadv", lambda file, parts, place: read(file, [parts[0][:77_777]], place))
     put_away([weight.untyped_storage()], CPU).restore()
     assert torch.equal(weight, before)
 
