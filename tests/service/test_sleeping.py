@@ -17,7 +17,7 @@ from quire.v1.engine_pb2_grpc import EngineStub
 
 from tests.service.conftest import DEMO, FLOAT32, SMALL_POOLS
 from tests.support.forked_engines import ForkedEngine, ForkedRouter
-from tests.support.processes import Engine, Router, eventually
+from tests.support.processes import Engine, Router, eventually, fetch
 
 FLAGS = (*FLOAT32, *SMALL_POOLS)
 SECONDS = 60
@@ -82,6 +82,7 @@ def test_a_request_wakes_the_only_engine_and_is_answered_as_before(engines: list
         put_to_sleep(engine)
         eventually(lambda: sleeping(router) == 1)
         assert router.metric("quire_engines_ready", model="quire-demo") == 0
+        assert fetch(router.http_port, "/health")[0] == 200  # a request would be served
         assert engine.metric("quire_engine_sleeping", model="quire-demo") == 1
         assert complete(router) == expected
         assert not is_sleeping(engine)

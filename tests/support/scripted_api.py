@@ -75,6 +75,9 @@ class ScriptedPool:
     def ready(self, model: str, lora: LoRA | None = None) -> int:
         return self.engines
 
+    def num_sleeping(self, model: str) -> int:
+        return 0
+
     def loras(self) -> dict[str, ServedLoRA]:
         return self.served_loras
 

@@ -343,6 +343,10 @@ class EnginePoolView(Protocol):
         """Returns the number of engines that can run the model now, or an adapter of it."""
         ...
 
+    def num_sleeping(self, model: str) -> int:
+        """Returns the number of engines of the model that are woken up when they are needed."""
+        ...
+
     def loras(self) -> Mapping[str, ServedLoRA]:
         """Returns all adapters by their names."""
         ...

@@ -347,8 +347,10 @@ class ApiService:
         return self._card(name)
 
     def serving(self) -> bool:
-        """Whether new requests are accepted and some model has an engine."""
-        return not self.concurrency.draining and any(self._engine_pool.ready(name) for name in self._models)
+        """Whether new requests are accepted and some model has an engine, be it one that sleeps."""
+        pool = self._engine_pool
+        has_engine = any(pool.ready(name) or pool.num_sleeping(name) for name in self._models)
+        return has_engine and not self.concurrency.draining
 
     def close(self) -> None:
         """Ends the threads of the tokenizer pool."""

@@ -336,6 +336,10 @@ class EnginePool:
         """How many engines can run the model now, or an adapter of it."""
         return len(self._candidates(model, lora).engines)
 
+    def num_sleeping(self, model: str) -> int:
+        """How many engines of the model sleep, or are about to, and could be woken up."""
+        return sum(engine.condition == "sleeping" and model in engine.models for engine in self._engines.values())
+
     def loras(self) -> Mapping[str, ServedLoRA]:
         """All adapters by their names, which are not those of models. Where engines have different ones of a name, it
         is the one that more engines have. May be called on any thread; not to be written to.
@@ -733,8 +737,7 @@ class EnginePool:
                 self._end_gathering(model)
             self._update_limits(model)
             metrics.ENGINES_READY.labels(model).set(self.ready(model))
-            sleeping = sum(engine.condition == "sleeping" and model in engine.models for engine in self.engines())
-            metrics.ENGINES_SLEEPING.labels(model).set(sleeping)
+            metrics.ENGINES_SLEEPING.labels(model).set(self.num_sleeping(model))
         # All that wait check again; the next ones wait for a new event.
         self._changed.set()
         self._changed = asyncio.Event()
