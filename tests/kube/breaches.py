@@ -131,6 +131,7 @@ BREACHES: tuple[tuple[Policy, Spoil], ...] = (
     (of_pods.images_do_not_float, lambda r: container(r, "redis").update(image="redis:7")),
     (of_pods.resources_are_set, lambda r: container(r, "router").pop("resources")),
     (of_pods.resources_are_set, lambda r: container(r, "engine")["resources"]["limits"].pop("memory")),
+    (of_pods.last_words_are_kept, lambda r: container(r, "engine").pop("terminationMessagePolicy")),
     (of_pods.nothing_runs_as_root, lambda r: own(pod(r, "redis"))["securityContext"].pop("runAsNonRoot")),
     (of_pods.nothing_runs_as_root, lambda r: context(r, "engine").update(runAsUser=0)),
     (of_pods.containers_have_no_rights, lambda r: own(pod(r, "engine"))["securityContext"].pop("seccompProfile")),

@@ -186,6 +186,22 @@ async def test_helm_test_sends_requests(example: Examples) -> None:
             assert status == 1, output
 
 
+async def test_helm_test_says_what_to_look_at_when_nothing_answers(example: Examples) -> None:
+    for pod in pods_of_helm_test(example("cpu-demo", "1.37")):
+        nobody = f"127.0.0.1:{free_port()}"
+        status, output = await run(pod, nobody, MODEL="tiny", API_KEY=KEY, SECONDS_TO_WAIT="0.5")
+        assert status == 1
+        for what in ("describe pods", "engine.image", "models.", ".source.", ".resources.limits.memory", "discovery"):
+            assert what in output
+
+
+async def test_helm_test_fails_where_redis_cannot_be_reached(example: Examples) -> None:
+    async with open_stage(keys=[KEY], durable=lambda _request_ids: False) as stage:
+        (pod,) = [pod for pod in pods_of_helm_test(example("cpu-demo", "1.37")) if "rest" in pod.name]
+        status, output = await run(pod, f"127.0.0.1:{stage.port}", MODEL="tiny", API_KEY=KEY)
+    assert (status, "redis.persistence.storageClass" in output) == (1, True), output
+
+
 async def test_helm_test_without_a_key_checks_that_requests_are_refused(helm: Helm) -> None:
     values = with_values(example_values("cpu-demo"), router__auth={"mode": "existing", "existingSecret": "tenants"})
     release = helm.render(values)

@@ -81,6 +81,7 @@
 - name: download-{{ $.key }}
   image: {{ $.image | quote }}
   imagePullPolicy: {{ $.root.Values.image.pullPolicy }}
+  terminationMessagePolicy: FallbackToLogsOnError
   command: [python, -c]
   args:
     - {{ $.root.Files.Get "files/download.py" | quote }}

@@ -13,6 +13,7 @@ Policy = Callable[[Release], Iterator[str]]
 POLICIES: tuple[Policy, ...] = (
     of_pods.images_do_not_float,
     of_pods.resources_are_set,
+    of_pods.last_words_are_kept,
     of_pods.nothing_runs_as_root,
     of_pods.containers_have_no_rights,
     of_pods.pods_share_nothing_with_the_node,

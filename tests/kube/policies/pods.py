@@ -44,6 +44,14 @@ def resources_are_set(release: Release) -> Iterator[str]:
                 yield f"{pod.name}: {container['name']} has no {', '.join(missing)}"
 
 
+def last_words_are_kept(release: Release) -> Iterator[str]:
+    """What a container logged last before it failed is in its pod's status, where ``kubectl describe`` shows it."""
+    for pod in pods(release):
+        for container in pod.all_containers:
+            if container.get("terminationMessagePolicy") != "FallbackToLogsOnError":
+                yield f"{pod.name}: {container['name']} fails without a word"
+
+
 def nothing_runs_as_root(release: Release) -> Iterator[str]:
     """A numeric user that is not 0, which the kubelet can check whatever the image says."""
     for pod in pods(release):

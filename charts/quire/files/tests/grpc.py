@@ -19,7 +19,9 @@ with grpc.insecure_channel(os.environ["ADDRESS"]) as channel:
     except grpc.RpcError as error:
         closed = error.code() is grpc.StatusCode.UNAUTHENTICATED
         if key or os.environ["AUTH_MODE"] == "none" or not closed:
-            raise SystemExit(f"{error.code().name}: {error.details()}") from error
+            away = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+            hint = os.environ["HINT"] if away else ""
+            raise SystemExit(f"{error.code().name}: {error.details()}\n{hint}") from error
         print("The routers answer, and let nobody in without a key.")
     else:
         tokens = sum(len(piece.token_ids) for piece in pieces)

@@ -68,6 +68,7 @@ spec:
     - name: engine
       image: {{ include "quire.engineImage" (dict "root" $.root "model" $.model) | quote }}
       imagePullPolicy: {{ $.root.Values.image.pullPolicy }}
+      terminationMessagePolicy: FallbackToLogsOnError
       env:
         - name: QUIRE_ENGINE_HOST
           value: {{ $.root.Values.listenAddress | quote }}

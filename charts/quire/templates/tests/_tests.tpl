@@ -5,6 +5,21 @@
 {{- default (keys .Values.models | sortAlpha | first) .Values.tests.model -}}
 {{- end -}}
 
+{{/* Where to look when nothing answers, and the values that say what pods need. Takes root, key and model. */}}
+{{- define "quire.testHint" -}}
+{{- $path := printf "models.%s" .key -}}
+{{- $source := "" -}}
+{{- with .model.source.pvc }}{{ $source = printf "the claim %s (%s.source.pvc.claimName)" .claimName $path }}{{ end -}}
+{{- with .model.source.image }}{{ $source = printf "the image %s (%s.source.image.reference)" .reference $path }}{{ end -}}
+{{- with .model.source.download }}{{ $source = printf "%s (%s.source.download)" .repository $path }}{{ end -}}
+{{- with .model.source.path }}{{ $source = printf "the folder %s of its image (%s.source.path)" . $path }}{{ end -}}
+{{- $memory := get (default dict .model.resources.limits) "memory" | default "none" -}}
+{{- printf "See why with: kubectl -n %s describe pods -l app.kubernetes.io/instance=%s\n" .root.Release.Namespace .root.Release.Name -}}
+{{- printf "An engine needs the image %s (image.registry, engine.image), %s, " (include "quire.engineImage" (dict "root" .root "model" .model)) $source -}}
+{{- printf "and a memory limit above its weights (%s.resources.limits.memory is %v); a router needs the image %s " $path $memory (include "quire.routerImage" .root) -}}
+{{- printf "(image.registry, router.image)%s." (eq .root.Values.router.discovery "kubernetes" | ternary ", and the right to read EndpointSlices (none with router.discovery: dns)" "") -}}
+{{- end -}}
+
 {{/* A pod that runs a script of files/tests. Takes root and api (rest or grpc). */}}
 {{- define "quire.testPod" -}}
 {{- /* Rendered before validation.yaml, and lost without a model. */ -}}
@@ -41,6 +56,7 @@ spec:
     - name: {{ .api }}
       image: {{ include "quire.routerImage" .root | quote }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
+      terminationMessagePolicy: FallbackToLogsOnError
       command: [python, -c]
       args:
         - {{ .root.Files.Get (printf "files/tests/%s.py" .api) | quote }}
@@ -51,6 +67,8 @@ spec:
           value: {{ include "quire.servedName" (dict "key" $key "model" $model) | quote }}
         - name: SECONDS_TO_WAIT
           value: {{ include "quire.scalar" $values.tests.timeoutSeconds | quote }}
+        - name: HINT
+          value: {{ include "quire.testHint" (dict "root" .root "key" $key "model" $model) | quote }}
         - name: AUTH_MODE
           value: {{ $values.router.auth.mode }}
         {{- if eq $values.router.auth.mode "generated" }}
