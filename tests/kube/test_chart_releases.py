@@ -172,6 +172,21 @@ def test_another_owners_external_metrics_are_not_taken(helm: Helm) -> None:
     assert [key for key in cluster.added if key.kind != "APIService"] == []
 
 
+@pytest.mark.parametrize(
+    ("values", "version", "kind"),
+    [("hpa", "autoscaling/v2", "HorizontalPodAutoscaler"), ("keda", "keda.sh/v1alpha1", "ScaledObject")],
+)
+def test_a_second_autoscaler_of_the_same_engines_is_refused(helm: Helm, values: str, version: str, kind: str) -> None:
+    cluster = Cluster()
+    made = helm.cluster(cluster).install(example_values(values))
+    helm.cluster(cluster).upgrade(example_values(values))  # its own are no second ones
+    own = next(manifest for manifest in made.manifests if manifest["kind"] == kind)
+    theirs = {"metadata": {"name": "theirs", "namespace": "default"}, "spec": own["spec"]}
+    cluster.create(cluster.kind(version, kind), "default", theirs)
+    with pytest.raises(HelmError, match=rf"{kind} theirs scales the Deployment .*autoscaling\.enabled to false"):
+        helm.cluster(cluster).upgrade(example_values(values))
+
+
 @pytest.mark.parametrize("values", EXAMPLES)
 def test_an_example_needs_its_documented_prerequisites(lives: Lives, values: str) -> None:
     used = {manifest["apiVersion"] for manifest in lives(values).made.manifests}

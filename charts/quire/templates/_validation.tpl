@@ -310,6 +310,7 @@
 {{- end -}}
 
 {{- define "quire.validateAutoscaling" -}}
+{{- include "quire.validateScalers" . -}}
 {{- $hpa := .Values.autoscaling.hpa -}}
 {{- if and .Values.autoscaling.podDeletionCost (ne .Values.router.discovery "kubernetes") -}}
 {{- fail (printf "autoscaling.podDeletionCost is true and router.discovery is %s: routers know the names of engines' pods only with kubernetes." .Values.router.discovery) -}}

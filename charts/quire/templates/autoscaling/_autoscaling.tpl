@@ -99,3 +99,27 @@ scaleDown:
 {{- define "quire.clusterName" -}}
 {{ .Release.Namespace }}-{{ include "quire.fullname" . }}-external-metrics
 {{- end -}}
+
+{{/* Fails where another autoscaler of the same kind scales a model's engines already: two would undo each other's numbers. (A plain one beside KEDA's is
+     refused by KEDA's own webhook.) Takes the root. */}}
+{{- define "quire.validateScalers" -}}
+{{- $root := . -}}
+{{- $mode := .Values.autoscaling.mode -}}
+{{- $version := ternary "autoscaling/v2" "keda.sh/v1alpha1" (eq $mode "hpa") -}}
+{{- $kind := ternary "HorizontalPodAutoscaler" "ScaledObject" (eq $mode "hpa") -}}
+{{- $there := list -}}
+{{- if ne $mode "none" -}}{{- $there = get (lookup $version $kind .Release.Namespace "" | default dict) "items" -}}{{- end -}}
+{{- range $key, $model := include "quire.models" . | fromYaml -}}
+{{- if and $there (include "quire.isScaled" (dict "root" $root "model" $model)) -}}
+{{- $target := include "quire.scaleTarget" (dict "root" $root "key" $key "model" $model) | fromYaml -}}
+{{- range $there -}}
+{{- $annotations := default dict .metadata.annotations -}}
+{{- $own := eq (get $annotations "meta.helm.sh/release-name") $root.Release.Name -}}
+{{- $other := default dict .spec.scaleTargetRef -}}
+{{- if and (not $own) (eq $other.name $target.name) (eq (default "Deployment" $other.kind) $target.kind) -}}
+{{- fail (printf "autoscaling.mode is %s and models.%s.autoscaling.enabled is true, but the %s %s scales the %s %s already: two would undo each other's numbers. Delete it, or set models.%s.autoscaling.enabled to false." $mode $key $kind .metadata.name $target.kind $target.name $key) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
