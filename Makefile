@@ -19,11 +19,12 @@ export TORCH_SIZE
 # Hundreds of processes start in the tests: what Python compiles of our sources is kept, whatever the user's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up test soak chaos lint bench bench-router bench-scale bench-simulation bench-fleet peers clients images dist first-hour proto proto-check clean help
+.PHONY: up test cluster-test soak chaos lint bench bench-router bench-scale bench-simulation bench-fleet peers clients images dist first-hour proto proto-check clean help
 
 help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2] [ARGS='--port 80']   quire serve, from this checkout"
 	@echo "make test [ARGS=tests/unit/house/test_make.py]      every test, real processes included; or those that ARGS names"
+	@echo "make cluster-test                             every row of docs/cluster.md on your cluster (tests/cluster/README.md; an hour)"
 	@echo "make soak                                     100,000 simulated requests, aborted at every moment; ten kills of one answer (some minutes)"
 	@echo "make chaos [ARGS='--rounds 10']               routers, engines and Redis die under streams, again and again (some minutes)"
 	@echo "make lint                                     style, types, stale stubs"
@@ -76,8 +77,11 @@ ifdef ARGS
 else
 	@$(BIN)/python -c "$(WARM)"
 	$(BIN)/python -m pytest -n 5 --dist loadfile $(AGAIN) tests/unit tests/sim tests/kube
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(AGAIN) tests/chaos tests/service tests/model tests/browser tests/clients tests/gpu
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(AGAIN) tests/chaos tests/service tests/model tests/browser tests/clients tests/gpu tests/cluster
 endif
+
+cluster-test: $(READY)
+	$(BIN)/python -m pytest tests/cluster -rs --write-rows $(ARGS)
 
 soak: $(READY)
 	@scripts/redis.sh

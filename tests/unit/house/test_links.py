@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[3]
-FOLDERS = ("docs", "demo", "docker", "k8s", "charts/quire", "tests/kube", "examples")
+FOLDERS = ("docs", "demo", "docker", "k8s", "charts/quire", "tests/kube", "tests/cluster", "examples")
 PAGES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("*.md")))]
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 CODE = re.compile(r"`[^`]*`")

@@ -1,0 +1,135 @@
+"""What clients see when everything is replaced: rollouts, TLS turned on and off, keys and passwords rotated."""
+
+import copy
+import json
+import uuid
+from base64 import b64encode
+from typing import Any
+
+import pytest
+
+from tests.cluster.cluster import Release, eventually
+from tests.cluster.conftest import CHART
+from tests.cluster.rows import Row
+from tests.kube.values import with_values
+
+LONG = 150.0
+"""Seconds that Kubernetes may take to change a Secret's files in pods, and services to read them."""
+BOTH = ("engine", "router")
+
+
+@pytest.mark.parametrize(
+    "components",
+    [
+        pytest.param(("engine",), marks=pytest.mark.row("all engines are rolled out"), id="engines"),
+        pytest.param(("router",), marks=pytest.mark.row("all routers are rolled out"), id="routers"),
+        pytest.param(BOTH, marks=pytest.mark.row("engines and routers are rolled out together"), id="both"),
+    ],
+)
+def test_rolled_out(row: Row, release: Release, components: tuple[str, ...]) -> None:
+    release.settled()
+    with row.client(release):
+        before = names(release, *components)
+        for component in components:
+            release.kubectl("rollout", "restart", release.workload(component))
+        release.settled(*components)
+        assert not names(release, *components) & before
+
+
+@pytest.mark.row("TLS is turned on by `helm upgrade`")
+def test_tls_on(row: Row, release: Release) -> None:
+    release.settled()
+    with row.client(release):
+        release.set(CHART, with_values(copy.deepcopy(release.values), tls__mode="helm"))
+        release.settled()
+
+
+@pytest.mark.row("certificates and their authority are made anew (Secrets deleted, `helm upgrade`)")
+def test_certificates_rotated(row: Row, release: Release) -> None:
+    with_tls(release)
+    with row.client(release):
+        before = certificates(release)
+        release.kubectl("delete", "secret", *before)
+        release.set(CHART, release.values)
+        assert before.keys() == certificates(release).keys()
+        assert not set(before.values()) & set(certificates(release).values())
+        for component in BOTH:
+            eventually(f"{component}s have it", lambda component=component: has_own(release, component), seconds=LONG)
+
+
+@pytest.mark.row("TLS is turned off by `helm rollback`")
+def test_tls_off(row: Row, release: Release) -> None:
+    without = with_values(copy.deepcopy(release.values), tls__mode="off")
+    release.set(CHART, without)
+    revision = json.loads(release.helm("history", release.name, "--output", "json"))[-1]["revision"]
+    with_tls(release)
+    with row.client(release):
+        release.helm("rollback", release.name, str(revision), "--wait", "--timeout", "300s")
+        release.settled()
+    release.values = without
+
+
+@pytest.mark.row("the API key is replaced: both for a while, then the new one alone")
+def test_keys_rotated(row: Row, release: Release) -> None:
+    release.settled()
+    old, new = release.secret("api-keys", "api-keys"), uuid.uuid4().hex
+    with row.client(release):
+        replace(release, "api-keys", "api-keys", f"{old},{new}")
+        release.kubectl("rollout", "restart", release.workload("router"))
+        release.settled("router")
+    replace(release, "api-keys", "api-keys", f"{new},{old}")  # clients have the new one from here on
+    with row.client(release):
+        replace(release, "api-keys", "api-keys", new)
+        release.kubectl("rollout", "restart", release.workload("router"))
+        release.settled("router")
+
+
+@pytest.mark.row("the password of Redis is replaced")
+def test_password_rotated(row: Row, release: Release) -> None:
+    release.settled()
+    new = uuid.uuid4().hex
+    with row.client(release):
+        replace(release, "redis", "redis-password", new)
+        eventually("Redis takes it", lambda: "PONG" in asked_redis(release, new), seconds=LONG, every=2)
+    release.settled()
+
+
+def with_tls(release: Release) -> None:
+    """Turns TLS on where it is not."""
+    if release.values.get("tls", {}).get("mode") != "helm":
+        release.set(CHART, with_values(copy.deepcopy(release.values), tls__mode="helm"))
+    release.settled()
+
+
+def names(release: Release, *components: str) -> set[str]:
+    """Of the pods of components."""
+    return {pod["metadata"]["name"] for component in components for pod in release.pods(component)}
+
+
+def certificates(release: Release) -> dict[str, str]:
+    """The certificates that Helm made, by their Secrets' names."""
+    found = json.loads(release.kubectl("get", "secrets", "--output", "json"))["items"]
+    own = [secret for secret in found if secret["metadata"]["name"].startswith(f"{release.fullname}-")]
+    return {secret["metadata"]["name"]: secret["data"]["tls.crt"] for secret in own if "tls.crt" in secret["data"]}
+
+
+def has_own(release: Release, component: str) -> bool:
+    """Whether all pods of a component have the certificate of its Secret as a file."""
+    wanted = release.secret(f"{component}-tls", "tls.crt")
+    command = "import pathlib; print(*(each.read_text() for each in pathlib.Path('/etc/quire/tls').glob('tls.crt')))"
+    pods = release.pods(component)
+    return all(
+        wanted in release.kubectl("exec", pod["metadata"]["name"], "--", "python", "-c", command) for pod in pods
+    )
+
+
+def replace(release: Release, name: str, key: str, value: str) -> None:
+    """Gives a key of a Secret of the release another value."""
+    patch: dict[str, Any] = {"data": {key: b64encode(value.encode()).decode()}}
+    release.kubectl("patch", "secret", f"{release.fullname}-{name}", "--patch", json.dumps(patch))
+
+
+def asked_redis(release: Release, password: str) -> str:
+    """What Redis answers to one who has a password."""
+    pod = release.pods("redis")[0]["metadata"]["name"]
+    return release.kubectl("exec", pod, "--", "env", f"REDISCLI_AUTH={password}", "redis-cli", "ping")
