@@ -189,8 +189,8 @@ class Release:
         self.values = values
 
     def test(self) -> str:
-        """``helm test``, with what its pods said."""
-        return self.helm("test", self.name, "--logs", "--timeout", "300s")
+        """``helm test``."""
+        return self.helm("test", self.name, "--timeout", "300s")
 
     def uninstall(self) -> None:
         """Takes it away, and waits until all is gone."""

@@ -70,7 +70,7 @@ class Load:
 
     def answers(self, more: int) -> None:
         """Waits until there are so many more than now."""
-        before = self._count()
+        (before,) = eventually("the client runs", lambda: (self._count(),))
         eventually(f"{more} more answers", lambda: self._count() >= before + more, seconds=240)
 
     def _count(self) -> int:
