@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from time import monotonic
+from time import gmtime, monotonic, strftime
 from typing import Any
 from uuid import uuid4
 
@@ -39,18 +39,29 @@ class FinalError(Exception):
 @dataclass
 class Seen:
     """What all answers of this client were like. ``pause`` is the longest time between two events of a stream, and
-    ``first`` that before the first; ``errors`` are connections that broke or were refused, by what they said.
+    ``first`` that before the first; ``worst`` says when the longer of the two ended, and in which answer. ``errors``
+    are connections that broke or were refused, by what they said.
     """
 
     answers: int = 0
     pause: float = 0.0
     first: float = 0.0
+    worst: str = ""
     errors: dict[str, int] = field(default_factory=dict)
     resumed: int = 0
     lost: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     texts: dict[str, Any] = field(default_factory=dict)
+
+    def waited(self, seconds: float, answer: str, *, begun: bool) -> None:
+        """Counts the time before an event of a stream that has ``begun``, or before its first."""
+        if seconds > max(self.pause, self.first):
+            self.worst = f"{seconds:.1f} s until {strftime('%H:%M:%S', gmtime())} in {answer}"
+        if begun:
+            self.pause = max(self.pause, seconds)
+        else:
+            self.first = max(self.first, seconds)
 
     def error(self, what: str) -> None:
         """Counts one that the client saw, and goes on from."""
@@ -167,10 +178,7 @@ class Client:
         now = monotonic()
         if answer.place and order(place) <= order(answer.place):
             self.seen.repeated.append(f"{place} after {answer.place}")
-        if answer.place:
-            self.seen.pause = max(self.seen.pause, now - answer.heard)
-        else:
-            self.seen.first = max(self.seen.first, now - answer.heard)
+        self.seen.waited(now - answer.heard, event["id"], begun=bool(answer.place))
         answer.heard, answer.place, answer.request_id = now, place, event["id"]
         for choice in event["choices"]:
             answer.text += choice["text"]

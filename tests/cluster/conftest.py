@@ -53,7 +53,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     row = getattr(item, "funcargs", {}).get("row")
     if report.when == "call" and report.passed and isinstance(row, Row):
         LINES[row.name] = row.line()
-        print(row.line(), flush=True)
+        print(row.line(), *(f"{seen.worst} {seen.errors}" for seen in row.seen), sep="\n", flush=True)
     return report
 
 
