@@ -356,6 +356,17 @@ def test_numbers_are_written_out(helm: Helm) -> None:
     assert setting(router, "max-body-bytes") == "10000000000"
 
 
+def test_each_revision_of_pods_is_spread_by_itself(helm: Helm) -> None:
+    release = helm.render(demo())
+    for component in ("router", "engine"):
+        (pod,) = components(release, component)
+        (spread,) = pod.spec["topologySpreadConstraints"]
+        assert (spread["topologyKey"], spread["matchLabelKeys"]) == ("kubernetes.io/hostname", ["pod-template-hash"])
+    own = {"topologyKey": "rack", "maxSkew": 1, "whenUnsatisfiable": "DoNotSchedule", "matchLabelKeys": ["x"]}
+    (pod,) = components(helm.render(demo(router__topologySpread=[own])), "router")
+    assert [each["matchLabelKeys"] for each in pod.spec["topologySpreadConstraints"]] == [["x"]]
+
+
 def test_everything_can_be_turned_off(helm: Helm) -> None:
     values = demo(
         networkPolicy__enabled=False,

@@ -61,6 +61,10 @@ topologySpreadConstraints:
     labelSelector:
       matchLabels:
         {{- include "quire.selector" $ | nindent 8 }}
+    {{- if not (hasKey . "matchLabelKeys") }}
+    # Each revision by itself: while pods are replaced, those that leave would push all new ones onto the other nodes.
+    matchLabelKeys: [pod-template-hash]
+    {{- end }}
   {{- end }}
 {{- end }}
 {{- with .placement.priorityClassName }}
