@@ -92,7 +92,10 @@ class SupervisedTask:
             try:
                 return await self._work()
             except asyncio.CancelledError:
-                if self._stopping or _is_cancelled():
+                if self._stopping:
+                    raise
+                if _is_cancelled():
+                    log.error("%s was cancelled from outside, and ends", self.name)
                     raise
                 log.exception("%s was cancelled by itself and is started again", self.name)
             except Exception:

@@ -92,6 +92,17 @@ async def test_a_task_that_returns_is_not_restarted() -> None:
     await task.stop()
 
 
+async def test_a_task_that_is_cancelled_from_outside_ends_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    task = SupervisedTask("watched", asyncio.Event().wait)  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    for running in asyncio.all_tasks():
+        if running.get_name() == "watched":
+            running.cancel()
+    await until(lambda: task.done)
+    assert task.failing
+    assert "watched was cancelled from outside, and ends" in caplog.text
+
+
 async def test_stopping_ends_a_task_that_swallows_its_cancellation_and_one_that_waits_to_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
