@@ -100,6 +100,7 @@ class SupervisedTask:
                 log.exception("%s was cancelled by itself and is started again", self.name)
             except Exception:
                 log.exception("%s failed and is started again", self.name)
+            forget_cancellations()
             if self._is_steady:
                 self._failures = 0
                 backoff.reset()
@@ -109,6 +110,16 @@ class SupervisedTask:
             self._on_restart()
             self._started = monotonic()  # the pause does not count as a steady run
             await asyncio.sleep(backoff.next())
+
+
+def forget_cancellations() -> None:
+    """Takes back the cancellations that the running task has outlived. A ``TaskGroup`` cancels the task that waits for
+    it when a child fails, and leaves that counted; before Python 3.11.3 each later ``asyncio.timeout`` of the task then
+    ends it with ``CancelledError`` in place of ``TimeoutError`` (https://github.com/python/cpython/issues/102780).
+    """
+    task = asyncio.current_task()
+    while task is not None and task.cancelling():
+        task.uncancel()
 
 
 def _is_cancelled() -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import grpc
 from quire.v1 import engine_pb2
 from quire.v1.engine_pb2_grpc import EngineStub
-from quire_proto.supervise import SupervisedTask
+from quire_proto.supervise import SupervisedTask, forget_cancellations
 from quire_proto.tls import TlsError
 
 from quire_router.core.fleet_view import EngineCondition
@@ -307,6 +307,8 @@ class EngineConnection:
             except* Exception:  # the connection must survive what one message did
                 log.exception("the link to engine %s failed", self.address)
                 problem = ConnectFailure("a failure of the link itself")
+            if not self._closing:
+                forget_cancellations()
             if self._connected:
                 self._on_stream_lost()
                 failures = self._new_failure_log()

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from uuid import uuid4
 
-from quire_proto.supervise import Backoff, SupervisedTask
+from quire_proto.supervise import Backoff, SupervisedTask, forget_cancellations
 from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
@@ -110,6 +110,8 @@ class LoadSharing:
                 self._log_outage(errors)
             except* Exception:  # whatever went wrong with one message, the next one may pass
                 log.exception("sharing the load with the other routers failed")
+            if not self._closing:
+                forget_cancellations()
             self._on_disconnected()
             self._failing = True
             await asyncio.sleep(self._backoff.next())

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from prometheus_client import REGISTRY
-from quire_proto.supervise import RestartSettings, SupervisedTask
+from quire_proto.supervise import RestartSettings, SupervisedTask, forget_cancellations
 from quire_router import background_jobs
 from quire_router.api.rpc.grpc_server import RpcServer
 from quire_router.autoscale.load_totals import LoadPublisher, LoadSettings
@@ -90,6 +90,24 @@ async def test_a_task_that_returns_is_not_restarted() -> None:
     await asyncio.sleep(0.02)
     assert (calls, task.failing) == ([1], False)
     await task.stop()
+
+
+async def test_a_task_group_that_failed_leaves_no_cancellation_behind() -> None:
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise ZeroDivisionError
+
+    task = asyncio.current_task()
+    assert task is not None
+    with pytest.raises(ExceptionGroup):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fails())
+    task.cancel()  # as before 3.13, where a group leaves its own counted
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.sleep(0)
+    assert task.cancelling()
+    forget_cancellations()
+    assert not task.cancelling()
 
 
 async def test_a_task_that_is_cancelled_from_outside_ends_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
