@@ -76,9 +76,11 @@ def rows_of(page: str) -> dict[str, str]:
 
 
 def merged(before: Mapping[str, str], ran: Mapping[str, str], order: Sequence[str]) -> list[str]:
-    """The table's lines: of rows that ran their new ones, in the ``order`` of the tests; the others stay where they
-    are.
+    """The table's lines, of rows that ran their new ones: in the ``order`` of the tests where it has them all, else the
+    others stay where they are.
     """
+    if set(before) <= set(order):
+        return [ran.get(name) or before[name] for name in order if name in ran or name in before]
     names, last = list(before), -1
     for name in order:
         if name in before:

@@ -22,6 +22,14 @@ def test_rows_that_ran_take_their_places_and_the_others_stay() -> None:
     assert lines == ["| one | 0 |", "| two | 2 |", "| three | 3 |", "| gone | 9 |"]
 
 
+def test_a_whole_run_puts_the_rows_into_the_order_of_the_tests() -> None:
+    assert rows.merged({"b": "| b |", "a": "| a |"}, {"c": "| c |"}, ["a", "b", "c", "d"]) == [
+        "| a |",
+        "| b |",
+        "| c |",
+    ]
+
+
 def test_the_page_has_a_table_of_rows() -> None:
     lines = rows.rows_of(rows.PAGE.read_text())
     assert lines
