@@ -132,6 +132,7 @@ class EngineServer:
         self._started = True
         self._startup.begin(StartupPhase.REGISTERED)
         await self._set_ready(True)
+        self._grammars.prepare()
         heartbeats = self._supervise("session heartbeats", self._sessions.send_heartbeats)
         await self._until_leaving()
         await self._set_ready(False)

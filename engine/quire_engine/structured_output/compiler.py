@@ -23,6 +23,7 @@ from quire_engine.structured_output.llguidance import (
     Guidance,
     RejectedError,
     UnusableTokenizerError,
+    import_llguidance,
     rejection,
     to_llguidance,
 )
@@ -95,6 +96,12 @@ class GrammarCompiler:
             future = self._cache[structured] = self._pool.submit(self._compile, structured)
         future.add_done_callback(lambda done: self._on_compiled(structured, done))
         return future
+
+    def prepare(self) -> None:
+        """Has a thread import what grammars need. A start does without it, but a request must not be the first to open
+        those files: there may be no descriptors left by then.
+        """
+        self._pool.submit(import_llguidance)
 
     def withdraw(self, structured: Structured) -> None:
         """Undoes one ``submit``. A grammar without waiters is cancelled if its compilation has not started."""
@@ -196,8 +203,8 @@ class ModelGrammars:
         or is not supported with this model, and OVERLOADED when trying it timed out, or a file, process or memory could
         not be had.
         """
-        definition = to_llguidance(structured)
         try:
+            definition = to_llguidance(structured)
             guidance = self._guidance_for(structured)
             num_bytes, definition = self._check_in_sandbox(definition)
             grammar = guidance.compile(definition)

@@ -275,6 +275,11 @@ def _error_message(matcher: "LLMatcher") -> str:
     return first_sentence("nothing can follow" if error.startswith("NoExtension") else error)
 
 
+def import_llguidance() -> None:
+    """Imports all of the library. Raises ``OSError`` where its files cannot be opened."""
+    import llguidance.gbnf_to_lark  # noqa: F401
+
+
 def to_llguidance(structured: Structured) -> str:
     """The llguidance definition of ``structured``, or ``EBNF`` and a grammar. Raises ``QuireError`` INVALID."""
     try:

@@ -1,5 +1,7 @@
 """Grammars on their way: compiled once, remembered within bounds, refused in time."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from threading import Barrier
@@ -11,6 +13,7 @@ from quire_engine.structured_output import compiler as compilers
 from quire_engine.structured_output.compiler import CompileOutcome, GrammarCompiler
 from quire_proto.errors import ErrorCode, QuireError
 
+from tests.support.grammars import MODEL
 from tests.support.slow_grammars import WAITING, EmptyGrammar, SlowSource, Watched, regex
 
 
@@ -164,3 +167,32 @@ def test_closing_cancels_pending_compilations() -> None:
     with pytest.raises(CancelledError):
         futures[-1].result(WAITING)
     assert isinstance(futures[0].result(WAITING), EmptyGrammar)
+
+
+def test_files_of_the_library_that_cannot_be_opened_are_the_engines_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is imported with the first grammar if ``prepare`` could not, and then there may be no descriptors."""
+
+    def fail(structured: object) -> str:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(compilers, "to_llguidance", fail)
+    grammars = compilers.ModelGrammars(MODEL, 512, [0], num_sandboxes=1)
+    with pytest.raises(QuireError) as refused:
+        grammars.compile(regex("a"))
+    grammars.close()
+    assert refused.value.code is ErrorCode.OVERLOADED
+
+
+def test_the_library_is_imported_without_a_grammar_once_an_engine_serves() -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from quire_engine.structured_output.compiler import GrammarCompiler, ModelGrammars
+compiler = GrammarCompiler(ModelGrammars(Path({str(MODEL)!r}), 512, [0], num_sandboxes=1))
+assert "llguidance" not in sys.modules
+compiler.prepare()
+compiler._pool.shutdown(wait=True)
+assert "llguidance.gbnf_to_lark" in sys.modules
+compiler.close()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
