@@ -261,6 +261,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     async def _send_and_linger(self, cycle: RequestResponseCycle, message: Message, send: Send) -> None:
         cycle.keep_alive = True  # else uvicorn closes the connection; the response's head said that it is the last one
+        self._lingering = True  # before this waits for the client: what it sends meanwhile is no other request
         await send(message)
         if not self.transport.is_closing():
             self._linger(self._limits.head)
@@ -269,7 +270,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Says that nothing more will be sent, and takes no notice of what arrives until the client closes the
         connection, for at most ``seconds``.
         """
-        self._lingering = True
         self.transport.write_eof()
         self._abort_timer = self.loop.call_later(seconds, self.transport.abort)
 

@@ -24,6 +24,7 @@ from quire_router.api.rest.http_server import (
 from uvicorn.server import ServerState
 
 from tests.support.scripted_api import Answer, ask, chat, open_stage, read_answer
+from tests.support.waiting import until
 
 CHAT = "/v1/chat/completions"
 KEY = "a-key-that-is-right"
@@ -68,7 +69,7 @@ class Sink(asyncio.Transport):
     def pause_reading(self) -> None:
         """Reads on."""
 
-    resume_reading = pause_reading
+    resume_reading = write_eof = pause_reading
 
 
 async def echo_nothing(_scope: Any, _receive: Any, send: Any) -> None:
@@ -96,6 +97,29 @@ async def raw(port: int, sent: bytes) -> Answer:
     assert await asyncio.wait_for(reader.read(), LONG) == b""
     writer.close()
     return answer
+
+
+async def test_what_comes_behind_a_refused_body_is_no_request_while_its_response_waits_for_the_client() -> None:
+    asked: list[str] = []
+
+    async def refuse(scope: Any, _receive: Any, send: Any) -> None:
+        asked.append(scope["path"])
+        await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"2")]})
+        protocol.pause_writing()  # the client does not read
+        await send({"type": "http.response.body", "body": b"no"})
+
+    protocol = Counting(http_config(refuse, ConnectionLimits()), ServerState(), {}, asyncio.get_running_loop())
+    sink = Sink()
+    protocol.connection_made(sink)
+    protocol.data_received(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n")
+    await until(lambda: bool(asked))
+    protocol.data_received(b"xyzPOST /b HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+    protocol.resume_writing()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    protocol.connection_lost(None)
+    assert asked == ["/a"]
+    assert sink.written.endswith(b"\r\n\r\nno")
 
 
 # Other protocols

@@ -261,3 +261,16 @@ async def test_a_client_that_goes_on_sending_what_was_refused_is_disconnected() 
         with pytest.raises(ConnectionError):
             await asyncio.wait_for(send_on(), LONG)
         writer.close()
+
+
+async def test_connections_whose_refused_bodies_are_thrown_away_keep_nobody_out() -> None:
+    limits = ConnectionLimits(connections=3, peer_share=1.0)
+    async with open_stage(max_body_bytes=1000, limits=limits) as stage:
+        writers = []
+        for _ in range(4 * limits.connections):  # the oldest one gives way
+            reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+            writers.append(writer)
+            writer.write(post(b"x", size=2**40))
+            assert (await asyncio.wait_for(read_answer(reader), LONG)).status == 413
+        for writer in writers:
+            writer.close()
