@@ -88,6 +88,7 @@ class CostChanges:
 
     def __init__(self) -> None:
         self._written: dict[str, int] = {}
+        self._refused: set[str] = set()
 
     def forget_all(self) -> None:
         """Somebody else may have written others."""
@@ -96,15 +97,22 @@ class CostChanges:
     def on_written(self, pod: str, cost: int) -> None:
         """A pod has this cost now."""
         self._written[pod] = cost
+        self._refused.discard(pod)
+
+    def on_refused(self, pod: str) -> None:
+        """A pod could not be written: it is tried again after all others."""
+        self._refused.add(pod)
 
     def next(self, wanted: Mapping[str, int], most: int = MAX_WRITES) -> list[tuple[str, int]]:
         """Returns the pods whose cost is another one, at most so many. Those go first that are, or would be taken for,
         the cheapest: a fall of the number takes these. Forgets pods that are gone.
         """
         self._written = {pod: cost for pod, cost in self._written.items() if pod in wanted}
+        self._refused.intersection_update(wanted)
         changed = [(pod, cost) for pod, cost in wanted.items() if self._written.get(pod) != cost]
         # A pod without the annotation costs 0.
         changed.sort(key=lambda change: (min(change[1], self._written.get(change[0], 0)), change[1], change[0]))
+        changed.sort(key=lambda change: change[0] in self._refused)
         return changed[:most]
 
 
@@ -142,18 +150,25 @@ class PodDeletionCosts:
                         await lease.release(client)
 
     async def update(self, client: "ApiClient", lease: KubeLease) -> None:
-        """Writes what has changed, if this router has the Lease. Raises ``ClusterError``, and what the client's
-        libraries raise.
+        """Writes what has changed, if this router has the Lease. A pod that cannot be written holds up no other: its
+        problem, a ``ClusterError``, is raised when all were tried. Raises also what the client's libraries raise.
         """
         had = lease.held
         if not await lease.acquire(client):
             return
         if not had:
             self._changes.forget_all()
+        problem: ClusterError | None = None
         for pod, cost in self._changes.next(self._wanted()):
             if not lease.held:
-                return
-            await self._write(client, pod, cost)
+                break
+            try:
+                await self._write(client, pod, cost)
+            except ClusterError as error:
+                self._changes.on_refused(pod)
+                problem = error
+        if problem is not None:
+            raise problem
 
     def _wanted(self) -> dict[str, int]:
         now = monotonic()

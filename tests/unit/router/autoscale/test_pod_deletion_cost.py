@@ -218,6 +218,38 @@ async def test_a_pod_that_is_gone_holds_up_no_other(kubernetes: Kubernetes) -> N
     assert kubernetes.cost("b") is not None
 
 
+async def test_a_pod_that_cannot_be_marked_holds_up_no_other(
+    kubernetes: Kubernetes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kubernetes.create("v1", "Pod", "b")
+    tried: list[str] = []
+    write = PodDeletionCosts._write
+
+    async def refuse_a(costs: PodDeletionCosts, client: Any, pod: str, cost: int) -> None:
+        tried.append(pod)
+        if pod == "default/a":
+            raise ClusterError("the pod default/a cannot be marked: 403 Forbidden")
+        await write(costs, client, pod, cost)
+
+    monkeypatch.setattr(PodDeletionCosts, "_write", refuse_a)
+    async with fleet(["default/a", "default/b"]) as (pool, index), kube_client(kubernetes.access) as client:
+        costs = PodDeletionCosts(pool, index, "marks", "1", kubernetes.access)
+        lease = KubeLease("default", "marks", "1")
+        for _ in range(2):
+            with pytest.raises(ClusterError, match="403"):
+                await costs.update(client, lease)
+    assert tried == ["default/a", "default/b", "default/a"]
+    assert kubernetes.cost("b") is not None
+
+
+def test_pods_that_cannot_be_marked_are_tried_after_all_others() -> None:
+    changes, wanted = CostChanges(), {"default/a": 0, "default/b": 1, "default/c": 2}
+    changes.on_refused("default/a")
+    assert [pod for pod, _ in changes.next(wanted, most=2)] == ["default/b", "default/c"]
+    changes.on_written("default/a", 5)
+    assert next(iter(changes.next(wanted))) == ("default/a", 0)
+
+
 async def test_an_engine_that_leaves_is_not_expected_to_have_anything_cached(kubernetes: Kubernetes) -> None:
     async with fleet(["default/a", "default/b"]) as (pool, index):
         rows = {engine.endpoint.pod: engine.row for engine in pool.engines()}
