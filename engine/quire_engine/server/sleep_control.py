@@ -34,7 +34,7 @@ class SleepControl:
         ``wait_seconds``, UNAVAILABLE where it cannot sleep or is woken up meanwhile.
         """
         loop, num_wake_ups = asyncio.get_running_loop(), self._num_wake_ups
-        deadline = loop.time() + min(max(wait_seconds, 0.0), MAX_WAIT_SECONDS)
+        deadline = loop.time() + min(max(0.0, wait_seconds), MAX_WAIT_SECONDS)  # 0 for NaN
         with self._sessions.falling_asleep():
             while True:
                 # A request whose grammar is compiled is not in the core yet.

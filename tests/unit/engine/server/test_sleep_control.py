@@ -68,12 +68,14 @@ async def test_an_idle_engine_sleeps_at_once_and_wakes_up(parts: Parts) -> None:
     assert not control.is_sleeping
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
 @pytest.mark.parametrize("where", ["sessions", "core"])
-async def test_one_with_requests_is_not_put_to_sleep_without_waiting(parts: Parts, where: str) -> None:
+async def test_one_with_requests_is_not_put_to_sleep_without_waiting(parts: Parts, where: str, seconds: float) -> None:
     control, sessions, core = parts
     sessions.in_progress, core.busy = (1, 0) if where == "sessions" else (0, 1)
     with pytest.raises(QuireError) as refused:
-        await control.sleep(0.0)
+        async with asyncio.timeout(5.0):
+            await control.sleep(seconds)
     assert refused.value.code is ErrorCode.OVERLOADED
     assert not control.is_sleeping
     assert sessions.falling == 0
