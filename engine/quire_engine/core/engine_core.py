@@ -6,7 +6,8 @@ model output of the last step is read; the synchronous loop is the reference tha
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from time import perf_counter, time_ns
@@ -40,6 +41,8 @@ CANNOT_SLEEP = (
 )
 DISK_WAIT_SECONDS = 0.01
 """How long a round without a step waits for the disk, and a new request for the round."""
+
+MOVE_SECONDS = 300.0  # in which going to sleep or waking up is no hang: a slow disk writes 16 GiB in 90 seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +190,7 @@ class EngineCore:
         self._rejected: list[EngineCoreOutput] = []
         self._stopped = False
         self._busy_since: float | None = None
+        self._allowance = 0.0  # seconds that are no hang
         self._is_pipeline = scheduler.config.num_stages > 1
 
     @property
@@ -200,7 +204,7 @@ class EngineCore:
         the loop hangs. May be read from any thread.
         """
         since = self._busy_since
-        return 0.0 if since is None else perf_counter() - since
+        return 0.0 if since is None else max(0.0, perf_counter() - since - self._allowance)
 
     def send(self, command: Command) -> None:
         """Queues a command for the next gap between two steps."""
@@ -372,7 +376,8 @@ class EngineCore:
         self.step()  # copies to the host what is worth it
         self._finish_all_steps()
         try:
-            self._sleeper.sleep()
+            with self._moving_memory():
+                self._sleeper.sleep()
         except SleepError as error:
             return QuireError(ErrorCode.UNAVAILABLE, f"The engine cannot sleep: {error}.")
         self.scheduler.is_sleeping = True
@@ -386,7 +391,8 @@ class EngineCore:
         assert self._sleeper is not None, "it was put to sleep"
         begun = perf_counter()
         try:
-            self._sleeper.wake_up()
+            with self._moving_memory():
+                self._sleeper.wake_up()
         except SleepError as error:
             return QuireError(ErrorCode.UNAVAILABLE, f"The engine cannot wake up: {error}.", retry_after=1.0)
         self.scheduler.is_sleeping = False
@@ -396,6 +402,16 @@ class EngineCore:
         log.info("awake after %.2f s", seconds)
         self.step()
         return None
+
+    @contextmanager
+    def _moving_memory(self) -> Iterator[None]:
+        """Inside this context there is progress, although the loop does not come round."""
+        self._allowance = MOVE_SECONDS
+        try:
+            yield
+        finally:
+            self._busy_since = perf_counter()
+            self._allowance = 0.0
 
 
 class InFlightStep:

@@ -4,9 +4,19 @@ from threading import Event, Thread
 from time import sleep
 
 import pytest
+from quire_engine.core import engine_core
 from quire_engine.core.block_pool import BlockStored, KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
-from quire_engine.core.engine_core import AbortRequest, AddRequest, EngineCore, EngineCoreOutputs, GetSnapshot, Shutdown
+from quire_engine.core.engine_core import (
+    AbortRequest,
+    AddRequest,
+    EngineCore,
+    EngineCoreOutputs,
+    GetSnapshot,
+    Shutdown,
+    Sleep,
+    WakeUp,
+)
 from quire_engine.core.executor import CopyError
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.outputs import EngineCoreOutput
@@ -15,7 +25,7 @@ from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.core.step_time_model import StepWork
 from quire_engine.simulation.simulated_executor import LatencyModel, SimulatedExecutor
-from quire_proto.errors import ErrorCode
+from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason, SamplingParams
 
 from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor, expected_output
@@ -161,6 +171,32 @@ def test_only_a_loop_with_pending_work_counts_as_hanging() -> None:
     released.set()
     engine.core.send(Shutdown())
     thread.join(30)
+
+
+def test_an_engine_that_moves_its_memory_for_long_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(engine_core, "perf_counter", lambda: now)
+    seen: list[float] = []
+
+    class SlowSleeper:
+        def sleep(self) -> None:
+            nonlocal now
+            engine.core.send(AbortRequest("of a client that waits"))
+            for seconds in (engine_core.MOVE_SECONDS, 7.0):
+                now += seconds
+                seen.append(engine.core.seconds_since_progress)
+
+        wake_up = sleep
+
+    engine = Engine(PagedExecutor(CAPACITY))
+    engine.core._sleeper = SlowSleeper()
+    answers: list[QuireError | None] = []
+    for command in (Sleep(answers.append), WakeUp(answers.append)):
+        engine.core.send(command)
+        engine.core._process_commands()
+        assert engine.core.seconds_since_progress == 0.0
+    assert answers == [None, None]
+    assert seen == [0.0, 7.0, 0.0, 7.0], "a disk that is stuck is no hang"
 
 
 def test_a_step_reports_what_it_did() -> None:
