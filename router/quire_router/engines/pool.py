@@ -105,6 +105,7 @@ class Engine:
     @property
     def shared_device(self) -> str:
         """The name of what it shares with engines that are awake in turns with it; empty if it is alone."""
+        self._refresh()
         return "" if self._description is None else self._description.shared_device
 
     @property

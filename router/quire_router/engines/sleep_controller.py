@@ -17,6 +17,7 @@ from quire_router.engines.sleep_plan import Demand, SleepCandidate, SleepSetting
 
 log = logging.getLogger(__name__)
 
+AWAKE, ASLEEP = engine_pb2.SLEEP_STATE_AWAKE, engine_pb2.SLEEP_STATE_ASLEEP
 PERIOD = 1.0  # seconds between two looks at the fleet
 MIN_PAUSE = 0.05  # seconds between two looks that requests asked for
 DRAIN_SECONDS = 30.0
@@ -24,6 +25,7 @@ DRAIN_SECONDS = 30.0
 turn.
 """
 RETRY_SECONDS = 5.0  # until an engine is asked again that refused
+SETTLE_LOOKS = 40  # at what an engine says that has done what it was asked for, each after a ``MIN_PAUSE``
 
 
 class SleepController:
@@ -76,13 +78,15 @@ class SleepController:
             await asyncio.sleep(MIN_PAUSE)
 
     async def _look(self) -> None:
-        engines = {
-            engine.id: engine
-            for engine in self._pool.engines()
-            if engine.can_sleep and not engine.models.isdisjoint(self._models)
-        }
+        engines: dict[str, Engine] = {}
+        candidates: list[SleepCandidate] = []
         now = monotonic()
-        candidates = [self._candidate(engine, now) for engine in engines.values()]
+        for engine in self._pool.engines():
+            if engine.can_sleep and not engine.models.isdisjoint(self._models):
+                engines[engine.id] = engine
+                candidates.append(self._candidate(engine, now))
+            elif _holds_shared_memory(engine):
+                candidates.append(_holder(engine))
         for known in (self._idle_since, self._awake_since, self._retry_at):
             for engine_id in known.keys() - engines.keys():
                 del known[engine_id]
@@ -91,17 +95,17 @@ class SleepController:
         demands = await self._demands()
         decided = plan(candidates, demands, self._settings)
         for engine_id in decided.sleep:
-            self._begin(engines[engine_id], lambda engine: engine.connection.sleep(0.0))
+            self._begin(engines[engine_id], ASLEEP, lambda engine: engine.connection.sleep(0.0))
         for engine_id in decided.drain:
-            self._begin(engines[engine_id], lambda engine: engine.connection.sleep(DRAIN_SECONDS))
+            self._begin(engines[engine_id], ASLEEP, lambda engine: engine.connection.sleep(DRAIN_SECONDS))
         for engine_id in decided.wake_up:
-            self._begin(engines[engine_id], lambda engine: engine.connection.wake_up())
+            self._begin(engines[engine_id], AWAKE, _wake_up)
 
     def _candidate(self, engine: Engine, now: float) -> SleepCandidate:
-        sleeping = engine.load.sleep_state == engine_pb2.SLEEP_STATE_ASLEEP
+        sleeping = engine.load.sleep_state == ASLEEP
         if sleeping or engine.load.has_work:
             self._idle_since.pop(engine.id, None)
-        if sleeping:
+        if not engine.load.is_awake:  # one that was to fall asleep, and goes on, has another turn
             self._awake_since.pop(engine.id, None)
         idle = not (sleeping or engine.load.has_work)
         return SleepCandidate(
@@ -109,7 +113,7 @@ class SleepController:
             next(model for model in self._models if model in engine.models),
             is_sleeping=sleeping,
             idle_seconds=max(1e-9, now - self._idle_since.setdefault(engine.id, now)) if idle else 0.0,
-            awake_seconds=0.0 if sleeping else now - self._awake_since.setdefault(engine.id, now),
+            awake_seconds=now - self._awake_since.setdefault(engine.id, now) if engine.load.is_awake else 0.0,
             shared_device=engine.shared_device,
             is_changing=engine.id in self._running or not (sleeping or engine.load.is_awake),
             has_refused=self._retry_at.get(engine.id, 0.0) > now,
@@ -128,16 +132,48 @@ class SleepController:
             for model, count in waiting.items()
         }
 
-    def _begin(self, engine: Engine, what: Callable[[Engine], Awaitable[None]]) -> None:
-        task = asyncio.get_running_loop().create_task(self._carry_out(engine, what))
+    def _begin(
+        self, engine: Engine, state: "engine_pb2.SleepState.ValueType", what: Callable[[Engine], Awaitable[None]]
+    ) -> None:
+        task = asyncio.get_running_loop().create_task(self._carry_out(engine, state, what))
         self._running[engine.id] = task
         task.add_done_callback(lambda _: self._running.pop(engine.id, None))
 
-    async def _carry_out(self, engine: Engine, what: Callable[[Engine], Awaitable[None]]) -> None:
+    async def _carry_out(
+        self, engine: Engine, state: "engine_pb2.SleepState.ValueType", what: Callable[[Engine], Awaitable[None]]
+    ) -> None:
         try:
             await what(engine)
+            # What it says of itself comes another way: until then it seems not to have the memory that it has taken.
+            for _ in range(SETTLE_LOOKS):
+                if engine.load.sleep_state == state:
+                    break
+                await asyncio.sleep(MIN_PAUSE)
         except (grpc.aio.AioRpcError, EngineLost) as error:
             reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
             log.info("engine %s stays as it is: %s", engine.id, reason)
             self._retry_at[engine.id] = monotonic() + RETRY_SECONDS
         self.ask()
+
+
+async def _wake_up(engine: Engine) -> None:
+    """Raises as ``EngineClient.wake_up``; ``EngineLost`` soon where the engine does not answer, as no other one of its
+    model is woken up meanwhile.
+    """
+    await engine.connection.probe()
+    if not engine.connection.ready:
+        raise EngineLost("it does not answer")
+    await engine.connection.wake_up()
+
+
+def _holds_shared_memory(engine: Engine) -> bool:
+    """Whether an engine that cannot be put to sleep now has the memory of a device that others share with it. One that
+    is lost is taken for dead.
+    """
+    is_lost = engine.connection.condition in ("connecting", "lost")
+    return bool(engine.shared_device) and not is_lost and engine.load.sleep_state != ASLEEP
+
+
+def _holder(engine: Engine) -> SleepCandidate:
+    """Such an engine: it is in nobody's hands."""
+    return SleepCandidate(engine.id, "", is_sleeping=False, shared_device=engine.shared_device, is_changing=True)
