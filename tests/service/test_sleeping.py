@@ -3,6 +3,7 @@ nothing.
 """
 
 import json
+import signal
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -149,6 +150,21 @@ def test_an_engine_that_is_killed_in_its_sleep_is_no_engine_any_more(engines: li
         assert refused.value.code == 503
     finally:
         mortal.kill()
+
+
+def test_a_sleeper_that_is_frozen_does_not_keep_the_other_asleep(engines: list[Engine], tmp_path: Path) -> None:
+    frozen = min(engines, key=lambda engine: engine.address)  # which would be woken up
+    with routing(tmp_path, engines) as router:
+        eventually(lambda: router.metric("quire_engines_ready", model="quire-demo") == 2)
+        expected = complete(router)
+        for engine in engines:
+            put_to_sleep(engine)
+        eventually(lambda: sleeping(router) == 2)
+        frozen.signal(signal.SIGSTOP)
+        try:
+            assert complete(router) == expected
+        finally:
+            frozen.signal(signal.SIGCONT)
 
 
 @contextmanager
