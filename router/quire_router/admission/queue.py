@@ -47,14 +47,18 @@ class Capacity(Protocol):
         """Returns the number of engines that can run the model now, full ones included."""
         ...
 
+    def num_sleeping(self, model: str) -> int:
+        """Returns the number of engines of the model that sleep and could be woken up."""
+        ...
+
 
 _MAX_BEST_EFFORT: Final = 4_096  # requests: a batch has some at a time, which come again when they are refused
 
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
-    """``hold_timeout`` is for how many seconds a request waits while no engine is ready, ``max_seconds`` the longest
-    wait for capacity in all; neither counts for what is best effort. ``bounds`` are those of each model's queue.
+    """``hold_timeout`` is for how many seconds a request waits while no engine is ready or sleeps, ``max_seconds`` the
+    longest wait for capacity in all; neither counts for what is best effort. Each model's queue has ``bounds``.
     """
 
     hold_timeout: float = 10.0
@@ -250,7 +254,8 @@ class _ModelQueue:
         self.admit_next()
 
     def _update_readiness(self) -> None:
-        if self._capacity.ready(self._model):
+        # A sleeper that shares its device waits for its turn, which may take long: it is there, but has no room.
+        if self._capacity.ready(self._model) or self._capacity.num_sleeping(self._model):
             self._unready_since = None
         elif self._unready_since is None:
             self._unready_since = self._clock()

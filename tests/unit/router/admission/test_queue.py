@@ -26,6 +26,7 @@ class FakeCapacity:
         self.reserved = reserved
         self.best_effort_reserve = best_effort_reserve
         self.engines = engines
+        self.sleeping = 0
         self.running = []
         self.most = 0
         self.queue = None
@@ -41,6 +42,9 @@ class FakeCapacity:
 
     def ready(self, model):
         return self.engines
+
+    def num_sleeping(self, model):
+        return self.sleeping
 
     def dispatch(self, request_id):
         self.running.append(request_id)
@@ -256,6 +260,13 @@ async def test_a_hold_ends_with_unavailable():
 
 async def test_a_full_fleet_is_waited_for_beyond_the_hold_and_not_for_ever():
     capacity = FakeCapacity(slots=0)
+    queue = open_queue(capacity, hold_timeout=0.01, max_seconds=0.2)
+    assert await refused(queue, waiting("a")) == (ErrorCode.OVERLOADED, "queue_seconds")
+
+
+async def test_an_engine_that_sleeps_is_waited_for_as_a_full_one_is():
+    capacity = FakeCapacity(engines=0)
+    capacity.sleeping = 1
     queue = open_queue(capacity, hold_timeout=0.01, max_seconds=0.2)
     assert await refused(queue, waiting("a")) == (ErrorCode.OVERLOADED, "queue_seconds")
 
