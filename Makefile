@@ -59,10 +59,10 @@ up: $(READY)
 
 # Unit tests wait two thirds of their time, so five workers have two cores busy; for the others, some of which compute
 # in processes beside them and some wait, three do. The chaos run begins first, as it is one test that takes long. The
-# kernels are compiled before the workers begin, each of which would do it. With ARGS just those tests run, one after the
-# other. A test that fails gets a second chance, since real processes on a busy machine may be late, and the summary names
-# those that needed it: they are to be mended. It comes when routers trust a Redis again that was late (4 s). The chaos run
-# gets none.
+# kernels are compiled before the workers begin, each of which would do it; beside that every test is collected once, so
+# that the workers find Python's bytecode. With ARGS just those tests run, one after the other. A test that fails gets a
+# second chance, since real processes on a busy machine may be late, and the summary names those that needed it: they are
+# to be mended. It comes when routers trust a Redis again that was late (4 s). The chaos run gets none.
 AGAIN := --reruns 1 --reruns-delay 5 -rR
 WARM  := import quire_engine.kernels.build as build; build.needs_build() and build.shared_object()
 
@@ -75,7 +75,8 @@ test: $(READY) $(HELM_READY)
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	@$(BIN)/python -c "$(WARM)"
+	@QUIRE_ENGINE_CPU_KERNELS=off $(BIN)/python -m pytest -p no:cacheprovider --collect-only -qq tests >/dev/null 2>&1 & collected=$$!; \
+	$(BIN)/python -c "$(WARM)" && { wait $$collected || true; }  # the runs name what cannot be collected
 	$(BIN)/python -m pytest -n 5 --dist loadfile $(AGAIN) tests/unit tests/sim tests/kube
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(AGAIN) tests/chaos tests/service tests/model tests/browser tests/clients tests/gpu tests/cluster
 endif
