@@ -120,7 +120,7 @@ def test_a_router_with_a_refused_certificate_logs_why_and_holds_requests(
         for reason, router in routers.items():
             eventually(lambda router=router: "cannot be reached" in router.text, 60, router.text)
             (line,) = [line for line in router.text.splitlines() if "cannot be reached" in line]
-            assert f"WARNING quire_router.engines.connection: engine {secured.engine.address} " in line
+            assert f"WARNING quire_router.engines.channel: engine {secured.engine.address} " in line
             assert reason in line
             assert fetch(router.metrics_port, "/health")[0] == 503
             assert fetch(router.metrics_port, "/ready")[0] == 200
