@@ -10,7 +10,6 @@ import json
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import gmtime, monotonic, strftime
@@ -217,8 +216,7 @@ async def main(plan: dict[str, Any]) -> None:
     connector = aiohttp.TCPConnector(force_close=True, limit=0)
     async with aiohttp.ClientSession(timeout=timeouts(SILENCE), connector=connector) as http:
         client = Client(plan, http)
-        with suppress(NotImplementedError):
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, client.ending.set)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, client.ending.set)
         await client.run()
     print(json.dumps(asdict(client.seen)), flush=True)
 

@@ -29,7 +29,7 @@ def outputs(running: Running) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "qwen3-moe"])
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-def test_whoever_slept_on_a_gpu_draws_the_same_tokens(
+def test_tokens_after_wake_up_on_a_gpu_are_those_before_sleep(
     model_folders: dict[str, Path], name: str, enforce_eager: bool
 ) -> None:
     with awake(model_folders[name], enforce_eager=enforce_eager) as running:

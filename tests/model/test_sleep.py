@@ -33,7 +33,7 @@ def contents(executor: TorchExecutor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "mixtral", "gpt2"])
-def test_whoever_slept_draws_the_same_tokens(small_models: SmallModels, name: str) -> None:
+def test_tokens_after_wake_up_are_those_before_sleep(small_models: SmallModels, name: str) -> None:
     with closing(Running(load(small_models.folder(name), 64, 0))) as running:
         expected, weights = running.run(), contents(running.executor)
         for _ in range(2):  # again, as a second time frees what the first has made

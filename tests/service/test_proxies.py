@@ -312,7 +312,7 @@ def assert_refused(post: Post) -> None:
 
 
 @each_proxy
-def test_what_is_much_too_large_is_refused_by_the_router_too_but_by_an_nginx_that_is_told_nothing(proxy: Proxy) -> None:
+def test_a_body_far_above_the_limit_is_refused_by_the_router_or_by_an_nginx_with_default_limits(proxy: Proxy) -> None:
     for version in proxy.versions:
         post = proxy.post("/v1/completions", padded(16 * MAX_BODY), version)
         if isinstance(proxy, Nginx) and proxy.ca is None:

@@ -145,7 +145,7 @@ def test_an_engine_that_is_killed_in_its_sleep_is_no_engine_any_more(engines: li
             eventually(lambda: sleeping(router) == 0)
         with routing(tmp_path, [engines[0], mortal]) as router:
             assert complete(router) == expected
-        with routing_nobody(tmp_path, mortal) as router, pytest.raises(urllib.error.HTTPError) as refused:
+        with router_without_engines(tmp_path, mortal) as router, pytest.raises(urllib.error.HTTPError) as refused:
             complete(router)
         assert refused.value.code == 503
     finally:
@@ -168,7 +168,7 @@ def test_a_sleeper_that_is_frozen_does_not_keep_the_other_asleep(engines: list[E
 
 
 @contextmanager
-def routing_nobody(folder: Path, engine: Engine) -> Iterator[Router]:
+def router_without_engines(folder: Path, engine: Engine) -> Iterator[Router]:
     """A router whose only engine is gone: it is not healthy, and holds requests for a moment."""
     router = ForkedRouter(DEMO, [engine.address], folder, "--hold-timeout", "0.5")
     try:

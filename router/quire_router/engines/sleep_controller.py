@@ -78,6 +78,8 @@ class SleepController:
             await asyncio.sleep(MIN_PAUSE)
 
     async def _look(self) -> None:
+        if self._settings.sleep_after is None and not any(e.load.sleep_state == ASLEEP for e in self._pool.engines()):
+            return  # nothing to put to sleep or to wake up, which every request without room would look for
         engines: dict[str, Engine] = {}
         candidates: list[SleepCandidate] = []
         now = monotonic()
@@ -90,8 +92,6 @@ class SleepController:
         for known in (self._idle_since, self._awake_since, self._retry_at):
             for engine_id in known.keys() - engines.keys():
                 del known[engine_id]
-        if not (self._settings.sleep_after is not None or any(each.is_sleeping for each in candidates)):
-            return
         demands = await self._demands()
         decided = plan(candidates, demands, self._settings)
         for engine_id in decided.sleep:

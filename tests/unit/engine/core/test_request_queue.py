@@ -107,7 +107,7 @@ def test_a_long_job_that_has_waited_goes_before_a_short_one_that_comes_late() ->
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])
-def test_what_another_engine_has_begun_goes_before_what_nobody_has(policy: str) -> None:
+def test_resumed_requests_are_scheduled_before_new_ones(policy: str) -> None:
     bench = Bench(max_num_seqs=1, scheduling_policy=policy)
     bench.add("running", 8, max_tokens=2)
     bench.step()
