@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from quire_proto.supervise import forget_cancellations
 from quire_proto.tls import ServerTls, TlsError
 
 HEARTBEAT_SECONDS = 1.0
@@ -131,6 +132,7 @@ class NodeLink:
                 tasks.create_task(self._beat())
         except* LinkEndedError as group:
             reasons += map(str, group.exceptions)
+            forget_cancellations()
         finally:
             for writer in (*self._local_writers.values(), self._writer):
                 writer.transport.abort()
