@@ -6,9 +6,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from quire_proto.text.model_folder import recommended_sampling
 from quire_proto.text.tokenizer import ModelTokenizer
 
 from quire_router.admission.fair_queue import QueueBounds
@@ -151,6 +152,7 @@ class Components:
             ConcurrencyLimit(settings.max_concurrent_requests),
             allow_priority=settings.allow_priority,
             refuse_unknown=settings.unknown_parameters == "refuse",
+            sampling_defaults=sampling_defaults(settings),
             request_timeout=settings.request_timeout,
             durable=self.journal.is_durable,
             tenant_limits=limits,
@@ -310,6 +312,16 @@ class Components:
     def _count_load(self, model: str) -> int:
         """What runs here, and what gateways were sent on with."""
         return self.runner.load(model) + (0 if self.picker is None else self.picker.load(model))
+
+
+def sampling_defaults(settings: Settings) -> dict[str, dict[str, Any]]:
+    """What the models' folders recommend for sampling, by model. Raises ``ValueError`` for a file it cannot use."""
+    if settings.generation_config == "none":
+        return {}
+    try:
+        return {name: recommended_sampling(folder) for name, folder in settings.models.items()}
+    except ValueError as error:
+        raise ValueError(f"{error} (it is not read with --generation-config none)") from None
 
 
 def _token_verifier(settings: OidcSettings) -> "OidcVerifier":

@@ -343,6 +343,10 @@ class Settings(CliSettings):
         default=None, description="Authority of the issuer's certificate; none: those of the system."
     )
     allow_priority: bool = Field(default=False, description="Let clients set the priority of their requests.")
+    generation_config: Literal["auto", "none"] = Field(
+        default="auto",
+        description="Whether the sampling that a model's generation_config.json recommends is the default of requests.",
+    )
     unknown_parameters: Literal["warn", "refuse"] = Field(
         default="warn", description="Whether unknown parameters are ignored and named in a header, or are a 400."
     )

@@ -1,6 +1,5 @@
 """``OfflineEngine``: a model in this process, and all that ``LLM`` and ``AsyncLLM`` run it with."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, make_dataclass
 from functools import partial
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from weakref import WeakSet
 
 from pydantic import ValidationError
-from quire_proto.errors import QuireError, invalid
+from quire_proto.errors import invalid
+from quire_proto.text.model_folder import recommended_sampling
 from quire_proto.text.tokenizer import ModelTokenizer
 
 from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder
@@ -45,11 +45,6 @@ AsyncEngineArgs = make_dataclass(
 """The arguments of ``LLM`` and ``AsyncLLM`` as one object, as vLLM has them: ``AsyncLLM.from_engine_args(args)``,
 ``LLM(**asdict(args))``. A setting that is None is not given.
 """
-# What ``generation_config.json`` says of sampling, and its name here; as vLLM reads it.
-_DEFAULT_PARAMS = {
-    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
-    "max_new_tokens": "max_tokens",
-}
 
 
 class Closable(Protocol):
@@ -98,7 +93,7 @@ class OfflineEngine:
         config = engine_config(find_model_folder(model, allow_download=allow_download), settings)
         other = None if tokenizer is None else find_model_folder(tokenizer, allow_download=allow_download)
         folder = tokenizer_folder(config.model) if other is None else other
-        loaded_tokenizer, params = ModelTokenizer.load(folder), read_default_params(config.model)
+        loaded_tokenizer, params = ModelTokenizer.load(folder), _default_params(config.model)
         executor = load_executor(config)
         try:
             return cls._around(
@@ -148,19 +143,12 @@ class OfflineEngine:
         self.executor.close()
 
 
-def read_default_params(model: Path) -> SamplingParams:
-    """What the model's ``generation_config.json`` recommends for sampling, and the defaults for the rest. Raises
-    ``ModelError`` for a file that cannot be used.
-    """
-    path = model / "generation_config.json"
+def _default_params(model: Path) -> SamplingParams:
+    """What the model's folder recommends for sampling, and the defaults for the rest. Raises ``ModelError``."""
     try:
-        config = json.loads(path.read_text()) if path.is_file() else {}
-        if not isinstance(config, dict):
-            raise TypeError("it is no object")
-        given = {ours: config[name] for name, ours in _DEFAULT_PARAMS.items() if config.get(name) is not None}
-        return SamplingParams(**given)
-    except (OSError, ValueError, TypeError, QuireError) as error:
-        raise ModelError(f"{path} cannot be used: {error}") from None
+        return SamplingParams(**recommended_sampling(model))
+    except ValueError as error:
+        raise ModelError(str(error)) from None
 
 
 def engine_config(model: Path, settings: Mapping[str, object]) -> EngineConfig:

@@ -1,5 +1,5 @@
-"""What identifies the model and the vocabulary of a folder, as engines tell routers: digests of its ``config.json`` and
-``tokenizer.json``. An engine needs these and no text.
+"""What a model's folder says beside its weights: digests of its ``config.json`` and ``tokenizer.json``, by which
+engines tell routers which model they have, and the sampling that its authors recommend. An engine needs no text.
 """
 
 import json
@@ -9,8 +9,16 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from quire_proto.errors import QuireError
+from quire_proto.sampling import SamplingParams
+
 DIGEST_BYTES = 16
 _MAX_CONFIG_BYTES = 1 << 20
+# What ``generation_config.json`` says of sampling, and its name here; as vLLM reads it.
+_RECOMMENDED = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
 _SIZES = (
     "model_type",
     "hidden_size",
@@ -63,3 +71,21 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}
+
+
+def recommended_sampling(folder: Path) -> dict[str, Any]:
+    """The fields of ``SamplingParams`` that a model folder's ``generation_config.json`` sets; none without that file.
+    Raises ``ValueError`` for one that cannot be used.
+    """
+    path = folder / "generation_config.json"
+    try:
+        config = json.loads(path.read_bytes()) if path.is_file() else {}
+        if not isinstance(config, dict):
+            raise TypeError("it is no object")
+        given = {ours: config[name] for name, ours in _RECOMMENDED.items() if config.get(name) is not None}
+        if given.get("top_k") == -1:  # all tokens, as vLLM has it
+            given["top_k"] = 0
+        SamplingParams(**given)
+    except (OSError, ValueError, TypeError, QuireError) as error:
+        raise ValueError(f"{path} cannot be used: {error}") from None
+    return given

@@ -15,7 +15,7 @@ from contextlib import (
 from dataclasses import dataclass, replace
 from secrets import token_hex
 from time import time
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -96,7 +96,7 @@ class ApiService:
     """The common half of both APIs. No request may take more than ``request_timeout`` seconds. ``durable`` returns
     whether the requests of these ids are recorded in the journal, and ``read_usage`` what a tenant used. Responses of
     the Responses API are kept for ``responses_retention`` seconds, others as long as the journal keeps them; a tenant's
-    own retention comes first.
+    own retention comes first. ``sampling_defaults``: see ``Validator``.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class ApiService:
         bodies: BodyBudget | None = None,
         responses_retention: float | None = None,
         read_usage: UsageReader | None = None,
+        sampling_defaults: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self.keys = keys
         self.concurrency = concurrency
@@ -130,7 +131,12 @@ class ApiService:
         self._read_usage = read_usage
         self._tenant_limits = tenant_limits
         self._validator = Validator(
-            tokenizers, fleet.limits, fleet.loras, allow_priority=allow_priority, refuse_unknown=refuse_unknown
+            tokenizers,
+            fleet.limits,
+            fleet.loras,
+            allow_priority=allow_priority,
+            refuse_unknown=refuse_unknown,
+            sampling_defaults=sampling_defaults,
         )
         self._tokenizer_pool = TokenizerPool()
         self._created = int(time())

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from secrets import randbits
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quire_proto.errors import QuireError, invalid
 from quire_proto.pooling import Task
@@ -46,6 +46,7 @@ class Validator:
     """Checks requests against the models' tokenizers and the limits of their engines. A request may name one of
     ``loras`` as its model. ``allow_priority`` lets clients
     set the priority of their requests, and with ``refuse_unknown`` an unknown parameter is refused instead of ignored.
+    ``sampling_defaults`` are the fields of ``SamplingParams`` that count for a model where a request is silent.
     """
 
     def __init__(
@@ -56,12 +57,14 @@ class Validator:
         *,
         allow_priority: bool = False,
         refuse_unknown: bool = False,
+        sampling_defaults: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self._tokenizers = tokenizers
         self._limits = limits
         self._loras = loras
         self._allow_priority = allow_priority
         self._refuse_unknown = refuse_unknown
+        self._sampling_defaults = sampling_defaults or {}
 
     def drop_ignored(self, request: BodyT, model: str) -> tuple[BodyT, tuple[str, ...]]:
         """Returns the request without what its model ignores, and the names of the ignored parameters, each once.
@@ -88,13 +91,15 @@ class Validator:
             raise model_not_ready(model)
         if Task.GENERATE not in (limits.supported_tasks or (Task.GENERATE,)):
             raise wrong_task(request.model, limits, Task.GENERATE)
-        prompts, output_limit = _prompts(request, tokenizer, limits)
+        defaults = {} if request.search_width else self._sampling_defaults.get(model, {})  # a search draws nothing
+        prompts, output_limit = _prompts(request, tokenizer, limits, defaults.get("max_tokens"))
+        structured = structured_of(request, tokenizer, prompts[0])
         first = GenerationRequest(
             request_id=request_id,
             model=model,
             lora=lora,
             prompt_token_ids=prompts[0],
-            params=sampling_of(request, output_limit, tokenizer, limits, structured_of(request, tokenizer, prompts[0])),
+            params=sampling_of(request, {**defaults, "max_tokens": output_limit}, tokenizer, limits, structured),
             stop=tuple(request.stop),
             include_stop=bool(request.include_stop_str_in_output),
             skip_special_tokens=request.skip_special_tokens is not False,
@@ -167,11 +172,13 @@ def _with_random_seed(generation: GenerationRequest) -> GenerationRequest:
 
 
 def _prompts(
-    request: GenerationBody, tokenizer: ModelTokenizer, limits: ServedModelLimits
+    request: GenerationBody, tokenizer: ModelTokenizer, limits: ServedModelLimits, usual_output: int | None
 ) -> tuple[list[Sequence[int]], int]:
-    """Returns the tokens of each prompt, and the most tokens of each output. Raises ``QuireError``."""
+    """Returns the tokens of each prompt, and the most tokens of each output, which is ``usual_output`` for a
+    conversation that does not say. Raises ``QuireError``.
+    """
     if isinstance(request, ChatRequest):
-        return _conversation(request, tokenizer, limits)
+        return _conversation(request, tokenizer, limits, usual_output)
     assert isinstance(request, CompletionRequest)
     output_limit, prompts = COMPLETION_MAX_TOKENS, []
     for number, given in enumerate(request.prompt):
@@ -185,7 +192,7 @@ def _prompts(
 
 
 def _conversation(
-    request: ChatRequest, tokenizer: ModelTokenizer, limits: ServedModelLimits
+    request: ChatRequest, tokenizer: ModelTokenizer, limits: ServedModelLimits, usual_output: int | None
 ) -> tuple[list[Sequence[int]], int]:
     tools = [tool.to_template() for tool in request.offered_tools]
     options = template_options(request.chat_template_kwargs, request.reasoning_effort, tokenizer)
@@ -203,6 +210,8 @@ def _conversation(
         else:
             prompt = encode(messages)
     rest = max(1, limits.max_model_len - len(prompt))
+    if request.output_limit is None and usual_output is not None:
+        rest = min(rest, usual_output)
     return [array("i", prompt)], _output_limit(request, "messages", len(prompt), rest, limits)
 
 
@@ -239,18 +248,18 @@ _ALL_TOKENS = -1  # vLLM's other word for top_k 0
 
 def sampling_of(
     request: GenerationBody,
-    max_tokens: int,
+    defaults: Mapping[str, Any],
     tokenizer: ModelTokenizer,
     limits: ServedModelLimits,
     structured: Structured | None,
 ) -> SamplingParams:
-    """Returns how the request's tokens are sampled; ``structured`` is what constrains the output. Raises
-    ``QuireError``.
+    """Returns how the request's tokens are sampled: as it says, and else by ``defaults``. ``structured`` is what
+    constrains the output. Raises ``QuireError``.
     """
     given = {name: value for name in _COPIED_FIELDS if (value := getattr(request, name)) is not None}
+    if request.top_k is not None:
+        given["top_k"] = 0 if request.top_k == _ALL_TOKENS else request.top_k
     params = SamplingParams(
-        max_tokens=max_tokens,
-        top_k=_top_k(request.top_k or 0),
         best_of=request.effective_best_of or 0,
         beam_width=request.search_width,
         stop_token_ids=tuple(request.stop_token_ids or ()),
@@ -259,7 +268,7 @@ def sampling_of(
         logprobs=request.output_logprobs,
         prompt_logprobs=request.all_prompt_logprobs,
         structured=structured,
-        **given,
+        **{**defaults, **given},
     )
     _check_ids_of(params, limits)
     _check_search(request, params)
@@ -285,10 +294,6 @@ def check_ids(param: str, token_ids: Sequence[int], limits: ServedModelLimits) -
     """Raises ``QuireError`` for a token id that the model does not have."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
         raise invalid(param, f"{param} holds a token id outside of this model's vocabulary of {limits.vocab_size}.")
-
-
-def _top_k(given: int) -> int:
-    return 0 if given == _ALL_TOKENS else given
 
 
 def _bad_words(request: GenerationBody, tokenizer: ModelTokenizer) -> tuple[tuple[int, ...], ...]:
