@@ -5,9 +5,10 @@ from contextlib import suppress
 from typing import Any
 
 import httpx
+from quire_proto.errors import ErrorCode
 
 from tests.chaos.client import Client, Pause
-from tests.chaos.failure import UntypedError
+from tests.chaos.failure import Failure, UntypedError
 from tests.chaos.workload import Request
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
@@ -34,6 +35,9 @@ class BatchClient(Client):
             batch = await self._get(request, f"{BATCHES}/{self._id}")
             if batch["status"] not in _ENDED:
                 raise Pause
+            if (gone := _missing_file(batch, self._file)) is not None:
+                self._fail(gone)
+                raise _Ended
             if batch["status"] != "completed" or batch["error_file_id"] is not None:
                 raise UntypedError(f"a batch that did not answer all of its lines: {batch}")
             self._output = batch["output_file_id"]
@@ -109,8 +113,16 @@ class BatchClient(Client):
             with suppress(httpx.HTTPError):
                 found = await self._http.get(f"{url}{BATCHES}/{self._id}", headers=request.credentials)
                 if found.status_code == 200:
-                    return True
+                    return _missing_file(found.json(), self._file) is None
         return False
+
+
+def _missing_file(batch: dict[str, Any], file: str) -> Failure | None:
+    """The error of a batch whose input was lost before any of it was read."""
+    for error in (batch.get("errors") or {}).get("data", ()) if batch["status"] == "failed" else ():
+        if error["code"] == "invalid_file" and file in error["message"]:
+            return Failure(ErrorCode.NOT_FOUND, error["param"], error["message"])
+    return None
 
 
 class _Ended(Exception):  # noqa: N818 - the client has what there is to have

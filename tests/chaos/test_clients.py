@@ -368,6 +368,7 @@ def output(*lines: dict[str, Any]) -> httpx.Response:
 UPLOADED, NONE_YET = httpx.Response(200, json={"id": "file-in"}), httpx.Response(200, json={"data": []})
 STARTED = [UPLOADED, NONE_YET, batch("validating")]
 GONE_BATCH = {"param": "batch_id"}
+GONE_FILE = {"data": [{"code": "invalid_file", "message": "There is no file 'file-in'.", "param": "input_file_id"}]}
 BAD_BATCHES: dict[str, tuple[list[httpx.Response], str]] = {
     "right": ([*STARTED, batch("in_progress"), batch(), output(answered(0), answered(1))], ""),
     "created before the connection broke": (
@@ -380,6 +381,7 @@ BAD_BATCHES: dict[str, tuple[list[httpx.Response], str]] = {
     "less of an answer": ([*STARTED, batch(), output(answered(0), answered(1, "one"))], "lost"),
     "lines that failed": ([*STARTED, batch(error_file_id="file-bad")], "untyped"),
     "a batch that failed": ([*STARTED, batch("failed")], "untyped"),
+    "a batch whose file is gone": ([*STARTED, batch("failed", errors=GONE_FILE)], "errors"),
     "a batch that is gone": ([*STARTED, refusal(404, **GONE_BATCH)], "errors"),
 }  # fmt: skip
 
