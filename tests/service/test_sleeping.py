@@ -57,7 +57,7 @@ def sleeping(router: Router, model: str = "quire-demo") -> int:
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
+def started_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
     folder = tmp_path_factory.mktemp("engines")
     started: list[Engine] = [ForkedEngine(DEMO, folder, *FLAGS) for _ in range(2)]
     try:
@@ -65,6 +65,16 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
     finally:
         for engine in started:
             engine.kill()
+
+
+@pytest.fixture
+def engines(started_engines: list[Engine]) -> list[Engine]:
+    """Both awake: the test before may have left either of them asleep."""
+    for engine in started_engines:
+        if is_sleeping(engine):
+            with stub(engine) as asked:
+                asked.WakeUp(pb.WakeUpRequest(), timeout=SECONDS)
+    return started_engines
 
 
 @contextmanager

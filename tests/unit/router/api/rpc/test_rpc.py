@@ -123,10 +123,12 @@ async def test_an_answer_without_an_end_is_an_error():
 @pytest.mark.parametrize("how", ["cancel", "deadline", "channel"])
 async def test_a_client_that_leaves_cancels_its_request(pieces, how):
     async with open_stage([*pieces, asyncio.Event()]) as stage:
-        channel = stage.channel()
-        call = InferenceStub(channel).Chat(chat_request(), timeout=0.3 if how == "deadline" else None)
-        reading = asyncio.ensure_future(call.read())
-        await stage.runner.started.wait()
+        channel, seconds, started = stage.channel(), 0.3, asyncio.create_task(stage.runner.started.wait())
+        while not stage.runner.started.is_set():  # on a busy machine the deadline may pass before the request is there
+            call = InferenceStub(channel).Chat(chat_request(), timeout=seconds if how == "deadline" else None)
+            reading = asyncio.ensure_future(call.read())
+            await asyncio.wait([started, reading], return_when=asyncio.FIRST_COMPLETED)
+            seconds *= 2
         if how == "cancel":
             call.cancel()
         elif how == "channel":
