@@ -29,15 +29,14 @@ Make = Callable[[GroupedWeight, torch.Tensor | None, torch.dtype], PackedGroups 
 
 
 @pytest.fixture(scope="module", params=FORMS)
-def make(request, tmp_path_factory) -> Make:
+def make(request) -> Make:
     """Makes the product of a weight by a build for one kind of processor, or in torch."""
     if request.param == "torch":
         return lambda weight, bias, dtype: PlainGroups(weight, bias)
     native = bindings.library()
     if native is None:
         pytest.skip("the kernels cannot be compiled here")
-    folder = tmp_path_factory.mktemp("build")
-    build = native if request.param == "native" else compile_for(request.param, "groups.cpp", folder)
+    build = native if request.param == "native" else compile_for(request.param, "groups.cpp")
     return lambda weight, bias, dtype: PackedGroups(build, weight, bias, dtype)
 
 

@@ -29,18 +29,14 @@ Make = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.dtype], 
 
 
 @pytest.fixture(scope="module", params=FORMS)
-def make(request, tmp_path_factory) -> Make:
+def make(request) -> Make:
     """Makes the product of a quantised weight by a build for one kind of processor, or in torch."""
     if request.param == "torch":
         return lambda weight, scales, bias, dtype: PlainInt8(weight, scales, bias)
     native = bindings.library()
     if native is None:
         pytest.skip("the kernels cannot be compiled here")
-    build = (
-        native
-        if request.param == "native"
-        else compile_for(request.param, "int8.cpp", tmp_path_factory.mktemp("build"))
-    )
+    build = native if request.param == "native" else compile_for(request.param, "int8.cpp")
     return lambda weight, scales, bias, dtype: PackedInt8(build, weight, scales, bias, dtype)
 
 
