@@ -1,5 +1,6 @@
-"""The small models of ``models``, each written once a session and only if a test asks for it."""
+"""The small models of ``models``, each written once a run and only if a test asks for it."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,11 @@ from tests.model.models import NAMES, SmallModels
 
 @pytest.fixture(scope="session")
 def small_models(tmp_path_factory: pytest.TempPathFactory) -> SmallModels:
-    return SmallModels(tmp_path_factory.mktemp("models"))
+    """In a folder that all workers share, so that each answer of transformers is computed by one of them."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "small-models"
+    folder.mkdir(exist_ok=True)
+    return SmallModels(folder)
 
 
 @pytest.fixture(params=NAMES)

@@ -4,13 +4,17 @@ Weights are float32 with an init range of 0.3, so that logits are far apart and 
 bit. Everything is seeded: the same name makes the same folder.
 """
 
+import json
+import os
 import random
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
+from filelock import FileLock
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -214,7 +218,9 @@ STACKED = ("qwen3-moe",)
 
 
 class SmallModels:
-    """Folders and greedy outputs of the small models, made when first asked for and kept."""
+    """Folders and greedy outputs of the small models, made when first asked for and kept in the folder ``tmp``, for all
+    processes that have it.
+    """
 
     def __init__(self, tmp: Path) -> None:
         self._tmp = tmp
@@ -224,7 +230,11 @@ class SmallModels:
 
     def folder(self, name: str) -> Path:
         if name not in self._folders:
-            self._folders[name] = small_model(name, self._tmp)
+            folder = self._tmp / name
+            with FileLock(f"{folder}.lock"):
+                if not folder.exists():
+                    small_model(name, Path(mkdtemp(dir=self._tmp))).rename(folder)
+            self._folders[name] = folder
         return self._folders[name]
 
     def outputs(
@@ -234,10 +244,15 @@ class SmallModels:
         return [self._output(name, number, tokens) for number in which]
 
     def _output(self, name: str, number: int, tokens: int) -> list[int]:
-        known = self._outputs.get((name, number), [])
+        known, file = self._outputs.get((name, number), []), self._tmp / f"{name}-{number}.json"
+        if len(known) < tokens and file.exists():
+            known = json.loads(file.read_text())
         if len(known) < tokens:
             [known] = greedy_oracle(self.folder(name), [self.prompts[number]], tokens)
-            self._outputs[name, number] = known
+            part = file.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps(known))
+            part.replace(file)
+        self._outputs[name, number] = known
         return known[:tokens]
 
 
