@@ -86,7 +86,7 @@ cluster-test: $(READY)
 
 soak: $(READY)
 	@scripts/redis.sh
-	$(BIN)/python -m pytest -m soak tests/unit tests/kube tests/service tests/model $(ARGS)
+	$(BIN)/python -m pytest -m soak tests/unit tests/sim tests/kube tests/service tests/model $(ARGS)
 
 chaos: $(READY)
 	@scripts/redis.sh

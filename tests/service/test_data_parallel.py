@@ -23,7 +23,7 @@ from tests.support.processes import eventually
 
 SIZE = 2
 SECONDS_TO_END = 5.0
-LONG = {"model": MODEL, "prompt": "hello world", "max_tokens": 600, "temperature": 1.0, "seed": 11}
+LONG = {"model": MODEL, "prompt": "hello world", "max_tokens": 300, "temperature": 1.0, "seed": 11}
 SHORT = {**LONG, "max_tokens": 40}
 
 

@@ -17,7 +17,9 @@ from tests.support.net_namespace import net_namespace
 from tests.support.processes import Engine, Process, Router, eventually, fetch
 from tests.support.redis_server import RedisServer, redis_server
 
-LONG = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 1200, "temperature": 1.2, "seed": 11}
+LONG = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 600, "temperature": 1.2, "seed": 11}
+# Which an engine that was frozen could go on with for long after it has thawed.
+LONGER = {**LONG, "max_tokens": 1200}
 IGNORE_EOS = {"extra_body": {"ignore_eos": True}}
 
 
@@ -79,8 +81,8 @@ def test_an_engine_that_is_killed_changes_no_token(fleet: Fleet) -> None:
 
 
 def test_an_engine_that_freezes_changes_no_token_and_drops_what_others_go_on_with(fleet: Fleet) -> None:
-    undisturbed = fleet.client.completions.create(**LONG, **IGNORE_EOS).choices[0].text
-    stream = texts(fleet.client.completions.create(**LONG, **IGNORE_EOS, stream=True))
+    undisturbed = fleet.client.completions.create(**LONGER, **IGNORE_EOS).choices[0].text
+    stream = texts(fleet.client.completions.create(**LONGER, **IGNORE_EOS, stream=True))
     seen = [next(stream) for _ in range(20)]
     frozen = fleet.busy_engine()
     made = frozen.metric("quire_engine_generation_tokens_total")
@@ -155,14 +157,14 @@ def test_redis_may_die_and_come_back(fleet: Fleet) -> None:
     seen = [next(stream) for _ in range(10)]
     fleet.redis.kill()
     seen += stream
-    assert len("".join(seen)) > 1000, "the running stream did not go on"
+    assert len("".join(seen)) > 500, "the running stream did not go on"
     assert fleet.client.completions.create(model=MODEL, prompt="Once", max_tokens=4).usage.completion_tokens == 4
     eventually(lambda: fleet.router.metric("quire_journal_available") == 0)
     fleet.redis.start()
     eventually(lambda: fleet.router.metric("quire_journal_available") == 1, message="the journal did not come back")
 
 
-def test_a_router_that_starts_before_its_engines_waits_for_them(fleet: Fleet, tmp_path: Path) -> None:
+def test_a_router_that_starts_before_its_engines_waits_for_them(tmp_path: Path) -> None:
     late = ForkedEngine(DEMO, tmp_path, *SMALL_POOLS)
     early = ForkedRouter(DEMO, [late.address], tmp_path)
     try:

@@ -26,10 +26,10 @@ from tests.support.processes import Router, eventually
 
 PROMPT = "Once upon a time"
 STREAMS = {
-    "greedy": {"max_tokens": 700, "temperature": 0, "ignore_eos": True},
-    "sampled": {"max_tokens": 700, "temperature": 1.2, "seed": 11, "ignore_eos": True},
+    "greedy": {"max_tokens": 400, "temperature": 0, "ignore_eos": True},
+    "sampled": {"max_tokens": 400, "temperature": 1.2, "seed": 11, "ignore_eos": True},
 }
-KILLS = 5  # in each of the two streams
+KILLS = 3  # in each of the two streams
 [CLIENT] = re.findall(r"^```python\n(import json.*?)^print\(", (ROOT / "docs/resuming.md").read_text(), re.M | re.S)
 
 

@@ -8,7 +8,7 @@ from openai import OpenAI
 from tests.service.conftest import DEMO, FLOAT32, MODEL, SMALL_POOLS
 from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.ports import free_port
-from tests.support.processes import Engine, Router, eventually
+from tests.support.processes import Router, eventually
 
 PROMPT = "Once upon a time there was a little dog, and she liked to play in the garden with her friends. " * 6
 
@@ -23,20 +23,18 @@ def ask(router: Router) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks"),
+    "ranks",
     [
-        (ForkedEngine, ()),
-        (Engine, ("--tensor-parallel-size", "2")),
-        pytest.param(Engine, ("--pipeline-parallel-size", "2"), marks=pytest.mark.soak),
+        (),
+        ("--tensor-parallel-size", "2"),
+        pytest.param(("--pipeline-parallel-size", "2"), marks=pytest.mark.soak),
     ],
     ids=["one rank", "two ranks", "two stages"],
 )
-def test_an_engine_that_is_killed_finds_its_prefixes_again(
-    tmp_path: Path, kind: type[Engine], ranks: tuple[str, ...]
-) -> None:
+def test_an_engine_that_is_killed_finds_its_prefixes_again(tmp_path: Path, ranks: tuple[str, ...]) -> None:
     port = free_port()
     flags = (*SMALL_POOLS, *FLOAT32, *ranks, "--kv-disk-path", str(tmp_path / "kv"), "--kv-disk-space", "0.1")
-    engine = kind(DEMO, tmp_path, *flags, port=port).wait_ready()
+    engine = ForkedEngine(DEMO, tmp_path, *flags, port=port).wait_ready()
     router = ForkedRouter(DEMO, [engine.address], tmp_path).wait_ready()
     try:
         first, cached = ask(router)
@@ -46,7 +44,7 @@ def test_an_engine_that_is_killed_finds_its_prefixes_again(
         blocks = cached // 16
         eventually(lambda: engine.metric("quire_engine_kv_disk_blocks_total", direction="stored") == blocks)
         engine.kill()
-        engine = kind(DEMO, tmp_path, *flags, port=port).wait_ready()
+        engine = ForkedEngine(DEMO, tmp_path, *flags, port=port).wait_ready()
         eventually(lambda: router.metric("quire_engines_ready") == 1)
         third, cached_again = ask(router)
         assert first == second == third

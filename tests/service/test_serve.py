@@ -25,6 +25,7 @@ from tests.support.processes import Process, eventually, fetch, metric
 NAME = "quire/demo"
 GGUF = Path(__file__).parents[1] / "model" / "quantized" / "llama.gguf"
 LONG = {"model": NAME, "prompt": "Once upon a time", "max_tokens": 1200, "temperature": 1.2, "seed": 11}
+STORY = {**LONG, "max_tokens": 600}
 IGNORE_EOS = {"ignore_eos": True}
 
 
@@ -93,10 +94,10 @@ def printed_command(text: str) -> list[str]:
 
 def test_streams_go_on_when_an_engine_is_killed_and_both_it_and_the_router_come_back(tmp_path: Path) -> None:
     with serving(tmp_path, "--engines", "2", "--port", str(free_port()), *FLOAT32) as tree:
-        expected = tree.client.completions.create(**LONG, extra_body=IGNORE_EOS).choices[0].text
+        expected = tree.client.completions.create(**STORY, extra_body=IGNORE_EOS).choices[0].text
         engines = tree.named("quire_engine.cli")
         assert len(engines) == 2
-        stream = tree.client.completions.create(**LONG, stream=True, extra_body=IGNORE_EOS)
+        stream = tree.client.completions.create(**STORY, stream=True, extra_body=IGNORE_EOS)
         text = next(stream).choices[0].text
         busy = [e for e in engines if metric(port_of(e, "--metrics-port"), "quire_engine_running_sequences")]
         assert len(busy) == 1
@@ -105,7 +106,7 @@ def test_streams_go_on_when_an_engine_is_killed_and_both_it_and_the_router_come_
         [router] = tree.named("quire_router.main")
         router.kill()
         eventually(lambda: fetch(int(tree.url.rpartition(":")[2]), "/health")[0] == 200, timeout=120)
-        assert tree.client.completions.create(**LONG, extra_body=IGNORE_EOS).choices[0].text == expected
+        assert tree.client.completions.create(**STORY, extra_body=IGNORE_EOS).choices[0].text == expected
         eventually(lambda: len(tree.named("quire_engine.cli")) == 2, timeout=120)
         assert {busy[0].pid, router.pid}.isdisjoint(process.pid for process in tree.processes)
         assert tree.end() == 130
@@ -153,7 +154,11 @@ def test_an_answer_goes_on_when_all_of_it_is_killed_and_started_again(tmp_path: 
     assert "".join(choice["text"] for piece in pieces for choice in piece["choices"]) == expected
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "closed terminal"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGHUP],
+    ids=["ctrl-c", "closed terminal"],
+)
 def test_no_process_is_left_when_the_output_is_closed(tmp_path: Path, number: int) -> None:
     """As with ``quire serve … | head``: every line that is printed fails."""
     tree = Tree(tmp_path / "tree.log", "--engine-log-level=info", stdout=subprocess.PIPE)
