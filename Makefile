@@ -19,7 +19,7 @@ export TORCH_SIZE
 # Hundreds of processes start in the tests: what Python compiles of our sources is kept, whatever the user's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up test cluster-test soak chaos lint bench bench-router bench-scale bench-simulation bench-fleet peers clients images dist first-hour proto proto-check clean help
+.PHONY: up test ready programs kernels bytecode cluster-test soak chaos lint types style layers bench bench-router bench-scale bench-simulation bench-fleet peers clients images dist first-hour proto proto-check clean help
 
 help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2] [ARGS='--port 80']   quire serve, from this checkout"
@@ -58,28 +58,38 @@ up: $(READY)
 	  $(if $(or $(NAME),$(if $(MODEL),,demo)),--served-model-name "$(or $(NAME),quire-demo)") $(ARGS)
 
 # Unit tests wait two thirds of their time, so five workers have two cores busy; for the others, some of which compute
-# in processes beside them and some wait, three do. The chaos run begins first, as it is one test that takes long. The
-# kernels are compiled before the workers begin, each of which would do it; beside that every test is collected once, so
-# that the workers find Python's bytecode. With ARGS just those tests run, one after the other. A test that fails gets a
-# second chance, since real processes on a busy machine may be late, and the summary names those that needed it: they are
-# to be mended. It comes when routers trust a Redis again that was late (4 s). The chaos run gets none.
+# in processes beside them and some wait, three do. The chaos run begins first, as it is one test that takes long. With
+# ARGS just those tests run, one after the other. A test that fails gets a second chance, since real processes on a busy
+# machine may be late, and the summary names those that needed it: they are to be mended. It comes when routers trust a
+# Redis again that was late (4 s). The chaos run gets none.
 AGAIN := --reruns 1 --reruns-delay 5 -rR
-WARM  := import quire_engine.kernels.build as build; build.needs_build() and build.shared_object()
 
-test: $(READY) $(HELM_READY)
+test: programs kernels
+ifdef ARGS
+	$(BIN)/python -m pytest $(ARGS)
+else
+	$(BIN)/python -m pytest -n 5 --dist loadfile $(AGAIN) tests/unit tests/sim tests/kube
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(AGAIN) tests/chaos tests/service tests/model tests/browser tests/clients tests/gpu tests/cluster
+endif
+
+# What tests need, in parts that may be made at once, beside those of lint.
+ready: bytecode programs kernels
+
+programs: $(READY) $(HELM_READY)
 	@scripts/redis.sh
 	@scripts/promtool.sh $(BIN)
 	@scripts/envoy.sh $(BIN)
 	@scripts/proxies.sh
 	@scripts/chromium.sh
-ifdef ARGS
-	$(BIN)/python -m pytest $(ARGS)
-else
-	@QUIRE_ENGINE_CPU_KERNELS=off $(BIN)/python -m pytest -p no:cacheprovider --collect-only -qq tests >/dev/null 2>&1 & collected=$$!; \
-	$(BIN)/python -c "$(WARM)" && { wait $$collected || true; }  # the runs name what cannot be collected
-	$(BIN)/python -m pytest -n 5 --dist loadfile $(AGAIN) tests/unit tests/sim tests/kube
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(AGAIN) tests/chaos tests/service tests/model tests/browser tests/clients tests/gpu tests/cluster
-endif
+
+# Compiled before the workers begin, each of which would do it.
+kernels: $(READY)
+	@$(BIN)/python -c "import quire_engine.kernels.build as build; build.needs_build() and build.shared_object()"
+
+# Every test is collected once, so that the workers find Python's bytecode: on a clean clone each would compile it all.
+# Without kernels, as otherwise this would compile them too. The runs name what cannot be collected.
+bytecode: $(READY)
+	@QUIRE_ENGINE_CPU_KERNELS=off $(BIN)/python -m pytest -p no:cacheprovider --collect-only -qq tests >/dev/null 2>&1 || true
 
 cluster-test: $(READY)
 	$(BIN)/python -m pytest tests/cluster -rs --write-rows $(ARGS)
@@ -96,10 +106,16 @@ ifndef ARGS
 	$(BIN)/python -m tests.chaos.run --journal-file --rounds 2
 endif
 
-lint: $(READY) proto-check
+lint: types style layers proto-check
+
+types: $(READY)
+	$(BIN)/mypy $(SOURCES)
+
+style: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(SOURCES)
+
+layers: $(READY)
 	$(BIN)/lint-imports --no-logo
 	cd cli && ../$(BIN)/lint-imports --no-logo
 
