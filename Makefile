@@ -57,19 +57,19 @@ up: $(READY)
 	@exec $(BIN)/python -m quire_cli.main serve "$(or $(MODEL),demo/model)" --engines "$(or $(ENGINES),2)" \
 	  $(if $(or $(NAME),$(if $(MODEL),,demo)),--served-model-name "$(or $(NAME),quire-demo)") $(ARGS)
 
-# Unit tests wait two thirds of their time, so five workers have two cores busy; for the others, some of which compute
-# in processes beside them and some wait, three do. The chaos run begins first, as it is one test that takes long. With
-# ARGS just those tests run, one after the other. A test that fails gets a second chance, since real processes on a busy
-# machine may be late, and the summary names those that needed it: they are to be mended. It comes when routers trust a
-# Redis again that was late (4 s). The chaos run gets none.
+# Some tests compute in processes beside them and some wait, so five workers have two cores busy, if both kinds run at the
+# same time (tests/conftest.py). The chaos run begins first, as it is one test that takes long. With ARGS just those tests
+# run, one after the other. A test that fails gets a second chance, since real processes on a busy machine may be late,
+# and the summary names those that needed it: they are to be mended. It comes when routers trust a Redis again that was
+# late (4 s). The chaos run gets none.
 AGAIN := --reruns 1 --reruns-delay 5 -rR
+TESTS := $(addprefix tests/,chaos service model browser clients gpu cluster unit sim kube)
 
 test: programs kernels
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(BIN)/python -m pytest -n 5 --dist loadfile $(AGAIN) tests/unit tests/sim tests/kube
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(AGAIN) tests/chaos tests/service tests/model tests/browser tests/clients tests/gpu tests/cluster
+	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder $(AGAIN) $(TESTS)
 endif
 
 # What tests need, in parts that may be made at once, beside those of lint.
