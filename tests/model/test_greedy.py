@@ -32,8 +32,8 @@ def test_output_is_transformers_own_under_random_chunks_blocks_and_swaps(
     small_models: SmallModels, model_name: str, attention: str
 ) -> None:
     executor = load(small_models, model_name, attention=attention)
-    outputs = Driver(executor, seed=1, max_chunk=13).run(sequences(small_models, 12))
-    assert outputs == small_models.outputs(model_name, range(12))
+    outputs = Driver(executor, seed=1, max_chunk=13).run(sequences(small_models, 8))
+    assert outputs == small_models.outputs(model_name, range(8))
 
 
 @pytest.mark.parametrize(("block_size", "max_chunk"), [(1, 5), (8, 1), (16, 1000), (32, 40)])
