@@ -77,7 +77,7 @@ class Forked:
 
 
 class ForkedEngine(Engine):
-    """A ``quire-engine`` of one rank, the model of which is one of the Llama family."""
+    """A ``quire-engine``, the model of which is one of the Llama family. Ranks but the first are processes as ever."""
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str], stdout: int | None) -> Forked:  # type: ignore[override]
         assert stdout is None
