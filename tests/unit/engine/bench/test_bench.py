@@ -488,7 +488,7 @@ def test_an_unavailable_peer_and_a_prompt_that_is_too_long_are_refused_at_once(t
         capture_output=True,
         text=True,
         env={**os.environ, "XDG_CACHE_HOME": str(cache_with_kernels(tmp_path))},
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.stdout.split() == ["1", "1"], done.stderr
