@@ -20,9 +20,7 @@ from quire_proto.text.tokenizer import ModelTokenizer
 from quire_proto.tracing import setup_tracing, shutdown_tracing
 from starlette.types import ASGIApp
 
-from quire_router.admission.tenants_file import (
-    TenantsFileError,
-)
+from quire_router.admission.settings_file import SettingsFileError
 from quire_router.api.rest.http_server import ConnectionLimits, HttpServer, listen
 from quire_router.api.rest.page import Page
 from quire_router.api.rest.rest_app import allow_origins, build_admin, build_api
@@ -57,7 +55,7 @@ def run(arguments: Sequence[str]) -> None:
     setup_tracing("quire-router")
     try:
         uvloop.run(_serve(settings, arguments, worker))
-    except (TokenizerLoadError, TenantsFileError, ValueError, OSError) as error:
+    except (TokenizerLoadError, SettingsFileError, ValueError, OSError) as error:
         raise SystemExit(f"quire-router: {error}") from error
     finally:
         shutdown_tracing()

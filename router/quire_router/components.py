@@ -15,12 +15,8 @@ from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.admission.fair_queue import QueueBounds
 from quire_router.admission.limits import RateLimiter
 from quire_router.admission.queue import AdmissionQueue, QueueSettings
-from quire_router.admission.tenants_file import (
-    WATCH_PERIOD,
-    TenantsFile,
-    TenantsFileWatch,
-    read_tenants,
-)
+from quire_router.admission.settings_file import WATCH_PERIOD, FileWatch
+from quire_router.admission.tenants_file import TenantsFile, read_tenants
 from quire_router.api.auth import Authenticator, OidcSettings
 from quire_router.api.conversations import Conversations
 from quire_router.api.fleet_feed import FleetFeed
@@ -142,7 +138,11 @@ class Components:
             policy=settings.placement_policy,
         )
         self._allow_fleet = settings.allow_fleet
-        self._tenants_file = None if settings.tenants is None else TenantsFileWatch(settings.tenants, tenants)
+        self._tenants_file = (
+            None
+            if settings.tenants is None
+            else FileWatch(settings.tenants, tenants, read_tenants, metrics.TENANTS_FILE_CURRENT)
+        )
         self.lora_updater = LoRAUpdater(self.fleet, list(tokenizers)) if settings.allow_lora_updates else None
         self.service = ApiService(
             tokenizers,

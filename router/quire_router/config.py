@@ -598,7 +598,7 @@ def labels_of(models: Iterable[str]) -> dict[str, str]:
 
 
 def log_startup_warnings(settings: Settings) -> None:
-    """Logs warnings about the settings, once for all workers. Raises ``TenantsFileError``."""
+    """Logs warnings about the settings, once for all workers. Raises ``SettingsFileError``."""
     file = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
     open_to_all = not settings.api_key and settings.tenants is None and settings.oidc is None
     if open_to_all and not _is_loopback(settings.host):

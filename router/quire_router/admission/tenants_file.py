@@ -1,18 +1,13 @@
 """The tenants file: TOML or JSON, with the tenants' limits, and their keys as they are, by their hashes or in files of
-their own; or the claims of those who have tokens instead. ``TenantsFileWatch`` reads it again when it was replaced.
+their own; or the claims of those who have tokens instead. It is read again when it was replaced (``settings_file``).
 """
 
-import asyncio
-import json
-import logging
-import os
 import re
-import tomllib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import (
     AfterValidator,
@@ -21,25 +16,16 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     model_validator,
 )
 
+from quire_router.admission.settings_file import SettingsFileError, read_content, read_text
 from quire_router.admission.tenants import Tenant, Tenants, check_key
-from quire_router.core import metrics
 
-log = logging.getLogger(__name__)
-
-WATCH_PERIOD = 2.0  # seconds between two looks at the file
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 _KEY_ID = re.compile(r"[0-9a-f]{12}")
-_MAX_BYTES = 4 * 2**20
 _POLICY = {"models", "weight", "priority", "allow_priority", "allow_fleet", "requests_per_minute", "tokens_per_minute"}
 _POLICY |= {"allow_lora_updates", "max_concurrent", "max_queued", "retention"}
-
-
-class TenantsFileError(ValueError):
-    """The file cannot be used. The message is one sentence with the path of the entry at fault, and never has a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +56,11 @@ class TenantsFile:
     claims: dict[str, str] = field(default_factory=dict)
     policies: tuple[Tenant, ...] = ()
     paths: tuple[Path, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """What it says, in a few words."""
+        return f"it names {len(self.policies)} tenants"
 
     def unknown_models(self, served: Collection[str]) -> list[tuple[str, str]]:
         """Returns the models that tenants may use and that are not ``served``: each with the tenant's name, empty for
@@ -153,37 +144,25 @@ class _File(BaseModel):
 
 def read_tenants(path: Path) -> TenantsFile:
     """Returns the tenants in ``path``, which is JSON if its name ends in ``.json`` and else TOML. Names of key files
-    are relative to its folder. Raises ``TenantsFileError`` when the file or one of its key files cannot be used.
+    are relative to its folder. Raises ``SettingsFileError`` when the file or one of its key files cannot be used.
     """
-    try:
-        content = _File.model_validate(_parse(path))
-    except ValidationError as error:
-        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise TenantsFileError(f"{path}: {_format_location(problem['loc'])}{_format_problem(problem)}.") from None
+    content = read_content(path, _File)
     policies = tuple(entry.tenant(entry.name) for entry in content.tenants)
     keys: dict[str, tuple[ApiKey, ...]] = {}
     claims: dict[str, str] = {}
     for number, entry in enumerate(content.tenants):
         where = f"{path}: tenants[{number}]"
         if entry.name in keys:
-            raise TenantsFileError(f"{where}.name: {entry.name} is there twice.")
+            raise SettingsFileError(f"{where}.name: {entry.name} is there twice.")
         keys[entry.name] = tuple(_read_keys(path, where, entry))
         for claim in entry.claims:
             if claims.setdefault(claim, entry.name) != entry.name:
-                raise TenantsFileError(f"{where}.claims: {claim} is also one of {claims[claim]}.")
+                raise SettingsFileError(f"{where}.claims: {claim} is also one of {claims[claim]}.")
     _check_distinct(path, keys)
     files = [each.file for entry in content.tenants for each in entry.keys if each.file is not None]
     files += [name for entry in content.tenants for name in entry.key_files]
     paths = (path, *(path.parent / name for name in files))
     return TenantsFile(Tenants(policies, content.default.tenant("")), keys, claims, policies, paths)
-
-
-def _parse(path: Path) -> Any:
-    text = _read(path, str(path))
-    try:
-        return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TenantsFileError(f"{path}: it cannot be read: {_format_parse_error(error)}.") from None
 
 
 def _read_keys(path: Path, where: str, entry: _Entry) -> Iterable[ApiKey]:
@@ -203,24 +182,11 @@ def _read_keys(path: Path, where: str, entry: _Entry) -> Iterable[ApiKey]:
 def _read_key(path: Path, where: str) -> str:
     """Reads the one key in a file; white space around it is ignored."""
     try:
-        return check_key(_read(path, where).strip())
-    except TenantsFileError:
+        return check_key(read_text(path, where).strip())
+    except SettingsFileError:
         raise
     except ValueError as error:
-        raise TenantsFileError(f"{where}: {error}.") from None
-
-
-def _read(path: Path, where: str) -> str:
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
-        if len(content) > _MAX_BYTES:
-            raise TenantsFileError(f"{where}: it has more than {_MAX_BYTES} bytes.")
-        return content.decode()
-    except OSError as error:
-        raise TenantsFileError(f"{where}: it cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise TenantsFileError(f"{where}: it is not UTF-8 text.") from None
+        raise SettingsFileError(f"{where}: {error}.") from None
 
 
 def _check_distinct(path: Path, keys: dict[str, tuple[ApiKey, ...]]) -> None:
@@ -228,78 +194,5 @@ def _check_distinct(path: Path, keys: dict[str, tuple[ApiKey, ...]]) -> None:
     for name, own in keys.items():
         for key in own:
             if key.digest in owners:
-                raise TenantsFileError(f"{path}: a key of {name} is there twice, also as one of {owners[key.digest]}.")
+                raise SettingsFileError(f"{path}: a key of {name} is there twice, also as one of {owners[key.digest]}.")
             owners[key.digest] = name
-
-
-def _format_location(location: tuple[int | str, ...]) -> str:
-    path = ""
-    for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return f"{path[:128]}: " if path else ""
-
-
-def _format_problem(problem: Any) -> str:
-    if problem["type"] == "extra_forbidden":
-        return "there is no such setting"
-    if problem["type"] == "missing":
-        return "it is missing"
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    return message[:1].lower() + message[1:]
-
-
-def _format_parse_error(error: Exception) -> str:
-    """Returns where the parser failed; never the text that stands there."""
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} in line {error.lineno}"
-    return str(error).partition("\n")[0] if isinstance(error, tomllib.TOMLDecodeError) else type(error).__name__
-
-
-class TenantsFileWatch:
-    """Reads the tenants' file of ``path``, from which ``file`` was read, again when it or a file of a key was replaced.
-    One that cannot be used is logged once; what was read before stays in force.
-    """
-
-    def __init__(self, path: Path, file: TenantsFile) -> None:
-        self._path = path
-        self._paths = file.paths
-        self._seen: list[_Version] | None = _versions(self._paths)
-        self._problem = ""
-        metrics.TENANTS_FILE_CURRENT.set(1)
-
-    async def look(self) -> TenantsFile | None:
-        """Returns what is in the file now, None if that was returned before or cannot be used. Never raises."""
-        seen = await asyncio.to_thread(_versions, self._paths)
-        if seen == self._seen:
-            return None
-        try:
-            file = await asyncio.to_thread(read_tenants, self._path)
-        except TenantsFileError as error:
-            self._seen = None
-            metrics.TENANTS_FILE_CURRENT.set(0)
-            if str(error) != self._problem:
-                log.error("%s What was read before stays in force.", error)
-            self._problem = str(error)
-            return None
-        # What is replaced while it is read has another version the next time, and other files are read once more.
-        self._seen = seen if file.paths == self._paths else None
-        self._paths, self._problem = file.paths, ""
-        metrics.TENANTS_FILE_CURRENT.set(1)
-        log.info("%s was read again: it names %d tenants", self._path, len(file.policies))
-        return file
-
-
-_Version = tuple[int, int, int] | None
-
-
-def _versions(paths: Iterable[Path]) -> list[_Version]:
-    """Returns what differs once a file is replaced, also where that is a link, as in mounted Secrets."""
-    versions: list[_Version] = []
-    for path in paths:
-        try:
-            state = os.stat(path)
-        except OSError:
-            versions.append(None)
-        else:
-            versions.append((state.st_ino, state.st_mtime_ns, state.st_size))
-    return versions

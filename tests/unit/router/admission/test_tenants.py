@@ -8,8 +8,9 @@ import pytest
 from quire_proto.cli import read_settings
 from quire_proto.errors import ErrorCode, QuireError
 from quire_router.admission.limits import RateLimiter
+from quire_router.admission.settings_file import FileWatch, SettingsFileError
 from quire_router.admission.tenants import Tenant, Tenants, TenantUsage
-from quire_router.admission.tenants_file import ApiKey, TenantsFileError, TenantsFileWatch, read_tenants
+from quire_router.admission.tenants_file import ApiKey, read_tenants
 from quire_router.api.auth import Authenticator, Identity
 from quire_router.config import Settings, log_startup_warnings
 from quire_router.core import metrics
@@ -138,7 +139,7 @@ def test_json_and_toml_files_are_equivalent(tmp_path):
 def test_an_error_is_one_sentence_with_the_path_and_never_a_key(content, where, tmp_path):
     (tmp_path / "short.key").write_text("short-key-xyz")
     path = write(tmp_path, content, "tenants.json")
-    with pytest.raises(TenantsFileError) as refusal:
+    with pytest.raises(SettingsFileError) as refusal:
         read_tenants(path)
     message = str(refusal.value)
 
@@ -154,19 +155,19 @@ def test_an_error_is_one_sentence_with_the_path_and_never_a_key(content, where, 
     [("a.toml", "[[tenants]"), ("a.json", "{,}"), ("a.json", "[" * 100_000), ("a.toml", 'keys = "' + KEY)],
 )
 def test_a_file_that_is_neither_json_nor_toml_is_an_error(name, content, tmp_path):
-    with pytest.raises(TenantsFileError, match="cannot be read") as refusal:
+    with pytest.raises(SettingsFileError, match="cannot be read") as refusal:
         read_tenants(write(tmp_path, content, name))
     assert KEY not in str(refusal.value)
 
 
 def test_a_file_that_is_missing_or_too_large_or_not_text_is_an_error(tmp_path):
-    with pytest.raises(TenantsFileError, match="No such file"):
+    with pytest.raises(SettingsFileError, match="No such file"):
         read_tenants(tmp_path / "nothing.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(TenantsFileError, match="UTF-8"):
+    with pytest.raises(SettingsFileError, match="UTF-8"):
         read_tenants(tmp_path / "binary.toml")
     (tmp_path / "large.toml").write_bytes(b"#" * (4 * 2**20 + 1))
-    with pytest.raises(TenantsFileError, match="bytes"):
+    with pytest.raises(SettingsFileError, match="bytes"):
         read_tenants(tmp_path / "large.toml")
 
 
@@ -286,7 +287,7 @@ def test_a_key_opens_until_it_expires(expires, opens, tmp_path):
 async def test_a_file_that_was_replaced_is_read_again_once(tmp_path):
     path = write(tmp_path, {"tenants": [entry(key_files=["k"])]}, "tenants.json")
     (tmp_path / "k").write_text(OTHER)
-    watch = TenantsFileWatch(path, read_tenants(path))
+    watch = FileWatch(path, read_tenants(path), read_tenants, metrics.TENANTS_FILE_CURRENT)
     assert await watch.look() is None
 
     (tmp_path / "next").write_text(THIRD)
@@ -304,7 +305,7 @@ async def test_a_file_that_was_replaced_is_read_again_once(tmp_path):
 
 async def test_a_file_that_cannot_be_used_changes_nothing_and_is_logged_once(tmp_path, caplog):
     path = write(tmp_path, {"tenants": [entry()]}, "tenants.json")
-    watch = TenantsFileWatch(path, read_tenants(path))
+    watch = FileWatch(path, read_tenants(path), read_tenants, metrics.TENANTS_FILE_CURRENT)
     path.write_text('{"tenants": [')
     broken = [await watch.look() for _ in range(3)]
     state = metrics.TENANTS_FILE_CURRENT._value.get()
