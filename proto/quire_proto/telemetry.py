@@ -114,6 +114,8 @@ class Metric:
     ADMISSION_REFUSALS = "quire_admission_refusals"
     LIMITS_SHARED = "quire_limits_shared"
     TENANTS_FILE_CURRENT = "quire_tenants_file_current"
+    TARGETS_FILE_CURRENT = "quire_targets_file_current"
+    TARGET_CHOICES = "quire_model_target_choices"
     OIDC_KEYS_CURRENT = "quire_oidc_keys_current"
     TIME_TO_FIRST_TOKEN = "quire_time_to_first_token_seconds"  # noqa: S105 - the name of a metric
     INTER_TOKEN_LATENCY = "quire_inter_token_latency_seconds"  # noqa: S105 - the name of a metric

@@ -26,7 +26,7 @@ from quire_router.api.rest.page import Page
 from quire_router.api.rest.rest_app import allow_origins, build_admin, build_api
 from quire_router.api.rest.sse import KeepAlive
 from quire_router.api.rpc.grpc_server import CallLimits, RpcServer
-from quire_router.components import Components, sampling_defaults
+from quire_router.components import Components, model_targets, sampling_defaults
 from quire_router.config import Settings, connections_within, log_startup_warnings, raise_descriptor_limit
 from quire_router.core.metrics import WorkerContext
 from quire_router.core.retry import failing_tasks, supervise, wait_at_most
@@ -66,7 +66,7 @@ async def _serve(settings: Settings, arguments: Sequence[str], worker: WorkerCon
     tokenizers = _load_tokenizers(settings)
     sampling_defaults(settings)
     if worker is None:
-        log_startup_warnings(settings)
+        log_startup_warnings(settings, model_targets(settings, tokenizers)[0])
     # A supervisor needs none of this, but every worker would end again and again if a file could not be used.
     if settings.workers > 1 and worker is None:
         server = _supervisor(settings, arguments)

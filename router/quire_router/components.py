@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,10 @@ from quire_proto.text.tokenizer import ModelTokenizer
 
 from quire_router.admission.fair_queue import QueueBounds
 from quire_router.admission.limits import RateLimiter
+from quire_router.admission.model_targets import ModelTargets
 from quire_router.admission.queue import AdmissionQueue, QueueSettings
 from quire_router.admission.settings_file import WATCH_PERIOD, FileWatch
+from quire_router.admission.targets_file import TargetsFile, read_targets
 from quire_router.admission.tenants_file import TenantsFile, read_tenants
 from quire_router.api.auth import Authenticator, OidcSettings
 from quire_router.api.conversations import Conversations
@@ -91,6 +94,7 @@ class Components:
     ) -> None:
         metrics.init_series(settings.models, ATTEMPT_FAILURES)
         tenants = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
+        self._targets, self._targets_file = model_targets(settings, tokenizers)
         self.index = PrefixIndex()
         self.update_sharing = (
             None if worker is None else UpdateSharing(WorkerPlace(Path(worker.folder), worker.number, settings.workers))
@@ -159,6 +163,7 @@ class Components:
             bodies=BodyBudget(settings.max_inflight_body_bytes),
             responses_retention=settings.responses_retention,
             read_usage=self.journal.usage,
+            targets=self._targets,
         )
         self.queue.on_queued = self.service.bodies.release_queued
         self.sleep = SleepController(
@@ -189,6 +194,8 @@ class Components:
         """Begins to connect to engines and to Redis, and never waits for them; ``stack`` closes what was started."""
         stack.callback(self.service.close)
         stack.push_async_callback(supervise("keys", self._keep_keys).stop)
+        if self._targets_file is not None:
+            stack.push_async_callback(supervise("targets", self._keep_targets).stop)
         if self.tokens is not None:
             stack.push_async_callback(supervise("issuer", self.tokens.run).stop)
         stack.push_async_callback(self.journal.close)
@@ -230,6 +237,13 @@ class Components:
                 self._tenants.replace_all(file.tenants)
                 self.service.keys.replace(file)
                 await self.service.keys.prepare()
+
+    async def _keep_targets(self) -> None:
+        """Takes over the file of targets whenever it was replaced."""
+        while self._targets_file is not None:
+            await asyncio.sleep(WATCH_PERIOD)
+            if (file := await self._targets_file.look()) is not None:
+                self._targets.replace_all(file.groups)
 
     def fleet_endpoint(self, keepalive: KeepAlive) -> FleetEndpoint:
         """Returns the handler of the fleet's stream."""
@@ -322,6 +336,19 @@ def sampling_defaults(settings: Settings) -> dict[str, dict[str, Any]]:
         return {name: recommended_sampling(folder) for name, folder in settings.models.items()}
     except ValueError as error:
         raise ValueError(f"{error} (it is not read with --generation-config none)") from None
+
+
+def model_targets(
+    settings: Settings, tokenizers: Mapping[str, ModelTokenizer]
+) -> tuple[ModelTargets, FileWatch[TargetsFile] | None]:
+    """Returns the targets, and what looks for another file of them. Raises ``SettingsFileError``."""
+    path = settings.model_targets
+    if path is None:
+        return ModelTargets(), None
+    digests = {name: tokenizer.vocabulary_digest for name, tokenizer in tokenizers.items()}
+    read = partial(read_targets, vocabularies=digests)
+    file = read(path)
+    return ModelTargets(file.groups), FileWatch(path, file, read, metrics.TARGETS_FILE_CURRENT)
 
 
 def _token_verifier(settings: OidcSettings) -> "OidcVerifier":

@@ -7,7 +7,7 @@ allow (none of them prevents a start), and the limit of file descriptors.
 import logging
 import re
 import resource
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -29,6 +29,7 @@ from quire_proto.tls import (
     server_tls,
 )
 
+from quire_router.admission.targets_file import MODEL_NAME
 from quire_router.admission.tenants import check_key
 from quire_router.admission.tenants_file import TenantsFile, read_tenants
 from quire_router.api.auth import OidcSettings, check_issuer_address
@@ -47,7 +48,6 @@ _MAX_DESCRIPTORS = 2**20  # more are not requested, whatever the hard limit is
 _RESERVED_DESCRIPTORS = 256  # for engines, Redis and files
 _AUTOSCALER_DESCRIPTORS = 768  # for each port of autoscalers: a relayed connection needs three
 _MIN_CONNECTIONS = 16  # of a port
-_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _LEASE = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9.\[\]:_-]{1,260}")
@@ -65,7 +65,7 @@ def _split(value: Any) -> Any:
 
 def _model(entry: str) -> str:
     name, _ = split_model(entry)
-    if not _MODEL_NAME.fullmatch(name):
+    if not MODEL_NAME.fullmatch(name):
         raise ValueError(f"{name!r} cannot name a model: letters, digits, '.', '_', '-' and '/', at most 128")
     return entry
 
@@ -210,6 +210,7 @@ class Settings(CliSettings):
         "--api-key": "KEY",
         "--engine-api-key": "KEY",
         "--tenants": "FILE",
+        "--model-targets": "FILE",
         "--oidc-issuer-url": "URL",
         "--oidc-client-id": "NAME",
         "--oidc-tenant-claim": "NAME",
@@ -218,6 +219,11 @@ class Settings(CliSettings):
     }
 
     model: Models = Field(min_length=1, description="Folder of a model that is served, and its name; repeatable.")
+    model_targets: Path | None = Field(
+        default=None,
+        description="TOML or JSON that names models as targets of other names, with weights and shadows, read again "
+        "when it is replaced.",
+    )
     engine: Sources = Field(
         default=[],
         description="HOST:PORT of an engine, or where engines are found: dns://NAME:PORT or "
@@ -597,8 +603,10 @@ def labels_of(models: Iterable[str]) -> dict[str, str]:
     return labels
 
 
-def log_startup_warnings(settings: Settings) -> None:
-    """Logs warnings about the settings, once for all workers. Raises ``SettingsFileError``."""
+def log_startup_warnings(settings: Settings, targets: Collection[str] = ()) -> None:
+    """Logs warnings about the settings, once for all workers; ``targets`` are the names that have some. Raises
+    ``SettingsFileError``.
+    """
     file = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
     open_to_all = not settings.api_key and settings.tenants is None and settings.oidc is None
     if open_to_all and not _is_loopback(settings.host):
@@ -612,7 +620,7 @@ def log_startup_warnings(settings: Settings) -> None:
     for entry in settings.engine if settings.picker_port is not None else ():
         if not can_be_picked(parse_source(entry)):
             log.warning("no gateway is sent to %s: it has no address that speaks HTTP in plain text", entry)
-    for tenant, model in file.unknown_models(settings.models):
+    for tenant, model in file.unknown_models({*settings.models, *targets}):
         log.warning("%s: %s may use %r, which is not served here", settings.tenants, tenant or "the default", model)
 
 

@@ -73,6 +73,7 @@ generations = st.builds(
     session=st.text(max_size=9),
     lora=st.none() | st.builds(LoRA, st.text(min_size=1, max_size=9), st.binary(min_size=16, max_size=16)),
     deadline=st.none() | st.floats(0, 2e9),
+    served_name=st.text(max_size=9),
 )
 any_tokens = st.lists(token_ids, max_size=50)
 floats = st.floats(width=32, allow_nan=False)

@@ -68,12 +68,13 @@ class ScriptedPool:
     engines: int = 1
     model_limits: Limits | None = field(default_factory=Limits)
     served_loras: dict[str, ServedLoRA] = field(default_factory=dict)
+    without_engine: set[str] = field(default_factory=set)
 
     def limits(self, model: str) -> Limits | None:
         return self.model_limits
 
     def ready(self, model: str, lora: LoRA | None = None) -> int:
-        return self.engines
+        return 0 if model in self.without_engine else self.engines
 
     def num_sleeping(self, model: str) -> int:
         return 0
@@ -387,13 +388,14 @@ async def open_stage(
     batches: Callable[[ApiService], BatchApi] | None = None,
     conversations: Conversations | None = None,
     quota: ResponseQuota | None = None,
+    models: Sequence[str] = (MODEL,),
     **settings: Any,
 ) -> AsyncIterator[Stage]:
     """Serves until the block ends. Streams with ids have a comment after ``heartbeat`` seconds of silence, others after
     ``keepalive``, and those over gRPC an empty message after ``rpc_keepalive``. ``runner`` may take the place of the
     scripted one, and ``settings`` are the service's.
     """
-    tokenizers = {MODEL: ModelTokenizer(byte_level(), ChatTemplate(template, {}, "the test"))}
+    tokenizers = dict.fromkeys(models, ModelTokenizer(byte_level(), ChatTemplate(template, {}, "the test")))
     fleet, scripted = ScriptedPool(), ScriptedRunner(script)
     service = ApiService(
         tokenizers,

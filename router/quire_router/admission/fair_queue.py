@@ -40,7 +40,7 @@ class QueuedRequest:
 
     ``tokens`` is what it may cost an engine: its prompt and the maximum output of all choices. ``bytes`` is the memory
     that it takes in this process. Within one tenant, a smaller ``priority`` goes first. ``deadline`` is in seconds of
-    the monotonic clock.
+    the monotonic clock. Errors call the model by its ``served_name``, if it has another one for the client.
     """
 
     request_id: str
@@ -50,6 +50,7 @@ class QueuedRequest:
     bytes: int
     priority: int = 0
     deadline: float | None = None
+    served_name: str = ""
 
     @property
     def best_effort(self) -> bool:

@@ -283,7 +283,8 @@ class _ModelQueue:
         if waiter.request.best_effort:
             return None, inf if deadline is None else deadline
         if min(last, hold_until) <= now:
-            return (no_capacity(settings.max_seconds) if unready is None else none_ready_in_queue(self._model)), now
+            name = waiter.request.served_name or self._model
+            return (no_capacity(settings.max_seconds) if unready is None else none_ready_in_queue(name)), now
         return None, min(last, hold_until, last if deadline is None else deadline)
 
     def _refuse(self, waiter: _Waiter, error: QuireError) -> None:

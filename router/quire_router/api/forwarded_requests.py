@@ -147,14 +147,21 @@ def read_forwarded(path: str, body: bytes) -> ForwardedBody:
     return ForwardedBody(named.model, len(body), output_limit=named.output_limit)
 
 
-def forwarded_generations(
-    body: ForwardedBody, validator: Validator, request_id: str, caller: Identity, options: RequestOptions
+def forwarded_generations(  # noqa: PLR0917 - as ``ApiService.prepare``
+    body: ForwardedBody,
+    validator: Validator,
+    request_id: str,
+    caller: Identity,
+    options: RequestOptions,
+    target: str = "",
 ) -> ForwardedRequest:
-    """Returns the prompts of a request. Raises ``QuireError`` if its model is not known, or not ready."""
+    """Returns the prompts of a request, for the model ``target`` where it names what stands for several. Raises
+    ``QuireError`` if its model is not known, or not ready.
+    """
     request = body.request
     if request is not None:
         try:
-            generations = _generations(request, validator, request_id, caller)
+            generations = _generations(request, validator, request_id, caller, target)
         except QuireError as error:
             if error.code is not ErrorCode.INVALID:
                 raise
@@ -163,7 +170,7 @@ def forwarded_generations(
             session = opaque_session(caller, label) if label else ""
             generations = tuple(replace(each, cache_salt=salt, session=session) for each in generations)
             return ForwardedRequest(generations, sum(len(each.prompt_token_ids) for each in generations))
-    model, lora = validator.resolve(body.model)
+    model, lora = validator.resolve(target or body.model)
     unknown = GenerationRequest(
         request_id=request_id,
         model=model,
@@ -172,6 +179,7 @@ def forwarded_generations(
         params=SamplingParams(max_tokens=body.output_limit),
         tenant=caller.tenant,
         session=opaque_session(caller, options.session) if options.session else "",
+        served_name=body.model if target else "",
     )
     return ForwardedRequest((unknown,), max(1, body.size // BYTES_PER_TOKEN))
 
@@ -182,9 +190,11 @@ def _salt_of(request: Body) -> bytes:
     return salt.encode()[:_MAX_SALT_BYTES] if isinstance(salt, str) else b""
 
 
-def _generations(request: Body, validator: Validator, request_id: str, caller: Identity) -> Sequence[GenerationRequest]:
+def _generations(
+    request: Body, validator: Validator, request_id: str, caller: Identity, target: str
+) -> Sequence[GenerationRequest]:
     if isinstance(request, PoolingBody):
-        return validator.pooling(request, request_id, caller).generations
+        return validator.pooling(request, request_id, caller, target).generations
     if isinstance(request, TemplatedBody):
-        request, _ = drop_unsupported_by_template(request, validator.tokenizer(request.model))
-    return validator.generations(request, request_id, caller)
+        request, _ = drop_unsupported_by_template(request, validator.tokenizer(target or request.model))
+    return validator.generations(request, request_id, caller, target)

@@ -110,7 +110,7 @@ def _scores(
 ) -> PreparedPooling:
     tasks, cut, pairs = limits.supported_tasks, _cut(request, limits), request.pairs
     if tasks is None:
-        raise model_not_ready(template.model)
+        raise model_not_ready(template.model_name)
     if Task.EMBED in tasks:
         numbers: dict[str, int] = {}
         indexes = [

@@ -173,12 +173,14 @@ class PreparedRequest:
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
     """``key`` is the idempotency key and ``session`` the client's name for its session, both empty for none.
-    ``timeout`` is how many seconds the response may take; None when the client did not say.
+    ``timeout`` is how many seconds the response may take; None when the client did not say. ``target`` is the model
+    that the response was of which the request goes on from; empty if there is none.
     """
 
     key: str = ""
     session: str = ""
     timeout: float | None = None
+    target: str = ""
 
     def request_id(self, caller: Identity) -> str:
         """Returns the request id that follows from the key, the same at every router; empty without a key."""

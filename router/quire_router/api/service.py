@@ -12,7 +12,7 @@ from contextlib import (
     nullcontext,
     suppress,
 )
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from secrets import token_hex
 from time import time
 from typing import Any, Protocol, TypeVar
@@ -21,15 +21,16 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, StatusCode
 from quire_proto.errors import ErrorCode, QuireError
-from quire_proto.pooling import Task
 from quire_proto.telemetry import Attribute, Span
 from quire_proto.text.tokenizer import ModelTokenizer
 from quire_proto.tracing import extract, is_recording
 
 from quire_router.admission.limits import RateLimiter
+from quire_router.admission.model_targets import ModelTargets
 from quire_router.admission.tenants import rate_limit_headers
 from quire_router.api.auth import ANONYMOUS, Authenticator, Identity
-from quire_router.api.forwarded_requests import ForwardedRequest, forwarded_generations, read_forwarded
+from quire_router.api.forwarded_requests import ForwardedBody, ForwardedRequest, forwarded_generations, read_forwarded
+from quire_router.api.model_cards import ModelCard, ModelCards
 from quire_router.api.multi_prompt import MultiPromptRunner
 from quire_router.api.pooled_requests import PooledAnswer, PreparedPooling, collect
 from quire_router.api.prepared_request import (
@@ -47,11 +48,12 @@ from quire_router.api.schemas.base import as_header_value
 from quire_router.api.schemas.openai import Api, GenerationBody
 from quire_router.api.schemas.pooling import PoolingBody
 from quire_router.api.stored_requests import RequestStatus, RequestStore, StoredRequest
+from quire_router.api.target_selection import TargetSelection, TargetSelector
 from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest, TokenizeResult, detokenize, tokenize
 from quire_router.api.tokenizer_pool import TokenizerPool
 from quire_router.api.validation import Validator
 from quire_router.core import metrics
-from quire_router.core.errors import unknown_model
+from quire_router.core.generation import GenerationRequest
 from quire_router.core.usage import UsageRow
 
 _TRACER = trace.get_tracer("quire.router")
@@ -78,25 +80,12 @@ SizedT = TypeVar("SizedT", bound=SizedRequest)
 PreparedT = TypeVar("PreparedT", PreparedRequest, PreparedPooling, ForwardedRequest)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCard:
-    """One configured model, or an adapter of the model ``parent``. ``max_model_len`` is 0 while it is unknown, and
-    ``supported_tasks`` are empty.
-    """
-
-    name: str
-    created: int
-    ready_engines: int
-    max_model_len: int
-    parent: str = ""
-    supported_tasks: tuple[Task, ...] = ()
-
-
 class ApiService:
     """The common half of both APIs. No request may take more than ``request_timeout`` seconds. ``durable`` returns
     whether the requests of these ids are recorded in the journal, and ``read_usage`` what a tenant used. Responses of
     the Responses API are kept for ``responses_retention`` seconds, others as long as the journal keeps them; a tenant's
-    own retention comes first. ``sampling_defaults``: see ``Validator``.
+    own retention comes first. A request may name what has ``targets``, and gets one of them. ``sampling_defaults``: see
+    ``Validator``.
     """
 
     def __init__(
@@ -116,6 +105,7 @@ class ApiService:
         responses_retention: float | None = None,
         read_usage: UsageReader | None = None,
         sampling_defaults: Mapping[str, Mapping[str, Any]] | None = None,
+        targets: ModelTargets | None = None,
     ) -> None:
         self.keys = keys
         self.concurrency = concurrency
@@ -123,6 +113,8 @@ class ApiService:
         self._models = tuple(tokenizers)
         self._engine_pool = fleet
         self._runner = MultiPromptRunner(runner, concurrency)
+        self._targets = ModelTargets() if targets is None else targets
+        self._selector = TargetSelector(self._targets, fleet, runner)
         self._store = RequestStore(runner, tokenizers)
         self.responses = ResponseOpener(runner, self._runner, self._store)
         self._request_timeout = request_timeout
@@ -134,12 +126,13 @@ class ApiService:
             tokenizers,
             fleet.limits,
             fleet.loras,
+            self._targets,
             allow_priority=allow_priority,
             refuse_unknown=refuse_unknown,
             sampling_defaults=sampling_defaults,
         )
         self._tokenizer_pool = TokenizerPool()
-        self._created = int(time())
+        self._cards = ModelCards(self._models, self._targets, fleet, self._validator)
 
     @contextmanager
     def request_scope(self, name: str, request_id: str, headers: Mapping[str, str]) -> Iterator[None]:
@@ -169,11 +162,12 @@ class ApiService:
         the refusal; a refusal for the request's content is charged as a request.
         """
 
-        def validated(request: GenerationBody) -> PreparedRequest:
-            request, ignored = self._validator.drop_ignored(request, request.model)
-            generations = self._validator.generations(request, request_id, caller)
+        def validated(request: GenerationBody, selection: TargetSelection) -> PreparedRequest:
+            target = selection.target(request.model, options.session or request.prompt_cache_key or "")
+            request, ignored = self._validator.drop_ignored(request, target or request.model)
+            generations = self._validator.generations(request, request_id, caller, target)
             ids = request.include_event_ids or bool(options.key)
-            tokenizer = self._validator.tokenizer(request.model)
+            tokenizer = self._validator.tokenizer(target or request.model)
             response_options = ResponseOptions.from_request(request, generations[0].params.max_tokens)
             prepared = PreparedRequest(generations, response_options, tokenizer, ids, ignored)
             retention = caller.policy.retention
@@ -182,7 +176,7 @@ class ApiService:
             timeout = self._request_timeout
             return apply_options(request, prepared, options, caller, timeout=timeout, retention=retention)
 
-        return await self._admit(read, validated, caller, size)
+        return await self._admit(read, validated, request_id, caller, options, size=size)
 
     async def prepare_pooling(
         self,
@@ -197,25 +191,28 @@ class ApiService:
         again is answered the same, by an engine.
         """
 
-        def validated(request: PoolingBody) -> PreparedPooling:
-            request, ignored = self._validator.drop_ignored(request, request.model)
-            prepared = self._validator.pooling(request, request_id, caller)
+        def validated(request: PoolingBody, selection: TargetSelection) -> PreparedPooling:
+            target = selection.target(request.model, options.session)
+            request, ignored = self._validator.drop_ignored(request, target or request.model)
+            prepared = self._validator.pooling(request, request_id, caller, target)
             seconds = min((each for each in (options.timeout, self._request_timeout) if each), default=None)
             deadline = None if seconds is None else prepared.first.created + seconds
             generations = tuple(replace(each, deadline=deadline) for each in prepared.generations)
             return replace(prepared, generations=generations, ignored=ignored)
 
-        return await self._admit(read, validated, caller, size)
+        return await self._admit(read, validated, request_id, caller, options, size=size)
 
     async def prepare_forwarded(
         self, path: str, body: bytes, request_id: str, caller: Identity, options: RequestOptions = NO_OPTIONS
     ) -> ForwardedRequest:
         """As ``prepare``, for a request to ``path`` that a gateway sends to a server itself."""
+
+        def validated(read: ForwardedBody, selection: TargetSelection) -> ForwardedRequest:
+            target = selection.target(read.model, options.session)
+            return forwarded_generations(read, self._validator, request_id, caller, options, target)
+
         return await self._admit(
-            lambda: read_forwarded(path, body),
-            lambda read: forwarded_generations(read, self._validator, request_id, caller, options),
-            caller,
-            len(body),
+            lambda: read_forwarded(path, body), validated, request_id, caller, options, size=len(body)
         )
 
     async def pool(self, prepared: PreparedPooling) -> PooledAnswer:
@@ -223,11 +220,20 @@ class ApiService:
         return await collect(prepared.generations, await self.responses.run(prepared.generations))
 
     async def _admit(
-        self, read: Callable[[], SizedT], validated: Callable[[SizedT], PreparedT], caller: Identity, size: int
+        self,
+        read: Callable[[], SizedT],
+        validated: Callable[[SizedT, TargetSelection], PreparedT],
+        request_id: str,
+        caller: Identity,
+        options: RequestOptions,
+        *,
+        size: int,
     ) -> PreparedT:
         with counting_rejections(), _internal_span(Span.ADMIT):
             async with self._charging_refusals(caller):
-                prepared = await self._run_or_offload(read, validated, caller, size)
+                selection = await self._selector.select(request_id, caller, options)
+                prepared = await self._run_or_offload(read, lambda body: validated(body, selection), caller, size)
+                selection.record()
                 if self._tenant_limits is not None:
                     tokens = [generation.max_cost for generation in prepared.generations]
                     self._tenant_limits.check_size(caller.tenant, tokens)
@@ -311,7 +317,7 @@ class ApiService:
 
         def written(request: TokenizeRequest) -> T:
             request, ignored = self._validator.drop_ignored(request, request.model)
-            max_model_len = self._card(request.model).max_model_len
+            max_model_len = self._cards.card(request.model).max_model_len
             return write(tokenize(request, self._validator.tokenizer(request.model), max_model_len, ignored))
 
         with counting_rejections():
@@ -335,7 +341,7 @@ class ApiService:
         """Returns what a response says of itself before it begins, by the names of headers and metadata."""
         request_ids = [generation.request_id for generation in prepared.generations]
         headers = {} if self._durable(request_ids) else {"quire-journal": "unavailable"}
-        headers |= ignored_parameters_header(prepared.ignored)
+        headers |= target_header(prepared.first) | ignored_parameters_header(prepared.ignored)
         return {**headers, "quire-idempotent-replay": "true"} if replayed else headers
 
     def rate_limit_headers(self, caller: Identity) -> dict[str, str]:
@@ -344,13 +350,13 @@ class ApiService:
         return {} if status is None else rate_limit_headers(status)
 
     def models(self, caller: Identity = ANONYMOUS) -> list[ModelCard]:
-        """Returns the configured models that the caller may use, in order, and then the adapters."""
-        return [self._card(name) for name in (*self._models, *self._engine_pool.loras()) if caller.may_use(name)]
+        """Returns what requests of the caller may name: models, in order, what has targets, and then the adapters."""
+        return [self._cards.card(name) for name in self._cards.names() if caller.may_use(name)]
 
     def model(self, name: str, caller: Identity = ANONYMOUS) -> ModelCard:
-        """Returns one configured model or adapter. Raises ``QuireError`` FORBIDDEN and NOT_FOUND."""
-        self._check_model(name, caller)
-        return self._card(name)
+        """Returns what requests name so. Raises ``QuireError`` FORBIDDEN and NOT_FOUND."""
+        self._cards.check(name, caller)
+        return self._cards.card(name)
 
     def serving(self) -> bool:
         """Whether new requests are accepted and some model has an engine, be it one that sleeps."""
@@ -371,7 +377,7 @@ class ApiService:
 
         def checked() -> SizedT:
             request = read()
-            self._check_model(request.model, caller)
+            self._cards.check(request.model, caller)
             return request
 
         if size > _LONG_BODY:
@@ -407,31 +413,15 @@ class ApiService:
         if self._tenant_limits is not None:
             await self._tenant_limits.consume_request(caller.tenant)
 
-    def _check_model(self, name: str, caller: Identity) -> None:
-        """Raises ``QuireError`` FORBIDDEN for a model that the caller may not use, and NOT_FOUND with names of those
-        that there are.
-        """
-        caller.check_model(name)
-        if name not in self._models and name not in self._engine_pool.loras():
-            names = [*self._models, *self._engine_pool.loras()]
-            raise unknown_model(name, [served for served in names if caller.may_use(served)])
-
-    def _card(self, name: str) -> ModelCard:
-        model, lora = self._validator.resolve(name)
-        limits, ready = self._engine_pool.limits(model), self._engine_pool.ready(model, lora)
-        return ModelCard(
-            name,
-            self._created,
-            ready,
-            limits.max_model_len if limits else 0,
-            "" if lora is None else model,
-            (limits.supported_tasks or ()) if limits else (),
-        )
-
 
 def ignored_parameters_header(params: Sequence[str]) -> dict[str, str]:
     """Returns the header or metadata that names the parameters that changed nothing."""
     return {"quire-ignored-parameters": as_header_value(params)} if params else {}
+
+
+def target_header(request: GenerationRequest) -> dict[str, str]:
+    """Returns the header or metadata that names the target of a request for what has several."""
+    return {"quire-model-target": request.model} if request.served_name else {}
 
 
 def new_request_id() -> str:

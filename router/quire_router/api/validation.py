@@ -17,6 +17,7 @@ from quire_proto.sampling import SamplingParams, check_length
 from quire_proto.structured_output import Structured
 from quire_proto.text.tokenizer import ModelTokenizer, encode_bad_words
 
+from quire_router.admission.model_targets import TargetGroup
 from quire_router.api.auth import Identity
 from quire_router.api.pooled_requests import PreparedPooling, pooled_requests, wrong_task
 from quire_router.api.request_limits import check_response_size
@@ -44,8 +45,8 @@ _MIN_PRIORITY = -(2**31)
 
 class Validator:
     """Checks requests against the models' tokenizers and the limits of their engines. A request may name one of
-    ``loras`` as its model. ``allow_priority`` lets clients
-    set the priority of their requests, and with ``refuse_unknown`` an unknown parameter is refused instead of ignored.
+    ``loras`` as its model, or what has ``targets``. ``allow_priority`` lets clients set the priority of their requests,
+    and with ``refuse_unknown`` an unknown parameter is refused instead of ignored.
     ``sampling_defaults`` are the fields of ``SamplingParams`` that count for a model where a request is silent.
     """
 
@@ -54,6 +55,7 @@ class Validator:
         tokenizers: Mapping[str, ModelTokenizer],
         limits: Callable[[str], ServedModelLimits | None],
         loras: Callable[[], Mapping[str, ServedLoRA]] = dict,
+        targets: Mapping[str, TargetGroup] | None = None,
         *,
         allow_priority: bool = False,
         refuse_unknown: bool = False,
@@ -62,6 +64,7 @@ class Validator:
         self._tokenizers = tokenizers
         self._limits = limits
         self._loras = loras
+        self._targets = {} if targets is None else targets
         self._allow_priority = allow_priority
         self._refuse_unknown = refuse_unknown
         self._sampling_defaults = sampling_defaults or {}
@@ -82,13 +85,17 @@ class Validator:
         names = request.names
         return request, tuple(dict.fromkeys(names.get(param, param) for param in ignored))
 
-    def generations(self, request: GenerationBody, request_id: str, caller: Identity) -> tuple[GenerationRequest, ...]:
-        """Returns one generation for each prompt, in tokens, with every default filled in. Raises ``QuireError``."""
-        model, lora = self.resolve(request.model)
+    def generations(
+        self, request: GenerationBody, request_id: str, caller: Identity, target: str = ""
+    ) -> tuple[GenerationRequest, ...]:
+        """Returns one generation for each prompt, in tokens, with every default filled in; for the model ``target``,
+        where the request names what stands for several. Raises ``QuireError``.
+        """
+        model, lora = self.resolve(target or request.model)
         tokenizer = self._tokenizers[model]
         limits = self._limits(model)
         if limits is None:
-            raise model_not_ready(model)
+            raise model_not_ready(request.model)
         if Task.GENERATE not in (limits.supported_tasks or (Task.GENERATE,)):
             raise wrong_task(request.model, limits, Task.GENERATE)
         defaults = {} if request.search_width else self._sampling_defaults.get(model, {})  # a search draws nothing
@@ -110,6 +117,7 @@ class Validator:
             cache_salt=caller.cache_salt,
             stream=bool(request.stream),
             conversation=request.conversation,
+            served_name=request.model if target else "",
         )
         generations = tuple(_for_prompt(first, number, prompt) for number, prompt in enumerate(prompts))
         if request.seed is None:
@@ -117,12 +125,14 @@ class Validator:
         check_response_size(generations)
         return generations
 
-    def pooling(self, request: PoolingBody, request_id: str, caller: Identity) -> PreparedPooling:
-        """Returns one generation for each prompt that is pooled, in tokens. Raises ``QuireError``."""
-        model, lora = self.resolve(request.model)
+    def pooling(self, request: PoolingBody, request_id: str, caller: Identity, target: str = "") -> PreparedPooling:
+        """Returns one generation for each prompt that is pooled, in tokens; ``target`` as for ``generations``. Raises
+        ``QuireError``.
+        """
+        model, lora = self.resolve(target or request.model)
         limits = self._limits(model)
         if limits is None:
-            raise model_not_ready(model)
+            raise model_not_ready(request.model)
         template = GenerationRequest(
             request_id=request_id,
             model=model,
@@ -133,20 +143,25 @@ class Validator:
             operation="embeddings" if isinstance(request, EmbeddingRequest) else "score",
             tenant=caller.tenant,
             cache_salt=caller.cache_salt,
+            served_name=request.model if target else "",
         )
         return pooled_requests(request, template, self._tokenizers[model], limits)
 
     def resolve(self, name: str) -> tuple[str, LoRA | None]:
-        """Returns the configured model that a request names, and the adapter. Raises ``QuireError`` NOT_FOUND."""
+        """Returns the configured model that a request names, and the adapter; of several targets, the one with the
+        largest weight. Raises ``QuireError`` NOT_FOUND.
+        """
         if name in self._tokenizers:
             return name, None
+        if (group := self._targets.get(name)) is not None:
+            return max(group.targets, key=lambda target: target.weight).model, None
         served = self._loras().get(name)
         if served is None:
             raise unknown_model(name)
         return served.model, served.lora
 
     def tokenizer(self, model: str) -> ModelTokenizer:
-        """Returns the tokenizer of a configured model or of an adapter. Raises ``QuireError`` NOT_FOUND."""
+        """Returns the tokenizer of what requests name so. Raises ``QuireError`` NOT_FOUND."""
         return self._tokenizers[self.resolve(model)[0]]
 
     def _priority(self, given: int | None, caller: Identity) -> int:

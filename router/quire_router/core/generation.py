@@ -38,6 +38,8 @@ class LoRA:
 class GenerationRequest:
     """A request that passed the validator, for a configured ``model`` and an adapter of it, or none: ``lora``.
 
+    ``served_name`` is what the client asked for where that stands for several models, its targets, of which ``model``
+    is the one that was chosen; else it is empty.
     ``request_id`` is opaque, ``[A-Za-z0-9_-]{1,64}``. ``prompt_token_ids`` come from the validator as
     ``array("i")``: journals keep them for long, and a list takes nine times as much. ``params`` has every default
     filled in, also a seed. ``stop`` strings are the router's: engines know no text. ``tenant`` is an opaque name of who
@@ -82,11 +84,12 @@ class GenerationRequest:
     retention: float | None = None
     lora: LoRA | None = None
     pooling: PoolingParams | None = None
+    served_name: str = ""
 
     @property
     def model_name(self) -> str:
-        """The name that the client asked for: the adapter's, or the model's."""
-        return self.model if self.lora is None else self.lora.name
+        """The name that the client asked for: the adapter's, that of several targets, or the model's."""
+        return (self.served_name or self.model) if self.lora is None else self.lora.name
 
     @property
     def best_effort(self) -> bool:

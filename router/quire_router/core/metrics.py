@@ -143,6 +143,16 @@ TENANTS_FILE_CURRENT = Gauge(
     "1 while the tenants' file in force is the one that is there.",
     multiprocess_mode="livemin",
 )
+TARGETS_FILE_CURRENT = Gauge(
+    Metric.TARGETS_FILE_CURRENT,
+    "1 while the targets in force are those of the file that is there.",
+    multiprocess_mode="livemin",
+)
+TARGET_CHOICES = Counter(
+    Metric.TARGET_CHOICES,
+    "Requests for a name with several targets, by the one that they got, and why.",
+    ["model", "target", "reason"],
+)
 OIDC_KEYS_CURRENT = Gauge(
     Metric.OIDC_KEYS_CURRENT, "1 while the keys of the tokens' issuer can be read.", multiprocess_mode="livemin"
 )

@@ -141,6 +141,8 @@ def encode_request(generation: GenerationRequest) -> bytes:
     }
     if generation.lora is not None:
         stored["lora"] = (generation.lora.name, generation.lora.digest.hex())
+    if generation.served_name:
+        stored["served_name"] = generation.served_name
     if newer := [name for name in _PARAMS if name not in _KNOWN_TO_ALL and _is_set(generation.params, name)]:
         stored["needs"] = [f"params.{name}" for name in newer]
     return json.dumps(stored, separators=(",", ":"), default=asdict).encode()
@@ -298,7 +300,8 @@ def decode_account(request: bytes) -> Account:
     """Who pays for a stored request, and for which model or adapter. Raises ``CorruptRecordError``."""
     try:
         fields = json.loads(request)
-        model = fields["model"] if "lora" not in fields else _as_lora(fields["lora"]).name
+        name = fields.get("served_name") or fields["model"]
+        model = name if "lora" not in fields else _as_lora(fields["lora"]).name
         return Account(_as_str(fields["tenant"]), _as_str(model))
     except NewerRecordError:
         raise
@@ -427,6 +430,7 @@ _FIELD_DECODERS: dict[str, Callable[[Any], Any]] = {
     "session": _as_str,
     "deadline": _as_optional_float,
     "lora": _as_lora,
+    "served_name": _as_str,
 }
 _KNOWN = frozenset({*_FIELD_DECODERS, "shape", "params", "stop", "parts", "cache_salt"}) | {
     f"params.{name}" for name in _PARAMS

@@ -293,6 +293,7 @@ def queued_request(request: GenerationRequest) -> QueuedRequest:
         bytes=len(request.prompt_token_ids) * _TOKEN_BYTES + len(request.response_options),
         priority=request.priority,
         deadline=deadline,
+        served_name=request.served_name,
     )
 
 

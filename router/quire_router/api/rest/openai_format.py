@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from quire_proto.errors import QuireError, internal
 
+from quire_router.api.model_cards import ModelCard
 from quire_router.api.output_parser import ParsedDelta, ToolCallDelta, create_parsers
 from quire_router.api.prepared_request import PreparedRequest
 from quire_router.api.response_opener import started_choices
@@ -25,7 +26,6 @@ from quire_router.api.rest.logprobs import (
     joined,
     number,
 )
-from quire_router.api.service import ModelCard
 from quire_router.api.stored_requests import StoredRequest
 from quire_router.core.generation import Delta, StreamCursor, Usage
 

@@ -21,7 +21,7 @@ from quire_router.api.rest.http import (
     x_headers,
 )
 from quire_router.api.schemas.pooling import EmbeddingRequest, PoolingBody, RerankRequest, ScoreRequest
-from quire_router.api.service import ApiService, counting_rejections, ignored_parameters_header
+from quire_router.api.service import ApiService, counting_rejections, ignored_parameters_header, target_header
 from quire_router.core.generation import Usage
 
 EMBEDDINGS = "/v1/embeddings"
@@ -74,7 +74,7 @@ class PoolingHandler(Generic[BodyT]):
         body.hold_until_queued(prepared.first.request_id)
         answer = await self._service.pool(prepared)
         written = await self._write(requests[0], prepared, answer)
-        headers = x_headers(ignored_parameters_header(prepared.ignored))
+        headers = x_headers(target_header(prepared.first) | ignored_parameters_header(prepared.ignored))
         await exchange.response.send(200, written, [*JSON_HEADERS, *headers])
 
 

@@ -5,7 +5,7 @@ read, with the tokens of their prompts and answers, and conversations.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import time
 from typing import Any
 
@@ -112,7 +112,7 @@ class HistoryReader:
         written = await self._conversations.items(conversation)
         responses = [turn for turn in conversation.turns if turn.response]
         token_ids: Sequence[int] = ()
-        failed = list[str]()
+        model, failed = "", list[str]()
         for turn in responses:
             is_last = turn is responses[-1]
             if turn.number in written and not (wait and is_last):
@@ -125,12 +125,13 @@ class HistoryReader:
                 failed.append(turn.response)
                 continue
             token_ids = () if earlier is None else earlier.all_token_ids
+            model = "" if earlier is None else earlier.prepared.first.model
             if turn.number not in written and (earlier is not None or not is_last):
                 written[turn.number] = [] if earlier is None else earlier.items()[turn.known :]
                 await self._conversations.write_response(conversation, turn, written[turn.number])
         items = [item for turn in conversation.turns for item in written.get(turn.number, ())]
         deleted = frozenset(conversation.deleted)
-        return ConversationItems([item for item in items if item["id"] not in deleted], token_ids, failed)
+        return ConversationItems([item for item in items if item["id"] not in deleted], token_ids, failed, model)
 
     async def _turn(
         self, turn: Turn, conversation: Conversation, caller: Identity, *, wait: bool
@@ -248,6 +249,13 @@ class RecordedHistory:
     conversation: "ConversationItems | None" = None
 
     @property
+    def model(self) -> str:
+        """The model that the last response was of; empty if there is none."""
+        if self.conversation is not None:
+            return self.conversation.model
+        return "" if self.earlier is None else self.earlier.prepared.first.model
+
+    @property
     def size(self) -> int:
         """How many characters are to be read, about."""
         items = 0 if self.conversation is None else _ITEM_CHARACTERS * len(self.conversation.items)
@@ -270,13 +278,14 @@ class RecordedHistory:
 
 @dataclass(frozen=True, slots=True)
 class ConversationItems:
-    """The items of a conversation, and the tokens of the prompt and the answer of its last response. Its responses that
-    ``failed`` are turns of it no longer.
+    """The items of a conversation, the tokens of the prompt and the answer of its last response, and the model that
+    this was of. Its responses that ``failed`` are turns of it no longer.
     """
 
     items: Items
     token_ids: Sequence[int]
     failed: Sequence[str] = ()
+    model: str = ""
 
 
 def keeps_items(stored: StoredRequest) -> bool:
@@ -299,6 +308,7 @@ async def prepare_response(  # noqa: PLR0917 - as ``ApiService.prepare``
     """
     request = await service.parse(lambda: ResponsesRequest.from_json(body()), caller, size=size)
     history = await HistoryReader(service, conversations).read(request, caller, request_id)
+    options = replace(options, target=history.model)
     prepared = await service.prepare(
         lambda: request.to_chat(history.read(), request_id), request_id, caller, options, size=size + history.size
     )

@@ -21,13 +21,13 @@ from quire_proto.errors import invalid
 from quire_proto.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKEN_IDS
 from quire_proto.structured_output import MAX_OPTIONS
 
+from quire_router.api.model_cards import ModelCard
 from quire_router.api.output_parser import TOOL_CALLS, ParsedDelta
 from quire_router.api.pooled_requests import PooledAnswer, vector_of
 from quire_router.api.schemas.base import MAX_INPUTS, MAX_PROMPT_TOKENS, MAX_STOPS
 from quire_router.api.schemas.conversation import MAX_CALLS, MAX_TOOLS, MAX_TOOLS_CHARACTERS, tools_too_large
 from quire_router.api.schemas.openai import MAX_MESSAGES, ChatRequest, CompletionRequest
 from quire_router.api.schemas.pooling import EmbeddingRequest, RerankRequest
-from quire_router.api.service import ModelCard
 from quire_router.api.stored_requests import RequestStatus, StoredRequest
 from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest, TokenizeResult
 from quire_router.core.generation import Delta, GenerationRequest, Usage

@@ -27,7 +27,13 @@ from quire_router.api.rpc.interceptors import authenticate
 from quire_router.api.rpc.messages import add_parsed
 from quire_router.api.schemas.openai import GenerationBody
 from quire_router.api.schemas.pooling import PoolingBody
-from quire_router.api.service import ApiService, counting_rejections, ignored_parameters_header, new_request_id
+from quire_router.api.service import (
+    ApiService,
+    counting_rejections,
+    ignored_parameters_header,
+    new_request_id,
+    target_header,
+)
 from quire_router.core.errors import stream_unread
 from quire_router.core.generation import Delta, GenerationRequest
 
@@ -246,7 +252,7 @@ class InferenceService(InferenceServicer):
         options = call.options(has_deadline=True)
         with self._request_scope(method, call), self._service.bodies.reserve(call.caller.tenant, size):
             prepared = await self._service.prepare_pooling(read, call.request_id, call.caller, options, size=size)
-            await call.begin(ignored_parameters_header(prepared.ignored))
+            await call.begin(target_header(prepared.first) | ignored_parameters_header(prepared.ignored))
             yield prepared, await self._service.pool(prepared)
             call.end(self._service.rate_limit_headers(call.caller))
 

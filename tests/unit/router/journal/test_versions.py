@@ -143,7 +143,7 @@ OF_FIRST_REQUEST = {
 @given(generations)
 @settings(max_examples=20, deadline=None)
 def test_older_versions_find_all_that_they_need_in_a_request_and_no_more(generation: GenerationRequest) -> None:
-    assert json.loads(encode_request(generation)).keys() - {"lora"} == OF_FIRST_REQUEST
+    assert json.loads(encode_request(generation)).keys() - {"lora", "served_name"} == OF_FIRST_REQUEST
 
 
 def with_unknown_parameter(monkeypatch: pytest.MonkeyPatch) -> bytes:
