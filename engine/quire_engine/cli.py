@@ -25,7 +25,14 @@ from quire_engine.checkpoint.prefetch import prefetch_weights
 from quire_engine.config import OTHER_VARIABLES, EngineConfig
 from quire_engine.core.startup import StartupPhase, StartupTimer
 from quire_engine.errors import LoRAError, ModelError, quit_with
-from quire_engine.factory import block_revision, load_executor, make_scheduler, model_grammars, supported_tasks
+from quire_engine.factory import (
+    block_revision,
+    load_executor,
+    make_scheduler,
+    model_grammars,
+    settings_digest,
+    supported_tasks,
+)
 from quire_engine.server.loras import LoRARegistry
 from quire_engine.server.metrics import ProbeServer, describe_listen_error
 from quire_engine.server.server import EngineServer
@@ -197,6 +204,7 @@ def _describe(config: EngineConfig, executor: "ModelExecutor", max_model_len: in
         best_effort=True,
         can_sleep=executor.can_sleep,
         shared_device=config.shared_device or "",
+        settings_digest=settings_digest(config, executor.dtype_name),
     )
 
 

@@ -5,6 +5,7 @@ loaded.
 import gc
 import logging
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,6 +97,16 @@ def block_revision(config: EngineArgs, executor: "ModelExecutor") -> str:
     """
     revision = executor.config.model_revision
     return revision if config.kv_cache_dtype == "auto" else f"{revision}+kv-{config.kv_cache_dtype}"
+
+
+def settings_digest(config: EngineArgs, dtype_name: str) -> bytes:
+    """What of the settings decides which numbers the weights give, 8 bytes: the element types of weights and KV memory,
+    and the quantization. The same in all releases, as it is part of what routers store of an answer. What changes
+    rounding alone, as devices, kernels and ranks do, is no other version of a model.
+    """
+    kv_cache_dtype = dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    facts = f"dtype={dtype_name} kv_cache_dtype={kv_cache_dtype} quantization={config.quantization or 'none'}"
+    return blake2b(facts.encode(), digest_size=8, person=b"quire settings").digest()
 
 
 def model_grammars(config: EngineArgs, executor: "ModelExecutor", tokenizer: Path | None = None) -> ModelGrammars:

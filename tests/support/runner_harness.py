@@ -1,7 +1,7 @@
 """A router's inner rooms, with scripted engines behind real streams."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -100,9 +100,10 @@ async def open_runner(
     link: Mapping[str, float] = QUICK,
     hold_timeout: float = 10.0,
     journal: Journal | None = None,
+    descriptions: Sequence[Mapping[str, Any]] = (),
     **options: Any,
 ) -> AsyncIterator[RunnerHarness]:
-    engines = [ScriptedEngine() for _ in range(count)]
+    engines = [ScriptedEngine(**(descriptions[number] if descriptions else {})) for number in range(count)]
     for engine in engines:
         await engine.start()
         if ready == 0:

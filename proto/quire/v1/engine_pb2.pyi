@@ -1008,6 +1008,7 @@ class DescribeResponse(_message.Message):
     KV_CACHE_GROUPS_FIELD_NUMBER: _builtins.int
     CAN_SLEEP_FIELD_NUMBER: _builtins.int
     SHARED_DEVICE_FIELD_NUMBER: _builtins.int
+    SETTINGS_DIGEST_FIELD_NUMBER: _builtins.int
     model_revision: _builtins.str
     """Identifies the weights; part of every block hash."""
     max_model_len: _builtins.int
@@ -1048,6 +1049,11 @@ class DescribeResponse(_message.Message):
     """Whether Sleep can be called."""
     shared_device: _builtins.str
     """Engines that name the same device have the memory for one of them to be awake. Empty where it has its memory for itself."""
+    settings_digest: _builtins.bytes
+    """What of the engine's settings decides which numbers the weights give: element types of weights and KV memory, and quantization, 8 bytes.
+    With `model_revision` it is the version of the model: what one engine began, another of the same version continues. It is the same for all
+    releases, devices and sizes of a group. Empty where the engine does not report it; it is then not compared.
+    """
     @_builtins.property
     def served_model_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names under which clients may ask for the model, the preferred one first."""
@@ -1090,10 +1096,11 @@ class DescribeResponse(_message.Message):
         kv_cache_groups: _builtins.int = ...,
         can_sleep: _builtins.bool = ...,
         shared_device: _builtins.str = ...,
+        settings_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_effort", b"best_effort", "block_size", b"block_size", "blocks_total", b"blocks_total", "can_sleep", b"can_sleep", "config_digest", b"config_digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation", b"generation", "host_blocks_total", b"host_blocks_total", "kv_cache_groups", b"kv_cache_groups", "matryoshka_dimensions", b"matryoshka_dimensions", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_revision", b"model_revision", "pooled_size", b"pooled_size", "prefix_caching", b"prefix_caching", "served_model_names", b"served_model_names", "shared_device", b"shared_device", "supported_tasks", b"supported_tasks", "tokenizer_digest", b"tokenizer_digest", "unbounded_steps", b"unbounded_steps", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_effort", b"best_effort", "block_size", b"block_size", "blocks_total", b"blocks_total", "can_sleep", b"can_sleep", "config_digest", b"config_digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation", b"generation", "host_blocks_total", b"host_blocks_total", "kv_cache_groups", b"kv_cache_groups", "matryoshka_dimensions", b"matryoshka_dimensions", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_revision", b"model_revision", "pooled_size", b"pooled_size", "prefix_caching", b"prefix_caching", "served_model_names", b"served_model_names", "settings_digest", b"settings_digest", "shared_device", b"shared_device", "supported_tasks", b"supported_tasks", "tokenizer_digest", b"tokenizer_digest", "unbounded_steps", b"unbounded_steps", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -241,6 +241,13 @@ def no_engine_ready() -> QuireError:
     return _none_ready("No engine is ready to run this model.", _RETRY_AFTER[ErrorCode.UNAVAILABLE])
 
 
+def version_gone() -> QuireError:
+    """Engines of the model are ready, and none of the version that began the answer."""
+    message = "No engine is ready that runs the version of the model which began this answer."
+    code = ErrorCode.UNAVAILABLE
+    return QuireError(code, message, retry_after=_RETRY_AFTER[code], reason="version_gone")
+
+
 def _none_ready(message: str, retry_after: float) -> QuireError:
     return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=retry_after, reason=RefusalReason.NONE_READY)
 

@@ -22,6 +22,7 @@ from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.core import metrics
 from quire_router.core.fleet_view import EngineCondition
 from quire_router.core.generation import LoRA
+from quire_router.core.model_version import UNKNOWN_VERSION, ModelVersion
 from quire_router.core.retry import CpuThrottle, supervise
 from quire_router.discovery.base import Discovery, Endpoint, split_external
 from quire_router.engines.base import EngineClient
@@ -55,6 +56,7 @@ class Engine:
         self._description: engine_pb2.DescribeResponse | None = None
         self._models: frozenset[str] = frozenset()
         self._namespace: BlockNamespace | None = None
+        self._version = UNKNOWN_VERSION
 
     @property
     def id(self) -> str:
@@ -82,6 +84,12 @@ class Engine:
         """The namespace of its block hashes; None until it has described itself."""
         self._refresh()
         return self._namespace
+
+    @property
+    def version(self) -> ModelVersion:
+        """The version of its model, as far as it says."""
+        self._refresh()
+        return self._version
 
     def update(self, endpoint: Endpoint) -> None:
         """Applies what discovery reports. One that has become ready is connected at once."""
@@ -135,6 +143,7 @@ class Engine:
             names if self._model_matcher is None else self._model_matcher.matching_names(self.id, description)
         )
         self._namespace = BlockNamespace(description.model_revision, description.block_size or ASSUMED_BLOCK_SIZE)
+        self._version = ModelVersion.of(description)
         self.load.describe(description)
 
 
@@ -283,7 +292,7 @@ class EnginePool:
         self._by_row: dict[int, Engine] = {}
         self._candidates_cache: dict[tuple[str, LoRA | None], _Candidates] = {}
         self._loras: Mapping[str, ServedLoRA] = {}
-        self._live: dict[str, tuple[float, bool]] = {}  # by model: whether an engine is, and until when that holds
+        self._live: dict[tuple[str, ModelVersion], tuple[float, bool]] = {}  # whether an engine is, until when it holds
         self._next_probes = 0.0
         self._gathered: set[str] = set()  # the models with engines that are ready
         self._gathering: dict[str, asyncio.TimerHandle] = {}
@@ -333,9 +342,21 @@ class EnginePool:
         """
         return self._candidates(model, lora).rows
 
-    def ready(self, model: str, lora: LoRA | None = None) -> int:
-        """How many engines can run the model now, or an adapter of it."""
-        return len(self._candidates(model, lora).engines)
+    def rows_of_version(self, rows: Rows, version: ModelVersion) -> Rows:
+        """Returns those of ``rows`` whose engines may continue what one of this version has begun."""
+        return np.array([row for row in rows.tolist() if self._by_row[row].version.continues(version)], np.intp)
+
+    def version(self, engine_id: str) -> ModelVersion:
+        """Returns the version of an engine's model, as far as it is known."""
+        engine = self._engines.get(engine_id)
+        return UNKNOWN_VERSION if engine is None else engine.version
+
+    def ready(self, model: str, lora: LoRA | None = None, version: ModelVersion = UNKNOWN_VERSION) -> int:
+        """How many engines can run the model now, or an adapter of it; of those that may continue a version."""
+        engines = self._candidates(model, lora).engines
+        if version == UNKNOWN_VERSION:
+            return len(engines)
+        return sum(engine.version.continues(version) for engine in engines)
 
     def num_sleeping(self, model: str) -> int:
         """How many engines of the model sleep, or are about to, and could be woken up."""
@@ -416,15 +437,16 @@ class EnginePool:
         timeout: float,  # noqa: ASYNC109 - the answer is a bool
         model: str | None = None,
         lora: LoRA | None = None,
+        version: ModelVersion = UNKNOWN_VERSION,
     ) -> bool:
-        """Waits until an engine can run ``model``, with an adapter if one is given, or each configured model if it is
-        None. Returns False on timeout.
+        """Waits until an engine can run ``model``, with an adapter if one is given and in a ``version`` if that is
+        known, or each configured model if it is None. Returns False on timeout.
         """
         names = self._models if model is None else (model,)
         self._waiting.update(names)
         try:
             async with asyncio.timeout(timeout):
-                while not self._all_ready(model, lora):
+                while not self._all_ready(model, lora, version):
                     self.on_waiting()
                     await self.changed()
         except TimeoutError:
@@ -518,15 +540,20 @@ class EnginePool:
         may be this router that hears nothing.
         """
         engine = self._engines.get(engine_id)
-        return engine is not None and any(self._has_live(model) for model in self._models if model in engine.models)
+        if engine is None:
+            return False
+        return any(self._has_live(model, engine.version) for model in self._models if model in engine.models)
 
-    def _has_live(self, model: str) -> bool:
-        """Whether an engine of a model is ready and not late. Looked up for all that ask within ``LOOK_SECONDS``."""
+    def _has_live(self, model: str, version: ModelVersion) -> bool:
+        """Whether an engine of a model's version is ready and not late. Looked up for all that ask within
+        ``LOOK_SECONDS``.
+        """
         now = asyncio.get_running_loop().time()
-        until, found = self._live.get(model, (0.0, False))
+        until, found = self._live.get((model, version), (0.0, False))
         if now >= until:
-            found = any(not engine.connection.late for engine in self._candidates(model).engines)
-            self._live[model] = now + LOOK_SECONDS, found
+            others = self._candidates(model).engines
+            found = any(not each.connection.late and each.version.continues(version) for each in others)
+            self._live[model, version] = now + LOOK_SECONDS, found
         return found
 
     def _probe_idle(self) -> None:
@@ -548,8 +575,8 @@ class EnginePool:
                 if number % PROBES_AT_ONCE == 0:
                     await asyncio.sleep(PROBES_AT_ONCE / MAX_CONNECTS_PER_SECOND)
 
-    def _all_ready(self, model: str | None, lora: LoRA | None) -> bool:
-        return all(self.ready(name, lora) for name in ((model,) if model is not None else self._models))
+    def _all_ready(self, model: str | None, lora: LoRA | None, version: ModelVersion) -> bool:
+        return all(self.ready(name, lora, version) for name in ((model,) if model is not None else self._models))
 
     def _find_loras(self) -> Mapping[str, ServedLoRA]:
         """See ``loras``. Those of a model without engines are kept: requests for them are to bring some back."""

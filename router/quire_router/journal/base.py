@@ -14,6 +14,7 @@ from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 
 from quire_router.core.generation import NO_USAGE, Delta, GenerationRequest, Usage
+from quire_router.core.model_version import UNKNOWN_VERSION, ModelVersion
 from quire_router.core.usage import Account, UsageRow
 
 
@@ -70,7 +71,8 @@ class RequestRecord:
 
     ``deltas`` are what the client was sent, in order. Of a request whose choices are sent together, candidates of
     ``best_of`` or beams, nothing is recorded before that: it is run again, with the same result. ``leased`` is True
-    while a router has a lease on the record. ``usage`` is known once it has ended.
+    while a router has a lease on the record. ``usage`` is known once it has ended. ``version`` is the model's that the
+    deltas are of, as far as it is known.
     """
 
     generation: GenerationRequest
@@ -81,6 +83,7 @@ class RequestRecord:
     error: str = ""
     usage: Usage = NO_USAGE
     leased: bool = False
+    version: ModelVersion = UNKNOWN_VERSION
 
     @property
     def choices(self) -> list[DeliveredChoice]:
@@ -167,6 +170,12 @@ class Journal(Protocol):
     async def open_if_absent(self, generation: GenerationRequest) -> Lease | None:
         """As ``open``, but returns None if there is a record of this id already, from any router. While the journal is
         not available, only this router's own are known.
+        """
+        ...
+
+    def set_version(self, lease: Lease, version: ModelVersion) -> None:
+        """Says which version of the model makes what will be appended, until anything was: it is stored with the first
+        tokens. Never waits.
         """
         ...
 

@@ -20,6 +20,7 @@ from quire_proto.supervise import SupervisedTask
 from quire_router.core import metrics
 from quire_router.core.errors import journal_unavailable, newer_record
 from quire_router.core.generation import NO_USAGE, GenerationRequest, Usage
+from quire_router.core.model_version import ModelVersion
 from quire_router.core.retry import supervise
 from quire_router.core.usage import Account, UsageRow
 from quire_router.journal.base import (
@@ -193,6 +194,12 @@ class BufferedJournal(ABC):
             # The database may have the record by now, with a lease that is not used.
             opening.add_done_callback(self._release_unused)
             raise
+
+    def set_version(self, lease: Lease, version: ModelVersion) -> None:
+        """See ``Journal``."""
+        request = self._writable_request(lease)
+        if request is not None:
+            request.version = version
 
     def append(self, lease: Lease, position: int, delta: AnyDelta) -> None:
         """See ``Journal``. Tokens that would leave a gap are not kept."""
@@ -436,7 +443,7 @@ class BufferedJournal(ABC):
 
     async def _restore(self, lease: Lease, fields: dict[bytes, bytes], packed: bytes) -> BufferedRequest:
         record, reader, taken = await read_record(lease.request_id, fields, packed, tokens_only=True)
-        request = BufferedRequest(record.generation, lease, opened=True)
+        request = BufferedRequest(record.generation, lease, opened=True, version=record.version)
         request.log = TokenLog.restore(unpack_tokens(packed[: taken * TOKEN_BYTES]), reader)
         request.num_stored, request.checksum = taken, await log_checksum(packed[: taken * TOKEN_BYTES])
         return request

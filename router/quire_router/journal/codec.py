@@ -22,6 +22,7 @@ from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.structured_output import Structured, StructuredKind
 
 from quire_router.core.generation import NO_USAGE, GenerationRequest, LoRA, Usage
+from quire_router.core.model_version import ModelVersion
 from quire_router.core.usage import Account
 from quire_router.journal.base import RecordUpdate, RequestRecord
 
@@ -234,6 +235,7 @@ def _to_record(
         error=end.error,
         usage=end.usage,
         leased=end.leased,
+        version=ModelVersion.parse(fields.get(b"version", b"").decode(errors="replace")),
     )
 
 

@@ -10,6 +10,7 @@ from quire_proto.sampling import FinishReason
 from quire_router.admission.fair_queue import LazyHeap
 from quire_router.core import metrics
 from quire_router.core.generation import NO_USAGE, GenerationRequest, Usage
+from quire_router.core.model_version import UNKNOWN_VERSION, ModelVersion
 from quire_router.core.usage import Account, MemoryLedger, UsageRow, difference, largest, used
 from quire_router.journal.base import (
     MAX_ORPHANS,
@@ -39,6 +40,7 @@ class _MemoryRecord:
     leased: bool = True
     cancelled: bool = False
     counted: Usage = NO_USAGE
+    version: ModelVersion = UNKNOWN_VERSION
 
     def __post_init__(self) -> None:
         self.log = TokenLog(self.generation.params.n)
@@ -60,6 +62,7 @@ class _MemoryRecord:
             error=state.error,
             usage=state.usage,
             leased=state.leased,
+            version=self.version,
         )
         reader = TokenLogReader(self.generation.params.n, tokens_only=tokens_only)
         record.deltas, _ = await read_log(reader, self.log.values)
@@ -158,6 +161,12 @@ class MemoryJournal:
         """See ``Journal``."""
         self._remove_expired()
         return None if generation.request_id in self._records else self.open(generation)
+
+    def set_version(self, lease: Lease, version: ModelVersion) -> None:
+        """See ``Journal``."""
+        record = self._writable_record(lease)
+        if record is not None:
+            record.version = version
 
     def append(self, lease: Lease, position: int, delta: AnyDelta) -> None:
         """See ``Journal``. Tokens that would leave a gap are not kept."""

@@ -10,6 +10,7 @@ from zlib import crc32
 from quire_proto.sampling import FinishReason
 
 from quire_router.core.generation import NO_USAGE, GenerationRequest, Usage
+from quire_router.core.model_version import UNKNOWN_VERSION, ModelVersion
 from quire_router.core.usage import MAX_COUNTED_AGE, Account, used
 from quire_router.journal.base import MAX_LOG_VALUES, AnyDelta, Lease
 from quire_router.journal.codec import pack_tokens
@@ -35,7 +36,8 @@ class BufferedRequest:
     token log, at 4 bytes a token, and the request with its prompt as it came. The database is known to have the first
     ``num_stored`` values of ``log``, with ``checksum``. The lease was last renewed at ``renewed`` (the loop's time).
     It is ``refused`` if the database did not take it when it was to be ``opened`` at once, and ``rewritten`` if the
-    database lost it. ``usage`` is what it had used when it was finished or released, at ``closed_at`` (s after 1970).
+    database lost it. ``version`` is the model's that the log is of. ``usage`` is what it had used when it was finished
+    or released, at ``closed_at`` (s after 1970).
     """
 
     generation: GenerationRequest
@@ -52,6 +54,7 @@ class BufferedRequest:
     rewritten: bool = False
     usage: Usage = NO_USAGE
     closed_at: float | None = None
+    version: ModelVersion = UNKNOWN_VERSION
 
     def __post_init__(self) -> None:
         self.log = TokenLog(self.generation.params.n)
@@ -106,6 +109,11 @@ class BufferedWrite:
     num_tokens: int | None
     end: RequestEnd | None
     releases: bool
+
+    @property
+    def version(self) -> str:
+        """The version of the model, which is written with the beginning of the log; else empty."""
+        return "" if self.start or not self.packed else str(self.request.version)
 
 
 @dataclass(frozen=True, slots=True)

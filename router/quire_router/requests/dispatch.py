@@ -20,9 +20,10 @@ from quire_proto.tracing import is_recording
 from quire_router.admission.fair_queue import QueuedRequest
 from quire_router.admission.queue import AdmissionQueue
 from quire_router.core import metrics
-from quire_router.core.errors import engines_full, from_engine, no_engine_ready, unknown_model
+from quire_router.core.errors import engines_full, from_engine, no_engine_ready, unknown_model, version_gone
 from quire_router.core.fleet_view import FleetLog
 from quire_router.core.generation import GenerationRequest
+from quire_router.core.model_version import UNKNOWN_VERSION
 from quire_router.engines.output_stream import AttemptFailed, LoRAMissing, RequestUnsupported
 from quire_router.engines.pool import EnginePool
 from quire_router.placement.engine_table import Rows
@@ -185,7 +186,8 @@ class Dispatcher:
         if state.refused_by:
             await self._wait(state, asyncio.sleep(_RETRY_FULL_SECONDS), "full")
         else:
-            await self._wait(state, self._pool.wait_ready(seconds, request.model, request.lora), "none_ready")
+            ready = self._pool.wait_ready(seconds, request.model, request.lora, state.version)
+            await self._wait(state, ready, "none_ready")
         state.refused_by.clear()
 
     async def _wait(self, state: RequestState, what: Coroutine[Any, Any, object], reason: str) -> None:
@@ -232,6 +234,8 @@ class Dispatcher:
 
     def _rows(self, state: RequestState) -> Rows:
         rows, ids = self._pool.rows(state.generation.model, state.generation.lora), self._pool.table.ids
+        if (version := state.version) != UNKNOWN_VERSION:
+            rows = self._pool.rows_of_version(rows, version)
         if state.generation.best_effort:
             rows = self._pool.with_best_effort_capacity(rows)
         if not state.refused_by:
@@ -254,8 +258,11 @@ class Dispatcher:
             error = unknown_model(state.generation.model_name)
         elif all_miss:
             error = from_engine(missing[-1])
+        elif refusals:
+            error = engines_full()
         else:
-            error = engines_full() if refusals else no_engine_ready()
+            others = state.version != UNKNOWN_VERSION and self._pool.ready(state.generation.model)
+            error = version_gone() if others else no_engine_ready()
         metrics.REJECTIONS.labels(error.code.name.lower()).inc()
         return error
 

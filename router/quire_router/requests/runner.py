@@ -277,6 +277,7 @@ class RequestRunner:
         route = route_header(decision) if self._expose_route else ""
         state.attempt += 1
         state.engine_id = decision.engine_id
+        state.begin_on(self._pool.version(decision.engine_id))
         with attempt_span(state, decision.engine_id, self._pool.zone(decision.engine_id)) as span:
             submission = state.build_submit(traceparent(span) if span.is_recording() else "")
             pending = max(1, len(state.generation.prompt_token_ids) - decision.cached_tokens)

@@ -21,6 +21,7 @@ from quire_router.admission.limits import Reservation
 from quire_router.core import metrics
 from quire_router.core.errors import consumer_deadline_exceeded, from_engine
 from quire_router.core.generation import NO_USAGE, Delta, GenerationRequest, ResponseConsumer, Usage
+from quire_router.core.model_version import UNKNOWN_VERSION, ModelVersion
 from quire_router.core.usage import difference
 from quire_router.engines.output_stream import EngineFull, Output, OutputStream
 from quire_router.journal.base import Journal, Lease, RecordedDelta, RequestRecord
@@ -176,6 +177,7 @@ class RequestState:
         self._token_metrics = token_metrics(request.model)
         self._tenant_label = tenant_label
         self._used_before = self.usage if self._unreplayed else NO_USAGE
+        self._version = UNKNOWN_VERSION if record is None else record.version
 
     @property
     def id(self) -> str:
@@ -199,6 +201,18 @@ class RequestState:
         return (
             bool(self._unreplayed) or any(self._recorded) or any(reason is not None for reason in self._finish_reasons)
         )
+
+    @property
+    def version(self) -> ModelVersion:
+        """The version of the model that has to continue the answer; unknown while nothing of it was made."""
+        begun = bool(self._unreplayed) or any(choice.has_output for choice in self._choices)
+        return self._version if begun else UNKNOWN_VERSION
+
+    def begin_on(self, version: ModelVersion) -> None:
+        """The next attempt is made by this version of the model, which an answer that begins with it keeps."""
+        if not self._unreplayed and not any(choice.has_output for choice in self._choices):
+            self._version = version
+            self._journal.set_version(self._lease, version)
 
     @property
     def resumable(self) -> bool:

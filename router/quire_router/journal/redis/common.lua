@@ -1,5 +1,5 @@
 -- Included at the beginning of every script. A record is a hash: request, prompt, conversation, where there is one, and
--- their checksum 'seal'; owner, epoch and lease_expires (ms); 'sum', the checksum of the token log, and told, how many tokens it has; claim, the name of the
+-- their checksum 'seal'; version, that of the model that the log is of; owner, epoch and lease_expires (ms); 'sum', the checksum of the token log, and told, how many tokens it has; claim, the name of the
 -- last one; cancelled; opened (ms), when it began by this clock; retention (s), where the request has its own; and of
 -- one that has ended reason, error, usage and 'ended', when (ms). KEYS: record, tokens. ARGV: owner, epoch, then as each script documents.
 -- Each writes first with a command that Redis refuses when it is out of memory, so that it changes all or nothing: a

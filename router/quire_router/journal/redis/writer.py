@@ -216,6 +216,7 @@ class CommandBuilder:
             write.packed,
             write.checksum,
             "" if write.num_tokens is None else write.num_tokens,
+            write.version,
         )
         times = self._settings.lease_ms, self._settings.running_ttl_of(write.request.generation)
         return self._evaluate(APPEND, write.request, *times, *log_arguments)

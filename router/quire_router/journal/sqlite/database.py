@@ -132,6 +132,7 @@ MIGRATIONS = (
     ) STRICT, WITHOUT ROWID;
     CREATE INDEX counted_at ON counted (at);
     """,
+    "ALTER TABLE records ADD COLUMN version TEXT",  # of the model that the log is of
 )
 """What makes each version of the schema of the one before; ``PRAGMA user_version`` counts them."""
 

@@ -105,14 +105,14 @@ class RecordReader:
         """The record's fields, as those of a hash in Redis, without its request, and the time in ms."""
         now = time()
         row = self._connection.execute(
-            "SELECT record, owner, epoch, expires, opened, retention, reason, error, usage, length FROM records "
-            "WHERE request_id = ? AND (expires IS NULL OR expires > ?)",
+            "SELECT record, owner, epoch, expires, opened, retention, reason, error, usage, length, version "
+            "FROM records WHERE request_id = ? AND (expires IS NULL OR expires > ?)",
             (request_id, now),
         ).fetchone()
         if row is None:
             return None, int(now * 1000)
         names = "record", "owner", "epoch", "expires", "opened", "retention", "reason", "error", "usage", "length"
-        fields = dict(zip(names, row, strict=True))
+        fields = dict(zip((*names, "version"), row, strict=True))
         if fields.pop("expires") is None:
             fields["lease_expires"] = int(now * 1000) + 1
         last = "SELECT checksum, start + length(packed) FROM logs WHERE record = ? ORDER BY start DESC LIMIT 1"

@@ -311,6 +311,8 @@ class RecordWriter:
         if write.packed:
             part = log.record, log.length, write.packed, write.checksum, write.num_tokens
             self._connection.execute("INSERT INTO logs VALUES (?, ?, ?, ?, ?)", part)
+            if write.version:
+                self._connection.execute("UPDATE records SET version = ? WHERE record = ?", (write.version, log.record))
             log.length += len(write.packed)
 
     def _truncate(self, record: int, length: int) -> None:

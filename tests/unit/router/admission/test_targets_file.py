@@ -64,7 +64,7 @@ def test_what_cannot_be_meant_is_refused_in_one_sentence(tmp_path: Path, chat: d
 def test_a_name_is_none_of_a_model_and_can_be_one(tmp_path: Path, name: str) -> None:
     path = tmp_path / "targets.json"
     path.write_text(json.dumps({"models": {name: {"targets": [{"model": "v1"}]}}}))
-    with pytest.raises(SettingsFileError, match="could mean either|cannot name a model"):
+    with pytest.raises(SettingsFileError, match=r"could mean either|cannot name a model"):
         read_targets(path, VOCABULARIES)
 
 

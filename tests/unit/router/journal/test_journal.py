@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.core.generation import MAX_CONVERSATION_CHARACTERS, NO_USAGE, GenerationRequest, Usage
+from quire_router.core.model_version import ModelVersion
 from quire_router.core.usage import Account
 from quire_router.journal.base import DeliveredChoice, Lease, RecordedDelta, RequestRecord, unrecorded
 
@@ -262,3 +263,24 @@ async def test_what_a_request_without_a_record_has_used_is_counted(kind: str, st
         rows = await journal.usage(0, 1e11, fresh)
         assert [sum(each) for each in zip(*(row.counts for row in rows), strict=True)] == [2, 12, 1, 2]
         assert await journal.read(f"{fresh}-0") is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_version_of_the_model_is_written_with_the_first_tokens(
+    kind: str, stores: Databases, fresh: str
+) -> None:
+    old, new = ModelVersion("old", "ab"), ModelVersion("new", "cd")
+    async with journal_of(kind, stores) as journal:
+        lease = journal.open(request(fresh))
+        journal.set_version(lease, old)
+        await journal.flush()
+        journal.set_version(lease, new)  # it began nothing there
+        append_tokens(journal, lease, 0, [10])
+        await journal.flush()
+        append_tokens(journal, lease, 1, [11])
+        journal.release(lease)
+        await journal.flush()
+        claimed = await journal.claim(fresh)
+        assert claimed is not None
+        assert claimed[0].version == new
+        journal.release(claimed[1])

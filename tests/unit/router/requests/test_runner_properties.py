@@ -18,6 +18,7 @@ from quire_proto.sampling import FinishReason, SamplingParams, StopToken, TokenL
 from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.admission.fair_queue import QueuedRequest
 from quire_router.core.generation import Delta, GenerationRequest, LoRA
+from quire_router.core.model_version import UNKNOWN_VERSION, ModelVersion
 from quire_router.engines.load import LoadLedger
 from quire_router.engines.output_stream import OutputStream
 from quire_router.engines.pool import Dispatch, Engine
@@ -104,6 +105,9 @@ class OneEngine:
 
     def rows(self, model: str, lora: LoRA | None = None) -> Rows:
         return np.array([self.engine.row])
+
+    def version(self, engine_id: str) -> ModelVersion:
+        return UNKNOWN_VERSION
 
     def zone(self, engine_id: str) -> str | None:
         return None
